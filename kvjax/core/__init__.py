@@ -1,0 +1,1 @@
+"""Host side of the KV cache: numpy state, no jax."""

@@ -1,0 +1,1 @@
+"""Attention kinds: one file per kind, holding its spec and its manager."""

@@ -1,0 +1,42 @@
+"""Errors of capacity and state. A caller's mistake is a `ValueError`; these say what the cache cannot do now."""
+
+from __future__ import annotations
+
+
+class KVCacheError(Exception):
+    """Base of every error that this library raises for a capacity or a state; nothing was changed."""
+
+
+class OutOfBlocksError(KVCacheError, ValueError):
+    """A pool has fewer free blocks than a call needs. The pool is unchanged."""
+
+
+class BlockStateError(KVCacheError, ValueError):
+    """A block is not in the state that a call needs, such as freeing a free block. The pool is unchanged."""
+
+
+class UnknownRequestError(KVCacheError, KeyError):
+    """The manager holds no request of that id. Nothing is changed."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class InvariantError(KVCacheError, AssertionError):
+    """A `check_invariants` found a law broken: a bug of this library, never of its caller."""
+
+
+class MissingExtraError(KVCacheError, ImportError):
+    """A command or function needs an optional dependency; the message names the extra that brings it."""
+
+
+class ConfigError(KVCacheError, ValueError):
+    """A model or deployment config has an unknown key, a missing key or a value that cannot be."""
+
+
+class CheckpointError(KVCacheError, ValueError):
+    """A checkpoint lacks tensors, has surplus ones, or shapes that do not fit its config."""
+
+
+class TraceError(KVCacheError, ValueError):
+    """A trace file has a bad line; the message starts with `path:line`."""

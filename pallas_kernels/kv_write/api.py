@@ -1,0 +1,29 @@
+"""Writes new K and V into pages, one slot per token.
+
+Flow:    new K, V of a step + slot mapping -> [kv_write] -> pages, updated in place when donated
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.backends import check_backend
+from pallas_kernels.kv_write import reference
+
+
+def kv_write(
+    new_k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
+    new_v: jax.Array,  # [num_tokens, num_kv_heads, head_dim_v]
+    pages: tuple[jax.Array, ...],  # as pallas_kernels.layouts: (k, v) split, or (kv,) packed
+    slot_mapping: jax.Array,  # int32[num_tokens] page * page_size + offset, -1: skip
+    *,
+    k_scale: jax.Array | None = None,  # float32[] or [num_kv_heads]: pages hold K / k_scale
+    v_scale: jax.Array | None = None,
+    backend: str = "auto",
+) -> tuple[jax.Array, ...]:
+    """Pages with `new_k[t]`, `new_v[t]` at slot `slot_mapping[t]`. Slots of one call differ, -1 apart.
+
+    Page 0, the null page, is never written: slots of page 0 are skipped as -1 is.
+    """
+    check_backend(backend)
+    return reference.kv_write(new_k, new_v, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)

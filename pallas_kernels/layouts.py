@@ -1,0 +1,130 @@
+"""How one page of KV cache lies in memory: array shapes, bytes, addressing, sharding axes.
+
+Flow:    spec (heads, dims, dtype name, page size, platform) -> [layouts] -> kernels, planner, device layer
+Source:  TPU: the packed pages of ragged paged attention v3 (vllm-project/tpu-inference); GPU and CPU: K and V apart.
+
+Pure Python: no jax, no numpy, so that the host core and the planner may import it. Dtypes are names
+("bfloat16", "float8_e4m3fn"). A *slot* is one token's place: `slot = page * page_size + offset`; every layout
+addresses a token as `array[slot // page_size, slot % page_size]`.
+
+    split    K: [pages, page_size, num_kv_heads, head_dim]       V: [pages, page_size, num_kv_heads, head_dim_v]
+    packed   [pages, page_size, ceil(2 * num_kv_heads / packing), packing, ceil128(head_dim)], packing = 32 / bits;
+             row 2h of the flattened head axis is K of head h, row 2h + 1 its V; padding rows and lanes are zero
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+TPU_LANES = 128
+TPU_WORD_BITS = 32
+
+_DTYPE_BITS = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "int8": 8,
+}
+
+# Logical axis names; the caller maps them to mesh axes (or to None) when it makes PartitionSpecs.
+PAGE_AXIS = "page"
+TOKEN_AXIS = "page_token"
+HEAD_AXIS = "kv_head"
+PACK_AXIS = "pack"
+DIM_AXIS = "head_dim"
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of one element of the dtype called `dtype`.
+
+    Raises:
+        ValueError: the name is none of the KV-cache dtypes.
+    """
+    bits = _DTYPE_BITS.get(dtype)
+    if bits is None:
+        raise ValueError(f"expected a KV-cache dtype out of {sorted(_DTYPE_BITS)}, got {dtype!r}")
+    return bits
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b` rounded up, for non-negative `a` and positive `b`."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class ArrayLayout:
+    """One array of a page column, without its leading page axis."""
+
+    name: str
+    page_shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]  # logical axis name of each dimension of `page_shape`
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that one page of this array takes on the device, padding included."""
+        return math.prod(self.page_shape) * dtype_bits(self.dtype) // 8
+
+    def shape(self, num_pages: int) -> tuple[int, ...]:
+        """Shape of the whole array over `num_pages` pages."""
+        return (num_pages, *self.page_shape)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """One column: the arrays that hold one layer's pages. Equal layouts may share a pool."""
+
+    kind: str  # "split" or "packed"
+    page_size: int
+    arrays: tuple[ArrayLayout, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that one page of the column takes on the device, padding included."""
+        return sum(array.page_bytes for array in self.arrays)
+
+
+def attention_layout(
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: str,
+    platform: str = "cpu",
+    head_dim_v: int | None = None,
+) -> PageLayout:
+    """Layout of a K and V cache on `platform` ("cpu", "gpu" or "tpu").
+
+    Raises:
+        ValueError: a size is not positive, or the dtype or platform is unknown.
+        NotImplementedError: K and V dimensions differ on TPU, whose rows hold both.
+    """
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    sizes = {
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "page_size": page_size,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"expected {name} >= 1, got {value}")
+    bits = dtype_bits(dtype)
+    if platform in ("cpu", "gpu", "cuda", "rocm"):
+        axes = (TOKEN_AXIS, HEAD_AXIS, DIM_AXIS)
+        k = ArrayLayout("k", (page_size, num_kv_heads, head_dim), dtype, axes)
+        v = ArrayLayout("v", (page_size, num_kv_heads, head_dim_v), dtype, axes)
+        return PageLayout("split", page_size, (k, v))
+    if platform == "tpu":
+        if head_dim_v != head_dim:
+            raise NotImplementedError(
+                f"TPU pages need equal K and V dimensions, got {head_dim} and {head_dim_v}"
+            )
+        packing = TPU_WORD_BITS // bits
+        shape = (page_size, cdiv(2 * num_kv_heads, packing), packing, cdiv(head_dim, TPU_LANES) * TPU_LANES)
+        axes4 = (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
+        return PageLayout("packed", page_size, (ArrayLayout("kv", shape, dtype, axes4),))
+    raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")

@@ -1,0 +1,72 @@
+"""Attention of ragged queries over paged KV: decode, prefill and mixed in one call.
+
+Flow:    q, pages, block tables, lengths -> [ragged_paged_attention] -> AttentionOutput
+Source:  the contract is DESIGN's; masks follow vLLM's sliding-window and chunked-local attention, sinks GPT-OSS's
+
+Axis names: T query tokens (padded), S sequences (padded), P table columns, Hq and Hkv heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.backends import check_backend
+from pallas_kernels.kv_write import kv_write
+from pallas_kernels.ragged_paged_attention import reference
+
+
+def ragged_paged_attention(
+    q: jax.Array,  # [T, Hq, D]
+    pages: tuple[jax.Array, ...],  # as pallas_kernels.layouts: (k, v) split, or (kv,) packed
+    block_tables: jax.Array,  # int32[S, P] page ids, padded with 0
+    seq_lens: jax.Array,  # int32[S] tokens visible to the last query of each sequence, 0 for empty rows
+    query_start_loc: jax.Array,  # int32[S + 1] first query token of each sequence; last: number of real tokens
+    distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
+    *,
+    new_kv: tuple[jax.Array, jax.Array] | None = None,  # [T, Hkv, D], [T, Hkv, Dv]: written before attention
+    slot_mapping: jax.Array | None = None,  # int32[T] slots of new_kv, -1: skip
+    sm_scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    num_sink_tokens: int = 0,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # float32[Hq] natural-log logits, -inf: none
+    k_scale: jax.Array | None = None,  # float32[] or [Hkv]
+    v_scale: jax.Array | None = None,
+    schedule: Any = None,  # what `plan()` of the backend returned for this step, or None
+    return_lse: bool = False,
+    num_kv_heads: int | None = None,  # None: read off the pages; needed where packing pads the heads
+    backend: str = "auto",
+) -> AttentionOutput:
+    """Attention outputs of all query tokens.
+
+    Query i of sequence s is at `pos = seq_lens[s] - q_len[s] + i`. Visible are the keys `k <= upper` with
+    `k >= lower` or `k < num_sink_tokens`, where `lower = max(0, pos - window + 1, (pos // chunk) * chunk)` and
+    `upper = pos` if causal, else `seq_lens[s] - 1`. Pages wholly outside are never read. Accumulation is float32.
+    """
+    check_backend(backend)
+    if new_kv is not None:
+        pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
+    out, lse = reference.ragged_paged_attention(
+        q,
+        pages,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        distribution,
+        sm_scale=sm_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+        num_sink_tokens=num_sink_tokens,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        num_kv_heads=num_kv_heads,
+    )
+    return AttentionOutput(out, lse if return_lse else None, pages)
