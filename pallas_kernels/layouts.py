@@ -120,9 +120,7 @@ def attention_layout(
         return PageLayout("split", page_size, (k, v))
     if platform == "tpu":
         if head_dim_v != head_dim:
-            raise NotImplementedError(
-                f"TPU pages need equal K and V dimensions, got {head_dim} and {head_dim_v}"
-            )
+            raise NotImplementedError(f"TPU pages need equal K and V dimensions, got {head_dim} and {head_dim_v}")
         packing = TPU_WORD_BITS // bits
         shape = (page_size, cdiv(2 * num_kv_heads, packing), packing, cdiv(head_dim, TPU_LANES) * TPU_LANES)
         axes4 = (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)

@@ -113,9 +113,7 @@ class KVCacheConfig:
 
     pools: tuple[KVCachePoolSpec, ...]
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
-    layer_index: dict[str, tuple[int, int]] = field(
-        init=False, repr=False, compare=False
-    )  # layer -> group, column
+    layer_index: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)  # layer -> group, column
 
     def __post_init__(self) -> None:
         if not self.kv_cache_groups:
@@ -123,14 +121,10 @@ class KVCacheConfig:
         index: dict[str, tuple[int, int]] = {}
         for group_id, group in enumerate(self.kv_cache_groups):
             if not 0 <= group.pool_id < len(self.pools):
-                raise ValueError(
-                    f"group {group_id}: expected pool_id in [0, {len(self.pools)}), got {group.pool_id}"
-                )
+                raise ValueError(f"group {group_id}: expected pool_id in [0, {len(self.pools)}), got {group.pool_id}")
             for column, name in enumerate(group.layer_names):
                 if name in index:
-                    raise ValueError(
-                        f"layer {name!r} is in groups {index[name][0]} and {group_id}; expected one group"
-                    )
+                    raise ValueError(f"layer {name!r} is in groups {index[name][0]} and {group_id}; expected one group")
                 index[name] = (group_id, column)
         object.__setattr__(self, "layer_index", index)
 

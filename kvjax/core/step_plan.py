@@ -68,9 +68,7 @@ class StepPlan:
     query_start_loc: np.ndarray  # int32[S + 1]
     logits_indices: np.ndarray  # int32[N] indices into T whose logits are wanted
     distribution: np.ndarray  # int32[3] ends of the decode, prefill and mixed parts
-    token_source: (
-        np.ndarray
-    )  # int32[T] -1: `token_ids` holds it, else the index of a token sampled one step before
+    token_source: np.ndarray  # int32[T] -1: `token_ids` holds it, else the index of a token sampled one step before
     page_copies: tuple[PageCopies, ...]  # one per pool
     pages_to_zero: tuple[np.ndarray, ...]  # int32[Z] per pool
     groups: tuple[GroupPlan, ...]
