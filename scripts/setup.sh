@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Makes or reuses the virtual environment and installs kvjax with the extras named, editable.
+#
+#   scripts/setup.sh [extra ...]        extras as in pyproject.toml: demo, test, dev, cuda, tpu, ...
+#
+# Needs nothing but a Python 3.11 or newer; the newest that works is taken. A second run that has nothing to do ends
+# at once. Environment: KVJAX_PYTHON (interpreter), KVJAX_VENV (default .venv), KVJAX_CONSTRAINTS (pip constraints file).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${KVJAX_VENV:-.venv}
+constraints=${KVJAX_CONSTRAINTS:-}
+stamp=$venv/.kvjax-installed
+
+usable() { # a Python of 3.11 or newer that can make virtual environments
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+candidates() { # newest first
+    if [ -n "${KVJAX_PYTHON:-}" ]; then
+        echo "$KVJAX_PYTHON"
+        return
+    fi
+    local minor path
+    for minor in 15 14 13 12 11; do
+        command -v "python3.$minor" || true
+        for path in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3."$minor".*/bin/python3."$minor"; do
+            if [ -x "$path" ]; then echo "$path"; fi
+        done
+    done
+    command -v python3 || true
+    command -v python || true
+}
+
+checksum() { # of everything that decides what gets installed
+    cat pyproject.toml ${constraints:+"$constraints"} | cksum
+}
+
+wanted() { # extras already installed together with those asked for, as a sorted list
+    { [ -f "$stamp" ] && sed -n 2p "$stamp" | tr , '\n'; printf '%s\n' "$@"; } | sed '/^$/d' | sort -u | paste -sd, -
+}
+
+install() {
+    local target=".${1:+[$1]}"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check ${constraints:+-c "$constraints"} -e "$target"
+}
+
+if [ -x "$venv/bin/python" ] && ! usable "$venv/bin/python"; then rm -rf "$venv"; fi
+extras=$(wanted "$@")
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(checksum; echo "$extras")" ]; then exit 0; fi
+
+if [ -x "$venv/bin/python" ]; then
+    echo "kvjax: installing into $venv: ${extras:-core}"
+    install "$extras"
+else
+    made=
+    while read -r python; do
+        usable "$python" || continue
+        echo "kvjax: $("$python" --version), installing into $venv: ${extras:-core} (about a minute)"
+        rm -rf "$venv"
+        if "$python" -m venv "$venv" && install "$extras"; then
+            made=1
+            break
+        fi
+        echo "kvjax: that failed with $python; trying the next Python" >&2
+    done < <(candidates)
+    if [ -z "$made" ]; then
+        rm -rf "$venv"
+        echo "kvjax: expected a Python 3.11 or newer with venv that the dependencies install on, found none;" \
+            "install one or name it in KVJAX_PYTHON" >&2
+        exit 1
+    fi
+fi
+{ checksum; echo "$extras"; } >"$stamp"

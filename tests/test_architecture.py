@@ -1,0 +1,92 @@
+"""Laws of the tree: imports point one way, the core is free of jax, every module says what it is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(p for package in ("kvjax", "pallas_kernels") for p in (ROOT / package).rglob("*.py"))
+STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
+
+# Package prefix -> what its modules may import beside the standard library. The longest matching prefix decides.
+HOST = ("numpy", "kvjax.core", "kvjax.errors", "pallas_kernels.layouts")
+ALLOWED = {
+    "pallas_kernels.layouts": (),
+    "pallas_kernels": ("jax", "jaxlib", "numpy", "pallas_kernels"),
+    "kvjax": (),
+    "kvjax.errors": (),
+    "kvjax.core": (*HOST, "cbor2", "xxhash"),
+    "kvjax.device": (*HOST, "jax", "flax", "kvjax.device", "pallas_kernels"),
+    "kvjax.planning": (*HOST, "kvjax.planning"),
+    "kvjax.configs": (*HOST, "kvjax.planning", "kvjax.models.config"),
+    "kvjax.models": (*HOST, "jax", "flax", "safetensors", "tokenizers", "kvjax.device", "kvjax.models"),
+    "kvjax.models.config": (*HOST, "kvjax.models"),
+    "kvjax.demo": ("kvjax.demo",),
+    "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
+    "kvjax.replay": (*HOST, "kvjax.replay", "kvjax.planning", "kvjax.models.config", "kvjax.configs"),
+    "kvjax.cli": ("numpy", "tqdm", "matplotlib", "kvjax"),
+    "kvjax.__main__": ("kvjax.cli",),
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of everything the module imports, at its top or inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: expected absolute imports, got a relative one on line {node.lineno}"
+            assert node.module is not None
+            names.add(node.module)
+    return names
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_point_one_way(path: Path) -> None:
+    name = module_name(path)
+    rule = max((prefix for prefix in ALLOWED if within(name, (prefix,))), key=len)
+    for imported in imports_of(path):
+        if imported.split(".")[0] in STANDARD_LIBRARY:
+            continue
+        assert within(imported, ALLOWED[rule]), f"{name} imports {imported}; {rule} may import {ALLOWED[rule]}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring, f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_files_hold_one_idea(path: Path) -> None:
+    limit = 600 if path.is_relative_to(ROOT / "pallas_kernels") else 500
+    assert len(path.read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["kvjax", "kvjax.core", "kvjax.planning", "kvjax.models.config", "kvjax.replay", "kvjax.cli.main"],
+)
+def test_host_side_loads_no_jax(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_layouts_load_nothing() -> None:
+    code = "import pallas_kernels.layouts, sys; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
