@@ -40,9 +40,10 @@ wanted() { # extras already installed together with those asked for, as a sorted
     { [ -f "$stamp" ] && sed -n 2p "$stamp" | tr , '\n'; printf '%s\n' "$@"; } | sed '/^$/d' | sort -u | paste -sd, -
 }
 
-install() {
-    local target=".${1:+[$1]}"
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check ${constraints:+-c "$constraints"} -e "$target"
+install() { # quiet when it works, the end of pip's own words when it does not
+    local target=".${1:+[$1]}" log=$venv/install.log
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check ${constraints:+-c "$constraints"} \
+        -e "$target" >"$log" 2>&1 || { tail -n 8 "$log" >&2; return 1; }
 }
 
 if [ -x "$venv/bin/python" ] && ! usable "$venv/bin/python"; then rm -rf "$venv"; fi
@@ -54,9 +55,13 @@ if [ -x "$venv/bin/python" ]; then
     install "$extras"
 else
     made=
+    tried=
     while read -r python; do
         usable "$python" || continue
-        echo "kvjax: $("$python" --version), installing into $venv: ${extras:-core} (about a minute)"
+        version=$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")')
+        case " $tried " in *" $version "*) continue ;; esac
+        tried="$tried $version"
+        echo "kvjax: Python $version, installing into $venv: ${extras:-core} (about a minute)"
         rm -rf "$venv"
         if "$python" -m venv "$venv" && install "$extras"; then
             made=1
