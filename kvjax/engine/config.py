@@ -1,0 +1,54 @@
+"""Settings of an engine.
+
+Flow:    caller or command line -> [EngineConfig] -> LLMEngine -> KVCachePlan, Scheduler, ModelRunner
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine may use and how it schedules.
+
+    The cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`.
+    `watermark` is the share of a pool that admissions leave free for requests that already run; it never holds up
+    the first request of an idle step. `tensor_parallel_size` devices share the heads of the model.
+    `async_scheduling` starts a step before the tokens of the one before it are read.
+
+    Raises:
+        ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    max_model_len: int = 2048
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01
+    dtype: str = "float32"
+    seed: int = 0
+    hash_algorithm: str = "sha256_cbor"
+    tensor_parallel_size: int = 1
+    async_scheduling: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"expected max_num_batched_tokens >= max_num_seqs (a token per running request), "
+                f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
+            )
+        if (self.num_blocks is None) == (self.memory_bytes is None):
+            raise ValueError(
+                f"expected one of num_blocks and memory_bytes, got {self.num_blocks} and {self.memory_bytes}"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"expected seed in [0, 2**32), got {self.seed}")

@@ -1,0 +1,72 @@
+"""A request inside the engine: the core's `Request`, how to sample it, where it stands and what it cost.
+
+Flow:    LLMEngine.add_request -> [EngineRequest] -> Scheduler queues -> RequestStats, RequestOutput
+
+States:
+
+    waiting    submitted or preempted; owns no row and no blocks
+    running    admitted; owns a row and blocks
+    finished   ended by its length, a stop token or an abort; owns nothing
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvjax.core import Request
+from kvjax.engine.sampling_params import SamplingParams
+from kvjax.engine.stats import RequestStats
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"  # max_tokens reached
+    STOP = "stop"  # a stop token or the end of the sequence
+    ABORT = "abort"
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """One request, owned by the engine's thread. `priority` orders requests: lower first, unique."""
+
+    request: Request
+    params: SamplingParams
+    seed: int  # the one that sampling uses
+    stop_token_ids: frozenset[int]  # of the params and, unless ignored, of the model
+    priority: int
+    stats: RequestStats
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    logprobs: list[float] = field(default_factory=list)  # one per output token
+
+    @property
+    def request_id(self) -> str:
+        """Id that the caller gave."""
+        return self.request.request_id
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and output at most."""
+        return self.request.num_prompt_tokens + self.params.max_tokens
+
+    def finish_reason_after(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
+        """Why the request ends with `token_id`, its output token number `num_output_tokens`; None: it goes on."""
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output_tokens >= self.params.max_tokens else None
+
+    def output_token_ids(self) -> np.ndarray:  # int32[num_output_tokens]
+        """A copy of the tokens sampled so far."""
+        return np.array(self.request.output_token_ids, np.int32)

@@ -1,0 +1,63 @@
+"""Sampling parameters of the running requests as arrays by row, and the rows of one step as the sampler takes them.
+
+Flow:    SamplingParams -> [SamplingTable] -> SamplingBatch of a step (numpy, padded) -> sampler (jit)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.engine.sampling_params import SamplingParams
+
+
+class SamplingBatch(NamedTuple):
+    """One line per row of logits. Padded lines are greedy and their tokens are ignored. A pytree of arrays."""
+
+    temperature: np.ndarray  # float32[N], 0: greedy
+    top_p: np.ndarray  # float32[N]
+    top_k: np.ndarray  # int32[N], 0: all
+    seed: np.ndarray  # uint32[N]
+    position: np.ndarray  # int32[N] place of the token to sample in its sequence
+
+
+class SamplingTable:
+    """Sampling parameters by row of the request table; rows grow by doubling. Costs a few gathers a step."""
+
+    def __init__(self, num_rows: int = 16) -> None:
+        self._columns = SamplingBatch(
+            temperature=np.zeros(num_rows, np.float32),
+            top_p=np.ones(num_rows, np.float32),
+            top_k=np.zeros(num_rows, np.int32),
+            seed=np.zeros(num_rows, np.uint32),
+            position=np.zeros(num_rows, np.int32),
+        )
+
+    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+        """Makes `params` those of the request that owns `row`; `seed` is the one that it really uses."""
+        while row >= self._columns.seed.size:
+            self._columns = SamplingBatch(*(np.concatenate([column, column]) for column in self._columns))
+        self._columns.temperature[row] = params.temperature
+        self._columns.top_p[row] = params.top_p
+        self._columns.top_k[row] = params.top_k
+        self._columns.seed[row] = seed
+
+    def batch(
+        self,
+        rows: np.ndarray,  # int64[n] rows that sample, in the order of the step's logits
+        positions: np.ndarray,  # int[n]
+        size: int,
+    ) -> SamplingBatch:
+        """Fresh arrays of `size` lines: those of `rows`, then padding.
+
+        Raises:
+            ValueError: there are more rows than `size`.
+        """
+        if rows.size > size:
+            raise ValueError(f"expected at most {size} rows that sample, got {rows.size}")
+        padded = SamplingBatch(*(np.zeros(size, column.dtype) for column in self._columns))
+        for target, column in zip(padded, self._columns, strict=True):
+            target[: rows.size] = column[rows]
+        padded.position[: rows.size] = positions
+        return padded

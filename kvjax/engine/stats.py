@@ -1,0 +1,65 @@
+"""What a request and a step cost: values for reports, tests and plots.
+
+Flow:    Scheduler, LLMEngine -> [RequestStats, StepStats] -> kvjax.cli.generate, or any monitoring
+
+Times are seconds of a monotonic clock that the engine's owner may choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class RequestStats:
+    """One request's account."""
+
+    request_id: str
+    num_prompt_tokens: int
+    arrival_time_s: float
+    num_cached_tokens: int | None = None  # prefix hit at first admission; None: never admitted
+    num_computed_tokens: int = 0  # tokens that went through the model, recomputed ones included
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    first_token_time_s: float | None = None
+    finish_time_s: float | None = None
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """From submission to the first token; None: there is none yet."""
+        return None if self.first_token_time_s is None else self.first_token_time_s - self.arrival_time_s
+
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        """Speed after the first token; None: fewer than two tokens, or not finished."""
+        if self.first_token_time_s is None or self.finish_time_s is None or self.num_output_tokens < 2:
+            return None
+        seconds = self.finish_time_s - self.first_token_time_s
+        return (self.num_output_tokens - 1) / seconds if seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """Blocks of one pool at the end of a step, the null block left out: `held + cached + free` is the pool."""
+
+    held: int  # used by requests
+    cached: int  # free, but still a prefix-cache hit
+    free: int  # free and empty
+    released: int  # given back in this step by requests that go on (blocks that left a sliding window)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step of the engine."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    num_requests: int  # in the step
+    num_new_tokens: int
+    num_sampled_tokens: int
+    num_hit_tokens: int  # prompt tokens of requests admitted in this step that were found cached
+    num_queried_tokens: int  # prompt tokens of those requests
+    num_preemptions: int
+    host_us: float  # scheduling, planning and bookkeeping of the step, without the device
+    pools: tuple[PoolUse, ...]
