@@ -11,6 +11,10 @@ class OutOfBlocksError(KVCacheError, ValueError):
     """A pool has fewer free blocks than a call needs. The pool is unchanged."""
 
 
+class MemoryBudgetError(KVCacheError, ValueError):
+    """A memory budget is too small for the cache of one request; the message says how many bytes are missing."""
+
+
 class BlockStateError(KVCacheError, ValueError):
     """A block is not in the state that a call needs, such as freeing a free block. The pool is unchanged."""
 

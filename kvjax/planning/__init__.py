@@ -1,0 +1,21 @@
+"""Planning of KV-cache memory: which layers share a block table, which tables share a pool, how many blocks fit.
+
+Flow:    KVCacheSpec per layer, memory budget -> [plan_kv_cache] -> KVCachePlan (its `config` feeds the managers)
+No jax: the planner runs where no accelerator is.
+"""
+
+from kvjax.planning.grouping import LayerGroup, group_layers
+from kvjax.planning.plan import GroupPlanSummary, KVCachePlan, PoolPlan, plan_kv_cache
+from kvjax.planning.spec_rules import per_device, promoted, table_key
+
+__all__ = [
+    "GroupPlanSummary",
+    "KVCachePlan",
+    "LayerGroup",
+    "PoolPlan",
+    "group_layers",
+    "per_device",
+    "plan_kv_cache",
+    "promoted",
+    "table_key",
+]

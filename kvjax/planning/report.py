@@ -1,0 +1,183 @@
+"""A plan for people (tables and words) and for programs (a JSON-ready dict).
+
+Flow:    KVCachePlan -> [plan_table | plan_words | plan_json] -> `kvjax plan`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.planning.plan import GroupPlanSummary, KVCachePlan, PoolPlan
+from kvjax.text import align_table, format_bytes
+
+
+def default_lengths(max_model_len: int) -> list[int]:
+    """Lengths worth asking about: powers of four from 2,048 below `max_model_len`, and `max_model_len`."""
+    lengths = [2**power for power in range(11, 40, 2) if 2**power < max_model_len]
+    return [*lengths, max_model_len]
+
+
+def plan_table(plan: KVCachePlan, lengths: Sequence[int]) -> str:
+    """Pools, groups and how many requests of each length fit, as aligned tables."""
+    pools = align_table(
+        ["pool", "blocks", "columns", "bytes a block", "without padding", "total", "groups"],
+        [
+            [
+                str(pool.pool_id),
+                f"{pool.num_blocks:,}",
+                str(pool.num_columns),
+                f"{pool.bytes_per_block:,}",
+                f"{pool.real_bytes_per_block:,}",
+                format_bytes(pool.total_bytes),
+                ", ".join(map(str, pool.group_ids)),
+            ]
+            for pool in plan.pools
+        ],
+        left={6},
+    )
+    groups = align_table(
+        ["group", "pool", "kind", "layers", "block", "page bytes", "padded", "blocks a request"],
+        [
+            [
+                str(group.group_id),
+                str(group.pool_id),
+                describe_kind(group),
+                str(len(group.layer_names)),
+                str(group.spec.block_size),
+                f"{group.real_page_bytes:,}",
+                f"{group.page_bytes:,}",
+                f"{group.request_blocks:,}",
+            ]
+            for group in plan.groups
+        ],
+        left={2},
+    )
+    fits = align_table(
+        ["request length", "fit at once"],
+        [[f"{length:,}", format_requests(plan.requests_of(length))] for length in lengths],
+    )
+    return "\n\n".join((pools, groups, fits))
+
+
+def describe_kind(group: GroupPlanSummary) -> str:
+    """The group's kind and its window, such as "sliding_window 1,024"."""
+    window = getattr(group.spec, "sliding_window", None)
+    return group.spec.kind if window is None else f"{group.spec.kind} {window:,}"
+
+
+def format_requests(requests: float) -> str:
+    """Requests to one decimal, never rounded up past the next tenth above 100."""
+    return f"{requests:,.1f}" if requests < 100 else f"{int(requests):,}"
+
+
+def plan_words(plan: KVCachePlan) -> str:
+    """Why the numbers are what they are, a sentence per decision."""
+    parts = [_budget_words(plan), *(_pool_words(plan, pool) for pool in plan.pools), _fit_words(plan)]
+    if plan.tensor_parallel > 1:
+        parts.insert(1, _parallel_words(plan))
+    return "\n".join(parts)
+
+
+def _budget_words(plan: KVCachePlan) -> str:
+    if plan.memory_bytes is None:
+        return f"The number of blocks was given; they take {format_bytes(plan.used_bytes)} on each device."
+    return (
+        f"Of {format_bytes(plan.memory_bytes)} on each device the cache takes {format_bytes(plan.used_bytes)}; "
+        f"{format_bytes(plan.unused_bytes)} is less than another block."
+    )
+
+
+def _parallel_words(plan: KVCachePlan) -> str:
+    return (
+        f"Tensor parallelism over {plan.tensor_parallel} devices splits the KV heads; with fewer heads than devices "
+        "each head lies on several. All bytes here are one device's."
+    )
+
+
+def _pool_words(plan: KVCachePlan, pool: PoolPlan) -> str:
+    groups = [plan.groups[group_id] for group_id in pool.group_ids]
+    widest = max(groups, key=lambda group: len(group.layer_names))
+    words = [
+        f"Pool {pool.pool_id}: a page holds {widest.spec.block_size} tokens of one layer in {widest.page_bytes:,} bytes"
+        f"{_padding_words(widest)}; a block is one page in each of {pool.num_columns} columns, "
+        f"{pool.bytes_per_block:,} bytes; {pool.num_blocks:,} blocks, one of them the null block."
+    ]
+    if len(groups) > 1:
+        words.append(_sharing_words(groups))
+    if pool.in_flight_blocks:
+        words.append(
+            f"{pool.in_flight_blocks:,} blocks are set aside for {plan.max_in_flight_tokens:,} tokens in flight, which "
+            "windowed layers hold until their step ends."
+        )
+    return " ".join(words)
+
+
+def _padding_words(group: GroupPlanSummary) -> str:
+    if group.page_bytes == group.real_page_bytes:
+        return ""
+    return f" ({group.real_page_bytes:,} without the device's padding)"
+
+
+def _sharing_words(groups: Sequence[GroupPlanSummary]) -> str:
+    layers = " + ".join(str(len(group.layer_names)) for group in groups)
+    return (
+        f"Its {len(groups)} groups ({layers} layers) have block tables of their own and draw from one free list; "
+        "layer i of each group uses column i."
+    )
+
+
+def _fit_words(plan: KVCachePlan) -> str:
+    blocks = " + ".join(f"{pool.request_blocks:,} blocks of pool {pool.pool_id}" for pool in plan.pools)
+    usable = " and ".join(f"{pool.num_blocks - 1 - pool.in_flight_blocks:,}" for pool in plan.pools)
+    return (
+        f"A request of {plan.max_model_len:,} tokens holds {blocks}; {usable} are free for requests, "
+        f"so {format_requests(plan.concurrency)} of them fit at once. Requests that share a prefix take less."
+    )
+
+
+def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
+    """The plan as JSON values. Bytes are one device's."""
+    return {
+        "platform": plan.platform,
+        "tensor_parallel": plan.tensor_parallel,
+        "hybrid": plan.hybrid,
+        "max_model_len": plan.max_model_len,
+        "max_in_flight_tokens": plan.max_in_flight_tokens,
+        "memory_bytes": plan.memory_bytes,
+        "used_bytes": plan.used_bytes,
+        "unused_bytes": plan.unused_bytes,
+        "concurrency": plan.concurrency,
+        "resident_tokens": plan.resident_tokens,
+        "table_bytes_per_request": plan.table_bytes_per_request,
+        "requests_that_fit": {str(length): plan.requests_of(length) for length in lengths},
+        "pools": [
+            {
+                "pool_id": pool.pool_id,
+                "num_blocks": pool.num_blocks,
+                "num_columns": pool.num_columns,
+                "bytes_per_block": pool.bytes_per_block,
+                "real_bytes_per_block": pool.real_bytes_per_block,
+                "total_bytes": pool.total_bytes,
+                "request_blocks": pool.request_blocks,
+                "in_flight_blocks": pool.in_flight_blocks,
+                "group_ids": list(pool.group_ids),
+            }
+            for pool in plan.pools
+        ],
+        "groups": [
+            {
+                "group_id": group.group_id,
+                "pool_id": group.pool_id,
+                "kind": group.spec.kind,
+                "sliding_window": getattr(group.spec, "sliding_window", None),
+                "block_size": group.spec.block_size,
+                "page_bytes": group.page_bytes,
+                "real_page_bytes": group.real_page_bytes,
+                "request_blocks": group.request_blocks,
+                "table_bytes": group.table_bytes,
+                "layer_names": list(group.layer_names),
+            }
+            for group in plan.groups
+        ],
+    }

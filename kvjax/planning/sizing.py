@@ -1,0 +1,91 @@
+"""How many blocks each pool gets out of one memory budget.
+
+Flow:    PoolNeed per pool, budget in bytes -> [size_pools] -> blocks per pool
+
+A pool p of `bytes_p` per block needs, for c resident requests of the planned length,
+
+    n_p(c) = 1 (null) + reserved_p + in_flight_p + ceil(c * request_p)
+
+blocks. The planner takes the largest real c with sum(bytes_p * n_p(c)) <= budget, so that no pool runs dry before
+the others, and gives what is left to the pools that grow with a request's length. With one pool this is simply
+budget // bytes_p blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvjax.errors import MemoryBudgetError
+
+
+@dataclass(frozen=True)
+class PoolNeed:
+    """What one pool costs and must hold. Blocks are counted over all groups of the pool."""
+
+    bytes_per_block: int  # on one device, padding included
+    request_blocks: int  # blocks that one resident request of the planned length holds
+    in_flight_blocks: int  # further blocks for tokens in flight, once per deployment
+    reserved_blocks: int = 0  # never handed to requests; the null block is not among them
+    grows_with_length: bool = True  # whether longer requests hold more blocks
+
+    def num_blocks(self, requests: Fraction) -> int:
+        """Blocks for `requests` resident requests, the null block included."""
+        return 1 + self.reserved_blocks + self.in_flight_blocks + math.ceil(requests * self.request_blocks)
+
+
+def size_pools(needs: Sequence[PoolNeed], budget_bytes: int) -> list[int]:
+    """Blocks of each pool, the null block included; together at most `budget_bytes`.
+
+    Raises:
+        MemoryBudgetError: not even one request of the planned length fits; says how many bytes are missing.
+    """
+    least = _total_bytes(needs, Fraction(1))
+    if least > budget_bytes:
+        raise MemoryBudgetError(
+            f"the cache of one request at the planned length needs {least:,} bytes, got {budget_bytes:,}: "
+            f"{least - budget_bytes:,} bytes short; give more memory, plan for shorter requests, "
+            "or take fewer tokens in flight"
+        )
+    requests = _largest_requests(needs, budget_bytes)
+    sizes = [need.num_blocks(requests) for need in needs]
+    _hand_out_rest(needs, sizes, budget_bytes)
+    return sizes
+
+
+def requests_that_fit(needs: Sequence[PoolNeed], sizes: Sequence[int]) -> float:
+    """Resident requests of the planned length that pools of these sizes hold; 0 where in-flight tokens fill one."""
+    return min(
+        max(size - need.num_blocks(Fraction(0)), 0) / need.request_blocks
+        for need, size in zip(needs, sizes, strict=True)
+    )
+
+
+def _total_bytes(needs: Sequence[PoolNeed], requests: Fraction) -> int:
+    return sum(need.bytes_per_block * need.num_blocks(requests) for need in needs)
+
+
+def _largest_requests(needs: Sequence[PoolNeed], budget_bytes: int) -> Fraction:
+    """Every n_p steps at multiples of 1 / request_p only, so the answer is a multiple of 1 / lcm: bisect on those."""
+    unit = math.lcm(*(need.request_blocks for need in needs))
+    low, high = unit, 2 * unit  # low fits: the caller checked one request
+    while _total_bytes(needs, Fraction(high, unit)) <= budget_bytes:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _total_bytes(needs, Fraction(middle, unit)) <= budget_bytes:
+            low = middle
+        else:
+            high = middle
+    return Fraction(low, unit)
+
+
+def _hand_out_rest(needs: Sequence[PoolNeed], sizes: list[int], budget_bytes: int) -> None:
+    """Adds blocks to `sizes`, the costliest pool first, where longer requests can use them (else anywhere)."""
+    rest = budget_bytes - sum(need.bytes_per_block * size for need, size in zip(needs, sizes, strict=True))
+    growing = [p for p, need in enumerate(needs) if need.grows_with_length] or list(range(len(needs)))
+    for p in sorted(growing, key=lambda p: -needs[p].bytes_per_block):
+        extra, rest = divmod(rest, needs[p].bytes_per_block)
+        sizes[p] += extra

@@ -1,0 +1,54 @@
+"""Numbers, byte sizes and tables as text, and byte sizes back from text.
+
+Flow:    reports -> [format_bytes, align_table] -> terminal;   command line, TOML -> [parse_bytes] -> bytes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"B": 1, "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_BINARY}
+_SIZE = re.compile(r"(?P<number>\d[\d_,]*(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of a size such as "56GiB", "80 GB", "1.5TiB" or "1_000_000"; a fraction of a byte is dropped.
+
+    Raises:
+        ValueError: the text is no size, or its unit is none of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    unit = (match["unit"] or "B") if match else ""
+    if match is None or unit not in _UNITS:
+        raise ValueError(
+            f"expected a size in bytes such as 60129542144, 56GiB (binary) or 80GB (decimal), got {str(text)!r}"
+        )
+    number = re.sub("[_,]", "", match["number"])
+    whole, _, fraction = number.partition(".")
+    return int(whole) * _UNITS[unit] + int(fraction or "0") * _UNITS[unit] // 10 ** len(fraction)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` with a binary unit and two decimals, such as "56.00 GiB"; plain below 1 KiB."""
+    for unit, size in reversed(_BINARY.items()):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def align_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """Columns under their headers, right-aligned but for the indices in `left`, with a rule below the header."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(_align(line, widths, left) for line in lines)
+
+
+def _align(line: Sequence[str], widths: Sequence[int], left: Collection[int]) -> str:
+    cells = (
+        cell.ljust(width) if i in left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    )
+    return "  ".join(cells).rstrip()

@@ -1,0 +1,45 @@
+"""Laws of sizes and tables as text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax.text import align_table, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("56GiB", 56 * 2**30),
+        (" 80 GB ", 80 * 10**9),
+        ("1.5TiB", 3 * 2**39),
+        ("0.1KB", 100),
+        ("1_000_000", 10**6),
+        ("1,024B", 1024),
+        ("7kB", 7000),
+        (12, 12),
+    ],
+)
+def test_sizes_are_read(text: str | int, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "56G", "56 gigs", "-1GiB", "1e9", "1..2GB"])
+def test_ambiguous_or_malformed_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size in bytes such as"):
+        parse_bytes(text)
+
+
+@given(st.integers(0, 2**50))
+def test_formatted_sizes_are_close(num_bytes: int) -> None:
+    assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.005 * 2**40 * (num_bytes >= 2**40) + max(
+        0.006 * num_bytes, 0
+    )
+
+
+def test_columns_are_aligned() -> None:
+    assert align_table(["name", "n"], [["a", "1,000"], ["bcdefg", "2"]], left={0}) == (
+        "name        n\n------  -----\na       1,000\nbcdefg      2"
+    )
