@@ -1,0 +1,33 @@
+"""Flax NNX decoders that load Hugging Face folders: Llama, Qwen3 and Gemma 3 text.
+
+`kvjax.models.config` needs no jax (planning uses it); the other names below are loaded when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvjax.models.config import ModelConfig, RopeConfig
+
+if TYPE_CHECKING:
+    from kvjax.models.decoder import Decoder
+    from kvjax.models.dense_attention import DenseAttention
+    from kvjax.models.load import LoadedModel, load_model
+    from kvjax.models.tokenizer import Tokenizer
+
+_HOME_OF = {
+    "Decoder": "decoder",
+    "DenseAttention": "dense_attention",
+    "LoadedModel": "load",
+    "Tokenizer": "tokenizer",
+    "load_model": "load",
+}
+
+__all__ = ["Decoder", "DenseAttention", "LoadedModel", "ModelConfig", "RopeConfig", "Tokenizer", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
