@@ -211,7 +211,9 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
         else {}
     )
     outer.finish(INFORMATIONAL_OUTER_KEYS)
-    return _parse_text(names[0], architecture, _Keys(text, architecture.defaults, f"{where}: text_config"), tie)
+    # The text part's dtype is the outer one unless it has its own.
+    defaults = {**architecture.defaults, "torch_dtype": data.get("dtype") or data.get("torch_dtype") or "float32"}
+    return _parse_text(names[0], architecture, _Keys(text, defaults, f"{where}: text_config"), tie)
 
 
 def _parse_text(name: str, architecture: _Architecture, keys: _Keys, overrides: dict[str, Any]) -> ModelConfig:

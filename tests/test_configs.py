@@ -1,0 +1,104 @@
+"""Laws of configs: the shipped ones are what their models are, and every bad one is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvjax.configs import known_deployments, known_models, load_deployment, load_model_config
+from kvjax.errors import ConfigError
+from kvjax.planning import plan_kv_cache
+
+SHAPES = {  # layers, KV heads, head size, full-attention layers
+    "llama-3-8b": (32, 8, 128, 32),
+    "llama-3-70b": (80, 8, 128, 80),
+    "qwen3-8b": (36, 8, 128, 36),
+    "qwen3-235b-a22b": (94, 4, 128, 94),
+    "qwen3-vl-235b-a22b": (94, 4, 128, 94),
+    "gemma-3-27b": (62, 16, 128, 10),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shipped_models_have_their_shapes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_model_config(name)
+    full = sum(kind == "full_attention" for kind in config.layer_types)
+    assert (config.num_layers, config.num_kv_heads, config.head_dim, full) == SHAPES[name]
+    assert config.dtype == "bfloat16"
+
+
+def test_nothing_else_is_shipped() -> None:
+    assert known_models() == sorted(SHAPES)
+
+
+def test_unknown_models_are_listed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"expected a model's name \(gemma-3-27b, .*qwen3-vl-235b-a22b\), .*got 'gpt'"
+    ):
+        load_model_config("gpt")
+
+
+def test_a_folder_and_a_file_are_models_too(tmp_path: Path) -> None:
+    config = load_model_config("qwen3-8b")
+    source = next(p for p in Path(__file__).parent.parent.glob("configs/models/qwen3-8b.json"))
+    file = tmp_path / "config.json"
+    file.write_text(source.read_text())
+    assert load_model_config(tmp_path) == config
+    assert load_model_config(str(file)) == config
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "expected JSON, got"), ("[]", "expected a JSON object, got list")])
+def test_model_files_that_are_no_json_objects_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(str(file)) + f": {message}"):
+        load_model_config(file)
+
+
+def test_unknown_keys_of_a_model_are_refused(tmp_path: Path) -> None:
+    source = Path(__file__).parent.parent / "configs" / "models" / "llama-3-8b.json"
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(json.loads(source.read_text()) | {"kv_lora_rank": 512}))
+    with pytest.raises(ConfigError, match="kv_lora_rank"):
+        load_model_config(file)
+
+
+@pytest.mark.parametrize("name", known_deployments())
+def test_shipped_deployments_can_be_planned(name: str) -> None:
+    deployment = load_deployment(name)
+    specs = load_model_config(deployment.model).kv_cache_specs(deployment.block_size or 16, deployment.dtype)
+    plan = plan_kv_cache(
+        specs,
+        memory_bytes=deployment.memory_bytes,
+        max_model_len=deployment.max_model_len,
+        platform=deployment.platform,
+        tensor_parallel=deployment.tensor_parallel or 1,
+    )
+    assert plan.concurrency >= 1
+
+
+def test_unknown_deployments_are_listed() -> None:
+    with pytest.raises(ConfigError, match=r"expected a deployment's name \(.*llama-3-70b-56gib.*got 'nowhere'"):
+        load_deployment("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory = ", "expected TOML, got"),
+        ("memry = '1GiB'", r"unknown keys memry; expected some of block_size, dtype, .*memory, model"),
+        ("block_size = '16'", "expected block_size to be of type int, got '16'"),
+        ("hybrid = 1", "expected hybrid to be of type bool, got 1"),
+        ("memory = 1.5", "expected memory to be a number of bytes or a text, got 1.5"),
+        ("memory = '56G'", "memory: expected a size in bytes"),
+    ],
+)
+def test_bad_deployments_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(str(file)) + ": " + message):
+        load_deployment(file)
