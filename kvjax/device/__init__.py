@@ -1,0 +1,35 @@
+"""Device layer: page arrays, step inputs in buckets, and jitted update steps that own the pages while they run."""
+
+from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.batch import DeviceBatch, DeviceGroup
+from kvjax.device.buckets import Bucket, Buckets
+from kvjax.device.compile_counter import CompileCount, count_compilations
+from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write_kv, zero_pages
+from kvjax.device.paged_kv_cache import PagedKVCache
+from kvjax.device.pages import KVPages, create_pages
+from kvjax.device.placement import TENSOR_AXIS, Placement
+from kvjax.device.update_step import SampleFn, StepOutput, UpdateStep, make_update_step
+
+__all__ = [
+    "TENSOR_AXIS",
+    "AttentionOptions",
+    "Bucket",
+    "Buckets",
+    "CompileCount",
+    "DeviceBatch",
+    "DeviceGroup",
+    "KVPages",
+    "PagedKVCache",
+    "Placement",
+    "SampleFn",
+    "StepOutput",
+    "UpdateStep",
+    "copy_pages",
+    "count_compilations",
+    "create_pages",
+    "gather_pages",
+    "make_update_step",
+    "scatter_pages",
+    "write_kv",
+    "zero_pages",
+]

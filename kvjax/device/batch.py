@@ -1,0 +1,122 @@
+"""One step's inputs in the shapes of a bucket: the StepPlan padded, as the compiled step takes it.
+
+Flow:    StepPlan + Bucket -> [DeviceBatch.from_plan] -> numpy leaves -> jitted update step
+Source:  DESIGN, "Device layer"
+
+A dispatched step may read its numpy arguments later, and on CPU a device array may be a view of them. So every call
+pads into arrays of its own, which nobody writes again; the plan and the manager may change at once.
+
+Padding: tokens 0 at position 0, slot -1 (not written), table columns 0 (the null page), requests of length 0 after
+the last real one, logits of token 0 (ignored).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jax
+import numpy as np
+
+from kvjax.core.step_plan import GroupPlan, StepPlan
+from kvjax.device.buckets import Bucket, Buckets
+
+Array: TypeAlias = np.ndarray | jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceGroup:
+    """One group's part of a step, padded."""
+
+    block_tables: Array  # int32[S, P]
+    seq_lens: Array  # int32[S]
+    slot_mapping: Array  # int32[T]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceBatch:
+    """One step, padded to a bucket. Leaves are numpy on the host side and jax arrays inside the step."""
+
+    token_ids: Array  # int32[T]
+    positions: Array  # int32[T], or [3, T]
+    token_source: Array  # int32[T] -1, or an index into the tokens sampled one step before
+    query_start_loc: Array  # int32[S + 1], constant after the last real request
+    distribution: Array  # int32[3]
+    logits_indices: Array  # int32[S], as many rows of logits as requests
+    groups: tuple[DeviceGroup, ...]
+
+    @classmethod
+    def from_plan(cls, plan: StepPlan, bucket: Bucket) -> DeviceBatch:
+        """`plan` padded to `bucket`, in fresh arrays.
+
+        Raises:
+            ValueError: the plan does not fit the bucket.
+        """
+        sizes = plan_sizes(plan)
+        if not bucket.fits(*sizes):
+            raise ValueError(f"a step of {sizes} (tokens, requests, columns) does not fit {bucket}")
+        tokens, requests = bucket.num_tokens, bucket.num_requests
+        return cls(
+            token_ids=padded(plan.token_ids, tokens),
+            positions=padded(plan.positions, tokens),
+            token_source=padded(plan.token_source, tokens, -1),
+            query_start_loc=padded(plan.query_start_loc, requests + 1, plan.num_tokens),
+            distribution=np.array(plan.distribution, np.int32),
+            logits_indices=padded(plan.logits_indices, requests),
+            groups=tuple(_group(group, bucket) for group in plan.groups),
+        )
+
+    @classmethod
+    def empty(cls, bucket: Bucket, num_groups: int, *, positions_rank: int = 1) -> DeviceBatch:
+        """A batch without requests: writes nothing and attends to nothing. For warm-up."""
+        tokens, requests = bucket.num_tokens, bucket.num_requests
+        group = DeviceGroup(
+            np.zeros((requests, bucket.num_columns), np.int32),
+            np.zeros(requests, np.int32),
+            np.full(tokens, -1, np.int32),
+        )
+        return cls(
+            token_ids=np.zeros(tokens, np.int32),
+            positions=np.zeros(tokens if positions_rank == 1 else (3, tokens), np.int32),
+            token_source=np.full(tokens, -1, np.int32),
+            query_start_loc=np.zeros(requests + 1, np.int32),
+            distribution=np.zeros(3, np.int32),
+            logits_indices=np.zeros(requests, np.int32),
+            groups=(group,) * num_groups,
+        )
+
+
+def plan_sizes(plan: StepPlan) -> tuple[int, int, int]:
+    """(tokens, requests or rows of logits, table columns) that a bucket must hold."""
+    columns = max((group.block_tables.shape[1] for group in plan.groups), default=1)
+    return plan.num_tokens, max(plan.num_requests, int(plan.logits_indices.size)), max(columns, 1)
+
+
+def pick_bucket(plan: StepPlan, buckets: Buckets) -> Bucket:
+    """The smallest declared bucket that `plan` fits.
+
+    Raises:
+        ValueError: none fits; the message names the limits.
+    """
+    return buckets.pick(*plan_sizes(plan))
+
+
+def padded(values: np.ndarray, length: int, fill: int = 0) -> np.ndarray:
+    """A fresh copy of `values` with its last axis filled up to `length`, int64 narrowed to int32."""
+    dtype = np.int32 if values.dtype.kind == "i" else values.dtype
+    out = np.full((*values.shape[:-1], length), fill, dtype)
+    out[..., : values.shape[-1]] = values
+    return out
+
+
+def _group(group: GroupPlan, bucket: Bucket) -> DeviceGroup:
+    num_requests, num_columns = group.block_tables.shape
+    block_tables = np.zeros((bucket.num_requests, bucket.num_columns), np.int32)
+    block_tables[:num_requests, :num_columns] = group.block_tables
+    return DeviceGroup(
+        block_tables=block_tables,
+        seq_lens=padded(group.seq_lens, bucket.num_requests),
+        slot_mapping=padded(group.slot_mapping, bucket.num_tokens, -1),
+    )

@@ -1,0 +1,126 @@
+"""The shapes that a step may have on the device: a declared list, so that warm-up compiles all of them.
+
+Flow:    limits of a deployment -> [Buckets] -> smallest bucket that a StepPlan fits -> DeviceBatch
+Source:  DESIGN, "Device layer"
+
+A product of three ladders would be hundreds of programs. The list is two short products instead: decode steps (one
+token a request, so T = S) over S and P, and mixed steps over T and P with S as large as it can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvjax.core.spec import cdiv
+
+MAX_BUCKETS = 24
+
+# Lengths of the ladders (decode S, decode P, mixed T, mixed P), and so a * b + c * d buckets; richest first.
+_LADDER_LENGTHS = ((4, 3, 6, 2), (3, 3, 5, 2), (3, 2, 4, 2), (2, 2, 3, 2), (2, 1, 3, 1), (1, 1, 2, 1), (0, 0, 1, 1))
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """Padded sizes of one compiled step: T tokens, S requests, P columns of every block table."""
+
+    num_tokens: int
+    num_requests: int
+    num_columns: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_requests", "num_columns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+
+    def fits(self, num_tokens: int, num_requests: int, num_columns: int) -> bool:
+        """Whether a step of these sizes can be padded to this bucket."""
+        return num_tokens <= self.num_tokens and num_requests <= self.num_requests and num_columns <= self.num_columns
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The declared step shapes, and the lengths to which lists of page ids (copies, zeroing) are padded."""
+
+    steps: tuple[Bucket, ...]
+    page_counts: tuple[int, ...] = (8, 64)  # longer lists are cut into pieces of the last
+
+    def __post_init__(self) -> None:
+        steps = tuple(sorted(set(self.steps)))
+        if not 1 <= len(steps) <= MAX_BUCKETS:
+            raise ValueError(f"expected 1 to {MAX_BUCKETS} buckets, got {len(steps)}; each is a compiled program")
+        if not self.page_counts or min(self.page_counts) < 1:
+            raise ValueError(f"expected page_counts >= 1, got {self.page_counts}")
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "page_counts", tuple(sorted(set(self.page_counts))))
+
+    @classmethod
+    def default(
+        cls,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        max_buckets: int = MAX_BUCKETS,
+    ) -> Buckets:
+        """At most `max_buckets` shapes; a step of at most these limits fits the last, the largest.
+
+        Raises:
+            ValueError: a limit is below 1.
+        """
+        limits = {
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+            "block_size": block_size,
+            "max_buckets": max_buckets,
+        }
+        for name, value in limits.items():
+            if value < 1:
+                raise ValueError(f"expected {name} >= 1, got {value}")
+        columns = cdiv(max_model_len, block_size)
+        seqs = min(max_num_seqs, max_num_batched_tokens)
+        a, b, c, d = next(lengths for lengths in _LADDER_LENGTHS if _count(lengths) <= max_buckets)
+        decode = [Bucket(s, s, p) for s in _ladder(seqs, a) for p in _ladder(columns, b)]
+        mixed = [Bucket(t, min(t, seqs), p) for t in _ladder(max_num_batched_tokens, c) for p in _ladder(columns, d)]
+        return cls(tuple(decode + mixed))
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Most tokens of any bucket."""
+        return max(bucket.num_tokens for bucket in self.steps)
+
+    @property
+    def max_num_requests(self) -> int:
+        """Most requests of any bucket: the length of the sampled tokens that a step leaves on the device."""
+        return max(bucket.num_requests for bucket in self.steps)
+
+    def pick(self, num_tokens: int, num_requests: int, num_columns: int) -> Bucket:
+        """The smallest bucket that fits: fewest tokens, then requests, then columns.
+
+        Raises:
+            ValueError: none fits.
+        """
+        for bucket in self.steps:
+            if bucket.fits(num_tokens, num_requests, num_columns):
+                return bucket
+        raise ValueError(
+            f"no bucket fits {num_tokens} tokens, {num_requests} requests or rows of logits and {num_columns} table "
+            f"columns; the limits are {self.max_num_tokens} tokens, {self.max_num_requests} requests and "
+            f"{max(bucket.num_columns for bucket in self.steps)} columns (declared: {self._declared()})"
+        )
+
+    def _declared(self) -> str:
+        return ", ".join(f"{b.num_tokens}x{b.num_requests}x{b.num_columns}" for b in self.steps)
+
+
+def _count(lengths: tuple[int, int, int, int]) -> int:
+    return lengths[0] * lengths[1] + lengths[2] * lengths[3]
+
+
+def _ladder(top: int, length: int) -> list[int]:
+    """At most `length` rungs down from `top`, each a quarter of the one above, none below 8 but `top` itself."""
+    rungs = [top][:length]
+    while len(rungs) < length and rungs[-1] > 8:
+        rungs.append(max(8, cdiv(rungs[-1], 4)))
+    return rungs

@@ -1,0 +1,139 @@
+"""The cache as a model sees it: one call per attention layer writes its K and V into pages and attends over them.
+
+Flow:    KVPages + DeviceBatch inside a traced step -> [PagedKVCache] -> attention outputs, and the updated KVPages
+Source:  the layer's group and column come from KVCacheConfig.layer_index
+
+    cache = PagedKVCache(pages, batch, kv_cache_config)
+    hidden = model(batch.token_ids, batch.positions, cache)      # each layer: cache("layers.3", q, k, v, options)
+    pages = cache.pages
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import PartitionSpec
+
+from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.batch import DeviceBatch
+from kvjax.device.pages import Column, KVPages
+from kvjax.device.placement import Placement
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+
+class PagedKVCache:
+    """Pages and tables of one step. Made inside the traced function, used once per layer, thrown away with the trace.
+
+    With a placement that splits the heads, each device attends with its own heads (`jax.shard_map`).
+    """
+
+    def __init__(
+        self,
+        pages: KVPages,
+        batch: DeviceBatch,
+        kv_cache_config: KVCacheConfig,
+        placement: Placement | None = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        self.pages = pages
+        self._batch = batch
+        self._config = kv_cache_config
+        self._placement = placement
+        self._backend = backend
+        self._attended: set[str] = set()
+
+    @property
+    def unused_layers(self) -> tuple[str, ...]:
+        """Layers of the config that have not attended yet; empty after a whole forward pass."""
+        return tuple(name for name in self._config.layer_index if name not in self._attended)
+
+    def __call__(
+        self,
+        layer_name: str,
+        q: jax.Array,  # [T, num_q_heads, head_dim]
+        k: jax.Array,  # [T, num_kv_heads, head_dim]
+        v: jax.Array,  # [T, num_kv_heads, head_dim_v]
+        options: AttentionOptions,
+    ) -> jax.Array:  # [T, num_q_heads, head_dim_v]
+        """Writes the layer's K and V of this step, then attends over all that its requests have in the cache.
+
+        Raises:
+            ValueError: the layer is unknown or attended before, shapes are not its spec's, or the options look
+                further back than its group keeps.
+        """
+        if layer_name not in self._config.layer_index:
+            raise ValueError(f"expected a layer out of {tuple(self._config.layer_index)}, got {layer_name!r}")
+        if layer_name in self._attended:
+            raise ValueError(f"layer {layer_name!r} attends twice in one step")
+        group_id, column = self._config.layer_index[layer_name]
+        group = self._config.kv_cache_groups[group_id]
+        _check_layer(layer_name, group, q, k, v, options)
+        out, arrays = self._attend(group_id, q, k, v, self.pages.column(group.pool_id, column), options)
+        self._attended.add(layer_name)
+        self.pages = self.pages.with_column(group.pool_id, column, arrays)
+        return out
+
+    def _attend(
+        self, group_id: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: Column, options: AttentionOptions
+    ) -> tuple[jax.Array, Column]:
+        batch, group = self._batch, self._batch.groups[group_id]
+        per_head = {"sinks": options.sinks, "k_scale": options.k_scale, "v_scale": options.v_scale}
+        tables = (group.block_tables, group.seq_lens, batch.query_start_loc, batch.distribution, group.slot_mapping)
+
+        def attend(q, k, v, pages, per_head, tables):  # type: ignore[no-untyped-def]
+            block_tables, seq_lens, query_start_loc, distribution, slot_mapping = tables
+            result = ragged_paged_attention(
+                q,
+                pages,
+                block_tables,
+                seq_lens,
+                query_start_loc,
+                distribution,
+                new_kv=(k, v),
+                slot_mapping=slot_mapping,
+                sm_scale=options.sm_scale,
+                sliding_window=options.sliding_window,
+                attention_chunk_size=options.attention_chunk_size,
+                num_sink_tokens=options.num_sink_tokens,
+                soft_cap=options.soft_cap,
+                num_kv_heads=k.shape[1],
+                backend=self._backend,
+                **per_head,
+            )
+            return result.out, result.pages
+
+        placement = self._placement
+        if placement is None or placement.num_shards == 1:
+            return attend(q, k, v, pages, per_head, tables)
+        heads = placement.head_spec(3, 1)
+        page_specs = tuple(placement.head_spec(array.ndim, 2) for array in pages)
+        per_head_specs = {name: _per_head_spec(placement, x) for name, x in per_head.items()}
+        in_specs = (heads, heads, heads, page_specs, per_head_specs, PartitionSpec())
+        return placement.shard_map(attend, in_specs, (heads, page_specs))(q, k, v, pages, per_head, tables)
+
+
+def _per_head_spec(placement: Placement, x: jax.Array | None) -> PartitionSpec | None:
+    """Spec of an optional scalar or per-head array."""
+    if x is None:
+        return None
+    return PartitionSpec() if x.ndim == 0 else placement.head_spec(1, 0)
+
+
+def _check_layer(
+    name: str, group: KVCacheGroupSpec, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions
+) -> None:
+    spec = group.kv_cache_spec
+    if not isinstance(spec, AttentionSpec):
+        raise NotImplementedError(f"layer {name!r}: expected a cache of K and V, got {spec.kind}")
+    dims_v = spec.head_size if spec.head_size_v is None else spec.head_size_v
+    wanted = ((spec.num_kv_heads, spec.head_size), (spec.num_kv_heads, dims_v))
+    if (k.shape[1:], v.shape[1:]) != wanted:
+        raise ValueError(f"layer {name!r}: expected K and V of {wanted} a token, got {k.shape[1:]} and {v.shape[1:]}")
+    if q.shape[1] % spec.num_kv_heads or q.shape[2] != spec.head_size:
+        raise ValueError(
+            f"layer {name!r}: expected queries of {spec.num_kv_heads} * n heads of {spec.head_size}, got {q.shape[1:]}"
+        )
+    kept = getattr(spec, "sliding_window", None) if spec.kind == "sliding_window" else None
+    if kept is not None and (options.sliding_window is None or options.sliding_window > kept):
+        raise ValueError(f"layer {name!r}: keeps a window of {kept} tokens, asked for {options.sliding_window}")

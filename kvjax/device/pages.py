@@ -1,0 +1,103 @@
+"""The page arrays of a deployment as one pytree: pools -> columns -> arrays, all with pages leading.
+
+Flow:    KVCacheConfig + Placement -> [create_pages] -> KVPages -> update step (donated) -> KVPages
+Source:  DESIGN, "Device layer"
+
+Invariants:
+
+    I1  page 0 of every array is zero for ever: nothing in this package writes it
+    I2  a KVPages passed to a function that donates it is gone; only the returned one is alive
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from kvjax.core.spec import KVCacheConfig
+from kvjax.device.placement import Placement
+from pallas_kernels.layouts import PageLayout
+
+Column = tuple[jax.Array, ...]  # (k, v) split or (kv,) packed; each [num_blocks, *page_shape]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVPages:
+    """All page arrays: `pools[pool_id][column]` is one layer's tuple of arrays."""
+
+    pools: tuple[tuple[Column, ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays over all devices that split them, padding included."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def num_pages(self, pool_id: int) -> int:
+        """Pages of one pool, the null page included."""
+        return int(self.pools[pool_id][0][0].shape[0])
+
+    def column(self, pool_id: int, column: int) -> Column:
+        """Arrays of one column of one pool."""
+        return self.pools[pool_id][column]
+
+    def with_column(self, pool_id: int, column: int, arrays: Column) -> KVPages:
+        """The same pages but for one column."""
+        columns = self.pools[pool_id]
+        return self.with_pool(pool_id, (*columns[:column], arrays, *columns[column + 1 :]))
+
+    def with_pool(self, pool_id: int, columns: tuple[Column, ...]) -> KVPages:
+        """The same pages but for one pool."""
+        return replace(self, pools=(*self.pools[:pool_id], columns, *self.pools[pool_id + 1 :]))
+
+
+def check_columns(kv_cache_config: KVCacheConfig, placement: Placement) -> None:
+    """Raises ValueError unless every layer has a column of its own layout that splits over the placement."""
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        columns = kv_cache_config.pools[group.pool_id].columns
+        if len(columns) < len(group.layer_names):
+            raise ValueError(
+                f"group {group_id}: expected at least {len(group.layer_names)} columns in pool {group.pool_id}, "
+                f"got {len(columns)}; plan the config with page layouts"
+            )
+        for name, layout in zip(group.layer_names, columns, strict=False):
+            wanted = group.kv_cache_spec.page_layout("tpu" if layout.kind == "packed" else "cpu")
+            if layout != wanted:
+                raise ValueError(f"layer {name!r}: expected pages of {wanted}, got {layout}")
+            placement.check_heads(group.kv_cache_spec, layout)
+
+
+def page_shardings(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages:
+    """A KVPages whose leaves are the NamedSharding of each array."""
+
+    def column(layout: PageLayout) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(placement.mesh, placement.page_spec(array)) for array in layout.arrays)
+
+    pools = tuple(tuple(column(layout) for layout in pool.columns) for pool in kv_cache_config.pools)
+    return KVPages(pools)  # type: ignore[arg-type]
+
+
+def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = None) -> KVPages:
+    """Zero pages of every pool, made on the devices that hold them: no host copy, no device holds another's part.
+
+    Raises:
+        ValueError: a pool lacks columns, a column's layout is not its layer's, or KV heads do not split evenly.
+    """
+    placement = Placement.create() if placement is None else placement
+    check_columns(kv_cache_config, placement)
+
+    def zeros() -> KVPages:
+        return KVPages(
+            tuple(
+                tuple(
+                    tuple(jnp.zeros(array.shape(pool.num_blocks), jnp.dtype(array.dtype)) for array in layout.arrays)
+                    for layout in pool.columns
+                )
+                for pool in kv_cache_config.pools
+            )
+        )
+
+    return jax.jit(zeros, out_shardings=page_shardings(kv_cache_config, placement))()

@@ -1,0 +1,110 @@
+"""Where the cache's arrays live: a mesh, and which of its axes the KV heads are split over.
+
+Flow:    caller's mesh and axis names -> [Placement] -> shardings of pages and step inputs, shard_map of the ops
+Source:  PartitionSpecs follow the logical axis names of pallas_kernels.layouts
+
+Pages are split along whole KV heads only; block tables, lengths and tokens are the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kvjax.core.spec import AttentionSpec, KVCacheSpec
+from pallas_kernels.layouts import HEAD_AXIS, ArrayLayout, PageLayout
+
+TENSOR_AXIS = "tensor"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh and the mesh axis of the KV heads (None: pages are whole on every device). Immutable and hashable."""
+
+    mesh: Mesh
+    head_axis: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_axis is not None and self.head_axis not in self.mesh.axis_names:
+            raise ValueError(f"expected a mesh axis out of {self.mesh.axis_names}, got {self.head_axis!r}")
+        if any(kind != AxisType.Auto for kind in self.mesh.axis_types):
+            raise ValueError(
+                f"expected a mesh of Auto axes, got {self.mesh.axis_types}; make it with "
+                "jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)"
+            )
+
+    @classmethod
+    def create(cls, mesh: Mesh | None = None, axis_names: Mapping[str, str | None] | None = None) -> Placement:
+        """Placement on `mesh` with logical axes of `pallas_kernels.layouts` mapped to mesh axes.
+
+        Without a mesh: the first device. Without names: KV heads over the axis "tensor" where the mesh has it.
+
+        Raises:
+            ValueError: a logical axis other than "kv_head" is mapped, or a mesh axis is unknown or not Auto.
+        """
+        if mesh is None:
+            mesh = Mesh(np.asarray(jax.devices()[:1]), (TENSOR_AXIS,))
+        if axis_names is None:
+            return cls(mesh, TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None)
+        surplus = sorted(name for name, axis in axis_names.items() if name != HEAD_AXIS and axis is not None)
+        if surplus:
+            raise ValueError(f"pages are split along {HEAD_AXIS!r} only, got mesh axes for {surplus}")
+        return cls(mesh, axis_names.get(HEAD_AXIS))
+
+    @classmethod
+    def over_heads(cls, num_devices: int) -> Placement:
+        """KV heads split over the first `num_devices` devices.
+
+        Raises:
+            ValueError: there are fewer devices.
+        """
+        devices = jax.devices()
+        if not 1 <= num_devices <= len(devices):
+            raise ValueError(f"expected 1 to {len(devices)} devices, got {num_devices}")
+        return cls(Mesh(np.asarray(devices[:num_devices]), (TENSOR_AXIS,)), TENSOR_AXIS)
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that the KV heads are split into."""
+        return 1 if self.head_axis is None else int(self.mesh.shape[self.head_axis])
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of an array that every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def page_spec(self, array: ArrayLayout) -> PartitionSpec:
+        """PartitionSpec of one page array, its leading page axis included."""
+        return PartitionSpec(None, *(self.head_axis if axis == HEAD_AXIS else None for axis in array.axes))
+
+    def head_spec(self, rank: int, head_dim: int) -> PartitionSpec:
+        """PartitionSpec of an array of `rank` dimensions with heads in dimension `head_dim`."""
+        return PartitionSpec(*(self.head_axis if dim == head_dim else None for dim in range(rank)))
+
+    def check_heads(self, spec: KVCacheSpec, layout: PageLayout) -> None:
+        """Raises ValueError unless every shard of `spec`'s pages holds whole KV heads."""
+        if self.num_shards == 1 or not isinstance(spec, AttentionSpec):
+            return
+        heads, shards = spec.num_kv_heads, self.num_shards
+        remedy = f"use fewer devices, or axis_names={{{HEAD_AXIS!r}: None}} to keep the pages whole on every device"
+        if heads % shards:
+            raise ValueError(f"{heads} KV heads do not split over {shards} devices; {remedy}")
+        for array in layout.arrays:
+            rows = array.page_shape[array.axes.index(HEAD_AXIS)]
+            packing = array.page_shape[2] if layout.kind == "packed" else 1
+            if layout.kind == "packed" and (rows % shards or rows // shards * packing != 2 * heads // shards):
+                raise ValueError(
+                    f"{heads} KV heads of {array.dtype} pack {packing} rows a word and do not split over "
+                    f"{shards} devices; {remedy}"
+                )
+
+    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` run once per device on its part of the heads; `function` itself where there is one part."""
+        if self.num_shards == 1:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

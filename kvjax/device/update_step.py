@@ -1,0 +1,212 @@
+"""One call of the model over the pages: jitted once per bucket, pages donated and updated in place.
+
+Flow:    StepPlan -> page copies -> pages to zero -> [model: KV writes, attention] -> logits rows -> sampled tokens
+Source:  DESIGN, "Device layer", order inside a step
+
+Page copies and zeroing are rare, so they are dispatched before the model as programs of their own: were they part of
+the step, each of their lengths would multiply the number of compiled steps.
+
+Asynchronous steps: `StepOutput.sampled` stays on the device, always `Buckets.max_num_requests` long, and the next
+step reads it where `StepPlan.token_source` says so. The host need not have seen those tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kvjax.core.spec import KVCacheConfig
+from kvjax.core.step_plan import StepPlan
+from kvjax.device.batch import DeviceBatch, pick_bucket
+from kvjax.device.buckets import Bucket, Buckets
+from kvjax.device.page_ops import copy_pages, copy_pages_padded, zero_pages, zero_pages_padded
+from kvjax.device.paged_kv_cache import PagedKVCache
+from kvjax.device.pages import KVPages, check_columns, page_shardings
+from kvjax.device.placement import Placement
+
+# (logits float32[S, vocab], sampling inputs padded to S rows) -> (token ids int32[S], any pytree besides)
+SampleFn: TypeAlias = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+
+
+class StepOutput(NamedTuple):
+    """What one step leaves on the device. Rows past the plan's `logits_indices` are padding."""
+
+    pages: KVPages
+    logits: jax.Array | None  # [S, vocab]; None unless asked for
+    sampled: jax.Array  # int32[Buckets.max_num_requests], 0 beyond this step's rows; all 0 without a sample_fn
+    extras: Any  # second result of the sample_fn
+
+
+class UpdateStep:
+    """The compiled steps of one model over one cache config. Made by `make_update_step`.
+
+    Owned by one thread. A call costs the padding of the plan and one dispatch; it does not wait for the device.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        kv_cache_config: KVCacheConfig,
+        buckets: Buckets,
+        placement: Placement,
+        *,
+        sample_fn: SampleFn | None,
+        return_logits: bool,
+        backend: str,
+    ) -> None:
+        check_columns(kv_cache_config, placement)
+        self.kv_cache_config = kv_cache_config
+        self.buckets = buckets
+        self.placement = placement
+        graphdef, state = nnx.split(model)
+        self._state = _placed(state, placement)
+        replicated = placement.replicated
+        pages = page_shardings(kv_cache_config, placement)
+
+        def step(state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
+            return _forward(nnx.merge(graphdef, state), pages, batch, previous, sampling)
+
+        def _forward(model: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
+            cache = PagedKVCache(pages, batch, kv_cache_config, placement, backend=backend)
+            hidden = model(_token_ids(batch, previous), batch.positions, cache)
+            if cache.unused_layers:
+                raise ValueError(f"the model did not attend in layers {cache.unused_layers} of the cache config")
+            logits = model.logits(hidden[batch.logits_indices])
+            tokens, extras = jnp.zeros(logits.shape[0], jnp.int32), None
+            if sample_fn is not None:
+                tokens, extras = sample_fn(logits, sampling)
+            sampled = jnp.pad(tokens.astype(jnp.int32), (0, buckets.max_num_requests - tokens.shape[0]))
+            return StepOutput(cache.pages, logits if return_logits else None, sampled, extras)
+
+        self._step = jax.jit(
+            step,
+            donate_argnums=1,
+            in_shardings=(None, pages, replicated, replicated, replicated),
+            out_shardings=StepOutput(pages, replicated, replicated, replicated),  # type: ignore[arg-type]
+        )
+        self.no_tokens = jax.device_put(np.zeros(buckets.max_num_requests, np.int32), replicated)
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled for the step so far: one per bucket that ran."""
+        return int(self._step._cache_size())  # type: ignore[attr-defined]
+
+    def __call__(
+        self,
+        pages: KVPages,
+        plan: StepPlan,
+        *,
+        previous: jax.Array | None = None,  # int32[Buckets.max_num_requests], `sampled` of the step before
+        sampling: Any = None,  # pytree of numpy arrays, leading axis: rows of logits in the plan's order
+    ) -> StepOutput:
+        """Dispatches one step. `pages` is donated: use the output's. The plan and the host's state may change at once.
+
+        Raises:
+            ValueError: the plan fits no bucket, or its page copies or pages to zero are not those of a plan. The
+                pages are untouched.
+        """
+        batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets))
+        pages = self._edit_pages(pages, plan)
+        return self.run(pages, batch, previous=previous, sampling=sampling)
+
+    def run(
+        self, pages: KVPages, batch: DeviceBatch, *, previous: jax.Array | None = None, sampling: Any = None
+    ) -> StepOutput:
+        """Dispatches one step on a batch that is already padded. `pages` is donated."""
+        return self._step(*self._arguments(pages, batch, previous, sampling))
+
+    def warmup(self, pages: KVPages, *, sampling: Any = None) -> KVPages:
+        """Compiles the step for every bucket, and page copies and zeroing for every length, by running them empty.
+
+        `sampling` is an example of the sampling inputs, of any leading length. Returns the pages, unchanged in value.
+        """
+        for bucket in self.buckets.steps:
+            batch = DeviceBatch.empty(bucket, len(self.kv_cache_config.kv_cache_groups))
+            example = jax.tree.map(lambda x: x[:0], sampling)
+            pages = self.run(pages, batch, sampling=example).pages
+        for pool_id in range(len(pages.pools)):
+            for count in self.buckets.page_counts:
+                nothing = np.full(count, -1, np.int32)
+                pages = copy_pages_padded(pages, pool_id, nothing, nothing.copy())
+                pages = zero_pages_padded(pages, pool_id, nothing.copy())
+        return jax.block_until_ready(pages)
+
+    def compiled(self, pages: KVPages, bucket: Bucket, *, sampling: Any = None) -> jax.stages.Compiled:
+        """The compiled module of one bucket, to look at aliases, memory and cost. Runs nothing."""
+        batch = DeviceBatch.empty(bucket, len(self.kv_cache_config.kv_cache_groups))
+        return self._step.lower(*self._arguments(pages, batch, None, sampling)).compile()
+
+    def _arguments(self, pages: KVPages, batch: DeviceBatch, previous: jax.Array | None, sampling: Any) -> tuple:
+        rows = batch.logits_indices.shape[0]
+        sampling = jax.tree.map(lambda x: _padded_rows(x, rows), sampling)
+        return self._state, pages, batch, self.no_tokens if previous is None else previous, sampling
+
+    def _edit_pages(self, pages: KVPages, plan: StepPlan) -> KVPages:
+        counts = self.buckets.page_counts
+        for pool_id, copies in enumerate(plan.page_copies):
+            if copies.sources.size:
+                pages = copy_pages(pages, pool_id, copies.sources, copies.destinations, counts)
+        for pool_id, page_ids in enumerate(plan.pages_to_zero):
+            if page_ids.size:
+                pages = zero_pages(pages, pool_id, page_ids, counts)
+        return pages
+
+
+def make_update_step(
+    model: nnx.Module,  # model(token_ids[T], positions[T], attend) -> hidden[T, d]; model.logits(hidden[N, d])
+    kv_cache_config: KVCacheConfig,
+    buckets: Buckets,
+    *,
+    placement: Placement | None = None,
+    sample_fn: SampleFn | None = None,
+    return_logits: bool | None = None,  # None: only where nothing samples
+    backend: str = "auto",
+) -> UpdateStep:
+    """The update step of `model` over pages of `kv_cache_config`, sampling in the same program if `sample_fn` is given.
+
+    Weights that do not lie on the placement's devices are copied to each of them once, now.
+
+    Raises:
+        ValueError: the config's columns do not fit its layers, or its KV heads do not split over the placement.
+    """
+    return UpdateStep(
+        model,
+        kv_cache_config,
+        buckets,
+        Placement.create() if placement is None else placement,
+        sample_fn=sample_fn,
+        return_logits=sample_fn is None if return_logits is None else return_logits,
+        backend=backend,
+    )
+
+
+def _token_ids(batch: DeviceBatch, previous: jax.Array) -> jax.Array:
+    """Token ids of the step, those that the step before sampled filled in."""
+    source = jnp.asarray(batch.token_source)
+    return jnp.where(source >= 0, previous[jnp.maximum(source, 0)], batch.token_ids)
+
+
+def _placed(state: Any, placement: Placement) -> Any:
+    """`state` with every leaf on exactly the placement's devices; leaves that are stay as they lie."""
+    devices = set(placement.mesh.devices.flat)
+
+    def place(leaf: jax.Array) -> jax.Array:
+        return leaf if leaf.sharding.device_set == devices else jax.device_put(leaf, placement.replicated)
+
+    return jax.tree.map(place, state)
+
+
+def _padded_rows(values: np.ndarray, num_rows: int) -> np.ndarray:
+    """A fresh copy of `values` with zeros after its rows up to `num_rows`."""
+    values = np.asarray(values)
+    out = np.zeros((num_rows, *values.shape[1:]), values.dtype)
+    out[: values.shape[0]] = values
+    return out
+
+
+__all__ = ["SampleFn", "StepOutput", "UpdateStep", "make_update_step"]

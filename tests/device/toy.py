@@ -1,0 +1,165 @@
+"""A tiny hybrid model, a host without a manager, and dense attention: what the device tests compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.sliding_window import SlidingWindowSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, cdiv
+from kvjax.core.step_builder import build_step_plan
+from kvjax.core.step_plan import StepPlan
+from kvjax.device import AttentionOptions
+
+BLOCK_SIZE, WINDOW, VOCAB = 4, 6, 31
+Q_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 4, 8, 16
+
+
+def toy_config(num_blocks: int = 40, platform: str = "cpu", kv_heads: int = KV_HEADS) -> KVCacheConfig:
+    """Layers 0 and 2 with a window, layers 1 and 3 full; both groups share one pool of two columns."""
+    sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": kv_heads, "head_size": HEAD_DIM, "dtype": "float32"}
+    window, full = SlidingWindowSpec(**sizes, sliding_window=WINDOW), FullAttentionSpec(**sizes)
+    columns = (full.page_layout(platform),) * 2
+    groups = (
+        KVCacheGroupSpec(("layers.0", "layers.2"), window),
+        KVCacheGroupSpec(("layers.1", "layers.3"), full),
+    )
+    return KVCacheConfig((KVCachePoolSpec(num_blocks, columns),), groups)
+
+
+class ToyAttention(nnx.Module):
+    def __init__(self, layer: int, kv_heads: int, rngs: nnx.Rngs) -> None:
+        def linear(outputs: int) -> nnx.Linear:
+            return nnx.Linear(HIDDEN, outputs, use_bias=False, rngs=rngs)
+
+        self.layer, self.kv_heads = layer, kv_heads
+        self.q, self.k, self.v = linear(Q_HEADS * HEAD_DIM), linear(kv_heads * HEAD_DIM), linear(kv_heads * HEAD_DIM)
+        self.out = nnx.Linear(Q_HEADS * HEAD_DIM, HIDDEN, use_bias=False, rngs=rngs)
+        self.sinks = nnx.Param(jax.random.normal(rngs.params(), (Q_HEADS,)))
+
+    def __call__(self, x: jax.Array, attend) -> jax.Array:
+        q = self.q(x).reshape(-1, Q_HEADS, HEAD_DIM)
+        k, v = (project(x).reshape(-1, self.kv_heads, HEAD_DIM) for project in (self.k, self.v))
+        if self.layer % 2 == 0:
+            options = AttentionOptions(sm_scale=HEAD_DIM**-0.5, sliding_window=WINDOW)
+        else:
+            options = AttentionOptions(sm_scale=HEAD_DIM**-0.5, soft_cap=5.0, sinks=self.sinks[...])
+        return self.out(attend(f"layers.{self.layer}", q, k, v, options).reshape(x.shape[0], -1))
+
+
+class ToyModel(nnx.Module):
+    """Four attention layers on token and position embeddings."""
+
+    def __init__(self, seed: int = 0, kv_heads: int = KV_HEADS, num_layers: int = 4) -> None:
+        rngs = nnx.Rngs(seed)
+        self.embed = nnx.Embed(VOCAB, HIDDEN, rngs=rngs)
+        self.layers = nnx.List([ToyAttention(i, kv_heads, rngs) for i in range(num_layers)])
+        self.head = nnx.Linear(HIDDEN, VOCAB, rngs=rngs)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend) -> jax.Array:
+        angle = positions[:, None].astype(jnp.float32) / (10.0 ** jnp.linspace(0, 2, HIDDEN))
+        x = self.embed(token_ids) + 0.3 * jnp.sin(angle)
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x, attend))
+        return x
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        return self.head(hidden) * 3.0
+
+
+def dense_attend(layer_name: str, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions) -> jax.Array:
+    """Causal attention over one whole sequence, written as plainly as can be."""
+    length, group = q.shape[0], q.shape[1] // k.shape[1]
+    k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+    scores = jnp.einsum("qhd,khd->hqk", q, k) * options.sm_scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    visible = distance >= 0
+    if options.sliding_window is not None:
+        visible &= distance < options.sliding_window
+    scores = jnp.where(visible[None], scores, -jnp.inf)
+    if options.sinks is not None:
+        sinks = jnp.broadcast_to(options.sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :length]
+    return jnp.einsum("hqk,khd->qhd", weights, v)
+
+
+def dense_logits(model: ToyModel, token_ids: np.ndarray) -> np.ndarray:  # [length, VOCAB]
+    """Logits after every token of one sequence."""
+    hidden = model(jnp.asarray(token_ids), jnp.arange(len(token_ids)), dense_attend)
+    return np.asarray(model.logits(hidden))
+
+
+@dataclass
+class ToyHost:
+    """Tables as the manager keeps them, with blocks dealt in order and none given back.
+
+    Blocks of the window group that lie before every visible token become the null block, as a manager would make them.
+    """
+
+    kv_cache_config: KVCacheConfig
+    num_rows: int = 8
+    num_columns: int = 16
+    request_table: SimpleNamespace = field(init=False)
+    next_block: int = 1
+
+    def __post_init__(self) -> None:
+        shape = (self.num_rows, self.num_columns * BLOCK_SIZE)
+        self.request_table = SimpleNamespace(
+            token_ids=np.zeros(shape, np.int32),
+            num_tokens=np.zeros(self.num_rows, np.int64),
+            num_computed_tokens=np.zeros(self.num_rows, np.int64),
+            requests=[None] * self.num_rows,
+        )
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        self._tables = [np.zeros((self.num_rows, self.num_columns), np.int32) for _ in range(groups)]
+        self._num_blocks = [np.zeros(self.num_rows, np.int64) for _ in range(groups)]
+
+    def block_tables(self, group_id: int) -> np.ndarray:
+        return self._tables[group_id]
+
+    def num_blocks(self, group_id: int) -> np.ndarray:
+        return self._num_blocks[group_id]
+
+    def add(self, row: int, token_ids: np.ndarray) -> None:
+        self.request_table.requests[row] = SimpleNamespace(request_id=f"r{row}")
+        self.request_table.token_ids[row, : len(token_ids)] = token_ids
+        self.request_table.num_tokens[row] = len(token_ids)
+
+    def append(self, row: int, token_id: int) -> None:
+        self.request_table.token_ids[row, self.request_table.num_tokens[row]] = token_id
+        self.request_table.num_tokens[row] += 1
+
+    def allocate(self, row: int, num_new: int) -> None:
+        """Blocks up to the new tokens; window blocks out of sight become null."""
+        computed = int(self.request_table.num_computed_tokens[row])
+        for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            table, counts = self._tables[group_id], self._num_blocks[group_id]
+            while counts[row] < cdiv(computed + num_new, BLOCK_SIZE):
+                table[row, counts[row]] = self.next_block
+                self.next_block += 1
+                counts[row] += 1
+            if group.kv_cache_spec.kind == "sliding_window":
+                table[row, : max(0, computed - WINDOW + 1) // BLOCK_SIZE] = 0
+
+    def plan(self, rows: list[int], num_new: list[int], **options) -> StepPlan:
+        """Allocates, builds the plan, and advances."""
+        for row, count in zip(rows, num_new, strict=True):
+            self.allocate(row, count)
+        plan = build_step_plan(self, np.array(rows), np.array(num_new), **options)
+        self.request_table.num_computed_tokens[rows] += num_new
+        return plan
+
+    def scramble(self) -> None:
+        """Overwrites everything that a careless plan might still look at."""
+        table = self.request_table
+        for array in (table.token_ids, table.num_tokens, table.num_computed_tokens, *self._tables, *self._num_blocks):
+            array[...] = 7
