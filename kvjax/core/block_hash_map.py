@@ -1,0 +1,154 @@
+"""Prefix-cache index of one group: block hash -> the blocks that hold it.
+
+Flow:    BlockPool.cache_full_blocks -> [BlockHashToBlockMap] -> BlockPool.find_run (prefix hits)
+Source:  semantics of vLLM v1/core/block_pool.py (BlockHashToBlockMap)
+
+A value is the block id, or a dict of ids where several blocks hold the same content (dict for its order; ids are its
+keys). Such duplicates are kept and never merged: ids that a request has been given never change. Most hashes have one
+block, so bulk calls run the C loops `map(dict.method, ...)` under the assumption that every value is a plain id,
+check it by packing the values as C ints (a dict or None does not pack), and fall back to one hash at a time.
+
+Keys are raw hashes; the group id is packed in only at the edge (events, views).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import islice, repeat
+from operator import itemgetter
+
+import numpy as np
+
+FIRST_CHUNK = 64  # hashes looked up before the first check for a miss: most lookups miss early or not at all
+NEXT_CHUNK = 512
+
+
+class BlockHashToBlockMap:
+    """Index of one group of one pool; owned by the `BlockPool`. `len` counts hashes, not blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int | dict[int, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._blocks
+
+    def contains(self, block_hash: bytes, block_id: int) -> bool:
+        """Whether `block_id` is registered under `block_hash`."""
+        return block_id in self.get_blocks(block_hash)
+
+    def get_one_block(self, block_hash: bytes) -> int | None:
+        """The block that was registered first, or None."""
+        value = self._blocks.get(block_hash)
+        return next(iter(value)) if isinstance(value, dict) else value
+
+    def get_blocks(self, block_hash: bytes) -> tuple[int, ...]:
+        """All blocks of a hash in the order they were registered."""
+        value = self._blocks.get(block_hash)
+        if isinstance(value, dict):
+            return tuple(value)
+        return () if value is None else (value,)
+
+    def get_many(self, block_hashes: Iterable[bytes]) -> np.ndarray:  # int32[n]
+        """The first registered block of each hash, -1 where there is none."""
+        values = list(map(self._blocks.get, block_hashes, repeat(-1)))
+        packed = _pack(values)
+        if packed is None:
+            values = [next(iter(value)) if isinstance(value, dict) else value for value in values]
+            packed = _pack(values)
+        return np.frombuffer(packed, np.int32)
+
+    def find_run(self, block_hashes: Sequence[bytes], limit: int | None = None) -> np.ndarray:  # int32[k]
+        """Blocks of the longest leading run of known hashes, at most `limit` long.
+
+        About 80 ns a hash, most of it Python hashing bytes it has not seen before; what lies a chunk or more behind
+        the first miss is not looked at.
+        """
+        remaining = len(block_hashes) if limit is None else min(limit, len(block_hashes))
+        hashes = iter(block_hashes)
+        chunks: list[np.ndarray] = []
+        size = FIRST_CHUNK
+        while remaining > 0:
+            chunk = list(islice(hashes, min(size, remaining)))
+            run = self._find_chunk(chunk)
+            chunks.append(run)
+            if len(run) < len(chunk):
+                break
+            remaining -= len(chunk)
+            size = NEXT_CHUNK
+        if not chunks:
+            return np.empty(0, np.int32)
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+    def _find_chunk(self, chunk: list[bytes]) -> np.ndarray:  # int32[k]
+        if len(chunk) > 1:
+            try:
+                packed = _pack(itemgetter(*chunk)(self._blocks))
+            except KeyError:
+                packed = None
+            if packed is not None:
+                return np.frombuffer(packed, np.int32)
+        run = self.get_many(chunk)
+        misses = np.flatnonzero(run < 0)
+        return run[: misses[0]] if len(misses) else run
+
+    def insert(self, block_hash: bytes, block_id: int) -> None:
+        """Registers one block after those that hold the same hash."""
+        value = self._blocks.setdefault(block_hash, block_id)
+        if isinstance(value, dict):
+            value[block_id] = None
+        elif value != block_id:
+            self._blocks[block_hash] = {value: None, block_id: None}
+
+    def insert_n(self, block_hashes: Sequence[bytes], block_ids: np.ndarray) -> None:
+        """Registers blocks (int64[n], none registered before), one by one in effect."""
+        ids = block_ids.tolist()
+        values = list(map(self._blocks.setdefault, block_hashes, ids))
+        if _pack(values) != block_ids.astype(np.int32).tobytes():
+            for block_hash, block_id, value in zip(block_hashes, ids, values, strict=True):
+                if value != block_id:
+                    self.insert(block_hash, block_id)
+
+    def pop(self, block_hash: bytes, block_id: int) -> bool:
+        """Forgets one block of a hash; False (and no change) where it is not registered."""
+        value = self._blocks.get(block_hash)
+        if isinstance(value, dict):
+            if block_id not in value:
+                return False
+            del value[block_id]
+            if not value:
+                del self._blocks[block_hash]
+            return True
+        if value != block_id:
+            return False
+        del self._blocks[block_hash]
+        return True
+
+    def pop_n(self, block_hashes: Sequence[bytes], block_ids: np.ndarray) -> None:
+        """Forgets blocks (int64[n]), one by one in effect."""
+        values = list(map(self._blocks.pop, block_hashes, repeat(None)))
+        if _pack(values) != block_ids.astype(np.int32).tobytes():
+            for block_hash, value in zip(block_hashes, values, strict=True):
+                if value is not None:
+                    self._blocks[block_hash] = value
+            for block_hash, block_id in zip(block_hashes, block_ids.tolist(), strict=True):
+                self.pop(block_hash, block_id)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._blocks.clear()
+
+    def snapshot(self) -> dict[bytes, tuple[int, ...]]:
+        """Hash -> its blocks in the order they were registered."""
+        return {block_hash: self.get_blocks(block_hash) for block_hash in self._blocks}
+
+
+def _pack(values: Sequence[object]) -> bytes | None:
+    """The values as C ints, or None where one is not an int."""
+    try:
+        return struct.pack(f"{len(values)}i", *values)
+    except struct.error:
+        return None

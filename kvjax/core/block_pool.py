@@ -1,0 +1,454 @@
+"""Fixed pool of KV-cache blocks: who holds each block, what prefix it caches, and which to hand out next.
+
+Flow:    managers -> [BlockPool] -> block ids -> block tables
+Source:  semantics of vLLM v1/core/block_pool.py on arrays instead of objects; why: ARCHITECTURE.md, "Block pool"
+
+A block is in exactly one state, and a free or held one may also be hashed (a prefix-cache hit):
+
+    free   ref_count == 0, in the free queue     -> held by get_new_blocks (which forgets its hash) or touch
+    held   ref_count >= 1, not in the free queue -> free by free_blocks, when its last reference goes
+    null   block 0: never handed out, freed, hashed or evicted; calls that contain it skip it
+
+Free order: "append" puts every released block at the tail of the queue; "uncached_first" puts blocks without a hash at
+its head, since nothing is lost by reusing them. Callers give blocks in eviction order: a request's last block first.
+
+Invariants (`check_invariants`; the tests run it after every test):
+
+    P1  a block other than null is in the free queue iff its ref_count is 0; no ref_count is negative
+    P2  the null block is never in the free queue, never hashed, and its ref_count stays 0
+    P3  a block is registered in exactly the hash map of its group iff it is hashed, under its own hash, once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvjax.core.block import BlockViews, KVCacheBlock
+from kvjax.core.block_hash import BlockHash
+from kvjax.core.block_hash_map import BlockHashToBlockMap
+from kvjax.core.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, GroupInfo, KVCacheEvent, StoredRequest, stored_events
+from kvjax.core.residency_metrics import KVCacheMetricsCollector
+from kvjax.errors import BlockStateError, InvariantError
+
+FREE_ORDERS = ("append", "uncached_first")
+
+
+@dataclass(frozen=True)
+class BlockPoolSnapshot:
+    """The state of a pool, comparable: equal snapshots answer every further sequence of calls equally."""
+
+    free_order: tuple[int, ...]
+    ref_count: tuple[int, ...]  # by block id
+    blocks_by_hash: dict[int, dict[bytes, tuple[int, ...]]]  # group -> hash -> blocks as registered
+
+
+class BlockPool:
+    """Blocks 1 to num_blocks - 1 to hand out, shared by the groups `group_ids`.
+
+    Owned by one manager, not thread-safe. Calls take ids as integer sequences and return int32 arrays; a bulk call
+    costs some 10 ns a block, and about 100 ns a block where hashes are registered or forgotten. A call that raises has
+    changed nothing.
+    """
+
+    NULL_BLOCK_ID = 0
+
+    def __init__(
+        self,
+        num_blocks: int,
+        enable_caching: bool = True,
+        hash_block_size: int = 16,
+        *,
+        num_groups: int = 1,
+        group_ids: Sequence[int] | None = None,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        free_order: str = "append",
+    ) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {num_blocks}")
+        if free_order not in FREE_ORDERS:
+            raise ValueError(f"expected free_order of {', '.join(FREE_ORDERS)}, got {free_order!r}")
+        groups = tuple(range(num_groups)) if group_ids is None else tuple(group_ids)
+        if not groups or len(set(groups)) != len(groups):
+            raise ValueError(f"expected distinct group ids, at least one, got {groups}")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.hash_block_size = hash_block_size
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.free_order = free_order
+        self.ref_count = np.zeros(num_blocks, np.int32)
+        self.is_hashed = np.zeros(num_blocks, np.bool_)
+        self.free_block_queue = FreeKVCacheBlockQueue(num_blocks)
+        self.free_block_queue.remove(self.NULL_BLOCK_ID)
+        self.hash_maps = {group_id: BlockHashToBlockMap() for group_id in groups}
+        self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in groups}
+        self.blocks = BlockViews(self)
+        self._hash_of = np.full(num_blocks, None, np.object_)  # an object array is no work for the garbage collector
+        self._group_of = np.full(num_blocks, groups[0], np.int32)  # read where is_hashed
+        self._num_hashed = 0
+        self._scratch = np.empty(num_blocks, np.int32)
+        self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
+        self._events: list[KVCacheEvent] = []
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def null_block(self) -> KVCacheBlock:
+        """View of the block that fills skipped places of tables."""
+        return self.blocks[self.NULL_BLOCK_ID]
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `get_new_blocks` can hand out, cached ones included."""
+        return self.free_block_queue.num_free_blocks
+
+    def get_num_free_blocks(self) -> int:
+        """`num_free_blocks`."""
+        return self.free_block_queue.num_free_blocks
+
+    @property
+    def num_hashed_blocks(self) -> int:
+        """Blocks that a prefix lookup can hit, held or free."""
+        return self._num_hashed
+
+    def get_usage(self) -> float:
+        """Held share of the blocks without the null block, 0 to 1."""
+        return 1.0 - self.num_free_blocks / (self.num_blocks - 1)
+
+    def block_hash_of(self, block_id: int) -> BlockHash | None:
+        """Hash that a block is registered under."""
+        return self._hash_of[block_id]
+
+    def group_of(self, block_id: int) -> int:
+        """Group that a hashed block is registered in; meaningless for others."""
+        return self._group_of.item(block_id)
+
+    def get_cached_block(self, block_hash: BlockHash, group_ids: Sequence[int]) -> list[int] | None:
+        """One block of the hash per group, or None if a group has none."""
+        found = [self.hash_maps[group_id].get_one_block(block_hash) for group_id in group_ids]
+        return None if None in found else found  # type: ignore[return-value]
+
+    def find_run(
+        self, block_hashes: Sequence[BlockHash], group_id: int, limit: int | None = None
+    ) -> np.ndarray:  # int32[k]
+        """Blocks of the longest leading run of cached hashes, at most `limit` long."""
+        return self.hash_maps[group_id].find_run(block_hashes, limit)
+
+    def find_each(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # int32[n]
+        """One block of every hash, -1 where there is none."""
+        return self.hash_maps[group_id].get_many(block_hashes)
+
+    # -- taking and giving back -------------------------------------------------------------------------------------
+
+    def get_new_blocks(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
+        """Takes the next blocks in eviction order with one reference each, and forgets their hashes.
+
+        Raises:
+            OutOfBlocksError: fewer are free. The pool is unchanged.
+        """
+        ids = self.free_block_queue.take(num_blocks)
+        if self._num_hashed:
+            hashed = self.is_hashed[ids]
+            if hashed.any():
+                self._forget_hashes(ids[hashed])
+        self.ref_count[ids] = 1
+        if self._residency is not None:
+            self._residency.on_blocks_evicted(ids)
+            self._residency.on_blocks_allocated(ids)
+        return ids.astype(np.int32)
+
+    def get_new_block(self) -> int:
+        """`get_new_blocks` of one block, without the cost of arrays.
+
+        Raises:
+            OutOfBlocksError: no block is free. The pool is unchanged.
+        """
+        if self._residency is not None:
+            return self.get_new_blocks(1).item()
+        block_id = self.free_block_queue.popleft()
+        if self.is_hashed.item(block_id):
+            self._forget_hashes(np.array([block_id]))
+        self.ref_count[block_id] = 1
+        return block_id
+
+    def touch(self, block_ids: npt.ArrayLike) -> None:
+        """Adds one reference per occurrence of a block; free ones leave the free queue.
+
+        Raises:
+            ValueError: an id is none of the pool. The pool is unchanged.
+        """
+        ids = self._real_ids(block_ids)
+        distinct, repeats = self._count_repeats(ids)
+        counts = self.ref_count[distinct]
+        self.free_block_queue.remove_n(distinct[counts == 0])
+        self.ref_count[distinct] = counts + repeats
+        if self._residency is not None:
+            self._residency.on_blocks_accessed(ids)
+
+    def free_blocks(self, block_ids_in_eviction_order: npt.ArrayLike) -> None:
+        """Drops one reference per occurrence of a block; a block becomes free where its last reference goes.
+
+        Raises:
+            ValueError: an id is none of the pool. The pool is unchanged.
+            BlockStateError: a block has fewer references than occurrences. The pool is unchanged.
+        """
+        distinct, repeats = self._count_repeats(self._real_ids(block_ids_in_eviction_order))
+        before = self.ref_count[distinct]
+        counts = before - repeats
+        if counts.size and counts.min() < 0:
+            bad = int(np.argmax(counts < 0))
+            given = repeats if isinstance(repeats, int) else int(repeats[bad])
+            raise BlockStateError(
+                f"block {distinct[bad]} has {before[bad]} references, {given} given back; free each reference once"
+            )
+        self.ref_count[distinct] = counts
+        self._enqueue(distinct[counts == 0])
+
+    def free_block(self, block_id: int) -> None:
+        """`free_blocks` of one block, without the cost of arrays; same errors."""
+        self._check_id(block_id)
+        if block_id == self.NULL_BLOCK_ID:
+            return
+        count = self.ref_count.item(block_id)
+        if count < 1:
+            raise BlockStateError(f"block {block_id} has {count} references, 1 given back; free each reference once")
+        self.ref_count[block_id] = count - 1
+        if count == 1:
+            if self.free_order == "uncached_first" and not self.is_hashed.item(block_id):
+                self.free_block_queue.prepend_n([block_id])
+            else:
+                self.free_block_queue.append(block_id)
+
+    def _enqueue(self, ids: np.ndarray) -> None:
+        if self.free_order == "uncached_first":
+            hashed = self.is_hashed[ids]
+            self.free_block_queue.prepend_n(ids[~hashed])
+            ids = ids[hashed]
+        self.free_block_queue.append_n(ids)
+
+    # -- the prefix cache -------------------------------------------------------------------------------------------
+
+    def register_group(self, group_id: int, info: GroupInfo) -> None:
+        """Says what KV events tell about a group.
+
+        Raises:
+            ValueError: the pool does not serve the group. The pool is unchanged.
+        """
+        self._check_group(group_id)
+        self.group_infos[group_id] = info
+
+    def cache_full_blocks(
+        self,
+        request: StoredRequest,
+        block_ids: npt.ArrayLike,  # int32[k]: the request's blocks first_block, first_block + 1, ...
+        block_hashes: Sequence[BlockHash],  # the request's, at the group's block size, from its block 0 on
+        first_block: int,
+        group_id: int,
+    ) -> None:
+        """Makes full blocks of a request prefix-cache hits, null blocks excepted; emits a BlockStored per run.
+
+        Raises:
+            ValueError: a block has no hash yet, or an id or group is none of the pool. The pool is unchanged.
+            BlockStateError: a block is free, hashed already or given twice. The pool is unchanged.
+        """
+        ids = np.asarray(block_ids, np.int64)
+        hashes = block_hashes[first_block : first_block + len(ids)]
+        real = np.flatnonzero(ids)
+        if len(real) == len(ids):
+            self._register(ids, hashes, group_id)
+        else:
+            self._register(ids[real], [hashes[i] for i in real.tolist()] if len(hashes) == len(ids) else [], group_id)
+        if self.enable_kv_cache_events:
+            info = self.group_infos[group_id]
+            self._events += stored_events(request, block_hashes, real + first_block, group_id, info)
+
+    def register_many(self, block_ids: npt.ArrayLike, block_hashes: Sequence[BlockHash], group_id: int) -> None:
+        """Makes one full block (not null) of each of many requests a prefix-cache hit.
+
+        Raises:
+            ValueError: KV events are on (they need each request: use `cache_full_blocks`), or as there.
+            BlockStateError: as `cache_full_blocks`. The pool is unchanged.
+        """
+        if self.enable_kv_cache_events:
+            raise ValueError("expected cache_full_blocks per request while KV events are on, got register_many")
+        self._register(np.asarray(block_ids, np.int64), block_hashes, group_id)
+
+    def evict_blocks(self, block_ids: npt.ArrayLike) -> None:
+        """Forgets the hashes of blocks; who holds them, and the free order, stay as they are.
+
+        Raises:
+            ValueError: an id is none of the pool. The pool is unchanged.
+        """
+        ids, _ = self._count_repeats(self._real_ids(block_ids))
+        ids = ids[self.is_hashed[ids]]
+        if len(ids):
+            self._forget_hashes(ids)
+            if self._residency is not None:
+                self._residency.on_blocks_evicted(ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all hashes (new weights make them wrong). False, and no change, while any block is held."""
+        if self.num_free_blocks != self.num_blocks - 1:
+            return False
+        for hash_map in self.hash_maps.values():
+            hash_map.clear()
+        self._hash_of[:] = None
+        self.is_hashed[:] = False
+        self._num_hashed = 0
+        if self._residency is not None:
+            self._residency.reset()
+        if self.enable_kv_cache_events:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_id: int) -> None:
+        self._check_group(group_id)
+        if not self.enable_caching:
+            raise ValueError("expected a pool with enable_caching=True to register hashes, got one without")
+        if len(hashes) != len(ids):
+            raise ValueError(f"expected a hash for each of {len(ids)} blocks, got {len(hashes)}")
+        if not len(ids):
+            return
+        self._check_ids(ids, lowest=1)
+        self._check_registrable(ids)
+        self.hash_maps[group_id].insert_n(hashes, ids)
+        self._hash_of[ids] = hashes
+        self._group_of[ids] = group_id
+        self.is_hashed[ids] = True
+        self._num_hashed += len(ids)
+
+    def _check_registrable(self, ids: np.ndarray) -> None:
+        hashed = self.is_hashed[ids]
+        if hashed.any():
+            raise BlockStateError(f"block {ids[hashed][0]} is hashed already; a full block is registered once")
+        held = self.ref_count[ids] > 0
+        if not held.all():
+            raise BlockStateError(f"block {ids[~held][0]} is free; only held blocks are registered")
+        distinct, repeats = self._count_repeats(ids)
+        if len(distinct) != len(ids):
+            raise BlockStateError(f"block {distinct[np.argmax(repeats)]} is given {np.max(repeats)} times")
+
+    def _forget_hashes(self, ids: np.ndarray) -> None:
+        """Removes hashed, distinct blocks from the index."""
+        hashes = self._hash_of[ids].tolist()
+        groups = self._group_of[ids] if len(self.hash_maps) > 1 else None
+        for group_id, hash_map in self.hash_maps.items():
+            if groups is None:
+                hash_map.pop_n(hashes, ids)
+            else:
+                of_group = np.flatnonzero(groups == group_id)
+                if len(of_group):
+                    hash_map.pop_n([hashes[i] for i in of_group.tolist()], ids[of_group])
+        self._hash_of[ids] = None
+        self.is_hashed[ids] = False
+        self._num_hashed -= len(ids)
+        if self.enable_kv_cache_events:
+            group_of = self._group_of[ids].tolist()
+            self._events += [BlockRemoved((h,), group_idx=g) for h, g in zip(hashes, group_of, strict=True)]
+
+    # -- arguments --------------------------------------------------------------------------------------------------
+
+    def _real_ids(self, block_ids: npt.ArrayLike) -> np.ndarray:  # int64[k]
+        """The ids without the null block, checked."""
+        ids = np.asarray(block_ids)
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise ValueError(f"expected integer block ids, got {ids.dtype}")
+        ids = ids.astype(np.int64)
+        self._check_ids(ids, lowest=0)
+        return ids if ids.all() else ids[ids != self.NULL_BLOCK_ID]
+
+    def _check_ids(self, ids: np.ndarray, lowest: int) -> None:
+        if ids.size and not (lowest <= ids.min() and ids.max() < self.num_blocks):
+            bad = ids[(ids < lowest) | (ids >= self.num_blocks)][0]
+            raise ValueError(f"expected block ids in [{lowest}, {self.num_blocks}), got {bad}")
+
+    def _check_id(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"expected block ids in [0, {self.num_blocks}), got {block_id}")
+
+    def _check_group(self, group_id: int) -> None:
+        if group_id not in self.hash_maps:
+            raise ValueError(f"expected a group of {tuple(self.hash_maps)}, got {group_id}")
+
+    def _count_repeats(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
+        """Distinct ids in the order of their last occurrence, and how often each occurs (1 if none repeats).
+
+        Every occurrence writes its index and reads back the last one that was written: O(n), without a sort.
+        """
+        order = np.arange(len(ids), dtype=np.int32)
+        self._scratch[ids] = order
+        last = self._scratch[ids]
+        is_last = last == order
+        if is_last.all():
+            return ids, 1
+        return ids[is_last], np.bincount(last, minlength=len(ids))[is_last]
+
+    # -- for people and tests ---------------------------------------------------------------------------------------
+
+    def snapshot(self) -> BlockPoolSnapshot:
+        """The whole state as values. O(num_blocks)."""
+        return BlockPoolSnapshot(
+            free_order=tuple(self.free_block_queue.get_all_free_blocks().tolist()),
+            ref_count=tuple(self.ref_count.tolist()),
+            blocks_by_hash={group_id: hash_map.snapshot() for group_id, hash_map in self.hash_maps.items()},
+        )
+
+    def check_invariants(self) -> None:
+        """Checks P1 to P3 and the queue's own. O(num_blocks).
+
+        Raises:
+            InvariantError: one of them is broken.
+        """
+        self.free_block_queue.check_invariants()
+        null = self.NULL_BLOCK_ID
+        if null in self.free_block_queue or self.is_hashed[null] or self.ref_count[null] != 0:
+            raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")
+        is_free = np.zeros(self.num_blocks, np.bool_)
+        is_free[self.free_block_queue.get_all_free_blocks()] = True
+        broken = np.flatnonzero((is_free != (self.ref_count == 0)) | (self.ref_count < 0))
+        if (broken != null).any():
+            block_id = broken[broken != null][0]
+            raise InvariantError(
+                f"P1: block {block_id} has {self.ref_count[block_id]} references, queued: {is_free[block_id]}"
+            )
+        self._check_index()
+
+    def _check_index(self) -> None:
+        registered = [
+            (block_id, group_id, block_hash)
+            for group_id, hash_map in self.hash_maps.items()
+            for block_hash, block_ids in hash_map.snapshot().items()
+            for block_id in block_ids
+        ]
+        hashed = np.flatnonzero(self.is_hashed).tolist()
+        own = [(block_id, self.group_of(block_id), self._hash_of[block_id]) for block_id in hashed]
+        if sorted(registered) != own:
+            raise InvariantError(f"P3: the index and the blocks' own hashes differ: {set(registered) ^ set(own)}")
+        if len(hashed) != self._num_hashed or len(hashed) != np.count_nonzero(self._hash_of != None):  # noqa: E711
+            raise InvariantError(f"P3: {self._num_hashed} blocks counted as hashed, {len(hashed)} are")
+
+    def describe(self) -> str:
+        """A few lines for a person."""
+        held = self.num_blocks - 1 - self.num_free_blocks
+        cached_free = int(np.count_nonzero(self.is_hashed & (self.ref_count == 0)))
+        shared = int(np.count_nonzero(self.ref_count > 1))
+        following = self.free_block_queue.get_all_free_blocks()[:8].tolist()
+        return "\n".join(
+            [
+                f"pool of {self.num_blocks} blocks (null block included), groups {tuple(self.hash_maps)}, "
+                f"free order {self.free_order}, prefix caching {'on' if self.enable_caching else 'off'}",
+                f"  held    {held} ({self.get_usage():.1%}), {shared} of them shared",
+                f"  free    {self.num_free_blocks}, {cached_free} of them cached; next {following}",
+                f"  hashed  {self._num_hashed}, {sum(map(len, self.hash_maps.values()))} distinct hashes",
+            ]
+        )

@@ -1,0 +1,257 @@
+"""Free blocks in eviction order: the head is handed out next, the tail was released last.
+
+Flow:    BlockPool.free_blocks -> [FreeKVCacheBlockQueue] -> BlockPool.get_new_blocks
+Source:  order and operations of vLLM v1/core/kv_cache_utils.py (FreeKVCacheBlockQueue), array-backed
+
+A ring of block ids between two cursors, and for each block the cursor value of its cell:
+
+    cursor        head                            tail
+    ring cell      | 7 | x | 3 | 9 | x | x | 4 |   |      x: tombstone, its block left from the middle
+    position[7] == head, position[3] == head + 2, position of a block that is not queued == NOT_QUEUED
+
+Cursors only count (up for `append`, down for `prepend`) and are reduced modulo the ring's length to find a cell, so a
+cell whose block's position is another cursor value is a tombstone. Removal forgets the position and touches no cell.
+The ring has two cells a block: when an insertion finds no room, more than half of the cells are tombstones, and the
+compaction that follows is paid for by their removals. All costs are O(blocks given), amortised.
+
+Invariants (`check_invariants`):
+
+    Q1  position[b] in [head, tail) and ring[position[b]] == b, or position[b] == NOT_QUEUED
+    Q2  num_free_blocks == number of queued blocks; tail - head <= ring length
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
+
+NOT_QUEUED = np.iinfo(np.int64).min
+
+
+class FreeKVCacheBlockQueue:
+    """Queue of distinct block ids out of [0, num_blocks); starts with all of them in id order.
+
+    Owned by one `BlockPool`, not thread-safe. Bulk calls take int64 ids (other integers are converted).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"expected num_blocks >= 1, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.num_free_blocks = num_blocks
+        self._ring = np.empty(2 * num_blocks, np.int64)
+        self._ring[:num_blocks] = np.arange(num_blocks)
+        self._position = np.arange(num_blocks, dtype=np.int64)
+        self._head = 0
+        self._tail = num_blocks
+
+    def __len__(self) -> int:
+        return self.num_free_blocks
+
+    def __contains__(self, block_id: int) -> bool:
+        return 0 <= block_id < self.num_blocks and self._position.item(block_id) != NOT_QUEUED
+
+    def contains_n(self, block_ids: npt.ArrayLike) -> np.ndarray:  # bool[n]
+        """Which of the blocks are queued."""
+        return self._position[np.asarray(block_ids, np.int64)] != NOT_QUEUED
+
+    def get_all_free_blocks(self) -> np.ndarray:  # int32[num_free_blocks]
+        """The queued blocks, next to be handed out first. O(num_blocks)."""
+        return self._live()[0].astype(np.int32)
+
+    # -- taking from the head ---------------------------------------------------------------------------------------
+
+    def popleft(self) -> int:
+        """Takes the block at the head.
+
+        Raises:
+            OutOfBlocksError: the queue is empty. It is unchanged.
+        """
+        self._check_available(1)
+        ring, position = self._ring, self._position
+        head, length = self._head, len(ring)
+        block_id = ring.item(head % length)
+        while position.item(block_id) != head:
+            head += 1
+            block_id = ring.item(head % length)
+        position[block_id] = NOT_QUEUED
+        self._forget_cells_before(head + 1, num_taken=1)
+        return block_id
+
+    def popleft_n(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
+        """Takes `num_blocks` blocks from the head, in order.
+
+        Raises:
+            OutOfBlocksError: fewer are queued. The queue is unchanged.
+        """
+        return self.take(num_blocks).astype(np.int32)
+
+    def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
+        """`popleft_n` with ids that index arrays without a conversion; same errors."""
+        self._check_available(num_blocks)
+        if self._tail - self._head == self.num_free_blocks:
+            block_ids, end = self._read(self._head, num_blocks).copy(), self._head + num_blocks
+        else:
+            block_ids, end = self._scan(num_blocks)
+        self._position[block_ids] = NOT_QUEUED
+        self._forget_cells_before(end, num_taken=num_blocks)
+        return block_ids
+
+    def _check_available(self, num_blocks: int) -> None:
+        if num_blocks > self.num_free_blocks:
+            raise OutOfBlocksError(f"needs {num_blocks} blocks, {self.num_free_blocks} free")
+        if num_blocks < 0:
+            raise ValueError(f"expected num_blocks >= 0, got {num_blocks}")
+
+    def _scan(self, num_blocks: int) -> tuple[np.ndarray, int]:
+        """The first `num_blocks` queued blocks past tombstones, and the cursor after the last of them."""
+        window = 2 * num_blocks + 64
+        while True:
+            window = min(window, self._tail - self._head)
+            cells = self._read(self._head, window)
+            live = np.flatnonzero(self._position[cells] == np.arange(self._head, self._head + window))
+            if len(live) >= num_blocks:
+                live = live[:num_blocks]
+                end = self._head + (int(live[-1]) + 1 if num_blocks else 0)
+                return cells[live], end
+            window *= 4
+
+    def _forget_cells_before(self, cursor: int, num_taken: int) -> None:
+        self.num_free_blocks -= num_taken
+        self._head = cursor if self.num_free_blocks else self._tail
+
+    # -- removal from the middle ------------------------------------------------------------------------------------
+
+    def remove(self, block_id: int) -> None:
+        """Takes one block out of the queue, wherever it is.
+
+        Raises:
+            BlockStateError: the block is not queued. The queue is unchanged.
+        """
+        if block_id not in self:
+            raise BlockStateError(f"expected a queued block, got {block_id}, which is not in the free queue")
+        self._position[block_id] = NOT_QUEUED
+        self._forget_cells_before(self._head, num_taken=1)
+
+    def remove_n(self, block_ids: npt.ArrayLike) -> None:
+        """Takes distinct blocks out of the queue, wherever they are.
+
+        Raises:
+            BlockStateError: a block is not queued or given twice. The queue is unchanged.
+        """
+        ids = np.asarray(block_ids, np.int64)
+        positions = self._position[ids]
+        absent = positions == NOT_QUEUED
+        if absent.any():
+            raise BlockStateError(f"expected queued blocks, got {ids[absent][0]}, which is not in the free queue")
+        self._position[ids] = np.arange(len(ids))
+        repeated = self._position[ids] != np.arange(len(ids))
+        if repeated.any():
+            self._position[ids] = positions
+            raise BlockStateError(f"expected distinct blocks, got {ids[repeated][0]} twice")
+        self._position[ids] = NOT_QUEUED
+        self._forget_cells_before(self._head, num_taken=len(ids))
+
+    # -- insertion --------------------------------------------------------------------------------------------------
+
+    def append(self, block_id: int) -> None:
+        """Puts one block at the tail.
+
+        Raises:
+            BlockStateError: the block is queued already. The queue is unchanged.
+        """
+        if block_id in self:
+            raise BlockStateError(f"expected a block outside the free queue, got {block_id}, which is in it")
+        self._make_room(1)
+        self._ring[self._tail % len(self._ring)] = block_id
+        self._position[block_id] = self._tail
+        self._tail += 1
+        self.num_free_blocks += 1
+
+    def append_n(self, block_ids: npt.ArrayLike) -> None:
+        """Puts distinct blocks at the tail, in the order given: the last one is handed out last.
+
+        Raises:
+            BlockStateError: a block is queued already or given twice. The queue is unchanged.
+        """
+        ids = np.asarray(block_ids, np.int64)
+        self._check_absent(ids)
+        self._make_room(len(ids))
+        self._place(ids, self._tail)
+        self._tail += len(ids)
+        self.num_free_blocks += len(ids)
+
+    def prepend_n(self, block_ids: npt.ArrayLike) -> None:
+        """Puts distinct blocks at the head, in the order given: the first one is handed out first.
+
+        Raises:
+            BlockStateError: a block is queued already or given twice. The queue is unchanged.
+        """
+        ids = np.asarray(block_ids, np.int64)
+        self._check_absent(ids)
+        self._make_room(len(ids))
+        self._place(ids, self._head - len(ids))
+        self._head -= len(ids)
+        self.num_free_blocks += len(ids)
+
+    def _check_absent(self, ids: np.ndarray) -> None:
+        queued = self._position[ids] != NOT_QUEUED
+        if queued.any():
+            raise BlockStateError(f"expected blocks outside the free queue, got {ids[queued][0]}, which is in it")
+
+    def _place(self, ids: np.ndarray, start: int) -> None:
+        """Writes `ids` into the cells from cursor `start`; a repeated block reads back the position of its last cell."""
+        cursors = np.arange(start, start + len(ids))
+        self._position[ids] = cursors
+        repeated = self._position[ids] != cursors
+        if repeated.any():
+            self._position[ids] = NOT_QUEUED
+            raise BlockStateError(f"expected distinct blocks, got {ids[repeated][0]} twice")
+        self._write(start, ids)
+
+    def _make_room(self, num_blocks: int) -> None:
+        if self._tail - self._head + num_blocks > len(self._ring):
+            live, _ = self._live()
+            self._tail = self._head + len(live)
+            self._write(self._head, live)
+            self._position[live] = np.arange(self._head, self._tail)
+
+    # -- the ring ---------------------------------------------------------------------------------------------------
+
+    def _read(self, start: int, count: int) -> np.ndarray:  # int64[count]; a view unless the range wraps
+        first = start % len(self._ring)
+        rest = first + count - len(self._ring)
+        if rest <= 0:
+            return self._ring[first : first + count]
+        return np.concatenate([self._ring[first:], self._ring[:rest]])
+
+    def _write(self, start: int, ids: np.ndarray) -> None:
+        first = start % len(self._ring)
+        fits = min(len(ids), len(self._ring) - first)
+        self._ring[first : first + fits] = ids[:fits]
+        if fits < len(ids):
+            self._ring[: len(ids) - fits] = ids[fits:]
+
+    def _live(self) -> tuple[np.ndarray, np.ndarray]:
+        """Queued blocks in order and their cursors."""
+        cells = self._read(self._head, self._tail - self._head)
+        cursors = np.arange(self._head, self._tail)
+        live = self._position[cells] == cursors
+        return cells[live], cursors[live]
+
+    def check_invariants(self) -> None:
+        """Checks Q1 and Q2. O(num_blocks).
+
+        Raises:
+            InvariantError: one of them is broken.
+        """
+        queued = np.flatnonzero(self._position != NOT_QUEUED)
+        live, _ = self._live()
+        if not np.array_equal(np.sort(live), queued):
+            raise InvariantError(f"Q1: the ring holds {len(live)} blocks, positions name {len(queued)}, or they differ")
+        if len(queued) != self.num_free_blocks:
+            raise InvariantError(f"Q2: {self.num_free_blocks} blocks counted as free, {len(queued)} queued")
+        if not 0 <= self._tail - self._head <= len(self._ring):
+            raise InvariantError(f"Q2: {self._tail - self._head} cells in use of {len(self._ring)}")

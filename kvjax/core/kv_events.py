@@ -1,0 +1,115 @@
+"""What a pool tells a router about its prefix cache: blocks stored, blocks removed, everything cleared.
+
+Flow:    BlockPool -> [BlockStored | BlockRemoved | AllBlocksCleared] -> KVCacheManager.take_events -> a publisher
+Source:  fields of vLLM distributed/kv_events.py
+
+Routers hash tokens for themselves, so the tokens, the block size and the parent of a stored run must be exact: a run
+with a null block inside is told as two events. Hashes are raw; a publisher may shorten them to 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvjax.core.block_hash import BlockHash
+from kvjax.core.extra_keys import ExtraKeys, LoRARequest, to_event_extra_keys
+
+MEDIUM_DEVICE = "GPU"  # the wire name of accelerator memory; consumers know GPU, CPU and STORAGE only
+
+
+@dataclass(frozen=True)
+class BlockStored:
+    """A run of adjacent full blocks of one request became hits. All tuples of blocks have one entry per block."""
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None  # of the block before the run; None at the start of a sequence
+    token_ids: tuple[int, ...]  # len(block_hashes) * block_size
+    block_size: int
+    lora_id: int | None = None  # superseded by lora_name; consumers still read the field
+    lora_name: str | None = None
+    medium: str = MEDIUM_DEVICE
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None  # None: no block has any
+    group_idx: int = 0
+    kind: str = "full_attention"
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockRemoved:
+    """Blocks are no longer hits. A hash that another block still holds is removed once per block."""
+
+    block_hashes: tuple[BlockHash, ...]
+    medium: str = MEDIUM_DEVICE
+    group_idx: int = 0
+
+
+@dataclass(frozen=True)
+class AllBlocksCleared:
+    """No block is a hit any more."""
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """What events say about a KV-cache group: its block size in tokens, its attention kind and window."""
+
+    block_size: int
+    kind: str = "full_attention"
+    sliding_window: int | None = None
+
+
+class StoredRequest(Protocol):
+    """What events read of a request."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32[num_tokens]."""
+
+    @property
+    def lora(self) -> LoRARequest | None:
+        """The adapter, if any."""
+
+    @property
+    def extra_keys(self) -> ExtraKeys | None:
+        """What beside tokens decides the request's hashes, if anything."""
+
+
+def stored_events(
+    request: StoredRequest,
+    block_hashes: Sequence[BlockHash],  # of the request at the group's block size
+    stored: np.ndarray,  # int64[k], ascending indices of the request's blocks
+    group_id: int,
+    group: GroupInfo,
+) -> list[BlockStored]:
+    """One event per run of adjacent blocks."""
+    if not len(stored):
+        return []
+    runs = np.split(stored, np.flatnonzero(np.diff(stored) != 1) + 1)
+    return [_stored_run(request, block_hashes, int(run[0]), int(run[-1]) + 1, group_id, group) for run in runs]
+
+
+def _stored_run(
+    request: StoredRequest, block_hashes: Sequence[BlockHash], first: int, end: int, group_id: int, group: GroupInfo
+) -> BlockStored:
+    size = group.block_size
+    extra_keys = None
+    if request.extra_keys is not None:
+        keys = request.extra_keys
+        extra_keys = tuple(to_event_extra_keys(keys.of_block(i * size, (i + 1) * size)) for i in range(first, end))
+    return BlockStored(
+        block_hashes=tuple(block_hashes[first:end]),
+        parent_block_hash=block_hashes[first - 1] if first else None,
+        token_ids=tuple(request.token_ids[first * size : end * size].tolist()),
+        block_size=size,
+        lora_name=None if request.lora is None else request.lora.name,
+        extra_keys=extra_keys,
+        group_idx=group_id,
+        kind=group.kind,
+        sliding_window=group.sliding_window,
+    )
