@@ -1,0 +1,90 @@
+"""Pickles of `(parent_hash, token_ids, extra_keys)` for many blocks at once, byte for byte `pickle.dumps`'s.
+
+Flow:    token_ids[blocks, block_size] -> [PickleEncoding] -> head, tail; the hashed message is head + parent + tail
+Source:  CPython Lib/pickletools.py (opcodes, protocol 5); message of vLLM v1/core/kv_cache_utils.py
+
+The message without extra keys, for four tokens or more (fewer have no mark and another opcode):
+
+    PROTO 5 | FRAME length | SHORT_BINBYTES 32 parent MEMOIZE | MARK token ... TUPLE MEMOIZE | NONE TUPLE3 MEMOIZE STOP
+    ------- head ------------------------------------ ------  ------------------ tail -----------------------------
+
+A token is BININT1, BININT2 or BININT (1, 2 or 4 little-endian bytes). What these do not cover, extra keys above all
+(pickle writes an object that it has met before as a reference, so the bytes depend on identities), is `pickle.dumps`
+itself with a stand-in for the parent, cut out afterwards. A message that exceeds one frame cannot be cut so.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.core.byte_packing import pack_rows
+
+MAX_WORD_TOKEN = 2**31 - 1  # BININT is signed
+MAX_TAIL_BYTES = 60_000  # a frame ends at 65,536 bytes
+MIN_MARKED_TOKENS = 4
+_OPEN = b"\x94("  # MEMOIZE of the parent, MARK
+_CLOSE = b"t\x94N\x87\x94."  # TUPLE MEMOIZE NONE TUPLE3 MEMOIZE STOP
+_BININT1 = ord("K")  # BININT2 is "M", two above it, and BININT is "J", one below it
+
+
+class PickleEncoding:
+    """Pickled messages of blocks. Stateless; `tails` costs a few nanoseconds a token."""
+
+    def dumps(self, value: Any) -> bytes:
+        """One value, as vLLM's `sha256` and `xxhash` functions encode it."""
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def head(self, parent_len: int, tail: bytes) -> bytes:
+        """Bytes before a parent hash of `parent_len` bytes, when the bytes after it are `tail`."""
+        frame_len = 2 + parent_len + len(tail)
+        return b"\x80\x05\x95" + frame_len.to_bytes(8, "little") + b"C" + bytes((parent_len,))
+
+    def tails(
+        self,
+        token_ids: np.ndarray,  # integer[num_blocks, block_size], not negative
+        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,  # one per block; None: no block has any
+    ) -> list[bytes] | None:
+        """Bytes after the parent hash, per block. None if a message may exceed one frame."""
+        num_blocks, block_size = token_ids.shape
+        packed = (
+            MIN_MARKED_TOKENS <= block_size <= MAX_TAIL_BYTES // 5
+            and token_ids.size > 0
+            and (token_ids.dtype.itemsize < 4 or int(token_ids.max()) <= MAX_WORD_TOKEN)
+        )
+        if packed and extra_keys is None:
+            return _packed_tails(token_ids)
+        keys = [None] * num_blocks if extra_keys is None else extra_keys
+        tails = [self._cut_tail(tuple(block), k) for block, k in zip(token_ids.tolist(), keys, strict=True)]
+        return tails if max(map(len, tails), default=0) <= MAX_TAIL_BYTES else None
+
+    def _cut_tail(self, block: tuple[int, ...], keys: tuple[Any, ...] | None) -> bytes:
+        stand_in = bytes(16)
+        message = self.dumps((stand_in, block, keys))
+        return message[len(self.head(len(stand_in), b"")) + len(stand_in) :]
+
+
+def _packed_tails(token_ids: np.ndarray) -> list[bytes]:
+    """Mark, tokens and the end of a message without extra keys, for every block at once."""
+    num_blocks, block_size = token_ids.shape
+    codes = np.empty((block_size + 2, num_blocks), np.uint64)
+    lengths = np.empty((block_size + 2, num_blocks), np.uint8)
+    codes[0], lengths[0] = int.from_bytes(_OPEN, "little"), len(_OPEN)
+    codes[-1], lengths[-1] = int.from_bytes(_CLOSE, "little"), len(_CLOSE)
+    _token_codes(np.ascontiguousarray(token_ids.T, dtype=np.uint32), codes[1:-1], lengths[1:-1])
+    return pack_rows(codes, lengths, len(_OPEN) + 5 * block_size + len(_CLOSE))
+
+
+def _token_codes(tokens: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> None:
+    """Writes the code and the length of every token."""
+    above_255 = (tokens > 0xFF).view(np.uint8)
+    above_65535 = (tokens > 0xFFFF).view(np.uint8)
+    np.add(above_65535, above_65535, out=lengths)
+    lengths += above_255
+    lengths += 2  # opcode and 1, 2 or 4 bytes
+    codes[...] = tokens
+    codes <<= 8
+    codes |= _BININT1 + 2 * above_255 - 3 * above_65535

@@ -1,0 +1,401 @@
+"""Running requests as arrays: a row per request, so that one step over all of them is a few vector operations.
+
+Flow:    Request -> [RequestTable] -> KVCacheManager.plan_step, StepPlan -> sampled tokens -> append_tokens
+Source:  DESIGN, "Structure of arrays, not objects"
+
+A row is in exactly one state:
+
+    free      in the free heap; the lowest free row is issued first
+    owned     requests[row] is the request, whose attributes are views of the row
+    retiring  released while an open step names it: results of that step are still to come, so the row is not reissued
+              until `close_step`
+
+Invariants (`check_invariants`; the test suite runs it after every test):
+
+    I1  every row is free, owned or retiring; rows by request id and requests by row agree
+    I2  a row that is not owned has all counts 0
+    I3  an owned row has 1 <= num_prompt_tokens <= num_tokens <= columns, and num_computed_tokens >= 0
+    I4  block_hashes[row] is the request's own list, with num_hashed_blocks[row] = num_tokens // block size entries
+        (0 without a hasher)
+    I5  the open steps name each row as often as its fence counts; a row is retiring only behind a fence
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvjax.core.block_hash import BlockHash, BlockHasher
+from kvjax.core.request import Request
+from kvjax.core.token_ids import MAX_TOKEN_ID, as_token_ids
+from kvjax.errors import InvariantError, UnknownRequestError
+
+MIN_ROWS = 16
+MIN_COLUMNS = 256
+NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """One request's part of a snapshot. Rows are left out: they do not matter to what the requests mean."""
+
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_hashes: tuple[BlockHash, ...]
+
+
+class RequestTable:
+    """Table of one manager's running requests, used from one thread. `append_tokens` costs some 50 ns a row.
+
+    The arrays are replaced when the table grows: read them through the table each time, write none but
+    `num_computed_tokens`, and copy what you pass to jax.
+    """
+
+    def __init__(self, max_num_reqs: int | None = None, max_model_len: int | None = None):
+        """`max_num_reqs` is the first number of rows, a hint; no request may have more than `max_model_len` tokens.
+
+        Raises:
+            ValueError: either is below 1.
+        """
+        for name, value in (("max_num_reqs", max_num_reqs), ("max_model_len", max_model_len)):
+            if value is not None and value < 1:
+                raise ValueError(f"expected {name} >= 1, got {value}")
+        rows = max_num_reqs or MIN_ROWS
+        self.max_model_len = max_model_len
+        self.token_ids = np.zeros((rows, min(MIN_COLUMNS, max_model_len or MIN_COLUMNS)), np.int32)
+        self.num_tokens = np.zeros(rows, np.int64)
+        self.num_prompt_tokens = np.zeros(rows, np.int64)
+        self.num_computed_tokens = np.zeros(rows, np.int64)
+        self.num_hashed_blocks = np.zeros(rows, np.int64)
+        self.requests: list[Request | None] = [None] * rows
+        self.block_hashes: list[list[BlockHash]] = [[] for _ in range(rows)]
+        self._next_hash_at = np.full(rows, NEVER)  # num_tokens at which the row's next block is full
+        self._num_fences = np.zeros(rows, np.int64)  # open steps that name the row
+        self._retiring = np.zeros(rows, np.bool_)
+        self._scratch = np.zeros(rows, np.int64)
+        self._free_rows = list(range(rows))  # a heap
+        self._row_by_id: dict[str, int] = {}
+        self._open_steps: dict[int, np.ndarray] = {}
+        self._num_steps = 0
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Rows, owned or not."""
+        return len(self.requests)
+
+    def __len__(self) -> int:
+        return len(self._row_by_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._row_by_id
+
+    def row_of(self, request_id: str) -> int:
+        """Row of a request.
+
+        Raises:
+            UnknownRequestError: no request of that id owns a row.
+        """
+        row = self._row_by_id.get(request_id)
+        if row is None:
+            raise UnknownRequestError(f"expected the id of a request in the table, got {request_id!r}")
+        return row
+
+    def add(self, request: Request) -> int:
+        """Gives the request a row, copies its state there and returns the row.
+
+        Raises:
+            ValueError: the request owns a row, its id is in the table, or it has more than max_model_len tokens.
+                Nothing is changed.
+        """
+        if request.row >= 0:
+            raise ValueError(f"request {request.request_id!r} owns row {request.row} already; release it first")
+        if request.request_id in self._row_by_id:
+            raise ValueError(f"expected a request id that is not in the table, got {request.request_id!r}")
+        self._check_length(request.num_tokens, request.request_id)
+        self._reserve_columns(request.num_tokens)
+        if not self._free_rows:
+            self._double_rows()
+        row = heapq.heappop(self._free_rows)
+        self.token_ids[row, : request.num_tokens] = request.token_ids
+        self.num_tokens[row] = request.num_tokens
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.num_computed_tokens[row] = request.num_computed_tokens
+        self.requests[row] = request
+        self.block_hashes[row] = request.block_hashes
+        self._row_by_id[request.request_id] = row
+        request._move_to_row(self, row)
+        self._note_hashes(row)
+        return row
+
+    def release(self, request: Request) -> None:
+        """Copies the row's state back to the request and gives the row up.
+
+        Raises:
+            UnknownRequestError: the request owns no row of this table. Nothing is changed.
+        """
+        row = request.row
+        if row < 0 or row >= self.capacity or self.requests[row] is not request:
+            raise UnknownRequestError(f"request {request.request_id!r} owns no row of this table")
+        tokens = self.token_ids[row, : self.num_tokens[row]].copy()
+        request._move_from_row(tokens, int(self.num_prompt_tokens[row]), int(self.num_computed_tokens[row]))
+        for counts in (self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens, self.num_hashed_blocks):
+            counts[row] = 0
+        self._next_hash_at[row] = NEVER
+        self.requests[row] = None
+        self.block_hashes[row] = []
+        del self._row_by_id[request.request_id]
+        if self._num_fences[row]:
+            self._retiring[row] = True
+        else:
+            heapq.heappush(self._free_rows, row)
+
+    # -- fences -------------------------------------------------------------------------------------------------------
+
+    def open_step(self, rows: np.ndarray) -> int:  # rows: integer[num_rows], distinct
+        """Notes that a step in flight names these rows, and returns its id for `close_step`.
+
+        Raises:
+            ValueError: a row is unknown, not owned or named twice. Nothing is changed.
+        """
+        rows = self._owned_rows(rows)
+        step_id = self._num_steps
+        self._num_steps += 1
+        self._open_steps[step_id] = rows.copy()
+        self._num_fences[rows] += 1
+        return step_id
+
+    def close_step(self, step_id: int) -> None:
+        """Ends a step, whose results are read: rows released meanwhile may be issued again.
+
+        Raises:
+            ValueError: no step of that id is open. Nothing is changed.
+        """
+        rows = self._open_steps.pop(step_id, None)
+        if rows is None:
+            raise ValueError(f"expected the id of an open step, got {step_id}; open: {sorted(self._open_steps)}")
+        self._num_fences[rows] -= 1
+        for row in rows[self._retiring[rows] & (self._num_fences[rows] == 0)].tolist():
+            self._retiring[row] = False
+            heapq.heappush(self._free_rows, row)
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def append_tokens(
+        self,
+        rows: np.ndarray,  # integer[num_rows], distinct
+        token_ids: np.ndarray,  # integer[num_rows] in [0, 2**31)
+    ) -> None:
+        """Appends one token to each row and hashes the blocks that become full.
+
+        Raises:
+            ValueError: a row is unknown, not owned, named twice or at max_model_len, or a token is not an integer in
+                [0, 2**31). Nothing is changed.
+        """
+        rows = self._owned_rows(rows)
+        tokens = as_token_ids(token_ids)
+        if rows.size != tokens.size:
+            raise ValueError(f"expected one token per row, got {tokens.size} tokens for {rows.size} rows")
+        if not rows.size:
+            return
+        lengths = self.num_tokens[rows]
+        longest = int(lengths.max())
+        if self.max_model_len is not None and longest >= self.max_model_len:
+            self._check_length(longest + 1, self._request_of(int(rows[lengths.argmax()])).request_id)
+        self._reserve_columns(longest + 1)
+        self.token_ids[rows, lengths] = tokens
+        lengths += 1
+        self.num_tokens[rows] = lengths
+        full = rows[lengths >= self._next_hash_at[rows]]
+        if full.size:
+            self._hash_full_blocks(full.tolist())
+
+    def append_run(self, row: int, token_ids: Any) -> None:  # token_ids: integer[n] in [0, 2**31)
+        """Appends several tokens to one owned row and hashes the blocks that become full.
+
+        Raises:
+            ValueError: as `append_tokens`. Nothing is changed.
+        """
+        tokens = as_token_ids(token_ids)
+        request = self._request_of(row)
+        start = int(self.num_tokens[row])
+        end = start + tokens.size
+        self._check_length(end, request.request_id)
+        self._reserve_columns(end)
+        self.token_ids[row, start:end] = tokens
+        self.num_tokens[row] = end
+        if end >= self._next_hash_at[row]:
+            request._extend_block_hashes()
+            self._note_hashes(row)
+
+    def advance(self, rows: np.ndarray, num_tokens: np.ndarray | int) -> None:  # rows distinct
+        """Adds to the computed tokens of each row; negative after a rejection.
+
+        Raises:
+            ValueError: a count would fall below 0. Nothing is changed.
+        """
+        counts = self.num_computed_tokens[rows] + num_tokens
+        if counts.size and int(counts.min()) < 0:
+            raise ValueError(f"expected num_computed_tokens >= 0, got {int(counts.min())}")
+        self.num_computed_tokens[rows] = counts
+
+    def _hash_full_blocks(self, rows: list[int]) -> None:
+        """Hashes the next block of each row, all rows of one hasher at once."""
+        rows_by_hasher: dict[int, list[int]] = {}
+        for row in rows:
+            rows_by_hasher.setdefault(id(self._request_of(row).block_hasher), []).append(row)
+        for same in rows_by_hasher.values():
+            hasher = self._request_of(same[0]).block_hasher
+            assert hasher is not None  # a row without one is never full
+            self._hash_rows(hasher, same)
+
+    def _hash_rows(self, hasher: BlockHasher, rows: list[int]) -> None:
+        size = hasher.block_size
+        index = np.array(rows)
+        starts = self.num_hashed_blocks[index] * size
+        blocks = self.token_ids[index[:, None], starts[:, None] + np.arange(size)]
+        lists = [self.block_hashes[row] for row in rows]
+        requests = [self._request_of(row) for row in rows]
+        extra_keys = None
+        if any(request.has_extra_keys for request in requests):
+            extra_keys = [r.extra_keys_of_block(s, s + size) for r, s in zip(requests, starts.tolist(), strict=True)]
+        parents = [hashes[-1] if hashes else hasher.none_hash for hashes in lists]
+        for hashes, new in zip(lists, hasher.hash_blocks(blocks, parents, extra_keys), strict=True):
+            hashes.append(new)
+        self.num_hashed_blocks[index] += 1
+        self._next_hash_at[index] += size
+
+    # -- checks and growth --------------------------------------------------------------------------------------------
+
+    def _owned_rows(self, rows: Any) -> np.ndarray:
+        """`rows` as int64, checked: known, owned, distinct."""
+        index = np.asarray(rows)
+        if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
+            raise ValueError(f"expected rows as a row of integers, got {index.dtype}{list(index.shape)}")
+        index = index.astype(np.int64, copy=False)
+        if not index.size:
+            return index
+        if int(index.min()) < 0 or int(index.max()) >= self.capacity:
+            raise ValueError(f"expected rows in [0, {self.capacity}), got {int(index.min())} to {int(index.max())}")
+        counts = self.num_tokens[index]
+        if not counts.all():
+            raise ValueError(f"expected rows that a request owns, got row {int(index[counts.argmin()])}")
+        order = np.arange(index.size)
+        self._scratch[index] = order
+        if not np.array_equal(self._scratch[index], order):
+            raise ValueError(f"expected distinct rows, got {int(index.size)} with repetitions")
+        return index
+
+    def _request_of(self, row: int) -> Request:
+        request = self.requests[row] if 0 <= row < self.capacity else None
+        if request is None:
+            raise ValueError(f"expected rows that a request owns, got row {row}")
+        return request
+
+    def _check_length(self, num_tokens: int, request_id: str) -> None:
+        if self.max_model_len is not None and num_tokens > self.max_model_len:
+            raise ValueError(
+                f"request {request_id!r}: expected at most max_model_len = {self.max_model_len} tokens, "
+                f"got {num_tokens}"
+            )
+
+    def _note_hashes(self, row: int) -> None:
+        """Sets what the row knows of its hashes from the request's list."""
+        hasher = self._request_of(row).block_hasher
+        num_hashed = len(self.block_hashes[row])
+        self.num_hashed_blocks[row] = num_hashed
+        self._next_hash_at[row] = NEVER if hasher is None else (num_hashed + 1) * hasher.block_size
+
+    def _reserve_columns(self, num_tokens: int) -> None:
+        columns = self.token_ids.shape[1]
+        if num_tokens <= columns:
+            return
+        while columns < num_tokens:
+            columns *= 2
+        columns = min(columns, self.max_model_len or columns)
+        self._replace_tokens(self.capacity, columns)
+
+    def _double_rows(self) -> None:
+        old, new = self.capacity, 2 * self.capacity
+        self._replace_tokens(new, self.token_ids.shape[1])
+        for name in ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks"):
+            setattr(self, name, _grown(getattr(self, name), new, 0))
+        self._next_hash_at = _grown(self._next_hash_at, new, NEVER)
+        self._num_fences = _grown(self._num_fences, new, 0)
+        self._retiring = _grown(self._retiring, new, False)
+        self._scratch = _grown(self._scratch, new, 0)
+        self.requests += [None] * old
+        self.block_hashes += [[] for _ in range(old)]
+        self._free_rows += range(old, new)  # above every row issued so far: still a heap
+
+    def _replace_tokens(self, rows: int, columns: int) -> None:
+        """Moves the tokens to a larger array; only memory that holds tokens is touched."""
+        tokens = np.zeros((rows, columns), np.int32)
+        for row in self._row_by_id.values():
+            tokens[row, : self.num_tokens[row]] = self.token_ids[row, : self.num_tokens[row]]
+        self.token_ids = tokens
+
+    # -- inspection ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, RequestState]:
+        """State of every request that owns a row, comparable with `==`."""
+        return {
+            request_id: RequestState(
+                token_ids=tuple(self.token_ids[row, : self.num_tokens[row]].tolist()),
+                num_prompt_tokens=int(self.num_prompt_tokens[row]),
+                num_computed_tokens=int(self.num_computed_tokens[row]),
+                block_hashes=tuple(self.block_hashes[row]),
+            )
+            for request_id, row in sorted(self._row_by_id.items())
+        }
+
+    def check_invariants(self) -> None:
+        """Checks I1 to I5.
+
+        Raises:
+            InvariantError: one of them does not hold.
+        """
+        owned = {row for row, request in enumerate(self.requests) if request is not None}
+        retiring = set(np.flatnonzero(self._retiring).tolist())
+        states = sorted([*owned, *retiring, *self._free_rows])
+        _hold(states == list(range(self.capacity)), f"I1: owned, retiring and free rows are {states}")
+        _hold(set(self._row_by_id.values()) == owned, f"I1: rows by id {self._row_by_id}, owned {sorted(owned)}")
+        fences = np.zeros(self.capacity, np.int64)
+        for rows in self._open_steps.values():
+            fences[rows] += 1
+        _hold(np.array_equal(fences, self._num_fences), f"I5: fences {self._num_fences}, open steps name {fences}")
+        for row in range(self.capacity):
+            self._check_row(row)
+
+    def _check_row(self, row: int) -> None:
+        request = self.requests[row]
+        counts = [self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens, self.num_hashed_blocks]
+        total, prompt, computed, hashed = (int(array[row]) for array in counts)
+        if request is None:
+            _hold(total == prompt == computed == hashed == 0, f"I2: row {row} is not owned but has counts")
+            _hold(not self._retiring[row] or self._num_fences[row] > 0, f"I5: row {row} is retiring without a fence")
+            return
+        _hold(request.row == row and self._row_by_id.get(request.request_id) == row, f"I1: row {row} and {request}")
+        _hold(1 <= prompt <= total <= self.token_ids.shape[1] and computed >= 0, f"I3: row {row}: {request}")
+        expected = 0 if request.block_hasher is None else total // request.block_hasher.block_size
+        _hold(self.block_hashes[row] is request.block_hashes, f"I4: row {row} has another list of hashes")
+        _hold(hashed == len(request.block_hashes) == expected, f"I4: row {row}: {hashed} hashes, expected {expected}")
+
+
+def _grown(array: np.ndarray, size: int, fill: Any) -> np.ndarray:
+    grown = np.full(size, fill, array.dtype)
+    grown[: array.size] = array
+    return grown
+
+
+def _hold(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantError(message)
+
+
+__all__ = ["MAX_TOKEN_ID", "RequestState", "RequestTable"]

@@ -1,0 +1,32 @@
+"""Token ids that callers pass, checked and made int32.
+
+Flow:    caller's ints, lists, arrays -> [as_token_ids] -> Request, RequestTable
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def as_token_ids(values: Any, name: str = "token_ids") -> np.ndarray:  # int32[n], possibly `values` itself
+    """`values` as a row of token ids.
+
+    Raises:
+        ValueError: `values` are not a row of integers in [0, 2**31).
+    """
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"expected {name} as a row of integers, got shape {list(array.shape)}")
+    if not array.size:
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"expected integer {name}, got {array.dtype}: {values[0]!r}, ...")
+    if int(array.min()) < 0:
+        raise ValueError(f"expected {name} >= 0, got {int(array.min())} at index {int(array.argmin())}")
+    if array.dtype.itemsize >= 4 and int(array.max()) > MAX_TOKEN_ID:
+        raise ValueError(f"expected {name} <= {MAX_TOKEN_ID}, got {int(array.max())} at index {int(array.argmax())}")
+    return array.astype(np.int32, copy=False)
