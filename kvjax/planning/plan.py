@@ -5,6 +5,17 @@ Source:  arithmetic of vLLM v1/core/kv_cache_utils.py for one pool; several pool
 
 Bytes are what one device takes: its share of the KV heads under tensor parallelism, and the padding of its platform
 (packed heads and 128 lanes on TPU). *Real* bytes leave the padding out.
+
+A worked example: 80 layers of 8 KV heads of 128 in bfloat16, 16 tokens a block, 56 GiB, requests of 131,072 tokens.
+
+    page    16 tokens * 8 heads * (128 + 128) * 2 bytes              =    65,536 bytes
+    block   80 layers * 65,536                                       = 5,242,880 bytes
+    blocks  56 * 2**30 // 5,242,880 = 60,129,542,144 // 5,242,880    =    11,468
+    fit     (11,468 - 1 null block) / (131,072 / 16 blocks each)     =       1.4 requests
+
+Where these figures are quoted with 10,937 blocks, units were mixed: 80 pages of 64 KiB are 5,120 KiB, read as 5.12 MB,
+and 56 GiB are read as 56,000 MB; 56,000 / 5.12 = 10,937.5. Really a block is 2.4 % more (5.24288 MB) and the memory
+7.4 % more (60,129.5 MB): 60,129.5 / 5.24288 = 11,468.8.
 """
 
 from __future__ import annotations

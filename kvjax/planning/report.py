@@ -5,11 +5,14 @@ Flow:    KVCachePlan -> [plan_table | plan_words | plan_json] -> `kvjax plan`
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from kvjax.planning.plan import GroupPlanSummary, KVCachePlan, PoolPlan
 from kvjax.text import align_table, format_bytes
+
+WORDS_WIDTH = 100
 
 
 def default_lengths(max_model_len: int) -> list[int]:
@@ -30,17 +33,17 @@ def plan_table(plan: KVCachePlan, lengths: Sequence[int]) -> str:
                 f"{pool.bytes_per_block:,}",
                 f"{pool.real_bytes_per_block:,}",
                 format_bytes(pool.total_bytes),
-                ", ".join(map(str, pool.group_ids)),
+                _format_range(pool.group_ids),
             ]
             for pool in plan.pools
         ],
         left={6},
     )
     groups = align_table(
-        ["group", "pool", "kind", "layers", "block", "page bytes", "padded", "blocks a request"],
+        ["group", "pool", "kind", "layers each", "block", "page bytes", "padded", "blocks a request"],
         [
             [
-                str(group.group_id),
+                _format_range(group_ids),
                 str(group.pool_id),
                 describe_kind(group),
                 str(len(group.layer_names)),
@@ -49,15 +52,39 @@ def plan_table(plan: KVCachePlan, lengths: Sequence[int]) -> str:
                 f"{group.page_bytes:,}",
                 f"{group.request_blocks:,}",
             ]
-            for group in plan.groups
+            for group_ids, group in _runs_of_like_groups(plan.groups)
         ],
         left={2},
     )
     fits = align_table(
-        ["request length", "fit at once"],
-        [[f"{length:,}", format_requests(plan.requests_of(length))] for length in lengths],
+        ["request length", "fit at once", "tokens kept"],
+        [
+            [f"{length:,}", format_requests(plan.requests_of(length)), f"{int(plan.requests_of(length) * length):,}"]
+            for length in lengths
+        ],
     )
     return "\n\n".join((pools, groups, fits))
+
+
+def _runs_of_like_groups(groups: Sequence[GroupPlanSummary]) -> list[tuple[list[int], GroupPlanSummary]]:
+    """Neighbouring groups of one pool, spec and width, as (their ids, one of them)."""
+    runs: list[tuple[list[int], GroupPlanSummary]] = []
+    for group in groups:
+        last = runs[-1][1] if runs else None
+        if last and (last.pool_id, last.spec, len(last.layer_names)) == (
+            group.pool_id,
+            group.spec,
+            len(group.layer_names),
+        ):
+            runs[-1][0].append(group.group_id)
+        else:
+            runs.append(([group.group_id], group))
+    return runs
+
+
+def _format_range(ids: Sequence[int]) -> str:
+    """Consecutive ids as "3" or "0-5"."""
+    return str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
 
 
 def describe_kind(group: GroupPlanSummary) -> str:
@@ -72,20 +99,18 @@ def format_requests(requests: float) -> str:
 
 
 def plan_words(plan: KVCachePlan) -> str:
-    """Why the numbers are what they are, a sentence per decision."""
+    """Why the numbers are what they are, a paragraph per decision."""
     parts = [_budget_words(plan), *(_pool_words(plan, pool) for pool in plan.pools), _fit_words(plan)]
     if plan.tensor_parallel > 1:
         parts.insert(1, _parallel_words(plan))
-    return "\n".join(parts)
+    return "\n".join(textwrap.fill(part, WORDS_WIDTH, break_on_hyphens=False) for part in parts)
 
 
 def _budget_words(plan: KVCachePlan) -> str:
     if plan.memory_bytes is None:
         return f"The number of blocks was given; they take {format_bytes(plan.used_bytes)} on each device."
-    return (
-        f"Of {format_bytes(plan.memory_bytes)} on each device the cache takes {format_bytes(plan.used_bytes)}; "
-        f"{format_bytes(plan.unused_bytes)} is less than another block."
-    )
+    rest = f"; the other {format_bytes(plan.unused_bytes)} are less than a block" if plan.unused_bytes else ""
+    return f"Of {format_bytes(plan.memory_bytes)} on each device the cache takes {format_bytes(plan.used_bytes)}{rest}."
 
 
 def _parallel_words(plan: KVCachePlan) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvjax.errors import MemoryBudgetError
+from kvjax.text import format_bytes
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ def size_pools(needs: Sequence[PoolNeed], budget_bytes: int) -> list[int]:
     least = _total_bytes(needs, Fraction(1))
     if least > budget_bytes:
         raise MemoryBudgetError(
-            f"the cache of one request at the planned length needs {least:,} bytes, got {budget_bytes:,}: "
-            f"{least - budget_bytes:,} bytes short; give more memory, plan for shorter requests, "
-            "or take fewer tokens in flight"
+            f"the cache of one request of the planned length needs {least:,} bytes ({format_bytes(least)}), "
+            f"got {budget_bytes:,} ({format_bytes(budget_bytes)}): {least - budget_bytes:,} bytes short; "
+            "give more memory, plan for shorter requests, or take fewer tokens in flight"
         )
     requests = _largest_requests(needs, budget_bytes)
     sizes = [need.num_blocks(requests) for need in needs]

@@ -1,0 +1,49 @@
+"""Types of command-line arguments whose errors argparse shows beside the option's name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvjax.text import parse_bytes
+
+Value = TypeVar("Value")
+
+
+def positive_int(text: str) -> int:
+    """An integer >= 1; thousands may be grouped with `_` or `,`."""
+    return _checked(text, lambda: int(text.replace(",", "_")), lambda value: value >= 1, "an integer >= 1")
+
+
+def positive_float(text: str) -> float:
+    """A finite number > 0."""
+    return _checked(text, lambda: float(text), lambda value: 0 < value < float("inf"), "a number > 0")
+
+
+def non_negative_float(text: str) -> float:
+    """A finite number >= 0."""
+    return _checked(text, lambda: float(text), lambda value: 0 <= value < float("inf"), "a number >= 0")
+
+
+def byte_size(text: str) -> int:
+    """A size in bytes, with or without a unit."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def int_list(text: str) -> list[int]:
+    """Positive integers separated by commas."""
+    return [positive_int(part) for part in text.split(",")]
+
+
+def _checked(text: str, parse: Callable[[], Value], accept: Callable[[Value], bool], expected: str) -> Value:
+    try:
+        value = parse()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+    if not accept(value):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value

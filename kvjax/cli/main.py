@@ -1,0 +1,64 @@
+"""Entry of the `kvjax` command: which subcommand, and how its errors are shown.
+
+Flow:    sys.argv -> [main] -> kvjax.cli.<command>.run(args) -> exit status
+
+A command module has `add_arguments(parser)` and `run(args) -> int | None`. Exit status: 0 done, 1 the command says that
+something failed, 2 bad arguments or input (one line on stderr; a traceback with --debug), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from kvjax import __version__
+from kvjax.errors import KVCacheError
+
+COMMANDS = {
+    "generate": "continue prompts with a model: continuous batching over paged, prefix-cached KV",
+    "replay": "feed a request trace through the cache managers, without a model",
+    "plan": "how many blocks and requests fit in a memory budget, and why",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: the process's own); returns the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(argv).parse_args(argv)
+    try:
+        return importlib.import_module(f"kvjax.cli.{args.command}").run(args) or 0
+    except BrokenPipeError:  # the reader of our output is gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("kvjax: interrupted", file=sys.stderr)
+        return 130
+    except (KVCacheError, ValueError, OSError, NotImplementedError) as error:
+        if args.debug:
+            raise
+        print(f"kvjax {args.command}: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The whole parser; of the commands only those that `argv` names get their arguments, for a quick start."""
+    parser = argparse.ArgumentParser(
+        prog="kvjax", description="Paged, prefix-cached KV memory: generate with it, replay traces, plan it."
+    )
+    parser.add_argument("--version", action="version", version=f"kvjax {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show a traceback where an error occurs")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        if name in argv:
+            importlib.import_module(f"kvjax.cli.{name}").add_arguments(command)
+    return parser
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__

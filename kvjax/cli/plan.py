@@ -1,0 +1,126 @@
+"""`kvjax plan`: pools, groups, bytes, blocks and how many requests fit, as tables and words or as JSON.
+
+Flow:    arguments over a deployment's TOML -> [run] -> kvjax.planning.plan_kv_cache -> stdout
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields, replace
+
+from kvjax.cli.arguments import byte_size, int_list, positive_int
+from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
+from kvjax.errors import ConfigError
+from kvjax.models.config import ModelConfig
+from kvjax.planning import KVCachePlan, plan_kv_cache
+from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
+from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `kvjax plan`; a deployment fills those that are not given."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"a shipped config ({', '.join(known_models())}), a Hugging Face folder, or a path to a config.json",
+    )
+    parser.add_argument(
+        "--deployment", metavar="NAME|FILE", help=f"TOML with defaults; shipped: {', '.join(known_deployments())}"
+    )
+    parser.add_argument(
+        "--memory",
+        dest="memory_bytes",
+        type=byte_size,
+        metavar="BYTES",
+        help="KV-cache budget of one device: bytes, or a size such as 56GiB or 80GB",
+    )
+    parser.add_argument(
+        "--num-blocks", type=positive_int, metavar="N", help="blocks of every pool, null block included, not a budget"
+    )
+    parser.add_argument(
+        "--max-model-len", type=positive_int, metavar="N", help="longest request (default: the model's)"
+    )
+    parser.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: 16)")
+    parser.add_argument("--dtype", help="of the cache, such as bfloat16 or float8_e4m3fn (default: the model's)")
+    parser.add_argument("--platform", choices=["cpu", "gpu", "tpu"], help="whose padding to count (default: gpu)")
+    parser.add_argument("--tensor-parallel", type=positive_int, metavar="N", help="devices that share the KV heads")
+    parser.add_argument(
+        "--max-in-flight-tokens",
+        type=positive_int,
+        metavar="N",
+        help=f"most tokens that steps in flight add (default: {DEFAULT_MAX_IN_FLIGHT_TOKENS:,})",
+    )
+    parser.add_argument(
+        "--no-hybrid",
+        dest="hybrid",
+        action="store_const",
+        const=False,
+        help="windowed layers keep every token and share the full layers' table",
+    )
+    parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="request lengths to fit")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan.
+
+    Raises:
+        ConfigError: no model, or a bad model or deployment.
+        MemoryBudgetError: the memory holds not even one request of the planned length.
+    """
+    deployment = _deployment(args)
+    if deployment.model is None:
+        raise ConfigError(f"expected a MODEL or a deployment that names one; shipped: {', '.join(known_models())}")
+    model = load_model_config(deployment.model)
+    plan = _plan(model, deployment)
+    lengths = args.lengths or default_lengths(plan.max_model_len)
+    if args.json:
+        print(json.dumps({"model": deployment.model, **plan_json(plan, lengths)}, indent=2))
+        return 0
+    parts = [_headline(deployment, model, plan), plan_table(plan, lengths), plan_words(plan)]
+    if plan.max_model_len > model.max_model_len:
+        parts[-1] += f"\nNote: the model's own config says at most {model.max_model_len:,} tokens."
+    print("\n\n".join(parts))
+    return 0
+
+
+def _deployment(args: argparse.Namespace) -> Deployment:
+    """The named deployment with the given arguments over it; a budget and a block count replace each other."""
+    given = {
+        field.name: getattr(args, field.name) for field in fields(Deployment) if getattr(args, field.name) is not None
+    }
+    base = Deployment() if args.deployment is None else load_deployment(args.deployment)
+    if "memory_bytes" in given or "num_blocks" in given:
+        base = replace(base, memory_bytes=None, num_blocks=None)
+    return replace(base, **given)
+
+
+def _plan(model: ModelConfig, deployment: Deployment) -> KVCachePlan:
+    if deployment.memory_bytes is None and deployment.num_blocks is None:
+        raise ConfigError("expected --memory or --num-blocks, got none")
+    return plan_kv_cache(
+        model.kv_cache_specs(deployment.block_size or DEFAULT_BLOCK_SIZE, deployment.dtype),
+        max_model_len=deployment.max_model_len or model.max_model_len,
+        memory_bytes=deployment.memory_bytes,
+        num_blocks=deployment.num_blocks,
+        max_in_flight_tokens=deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS,
+        platform=deployment.platform or "gpu",
+        tensor_parallel=deployment.tensor_parallel or 1,
+        hybrid=deployment.hybrid is not False,
+    )
+
+
+def _headline(deployment: Deployment, model: ModelConfig, plan: KVCachePlan) -> str:
+    """What is planned, in one line."""
+    parts = [
+        f"{deployment.model}: {model.num_layers} layers",
+        f"{model.num_kv_heads} KV heads of {model.head_dim}",
+        deployment.dtype or model.dtype,
+        plan.platform if plan.tensor_parallel == 1 else f"{plan.tensor_parallel} x {plan.platform}",
+        f"requests of up to {plan.max_model_len:,} tokens",
+    ]
+    return ", ".join(parts)
