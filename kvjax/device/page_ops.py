@@ -90,15 +90,7 @@ def copy_pages(
         ValueError: lengths differ, an id is outside the pool, a destination is repeated, null or also a source. The
             pages are untouched.
     """
-    num_pages = pages.num_pages(pool_id)
-    _check_ids(sources, num_pages, "sources", lowest=0)
-    _check_ids(destinations, num_pages, "destinations", lowest=1)
-    if sources.shape != destinations.shape:
-        raise ValueError(f"expected as many sources as destinations, got {sources.size} and {destinations.size}")
-    if np.unique(destinations).size != destinations.size:
-        raise ValueError(f"expected distinct destinations, got {destinations.tolist()}")
-    if np.isin(destinations, sources).any():
-        raise ValueError(f"destinations {np.intersect1d(destinations, sources).tolist()} are sources too")
+    check_copies(pages.num_pages(pool_id), sources, destinations)
     for piece in _pieces(sources.size, page_counts):
         ids = (pad_ids(array[piece], page_counts) for array in (sources, destinations))
         pages = copy_pages_padded(pages, pool_id, *ids)
@@ -116,7 +108,7 @@ def zero_pages(
     Raises:
         ValueError: an id is outside the pool or null. The pages are untouched.
     """
-    _check_ids(page_ids, pages.num_pages(pool_id), "page ids", lowest=1)
+    check_page_ids(page_ids, pages.num_pages(pool_id))
     for piece in _pieces(page_ids.size, page_counts):
         pages = zero_pages_padded(pages, pool_id, pad_ids(page_ids[piece], page_counts))
     return pages
@@ -133,7 +125,7 @@ def gather_pages(
     Raises:
         ValueError: an id is outside the pool, or there are more than the largest padded length.
     """
-    _check_ids(page_ids, pages.num_pages(pool_id), "page ids", lowest=0)
+    check_page_ids(page_ids, pages.num_pages(pool_id), lowest=0)
     return gather_pages_padded(pages, pool_id, pad_ids(page_ids, page_counts))
 
 
@@ -150,7 +142,7 @@ def scatter_pages(
         ValueError: an id is outside the pool or null, there are too many, or `values` have another padded length. The
             pages are untouched.
     """
-    _check_ids(page_ids, pages.num_pages(pool_id), "page ids", lowest=1)
+    check_page_ids(page_ids, pages.num_pages(pool_id))
     ids = pad_ids(page_ids, page_counts)
     lengths = {array.shape[0] for array in jax.tree.leaves(values)}
     if lengths != {ids.size}:
@@ -172,6 +164,24 @@ def pad_ids(page_ids: np.ndarray, page_counts: Sequence[int] = PAGE_COUNTS) -> n
     return out
 
 
+def check_copies(num_pages: int, sources: np.ndarray, destinations: np.ndarray) -> None:
+    """Raises ValueError unless the copies may be done in any order inside a pool of `num_pages`."""
+    check_page_ids(sources, num_pages, "sources", lowest=0)
+    check_page_ids(destinations, num_pages, "destinations")
+    if sources.shape != destinations.shape:
+        raise ValueError(f"expected as many sources as destinations, got {sources.size} and {destinations.size}")
+    if np.unique(destinations).size != destinations.size:
+        raise ValueError(f"expected distinct destinations, got {destinations.tolist()}")
+    if np.isin(destinations, sources).any():
+        raise ValueError(f"destinations {np.intersect1d(destinations, sources).tolist()} are sources too")
+
+
+def check_page_ids(page_ids: np.ndarray, num_pages: int, what: str = "page ids", *, lowest: int = 1) -> None:
+    """Raises ValueError unless all ids are in `[lowest, num_pages)`; page 0 may be read, never written."""
+    if page_ids.size and (page_ids.min() < lowest or page_ids.max() >= num_pages):
+        raise ValueError(f"expected {what} in [{lowest}, {num_pages}), got {page_ids.min()} to {page_ids.max()}")
+
+
 def _drop_unwritable(page_ids: jax.Array, num_pages: int) -> jax.Array:
     """Ids with -1 and the null page moved out of range, where a scatter drops them."""
     return jnp.where(page_ids < 1, num_pages, page_ids)
@@ -184,8 +194,3 @@ def _map_pool(pages: KVPages, pool_id: int, function) -> KVPages:  # type: ignor
 def _pieces(count: int, page_counts: Sequence[int]) -> Iterator[slice]:
     step = max(page_counts)
     return (slice(start, start + step) for start in range(0, count, step))
-
-
-def _check_ids(page_ids: np.ndarray, num_pages: int, what: str, *, lowest: int) -> None:
-    if page_ids.size and (page_ids.min() < lowest or page_ids.max() >= num_pages):
-        raise ValueError(f"expected {what} in [{lowest}, {num_pages}), got {page_ids.min()} to {page_ids.max()}")

@@ -24,7 +24,14 @@ from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import StepPlan
 from kvjax.device.batch import DeviceBatch, pick_bucket
 from kvjax.device.buckets import Bucket, Buckets
-from kvjax.device.page_ops import copy_pages, copy_pages_padded, zero_pages, zero_pages_padded
+from kvjax.device.page_ops import (
+    check_copies,
+    check_page_ids,
+    copy_pages,
+    copy_pages_padded,
+    zero_pages,
+    zero_pages_padded,
+)
 from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns, page_shardings
 from kvjax.device.placement import Placement
@@ -63,28 +70,15 @@ class UpdateStep:
         self.kv_cache_config = kv_cache_config
         self.buckets = buckets
         self.placement = placement
-        graphdef, state = nnx.split(model)
+        self._sample_fn = sample_fn
+        self._return_logits = return_logits
+        self._backend = backend
+        self._graphdef, state = nnx.split(model)
         self._state = _placed(state, placement)
         replicated = placement.replicated
         pages = page_shardings(kv_cache_config, placement)
-
-        def step(state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
-            return _forward(nnx.merge(graphdef, state), pages, batch, previous, sampling)
-
-        def _forward(model: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
-            cache = PagedKVCache(pages, batch, kv_cache_config, placement, backend=backend)
-            hidden = model(_token_ids(batch, previous), batch.positions, cache)
-            if cache.unused_layers:
-                raise ValueError(f"the model did not attend in layers {cache.unused_layers} of the cache config")
-            logits = model.logits(hidden[batch.logits_indices])
-            tokens, extras = jnp.zeros(logits.shape[0], jnp.int32), None
-            if sample_fn is not None:
-                tokens, extras = sample_fn(logits, sampling)
-            sampled = jnp.pad(tokens.astype(jnp.int32), (0, buckets.max_num_requests - tokens.shape[0]))
-            return StepOutput(cache.pages, logits if return_logits else None, sampled, extras)
-
         self._step = jax.jit(
-            step,
+            self._traced,
             donate_argnums=1,
             in_shardings=(None, pages, replicated, replicated, replicated),
             out_shardings=StepOutput(pages, replicated, replicated, replicated),  # type: ignore[arg-type]
@@ -107,18 +101,27 @@ class UpdateStep:
         """Dispatches one step. `pages` is donated: use the output's. The plan and the host's state may change at once.
 
         Raises:
-            ValueError: the plan fits no bucket, or its page copies or pages to zero are not those of a plan. The
-                pages are untouched.
+            ValueError: the plan fits no bucket, its page edits or token sources cannot be, or `previous` or `sampling` have
+                other sizes. The pages are untouched.
         """
+        if plan.token_source.max(initial=-1) >= self.buckets.max_num_requests:
+            raise ValueError(
+                f"expected token sources below {self.buckets.max_num_requests}, got {plan.token_source.max()}"
+            )
         batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets))
-        pages = self._edit_pages(pages, plan)
-        return self.run(pages, batch, previous=previous, sampling=sampling)
+        arguments = self._arguments(batch, previous, sampling)
+        _check_edits(pages, plan)
+        return self._step(self._state, self._edit_pages(pages, plan), *arguments)
 
     def run(
         self, pages: KVPages, batch: DeviceBatch, *, previous: jax.Array | None = None, sampling: Any = None
     ) -> StepOutput:
-        """Dispatches one step on a batch that is already padded. `pages` is donated."""
-        return self._step(*self._arguments(pages, batch, previous, sampling))
+        """Dispatches one step on a batch that is already padded. `pages` is donated.
+
+        Raises:
+            ValueError: as calling the step.
+        """
+        return self._step(self._state, pages, *self._arguments(batch, previous, sampling))
 
     def warmup(self, pages: KVPages, *, sampling: Any = None) -> KVPages:
         """Compiles the step for every bucket, and page copies and zeroing for every length, by running them empty.
@@ -139,12 +142,31 @@ class UpdateStep:
     def compiled(self, pages: KVPages, bucket: Bucket, *, sampling: Any = None) -> jax.stages.Compiled:
         """The compiled module of one bucket, to look at aliases, memory and cost. Runs nothing."""
         batch = DeviceBatch.empty(bucket, len(self.kv_cache_config.kv_cache_groups))
-        return self._step.lower(*self._arguments(pages, batch, None, sampling)).compile()
+        return self._step.lower(self._state, pages, *self._arguments(batch, None, sampling)).compile()
 
-    def _arguments(self, pages: KVPages, batch: DeviceBatch, previous: jax.Array | None, sampling: Any) -> tuple:
+    def _traced(self, state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
+        """The step as jax traces it, once per bucket."""
+        model: Any = nnx.merge(self._graphdef, state)
+        cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, backend=self._backend)
+        hidden = model(_token_ids(batch, previous), batch.positions, cache)
+        if cache.unused_layers:
+            raise ValueError(f"the model did not attend in layers {cache.unused_layers} of the cache config")
+        logits = model.logits(hidden[batch.logits_indices])
+        tokens, extras = jnp.zeros(logits.shape[0], jnp.int32), None
+        if self._sample_fn is not None:
+            tokens, extras = self._sample_fn(logits, sampling)
+        sampled = jnp.pad(tokens.astype(jnp.int32), (0, previous.shape[0] - tokens.shape[0]))
+        return StepOutput(cache.pages, logits if self._return_logits else None, sampled, extras)
+
+    def _arguments(
+        self, batch: DeviceBatch, previous: jax.Array | None, sampling: Any
+    ) -> tuple[DeviceBatch, jax.Array, Any]:
+        """What a step takes beside weights and pages, in the shapes that were compiled."""
+        previous = self.no_tokens if previous is None else previous
+        if previous.shape != self.no_tokens.shape:
+            raise ValueError(f"expected previous tokens of shape {self.no_tokens.shape}, got {previous.shape}")
         rows = batch.logits_indices.shape[0]
-        sampling = jax.tree.map(lambda x: _padded_rows(x, rows), sampling)
-        return self._state, pages, batch, self.no_tokens if previous is None else previous, sampling
+        return batch, previous, jax.tree.map(lambda x: _padded_rows(x, rows), sampling)
 
     def _edit_pages(self, pages: KVPages, plan: StepPlan) -> KVPages:
         counts = self.buckets.page_counts
@@ -191,6 +213,20 @@ def _token_ids(batch: DeviceBatch, previous: jax.Array) -> jax.Array:
     return jnp.where(source >= 0, previous[jnp.maximum(source, 0)], batch.token_ids)
 
 
+def _check_edits(pages: KVPages, plan: StepPlan) -> None:
+    """Raises ValueError unless copies and zeroing can be done, the one before the other."""
+    if (len(plan.page_copies), len(plan.pages_to_zero)) != (len(pages.pools),) * 2:
+        raise ValueError(
+            f"expected page copies and pages to zero for {len(pages.pools)} pools, "
+            f"got {len(plan.page_copies)} and {len(plan.pages_to_zero)}"
+        )
+    for pool_id, (copies, page_ids) in enumerate(zip(plan.page_copies, plan.pages_to_zero, strict=True)):
+        check_copies(pages.num_pages(pool_id), copies.sources, copies.destinations)
+        check_page_ids(page_ids, pages.num_pages(pool_id), "pages to zero")
+        if np.isin(page_ids, copies.destinations).any():
+            raise ValueError(f"pages {np.intersect1d(page_ids, copies.destinations).tolist()} are copied to and zeroed")
+
+
 def _placed(state: Any, placement: Placement) -> Any:
     """`state` with every leaf on exactly the placement's devices; leaves that are stay as they lie."""
     devices = set(placement.mesh.devices.flat)
@@ -204,6 +240,8 @@ def _placed(state: Any, placement: Placement) -> Any:
 def _padded_rows(values: np.ndarray, num_rows: int) -> np.ndarray:
     """A fresh copy of `values` with zeros after its rows up to `num_rows`."""
     values = np.asarray(values)
+    if values.shape[0] > num_rows:
+        raise ValueError(f"expected sampling inputs of at most {num_rows} rows, got {values.shape[0]}")
     out = np.zeros((num_rows, *values.shape[1:]), values.dtype)
     out[: values.shape[0]] = values
     return out
