@@ -153,9 +153,7 @@ class BlockPool:
         """
         ids = self.free_block_queue.take(num_blocks)
         if self._num_hashed:
-            hashed = self.is_hashed[ids]
-            if hashed.any():
-                self._forget_hashes(ids[hashed])
+            self._forget_hashes(self._hashed_of(ids))
         self.ref_count[ids] = 1
         if self._residency is not None:
             self._residency.on_blocks_evicted(ids)
@@ -182,7 +180,7 @@ class BlockPool:
         Raises:
             ValueError: an id is none of the pool. The pool is unchanged.
         """
-        ids = self._real_ids(block_ids)
+        ids = _without_null(self._checked_ids(block_ids))
         distinct, repeats = self._count_repeats(ids)
         counts = self.ref_count[distinct]
         self.free_block_queue.remove_n(distinct[counts == 0])
@@ -197,7 +195,17 @@ class BlockPool:
             ValueError: an id is none of the pool. The pool is unchanged.
             BlockStateError: a block has fewer references than occurrences. The pool is unchanged.
         """
-        distinct, repeats = self._count_repeats(self._real_ids(block_ids_in_eviction_order))
+        ids = self._checked_ids(block_ids_in_eviction_order)
+        counts = self.ref_count[ids]
+        is_last_reference = np.count_nonzero(counts == 1) == len(ids)
+        if is_last_reference and self.free_order == "append" and self.free_block_queue.append_absent(ids):
+            self.ref_count[ids] = 0
+        else:
+            self._free_shared(_without_null(ids))
+
+    def _free_shared(self, ids: np.ndarray) -> None:
+        """`free_blocks` where blocks may keep references, occur more than once, or join the queue at either end."""
+        distinct, repeats = self._count_repeats(ids)
         before = self.ref_count[distinct]
         counts = before - repeats
         if counts.size and counts.min() < 0:
@@ -207,7 +215,12 @@ class BlockPool:
                 f"block {distinct[bad]} has {before[bad]} references, {given} given back; free each reference once"
             )
         self.ref_count[distinct] = counts
-        self._enqueue(distinct[counts == 0])
+        freed = distinct[counts == 0]
+        if self.free_order == "uncached_first":
+            hashed = self.is_hashed[freed]
+            self.free_block_queue.prepend_absent(freed[~hashed])
+            freed = freed[hashed]
+        self.free_block_queue.append_absent(freed)
 
     def free_block(self, block_id: int) -> None:
         """`free_blocks` of one block, without the cost of arrays; same errors."""
@@ -223,13 +236,6 @@ class BlockPool:
                 self.free_block_queue.prepend_n([block_id])
             else:
                 self.free_block_queue.append(block_id)
-
-    def _enqueue(self, ids: np.ndarray) -> None:
-        if self.free_order == "uncached_first":
-            hashed = self.is_hashed[ids]
-            self.free_block_queue.prepend_n(ids[~hashed])
-            ids = ids[hashed]
-        self.free_block_queue.append_n(ids)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
@@ -256,7 +262,7 @@ class BlockPool:
             ValueError: a block has no hash yet, or an id or group is none of the pool. The pool is unchanged.
             BlockStateError: a block is free, hashed already or given twice. The pool is unchanged.
         """
-        ids = np.asarray(block_ids, np.int64)
+        ids = self._checked_ids(block_ids)
         hashes = block_hashes[first_block : first_block + len(ids)]
         real = np.flatnonzero(ids)
         if len(real) == len(ids):
@@ -276,7 +282,7 @@ class BlockPool:
         """
         if self.enable_kv_cache_events:
             raise ValueError("expected cache_full_blocks per request while KV events are on, got register_many")
-        self._register(np.asarray(block_ids, np.int64), block_hashes, group_id)
+        self._register(self._checked_ids(block_ids), block_hashes, group_id)
 
     def evict_blocks(self, block_ids: npt.ArrayLike) -> None:
         """Forgets the hashes of blocks; who holds them, and the free order, stay as they are.
@@ -284,12 +290,11 @@ class BlockPool:
         Raises:
             ValueError: an id is none of the pool. The pool is unchanged.
         """
-        ids, _ = self._count_repeats(self._real_ids(block_ids))
-        ids = ids[self.is_hashed[ids]]
-        if len(ids):
-            self._forget_hashes(ids)
-            if self._residency is not None:
-                self._residency.on_blocks_evicted(ids)
+        ids, _ = self._count_repeats(_without_null(self._checked_ids(block_ids)))
+        ids = self._hashed_of(ids)
+        self._forget_hashes(ids)
+        if self._residency is not None:
+            self._residency.on_blocks_evicted(ids)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes (new weights make them wrong). False, and no change, while any block is held."""
@@ -317,9 +322,6 @@ class BlockPool:
             raise ValueError("expected a pool with enable_caching=True to register hashes, got one without")
         if len(hashes) != len(ids):
             raise ValueError(f"expected a hash for each of {len(ids)} blocks, got {len(hashes)}")
-        if not len(ids):
-            return
-        self._check_ids(ids, lowest=1)
         self._check_registrable(ids)
         self.hash_maps[group_id].insert_n(hashes, ids)
         self._hash_of[ids] = hashes
@@ -333,13 +335,19 @@ class BlockPool:
             raise BlockStateError(f"block {ids[hashed][0]} is hashed already; a full block is registered once")
         held = self.ref_count[ids] > 0
         if not held.all():
-            raise BlockStateError(f"block {ids[~held][0]} is free; only held blocks are registered")
+            raise BlockStateError(f"block {ids[~held][0]} is free or null; only held blocks are registered")
         distinct, repeats = self._count_repeats(ids)
         if len(distinct) != len(ids):
             raise BlockStateError(f"block {distinct[np.argmax(repeats)]} is given {np.max(repeats)} times")
 
+    def _hashed_of(self, ids: np.ndarray) -> np.ndarray:  # int64[k]
+        hashed = self.is_hashed[ids]
+        return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
+
     def _forget_hashes(self, ids: np.ndarray) -> None:
         """Removes hashed, distinct blocks from the index."""
+        if not len(ids):
+            return
         hashes = self._hash_of[ids].tolist()
         groups = self._group_of[ids] if len(self.hash_maps) > 1 else None
         for group_id, hash_map in self.hash_maps.items():
@@ -358,19 +366,14 @@ class BlockPool:
 
     # -- arguments --------------------------------------------------------------------------------------------------
 
-    def _real_ids(self, block_ids: npt.ArrayLike) -> np.ndarray:  # int64[k]
-        """The ids without the null block, checked."""
-        ids = np.asarray(block_ids)
-        if ids.dtype.kind not in "iu" and ids.size:
-            raise ValueError(f"expected integer block ids, got {ids.dtype}")
-        ids = ids.astype(np.int64)
-        self._check_ids(ids, lowest=0)
-        return ids if ids.all() else ids[ids != self.NULL_BLOCK_ID]
-
-    def _check_ids(self, ids: np.ndarray, lowest: int) -> None:
-        if ids.size and not (lowest <= ids.min() and ids.max() < self.num_blocks):
-            bad = ids[(ids < lowest) | (ids >= self.num_blocks)][0]
-            raise ValueError(f"expected block ids in [{lowest}, {self.num_blocks}), got {bad}")
+    def _checked_ids(self, block_ids: npt.ArrayLike) -> np.ndarray:  # int64[n]
+        given = np.asarray(block_ids)
+        if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+            raise ValueError(f"expected a row of integer block ids, got {given.dtype}{list(given.shape)}")
+        ids = given.astype(np.int64)
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
+            self._check_id(ids[(ids < 0) | (ids >= self.num_blocks)][0])
+        return ids
 
     def _check_id(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:
@@ -389,7 +392,7 @@ class BlockPool:
         self._scratch[ids] = order
         last = self._scratch[ids]
         is_last = last == order
-        if is_last.all():
+        if np.count_nonzero(is_last) == len(ids):
             return ids, 1
         return ids[is_last], np.bincount(last, minlength=len(ids))[is_last]
 
@@ -452,3 +455,7 @@ class BlockPool:
                 f"  hashed  {self._num_hashed}, {sum(map(len, self.hash_maps.values()))} distinct hashes",
             ]
         )
+
+
+def _without_null(ids: np.ndarray) -> np.ndarray:
+    return ids if np.count_nonzero(ids) == len(ids) else ids[ids != BlockPool.NULL_BLOCK_ID]

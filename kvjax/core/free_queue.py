@@ -143,14 +143,14 @@ class FreeKVCacheBlockQueue:
         """
         ids = np.asarray(block_ids, np.int64)
         positions = self._position[ids]
-        absent = positions == NOT_QUEUED
-        if absent.any():
-            raise BlockStateError(f"expected queued blocks, got {ids[absent][0]}, which is not in the free queue")
-        self._position[ids] = np.arange(len(ids))
-        repeated = self._position[ids] != np.arange(len(ids))
-        if repeated.any():
+        if np.count_nonzero(positions == NOT_QUEUED):
+            block_id = ids[positions == NOT_QUEUED][0]
+            raise BlockStateError(f"expected queued blocks, got {block_id}, which is not in the free queue")
+        marks = np.arange(len(ids))
+        self._position[ids] = marks
+        if np.count_nonzero(self._position[ids] == marks) < len(ids):
             self._position[ids] = positions
-            raise BlockStateError(f"expected distinct blocks, got {ids[repeated][0]} twice")
+            raise BlockStateError(f"expected distinct blocks, got {_first_repeated(ids)} twice")
         self._position[ids] = NOT_QUEUED
         self._forget_cells_before(self._head, num_taken=len(ids))
 
@@ -176,12 +176,9 @@ class FreeKVCacheBlockQueue:
         Raises:
             BlockStateError: a block is queued already or given twice. The queue is unchanged.
         """
-        ids = np.asarray(block_ids, np.int64)
-        self._check_absent(ids)
-        self._make_room(len(ids))
-        self._place(ids, self._tail)
-        self._tail += len(ids)
-        self.num_free_blocks += len(ids)
+        ids = self._absent_ids(block_ids)
+        if not self.append_absent(ids):
+            raise BlockStateError(f"expected distinct blocks, got {_first_repeated(ids)} twice")
 
     def prepend_n(self, block_ids: npt.ArrayLike) -> None:
         """Puts distinct blocks at the head, in the order given: the first one is handed out first.
@@ -189,27 +186,44 @@ class FreeKVCacheBlockQueue:
         Raises:
             BlockStateError: a block is queued already or given twice. The queue is unchanged.
         """
-        ids = np.asarray(block_ids, np.int64)
-        self._check_absent(ids)
+        ids = self._absent_ids(block_ids)
+        if not self.prepend_absent(ids):
+            raise BlockStateError(f"expected distinct blocks, got {_first_repeated(ids)} twice")
+
+    def append_absent(self, ids: np.ndarray) -> bool:
+        """`append_n` of blocks (int64[n]) that are known not to be queued; False, and no change, if one repeats."""
         self._make_room(len(ids))
-        self._place(ids, self._head - len(ids))
+        if not self._place(ids, self._tail):
+            return False
+        self._tail += len(ids)
+        self.num_free_blocks += len(ids)
+        return True
+
+    def prepend_absent(self, ids: np.ndarray) -> bool:
+        """`prepend_n` of blocks (int64[n]) that are known not to be queued; False, and no change, if one repeats."""
+        self._make_room(len(ids))
+        if not self._place(ids, self._head - len(ids)):
+            return False
         self._head -= len(ids)
         self.num_free_blocks += len(ids)
+        return True
 
-    def _check_absent(self, ids: np.ndarray) -> None:
+    def _absent_ids(self, block_ids: npt.ArrayLike) -> np.ndarray:  # int64[n]
+        ids = np.asarray(block_ids, np.int64)
         queued = self._position[ids] != NOT_QUEUED
         if queued.any():
             raise BlockStateError(f"expected blocks outside the free queue, got {ids[queued][0]}, which is in it")
+        return ids
 
-    def _place(self, ids: np.ndarray, start: int) -> None:
-        """Writes `ids` into the cells from cursor `start`; a repeated block reads back the position of its last cell."""
+    def _place(self, ids: np.ndarray, start: int) -> bool:
+        """Writes `ids` into the cells from cursor `start`, unless one repeats: it reads back its last cell only."""
         cursors = np.arange(start, start + len(ids))
         self._position[ids] = cursors
-        repeated = self._position[ids] != cursors
-        if repeated.any():
+        if np.count_nonzero(self._position[ids] == cursors) < len(ids):
             self._position[ids] = NOT_QUEUED
-            raise BlockStateError(f"expected distinct blocks, got {ids[repeated][0]} twice")
+            return False
         self._write(start, ids)
+        return True
 
     def _make_room(self, num_blocks: int) -> None:
         if self._tail - self._head + num_blocks > len(self._ring):
@@ -255,3 +269,8 @@ class FreeKVCacheBlockQueue:
             raise InvariantError(f"Q2: {self.num_free_blocks} blocks counted as free, {len(queued)} queued")
         if not 0 <= self._tail - self._head <= len(self._ring):
             raise InvariantError(f"Q2: {self._tail - self._head} cells in use of {len(self._ring)}")
+
+
+def _first_repeated(ids: np.ndarray) -> int:
+    values, counts = np.unique(ids, return_counts=True)
+    return int(values[counts > 1][0])
