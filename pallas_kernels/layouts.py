@@ -29,6 +29,8 @@ _DTYPE_BITS = {
     "int8": 8,
 }
 
+KV_CACHE_DTYPES = tuple(_DTYPE_BITS)
+
 # Logical axis names; the caller maps them to mesh axes (or to None) when it makes PartitionSpecs.
 PAGE_AXIS = "page"
 TOKEN_AXIS = "page_token"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.backends import check_backend
-from pallas_kernels.kv_write import reference
+from pallas_kernels.backends import resolve_backend
+from pallas_kernels.kv_write import reference, validate
 
 
 def kv_write(
@@ -23,7 +23,13 @@ def kv_write(
 ) -> tuple[jax.Array, ...]:
     """Pages with `new_k[t]`, `new_v[t]` at slot `slot_mapping[t]`. Slots of one call differ, -1 apart.
 
-    Page 0, the null page, is never written: slots of page 0 are skipped as -1 is.
+    Page 0, the null page, is never written: slots of page 0 are skipped as -1 is. What an 8-bit dtype cannot hold
+    becomes its largest or smallest finite value; int8 rounds half to even, and NaN, which it lacks, becomes 0.
+
+    Raises:
+        ValueError: a shape, dtype or (outside `jit`) slot does not fit; nothing is written.
+        NotImplementedError: `backend` is a platform without a kernel.
     """
-    check_backend(backend)
-    return reference.kv_write(new_k, new_v, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    resolve_backend(validate.OP, backend)
+    validate.check(new_k, new_v, pages, slot_mapping, k_scale, v_scale)
+    return reference.kv_write(new_k, new_v, tuple(pages), slot_mapping, k_scale=k_scale, v_scale=v_scale)

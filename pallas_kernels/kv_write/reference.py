@@ -1,20 +1,9 @@
-"""kv_write in plain jnp: the specification, and the CPU path."""
+"""kv_write in plain jnp: the specification, and the CPU path. In place where the caller donates the pages."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-
-
-def _store(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """`x / scale` in the pages' dtype; scale is [] or [num_kv_heads]."""
-    x = x.astype(jnp.float32)
-    if scale is not None:
-        x = x / jnp.asarray(scale, jnp.float32).reshape(-1, 1)
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        x = jnp.clip(jnp.round(x), info.min, info.max)
-    return x.astype(dtype)
 
 
 def kv_write(
@@ -30,16 +19,28 @@ def kv_write(
     num_pages, page_size = pages[0].shape[:2]
     page = jnp.where(slot_mapping < page_size, num_pages, slot_mapping // page_size)  # out of range: dropped
     offset = slot_mapping % page_size
-    dtype = pages[0].dtype
-    k, v = _store(new_k, k_scale, dtype), _store(new_v, v_scale, pages[-1].dtype)
-    if len(pages) == 2:
-        return tuple(p.at[page, offset].set(x, mode="drop") for p, x in zip(pages, (k, v), strict=True))
-    (packed,) = pages
-    rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])  # K0, V0, K1, V1, ...
-    padding = [
-        (0, 0),
-        (0, packed.shape[2] * packed.shape[3] - rows.shape[1]),
-        (0, packed.shape[4] - rows.shape[2]),
-    ]
-    rows = jnp.pad(rows, padding).reshape(-1, *packed.shape[2:])
-    return (packed.at[page, offset].set(rows, mode="drop"),)
+    k, v = _stored(new_k, k_scale, pages[0].dtype), _stored(new_v, v_scale, pages[-1].dtype)
+    rows = (k, v) if len(pages) == 2 else (_packed(k, v, pages[0].shape[2:]),)
+    return tuple(p.at[page, offset].set(x, mode="drop") for p, x in zip(pages, rows, strict=True))
+
+
+def _stored(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """`x / scale` in the pages' dtype, saturated to it where it has 8 bits; scale is [] or [num_kv_heads]."""
+    if scale is not None:
+        x = x.astype(jnp.float32) / jnp.asarray(scale, jnp.float32).reshape(1, -1, 1)
+    if dtype.itemsize > 1:
+        return x.astype(dtype)
+    x = x.astype(jnp.float32)
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return jnp.clip(jnp.round(jnp.where(jnp.isnan(x), 0.0, x)), info.min, info.max).astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def _packed(k: jax.Array, v: jax.Array, token_shape: tuple[int, ...]) -> jax.Array:
+    """Rows K0, V0, K1, V1, ... of each token, padded with zeros to `token_shape` (rows, packing, lanes)."""
+    rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
+    num_rows, packing, lanes = token_shape
+    padding = [(0, 0), (0, num_rows * packing - rows.shape[1]), (0, lanes - rows.shape[2])]
+    return jnp.pad(rows, padding).reshape(-1, *token_shape)

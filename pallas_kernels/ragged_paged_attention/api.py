@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.backends import check_backend
+from pallas_kernels.backends import resolve_backend
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention import reference, validate
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
 
 def ragged_paged_attention(
@@ -47,26 +48,35 @@ def ragged_paged_attention(
     Query i of sequence s is at `pos = seq_lens[s] - q_len[s] + i`. Visible are the keys `k <= upper` with
     `k >= lower` or `k < num_sink_tokens`, where `lower = max(0, pos - window + 1, (pos // chunk) * chunk)` and
     `upper = pos` if causal, else `seq_lens[s] - 1`. Pages wholly outside are never read. Accumulation is float32.
+
+    Raises:
+        ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
+        NotImplementedError: `backend` is a platform without a kernel.
     """
-    check_backend(backend)
-    if new_kv is not None:
-        pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
+    chosen = resolve_backend(validate.OP, backend)
+    mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
+    validate.check_mask(mask)
+    validate.check_scalars(sm_scale, soft_cap)
+    validate.check_new_kv(q, new_kv, slot_mapping)
+    num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
+    page_size = pages[0].shape[1]
+    validate.check_batch(q.shape[0], page_size, block_tables, seq_lens, query_start_loc, distribution)
+    validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
+    if new_kv is not None and slot_mapping is not None:
+        pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=chosen)
     out, lse = reference.ragged_paged_attention(
         q,
-        pages,
+        tuple(pages),
         block_tables,
         seq_lens,
         query_start_loc,
         distribution,
+        mask=mask,
+        num_kv_heads=num_kv_heads,
         sm_scale=sm_scale,
-        causal=causal,
-        sliding_window=sliding_window,
-        attention_chunk_size=attention_chunk_size,
-        num_sink_tokens=num_sink_tokens,
         soft_cap=soft_cap,
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
-        num_kv_heads=num_kv_heads,
     )
-    return AttentionOutput(out, lse if return_lse else None, pages)
+    return AttentionOutput(out, lse if return_lse else None, tuple(pages))

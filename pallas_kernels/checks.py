@@ -1,0 +1,107 @@
+"""Checks that every op's validate.py shares: each names the argument, what was expected and what came.
+
+All are static (shapes, dtypes, Python values), so they cost nothing in a jitted step, but `concrete`, which lets a
+check look at values where they are known.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.layouts import KV_CACHE_DTYPES
+
+
+def check_array(op: str, name: str, array: Any, shape: Sequence[int | None], axes: str) -> None:
+    """Raises ValueError unless `array` has this shape; None stands for any size. `axes` describes it in words."""
+    got = np.shape(array)
+    if len(got) != len(shape) or any(want not in (None, size) for want, size in zip(shape, got, strict=True)):
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{op}: expected {name} {axes} of shape ({expected}), got {tuple(got)}")
+
+
+def check_int32(op: str, name: str, array: Any) -> None:
+    """Raises ValueError unless `array` is int32."""
+    dtype = jnp.result_type(array)
+    if dtype != jnp.int32:
+        raise ValueError(f"{op}: expected {name} of dtype int32, got {dtype}; convert with .astype('int32')")
+
+
+def check_floating(op: str, name: str, array: Any) -> None:
+    """Raises ValueError unless `array` is float32, bfloat16 or float16."""
+    dtype = jnp.result_type(array)
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{op}: expected {name} of dtype float32, bfloat16 or float16, got {dtype}")
+
+
+def check_scale(op: str, name: str, scale: Any, num_kv_heads: int) -> None:
+    """Raises ValueError unless `scale` is None or floating of shape [] or [num_kv_heads]."""
+    if scale is None:
+        return
+    check_floating(op, name, scale)
+    if np.shape(scale) not in ((), (num_kv_heads,)):
+        raise ValueError(f"{op}: expected {name} of shape () or ({num_kv_heads},), got {np.shape(scale)}")
+
+
+def check_at_least(op: str, name: str, value: Any, least: int) -> None:
+    """Raises ValueError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{op}: expected {name} to be an integer >= {least}, got {value!r}")
+
+
+def check_pages(op: str, pages: Any) -> None:
+    """Raises ValueError unless `pages` are arrays of one of the attention layouts (`pallas_kernels.layouts`)."""
+    if not isinstance(pages, tuple | list) or len(pages) not in (1, 2):
+        raise ValueError(f"{op}: expected pages to be a tuple (k, v) or (kv,), got {_describe(pages)}")
+    for array in pages:
+        if jnp.result_type(array).name not in KV_CACHE_DTYPES:
+            raise ValueError(f"{op}: expected pages of a dtype out of {KV_CACHE_DTYPES}, got {jnp.result_type(array)}")
+    if len(pages) == 1:
+        check_array(op, "pages[0]", pages[0], [None] * 5, "[pages, page_size, rows, packing, head_dim]")
+        return
+    check_array(op, "pages[0]", pages[0], [None] * 4, "[pages, page_size, num_kv_heads, head_dim]")
+    shape = (*pages[0].shape[:3], None)
+    check_array(op, "pages[1]", pages[1], shape, "[pages, page_size, num_kv_heads, head_dim_v] as pages[0]")
+    if pages[0].dtype != pages[1].dtype:
+        raise ValueError(f"{op}: expected K and V pages of one dtype, got {pages[0].dtype} and {pages[1].dtype}")
+
+
+def resolve_kv_heads(op: str, pages: Sequence[jax.Array], num_kv_heads: int | None) -> int:
+    """Number of KV heads in `pages`, which `num_kv_heads` states where packing pads them.
+
+    Raises:
+        ValueError: the pages hold another number, or the packed rows leave it open and none is stated.
+    """
+    if num_kv_heads is not None:
+        check_at_least(op, "num_kv_heads", num_kv_heads, 1)
+    if len(pages) == 2:
+        heads = pages[0].shape[2]
+        if num_kv_heads not in (None, heads):
+            raise ValueError(f"{op}: expected num_kv_heads {heads} as the pages have, got {num_kv_heads}")
+        return heads
+    rows, packing = pages[0].shape[2:4]
+    fitting = [heads for heads in range(1, rows * packing // 2 + 1) if -(-2 * heads // packing) == rows]
+    if num_kv_heads is None and len(fitting) == 1:
+        return fitting[0]
+    if num_kv_heads not in fitting:
+        raise ValueError(
+            f"{op}: expected num_kv_heads out of {fitting} for {rows} rows of packing {packing}, "
+            f"got {num_kv_heads}; state it, since packing pads the heads"
+        )
+    return num_kv_heads
+
+
+def concrete(*arrays: Any) -> list[np.ndarray] | None:
+    """The arrays as numpy where all values are known (outside `jit`), else None."""
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return None
+    return [np.asarray(array) for array in arrays]
+
+
+def _describe(pages: Any) -> str:
+    return f"{len(pages)} arrays" if isinstance(pages, tuple | list) else type(pages).__name__

@@ -1,0 +1,77 @@
+"""Reads tiles of K and V of a sequence through its block table.
+
+Flow:    pages + block tables + PageRun -> [PagedTiles.read] -> K, V head-major in float32, key positions
+
+Only pages that the run names are read; places of a tile beyond the run read the null page. Pages keep their dtype
+until they are gathered: the cost is that of the tile, never of the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention.mask import PageRun
+
+_NO_KEY = jnp.iinfo(jnp.int32).max  # position of a slot that holds no key: beyond every `upper`
+
+
+class KVTile(NamedTuple):
+    """One tile per item. A tile has `tile_pages * page_size` slots."""
+
+    k: jax.Array  # float32[items, num_kv_heads, slots, head_dim]
+    v: jax.Array  # float32[items, num_kv_heads, slots, head_dim_v]
+    key_pos: jax.Array  # int32[items, slots]
+
+
+@dataclass(frozen=True)
+class PagedTiles:
+    """The pages of one layer, read `tile_pages` pages at a time."""
+
+    pages: tuple[jax.Array, ...]  # as pallas_kernels.layouts: (k, v) split, or (kv,) packed
+    block_tables: jax.Array  # int32[S, P]
+    num_kv_heads: int
+    head_dim: int
+    tile_pages: int
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.pages[0].shape[1]
+
+    @property
+    def head_dim_v(self) -> int:
+        """Dimension of a value."""
+        return self.pages[1].shape[-1] if len(self.pages) == 2 else self.head_dim
+
+    def read(self, rows: jax.Array, run: PageRun, first: jax.Array) -> KVTile:
+        """The tile of sequence `rows[i]` that starts at page `first[i]` of its run; all arguments int32[items]."""
+        run = PageRun(*(jnp.asarray(x)[:, None] for x in run))
+        i = first[:, None] + jnp.arange(self.tile_pages, dtype=jnp.int32)[None]
+        column = run.column(i)
+        named = i < run.num_pages
+        ids = jnp.where(named, self.block_tables.at[rows[:, None], column].get(mode="fill", fill_value=0), 0)
+        offsets = jnp.arange(self.page_size, dtype=jnp.int32)[None, None]
+        key_pos = jnp.where(named[..., None], column[..., None] * self.page_size + offsets, _NO_KEY)
+        k, v = self._gather(ids)
+        return KVTile(k, v, key_pos.reshape(rows.shape[0], -1))
+
+    def _gather(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """K and V of pages `ids` [items, tile_pages], head-major."""
+        if len(self.pages) == 2:
+            k, v = (array.at[ids].get(mode="clip") for array in self.pages)
+        else:
+            rows = self.pages[0].at[ids].get(mode="clip")
+            rows = rows.reshape(*rows.shape[:3], -1, rows.shape[-1])
+            k = rows[..., 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
+            v = rows[..., 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
+        return _head_major(k), _head_major(v)
+
+
+def _head_major(x: jax.Array) -> jax.Array:
+    """[items, tile_pages, page_size, heads, dim] as float32[items, heads, slots, dim]."""
+    x = x.astype(jnp.float32)
+    return x.reshape(x.shape[0], -1, *x.shape[3:]).swapaxes(1, 2)

@@ -1,0 +1,154 @@
+"""Random steps for attention: ragged sequences over pages in random order, with NaN wherever nobody may look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.layouts import attention_layout
+from tests.pallas_kernels.oracle import Options, attention, unpacked, visible_keys
+
+# Largest difference from the float64 oracle, relative to the largest value of the result, by dtype of q.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
+
+_NUMPY_DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "int8": np.int8,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static shape of a step: what decides about a compilation."""
+
+    num_tokens: int = 24  # T
+    num_rows: int = 5  # S
+    num_columns: int = 12  # P
+    page_size: int = 4
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    head_dim_v: int | None = None
+    q_dtype: str = "float32"
+    kv_dtype: str = "float32"
+    platform: str = "cpu"  # "tpu": packed pages
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one call, as numpy."""
+
+    shape: Shape
+    q: np.ndarray
+    pages: tuple[np.ndarray, ...]
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+    query_start_loc: np.ndarray
+    distribution: np.ndarray
+
+    @property
+    def arrays(self) -> tuple:
+        """The op's positional arguments as jax arrays."""
+        pages = tuple(jnp.asarray(p) for p in self.pages)
+        rest = (self.block_tables, self.seq_lens, self.query_start_loc, self.distribution)
+        return (jnp.asarray(self.q), pages, *(jnp.asarray(x) for x in rest))
+
+    def expected(self, options: Options) -> tuple[np.ndarray, np.ndarray]:
+        """(out, lse) of the oracle."""
+        k, v = unpacked(self.pages, self.shape.num_kv_heads, self.shape.head_dim)
+        meta = (self.block_tables, self.seq_lens, self.query_start_loc, int(self.distribution[2]))
+        return attention(self.q, k, v, *meta, options)
+
+
+def random_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Normal values in `dtype`; int8 in [-127, 127]."""
+    if dtype == "int8":
+        return rng.integers(-127, 128, shape).astype(np.int8)
+    return rng.standard_normal(shape).astype(_NUMPY_DTYPES[dtype])
+
+
+def random_rows(rng: np.random.Generator, shape: Shape) -> list[tuple[int, int]]:
+    """(query length, sequence length) of up to `num_rows` sequences, one-token ones first, that fit the shape."""
+    longest = shape.num_columns * shape.page_size
+    rows: list[tuple[int, int]] = []
+    budget = shape.num_tokens
+    for _ in range(int(rng.integers(0, shape.num_rows + 1))):
+        most = min(budget, longest)
+        q_len = int(rng.choice([0, 1, 1, min(2, most), int(rng.integers(0, most + 1))])) if most else 0
+        seq_len = int(rng.choice([q_len, longest, int(rng.integers(q_len, longest + 1))])) if q_len else 0
+        rows.append((q_len, seq_len))
+        budget -= q_len
+    return sorted(rows, key=lambda row: row[0] > 1)
+
+
+def make_case(
+    seed: int,
+    shape: Shape,
+    rows: Sequence[tuple[int, int]] | None = None,
+    options: Options = Options(),  # noqa: B008
+) -> Case:
+    """A step of `rows`, whose pages hold NaN (int8: 127) in every slot that no query of its sequence sees.
+
+    Pages that no query of the sequence sees are the null page in the table, as the managers leave them.
+    """
+    rng = np.random.default_rng(seed)
+    rows = random_rows(rng, shape) if rows is None else rows
+    longest, page_size = shape.num_columns * shape.page_size, shape.page_size
+    assert len(rows) <= shape.num_rows
+    assert sum(q for q, _ in rows) <= shape.num_tokens
+    assert all(q <= n <= longest for q, n in rows)
+    num_pages = 1 + shape.num_rows * shape.num_columns + 3
+    layout = attention_layout(
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
+        page_size=page_size,
+        dtype=shape.kv_dtype,
+        platform=shape.platform,
+    )
+    seen = np.zeros((num_pages, page_size), bool)
+    tables = np.zeros((shape.num_rows, shape.num_columns), np.int32)
+    free = rng.permutation(np.arange(1, num_pages))
+    for s, (q_len, seq_len) in enumerate(rows):
+        keys = sorted({k for pos in range(seq_len - q_len, seq_len) for k in visible_keys(pos, seq_len, options)})
+        for column in sorted({k // page_size for k in keys}):
+            tables[s, column], free = free[0], free[1:]
+        for k in keys:
+            seen[tables[s, k // page_size], k % page_size] = True
+    pages = []
+    for array in layout.arrays:
+        values = random_values(rng, array.shape(num_pages), array.dtype)
+        hidden = 127 if array.dtype == "int8" else np.nan
+        values[~seen] = np.array(hidden).astype(values.dtype)
+        values[0] = np.zeros((), values.dtype)
+        pages.append(values)
+    q_lens = [q for q, _ in rows] + [0] * (shape.num_rows - len(rows))
+    num_decode = sum(q <= 1 for q, _ in rows)
+    return Case(
+        shape=shape,
+        q=random_values(rng, (shape.num_tokens, shape.num_q_heads, shape.head_dim), shape.q_dtype),
+        pages=tuple(pages),
+        block_tables=tables,
+        seq_lens=np.array([n for _, n in rows] + [0] * (shape.num_rows - len(rows)), np.int32),
+        query_start_loc=np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
+        distribution=np.array([num_decode, num_decode, len(rows)], np.int32),
+    )
+
+
+def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str, what: str) -> None:
+    """Within `TOLERANCE[dtype]`, infinities equal."""
+    got = np.asarray(got).astype(np.float64)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isfinite(got), finite, err_msg=what)
+    np.testing.assert_array_equal(got[~finite], expected[~finite], err_msg=what)
+    scale = max(1.0, float(np.abs(expected[finite]).max(initial=0.0)))
+    worst = float(np.abs(got - expected)[finite].max(initial=0.0)) / scale
+    assert worst <= TOLERANCE[dtype], f"{what}: {worst} > {TOLERANCE[dtype]}"
