@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvjax.core.block_hash import BlockHash
-from kvjax.core.extra_keys import ExtraKeys, LoRARequest, to_event_extra_keys
+from kvjax.core.extra_keys import LoRARequest
 
 MEDIUM_DEVICE = "GPU"  # the wire name of accelerator memory; consumers know GPU, CPU and STORAGE only
 
@@ -76,8 +76,11 @@ class StoredRequest(Protocol):
         """The adapter, if any."""
 
     @property
-    def extra_keys(self) -> ExtraKeys | None:
-        """What beside tokens decides the request's hashes, if anything."""
+    def has_extra_keys(self) -> bool:
+        """Whether anything beside tokens decides the request's hashes."""
+
+    def event_extra_keys(self, first_block: int, end_block: int, block_size: int) -> Sequence[tuple[Any, ...] | None]:
+        """Extra keys of the blocks [first_block, end_block), untagged."""
 
 
 def stored_events(
@@ -98,17 +101,13 @@ def _stored_run(
     request: StoredRequest, block_hashes: Sequence[BlockHash], first: int, end: int, group_id: int, group: GroupInfo
 ) -> BlockStored:
     size = group.block_size
-    extra_keys = None
-    if request.extra_keys is not None:
-        keys = request.extra_keys
-        extra_keys = tuple(to_event_extra_keys(keys.of_block(i * size, (i + 1) * size)) for i in range(first, end))
     return BlockStored(
         block_hashes=tuple(block_hashes[first:end]),
         parent_block_hash=block_hashes[first - 1] if first else None,
         token_ids=tuple(request.token_ids[first * size : end * size].tolist()),
         block_size=size,
         lora_name=None if request.lora is None else request.lora.name,
-        extra_keys=extra_keys,
+        extra_keys=tuple(request.event_extra_keys(first, end, size)) if request.has_extra_keys else None,
         group_idx=group_id,
         kind=group.kind,
         sliding_window=group.sliding_window,
