@@ -1,0 +1,33 @@
+"""Writes a decoder's weights as a Hugging Face checkpoint.
+
+Flow:    Decoder -> [save_weights] -> model.safetensors
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from kvjax.models.checkpoint_names import tensor_name
+from kvjax.models.decoder import Decoder
+from kvjax.models.extras import require_extra
+
+
+def save_weights(module: Decoder, folder: str | Path, dtype: str = "bfloat16") -> Path:
+    """Writes `folder`/model.safetensors in `dtype`; the path of the file.
+
+    Raises:
+        MissingExtraError: safetensors is not installed.
+    """
+    safetensors_numpy = require_extra("safetensors.numpy", "hf", "saving a checkpoint")
+    tensors = {}
+    for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        target = tensor_name(path)
+        array = np.asarray(param[...].astype(jnp.dtype(dtype)))
+        tensors[target.name] = np.ascontiguousarray(array.T if target.transposed else array)
+    file = Path(folder) / "model.safetensors"
+    safetensors_numpy.save_file(tensors, file, metadata={"format": "pt"})
+    return file
