@@ -18,9 +18,10 @@ hashes mean nothing to another process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
 from typing import Any, NewType, overload
 
 import numpy as np
@@ -34,6 +35,8 @@ BlockHash = NewType("BlockHash", bytes)
 BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 
 GROUP_ID_BYTES = 4
+SHA256_BYTES = 32
+XXH3_128_BYTES = 16
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 
@@ -62,6 +65,7 @@ class BlockHasher:
     extra_key_style: str = field(default="tagged", kw_only=True)
     none_hash: BlockHash = field(init=False)
     has_seed: bool = field(init=False, compare=False)  # whether another process can compute the same hashes
+    digest_bytes: int = field(init=False, compare=False)  # of a hash; NONE_HASH may have another length
     _encoding: CborEncoding | PickleEncoding = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,10 +79,12 @@ class BlockHasher:
             )
         encoding = CborEncoding() if self.algorithm.endswith("_cbor") else PickleEncoding()
         seed = os.environ.get("PYTHONHASHSEED") if self.seed is None else self.seed
+        digest_bytes = SHA256_BYTES if self.algorithm.startswith("sha256") else XXH3_128_BYTES
         object.__setattr__(self, "_encoding", encoding)
+        object.__setattr__(self, "digest_bytes", digest_bytes)
         object.__setattr__(self, "has_seed", seed is not None)
         none_hash = os.urandom(32) if seed is None else self._digest(encoding.dumps(seed))
-        object.__setattr__(self, "none_hash", BlockHash(none_hash))
+        object.__setattr__(self, "none_hash", none_hash)
 
     @property
     def is_cbor(self) -> bool:
@@ -114,9 +120,11 @@ class BlockHasher:
         if tails is None:
             keys = [None] * len(blocks) if extra_keys is None else extra_keys
             return [self._hash_plain(*block) for block in zip(parents, blocks.tolist(), keys, strict=True)]
-        head = self._encoding.head
-        messages = [head(len(p), tail) + p + tail for p, tail in zip(parents, tails, strict=True)]
-        return [BlockHash(self._digest(message)) for message in messages]
+        heads = self._encoding.heads(self.digest_bytes, tails)
+        if set(map(len, parents)) != {self.digest_bytes}:  # NONE_HASH of xxhash without a seed
+            heads = [self._encoding.head(len(parent), tail) for parent, tail in zip(parents, tails, strict=True)]
+        digest = self._digest
+        return [digest(head + p + tail) for head, p, tail in zip(heads, parents, tails, strict=True)]
 
     def extend(
         self,
@@ -159,16 +167,41 @@ class BlockHasher:
                 parent = self._hash_plain(parent, block, key)
                 hashes.append(parent)
             return hashes
-        for tail in tails:
-            parent = BlockHash(self._digest(self._encoding.head(len(parent), tail) + parent + tail))
-            hashes.append(parent)
-        return hashes
+        first_head = self._encoding.head(len(parent), tails[0])
+        heads = chain((first_head,), self._encoding.heads(self.digest_bytes, tails[1:]))
+        chain_hashes = _chain_sha256 if self.digest_bytes == SHA256_BYTES else _chain_xxh3_128
+        return chain_hashes(heads, parent, tails)
 
     def _hash_plain(self, parent: BlockHash, block: list[int], extra_keys: tuple[Any, ...] | None) -> BlockHash:
-        return BlockHash(self._digest(self._encoding.dumps((parent, tuple(block), extra_keys))))
+        return self._digest(self._encoding.dumps((parent, tuple(block), extra_keys)))
 
-    def _digest(self, message: bytes) -> bytes:
-        return sha256(message).digest() if self.algorithm.startswith("sha256") else xxh3_128_digest(message)
+    @property
+    def _digest(self) -> Callable[[bytes], Any]:
+        return _sha256 if self.digest_bytes == SHA256_BYTES else xxh3_128_digest
+
+
+def _sha256(message: bytes) -> bytes:
+    return sha256(message).digest()
+
+
+def _chain_sha256(heads: Iterable[bytes], parent: BlockHash, tails: Sequence[bytes]) -> list[BlockHash]:
+    """Hash of every block, each the parent of the next. Written out: calls in between would cost a tenth."""
+    hashes: list[Any] = []
+    append, last = hashes.append, bytes(parent)
+    for head, tail in zip(heads, tails, strict=True):
+        last = sha256(head + last + tail).digest()
+        append(last)
+    return hashes
+
+
+def _chain_xxh3_128(heads: Iterable[bytes], parent: BlockHash, tails: Sequence[bytes]) -> list[BlockHash]:
+    """As `_chain_sha256`."""
+    hashes: list[Any] = []
+    append, last = hashes.append, bytes(parent)
+    for head, tail in zip(heads, tails, strict=True):
+        last = xxh3_128_digest(head + last + tail)
+        append(last)
+    return hashes
 
 
 class BlockHashListWithBlockSize(Sequence[BlockHash]):
@@ -211,5 +244,6 @@ class BlockHashListWithBlockSize(Sequence[BlockHash]):
     def _at(self, index: int) -> BlockHash:
         end = (index + 1) * self._scale
         if self._concat:
-            return BlockHash(b"".join(self._hashes[end - self._scale : end]))
+            joined: Any = b"".join(self._hashes[end - self._scale : end])
+            return joined
         return self._hashes[end - 1]

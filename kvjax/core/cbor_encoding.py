@@ -9,24 +9,27 @@ Tokens of 2**32 and more need 8; blocks are then encoded one by one by cbor2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import cbor2
 import numpy as np
 
-from kvjax.core.byte_packing import pack_rows
+from kvjax.core.byte_packing import pack_blocks
 
 MAX_WORD_TOKEN = 2**32 - 1  # a token above it does not fit a packed code
 NONE = b"\xf6"
-_TRIPLE = b"\x83"
+BYTE_STRING, ARRAY = 2, 4  # major types
+_TRIPLE = b"\x83"  # array of three
 
 
 def cbor_head(major_type: int, value: int) -> bytes:
-    """Head of an item of `major_type` (0 unsigned, 2 bytes, 4 array) with the count or value `value`."""
-    encoded = bytearray(cbor2.dumps(value))
-    encoded[0] |= major_type << 5
-    return bytes(encoded)
+    """Head of an item with the count or value `value` >= 0, in its shortest form."""
+    if value < 24:
+        return bytes((major_type << 5 | value,))
+    size = next(size for size in (1, 2, 4, 8) if value < 256**size)
+    return bytes((major_type << 5 | 24 + size.bit_length() - 1,)) + value.to_bytes(size, "big")
 
 
 class CborEncoding:
@@ -38,7 +41,11 @@ class CborEncoding:
 
     def head(self, parent_len: int, tail: bytes) -> bytes:
         """Bytes before a parent hash of `parent_len` bytes."""
-        return _TRIPLE + cbor_head(2, parent_len)
+        return _TRIPLE + cbor_head(BYTE_STRING, parent_len)
+
+    def heads(self, parent_len: int, tails: Sequence[bytes]) -> Iterable[bytes]:
+        """`head` of every tail."""
+        return repeat(_TRIPLE + cbor_head(BYTE_STRING, parent_len), len(tails))
 
     def tails(
         self,
@@ -49,28 +56,17 @@ class CborEncoding:
         if token_ids.size and token_ids.dtype.itemsize > 4 and int(token_ids.max()) > MAX_WORD_TOKEN:
             tails = [cbor2.dumps(tuple(block)) + NONE for block in token_ids.tolist()]
         else:
-            tails = _packed_tails(token_ids)
-        if extra_keys is None:
-            return tails
-        return [
-            tail if keys is None else tail[: -len(NONE)] + self.dumps(keys)
-            for tail, keys in zip(tails, extra_keys, strict=True)
-        ]
+            tails = pack_blocks(token_ids, cbor_head(ARRAY, token_ids.shape[1]), NONE, _code_tokens)
+        encoded: dict[tuple[Any, ...], bytes] = {}  # most blocks of a request have the same keys
+        for i, keys in enumerate(extra_keys or ()):
+            if keys is not None:
+                if keys not in encoded:
+                    encoded[keys] = self.dumps(keys)
+                tails[i] = tails[i][: -len(NONE)] + encoded[keys]
+        return tails
 
 
-def _packed_tails(token_ids: np.ndarray) -> list[bytes]:
-    """Array head, tokens and the null of no extra keys, for every block at once."""
-    num_blocks, block_size = token_ids.shape
-    array_head = cbor_head(4, block_size)
-    codes = np.empty((block_size + 2, num_blocks), np.uint64)
-    lengths = np.empty((block_size + 2, num_blocks), np.uint8)
-    codes[0], lengths[0] = int.from_bytes(array_head, "little"), len(array_head)
-    codes[-1], lengths[-1] = NONE[0], len(NONE)
-    _token_codes(np.ascontiguousarray(token_ids.T, dtype=np.uint32), codes[1:-1], lengths[1:-1])
-    return pack_rows(codes, lengths, len(array_head) + 5 * block_size + len(NONE))
-
-
-def _token_codes(tokens: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> None:
+def _code_tokens(tokens: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> None:
     """Writes the code and the length of every token."""
     above_23 = (tokens > 23).view(np.uint8)
     above_255 = (tokens > 0xFF).view(np.uint8)

@@ -16,12 +16,12 @@ itself with a stand-in for the parent, cut out afterwards. A message that exceed
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvjax.core.byte_packing import pack_rows
+from kvjax.core.byte_packing import pack_blocks
 
 MAX_WORD_TOKEN = 2**31 - 1  # BININT is signed
 MAX_TAIL_BYTES = 60_000  # a frame ends at 65,536 bytes
@@ -43,42 +43,40 @@ class PickleEncoding:
         frame_len = 2 + parent_len + len(tail)
         return b"\x80\x05\x95" + frame_len.to_bytes(8, "little") + b"C" + bytes((parent_len,))
 
+    def heads(self, parent_len: int, tails: Sequence[bytes]) -> Iterable[bytes]:
+        """`head` of every tail; few tails differ in length."""
+        heads = {len(tail): self.head(parent_len, tail) for tail in {len(tail): tail for tail in tails}.values()}
+        return [heads[len(tail)] for tail in tails]
+
     def tails(
         self,
         token_ids: np.ndarray,  # integer[num_blocks, block_size], not negative
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,  # one per block; None: no block has any
     ) -> list[bytes] | None:
         """Bytes after the parent hash, per block. None if a message may exceed one frame."""
-        num_blocks, block_size = token_ids.shape
-        packed = (
-            MIN_MARKED_TOKENS <= block_size <= MAX_TAIL_BYTES // 5
-            and token_ids.size > 0
-            and (token_ids.dtype.itemsize < 4 or int(token_ids.max()) <= MAX_WORD_TOKEN)
-        )
-        if packed and extra_keys is None:
-            return _packed_tails(token_ids)
-        keys = [None] * num_blocks if extra_keys is None else extra_keys
-        tails = [self._cut_tail(tuple(block), k) for block, k in zip(token_ids.tolist(), keys, strict=True)]
+        keys = [None] * len(token_ids) if extra_keys is None else extra_keys
+        if self._packs(token_ids):
+            tails = pack_blocks(token_ids, _OPEN, _CLOSE, _code_tokens)
+            for i, with_keys in enumerate(keys):
+                if with_keys is not None:
+                    tails[i] = self._cut_tail(token_ids[i], with_keys)
+        else:
+            tails = [self._cut_tail(block, k) for block, k in zip(token_ids, keys, strict=True)]
         return tails if max(map(len, tails), default=0) <= MAX_TAIL_BYTES else None
 
-    def _cut_tail(self, block: tuple[int, ...], keys: tuple[Any, ...] | None) -> bytes:
+    def _packs(self, token_ids: np.ndarray) -> bool:
+        """Whether all blocks are of the packed form but for their extra keys."""
+        if not token_ids.size or not MIN_MARKED_TOKENS <= token_ids.shape[1] <= MAX_TAIL_BYTES // 5:
+            return False
+        return token_ids.dtype.itemsize < 4 or int(token_ids.max()) <= MAX_WORD_TOKEN
+
+    def _cut_tail(self, block: np.ndarray, keys: tuple[Any, ...] | None) -> bytes:
         stand_in = bytes(16)
-        message = self.dumps((stand_in, block, keys))
+        message = self.dumps((stand_in, tuple(block.tolist()), keys))
         return message[len(self.head(len(stand_in), b"")) + len(stand_in) :]
 
 
-def _packed_tails(token_ids: np.ndarray) -> list[bytes]:
-    """Mark, tokens and the end of a message without extra keys, for every block at once."""
-    num_blocks, block_size = token_ids.shape
-    codes = np.empty((block_size + 2, num_blocks), np.uint64)
-    lengths = np.empty((block_size + 2, num_blocks), np.uint8)
-    codes[0], lengths[0] = int.from_bytes(_OPEN, "little"), len(_OPEN)
-    codes[-1], lengths[-1] = int.from_bytes(_CLOSE, "little"), len(_CLOSE)
-    _token_codes(np.ascontiguousarray(token_ids.T, dtype=np.uint32), codes[1:-1], lengths[1:-1])
-    return pack_rows(codes, lengths, len(_OPEN) + 5 * block_size + len(_CLOSE))
-
-
-def _token_codes(tokens: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> None:
+def _code_tokens(tokens: np.ndarray, codes: np.ndarray, lengths: np.ndarray) -> None:
     """Writes the code and the length of every token."""
     above_255 = (tokens > 0xFF).view(np.uint8)
     above_65535 = (tokens > 0xFFFF).view(np.uint8)

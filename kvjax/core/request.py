@@ -42,6 +42,7 @@ class Request:
         "block_hasher",
         "block_hashes",
         "cache_salt",
+        "has_extra_keys",
         "lora",
         "mm_features",
         "num_preemptions",
@@ -84,6 +85,7 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         style = "tagged" if block_hasher is None else block_hasher.extra_key_style
         self._extra_keys = self._make_extra_keys(style)
+        self.has_extra_keys = self._extra_keys is not None  # whether a hash may cover more than tokens and parent
         self._event_keys = self._make_extra_keys(style)  # its own scan: events ask for other blocks than the hasher
         self._table: RequestTable | None = None
         self._row = NO_ROW
@@ -180,11 +182,6 @@ class Request:
             return [None] * (end_block - first_block)
         starts = range(first_block * block_size, end_block * block_size, block_size)
         return [to_event_extra_keys(keys.of_block(start, start + block_size)) for start in starts]
-
-    @property
-    def has_extra_keys(self) -> bool:
-        """Whether a block's hash may cover anything beside tokens and parent."""
-        return self._extra_keys is not None
 
     def _make_extra_keys(self, style: str) -> ExtraKeys | None:
         keys = ExtraKeys(
