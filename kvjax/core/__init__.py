@@ -1,1 +1,85 @@
 """Host side of the KV cache: numpy state, no jax."""
+
+from kvjax.core.block import KVCacheBlock
+from kvjax.core.block_hash import (
+    BlockHash,
+    BlockHasher,
+    BlockHashListWithBlockSize,
+    BlockHashWithGroupId,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
+from kvjax.core.block_hash_map import BlockHashToBlockMap
+from kvjax.core.block_pool import BlockPool
+from kvjax.core.coordinator import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+    get_kv_cache_coordinator,
+)
+from kvjax.core.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.kinds.full_attention import FullAttentionManager, FullAttentionSpec
+from kvjax.core.kinds.registry import manager_class_of, register_kv_cache_manager
+from kvjax.core.kinds.sliding_window import SlidingWindowManager, SlidingWindowSpec
+from kvjax.core.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.kv_cache_manager import KVCacheManager, KVCacheManagerSnapshot
+from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kvjax.core.prefix_cache_stats import CachingMetrics, PrefixCacheStats
+from kvjax.core.request import LoRARequest, MultiModalFeature, Request
+from kvjax.core.request_table import RequestTable
+from kvjax.core.residency_metrics import KVCacheMetricsCollector
+from kvjax.core.single_type_manager import SingleTypeKVCacheManager
+from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
+from kvjax.core.step_plan import GroupPlan, PageCopies, StepPlan, StepResult, TableUpdate
+
+__all__ = [
+    "AllBlocksCleared",
+    "AttentionSpec",
+    "BlockHash",
+    "BlockHashListWithBlockSize",
+    "BlockHashToBlockMap",
+    "BlockHashWithGroupId",
+    "BlockHasher",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "CachingMetrics",
+    "FreeKVCacheBlockQueue",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "GroupPlan",
+    "HybridKVCacheCoordinator",
+    "KVCacheBlock",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheCoordinator",
+    "KVCacheCoordinatorNoPrefixCache",
+    "KVCacheEvent",
+    "KVCacheGroupSpec",
+    "KVCacheManager",
+    "KVCacheManagerSnapshot",
+    "KVCacheMetricsCollector",
+    "KVCachePoolSpec",
+    "KVCacheSpec",
+    "LoRARequest",
+    "MultiModalFeature",
+    "PageCopies",
+    "PrefixCacheStats",
+    "Request",
+    "RequestTable",
+    "SingleTypeKVCacheManager",
+    "SlidingWindowManager",
+    "SlidingWindowSpec",
+    "StepPlan",
+    "StepResult",
+    "TableUpdate",
+    "UnitaryKVCacheCoordinator",
+    "get_block_hash",
+    "get_group_id",
+    "get_kv_cache_coordinator",
+    "make_block_hash_with_group_id",
+    "manager_class_of",
+    "register_kv_cache_manager",
+]

@@ -6,7 +6,12 @@ Source:  vLLM v1/kv_cache_interface.py (FullAttentionSpec), v1/core/single_type_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
+
+from kvjax.core.kinds.registry import register_kv_cache_manager
+from kvjax.core.single_type_manager import NEVER, IntOrArray, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import AttentionSpec, cdiv
 
 
@@ -25,3 +30,42 @@ class FullAttentionSpec(AttentionSpec):
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """Blocks of a request of `max_model_len` tokens."""
         return cdiv(max_model_len, self.block_size)
+
+
+@register_kv_cache_manager(FullAttentionSpec)
+class FullAttentionManager(SingleTypeKVCacheManager):
+    """Holds every block of a request until the request is freed."""
+
+    supports_context_parallelism: ClassVar[bool] = True
+    supports_eagle: ClassVar[bool] = True
+    hits_are_prefix_closed: ClassVar[bool] = True
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """None: every token is attended to for ever."""
+        return 0
+
+    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
+        """None, for int64[n] rows."""
+        return np.zeros_like(num_computed_tokens)
+
+    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
+        """`NEVER`."""
+        return first_live * 0 + NEVER
+
+    def find_longest_cache_hit(self, lookup: PrefixLookup) -> tuple[np.ndarray, ...]:
+        """Left to right until the first miss: hashes are chained, so nothing after a miss can be of this prefix."""
+        runs = self.cached_run(lookup.block_hashes[: lookup.max_length // self.block_size], lookup.group_ids)
+        num_tokens = (runs[0].size - lookup.drop_last_block) * self.block_size
+        num_tokens = max(num_tokens - num_tokens % lookup.alignment, 0)
+        return tuple(run[: num_tokens // self.block_size] for run in runs)
+
+    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> int:
+        """Leading blocks with one reference per running request."""
+        ids = self.block_table[row, : self.num_blocks.item(row)]
+        shared = self.block_pool.ref_count[ids] == num_running_requests
+        return ids.size if shared.all() else int(shared.argmin())
+
+    @property
+    def max_admission_blocks(self) -> int:
+        """No bound: a sequence needs all its blocks."""
+        return NEVER

@@ -1,12 +1,22 @@
 """Sliding-window attention: token n sees the last `sliding_window` tokens, itself included; older blocks go back.
 
 Source:  vLLM v1/kv_cache_interface.py (SlidingWindowSpec), v1/core/single_type_kv_cache_manager.py
+
+With window W, after n computed tokens the next token (number n) sees n - W + 1 .. n:
+
+    tokens   0 ............ n-W | n-W+1 ................ n-1 | n
+             skipped: n - W + 1 | W - 1 tokens that a hit needs
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
+
+from kvjax.core.kinds.registry import register_kv_cache_manager
+from kvjax.core.single_type_manager import IntOrArray, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import AttentionSpec, cdiv
 
 
@@ -30,3 +40,59 @@ class SlidingWindowSpec(AttentionSpec):
         """`cdiv(min(window - 1 + in flight, max_model_len), block) + 1`: one more since a window may straddle."""
         tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
         return cdiv(tokens, self.block_size) + 1
+
+
+@register_kv_cache_manager(SlidingWindowSpec)
+class SlidingWindowManager(SingleTypeKVCacheManager):
+    """Gives blocks back as they leave the window; a hit needs only the blocks that the window sees."""
+
+    supports_context_parallelism: ClassVar[bool] = False
+    supports_eagle: ClassVar[bool] = True
+    hits_are_prefix_closed: ClassVar[bool] = False
+
+    kv_cache_spec: SlidingWindowSpec
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Tokens before the window of the next token."""
+        return max(0, num_computed_tokens - self.kv_cache_spec.sliding_window + 1)
+
+    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
+        """Tokens before the window of the next token, for int64[n] rows."""
+        return np.maximum(num_computed_tokens - (self.kv_cache_spec.sliding_window - 1), 0)
+
+    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
+        """Computed tokens at which the block `first_live` has left the window."""
+        return (first_live + 1) * self.block_size + (self.kv_cache_spec.sliding_window - 1)
+
+    def find_longest_cache_hit(self, lookup: PrefixLookup) -> tuple[np.ndarray, ...]:
+        """Right to left: the rightmost aligned edge with a run of cached blocks as long as the window before it.
+
+        A run that reaches token 0 may be shorter. A missing block rules out every edge whose run would contain it,
+        so a failed probe moves the edge to that block: about one probe per window where little is cached.
+        """
+        block_size = self.block_size
+        num_needed = cdiv(self.kv_cache_spec.sliding_window - 1, block_size)
+        dropped = int(lookup.drop_last_block)
+        num_blocks = min(lookup.max_length // block_size, len(lookup.block_hashes))
+        edge = num_blocks - dropped  # blocks of the hit under test
+        while True:
+            edge -= edge * block_size % lookup.alignment // block_size
+            if edge <= 0:
+                return tuple(np.empty(0, np.int32) for _ in lookup.group_ids)
+            start = max(edge - num_needed, 0)
+            end = edge + dropped
+            runs = self.cached_run(lookup.block_hashes[start:end], lookup.group_ids)
+            if runs[0].size == end - start:
+                nulls = np.zeros(start, np.int32)
+                return tuple(np.concatenate([nulls, run[: edge - start]]) for run in runs)
+            edge = min(edge - 1, start + runs[0].size)
+
+    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> int:
+        """None: a prefix leaves the window."""
+        return 0
+
+    @property
+    def max_admission_blocks(self) -> int:
+        """Most blocks that the window and the tokens in flight take."""
+        settings = self.settings
+        return self.kv_cache_spec.max_blocks_per_request(settings.max_model_len, settings.max_in_flight_tokens)

@@ -1,0 +1,495 @@
+"""The KV cache of a deployment for its scheduler: prefix hits, slots for new tokens, and blocks given back.
+
+Flow:    Request -> [KVCacheManager] -> block ids, block tables -> StepPlan; sampled tokens come back to the Request
+Source:  names and semantics of vLLM v1/core/kv_cache_manager.py
+
+A request's life, each arrow one call:
+
+    unknown --allocate_slots--> running --allocate_slots | plan_step--> running --free--> unknown
+
+`get_computed_blocks` asks for a hit before the first `allocate_slots`; preemption is `free` and
+`num_computed_tokens = 0`. The caller advances `num_computed_tokens` after each step.
+
+Invariants (`check_invariants`):
+
+    M1  a block's references are its entries in all block tables
+    M2  every row with blocks is owned by a request of the table
+    M3  a row that sleeps (`quiet_until`) has nothing to allocate, register or give back
+    and those of the pools, the groups and the request table
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvjax.core.block import KVCacheBlock
+from kvjax.core.block_hash import BlockHasher
+from kvjax.core.block_pool import BlockPool, BlockPoolSnapshot
+from kvjax.core.coordinator import BlockHashing, get_kv_cache_coordinator
+from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
+from kvjax.core.kv_events import GroupInfo, KVCacheEvent
+from kvjax.core.prefix_cache_stats import PrefixCacheStats
+from kvjax.core.request import Request
+from kvjax.core.request_table import RequestState, RequestTable
+from kvjax.core.residency_metrics import KVCacheMetricsCollector
+from kvjax.core.single_type_manager import ManagerSettings
+from kvjax.core.slot_allocator import SlotAllocator, SlotCounts
+from kvjax.core.spec import KVCacheConfig
+from kvjax.core.step_plan import StepResult
+from kvjax.core.step_planner import StepPlanner
+from kvjax.errors import UnknownRequestError
+
+
+@dataclass(frozen=True)
+class KVCacheManagerSnapshot:
+    """The state of a manager, comparable: equal snapshots answer every further sequence of calls equally.
+
+    Rows are left out: which row a request has does not matter to what happens.
+    """
+
+    pools: tuple[BlockPoolSnapshot, ...]
+    requests: dict[str, RequestState]
+    block_ids: dict[str, tuple[tuple[int, ...], ...]]  # request -> per group
+    num_cached_blocks: dict[str, tuple[int, ...]]  # request -> per group
+    fresh_blocks: tuple[tuple[int, ...], ...]  # per pool, registered in this step and not yet to be hit
+
+
+class KVCacheManager:
+    """Block tables and prefix cache of all groups. Used from one thread; a call that raises has changed nothing."""
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        hash_block_size: int,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        *,
+        max_num_reqs: int | None = None,
+        max_in_flight_tokens: int | None = None,
+        free_order: str = "append",
+        same_step_hits: bool = True,
+        coarse_hash_mode: str = "concat",
+    ) -> None:
+        """An empty cache.
+
+        Args:
+            kv_cache_config: pools and groups.
+            max_model_len: most tokens of one request.
+            hash_block_size: tokens of one `Request.block_hashes` entry; divides every group's block size.
+            enable_caching: whether full blocks become prefix hits.
+            use_eagle: drop the last block of every hit (a drafting head needs its hidden states).
+            log_stats: whether `make_prefix_cache_stats` counts.
+            enable_kv_cache_events: whether `take_events` tells what was stored and removed.
+            dcp_world_size: ranks of decode context parallelism; a block id stands for a block on each.
+            pcp_world_size: ranks of prefill context parallelism, likewise.
+            metrics_collector: samples how long blocks stay.
+            max_num_reqs: first size of the request table, a hint.
+            max_in_flight_tokens: most tokens that steps in flight add to one request (the admission cap of windows);
+                None: no better bound than `max_model_len`.
+            free_order: "append" or "uncached_first" (blocks without a hash are reused first).
+            same_step_hits: whether a block may be hit in the step that computes it; right only if a step writes all
+                its KV before any attention. False: not before `new_step_starts`.
+            coarse_hash_mode: "concat" or "last": the hash of a block made of several hash blocks.
+
+        Raises:
+            ValueError: a size is below 1, `hash_block_size` does not divide a block size, or a spec has no manager.
+            NotImplementedError: a kind does not work with EAGLE or context parallelism.
+        """
+        sizes = {
+            "max_model_len": max_model_len,
+            "hash_block_size": hash_block_size,
+            "dcp_world_size": dcp_world_size,
+            "pcp_world_size": pcp_world_size,
+            "max_in_flight_tokens": max_model_len if max_in_flight_tokens is None else max_in_flight_tokens,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"expected {name} >= 1, got {size}")
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len = max_model_len
+        self.hash_block_size = hash_block_size
+        self.enable_caching = enable_caching
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
+        self.block_pools = tuple(
+            BlockPool(
+                pool.num_blocks,
+                enable_caching,
+                hash_block_size,
+                group_ids=[i for i, g in enumerate(kv_cache_config.kv_cache_groups) if g.pool_id == pool_id],
+                enable_kv_cache_events=enable_kv_cache_events,
+                metrics_collector=metrics_collector,
+                free_order=free_order,
+            )
+            for pool_id, pool in enumerate(kv_cache_config.pools)
+        )
+        settings = ManagerSettings(
+            enable_caching=enable_caching,
+            max_model_len=max_model_len,
+            max_in_flight_tokens=sizes["max_in_flight_tokens"],
+            context_parallel_size=dcp_world_size * pcp_world_size,
+            same_step_hits=same_step_hits,
+        )
+        hashing = BlockHashing(hash_block_size, coarse_hash_mode)
+        self.coordinator = get_kv_cache_coordinator(kv_cache_config, self.block_pools, settings, hashing, use_eagle)
+        for manager in self.coordinator.managers:
+            spec = manager.kv_cache_spec
+            window = getattr(spec, "sliding_window", None)
+            manager.block_pool.register_group(
+                manager.kv_cache_group_id, GroupInfo(manager.block_size, spec.kind, window)
+            )
+        self.request_table = RequestTable(max_num_reqs, max_model_len)
+        self.coordinator.reserve_rows(self.request_table.capacity)
+        self._planner = StepPlanner(self.coordinator, self.request_table)
+        self._pool_of_group = tuple(self.block_pools[pool_id] for pool_id in self.coordinator.pool_ids)
+        self.empty_kv_cache_blocks = KVCacheBlocks((NO_BLOCK_IDS,) * self.num_kv_cache_groups, self._pool_of_group)
+        self._slots = SlotAllocator(self.coordinator, self.request_table, self.empty_kv_cache_blocks)
+        self._stats = PrefixCacheStats() if log_stats else None
+        self._checked_hasher: BlockHasher | None = None
+        self._warned_of_seed = False
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def block_pool(self) -> BlockPool:
+        """The first pool; the only one of most configs."""
+        return self.block_pools[0]
+
+    @property
+    def usage(self) -> float:
+        """Held share of the fullest pool, 0 to 1."""
+        return max(pool.get_usage() for pool in self.block_pools)
+
+    def block_tables(self, group_id: int) -> np.ndarray:  # int32[rows, columns]
+        """The group's live block table: for reading only, and replaced when it grows."""
+        return self.coordinator.managers[group_id].block_table
+
+    def num_blocks(self, group_id: int) -> np.ndarray:  # int64[rows]
+        """Blocks in each row of the group's table, nulls included: for reading only."""
+        return self.coordinator.managers[group_id].num_blocks
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """All blocks of a running request.
+
+        Raises:
+            UnknownRequestError: the manager holds no such request.
+        """
+        row = self.request_table.row_of(request_id)
+        return KVCacheBlocks(
+            tuple(manager.row_block_ids(row) for manager in self.coordinator.managers), self._pool_of_group
+        )
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Per group the ids of a running request's blocks.
+
+        Raises:
+            UnknownRequestError: the manager holds no such request.
+        """
+        row = self.request_table.row_of(request_id)
+        return tuple(manager.row_block_ids(row).tolist() for manager in self.coordinator.managers)
+
+    def create_kv_cache_blocks(self, blocks: Sequence[Iterable[int | KVCacheBlock]]) -> KVCacheBlocks:
+        """Per group ids or blocks as a value; the shared empty one if there are none.
+
+        Raises:
+            ValueError: not one sequence per group.
+        """
+        if len(blocks) != self.num_kv_cache_groups:
+            raise ValueError(f"expected blocks of {self.num_kv_cache_groups} groups, got {len(blocks)}")
+        ids = tuple(
+            np.array([block.block_id if isinstance(block, KVCacheBlock) else block for block in group], np.int32)
+            for group in blocks
+        )
+        return self._blocks(ids)
+
+    def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
+        """Per group the leading blocks of a running request that all running requests share.
+
+        Raises:
+            UnknownRequestError: the manager holds no such request.
+        """
+        row = self.request_table.row_of(request_id)
+        num_running = len(self.request_table)
+        return [manager.get_num_common_prefix_blocks(row, num_running) for manager in self.coordinator.managers]
+
+    # -- hits -------------------------------------------------------------------------------------------------------
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """The longest prefix of the request that is cached, at most all tokens but the last.
+
+        Nothing is held yet: pass the result to `allocate_slots` before any other call that allocates.
+
+        Returns:
+            Its blocks per group, and its tokens.
+
+        Raises:
+            ValueError: the request was hashed with another block size.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0
+        self._check_hasher(request)
+        hits, num_tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        if self._stats is not None:
+            self._stats.record(request.num_tokens, num_tokens, preempted=request.num_preemptions > 0)
+        return self._blocks(hits), num_tokens
+
+    def new_step_starts(self) -> None:
+        """Lets lookups hit what earlier steps computed; call it once before each step with `same_step_hits=False`."""
+        self.coordinator.new_step_starts()
+
+    # -- slots ------------------------------------------------------------------------------------------------------
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        num_in_flight_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+    ) -> KVCacheBlocks | None:
+        """Slots for the tokens of a request's next step.
+
+            | computed | new_computed | external |  new  | lookahead |
+            |          |    a hit     |  loaded  | to be computed    |
+                                      |   slots are taken from here  |
+
+        First what left the windows is given back; if the rest then does not fit, nothing else has happened. Blocks
+        that the tokens up to `new` fill become prefix hits, those of tokens that the request does not have yet
+        (drafts, tokens in flight) excepted.
+
+        Args:
+            request: running here, or new: then it gets a row.
+            num_new_tokens: to be computed in this step; 0 only while external tokens are loaded.
+            num_new_computed_tokens: of a new request, tokens of the hit.
+            new_computed_blocks: of a new request, blocks of the hit.
+            num_lookahead_tokens: drafted tokens that need slots too, as far as `max_model_len` allows.
+            num_external_computed_tokens: of a new request, tokens after the hit that come from outside.
+            delay_cache_blocks: register no block (its KV arrives later; then call `cache_blocks`).
+            num_encoder_tokens: tokens of the encoder, for kinds that attend to them.
+            num_in_flight_tokens: computed tokens of steps not read yet: they may be taken back, so windows keep what
+                they see.
+            full_sequence_must_fit: refuse unless the blocks of all tokens of the request, as far as the admission cap
+                of each kind counts them, are free.
+
+        Returns:
+            Per group the new blocks (those of external tokens not among them), or None: they do not fit.
+
+        Raises:
+            ValueError: counts that are negative or do not fit together, more tokens than `max_model_len`, a hit for a
+                running request, another request of the same id.
+            BlockStateError: a block of the hit is no longer cached.
+        """
+        row = request.row
+        coordinator = self.coordinator
+        if (
+            0 <= row < coordinator.quiet_until.size
+            and self.request_table.requests[row] is request
+            and new_computed_blocks is None
+            and num_new_tokens > 0
+            and num_lookahead_tokens >= 0
+            and num_in_flight_tokens >= 0
+            and not (num_new_computed_tokens or num_external_computed_tokens or full_sequence_must_fit)
+        ):
+            computed = self.request_table.num_computed_tokens.item(row)
+            if computed + num_new_tokens + num_lookahead_tokens <= coordinator.quiet_until.item(row):
+                return self.empty_kv_cache_blocks
+            counts = SlotCounts(num_new_tokens, lookahead=num_lookahead_tokens, in_flight=num_in_flight_tokens)
+            ids = self._slots.extend(request, row, counts, delay_cache_blocks)
+            return None if ids is None else self._blocks(ids)
+        counts = SlotCounts(
+            new=num_new_tokens,
+            new_computed=num_new_computed_tokens,
+            lookahead=num_lookahead_tokens,
+            external=num_external_computed_tokens,
+            encoder=num_encoder_tokens,
+            in_flight=num_in_flight_tokens,
+        )
+        self._check_hasher(request)
+        ids = self._slots.allocate(request, counts, new_computed_blocks, delay_cache_blocks, full_sequence_must_fit)
+        return None if ids is None else self._blocks(ids)
+
+    def plan_step(
+        self,
+        rows: npt.ArrayLike,  # integer[n] distinct rows of running requests, in scheduling order
+        num_new_tokens: npt.ArrayLike,  # integer[n] or one integer, >= 1
+        *,
+        num_lookahead_tokens: npt.ArrayLike = 0,  # likewise, >= 0
+        num_in_flight_tokens: npt.ArrayLike = 0,  # likewise, >= 0
+        delay_cache_blocks: bool = False,
+    ) -> StepResult:
+        """Slots for one step of many running requests: what `allocate_slots` row by row would do, in bulk.
+
+        Stops at the first row that does not fit (of which only the blocks outside its windows were given back):
+        preempt a request, and call again with the rows from `num_planned` on.
+
+        Raises:
+            ValueError: a row that no request owns or that comes twice, counts out of range, or more tokens than
+                `max_model_len`.
+        """
+        return self._planner.plan(rows, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks)
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Registers the full blocks of the first `num_computed_tokens` tokens, after `delay_cache_blocks`.
+
+        Raises:
+            UnknownRequestError: the manager does not hold the request.
+            ValueError: more tokens than the request's blocks hold.
+        """
+        row = self._row(request)
+        if not self.enable_caching:
+            return
+        for manager in self.coordinator.managers:
+            slots = manager.num_blocks.item(row) * manager.block_size
+            if not 0 <= num_computed_tokens <= slots:
+                raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")
+        num_hashed = self.request_table.num_hashed_blocks.item(row) * self.hash_block_size
+        self.coordinator.cache_blocks(request, row, min(num_computed_tokens, num_hashed))
+        self.coordinator.note_quiet(row)
+
+    def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
+        """Gives back the blocks that no token after the first `num_computed_tokens` attends to.
+
+        Raises:
+            UnknownRequestError: the manager holds no such request.
+            ValueError: a negative number of tokens.
+        """
+        row = self.request_table.row_of(request_id)
+        if num_computed_tokens < 0:
+            raise ValueError(f"expected num_computed_tokens >= 0, got {num_computed_tokens}")
+        self.coordinator.remove_skipped_blocks(row, num_computed_tokens)
+
+    def free(self, request: Request) -> None:
+        """Gives all blocks of a request back, its last block first, and its row. What is cached stays a hit.
+
+        Raises:
+            UnknownRequestError: the manager does not hold the request (it was freed before, for example).
+        """
+        row = self._row(request)
+        self.coordinator.free(row)
+        self.request_table.release(request)
+
+    # -- the cache as a whole ---------------------------------------------------------------------------------------
+
+    def evict_blocks(self, block_ids: npt.ArrayLike | Iterable[int], pool_id: int = 0) -> None:
+        """Forgets the hashes of blocks, held or free; who holds them stays.
+
+        Raises:
+            ValueError: an id or the pool is out of range.
+        """
+        if not 0 <= pool_id < len(self.block_pools):
+            raise ValueError(f"expected pool_id in [0, {len(self.block_pools)}), got {pool_id}")
+        ids = sorted(block_ids) if isinstance(block_ids, set | frozenset) else block_ids
+        self.block_pools[pool_id].evict_blocks(ids)  # type: ignore[arg-type]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""
+        if any(pool.num_free_blocks != pool.num_blocks - 1 for pool in self.block_pools):
+            return False
+        for pool in self.block_pools:
+            pool.reset_prefix_cache()
+        self.coordinator.new_step_starts()
+        if self._stats is not None:
+            self._stats.reset = True
+        return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events since the last call, pool by pool, oldest first."""
+        return [event for pool in self.block_pools for event in pool.take_events()]
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Lookups since the last call; None without `log_stats`."""
+        stats = self._stats
+        if stats is not None:
+            self._stats = PrefixCacheStats()
+        return stats
+
+    # -- for people and tests ---------------------------------------------------------------------------------------
+
+    def snapshot(self) -> KVCacheManagerSnapshot:
+        """The whole state as values. O(blocks + tokens)."""
+        rows = {request.request_id: row for row, request in enumerate(self.request_table.requests) if request}
+        managers = self.coordinator.managers
+        return KVCacheManagerSnapshot(
+            pools=tuple(pool.snapshot() for pool in self.block_pools),
+            requests=self.request_table.snapshot(),
+            block_ids={
+                name: tuple(tuple(manager.row_block_ids(row).tolist()) for manager in managers)
+                for name, row in rows.items()
+            },
+            num_cached_blocks={
+                name: tuple(manager.num_cached_blocks.item(row) for manager in managers) for name, row in rows.items()
+            },
+            fresh_blocks=tuple(tuple(fresh.block_ids()) for fresh in self.coordinator.fresh_blocks),
+        )
+
+    def check_invariants(self) -> None:
+        """Checks M1 to M3 and the laws of pools, groups and request table. O(blocks + table).
+
+        Raises:
+            InvariantError: one of them is broken.
+        """
+        self.request_table.check_invariants()
+        for pool in self.block_pools:
+            pool.check_invariants()
+        self.coordinator.check_invariants([row for row, r in enumerate(self.request_table.requests) if r is not None])
+
+    def describe(self) -> str:
+        """A few lines for a person: groups, pools, requests."""
+        lines = [f"KV cache of {self.num_kv_cache_groups} groups, {len(self.request_table)} running requests"]
+        for manager, pool_id in zip(self.coordinator.managers, self.coordinator.pool_ids, strict=True):
+            held = int((manager.num_blocks - manager.first_live).sum())
+            lines.append(
+                f"group {manager.kv_cache_group_id}: {manager.kv_cache_spec.kind}, blocks of {manager.block_size} "
+                f"tokens in pool {pool_id}, {held} in tables"
+            )
+        return "\n".join(lines + [pool.describe() for pool in self.block_pools])
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:
+        for group_ids in ids:
+            if group_ids.size:
+                return KVCacheBlocks(ids, self._pool_of_group)
+        return self.empty_kv_cache_blocks
+
+    def _row(self, request: Request) -> int:
+        row = request.row
+        if 0 <= row < self.request_table.capacity and self.request_table.requests[row] is request:
+            return row
+        raise UnknownRequestError(
+            f"expected a request that runs here, got {request.request_id!r}, which was freed already or never allocated"
+        )
+
+    def _check_hasher(self, request: Request) -> None:
+        hasher = request.block_hasher
+        if hasher is None or hasher is self._checked_hasher:
+            return
+        if hasher.block_size != self.hash_block_size:
+            raise ValueError(
+                f"request {request.request_id!r}: expected a block_hasher of hash_block_size = {self.hash_block_size} "
+                f"tokens, got {hasher.block_size}"
+            )
+        if self.enable_kv_cache_events and hasher.is_cbor and not hasher.has_seed and not self._warned_of_seed:
+            self._warned_of_seed = True
+            warnings.warn(
+                f"KV events publish {hasher.algorithm} hashes that no other process can compute: give the BlockHasher "
+                "a seed, or set PYTHONHASHSEED",
+                stacklevel=3,
+            )
+        self._checked_hasher = hasher

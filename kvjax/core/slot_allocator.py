@@ -1,0 +1,179 @@
+"""Slots for one request: what `KVCacheManager.allocate_slots` does once its quick answer does not hold.
+
+Flow:    KVCacheManager.allocate_slots -> [SlotAllocator] -> KVCacheCoordinator -> per group int32[k] new block ids
+Source:  order of work of vLLM v1/core/kv_cache_manager.py (allocate_slots)
+
+    1  check every argument                        nothing is changed by a call that raises
+    2  give back what left the windows             also if the call is refused
+    3  compare needs with what is free             refused: None
+    4  hold the hits of all groups, then take blocks for external tokens, then new blocks
+    5  register the blocks that the step fills
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.core.coordinator import KVCacheCoordinator
+from kvjax.core.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.request import Request
+from kvjax.core.request_table import RequestTable
+from kvjax.errors import BlockStateError
+
+GroupIds = tuple[np.ndarray, ...]  # per group int32[k]
+
+
+@dataclass(frozen=True)
+class SlotCounts:
+    """Numbers of tokens of one call."""
+
+    new: int
+    new_computed: int = 0
+    lookahead: int = 0
+    external: int = 0
+    encoder: int = 0
+    in_flight: int = 0
+
+    def check(self) -> None:
+        """Raises ValueError for a count that can not be."""
+        for name, count in vars(self).items():
+            if count < 0:
+                raise ValueError(f"expected {_PARAMETERS[name]} >= 0, got {count}")
+        if not self.new and not self.external:
+            raise ValueError("expected num_new_tokens >= 1, got 0; only a load of external tokens computes nothing")
+
+
+_PARAMETERS = {
+    "new": "num_new_tokens",
+    "new_computed": "num_new_computed_tokens",
+    "lookahead": "num_lookahead_tokens",
+    "external": "num_external_computed_tokens",
+    "encoder": "num_encoder_tokens",
+    "in_flight": "num_in_flight_tokens",
+}
+
+
+class SlotAllocator:
+    """Allocates over one coordinator's groups and one request table. Owned by one `KVCacheManager`."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, request_table: RequestTable, no_blocks: KVCacheBlocks) -> None:
+        self._coordinator = coordinator
+        self._table = request_table
+        self._no_blocks = no_blocks
+        self._settings = coordinator.settings
+
+    def allocate(
+        self, request: Request, counts: SlotCounts, hit: KVCacheBlocks | None, delay_caching: bool, must_fit: bool
+    ) -> GroupIds | None:
+        """Any request, any counts.
+
+        Raises:
+            ValueError, BlockStateError: as `KVCacheManager.allocate_slots`. Nothing is changed.
+        """
+        counts.check()
+        hit = self._no_blocks if hit is None else hit
+        if request.row < 0:
+            return self._allocate_new(request, counts, hit, delay_caching, must_fit)
+        row = self._own_row(request)
+        if counts.new_computed or counts.external or hit.num_blocks:
+            raise ValueError(f"request {request.request_id!r} is running; only a new request comes with a hit")
+        return self.extend(request, row, counts, delay_caching, must_fit)
+
+    def extend(
+        self, request: Request, row: int, counts: SlotCounts, delay_caching: bool, must_fit: bool = False
+    ) -> GroupIds | None:
+        """A request that runs in `row`.
+
+        Raises:
+            ValueError: more tokens than `max_model_len`. Nothing is changed.
+        """
+        computed = self._table.num_computed_tokens.item(row)
+        after = computed + counts.new
+        self._check_length(request, after)
+        settled = max(computed - counts.in_flight, 0)
+        if must_fit:
+            self._coordinator.remove_skipped_blocks(row, settled)
+            whole = min(max(request.num_tokens, after), self._settings.max_model_len)
+            if not self._coordinator.fits(self._coordinator.num_blocks_for_running(row, whole, capped=True)):
+                return None
+        num_slots = min(after + counts.lookahead, self._settings.max_model_len)
+        cacheable = self._cacheable(row, after, delay_caching)
+        return self._coordinator.extend_row(request, row, settled, num_slots, cacheable)
+
+    def _allocate_new(
+        self, request: Request, counts: SlotCounts, hit: KVCacheBlocks, delay_caching: bool, must_fit: bool
+    ) -> GroupIds | None:
+        coordinator = self._coordinator
+        total_computed = counts.new_computed + counts.external
+        after = total_computed + counts.new
+        self._check_new(request, after)
+        self._check_hit(hit, counts.new_computed, total_computed)
+        num_slots = min(after + counts.lookahead, self._settings.max_model_len)
+        if must_fit:
+            whole = min(max(request.num_tokens, after), self._settings.max_model_len)
+            if not coordinator.fits(coordinator.num_blocks_for_new(whole, hit.block_ids, total_computed, capped=True)):
+                return None
+        if not coordinator.fits(coordinator.num_blocks_for_new(num_slots, hit.block_ids, total_computed, capped=False)):
+            return None
+        row = self._table.add(request)
+        coordinator.reserve_rows(self._table.capacity)
+        if total_computed:
+            coordinator.add_computed_blocks(row, hit.block_ids, total_computed, has_external=counts.external > 0)
+        new_ids = coordinator.allocate_new_blocks(row, num_slots)
+        coordinator.cache_blocks(request, row, self._cacheable(row, after, delay_caching))
+        coordinator.note_quiet(row)
+        return new_ids
+
+    def _cacheable(self, row: int, num_tokens: int, delay_caching: bool) -> int:
+        """Of the first `num_tokens` tokens those whose blocks may be registered: the request has them, and hashes."""
+        if delay_caching or not self._settings.enable_caching:
+            return 0
+        return min(num_tokens, self._table.num_hashed_blocks.item(row) * self._coordinator.hashing.hash_block_size)
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def _own_row(self, request: Request) -> int:
+        row = request.row
+        if row >= self._table.capacity or self._table.requests[row] is not request:
+            raise ValueError(f"request {request.request_id!r} runs in another manager; free it there first")
+        return row
+
+    def _check_length(self, request: Request, num_tokens: int) -> None:
+        limit = self._settings.max_model_len
+        if num_tokens > limit:
+            raise ValueError(
+                f"request {request.request_id!r}: expected at most max_model_len = {limit} tokens, got {num_tokens}"
+            )
+
+    def _check_new(self, request: Request, after: int) -> None:
+        self._check_length(request, max(request.num_tokens, after))
+        if request.request_id in self._table:
+            raise ValueError(f"another request with the id {request.request_id!r} is running; ids are unique")
+        if request.num_computed_tokens:
+            raise ValueError(
+                f"request {request.request_id!r} has {request.num_computed_tokens} computed tokens but no blocks here; "
+                "expected 0: give a hit as num_new_computed_tokens"
+            )
+
+    def _check_hit(self, hit: KVCacheBlocks, num_tokens: int, total_computed: int) -> None:
+        """Checks that the hit is of these pools, as long as it says, complete where it is read, and still cached."""
+        if hit.pools != self._no_blocks.pools:
+            raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
+        for manager, ids in zip(self._coordinator.managers, hit.block_ids, strict=True):
+            group = f"group {manager.kv_cache_group_id}"
+            if ids.size * manager.block_size != num_tokens:
+                raise ValueError(
+                    f"{group}: expected {num_tokens} computed tokens in whole blocks of {manager.block_size}, "
+                    f"got {ids.size} blocks"
+                )
+            live = ids[manager.get_num_skipped_tokens(total_computed) // manager.block_size :]
+            pool = manager.block_pool
+            if live.size and not 0 < live.min() <= live.max() < pool.num_blocks:
+                raise ValueError(
+                    f"{group}: expected ids in (0, {pool.num_blocks}) inside the window, got {live.tolist()}"
+                )
+            if not pool.is_hashed[live].all():
+                block_id = live[~pool.is_hashed[live]][0]
+                raise BlockStateError(f"{group}: block {block_id} of the hit is no longer cached; look it up again")
