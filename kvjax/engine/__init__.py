@@ -1,1 +1,43 @@
-"""A small reference engine: continuous batching over the paged, prefix-cached KV of `kvjax.core` and `kvjax.device`."""
+"""A small reference engine: continuous batching over the paged, prefix-cached KV of `kvjax.core` and `kvjax.device`.
+
+The engine itself needs jax and is loaded when first asked for; settings and statistics do not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.sampling_params import SamplingParams
+from kvjax.engine.stats import PoolUse, RequestStats, StepStats
+
+if TYPE_CHECKING:
+    from kvjax.engine.engine_request import FinishReason
+    from kvjax.engine.llm_engine import LLMEngine
+    from kvjax.engine.outputs import GenerationResult, StepOutput
+
+_HOME_OF = {
+    "FinishReason": "engine_request",
+    "GenerationResult": "outputs",
+    "LLMEngine": "llm_engine",
+    "StepOutput": "outputs",
+}
+
+__all__ = [
+    "EngineConfig",
+    "FinishReason",
+    "GenerationResult",
+    "LLMEngine",
+    "PoolUse",
+    "RequestStats",
+    "SamplingParams",
+    "StepOutput",
+    "StepStats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,10 @@ class EngineConfig:
 
     The cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`.
     `watermark` is the share of a pool that admissions leave free for requests that already run; it never holds up
-    the first request of an idle step. `tensor_parallel_size` devices share the heads of the model.
-    `async_scheduling` starts a step before the tokens of the one before it are read.
+    the first request of an idle step. `async_scheduling` starts a step before the tokens of the one before it are
+    read: the host then works while the device does, at the cost of one step's delay and of steps in vain for requests
+    that end by a stop token. `max_buckets` bounds the programs that warm-up compiles. `dtype` None keeps the cache
+    in the model's own. `num_step_stats` steps are remembered.
 
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
@@ -29,14 +31,25 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     watermark: float = 0.01
-    dtype: str = "float32"
+    dtype: str | None = None
     seed: int = 0
     hash_algorithm: str = "sha256_cbor"
-    tensor_parallel_size: int = 1
     async_scheduling: bool = False
+    max_buckets: int = 24
+    num_step_stats: int = 100_000
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Steps that may be scheduled before the first of them is read."""
+        return 2 if self.async_scheduling else 1
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Most tokens that steps in flight add."""
+        return self.max_num_batched_tokens * self.max_steps_in_flight
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_buckets"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

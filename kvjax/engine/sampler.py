@@ -44,7 +44,7 @@ def sample(
 def _draw(logits: jax.Array, batch: SamplingBatch) -> jax.Array:  # int32[N]
     """A token per row at the row's temperature; rows of temperature 0 give an arbitrary one."""
     scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
-    is_masked = (batch.top_p < 1) | (batch.top_k > 0)
+    is_masked = (batch.temperature > 0) & ((batch.top_p < 1) | (batch.top_k > 0))
     scaled = jax.lax.cond(
         jnp.any(is_masked),
         lambda: jnp.where(is_masked[:, None] & ~_keep(scaled, batch), -jnp.inf, scaled),

@@ -1,6 +1,6 @@
 """Sampling parameters of the running requests as arrays by row, and the rows of one step as the sampler takes them.
 
-Flow:    SamplingParams -> [SamplingTable] -> SamplingBatch of a step (numpy, padded) -> sampler (jit)
+Flow:    SamplingParams -> [SamplingTable] -> SamplingBatch of a step (numpy) -> sampler (jit)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvjax.engine.sampling_params import SamplingParams
 
 
 class SamplingBatch(NamedTuple):
-    """One line per row of logits. Padded lines are greedy and their tokens are ignored. A pytree of arrays."""
+    """One line per row of logits; a pytree of arrays. Lines of zeros are padding: greedy, their tokens ignored."""
 
     temperature: np.ndarray  # float32[N], 0: greedy
     top_p: np.ndarray  # float32[N]
@@ -37,7 +37,7 @@ class SamplingTable:
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
         """Makes `params` those of the request that owns `row`; `seed` is the one that it really uses."""
         while row >= self._columns.seed.size:
-            self._columns = SamplingBatch(*(np.concatenate([column, column]) for column in self._columns))
+            self._columns = SamplingBatch(*(np.tile(column, 2) for column in self._columns))
         self._columns.temperature[row] = params.temperature
         self._columns.top_p[row] = params.top_p
         self._columns.top_k[row] = params.top_k
@@ -45,19 +45,9 @@ class SamplingTable:
 
     def batch(
         self,
-        rows: np.ndarray,  # int64[n] rows that sample, in the order of the step's logits
-        positions: np.ndarray,  # int[n]
-        size: int,
+        rows: np.ndarray,  # int64[N] rows that sample, in the order of the step's logits
+        positions: np.ndarray,  # int[N]
     ) -> SamplingBatch:
-        """Fresh arrays of `size` lines: those of `rows`, then padding.
-
-        Raises:
-            ValueError: there are more rows than `size`.
-        """
-        if rows.size > size:
-            raise ValueError(f"expected at most {size} rows that sample, got {rows.size}")
-        padded = SamplingBatch(*(np.zeros(size, column.dtype) for column in self._columns))
-        for target, column in zip(padded, self._columns, strict=True):
-            target[: rows.size] = column[rows]
-        padded.position[: rows.size] = positions
-        return padded
+        """The lines of `rows` in fresh arrays."""
+        columns = SamplingBatch(*(column[rows] for column in self._columns))
+        return columns._replace(position=np.asarray(positions, np.int32))

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.sampling_table import SamplingTable
+from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
 
 VOCAB = 12
 SIZE = 16
@@ -22,7 +22,8 @@ def run(logits: np.ndarray, params: list[SamplingParams], positions: list[int]) 
         table.set(row, each, each.seed or 0)
     padded = np.zeros((SIZE, logits.shape[1]), np.float32)
     padded[: len(params)] = logits
-    batch = table.batch(np.arange(len(params)), np.asarray(positions), SIZE)
+    batch = table.batch(np.arange(len(params)), np.asarray(positions))
+    batch = SamplingBatch(*(np.pad(column, (0, SIZE - len(params))) for column in batch))
     return np.asarray(sample_jit(padded, batch).token_ids)[: len(params)]
 
 
@@ -93,7 +94,7 @@ def test_seeds_and_positions_give_different_draws(logits: np.ndarray) -> None:
 def test_log_probabilities_are_the_models(logits: np.ndarray) -> None:
     table = SamplingTable()
     table.set(0, SamplingParams(temperature=3.0, top_k=2), 5)
-    sampled = sample_jit(logits[None], table.batch(np.arange(1), np.zeros(1), 1))
+    sampled = sample_jit(logits[None], table.batch(np.arange(1), np.zeros(1)))
     expected = logits - np.log(np.exp(logits).sum())
     np.testing.assert_allclose(sampled.logprobs[0], expected[int(sampled.token_ids[0])], rtol=1e-5)
 
@@ -113,8 +114,3 @@ def test_log_probabilities_are_the_models(logits: np.ndarray) -> None:
 def test_values_out_of_range_are_refused(kwargs: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**kwargs)  # type: ignore[arg-type]
-
-
-def test_more_rows_than_lines_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most 1 rows that sample, got 2"):
-        SamplingTable().batch(np.arange(2), np.zeros(2), 1)

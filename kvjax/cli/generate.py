@@ -1,0 +1,244 @@
+"""`kvjax generate`: prompts to text with the reference engine, and what the cache did meanwhile.
+
+Flow:    arguments -> [run] -> LLMEngine steps -> text as it comes -> tables, picture of the pools, PNG, JSON
+
+Many requests run at once, but their text is printed one request after the other in the order of the prompts: the
+first unfinished one live, the others as soon as it is their turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.cli.arguments import byte_size, non_negative_float, positive_int
+from kvjax.cli.generate_plot import save_pool_plot
+from kvjax.cli.generate_prompts import NamedPrompt, read_prompts
+from kvjax.cli.generate_report import report_json, request_table, totals, totals_lines
+from kvjax.cli.generate_stream import OrderedTextPrinter
+from kvjax.cli.progress import progress
+from kvjax.core.spec import cdiv
+from kvjax.demo import demo_model_path
+from kvjax.engine import EngineConfig, SamplingParams
+from kvjax.engine.pool_picture import pool_picture
+from kvjax.errors import MissingExtraError
+from kvjax.planning import plan_kv_cache
+from kvjax.text import format_bytes
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from kvjax.engine import GenerationResult, LLMEngine
+    from kvjax.models import LoadedModel
+
+DEFAULT_PLOT = Path("kvjax-generate.png")
+MAX_BUCKETS = 8  # compiling a step takes a second or so; a run from the command line is short
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `kvjax generate`."""
+    what = parser.add_argument_group("what to generate")
+    what.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the demo model)")
+    what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    what.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ..., "name": ...}'
+    )
+    what.add_argument("--max-tokens", type=positive_int, default=64, metavar="N", help="tokens per request (64)")
+    what.add_argument("--temperature", type=non_negative_float, default=0.0, metavar="T", help="0 is greedy (0)")
+    what.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus of probability P (1)")
+    what.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K best tokens (0: all)")
+    what.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random draws (0)")
+    what.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    how = parser.add_argument_group("how the engine runs")
+    how.add_argument("--block-size", type=positive_int, default=16, metavar="N", help="tokens per block (16)")
+    size = how.add_mutually_exclusive_group()
+    size.add_argument(
+        "--num-blocks", type=positive_int, metavar="N", help="blocks of a pool, null block included (default: fits)"
+    )
+    size.add_argument("--memory", type=byte_size, metavar="BYTES", help="size of the cache, such as 512MiB")
+    how.add_argument("--max-model-len", type=positive_int, metavar="N", help="longest request (default: what is asked)")
+    how.add_argument("--max-num-seqs", type=positive_int, default=8, metavar="N", help="requests at once (8)")
+    how.add_argument(
+        "--max-num-batched-tokens", type=positive_int, default=128, metavar="N", help="tokens of a step (128)"
+    )
+    how.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    how.add_argument(
+        "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
+    )
+    how.add_argument("--devices", type=positive_int, default=1, metavar="N", help="split the heads over N devices (1)")
+    out = parser.add_argument_group("what to show")
+    out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
+    out.add_argument("--json", type=Path, metavar="FILE", help="write requests, steps and totals")
+    plot = out.add_mutually_exclusive_group()
+    plot.add_argument("--plot", type=Path, metavar="FILE", help=f"PNG of the pools ({DEFAULT_PLOT}, with matplotlib)")
+    plot.add_argument("--no-plot", action="store_true", help="write no PNG")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates and reports; 0.
+
+    Raises:
+        ValueError: prompts, limits or sampling parameters that cannot be.
+        ConfigError, CheckpointError: the folder holds no model that can be loaded.
+        MissingExtraError: an optional dependency that was asked for is not installed.
+    """
+    prompts = read_prompts(args.prompt, args.prompts)
+    plot_path = _plot_path(args)
+    params = _sampling_params(args)
+    model, mesh = _load(args)
+    token_ids = [list(model.tokenizer.encode(prompt.text)) for prompt in prompts]
+    config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens)
+    engine = _make_engine(model, config, mesh)
+    print("\n".join(_about(engine, args, len(prompts))), flush=True)
+    _warm_up(engine)
+    for prompt, ids, one in zip(prompts, token_ids, params, strict=False):
+        engine.add_request(ids, one, request_id=prompt.name)
+    start = time.perf_counter()
+    results, texts = _generate(engine, prompts, args)
+    _report(engine, results, texts, time.perf_counter() - start, args, plot_path)
+    return 0
+
+
+def _plot_path(args: argparse.Namespace) -> Path | None:
+    """Where the PNG goes; None: no plot. Refuses before the long work what cannot be done after it."""
+    if args.no_plot:
+        return None
+    if importlib.util.find_spec("matplotlib") is not None:
+        return args.plot or DEFAULT_PLOT
+    if args.plot is not None:
+        raise MissingExtraError("--plot needs matplotlib, which is not installed: pip install 'kvjax[plots]'")
+    return None
+
+
+def _sampling_params(args: argparse.Namespace) -> Iterator[SamplingParams]:
+    """Parameters of the first request, the second ...: each draws with a seed of its own."""
+    for seed in itertools.count(args.seed):
+        yield SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            seed=seed,
+            ignore_eos=args.ignore_eos,
+        )
+
+
+def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
+    """The model, and the mesh that its heads are split over."""
+    import jax
+
+    from kvjax.device import Placement
+    from kvjax.models import load_model
+
+    if args.devices > 1 and "cpu" in str(jax.config.jax_platforms or "cpu"):
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    mesh = Placement.over_heads(args.devices).mesh if args.devices > 1 else None
+    folder = demo_model_path() if args.model is None else args.model
+    model = load_model(folder, mesh=mesh)
+    if model.tokenizer is None:
+        raise ValueError(f"expected a tokenizer.json in {folder}, found none; prompts are text")
+    return model, mesh
+
+
+def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -> EngineConfig:
+    """The engine's settings for requests of at most `longest` tokens."""
+    max_model_len = args.max_model_len or min(
+        cdiv(longest, args.block_size) * args.block_size, model.config.max_model_len
+    )
+    return EngineConfig(
+        block_size=args.block_size,
+        num_blocks=None if args.memory else args.num_blocks or _ample_blocks(args, model, max_model_len),
+        memory_bytes=args.memory,
+        max_model_len=max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=max(args.max_num_batched_tokens, args.max_num_seqs),
+        enable_prefix_caching=not args.no_prefix_caching,
+        seed=args.seed,
+        async_scheduling=args.async_scheduling,
+        max_buckets=MAX_BUCKETS,
+    )
+
+
+def _ample_blocks(args: argparse.Namespace, model: LoadedModel, max_model_len: int) -> int:
+    """Blocks for all requests that run at once, at their longest, and half as many again to cache."""
+    plan = plan_kv_cache(
+        model.config.kv_cache_specs(args.block_size), max_model_len=max_model_len, num_blocks=2, max_in_flight_tokens=1
+    )
+    return 1 + cdiv(3 * args.max_num_seqs * max(pool.request_blocks for pool in plan.pools), 2)
+
+
+def _make_engine(model: LoadedModel, config: EngineConfig, mesh: Mesh | None) -> LLMEngine:
+    from kvjax.engine import LLMEngine
+
+    return LLMEngine(model, config, mesh=mesh)
+
+
+def _about(engine: LLMEngine, args: argparse.Namespace, num_prompts: int) -> Iterator[str]:
+    """What runs, in a few lines."""
+    model, config = engine.model.config, engine.config
+    windows = sum(kind != "full_attention" for kind in model.layer_types)
+    layers = f"{model.num_layers} layers" + (f", {windows} with a window of {model.sliding_window}" if windows else "")
+    name = "the demo model" if args.model is None else str(args.model)
+    yield f"Model   {name}: {model.architecture}, {layers}, vocabulary {model.vocab_size:,}"
+    for pool in engine.plan.pools:
+        yield (
+            f"Pool {pool.pool_id}  {pool.num_blocks - 1:,} blocks of {config.block_size} tokens in {len(pool.group_ids)} "
+            f"block tables, {format_bytes(pool.total_bytes)}; prefix caching {'on' if config.enable_prefix_caching else 'off'}"
+        )
+    yield (
+        f"Engine  {num_prompts} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a step, "
+        f"{args.devices} device{'s' if args.devices > 1 else ''}"
+    )
+
+
+def _warm_up(engine: LLMEngine) -> None:
+    start = time.perf_counter()
+    with progress("Compiling", engine.num_buckets, "shape") as advance:
+        engine.warmup(advance)
+    print(f"Warm-up {engine.num_buckets} step shapes compiled in {time.perf_counter() - start:.1f} s\n", flush=True)
+
+
+def _generate(
+    engine: LLMEngine, prompts: Sequence[NamedPrompt], args: argparse.Namespace
+) -> tuple[dict[str, GenerationResult], dict[str, str]]:
+    """Results and texts by prompt name, in the order of the prompts."""
+    printer = OrderedTextPrinter(prompts, engine.model.tokenizer, None if args.quiet else sys.stdout)
+    results: dict[str, GenerationResult] = {}
+    with progress("Generating", len(prompts), "request", enabled=args.quiet) as advance:
+        while len(results) < len(prompts):
+            for output in engine.step():
+                printer.push(output.request_id, output.token_id, is_last=output.result is not None)
+                if output.result is not None:
+                    results[output.request_id] = output.result
+                    advance(1)
+    return {prompt.name: results[prompt.name] for prompt in prompts}, printer.texts
+
+
+def _report(
+    engine: LLMEngine,
+    results: dict[str, GenerationResult],
+    texts: dict[str, str],
+    wall_s: float,
+    args: argparse.Namespace,
+    plot_path: Path | None,
+) -> None:
+    steps = list(engine.step_stats)
+    print(request_table(results), end="\n\n")
+    print("\n".join(totals_lines(totals(results, steps, wall_s))))
+    for pool in engine.plan.pools:
+        print(f"\nPool {pool.pool_id} over time", *pool_picture(steps, pool.pool_id), sep="\n")
+    if plot_path is not None:
+        save_pool_plot(steps, plot_path)
+        print(f"\nPlot written to {plot_path}")
+    if args.json is not None:
+        report = report_json(results, texts, steps, wall_s, asdict(engine.config))
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"Report written to {args.json}")

@@ -1,0 +1,109 @@
+"""What a run of `kvjax generate` cost, as text and as JSON.
+
+Flow:    results, StepStats -> [request_table, totals_lines, report_json] -> stdout, --json FILE
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvjax.engine.outputs import GenerationResult
+from kvjax.engine.stats import StepStats
+from kvjax.text import align_table
+
+
+def request_table(results: Mapping[str, GenerationResult]) -> str:
+    """A line per request: tokens, what was cached and computed, speed."""
+    header = ["request", "prompt", "cached", "computed", "output", "preempted", "first token", "tokens/s", "ended by"]
+    rows = []
+    for name, result in results.items():
+        stats = result.stats
+        first, speed = stats.time_to_first_token_s, stats.output_tokens_per_s
+        rows.append(
+            [
+                name,
+                f"{stats.num_prompt_tokens:,}",
+                f"{stats.num_cached_tokens or 0:,}",
+                f"{stats.num_computed_tokens:,}",
+                f"{stats.num_output_tokens:,}",
+                f"{stats.num_preemptions:,}",
+                "-" if first is None else f"{first * 1e3:,.0f} ms",
+                "-" if speed is None else f"{speed:,.1f}",
+                result.finish_reason.value,
+            ]
+        )
+    return align_table(header, rows, left={0, 8})
+
+
+def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], wall_s: float) -> dict[str, Any]:
+    """Sums over the run. Hit tokens count first admissions; `recomputed_tokens` is what preemption cost."""
+    stats = [result.stats for result in results.values()]
+    prompt_tokens = sum(each.num_prompt_tokens for each in stats)
+    hit_tokens = sum(each.num_cached_tokens or 0 for each in stats)
+    computed = sum(each.num_computed_tokens for each in stats)
+    output_tokens = sum(each.num_output_tokens for each in stats)
+    needed = prompt_tokens - hit_tokens + output_tokens - len(stats)  # the last token of each is never an input
+    return {
+        "requests": len(stats),
+        "prompt_tokens": prompt_tokens,
+        "hit_tokens": hit_tokens,
+        "token_hit_rate": hit_tokens / prompt_tokens if prompt_tokens else 0.0,
+        "computed_tokens": computed,
+        "recomputed_tokens": max(computed - needed, 0),
+        "output_tokens": output_tokens,
+        "preemptions": sum(each.num_preemptions for each in stats),
+        "steps": len(steps),
+        "released_blocks": sum(pool.released for step in steps for pool in step.pools),
+        "wall_s": wall_s,
+        "output_tokens_per_s": output_tokens / wall_s if wall_s > 0 else 0.0,
+        "host_us_per_step": statistics.median(step.host_us for step in steps) if steps else 0.0,
+    }
+
+
+def totals_lines(sums: Mapping[str, Any]) -> list[str]:
+    """The totals in words."""
+    lines = [
+        f"{sums['requests']:,} requests in {sums['wall_s']:.1f} s and {sums['steps']:,} steps: "
+        f"{sums['output_tokens']:,} tokens written, {sums['output_tokens_per_s']:,.0f} a second; "
+        f"the host's share of a step is {sums['host_us_per_step']:,.0f} us (median).",
+        f"Prefix cache: {sums['hit_tokens']:,} of {sums['prompt_tokens']:,} prompt tokens were found "
+        f"({sums['token_hit_rate']:.1%}) and not computed.",
+    ]
+    if sums["released_blocks"]:
+        lines.append(f"Sliding windows gave {sums['released_blocks']:,} blocks back while their requests went on.")
+    if sums["preemptions"]:
+        lines.append(
+            f"The pool ran out {sums['preemptions']:,} times; {sums['recomputed_tokens']:,} tokens were computed again."
+        )
+    return lines
+
+
+def report_json(
+    results: Mapping[str, GenerationResult],
+    texts: Mapping[str, str],
+    steps: Sequence[StepStats],
+    wall_s: float,
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Everything that the text report says, and every step."""
+    requests = []
+    for name, result in results.items():
+        stats = asdict(result.stats)
+        stats |= {
+            "name": name,
+            "text": texts[name],
+            "output_token_ids": result.output_token_ids.tolist(),
+            "finish_reason": result.finish_reason.value,
+            "time_to_first_token_s": result.stats.time_to_first_token_s,
+            "output_tokens_per_s": result.stats.output_tokens_per_s,
+        }
+        requests.append(stats)
+    return {
+        "config": dict(config),
+        "totals": totals(results, steps, wall_s),
+        "requests": requests,
+        "steps": [asdict(step) for step in steps],
+    }

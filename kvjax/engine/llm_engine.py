@@ -1,0 +1,361 @@
+"""The engine: prompts in, tokens out, step by step.
+
+Flow:    prompts -> [LLMEngine] -> Scheduler -> StepPlan -> UpdateStep (device) -> tokens -> StepOutput
+Source:  DESIGN, "Engine and models"; names of vLLM's LLMEngine
+
+One step, in order: schedule (blocks are allocated), plan (numpy arrays of the step), dispatch (the device works, the
+host goes on), read (sampled tokens), update (tokens to their requests, ended requests give back their blocks). With
+`async_scheduling` step n + 1 is dispatched before step n is read: its decode tokens are taken on the device from
+step n's samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core.step_builder import build_step_plan
+from kvjax.device import Buckets, Placement, create_pages, make_update_step
+from kvjax.device.update_step import StepOutput as DeviceOutput
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.engine_request import EngineRequest, FinishReason
+from kvjax.engine.outputs import GenerationResult, StepOutput
+from kvjax.engine.sampler import sample
+from kvjax.engine.sampling_params import SamplingParams
+from kvjax.engine.sampling_table import SamplingTable
+from kvjax.engine.scheduler import NewToken, ScheduledStep, Scheduler, SchedulerConfig
+from kvjax.engine.stats import PoolUse, RequestStats, StepStats
+from kvjax.errors import UnknownRequestError
+from kvjax.models import LoadedModel, load_model
+from kvjax.planning import plan_kv_cache
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A dispatched step that is not read yet."""
+
+    step: ScheduledStep
+    fence: int  # the request table's open step: its rows are not reissued before it is closed
+    sampled: jax.Array  # int32[max_num_requests]
+    logprobs: jax.Array  # float32[max_num_requests]
+    host_us: float  # scheduling and dispatch
+
+
+class LLMEngine:
+    """One model, one cache, one queue. Owned by one thread; `warmup`, `step` and `generate` wait for the device.
+
+    `plan` says how the cache is laid out, `manager` and `scheduler` what is in it, `step_stats` what steps cost.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        mesh: jax.sharding.Mesh | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """An engine for `model`, whose weights lie on `mesh` (None: on one device).
+
+        Raises:
+            ValueError: the model allows fewer tokens than `max_model_len`.
+            MemoryBudgetError: `memory_bytes` does not hold one request of `max_model_len` tokens.
+        """
+        if config.max_model_len > model.config.max_model_len:
+            raise ValueError(
+                f"expected max_model_len of at most {model.config.max_model_len} (the model's), "
+                f"got {config.max_model_len}"
+            )
+        self.model = model
+        self.config = config
+        self._clock = clock
+        self._placement = _placement(model, mesh)
+        self.plan = plan_kv_cache(
+            model.config.kv_cache_specs(config.block_size, config.dtype),
+            max_model_len=config.max_model_len,
+            memory_bytes=config.memory_bytes,
+            num_blocks=config.num_blocks,
+            max_in_flight_tokens=config.max_in_flight_tokens,
+            platform=jax.default_backend(),
+            tensor_parallel=self._placement.num_shards,
+        )
+        self.manager = KVCacheManager(
+            self.plan.config,
+            config.max_model_len,
+            config.block_size,
+            enable_caching=config.enable_prefix_caching,
+            log_stats=True,
+            max_num_reqs=config.max_num_seqs,
+            max_in_flight_tokens=config.max_in_flight_tokens,
+        )
+        self.scheduler = Scheduler(
+            self.manager,
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+                watermark=config.watermark,
+                max_steps_in_flight=config.max_steps_in_flight,
+            ),
+        )
+        self._hasher = (
+            BlockHasher(config.block_size, config.hash_algorithm, seed=str(config.seed))
+            if config.enable_prefix_caching
+            else None
+        )
+        self._sampling = SamplingTable()
+        self._requests: dict[str, EngineRequest] = {}
+        self._num_added = 0
+        self._num_steps = 0
+        self.step_stats: deque[StepStats] = deque(maxlen=config.num_step_stats)
+        self._update_step = make_update_step(
+            model.module,
+            self.plan.config,
+            Buckets.default(
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=config.max_model_len,
+                block_size=config.block_size,
+                max_buckets=config.max_buckets,
+            ),
+            placement=self._placement,
+            sample_fn=sample,
+        )
+        self._pages = create_pages(self.plan.config, self._placement)
+        self._previous: jax.Array | None = None  # sampled tokens of the newest step, on the device
+        self._flights: deque[_Flight] = deque()
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, config: EngineConfig, *, num_devices: int = 1) -> LLMEngine:
+        """An engine for the Hugging Face model in `folder`, its heads split over `num_devices` devices.
+
+        Raises:
+            ConfigError, CheckpointError: the folder holds no model that can be loaded.
+            ValueError: there are fewer devices, or a limit does not fit the model.
+        """
+        mesh = Placement.over_heads(num_devices).mesh if num_devices > 1 else None
+        return cls(load_model(folder, mesh=mesh), config, mesh=mesh)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return self.scheduler.num_unfinished
+
+    @property
+    def num_buckets(self) -> int:
+        """Step shapes that the configuration allows."""
+        return len(self._update_step.buckets.steps)
+
+    def warmup(self, on_compiled: Callable[[int], object] | None = None) -> None:
+        """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
+        nothing = np.zeros(0, np.int64)
+        sampling = self._sampling.batch(nothing, nothing)
+        self._pages = self._update_step.warmup(self._pages, sampling=sampling, on_compiled=on_compiled)
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> str:
+        """Queues a prompt, text or token ids, behind all others; its id.
+
+        Raises:
+            ValueError: the id is taken, the prompt is empty or has ids outside the vocabulary, text comes without a
+                tokenizer, or the request can never run. Nothing is changed.
+        """
+        params = SamplingParams() if params is None else params
+        request_id = f"request-{self._num_added}" if request_id is None else request_id
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use; expected a new one")
+        token_ids = self._prompt_token_ids(prompt)
+        stop = frozenset(params.stop_token_ids)
+        engine_request = EngineRequest(
+            request=Request(request_id, token_ids, block_hasher=self._hasher),
+            params=params,
+            seed=self._seed(params),
+            stop_token_ids=stop if params.ignore_eos else stop | frozenset(self.model.config.eos_token_ids),
+            priority=self._num_added,
+            stats=RequestStats(request_id, int(token_ids.size), self._clock()),
+        )
+        self.scheduler.add(engine_request)
+        self._requests[request_id] = engine_request
+        self._num_added += 1
+        return request_id
+
+    def abort(self, request_id: str) -> GenerationResult:
+        """Ends a request now; what it has so far.
+
+        Raises:
+            UnknownRequestError: no unfinished request has that id.
+        """
+        if request_id not in self._requests:
+            raise UnknownRequestError(f"expected the id of an unfinished request, got {request_id!r}")
+        engine_request = self._requests[request_id]
+        self.scheduler.abort(engine_request)
+        return self._end(engine_request)
+
+    def step(self) -> list[StepOutput]:
+        """Runs one step; the tokens that became known, which may be none. Without requests it does nothing."""
+        flight = self._dispatch()
+        if flight is not None:
+            self._flights.append(flight)
+        if self._flights and (flight is None or len(self._flights) >= self.config.max_steps_in_flight):
+            return self._read(self._flights.popleft())
+        return []
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int] | np.ndarray],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerationResult]:
+        """Runs all prompts to their ends, one `params` for all or one each; results in the order of the prompts.
+
+        Raises:
+            ValueError: other requests are unfinished, there is not one `params` a prompt, or `add_request` refuses
+                one. Nothing is left queued.
+        """
+        if self.num_unfinished:
+            raise ValueError(f"expected an engine without requests, got {self.num_unfinished} unfinished")
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"expected one params or {len(prompts)}, got {len(each)}")
+        request_ids: list[str] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                request_ids.append(self.add_request(prompt, one))
+        except ValueError:
+            for request_id in request_ids:
+                self.abort(request_id)
+            raise
+        results: dict[str, GenerationResult] = {}
+        while self.num_unfinished or self._flights:
+            results |= {out.request_id: out.result for out in self.step() if out.result is not None}
+        return [results[request_id] for request_id in request_ids]
+
+    def check_invariants(self) -> None:
+        """Checks the laws of scheduler and manager.
+
+        Raises:
+            InvariantError: one does not hold.
+        """
+        self.scheduler.check_invariants()
+        self.manager.check_invariants()
+
+    def _prompt_token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:  # int[n]
+        if isinstance(prompt, str):
+            if self.model.tokenizer is None:
+                raise ValueError("expected token ids, got text: the model has no tokenizer")
+            prompt = self.model.tokenizer.encode(prompt)
+        token_ids = np.asarray(prompt)
+        if token_ids.ndim != 1 or not token_ids.size:
+            raise ValueError(f"expected a prompt of at least one token, got shape {token_ids.shape}")
+        if token_ids.max() >= self.model.config.vocab_size:
+            raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {token_ids.max()}")
+        return token_ids
+
+    def _seed(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        return int(np.random.SeedSequence((self.config.seed, self._num_added)).generate_state(1)[0])
+
+    def _dispatch(self) -> _Flight | None:
+        """Schedules the next step and hands it to the device; None: nothing can run now."""
+        start = time.perf_counter()
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        for request in step.admitted:
+            self._sampling.set(request.request.row, request.params, request.seed)
+        plan = build_step_plan(
+            self.manager,
+            step.rows,
+            step.num_new_tokens,
+            wants_logits=step.samples,
+            last_token_source=step.token_source,
+        )
+        table = self.manager.request_table
+        rows = step.rows[step.samples]
+        positions = table.num_computed_tokens[rows] + step.num_new_tokens[step.samples]
+        sampling = self._sampling.batch(rows, positions)
+        fence = table.open_step(step.rows)
+        self.scheduler.start(step)
+        output: DeviceOutput = self._update_step(self._pages, plan, previous=self._previous, sampling=sampling)
+        self._pages, self._previous = output.pages, output.sampled
+        return _Flight(step, fence, output.sampled, output.extras, (time.perf_counter() - start) * 1e6)
+
+    def _read(self, flight: _Flight) -> list[StepOutput]:
+        """Waits for a step's tokens and gives them to their requests."""
+        count = int(np.count_nonzero(flight.step.samples))
+        token_ids, logprobs = np.asarray(flight.sampled)[:count], np.asarray(flight.logprobs)[:count]
+        start = time.perf_counter()
+        self.manager.request_table.close_step(flight.fence)
+        new_tokens = self.scheduler.update(flight.step, token_ids, logprobs)
+        outputs = [self._output(new_token) for new_token in new_tokens]
+        self._record(flight, (time.perf_counter() - start) * 1e6)
+        return outputs
+
+    def _output(self, new_token: NewToken) -> StepOutput:
+        engine_request = new_token.request
+        stats = engine_request.stats
+        if stats.first_token_time_s is None:
+            stats.first_token_time_s = self._clock()
+        stats.num_output_tokens += 1
+        result = None if new_token.finish_reason is None else self._end(engine_request)
+        return StepOutput(engine_request.request_id, new_token.token_id, new_token.logprob, result)
+
+    def _end(self, engine_request: EngineRequest) -> GenerationResult:
+        """Forgets a request that ended; its result."""
+        del self._requests[engine_request.request_id]
+        engine_request.stats.finish_time_s = self._clock()
+        return GenerationResult(
+            request_id=engine_request.request_id,
+            prompt_token_ids=np.array(engine_request.request.prompt_token_ids, np.int32),
+            output_token_ids=engine_request.output_token_ids(),
+            logprobs=tuple(engine_request.logprobs),
+            finish_reason=engine_request.finish_reason or FinishReason.ABORT,
+            stats=engine_request.stats,
+        )
+
+    def _record(self, flight: _Flight, read_us: float) -> None:
+        step = flight.step
+        self._num_steps += 1
+        self.step_stats.append(
+            StepStats(
+                step=self._num_steps,
+                num_running=len(self.scheduler.running),
+                num_waiting=len(self.scheduler.waiting),
+                num_requests=len(step.requests),
+                num_new_tokens=int(step.num_new_tokens.sum()),
+                num_sampled_tokens=int(np.count_nonzero(step.samples)),
+                num_hit_tokens=step.num_hit_tokens,
+                num_queried_tokens=step.num_queried_tokens,
+                num_preemptions=step.num_preemptions,
+                host_us=flight.host_us + read_us,
+                pools=self._pool_uses(step.num_released),
+            )
+        )
+
+    def _pool_uses(self, num_released: tuple[int, ...]) -> tuple[PoolUse, ...]:
+        uses = []
+        for pool, released in zip(self.manager.block_pools, num_released, strict=True):
+            num_cached = int(np.count_nonzero(pool.is_hashed & (pool.ref_count == 0)))
+            num_free = int(pool.num_free_blocks)
+            uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
+        return tuple(uses)
+
+
+def _placement(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement:
+    """KV heads over the mesh's tensor axis where they split evenly, else whole pages on every device."""
+    placement = Placement.create(mesh)
+    if model.config.num_kv_heads % placement.num_shards:
+        return Placement(placement.mesh)
+    return placement

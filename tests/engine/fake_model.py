@@ -1,0 +1,149 @@
+"""A model without jax for scheduler tests: the next token is a function of all tokens before it.
+
+It reads the tokens through the step, as a device would: positions that the step computes are remembered by block and
+offset, so a schedule that loses or misplaces KV changes the output.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.sliding_window import SlidingWindowSpec
+from kvjax.core.spec import KVCacheConfig
+from kvjax.core.step_builder import build_step_plan
+from kvjax.core.step_plan import StepPlan
+from kvjax.engine.engine_request import EngineRequest
+from kvjax.engine.sampling_params import SamplingParams
+from kvjax.engine.scheduler import NewToken, ScheduledStep, Scheduler, SchedulerConfig
+from kvjax.engine.stats import RequestStats
+
+BLOCK_SIZE = 4
+WINDOW = 6
+VOCAB = 1000
+
+
+def next_token(window: list[int], position: int) -> int:
+    """What the fake model writes after `position`, having seen the last tokens `window`."""
+    return zlib.crc32(repr((window, position)).encode()) % VOCAB
+
+
+def expected_output(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens[-WINDOW:], len(tokens) - 1))
+    return tokens[len(prompt) :]
+
+
+def make_manager(num_blocks: int, *, enable_caching: bool = True, max_in_flight_tokens: int = 64) -> KVCacheManager:
+    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+    config = KVCacheConfig.single_pool(
+        num_blocks, FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW)
+    )
+    return KVCacheManager(
+        config, 256, BLOCK_SIZE, enable_caching=enable_caching, max_in_flight_tokens=max_in_flight_tokens
+    )
+
+
+@dataclass
+class FakeDevice:
+    """Pages that hold the token written into each slot, for both groups; -1: never written."""
+
+    slots: np.ndarray
+    previous: np.ndarray
+
+    def run(self, plan: StepPlan) -> np.ndarray:  # int32[N]
+        """Writes the step's tokens, then reads each sampling request's context back from its blocks."""
+        tokens = np.where(plan.token_source >= 0, self.previous[plan.token_source], plan.token_ids)
+        for group in plan.groups:
+            self.slots[group.slot_mapping] = tokens
+        sampled = []
+        for index in plan.logits_indices.tolist():
+            request = int(np.searchsorted(plan.query_start_loc, index, side="right")) - 1
+            length = int(plan.positions[index]) + 1
+            full, windowed = (self._read(group_id, plan, request, length) for group_id in range(2))
+            assert windowed[-WINDOW:] == full[-WINDOW:]
+            sampled.append(next_token(full[-WINDOW:], length - 1))
+        self.previous = np.array(sampled + [0] * 64, np.int32)
+        return np.array(sampled, np.int32)
+
+    def _read(self, group_id: int, plan: StepPlan, request: int, length: int) -> list[int]:
+        table = plan.groups[group_id].block_tables[request]
+        positions = np.arange(length)
+        return self.slots[table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE].tolist()
+
+
+class FakeEngine:
+    """Scheduler, manager and fake device in one loop, with `depth` steps in flight."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        *,
+        depth: int = 1,
+        enable_caching: bool = True,
+        watermark: float = 0.0,
+        **limits: int,
+    ) -> None:
+        sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 128, **limits}
+        in_flight = sizes["max_num_batched_tokens"] * depth
+        self.manager = make_manager(num_blocks, enable_caching=enable_caching, max_in_flight_tokens=in_flight)
+        config = SchedulerConfig(**sizes, watermark=watermark, max_steps_in_flight=depth)
+        self.scheduler = Scheduler(self.manager, config)
+        self.hasher = BlockHasher(BLOCK_SIZE, seed="0") if enable_caching else None
+        self.device = FakeDevice(np.full(num_blocks * BLOCK_SIZE, -1), np.zeros(64, np.int32))
+        self.outputs: dict[str, list[int]] = {}
+        self.requests: dict[str, EngineRequest] = {}
+        self.steps: list[ScheduledStep] = []
+        self._flights: deque[tuple[ScheduledStep, int, np.ndarray]] = deque()
+        self._depth = depth
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> None:
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        request = EngineRequest(
+            request=Request(request_id, prompt, block_hasher=self.hasher),
+            params=params,
+            seed=0,
+            stop_token_ids=frozenset(stop_token_ids),
+            priority=len(self.requests),
+            stats=RequestStats(request_id, len(prompt), 0.0),
+        )
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+
+    def step(self) -> list[NewToken]:
+        step = self.scheduler.schedule()
+        if step is not None:
+            plan = build_step_plan(
+                self.manager,
+                step.rows,
+                step.num_new_tokens,
+                wants_logits=step.samples,
+                last_token_source=step.token_source,
+            )
+            fence = self.manager.request_table.open_step(step.rows)
+            self.scheduler.start(step)
+            self.steps.append(step)
+            self._flights.append((step, fence, self.device.run(plan)))
+        new_tokens: list[NewToken] = []
+        if self._flights and (step is None or len(self._flights) >= self._depth):
+            done, fence, sampled = self._flights.popleft()
+            self.manager.request_table.close_step(fence)
+            new_tokens = self.scheduler.update(done, sampled, np.zeros(sampled.size, np.float32))
+        for new in new_tokens:
+            self.outputs[new.request.request_id].append(new.token_id)
+        self.scheduler.check_invariants()
+        self.manager.check_invariants()
+        return new_tokens
+
+    def run(self) -> dict[str, list[int]]:
+        while self.scheduler.num_unfinished or self._flights:
+            self.step()
+        assert self.manager.usage == 0
+        return self.outputs

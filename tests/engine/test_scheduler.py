@@ -1,0 +1,181 @@
+"""Laws of the scheduler, with a fake model that notices lost or misplaced KV. No jax."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvjax.engine.engine_request import FinishReason, RequestStatus
+from tests.engine.fake_model import BLOCK_SIZE, VOCAB, FakeEngine, expected_output
+
+Workload = list[tuple[str, list[int], int]]
+
+
+def workload(seed: int, num_requests: int = 12) -> Workload:
+    """Prompts of which many share a prefix."""
+    rng = np.random.default_rng(seed)
+    prefixes = [rng.integers(0, VOCAB, 20).tolist() for _ in range(2)]
+    requests = []
+    for i in range(num_requests):
+        prefix = prefixes[i % 2][: int(rng.integers(0, 21))]
+        prompt = prefix + rng.integers(0, VOCAB, int(rng.integers(1, 12))).tolist()
+        requests.append((f"r{i}", prompt, int(rng.integers(1, 12))))
+    return requests
+
+
+def run(requests: Workload, **kwargs: object) -> FakeEngine:
+    engine = FakeEngine(**kwargs)  # type: ignore[arg-type]
+    for request in requests:
+        engine.add(*request)
+    engine.run()
+    return engine
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("enable_caching", [True, False])
+@pytest.mark.parametrize(
+    ("num_blocks", "limits"),
+    [
+        (200, {}),
+        (200, {"max_num_batched_tokens": 8}),
+        (200, {"max_num_seqs": 1}),
+        (200, {"max_num_batched_tokens": 64, "max_num_seqs": 3}),
+        (34, {"max_num_batched_tokens": 8}),
+    ],
+)
+def test_every_schedule_gives_the_same_tokens(
+    depth: int, enable_caching: bool, num_blocks: int, limits: dict[str, int]
+) -> None:
+    for seed in range(4):
+        requests = workload(seed)
+        engine = run(requests, num_blocks=num_blocks, depth=depth, enable_caching=enable_caching, **limits)
+        assert engine.outputs == {name: expected_output(prompt, count) for name, prompt, count in requests}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_small_pools_preempt_and_lose_nothing(depth: int) -> None:
+    num_preemptions = 0
+    for seed in range(8):
+        requests = [(name, prompt, 24) for name, prompt, _ in workload(seed)]
+        engine = run(requests, num_blocks=34, depth=depth, max_num_batched_tokens=8)
+        assert engine.outputs == {name: expected_output(prompt, count) for name, prompt, count in requests}
+        num_preemptions += sum(step.num_preemptions for step in engine.steps)
+    assert num_preemptions > 8
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_limits_of_a_step_hold(depth: int) -> None:
+    engine = FakeEngine(depth=depth, max_num_seqs=3, max_num_batched_tokens=10)
+    for request in workload(0):
+        engine.add(*request)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+        assert len(engine.scheduler.running) <= 3
+    assert max(int(step.num_new_tokens.sum()) for step in engine.steps) == 10
+    assert all((step.num_new_tokens >= 1).all() for step in engine.steps)
+
+
+def test_requests_are_admitted_in_order_of_submission() -> None:
+    engine = run(workload(1), max_num_seqs=2)
+    admitted = [request.request_id for step in engine.steps for request in step.admitted]
+    assert admitted == [f"r{i}" for i in range(12)]
+
+
+def test_steps_hold_one_token_requests_first() -> None:
+    for step in run(workload(2)).steps:
+        is_longer = step.num_new_tokens != 1
+        assert (np.sort(is_longer) == is_longer).all()
+
+
+def test_the_latest_admitted_is_preempted_first_and_readmitted_first() -> None:
+    engine = FakeEngine(num_blocks=30, max_num_batched_tokens=32)
+    for i in range(4):
+        engine.add(f"r{i}", list(range(i, i + 12)), 30)
+    order = []
+    while engine.scheduler.num_unfinished:
+        before = [request.request_id for request in engine.scheduler.running]
+        engine.step()
+        preempted = [name for name in before if engine.requests[name].status is RequestStatus.WAITING]
+        assert preempted == before[len(before) - len(preempted) :]
+        order += preempted
+    assert order
+    assert all(engine.requests[name].stats.num_preemptions for name in order)
+
+
+def test_repeated_prompts_hit_and_count() -> None:
+    prompt = list(range(20))
+    engine = FakeEngine()
+    engine.add("a", prompt, 3)
+    engine.run()
+    engine.add("b", prompt, 3)
+    engine.run()
+    assert engine.outputs["a"] == engine.outputs["b"]
+    first, second = (engine.requests[name].stats for name in "ab")
+    assert (first.num_cached_tokens, first.num_computed_tokens) == (0, 22)
+    assert (second.num_cached_tokens, second.num_computed_tokens) == (16, 6)
+    assert engine.steps[-3].num_hit_tokens == 16
+    assert engine.steps[-3].num_queried_tokens == 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stop_token_ends_the_request_and_is_part_of_the_output(depth: int) -> None:
+    prompt = [1, 2, 3]
+    expected = expected_output(prompt, 10)
+    engine = FakeEngine(depth=depth)
+    engine.add("a", prompt, 10, stop_token_ids=(expected[4],))
+    engine.add("b", prompt, 10)
+    engine.run()
+    assert engine.outputs == {"a": expected[:5], "b": expected}
+    assert engine.requests["a"].finish_reason is FinishReason.STOP
+    assert engine.requests["b"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("after", range(6))
+def test_an_abort_leaves_the_others_alone(depth: int, after: int) -> None:
+    requests = workload(3)
+    engine = FakeEngine(depth=depth, max_num_seqs=4)
+    for request in requests:
+        engine.add(*request)
+    for _ in range(after):
+        engine.step()
+    victims = [r for r in ("r0", "r3", "r11") if engine.requests[r].status is not RequestStatus.FINISHED]
+    for name in victims:
+        engine.scheduler.abort(engine.requests[name])
+        assert engine.requests[name].finish_reason is FinishReason.ABORT
+    engine.run()
+    for name, prompt, count in requests:
+        expected = expected_output(prompt, count)
+        assert engine.outputs[name] == (expected[: len(engine.outputs[name])] if name in victims else expected)
+
+
+def test_the_watermark_holds_admissions_back_but_not_the_first() -> None:
+    engine = FakeEngine(num_blocks=41, watermark=0.5, max_num_batched_tokens=64)
+    engine.add("a", list(range(60)), 2)  # 30 of 40 blocks for both groups: more than half of the pool
+    engine.add("b", list(range(100, 104)), 2)
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["a"]
+    engine.run()
+    assert len(engine.outputs["b"]) == 2
+
+
+def test_released_blocks_are_counted() -> None:
+    engine = FakeEngine(num_blocks=64)
+    engine.add("a", [1, 2, 3], 40)
+    engine.run()
+    num_tokens = 3 + 39
+    last_release = (num_tokens - 1 - 6 + 1) // BLOCK_SIZE
+    assert sum(step.num_released[0] for step in engine.steps) == last_release
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_that_can_never_run_are_refused(depth: int) -> None:
+    engine = FakeEngine(num_blocks=20, depth=depth, max_num_batched_tokens=8)
+    with pytest.raises(
+        ValueError, match=r"request a: expected prompt and max_tokens of at most 128 tokens .* 100 \+ 29"
+    ):
+        engine.add("a", list(range(100)), 29)
+    with pytest.raises(ValueError, match=r"request b: 61 tokens need \d+ blocks of pool 0, which has 19"):
+        engine.add("b", list(range(60)), 1)
+    assert engine.scheduler.num_unfinished == 0
+    assert engine.scheduler.schedule() is None
