@@ -16,7 +16,7 @@ Invariants (`check_invariants`; the tests run it after every test):
 
     P1  a block other than null is in the free queue iff its ref_count is 0; no ref_count is negative
     P2  the null block is never in the free queue, never hashed, and its ref_count stays 0
-    P3  a block is registered in exactly the hash map of its group iff it is hashed, under its own hash, once
+    P3  of `PrefixIndex`, Q1 and Q2 of `FreeKVCacheBlockQueue`
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import numpy.typing as npt
 
 from kvjax.core.block import BlockViews, KVCacheBlock
 from kvjax.core.block_hash import BlockHash
-from kvjax.core.block_hash_map import BlockHashToBlockMap
 from kvjax.core.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, GroupInfo, KVCacheEvent, StoredRequest, stored_events
+from kvjax.core.prefix_index import PrefixIndex
 from kvjax.core.residency_metrics import KVCacheMetricsCollector
 from kvjax.errors import BlockStateError, InvariantError
 
@@ -82,15 +82,13 @@ class BlockPool:
         self.enable_kv_cache_events = enable_kv_cache_events
         self.free_order = free_order
         self.ref_count = np.zeros(num_blocks, np.int32)
-        self.is_hashed = np.zeros(num_blocks, np.bool_)
         self.free_block_queue = FreeKVCacheBlockQueue(num_blocks)
         self.free_block_queue.remove(self.NULL_BLOCK_ID)
-        self.hash_maps = {group_id: BlockHashToBlockMap() for group_id in groups}
+        self.prefix_index = PrefixIndex(num_blocks, groups)
+        self.is_hashed = self.prefix_index.is_hashed
+        self.hash_maps = self.prefix_index.hash_maps
         self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in groups}
         self.blocks = BlockViews(self)
-        self._hash_of = np.full(num_blocks, None, np.object_)  # an object array is no work for the garbage collector
-        self._group_of = np.full(num_blocks, groups[0], np.int32)  # read where is_hashed
-        self._num_hashed = 0
         self._scratch = np.empty(num_blocks, np.int32)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
         self._events: list[KVCacheEvent] = []
@@ -114,7 +112,7 @@ class BlockPool:
     @property
     def num_hashed_blocks(self) -> int:
         """Blocks that a prefix lookup can hit, held or free."""
-        return self._num_hashed
+        return self.prefix_index.num_hashed
 
     def get_usage(self) -> float:
         """Held share of the blocks without the null block, 0 to 1."""
@@ -122,14 +120,16 @@ class BlockPool:
 
     def block_hash_of(self, block_id: int) -> BlockHash | None:
         """Hash that a block is registered under."""
-        return self._hash_of[block_id]
+        return self.prefix_index.hash_of(block_id)
 
     def group_of(self, block_id: int) -> int:
         """Group that a hashed block is registered in; meaningless for others."""
-        return self._group_of.item(block_id)
+        return self.prefix_index.group_of(block_id)
 
     def get_cached_block(self, block_hash: BlockHash, group_ids: Sequence[int]) -> list[int] | None:
         """One block of the hash per group, or None if a group has none."""
+        for group_id in group_ids:
+            self._check_group(group_id)
         found = [self.hash_maps[group_id].get_one_block(block_hash) for group_id in group_ids]
         return None if None in found else found  # type: ignore[return-value]
 
@@ -137,10 +137,12 @@ class BlockPool:
         self, block_hashes: Sequence[BlockHash], group_id: int, limit: int | None = None
     ) -> np.ndarray:  # int32[k]
         """Blocks of the longest leading run of cached hashes, at most `limit` long."""
+        self._check_group(group_id)
         return self.hash_maps[group_id].find_run(block_hashes, limit)
 
     def find_each(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # int32[n]
         """One block of every hash, -1 where there is none."""
+        self._check_group(group_id)
         return self.hash_maps[group_id].get_many(block_hashes)
 
     # -- taking and giving back -------------------------------------------------------------------------------------
@@ -152,8 +154,8 @@ class BlockPool:
             OutOfBlocksError: fewer are free. The pool is unchanged.
         """
         ids = self.free_block_queue.take(num_blocks)
-        if self._num_hashed:
-            self._forget_hashes(self._hashed_of(ids))
+        if self.prefix_index.num_hashed:
+            self._forget_hashes(self.prefix_index.hashed_of(ids))
         self.ref_count[ids] = 1
         if self._residency is not None:
             self._residency.on_blocks_evicted(ids)
@@ -291,7 +293,7 @@ class BlockPool:
             ValueError: an id is none of the pool. The pool is unchanged.
         """
         ids, _ = self._count_repeats(_without_null(self._checked_ids(block_ids)))
-        ids = self._hashed_of(ids)
+        ids = self.prefix_index.hashed_of(ids)
         self._forget_hashes(ids)
         if self._residency is not None:
             self._residency.on_blocks_evicted(ids)
@@ -300,11 +302,7 @@ class BlockPool:
         """Forgets all hashes (new weights make them wrong). False, and no change, while any block is held."""
         if self.num_free_blocks != self.num_blocks - 1:
             return False
-        for hash_map in self.hash_maps.values():
-            hash_map.clear()
-        self._hash_of[:] = None
-        self.is_hashed[:] = False
-        self._num_hashed = 0
+        self.prefix_index.clear()
         if self._residency is not None:
             self._residency.reset()
         if self.enable_kv_cache_events:
@@ -323,11 +321,7 @@ class BlockPool:
         if len(hashes) != len(ids):
             raise ValueError(f"expected a hash for each of {len(ids)} blocks, got {len(hashes)}")
         self._check_registrable(ids)
-        self.hash_maps[group_id].insert_n(hashes, ids)
-        self._hash_of[ids] = hashes
-        self._group_of[ids] = group_id
-        self.is_hashed[ids] = True
-        self._num_hashed += len(ids)
+        self.prefix_index.register(ids, hashes, group_id)
 
     def _check_registrable(self, ids: np.ndarray) -> None:
         hashed = self.is_hashed[ids]
@@ -340,29 +334,13 @@ class BlockPool:
         if len(distinct) != len(ids):
             raise BlockStateError(f"block {distinct[np.argmax(repeats)]} is given {np.max(repeats)} times")
 
-    def _hashed_of(self, ids: np.ndarray) -> np.ndarray:  # int64[k]
-        hashed = self.is_hashed[ids]
-        return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
-
     def _forget_hashes(self, ids: np.ndarray) -> None:
         """Removes hashed, distinct blocks from the index."""
         if not len(ids):
             return
-        hashes = self._hash_of[ids].tolist()
-        groups = self._group_of[ids] if len(self.hash_maps) > 1 else None
-        for group_id, hash_map in self.hash_maps.items():
-            if groups is None:
-                hash_map.pop_n(hashes, ids)
-            else:
-                of_group = np.flatnonzero(groups == group_id)
-                if len(of_group):
-                    hash_map.pop_n([hashes[i] for i in of_group.tolist()], ids[of_group])
-        self._hash_of[ids] = None
-        self.is_hashed[ids] = False
-        self._num_hashed -= len(ids)
+        hashes, groups = self.prefix_index.forget(ids)
         if self.enable_kv_cache_events:
-            group_of = self._group_of[ids].tolist()
-            self._events += [BlockRemoved((h,), group_idx=g) for h, g in zip(hashes, group_of, strict=True)]
+            self._events += [BlockRemoved((h,), group_idx=g) for h, g in zip(hashes, groups.tolist(), strict=True)]
 
     # -- arguments --------------------------------------------------------------------------------------------------
 
@@ -403,16 +381,17 @@ class BlockPool:
         return BlockPoolSnapshot(
             free_order=tuple(self.free_block_queue.get_all_free_blocks().tolist()),
             ref_count=tuple(self.ref_count.tolist()),
-            blocks_by_hash={group_id: hash_map.snapshot() for group_id, hash_map in self.hash_maps.items()},
+            blocks_by_hash=self.prefix_index.snapshot(),
         )
 
     def check_invariants(self) -> None:
-        """Checks P1 to P3 and the queue's own. O(num_blocks).
+        """Checks P1 to P3, Q1 and Q2. O(num_blocks).
 
         Raises:
             InvariantError: one of them is broken.
         """
         self.free_block_queue.check_invariants()
+        self.prefix_index.check_invariants()
         null = self.NULL_BLOCK_ID
         if null in self.free_block_queue or self.is_hashed[null] or self.ref_count[null] != 0:
             raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")
@@ -424,21 +403,6 @@ class BlockPool:
             raise InvariantError(
                 f"P1: block {block_id} has {self.ref_count[block_id]} references, queued: {is_free[block_id]}"
             )
-        self._check_index()
-
-    def _check_index(self) -> None:
-        registered = [
-            (block_id, group_id, block_hash)
-            for group_id, hash_map in self.hash_maps.items()
-            for block_hash, block_ids in hash_map.snapshot().items()
-            for block_id in block_ids
-        ]
-        hashed = np.flatnonzero(self.is_hashed).tolist()
-        own = [(block_id, self.group_of(block_id), self._hash_of[block_id]) for block_id in hashed]
-        if sorted(registered) != own:
-            raise InvariantError(f"P3: the index and the blocks' own hashes differ: {set(registered) ^ set(own)}")
-        if len(hashed) != self._num_hashed or len(hashed) != np.count_nonzero(self._hash_of != None):  # noqa: E711
-            raise InvariantError(f"P3: {self._num_hashed} blocks counted as hashed, {len(hashed)} are")
 
     def describe(self) -> str:
         """A few lines for a person."""
@@ -452,7 +416,7 @@ class BlockPool:
                 f"free order {self.free_order}, prefix caching {'on' if self.enable_caching else 'off'}",
                 f"  held    {held} ({self.get_usage():.1%}), {shared} of them shared",
                 f"  free    {self.num_free_blocks}, {cached_free} of them cached; next {following}",
-                f"  hashed  {self._num_hashed}, {sum(map(len, self.hash_maps.values()))} distinct hashes",
+                f"  hashed  {self.num_hashed_blocks}, {sum(map(len, self.hash_maps.values()))} distinct hashes",
             ]
         )
 

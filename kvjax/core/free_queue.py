@@ -59,7 +59,7 @@ class FreeKVCacheBlockQueue:
 
     def get_all_free_blocks(self) -> np.ndarray:  # int32[num_free_blocks]
         """The queued blocks, next to be handed out first. O(num_blocks)."""
-        return self._live()[0].astype(np.int32)
+        return self._live().astype(np.int32)
 
     # -- taking from the head ---------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class FreeKVCacheBlockQueue:
 
     def _make_room(self, num_blocks: int) -> None:
         if self._tail - self._head + num_blocks > len(self._ring):
-            live, _ = self._live()
+            live = self._live()
             self._tail = self._head + len(live)
             self._write(self._head, live)
             self._position[live] = np.arange(self._head, self._tail)
@@ -248,12 +248,9 @@ class FreeKVCacheBlockQueue:
         if fits < len(ids):
             self._ring[: len(ids) - fits] = ids[fits:]
 
-    def _live(self) -> tuple[np.ndarray, np.ndarray]:
-        """Queued blocks in order and their cursors."""
+    def _live(self) -> np.ndarray:  # int64[num_free_blocks]
         cells = self._read(self._head, self._tail - self._head)
-        cursors = np.arange(self._head, self._tail)
-        live = self._position[cells] == cursors
-        return cells[live], cursors[live]
+        return cells[self._position[cells] == np.arange(self._head, self._tail)]
 
     def check_invariants(self) -> None:
         """Checks Q1 and Q2. O(num_blocks).
@@ -261,14 +258,14 @@ class FreeKVCacheBlockQueue:
         Raises:
             InvariantError: one of them is broken.
         """
+        if not 0 <= self._tail - self._head <= len(self._ring):
+            raise InvariantError(f"Q2: {self._tail - self._head} cells in use of {len(self._ring)}")
         queued = np.flatnonzero(self._position != NOT_QUEUED)
-        live, _ = self._live()
+        live = self._live()
         if not np.array_equal(np.sort(live), queued):
             raise InvariantError(f"Q1: the ring holds {len(live)} blocks, positions name {len(queued)}, or they differ")
         if len(queued) != self.num_free_blocks:
             raise InvariantError(f"Q2: {self.num_free_blocks} blocks counted as free, {len(queued)} queued")
-        if not 0 <= self._tail - self._head <= len(self._ring):
-            raise InvariantError(f"Q2: {self._tail - self._head} cells in use of {len(self._ring)}")
 
 
 def _first_repeated(ids: np.ndarray) -> int:
