@@ -151,6 +151,11 @@ class _Keys:
             raise ConfigError(f"{self.where}: expected the key {key!r}, got none")
         return value
 
+    def take_nullable(self, key: str) -> Any:
+        """The value, where an explicit null means none and only a missing key means the architecture's default."""
+        self._taken.add(key)
+        return self._data[key] if key in self._data else self._defaults.get(key)
+
     def take_int(self, key: str, default: Any = _REQUIRED) -> int:
         """A positive integer."""
         value = self.take(key, default)
@@ -239,7 +244,7 @@ def _parse_text(name: str, architecture: _Architecture, keys: _Keys, overrides: 
         "tie_word_embeddings": keys.take_flag("tie_word_embeddings", False),
         "attention_bias": keys.take_flag("attention_bias", False),
         "dtype": _parse_dtype(keys),
-        "bos_token_id": keys.take("bos_token_id", None),
+        "bos_token_id": keys.take_nullable("bos_token_id"),
         "eos_token_ids": _parse_eos(keys),
     }
     family = {"llama": _llama_values, "qwen3": _qwen3_values, "gemma3": _gemma3_values}[architecture.family]
@@ -307,7 +312,7 @@ def _parse_dtype(keys: _Keys) -> str:
 
 
 def _parse_eos(keys: _Keys) -> tuple[int, ...]:
-    eos = keys.take("eos_token_id", None)
+    eos = keys.take_nullable("eos_token_id")
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list) else (eos,)

@@ -1,6 +1,6 @@
 """Text to token ids and back, through a folder's tokenizer.json.
 
-Flow:    text -> [Tokenizer.encode] -> int32 ids -> engine -> ids -> [Tokenizer.decode] -> text
+Flow:    text -> [Tokenizer.encode] -> ids -> engine -> ids -> [Tokenizer.decode] -> text
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Tokenizer:
         """Number of ids, special ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> np.ndarray:  # int32[num_tokens]
+    def encode(self, text: str) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised."""
-        return np.asarray(self._backend.encode(text).ids, np.int32)
+        return self._backend.encode(text).ids
 
     def decode(self, token_ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no whole character become U+FFFD."""

@@ -1,0 +1,38 @@
+"""Small config.json contents for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def llama_dict(**changes: Any) -> dict[str, Any]:
+    """A small Llama; a change to `...` removes the key."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+    }
+    return {key: value for key, value in (config | changes).items() if value is not ...}
+
+
+def gemma3_dict(**changes: Any) -> dict[str, Any]:
+    """A small Gemma 3 in the form of transformers before version 5."""
+    config: dict[str, Any] = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 7,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "torch_dtype": "bfloat16",
+    }
+    return {key: value for key, value in (config | changes).items() if value is not ...}

@@ -1,0 +1,94 @@
+"""The decoders against Hugging Face's float32 outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.models import Decoder, DenseAttention, ModelConfig, load_model
+from tests.models.configs import llama_dict
+from tests.models.golden_models import GOLDEN_MODELS, TINY_MODELS, goldens_of, model_folder
+
+PADDED_TOKENS = 320
+
+Forward = Callable[[np.ndarray], np.ndarray]
+
+
+def dense_forward(module: Decoder) -> Forward:
+    """Logits of a whole sequence, padded at its end so that one compilation serves all lengths."""
+
+    @jax.jit
+    def forward(token_ids: jax.Array) -> jax.Array:
+        return module.logits(module(token_ids, jnp.arange(PADDED_TOKENS), DenseAttention()))
+
+    def padded(token_ids: np.ndarray) -> np.ndarray:
+        row = np.zeros(PADDED_TOKENS, np.int32)
+        row[: len(token_ids)] = token_ids
+        return np.asarray(forward(jnp.asarray(row)))[: len(token_ids)]
+
+    return padded
+
+
+@pytest.fixture(scope="module", params=GOLDEN_MODELS)
+def golden_model(request: pytest.FixtureRequest) -> tuple[str, Forward]:
+    return request.param, dense_forward(load_model(model_folder(request.param)).module)
+
+
+def test_logits_are_those_of_hugging_face(golden_model: tuple[str, Forward]) -> None:
+    name, forward = golden_model
+    for golden in goldens_of(name):
+        logits = forward(golden.prompt)[golden.positions]
+        np.testing.assert_allclose(logits, golden.logits, atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_are_those_of_hugging_face(golden_model: tuple[str, Forward]) -> None:
+    """Step k's token is the best after prompt and greedy tokens before k, so one pass shows all steps."""
+    name, forward = golden_model
+    for golden in goldens_of(name):
+        assert golden.least_gap > 1e-3
+        logits = forward(np.concatenate([golden.prompt, golden.greedy[:-1]]))[len(golden.prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == golden.greedy.tolist()
+        best = np.sort(logits, axis=-1)
+        assert (best[:, -1] - best[:, -2]).min() > 1e-3
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_the_goldens_cross_windows_and_share_prefixes(name: str) -> None:
+    prompts = [golden.prompt for golden in goldens_of(name)]
+    assert all((prompt[:37] == prompts[0][:37]).all() for prompt in prompts[:4])
+    assert min(len(prompt) for prompt in prompts) > 2 * 16
+
+
+def test_bfloat16_weights_give_bfloat16_hidden_states_and_float32_logits() -> None:
+    module = load_model(model_folder("gemma3"), dtype="bfloat16").module
+    golden = goldens_of("gemma3")[0]
+    hidden = module(jnp.asarray(golden.prompt), jnp.arange(len(golden.prompt)), DenseAttention())
+    assert hidden.dtype == jnp.bfloat16
+    logits = module.logits(hidden)
+    assert logits.dtype == jnp.float32
+    assert np.abs(np.asarray(logits)[golden.positions] - golden.logits).mean() < 0.2
+
+
+def test_strict_promotion_of_dtypes_and_ranks_is_enough() -> None:
+    config = ModelConfig.from_folder(model_folder("gemma3"))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        module = Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+        hidden = module(jnp.arange(20), jnp.arange(20), DenseAttention())
+        assert module.logits(hidden).shape == (20, config.vocab_size)
+
+
+def test_padding_tokens_outside_the_vocabulary_are_clipped_not_nan() -> None:
+    module = Decoder(ModelConfig.from_dict(llama_dict()), rngs=nnx.Rngs(0))
+    hidden = module(jnp.asarray([1, -1, 10_000]), jnp.arange(3), DenseAttention())
+    assert np.isfinite(np.asarray(hidden)).all()
+
+
+def test_models_that_can_only_be_planned_for_are_refused() -> None:
+    config = ModelConfig.from_dict(llama_dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8))
+    with pytest.raises(NotImplementedError, match="expected a dense text model, got Qwen3MoeForCausalLM"):
+        Decoder(config, rngs=nnx.Rngs(0))
