@@ -266,11 +266,11 @@ class BlockPool:
         """
         ids = self._checked_ids(block_ids)
         hashes = block_hashes[first_block : first_block + len(ids)]
+        _check_aligned(ids, hashes)
         real = np.flatnonzero(ids)
-        if len(real) == len(ids):
-            self._register(ids, hashes, group_id)
-        else:
-            self._register(ids[real], [hashes[i] for i in real.tolist()] if len(hashes) == len(ids) else [], group_id)
+        if len(real) < len(ids):
+            ids, hashes = ids[real], [hashes[i] for i in real.tolist()]
+        self._register(ids, hashes, group_id)
         if self.enable_kv_cache_events:
             info = self.group_infos[group_id]
             self._events += stored_events(request, block_hashes, real + first_block, group_id, info)
@@ -284,7 +284,9 @@ class BlockPool:
         """
         if self.enable_kv_cache_events:
             raise ValueError("expected cache_full_blocks per request while KV events are on, got register_many")
-        self._register(self._checked_ids(block_ids), block_hashes, group_id)
+        ids = self._checked_ids(block_ids)
+        _check_aligned(ids, block_hashes)
+        self._register(ids, block_hashes, group_id)
 
     def evict_blocks(self, block_ids: npt.ArrayLike) -> None:
         """Forgets the hashes of blocks; who holds them, and the free order, stay as they are.
@@ -318,8 +320,6 @@ class BlockPool:
         self._check_group(group_id)
         if not self.enable_caching:
             raise ValueError("expected a pool with enable_caching=True to register hashes, got one without")
-        if len(hashes) != len(ids):
-            raise ValueError(f"expected a hash for each of {len(ids)} blocks, got {len(hashes)}")
         self._check_registrable(ids)
         self.prefix_index.register(ids, hashes, group_id)
 
@@ -423,3 +423,8 @@ class BlockPool:
 
 def _without_null(ids: np.ndarray) -> np.ndarray:
     return ids if np.count_nonzero(ids) == len(ids) else ids[ids != BlockPool.NULL_BLOCK_ID]
+
+
+def _check_aligned(ids: np.ndarray, hashes: Sequence[BlockHash]) -> None:
+    if len(hashes) != len(ids):
+        raise ValueError(f"expected a hash for each of {len(ids)} blocks, got {len(hashes)}")
