@@ -1,0 +1,278 @@
+"""A `KVCacheManager` and the naive model driven by the same calls, and compared after each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvjax.core import (
+    BlockHasher,
+    FullAttentionSpec,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheManager,
+    KVCachePoolSpec,
+    KVCacheSpec,
+    Request,
+    SlidingWindowSpec,
+)
+from tests.core.naive_manager import NaiveGroup, NaiveManager, NaiveRequest
+
+
+def spec_of(group: NaiveGroup) -> KVCacheSpec:
+    if group.window is None:
+        return FullAttentionSpec(block_size=group.block_size, num_kv_heads=1, head_size=8, dtype="float32")
+    return SlidingWindowSpec(
+        block_size=group.block_size, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=group.window
+    )
+
+
+def config_of(groups: list[NaiveGroup], pool_sizes: list[int]) -> KVCacheConfig:
+    return KVCacheConfig(
+        tuple(KVCachePoolSpec(size) for size in pool_sizes),
+        tuple(KVCacheGroupSpec((f"layers.{i}",), spec_of(group), group.pool) for i, group in enumerate(groups)),
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A deployment to test: small blocks, so that few tokens make many of them."""
+
+    groups: tuple[NaiveGroup, ...]
+    hash_block_size: int = 2
+    max_model_len: int = 24
+    caching: bool = True
+    eagle: bool = False
+    uncached_first: bool = False
+    same_step_hits: bool = True
+    max_in_flight: int | None = None
+    coarse_hash_mode: str = "concat"
+
+    @property
+    def num_pools(self) -> int:
+        return 1 + max(group.pool for group in self.groups)
+
+    def manager(self, pool_sizes: list[int], **options: Any) -> KVCacheManager:
+        return KVCacheManager(
+            config_of(list(self.groups), pool_sizes),
+            self.max_model_len,
+            self.hash_block_size,
+            enable_caching=self.caching,
+            use_eagle=self.eagle,
+            max_num_reqs=1,
+            max_in_flight_tokens=self.max_in_flight,
+            free_order="uncached_first" if self.uncached_first else "append",
+            same_step_hits=self.same_step_hits,
+            coarse_hash_mode=self.coarse_hash_mode,
+            **options,
+        )
+
+    def naive(self, pool_sizes: list[int]) -> NaiveManager:
+        return NaiveManager(
+            list(self.groups),
+            pool_sizes,
+            self.max_model_len,
+            caching=self.caching,
+            eagle=self.eagle,
+            uncached_first=self.uncached_first,
+            same_step_hits=self.same_step_hits,
+            max_in_flight=self.max_in_flight,
+        )
+
+
+FULL = Setup((NaiveGroup(2),))
+WINDOW = Setup((NaiveGroup(2, window=5),))
+HYBRID = Setup((NaiveGroup(2), NaiveGroup(2, window=4), NaiveGroup(2, window=4)))
+SETUPS = {
+    "full": FULL,
+    "full_uncached_first": Setup((NaiveGroup(2),), uncached_first=True),
+    "full_no_caching": Setup((NaiveGroup(2),), caching=False),
+    "full_eagle": Setup((NaiveGroup(2),), eagle=True),
+    "full_coarse": Setup((NaiveGroup(4),)),
+    "window": WINDOW,
+    "window_1": Setup((NaiveGroup(2, window=1),)),
+    "window_uncached_first": Setup((NaiveGroup(2, window=5),), uncached_first=True, max_in_flight=3),
+    "window_no_caching": Setup((NaiveGroup(2, window=4),), caching=False),
+    "window_eagle": Setup((NaiveGroup(2, window=6),), eagle=True),
+    "hybrid": HYBRID,
+    "hybrid_next_step_hits": Setup(HYBRID.groups, same_step_hits=False, max_in_flight=4),
+    "hybrid_windows": Setup((NaiveGroup(2, window=7), NaiveGroup(2, window=3), NaiveGroup(2))),
+    "hybrid_sizes": Setup((NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(6, window=7)), max_model_len=36),
+    "hybrid_sizes_last": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), coarse_hash_mode="last"),
+    "hybrid_eagle": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), eagle=True, uncached_first=True),
+    "hybrid_pools": Setup((NaiveGroup(2), NaiveGroup(2, window=3, pool=1), NaiveGroup(4, pool=1))),
+    "hybrid_no_caching": Setup((NaiveGroup(4), NaiveGroup(2, window=5)), caching=False),
+}
+
+
+@dataclass
+class Pair:
+    """One request in both worlds."""
+
+    request: Request
+    naive: NaiveRequest
+    unsettled: int = 0  # computed tokens that may be taken back
+
+    @property
+    def name(self) -> str:
+        return self.request.request_id
+
+
+@dataclass
+class Lockstep:
+    setup: Setup
+    pool_sizes: list[int]
+    manager: KVCacheManager = field(init=False)
+    naive: NaiveManager = field(init=False)
+    hasher: BlockHasher = field(init=False)
+    pairs: dict[str, Pair] = field(default_factory=dict)  # running
+    key_of_hash: dict[bytes, tuple] = field(default_factory=dict)  # of any block size in use
+
+    def __post_init__(self) -> None:
+        self.manager = self.setup.manager(self.pool_sizes)
+        self.naive = self.setup.naive(self.pool_sizes)
+        self.hasher = BlockHasher(self.setup.hash_block_size, "xxhash_cbor", seed="0")
+
+    def new_pair(self, name: str, tokens: list[int], salt: str | None = None) -> Pair:
+        request = Request(name, tokens, cache_salt=salt, block_hasher=self.hasher)
+        return Pair(request, NaiveRequest(name, list(tokens), salt))
+
+    # -- calls
+
+    def lookup(self, pair: Pair) -> tuple[KVCacheBlocks, int]:
+        hit, length = self.manager.get_computed_blocks(pair.request)
+        naive_hit, naive_length = self.naive.find_hit(pair.naive)
+        assert (hit.get_block_ids(), length) == (tuple(naive_hit), naive_length)
+        return hit, length
+
+    def allocate_new(self, pair: Pair, new: int, use_hit: bool = True, external: int = 0, **options: Any) -> bool:
+        hit, length = self.lookup(pair) if use_hit else (None, 0)
+        external = min(external, len(pair.naive.tokens) - 1 - length)
+        new = max(min(new, len(pair.naive.tokens) - length - external), 0 if external else 1)
+        naive_hit = [list(ids) for ids in hit.get_block_ids()] if hit is not None and length else None
+        ours = self.manager.allocate_slots(
+            pair.request,
+            new,
+            length,
+            hit,
+            options.get("lookahead", 0),
+            external,
+            options.get("delay", False),
+            full_sequence_must_fit=options.get("must_fit", False),
+        )
+        theirs = self.naive.allocate(pair.naive, new, naive_hit, length, external=external, **options)
+        self.compare_dealt(ours, theirs)
+        if ours is None:
+            return False
+        self.pairs[pair.name] = pair
+        self.advance(pair, length + external + new)
+        return True
+
+    def allocate_running(self, pair: Pair, new: int, **options: Any) -> bool:
+        ours = self.manager.allocate_slots(
+            pair.request,
+            new,
+            num_lookahead_tokens=options.get("lookahead", 0),
+            delay_cache_blocks=options.get("delay", False),
+            num_in_flight_tokens=pair.unsettled,
+            full_sequence_must_fit=options.get("must_fit", False),
+        )
+        theirs = self.naive.allocate(pair.naive, new, in_flight=pair.unsettled, **options)
+        self.compare_dealt(ours, theirs)
+        if ours is None:
+            return False
+        self.advance(pair, new)
+        return True
+
+    def plan_step(self, pairs: list[Pair], new: list[int], lookahead: int = 0, delay: bool = False) -> int:
+        rows = np.array([pair.request.row for pair in pairs], np.int64)
+        result = self.manager.plan_step(
+            rows,
+            np.array(new, np.int64),
+            num_lookahead_tokens=lookahead,
+            num_in_flight_tokens=np.array([pair.unsettled for pair in pairs], np.int64),
+            delay_cache_blocks=delay,
+        )
+        dealt: list[list[tuple[int, int, int]]] = [[] for _ in self.setup.groups]
+        planned = 0
+        for pair, row, count in zip(pairs, rows.tolist(), new, strict=True):
+            before = [len(table) for table in self.naive.tables[pair.name]]
+            theirs = self.naive.allocate(
+                pair.naive, count, lookahead=lookahead, delay=delay, in_flight=pair.unsettled
+            )
+            if theirs is None:
+                break
+            for entries, first, blocks in zip(dealt, before, theirs, strict=True):
+                entries += [(row, first + i, block) for i, block in enumerate(blocks)]
+            planned += 1
+        assert result.num_planned == planned
+        for update, entries in zip(result.new_blocks, dealt, strict=True):
+            ours = [update.rows.tolist(), update.columns.tolist(), update.block_ids.tolist()]
+            assert ours == [list(part) for part in zip(*entries, strict=True)] if entries else ours == [[], [], []]
+        for pair, count in zip(pairs[:planned], new, strict=False):
+            self.advance(pair, count)
+        return planned
+
+    def advance(self, pair: Pair, count: int) -> None:
+        pair.request.num_computed_tokens += count
+        pair.naive.computed += count
+
+    def take_back(self, pair: Pair, count: int) -> None:
+        self.advance(pair, -count)
+
+    def append(self, pair: Pair, tokens: list[int]) -> None:
+        pair.request.append_output_token_ids(tokens)
+        pair.naive.tokens += tokens
+
+    def free(self, pair: Pair) -> None:
+        self.manager.free(pair.request)
+        self.naive.free(pair.name)
+        del self.pairs[pair.name]
+
+    def preempt(self, pair: Pair) -> None:
+        self.free(pair)
+        pair.request.num_computed_tokens = pair.naive.computed = pair.unsettled = 0
+        pair.request.num_preemptions += 1
+
+    # -- comparison
+
+    def compare_dealt(self, ours: KVCacheBlocks | None, theirs: list[list[int]] | None) -> None:
+        assert (ours is None) == (theirs is None), f"{ours} and {theirs}"
+        if ours is not None and theirs is not None:
+            assert ours.get_block_ids() == tuple(theirs)
+
+    def compare(self) -> None:
+        """The whole state of both."""
+        self.manager.check_invariants()
+        for pair in self.pairs.values():
+            self._learn_hashes(pair)
+        snapshot = self.manager.snapshot()
+        naive = self.naive
+        assert snapshot.block_ids == {
+            name: tuple(tuple(table) for table in tables) for name, tables in naive.tables.items()
+        }
+        assert snapshot.num_cached_blocks == {name: tuple(counts) for name, counts in naive.cached.items()}
+        assert [set(ids) for ids in snapshot.fresh_blocks] == naive.fresh
+        for ours, theirs in zip(snapshot.pools, naive.pools, strict=True):
+            assert list(ours.free_order) == theirs.free
+            assert list(ours.ref_count) == [theirs.refs[block] for block in range(theirs.num_blocks)]
+            holders = {
+                (group, self.key_of_hash[block_hash]): list(blocks)
+                for group, by_hash in ours.blocks_by_hash.items()
+                for block_hash, blocks in by_hash.items()
+            }
+            assert holders == theirs.holders
+        for name, pair in self.pairs.items():
+            assert pair.request.token_ids.tolist() == pair.naive.tokens
+            assert self.manager.get_num_common_prefix_blocks(name) == naive.common_prefix(name)
+
+    def _learn_hashes(self, pair: Pair) -> None:
+        """Which tokens each hash of the request stands for, at every block size in use."""
+        hashing = self.manager.coordinator.hashing
+        for size in {group.block_size for group in self.setup.groups}:
+            for i, block_hash in enumerate(hashing.of_block_size(pair.request.block_hashes, size)):
+                key = pair.naive.key((i + 1) * size)
+                assert self.key_of_hash.setdefault(block_hash, key) == key

@@ -1,0 +1,272 @@
+"""The KV cache in lists and dicts, one block at a time: the meaning that `KVCacheManager` must have.
+
+A block id is an int, the null block is 0. What a block caches is named by the tokens that it ends, not by a hash.
+Hits are found by trying every length. Nothing here is fast, and nothing shares code with the package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil, lcm
+
+
+@dataclass
+class NaiveRequest:
+    request_id: str
+    tokens: list[int]
+    salt: str | None = None
+    computed: int = 0
+
+    def key(self, num_tokens: int) -> tuple[str | None, tuple[int, ...]]:
+        return self.salt, tuple(self.tokens[:num_tokens])
+
+
+@dataclass
+class NaivePool:
+    num_blocks: int
+    uncached_first: bool = False
+    free: list[int] = field(default_factory=list)  # next to hand out first
+    refs: dict[int, int] = field(default_factory=dict)
+    key_of: dict[int, tuple] = field(default_factory=dict)  # cached block -> (group, key)
+    holders: dict[tuple, list[int]] = field(default_factory=dict)  # (group, key) -> blocks, oldest first
+
+    def __post_init__(self) -> None:
+        self.free = list(range(1, self.num_blocks))
+        self.refs = {block: 0 for block in range(self.num_blocks)}
+
+    def take(self) -> int:
+        block = self.free.pop(0)
+        self.forget(block)
+        self.refs[block] = 1
+        return block
+
+    def touch(self, block: int) -> None:
+        if self.refs[block] == 0:
+            self.free.remove(block)
+        self.refs[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """One call; blocks in eviction order."""
+        released = []
+        for block in blocks:
+            if block:
+                self.refs[block] -= 1
+                if self.refs[block] == 0:
+                    released.append(block)
+        if self.uncached_first:
+            self.free = [block for block in released if block not in self.key_of] + self.free
+            released = [block for block in released if block in self.key_of]
+        self.free += released
+
+    def register(self, block: int, group: int, key: tuple) -> None:
+        self.key_of[block] = (group, key)
+        self.holders.setdefault((group, key), []).append(block)
+
+    def forget(self, block: int) -> None:
+        if block in self.key_of:
+            name = self.key_of.pop(block)
+            self.holders[name].remove(block)
+            if not self.holders[name]:
+                del self.holders[name]
+
+
+@dataclass
+class NaiveGroup:
+    block_size: int
+    window: int | None = None  # None: full attention
+    pool: int = 0
+
+    def skipped_blocks(self, computed: int) -> int:
+        if self.window is None:
+            return 0
+        return max(0, computed - self.window + 1) // self.block_size
+
+    def needed_for_hit(self, length: int) -> range:
+        """Blocks that the token after a hit of `length` tokens attends to."""
+        first = 0 if self.window is None else max(0, length - self.window + 1)
+        return range(first // self.block_size, length // self.block_size)
+
+
+class NaiveManager:
+    def __init__(
+        self,
+        groups: list[NaiveGroup],
+        pool_sizes: list[int],
+        max_model_len: int,
+        *,
+        caching: bool = True,
+        eagle: bool = False,
+        uncached_first: bool = False,
+        same_step_hits: bool = True,
+        max_in_flight: int | None = None,
+    ) -> None:
+        self.groups = groups
+        self.pools = [NaivePool(size, uncached_first) for size in pool_sizes]
+        self.max_model_len = max_model_len
+        self.caching = caching
+        self.eagle = eagle
+        self.same_step_hits = same_step_hits
+        self.max_in_flight = max_in_flight or max_model_len
+        self.tables: dict[str, list[list[int]]] = {}  # request -> per group its blocks
+        self.cached: dict[str, list[int]] = {}  # request -> per group how many were registered
+        self.fresh: list[set[int]] = [set() for _ in pool_sizes]
+
+    # -- hits
+
+    def find_hit(self, request: NaiveRequest) -> tuple[list[list[int]], int]:
+        if not self.caching:
+            return [[] for _ in self.groups], 0
+        limit = len(request.tokens) - 1
+        step = lcm(*(group.block_size for group in self.groups))
+        for length in range(limit // step * step, 0, -step):
+            hit = [self._hit_of(i, request, length, limit) for i in range(len(self.groups))]
+            if None not in hit:
+                return hit, length
+        return [[] for _ in self.groups], 0
+
+    def _hit_of(self, group_id: int, request: NaiveRequest, length: int, limit: int) -> list[int] | None:
+        group = self.groups[group_id]
+        needed = set(group.needed_for_hit(length))
+        if self.eagle:
+            if length + group.block_size > limit:
+                return None
+            needed.add(length // group.block_size)
+        found = {i: self._cached_block(group_id, request.key((i + 1) * group.block_size)) for i in needed}
+        if None in found.values():
+            return None
+        return [found.get(i, 0) for i in range(length // group.block_size)]
+
+    def _cached_block(self, group_id: int, key: tuple) -> int | None:
+        pool_id = self.groups[group_id].pool
+        blocks = self.pools[pool_id].holders.get((group_id, key))
+        if not blocks or blocks[0] in self.fresh[pool_id]:
+            return None
+        return blocks[0]
+
+    def new_step_starts(self) -> None:
+        for fresh in self.fresh:
+            fresh.clear()
+
+    # -- slots
+
+    def allocate(
+        self,
+        request: NaiveRequest,
+        new: int,
+        hit: list[list[int]] | None = None,
+        hit_tokens: int = 0,
+        *,
+        lookahead: int = 0,
+        external: int = 0,
+        delay: bool = False,
+        in_flight: int = 0,
+        must_fit: bool = False,
+    ) -> list[list[int]] | None:
+        name = request.request_id
+        running = name in self.tables
+        computed = request.computed if running else hit_tokens + external
+        settled = max(computed - in_flight, 0) if running else computed
+        hit = hit or [[] for _ in self.groups]
+        if running:
+            self.release_skipped(name, settled)
+        tables = self.tables.get(name) or [[] for _ in self.groups]
+        slots = min(computed + new + lookahead, self.max_model_len)
+        if must_fit:
+            whole = min(max(len(request.tokens), computed + new), self.max_model_len)
+            if not self._fits(tables, hit, whole, computed, running, capped=True):
+                return None
+        if not self._fits(tables, hit, slots, computed, running, capped=False):
+            return None
+        if not running:
+            self.cached[name] = [0] * len(self.groups)
+            self.tables[name] = tables
+            for i, group in enumerate(self.groups):
+                skipped = group.skipped_blocks(computed)
+                for block in hit[i][skipped:]:
+                    self.pools[group.pool].touch(block)
+                tables[i] += [0] * skipped + hit[i][skipped:]
+                self.cached[name][i] = len(tables[i])
+            if external:
+                self._append(tables, computed)
+        dealt = self._append(tables, slots)
+        if not delay:
+            self.register(request, computed + new)
+        return dealt
+
+    def _fits(self, tables: list, hit: list, slots: int, computed: int, running: bool, capped: bool) -> bool:
+        needs = [0] * len(self.pools)
+        for i, group in enumerate(self.groups):
+            required = ceil(slots / group.block_size)
+            if capped and group.window is not None:
+                tokens = min(group.window - 1 + self.max_in_flight, self.max_model_len)
+                required = min(required, ceil(tokens / group.block_size) + 1)
+            if running:
+                needs[group.pool] += max(required - len(tables[i]), 0)
+            else:
+                skipped = group.skipped_blocks(computed)
+                refs = self.pools[group.pool].refs
+                needs[group.pool] += max(required - max(skipped, len(hit[i])), 0)
+                needs[group.pool] += sum(refs[block] == 0 for block in hit[i][skipped:])
+        return all(need <= len(pool.free) for need, pool in zip(needs, self.pools, strict=True))
+
+    def _append(self, tables: list[list[int]], slots: int) -> list[list[int]]:
+        dealt: list[list[int]] = []
+        for group, table in zip(self.groups, tables, strict=True):
+            new = [self.pools[group.pool].take() for _ in range(ceil(slots / group.block_size) - len(table))]
+            table += new
+            dealt.append(new)
+        return dealt
+
+    def register(self, request: NaiveRequest, num_tokens: int) -> None:
+        if not self.caching:
+            return
+        for i, group in enumerate(self.groups):
+            table = self.tables[request.request_id][i]
+            full = min(num_tokens, len(request.tokens)) // group.block_size
+            for column in range(self.cached[request.request_id][i], full):
+                if table[column]:
+                    key = request.key((column + 1) * group.block_size)
+                    self.pools[group.pool].register(table[column], i, key)
+                    if not self.same_step_hits:
+                        self.fresh[group.pool].add(table[column])
+            self.cached[request.request_id][i] = max(self.cached[request.request_id][i], full)
+
+    def release_skipped(self, name: str, settled: int) -> None:
+        for group, table in zip(self.groups, self.tables[name], strict=True):
+            columns = range(min(group.skipped_blocks(settled), len(table)))
+            self.pools[group.pool].release([table[column] for column in reversed(columns)])
+            for column in columns:
+                table[column] = 0
+
+    def free(self, name: str) -> None:
+        tables = self.tables.pop(name)
+        del self.cached[name]
+        for group, table in zip(self.groups, tables, strict=True):
+            self.pools[group.pool].release(table[::-1])
+
+    # -- the cache as a whole
+
+    def evict(self, pool_id: int, blocks: list[int]) -> None:
+        for block in blocks:
+            self.pools[pool_id].forget(block)
+
+    def reset(self) -> bool:
+        if any(any(pool.refs.values()) for pool in self.pools):
+            return False
+        for pool in self.pools:
+            pool.key_of.clear()
+            pool.holders.clear()
+        self.new_step_starts()
+        return True
+
+    def common_prefix(self, name: str) -> list[int]:
+        counts = []
+        for i, group in enumerate(self.groups):
+            count = 0
+            if group.window is None:
+                for column, block in enumerate(self.tables[name][i]):
+                    if any(len(t[i]) <= column or t[i][column] != block for t in self.tables.values()):
+                        break
+                    count += 1
+            counts.append(count)
+        return counts
