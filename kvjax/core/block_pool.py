@@ -63,8 +63,7 @@ class BlockPool:
         enable_caching: bool = True,
         hash_block_size: int = 16,
         *,
-        num_groups: int = 1,
-        group_ids: Sequence[int] | None = None,
+        group_ids: Sequence[int] = (0,),
         enable_kv_cache_events: bool = False,
         metrics_collector: KVCacheMetricsCollector | None = None,
         free_order: str = "append",
@@ -73,9 +72,8 @@ class BlockPool:
             raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {num_blocks}")
         if free_order not in FREE_ORDERS:
             raise ValueError(f"expected free_order of {', '.join(FREE_ORDERS)}, got {free_order!r}")
-        groups = tuple(range(num_groups)) if group_ids is None else tuple(group_ids)
-        if not groups or len(set(groups)) != len(groups):
-            raise ValueError(f"expected distinct group ids, at least one, got {groups}")
+        if not group_ids or len(set(group_ids)) != len(group_ids):
+            raise ValueError(f"expected distinct group ids, at least one, got {group_ids}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
@@ -84,10 +82,10 @@ class BlockPool:
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.free_block_queue = FreeKVCacheBlockQueue(num_blocks)
         self.free_block_queue.remove(self.NULL_BLOCK_ID)
-        self.prefix_index = PrefixIndex(num_blocks, groups)
+        self.prefix_index = PrefixIndex(num_blocks, group_ids)
         self.is_hashed = self.prefix_index.is_hashed
         self.hash_maps = self.prefix_index.hash_maps
-        self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in groups}
+        self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in group_ids}
         self.blocks = BlockViews(self)
         self._scratch = np.empty(num_blocks, np.int32)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)

@@ -279,7 +279,7 @@ def test_a_copy_goes_its_own_way() -> None:
     ],
 )
 def test_the_checker_sees_a_broken_pool(corrupt, law: str) -> None:
-    pool = filled_pool()
+    pool = copy.deepcopy(filled_pool())  # every pool that is constructed is checked after the test
     pool.check_invariants()
     corrupt(pool)
     with pytest.raises(InvariantError, match=law):
