@@ -163,7 +163,7 @@ class RequestTable:
         Raises:
             ValueError: a row is unknown, not owned or named twice. Nothing is changed.
         """
-        rows = self._owned_rows(rows)
+        rows, _ = self._owned_rows(rows)
         step_id = self._num_steps
         self._num_steps += 1
         self._open_steps[step_id] = rows.copy()
@@ -197,18 +197,17 @@ class RequestTable:
             ValueError: a row is unknown, not owned, named twice or at max_model_len, or a token is not an integer in
                 [0, 2**31). Nothing is changed.
         """
-        rows = self._owned_rows(rows)
+        rows, lengths = self._owned_rows(rows)
         tokens = as_token_ids(token_ids)
         if rows.size != tokens.size:
             raise ValueError(f"expected one token per row, got {tokens.size} tokens for {rows.size} rows")
         if not rows.size:
             return
-        lengths = self.num_tokens[rows]
         longest = int(lengths.max())
         if self.max_model_len is not None and longest >= self.max_model_len:
             self._check_length(longest + 1, self._request_of(int(rows[lengths.argmax()])).request_id)
         self._reserve_columns(longest + 1)
-        self.token_ids.reshape(-1)[rows * self.token_ids.shape[1] + lengths] = tokens  # a third of the 2-d index's time
+        self.token_ids.reshape(-1)[rows * self.token_ids.shape[1] + lengths] = tokens  # faster than an index of two
         lengths += 1
         self.num_tokens[rows] = lengths
         full = rows[lengths >= self._next_hash_at[rows]]
@@ -259,7 +258,8 @@ class RequestTable:
     def _hash_rows(self, hasher: BlockHasher, rows: np.ndarray, requests: list[Request]) -> None:
         size = hasher.block_size
         starts = self.num_hashed_blocks[rows] * size
-        blocks = self.token_ids[rows[:, None], starts[:, None] + np.arange(size)]
+        first = rows * self.token_ids.shape[1] + starts
+        blocks = self.token_ids.reshape(-1)[first[:, None] + np.arange(size)]
         lists = [request.block_hashes for request in requests]
         extra_keys = None
         if sum([request.has_extra_keys for request in requests]):
@@ -272,24 +272,24 @@ class RequestTable:
 
     # -- checks and growth --------------------------------------------------------------------------------------------
 
-    def _owned_rows(self, rows: Any) -> np.ndarray:
-        """`rows` as int64, checked: known, owned, distinct."""
+    def _owned_rows(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """`rows` as int64, checked to be known, owned and distinct, and their num_tokens."""
         index = np.asarray(rows)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
             raise ValueError(f"expected rows as a row of integers, got {index.dtype}{list(index.shape)}")
         index = index.astype(np.int64, copy=False)
         if not index.size:
-            return index
+            return index, index
         if int(index.view(np.uint64).max()) >= self.capacity:  # a negative row is a huge one
             raise ValueError(f"expected rows in [0, {self.capacity}), got {int(index.min())} to {int(index.max())}")
-        counts = self.num_tokens[index]
-        if not counts.min():
-            raise ValueError(f"expected rows that a request owns, got row {int(index[counts.argmin()])}")
+        lengths = self.num_tokens[index]
+        if not lengths.min():
+            raise ValueError(f"expected rows that a request owns, got row {int(index[lengths.argmin()])}")
         order = np.arange(index.size)
         self._scratch[index] = order
         if not (self._scratch[index] == order).all():
             raise ValueError(f"expected distinct rows, got {int(index.size)} with repetitions")
-        return index
+        return index, lengths
 
     def _request_of(self, row: int) -> Request:
         request = self.requests[row] if 0 <= row < len(self.requests) else None
