@@ -76,7 +76,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     """Weights that keep the variance of their input, norms that are not the identity, logits of a spread of 3."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for _, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
             if param.ndim == 1:
                 param.copy_(param + 0.2 * noise)

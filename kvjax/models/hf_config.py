@@ -127,6 +127,8 @@ ARCHITECTURES: dict[str, _Architecture] = {
     "Gemma3ForConditionalGeneration": _Architecture("gemma3", _GEMMA3, has_text_config=True),
 }
 _MOE_ARCHITECTURES = frozenset({"Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"})
+# What a text config has from its outer config where it does not say it itself.
+_INHERITED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 _REQUIRED = object()
@@ -203,25 +205,19 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     if not architecture.has_text_config:
         keys = _Keys(data, architecture.defaults, where)
         keys.take("architectures")
-        return _parse_text(names[0], architecture, keys, {})
+        return _parse_text(names[0], architecture, keys)
     outer = _Keys(data, {}, where)
     outer.take("architectures")
     text = outer.take_object("text_config")
     if text is None:
         raise ConfigError(f"{where}: expected the key 'text_config', got none")
-    # The outer value is the one that transformers uses for the head.
-    tie = (
-        {"tie_word_embeddings": outer.take_flag("tie_word_embeddings", False)}
-        if data.get("tie_word_embeddings") is not None
-        else {}
-    )
+    inherited = {key: outer.take_nullable(key) for key in _INHERITED_KEYS if key in data and key not in text}
     outer.finish(INFORMATIONAL_OUTER_KEYS)
-    # The text part's dtype is the outer one unless it has its own.
-    defaults = {**architecture.defaults, "torch_dtype": data.get("dtype") or data.get("torch_dtype") or "float32"}
-    return _parse_text(names[0], architecture, _Keys(text, defaults, f"{where}: text_config"), tie)
+    keys = _Keys({**text, **inherited}, architecture.defaults, f"{where}: text_config")
+    return _parse_text(names[0], architecture, keys)
 
 
-def _parse_text(name: str, architecture: _Architecture, keys: _Keys, overrides: dict[str, Any]) -> ModelConfig:
+def _parse_text(name: str, architecture: _Architecture, keys: _Keys) -> ModelConfig:
     """The language model's part."""
     keys.take("architectures", None)
     sizes = {
@@ -253,7 +249,7 @@ def _parse_text(name: str, architecture: _Architecture, keys: _Keys, overrides: 
         values |= _moe_values(keys)
     values |= _parse_rope(keys, values["max_model_len"], architecture)
     keys.finish(INFORMATIONAL_KEYS)
-    return ModelConfig(**(values | overrides))
+    return ModelConfig(**values)
 
 
 def _llama_values(keys: _Keys, num_layers: int) -> dict[str, Any]:
@@ -267,13 +263,13 @@ def _llama_values(keys: _Keys, num_layers: int) -> dict[str, Any]:
 def _qwen3_values(keys: _Keys, num_layers: int) -> dict[str, Any]:
     """Layers from `max_window_layers` on slide, if `use_sliding_window` says so at all."""
     slides = keys.take_flag("use_sliding_window", False)
-    window = keys.take("sliding_window", None)
+    keys.take("sliding_window", None)
     first = keys.take("max_window_layers", num_layers)
     default = tuple(SLIDING if slides and i >= first else FULL for i in range(num_layers))
     return {
         "hidden_act": _parse_activation(keys, "hidden_act"),
         "layer_types": tuple(keys.take("layer_types", default)),
-        "sliding_window": window if slides else None,
+        "sliding_window": keys.take_int("sliding_window") if slides else None,
     }
 
 

@@ -67,9 +67,14 @@ def test_the_goldens_cross_windows_and_share_prefixes(name: str) -> None:
 def test_bfloat16_weights_give_bfloat16_hidden_states_and_float32_logits() -> None:
     module = load_model(model_folder("gemma3"), dtype="bfloat16").module
     golden = goldens_of("gemma3")[0]
-    hidden = module(jnp.asarray(golden.prompt), jnp.arange(len(golden.prompt)), DenseAttention())
+
+    @jax.jit
+    def forward(token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = module(token_ids, jnp.arange(token_ids.size), DenseAttention())
+        return hidden, module.logits(hidden)
+
+    hidden, logits = forward(jnp.asarray(golden.prompt))
     assert hidden.dtype == jnp.bfloat16
-    logits = module.logits(hidden)
     assert logits.dtype == jnp.float32
     assert np.abs(np.asarray(logits)[golden.positions] - golden.logits).mean() < 0.2
 
@@ -78,8 +83,11 @@ def test_strict_promotion_of_dtypes_and_ranks_is_enough() -> None:
     config = ModelConfig.from_folder(model_folder("gemma3"))
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         module = Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0))
-        hidden = module(jnp.arange(20), jnp.arange(20), DenseAttention())
-        assert module.logits(hidden).shape == (20, config.vocab_size)
+
+        def forward(token_ids: jax.Array) -> jax.Array:
+            return module.logits(module(token_ids, jnp.arange(20), DenseAttention()))
+
+        assert jax.eval_shape(forward, jnp.arange(20)).shape == (20, config.vocab_size)
 
 
 def test_padding_tokens_outside_the_vocabulary_are_clipped_not_nan() -> None:

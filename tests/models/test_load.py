@@ -1,0 +1,201 @@
+"""Loading folders: one file or several, wrong tensors named, tokenizers, equal results on a mesh."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from kvjax.errors import CheckpointError, ConfigError, MissingExtraError
+from kvjax.models import DenseAttention, Tokenizer, load_model
+from kvjax.models.extras import require_extra
+from kvjax.models.save import save_weights
+from tests.models.golden_models import goldens_of, model_folder
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> Path:
+    """A writable copy of the tiny Qwen3."""
+    folder = tmp_path / "qwen3"
+    shutil.copytree(model_folder("qwen3"), folder)
+    return folder
+
+
+def change_tensors(folder: Path, changes: dict[str, np.ndarray | None]) -> None:
+    """Rewrites model.safetensors; None removes a tensor."""
+    tensors = load_file(folder / "model.safetensors") | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors")
+
+
+def split_checkpoint(folder: Path) -> None:
+    """Makes two files and an index of model.safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def last_logits(folder: Path, dtype: str = "float32") -> np.ndarray:
+    module = load_model(folder, dtype).module
+    prompt = goldens_of("qwen3")[3].prompt
+    forward = jax.jit(lambda tokens: module.logits(module(tokens, jnp.arange(tokens.size), DenseAttention())[-1:]))
+    return np.asarray(forward(jnp.asarray(prompt)))[0]
+
+
+def test_a_checkpoint_in_several_files_is_the_same_model(qwen3: Path) -> None:
+    one_file = last_logits(qwen3)
+    split_checkpoint(qwen3)
+    np.testing.assert_array_equal(last_logits(qwen3), one_file)
+    (qwen3 / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"expected weights in safetensors files, found no .*00002-of-00002"):
+        load_model(qwen3)
+
+
+def test_what_is_saved_loads_as_the_same_weights(qwen3: Path) -> None:
+    before = load_file(qwen3 / "model.safetensors")
+    save_weights(load_model(qwen3).module, qwen3)
+    after = load_file(qwen3 / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name], tensor)
+
+
+def test_missing_misshapen_and_surplus_tensors_are_named_with_their_shapes(qwen3: Path) -> None:
+    change_tensors(
+        qwen3,
+        {
+            "model.layers.1.mlp.up_proj.weight": None,
+            "model.layers.0.self_attn.k_proj.weight": np.zeros((64, 32), np.float32),
+            "model.layers.0.self_attn.k_proj.bias": np.zeros(32, np.float32),
+        },
+    )
+    with pytest.raises(CheckpointError) as raised:
+        load_model(qwen3)
+    text = str(raised.value)
+    assert "model.layers.1.mlp.up_proj.weight: expected shape (96, 64), got no such tensor" in text
+    assert "model.layers.0.self_attn.k_proj.weight: expected shape (32, 64), got (64, 32)" in text
+    assert "model.layers.0.self_attn.k_proj.bias: expected no such tensor" in text
+    assert text.count("\n") == 3
+
+
+def test_a_long_list_of_problems_is_cut(qwen3: Path) -> None:
+    config = json.loads((qwen3 / "config.json").read_text())
+    config |= {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
+    (qwen3 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"and 35 more$"):
+        load_model(qwen3)
+
+
+def test_a_tied_head_and_other_modalities_are_no_surplus(qwen3: Path) -> None:
+    plain = last_logits(qwen3)
+    tensors = load_file(qwen3 / "model.safetensors")
+    changes: dict[str, np.ndarray | None] = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    changes |= dict.fromkeys(tensors)
+    changes |= {
+        "language_model.lm_head.weight": tensors["model.embed_tokens.weight"],
+        "vision_tower.patch.weight": np.zeros(3, np.float32),
+        "language_model.model.rotary_emb.inv_freq": np.zeros(8, np.float32),
+    }
+    change_tensors(qwen3, changes)
+    np.testing.assert_array_equal(last_logits(qwen3), plain)
+
+
+def test_a_folder_without_weights_or_with_a_broken_file_is_refused(qwen3: Path) -> None:
+    (qwen3 / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(CheckpointError, match="expected a safetensors file, got one that cannot be read"):
+        load_model(qwen3)
+    (qwen3 / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"found no .*model\.safetensors"):
+        load_model(qwen3)
+
+
+def test_a_missing_package_names_its_extra() -> None:
+    with pytest.raises(MissingExtraError, match=r"loading a model needs no_such_package.*pip install 'kvjax\[hf\]'"):
+        require_extra("no_such_package.numpy", "hf", "loading a model")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token per byte, and a beginning-of-text token that the post-processor puts first."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = FastTokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.add_special_tokens(["<bos>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def test_text_survives_the_tokenizer(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    ids = tokenizer.encode("naïve “text”")
+    assert ids[0] == 256
+    assert len(ids) == 1 + len("naïve “text”".encode())
+    assert tokenizer.decode(ids) == "naïve “text”"
+    assert tokenizer.decode(ids, skip_special_tokens=False).startswith("<bos>")
+    assert tokenizer.decode(np.asarray(ids[:4])) == "na\ufffd"
+    assert tokenizer.vocab_size == 257
+
+
+def test_a_model_has_the_tokenizer_of_its_folder_if_any(qwen3: Path) -> None:
+    assert load_model(qwen3).tokenizer is None
+    write_tokenizer(qwen3)
+    tokenizer = load_model(qwen3).tokenizer
+    assert tokenizer is not None
+    (qwen3 / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: expected a tokenizer"):
+        Tokenizer.from_folder(qwen3)
+
+
+MESH_PROGRAM = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh
+from kvjax.models import DenseAttention, load_model
+from tests.models.golden_models import goldens_of, model_folder
+
+mesh = Mesh(np.asarray(jax.devices()), ("tensor",))
+for name in ("llama", "qwen3"):
+    module = load_model(model_folder(name), mesh=mesh).module
+    block = module.layers[0]
+    shard = block.mlp.down_proj.kernel[...].addressable_shards[0].data.shape
+    assert shard == (24, 64), shard
+    kv_shard = block.self_attn.k_proj.kernel[...].addressable_shards[0].data.shape
+    assert kv_shard == ((64, 32) if name == "qwen3" else (64, 16)), kv_shard
+    forward = jax.jit(lambda tokens: module.logits(module(tokens, jnp.arange(tokens.size), DenseAttention())))
+    golden = goldens_of(name)[0]
+    logits = np.asarray(forward(jnp.asarray(golden.prompt)))[golden.positions]
+    np.testing.assert_allclose(logits, golden.logits, atol=1e-4, rtol=0)
+try:
+    load_model(model_folder("llama"), mesh=Mesh(np.asarray(jax.devices()[:3]), ("tensor",)))
+except ValueError as error:
+    assert "expected query heads to divide over 3 devices of axis 'tensor', got 8" in str(error)
+else:
+    raise SystemExit("three devices were not refused")
+whole = load_model(model_folder("llama"), mesh=Mesh(np.asarray(jax.devices()), ("data",))).module
+assert whole.layers[0].mlp.down_proj.kernel[...].sharding.is_fully_replicated
+"""
+
+
+def test_a_model_split_over_four_devices_gives_the_same_logits() -> None:
+    """In a process of its own, since the number of CPU devices is set before jax starts."""
+    program = "import jax\njax.config.update('jax_num_cpu_devices', 4)\n" + MESH_PROGRAM
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
