@@ -3,26 +3,19 @@
 Flow:    Request -> [RequestTable] -> KVCacheManager.plan_step, StepPlan -> sampled tokens -> append_tokens
 Source:  DESIGN, "Structure of arrays, not objects"
 
-A row is in exactly one state:
-
-    free      in the free heap; the lowest free row is issued first
-    owned     requests[row] is the request, whose attributes are views of the row
-    retiring  released while an open step names it: results of that step are still to come, so the row is not reissued
-              until `close_step`
+A row is free, owned by a request whose attributes are views of it, or retiring (row_allocator.py).
 
 Invariants (`check_invariants`; the test suite runs it after every test):
 
-    I1  every row is free, owned or retiring; rows by request id and requests by row agree
+    I1  rows by request id, requests by row, requests' own rows and the row allocator agree
     I2  a row that is not owned has all counts 0
     I3  an owned row has 1 <= num_prompt_tokens <= num_tokens <= columns, and num_computed_tokens >= 0
     I4  block_hashes[row] is the request's own list, with num_hashed_blocks[row] = num_tokens // block size entries
         (0 without a hasher)
-    I5  the open steps name each row as often as its fence counts; a row is retiring only behind a fence
 """
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +23,7 @@ import numpy as np
 
 from kvjax.core.block_hash import BlockHash, BlockHasher
 from kvjax.core.request import Request
+from kvjax.core.row_allocator import RowAllocator
 from kvjax.core.token_ids import MAX_TOKEN_ID, as_token_ids
 from kvjax.errors import InvariantError, UnknownRequestError
 
@@ -74,13 +68,9 @@ class RequestTable:
         self.requests: list[Request | None] = [None] * rows
         self.block_hashes: list[list[BlockHash]] = [[] for _ in range(rows)]
         self._next_hash_at = np.full(rows, NEVER)  # num_tokens at which the row's next block is full
-        self._num_fences = np.zeros(rows, np.int64)  # open steps that name the row
-        self._retiring = np.zeros(rows, np.bool_)
         self._scratch = np.zeros(rows, np.int64)
-        self._free_rows = list(range(rows))  # a heap
+        self._rows = RowAllocator(rows)
         self._row_by_id: dict[str, int] = {}
-        self._open_steps: dict[int, np.ndarray] = {}
-        self._num_steps = 0
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -119,9 +109,9 @@ class RequestTable:
             raise ValueError(f"expected a request id that is not in the table, got {request.request_id!r}")
         self._check_length(request.num_tokens, request.request_id)
         self._reserve_columns(request.num_tokens)
-        if not self._free_rows:
+        if not self._rows.num_free:
             self._double_rows()
-        row = heapq.heappop(self._free_rows)
+        row = self._rows.take()
         self.token_ids[row, : request.num_tokens] = request.token_ids
         self.num_tokens[row] = request.num_tokens
         self.num_prompt_tokens[row] = request.num_prompt_tokens
@@ -150,10 +140,7 @@ class RequestTable:
         self.requests[row] = None
         self.block_hashes[row] = []
         del self._row_by_id[request.request_id]
-        if self._num_fences[row]:
-            self._retiring[row] = True
-        else:
-            heapq.heappush(self._free_rows, row)
+        self._rows.give_back(row)
 
     # -- fences -------------------------------------------------------------------------------------------------------
 
@@ -164,11 +151,7 @@ class RequestTable:
             ValueError: a row is unknown, not owned or named twice. Nothing is changed.
         """
         rows, _ = self._owned_rows(rows)
-        step_id = self._num_steps
-        self._num_steps += 1
-        self._open_steps[step_id] = rows.copy()
-        self._num_fences[rows] += 1
-        return step_id
+        return self._rows.open_step(rows)
 
     def close_step(self, step_id: int) -> None:
         """Ends a step, whose results are read: rows released meanwhile may be issued again.
@@ -176,13 +159,7 @@ class RequestTable:
         Raises:
             ValueError: no step of that id is open. Nothing is changed.
         """
-        rows = self._open_steps.pop(step_id, None)
-        if rows is None:
-            raise ValueError(f"expected the id of an open step, got {step_id}; open: {sorted(self._open_steps)}")
-        self._num_fences[rows] -= 1
-        for row in rows[self._retiring[rows] & (self._num_fences[rows] == 0)].tolist():
-            self._retiring[row] = False
-            heapq.heappush(self._free_rows, row)
+        self._rows.close_step(step_id)
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -326,12 +303,10 @@ class RequestTable:
         for name in ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks"):
             setattr(self, name, _grown(getattr(self, name), new, 0))
         self._next_hash_at = _grown(self._next_hash_at, new, NEVER)
-        self._num_fences = _grown(self._num_fences, new, 0)
-        self._retiring = _grown(self._retiring, new, False)
         self._scratch = _grown(self._scratch, new, 0)
         self.requests += [None] * old
         self.block_hashes += [[] for _ in range(old)]
-        self._free_rows += range(old, new)  # above every row issued so far: still a heap
+        self._rows.grow(new)
 
     def _replace_tokens(self, rows: int, columns: int) -> None:
         """Moves the tokens to a larger array; only memory that holds tokens is touched."""
@@ -355,20 +330,16 @@ class RequestTable:
         }
 
     def check_invariants(self) -> None:
-        """Checks I1 to I5.
+        """Checks I1 to I4 and those of the row allocator.
 
         Raises:
             InvariantError: one of them does not hold.
         """
-        owned = {row for row, request in enumerate(self.requests) if request is not None}
-        retiring = set(np.flatnonzero(self._retiring).tolist())
-        states = sorted([*owned, *retiring, *self._free_rows])
-        _hold(states == list(range(self.capacity)), f"I1: owned, retiring and free rows are {states}")
-        _hold(set(self._row_by_id.values()) == owned, f"I1: rows by id {self._row_by_id}, owned {sorted(owned)}")
-        fences = np.zeros(self.capacity, np.int64)
-        for rows in self._open_steps.values():
-            fences[rows] += 1
-        _hold(np.array_equal(fences, self._num_fences), f"I5: fences {self._num_fences}, open steps name {fences}")
+        owned = [row for row, request in enumerate(self.requests) if request is not None]
+        by_id = sorted(self._row_by_id.values())
+        _hold(by_id == owned, f"I1: rows by id {by_id}, owned {owned}")
+        _hold(self._rows.num_rows == self.capacity, f"I1: {self._rows.num_rows} rows to issue of {self.capacity}")
+        self._rows.check_invariants(owned)
         for row in range(self.capacity):
             self._check_row(row)
 
@@ -378,7 +349,6 @@ class RequestTable:
         total, prompt, computed, hashed = (int(array[row]) for array in counts)
         if request is None:
             _hold(total == prompt == computed == hashed == 0, f"I2: row {row} is not owned but has counts")
-            _hold(not self._retiring[row] or self._num_fences[row] > 0, f"I5: row {row} is retiring without a fence")
             return
         _hold(request.row == row and self._row_by_id.get(request.request_id) == row, f"I1: row {row} and {request}")
         _hold(1 <= prompt <= total <= self.token_ids.shape[1] and computed >= 0, f"I3: row {row}: {request}")
