@@ -101,8 +101,8 @@ class UpdateStep:
         """Dispatches one step. `pages` is donated: use the output's. The plan and the host's state may change at once.
 
         Raises:
-            ValueError: the plan fits no bucket, its page edits or token sources cannot be, or `previous` or `sampling` have
-                other sizes. The pages are untouched.
+            ValueError: the plan fits no bucket, its page edits or token sources cannot be, or `previous` or
+                `sampling` have other sizes. The pages are untouched.
         """
         if plan.token_source.max(initial=-1) >= self.buckets.max_num_requests:
             raise ValueError(
@@ -123,15 +123,20 @@ class UpdateStep:
         """
         return self._step(self._state, pages, *self._arguments(batch, previous, sampling))
 
-    def warmup(self, pages: KVPages, *, sampling: Any = None) -> KVPages:
+    def warmup(
+        self, pages: KVPages, *, sampling: Any = None, on_compiled: Callable[[int], object] | None = None
+    ) -> KVPages:
         """Compiles the step for every bucket, and page copies and zeroing for every length, by running them empty.
 
-        `sampling` is an example of the sampling inputs, of any leading length. Returns the pages, unchanged in value.
+        `sampling` is an example of the sampling inputs, of any leading length; `on_compiled(1)` is called after each
+        bucket. Returns the pages, unchanged in value.
         """
         for bucket in self.buckets.steps:
             batch = DeviceBatch.empty(bucket, len(self.kv_cache_config.kv_cache_groups))
             example = jax.tree.map(lambda x: x[:0], sampling)
             pages = self.run(pages, batch, sampling=example).pages
+            if on_compiled is not None:
+                on_compiled(1)
         for pool_id in range(len(pages.pools)):
             for count in self.buckets.page_counts:
                 nothing = np.full(count, -1, np.int32)

@@ -17,18 +17,18 @@ from kvjax.core.step_builder import build_step_plan
 from kvjax.core.step_plan import StepPlan
 from kvjax.device import AttentionOptions
 
-BLOCK_SIZE, WINDOW, VOCAB = 4, 6, 31
+BLOCK_SIZE, WINDOW, VOCAB, NUM_BLOCKS = 4, 6, 31, 600
 Q_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 4, 8, 16
 
 
-def toy_config(num_blocks: int = 40, platform: str = "cpu", kv_heads: int = KV_HEADS) -> KVCacheConfig:
-    """Layers 0 and 2 with a window, layers 1 and 3 full; both groups share one pool of two columns."""
+def toy_config(num_blocks: int = NUM_BLOCKS, platform: str = "cpu", kv_heads: int = KV_HEADS) -> KVCacheConfig:
+    """Layers 0 and 2 with a window, layer 1 full; both groups share one pool of two columns."""
     sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": kv_heads, "head_size": HEAD_DIM, "dtype": "float32"}
     window, full = SlidingWindowSpec(**sizes, sliding_window=WINDOW), FullAttentionSpec(**sizes)
     columns = (full.page_layout(platform),) * 2
     groups = (
         KVCacheGroupSpec(("layers.0", "layers.2"), window),
-        KVCacheGroupSpec(("layers.1", "layers.3"), full),
+        KVCacheGroupSpec(("layers.1",), full),
     )
     return KVCacheConfig((KVCachePoolSpec(num_blocks, columns),), groups)
 
@@ -54,9 +54,9 @@ class ToyAttention(nnx.Module):
 
 
 class ToyModel(nnx.Module):
-    """Four attention layers on token and position embeddings."""
+    """Three attention layers on token and position embeddings."""
 
-    def __init__(self, seed: int = 0, kv_heads: int = KV_HEADS, num_layers: int = 4) -> None:
+    def __init__(self, seed: int = 0, kv_heads: int = KV_HEADS, num_layers: int = 3) -> None:
         rngs = nnx.Rngs(seed)
         self.embed = nnx.Embed(VOCAB, HIDDEN, rngs=rngs)
         self.layers = nnx.List([ToyAttention(i, kv_heads, rngs) for i in range(num_layers)])
@@ -92,15 +92,35 @@ def dense_attend(layer_name: str, q: jax.Array, k: jax.Array, v: jax.Array, opti
     return jnp.einsum("hqk,khd->qhd", weights, v)
 
 
+DENSE_LENGTH = 64
+
+
+@nnx.jit
+def _dense(model: ToyModel, token_ids: jax.Array) -> jax.Array:
+    return model.logits(model(token_ids, jnp.arange(DENSE_LENGTH), dense_attend))
+
+
 def dense_logits(model: ToyModel, token_ids: np.ndarray) -> np.ndarray:  # [length, VOCAB]
-    """Logits after every token of one sequence."""
-    hidden = model(jnp.asarray(token_ids), jnp.arange(len(token_ids)), dense_attend)
-    return np.asarray(model.logits(hidden))
+    """Logits after every token of one sequence; padded at its end, which causal attention does not see."""
+    padded = np.zeros(DENSE_LENGTH, np.int32)
+    padded[: len(token_ids)] = token_ids
+    return np.asarray(_dense(model, padded))[: len(token_ids)]
+
+
+def sample(logits: jax.Array, sampling: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The best token, moved on by a request's offset; and the best logit."""
+    return (jnp.argmax(logits, axis=-1) + sampling["offset"]) % VOCAB, jnp.max(logits, axis=-1)
+
+
+def is_greedy(model: ToyModel, prompt: np.ndarray, generated: list[int]) -> bool:
+    """Whether every generated token is the best one after all before it, computed over the whole sequence at once."""
+    best = dense_logits(model, np.array([*prompt, *generated])).argmax(axis=-1)
+    return best[len(prompt) - 1 : -1].tolist() == generated
 
 
 @dataclass
 class ToyHost:
-    """Tables as the manager keeps them, with blocks dealt in order and none given back.
+    """Tables as the manager keeps them: blocks dealt from a list, all given back when a request ends.
 
     Blocks of the window group that lie before every visible token become the null block, as a manager would make them.
     """
@@ -109,7 +129,6 @@ class ToyHost:
     num_rows: int = 8
     num_columns: int = 16
     request_table: SimpleNamespace = field(init=False)
-    next_block: int = 1
 
     def __post_init__(self) -> None:
         shape = (self.num_rows, self.num_columns * BLOCK_SIZE)
@@ -122,6 +141,7 @@ class ToyHost:
         groups = len(self.kv_cache_config.kv_cache_groups)
         self._tables = [np.zeros((self.num_rows, self.num_columns), np.int32) for _ in range(groups)]
         self._num_blocks = [np.zeros(self.num_rows, np.int64) for _ in range(groups)]
+        self._free = [list(range(1, pool.num_blocks)) for pool in self.kv_cache_config.pools]
 
     def block_tables(self, group_id: int) -> np.ndarray:
         return self._tables[group_id]
@@ -130,25 +150,37 @@ class ToyHost:
         return self._num_blocks[group_id]
 
     def add(self, row: int, token_ids: np.ndarray) -> None:
-        self.request_table.requests[row] = SimpleNamespace(request_id=f"r{row}")
-        self.request_table.token_ids[row, : len(token_ids)] = token_ids
-        self.request_table.num_tokens[row] = len(token_ids)
+        table = self.request_table
+        table.requests[row] = SimpleNamespace(request_id=f"r{row}")
+        table.token_ids[row, : len(token_ids)] = token_ids
+        table.num_tokens[row], table.num_computed_tokens[row] = len(token_ids), 0
 
     def append(self, row: int, token_id: int) -> None:
         self.request_table.token_ids[row, self.request_table.num_tokens[row]] = token_id
         self.request_table.num_tokens[row] += 1
 
     def allocate(self, row: int, num_new: int) -> None:
-        """Blocks up to the new tokens; window blocks out of sight become null."""
+        """Blocks up to the new tokens; window blocks out of sight are given back and become null."""
         computed = int(self.request_table.num_computed_tokens[row])
         for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            table, counts = self._tables[group_id], self._num_blocks[group_id]
-            while counts[row] < cdiv(computed + num_new, BLOCK_SIZE):
-                table[row, counts[row]] = self.next_block
-                self.next_block += 1
-                counts[row] += 1
+            table, counts, free = self._tables[group_id], self._num_blocks[group_id], self._free[group.pool_id]
             if group.kv_cache_spec.kind == "sliding_window":
-                table[row, : max(0, computed - WINDOW + 1) // BLOCK_SIZE] = 0
+                self._give_back(group_id, row, max(0, computed - WINDOW + 1) // BLOCK_SIZE)
+            while counts[row] < cdiv(computed + num_new, BLOCK_SIZE):
+                table[row, counts[row]] = free.pop(0)
+                counts[row] += 1
+
+    def release(self, row: int) -> None:
+        """Ends the request of `row`."""
+        for group_id, counts in enumerate(self._num_blocks):
+            self._give_back(group_id, row, int(counts[row]))
+            counts[row] = 0
+        self.request_table.requests[row] = None
+
+    def _give_back(self, group_id: int, row: int, count: int) -> None:
+        ids = self._tables[group_id][row, :count]
+        self._free[self.kv_cache_config.kv_cache_groups[group_id].pool_id] += ids[ids > 0].tolist()
+        ids[:] = 0
 
     def plan(self, rows: list[int], num_new: list[int], **options) -> StepPlan:
         """Allocates, builds the plan, and advances."""
