@@ -77,6 +77,8 @@ class BlockHasher:
             raise ValueError(
                 f"expected an extra key style of {', '.join(EXTRA_KEY_STYLES)}, got {self.extra_key_style!r}"
             )
+        if self.seed is not None and not isinstance(self.seed, str):
+            raise ValueError(f"expected seed as text (a number hashes unlike its text), got {self.seed!r}")
         encoding = CborEncoding() if self.algorithm.endswith("_cbor") else PickleEncoding()
         seed = os.environ.get("PYTHONHASHSEED") if self.seed is None else self.seed
         digest_bytes = SHA256_BYTES if self.algorithm.startswith("sha256") else XXH3_128_BYTES

@@ -8,8 +8,9 @@ A block's extra keys are a tuple in the order LoRA, items, salt, embeddings, or 
     tagged  ("lora", name, path)  ("mm", identifier, offset - start)  ("cache_salt", salt)  ("prompt_embeds", digest)
     bare    name                  identifier                          salt                  digest
 
-An item counts for every block that its tokens overlap; the salt for the first block only (the chain carries it on);
-the digest is SHA-256 over the raw bytes of the block's slice of the embeddings, which is empty beyond the prompt.
+An item counts for every block that its tokens overlap (where items overlap each other, vLLM names only some of them);
+the salt for the first block only, since the chain carries it on. The digest is SHA-256 over the raw bytes of the
+block's slice of the embeddings, which is empty beyond the prompt.
 Bare keys collide where an adapter is named like a salt, hence the tags.
 """
 

@@ -70,8 +70,9 @@ class Request:
             ValueError: the prompt is empty or not a row of integers in [0, 2**31), an item lies outside it or out of
                 order, the salt is empty, or there is not one embedding per prompt token.
         """
+        prompt_embeds = None if prompt_embeds is None else np.asarray(prompt_embeds)
         if prompt_token_ids is None and prompt_embeds is not None:
-            prompt_token_ids = np.zeros(len(prompt_embeds), np.int32)
+            prompt_token_ids = np.zeros(prompt_embeds.shape[:1], np.int32)
         tokens = as_token_ids(prompt_token_ids, "prompt_token_ids")
         _check_prompt(tokens.size, mm_features, prompt_embeds)
         self.request_id = request_id

@@ -203,6 +203,8 @@ def test_a_hasher_refuses_what_it_does_not_know(arguments: tuple, message: str) 
         BlockHasher(*arguments)
     with pytest.raises(ValueError, match="expected an extra key style of tagged, bare, got 'old'"):
         BlockHasher(4, extra_key_style="old")
+    with pytest.raises(ValueError, match=r"expected seed as text .*, got 0"):
+        BlockHasher(4, seed=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

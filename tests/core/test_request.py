@@ -121,6 +121,8 @@ def test_computed_tokens_can_be_set() -> None:
             r"item 'a': expected it to end within the prompt's 3 tokens, got tokens \[2, 4\)",
         ),
         ({"prompt_embeds": np.zeros((2, 4))}, r"expected prompt_embeds \[3, hidden\], got shape \[2, 4\]"),
+        ({"prompt_embeds": 1.0, "prompt_token_ids": None}, r"expected prompt_token_ids as a row of integers"),
+        ({"prompt_embeds": [1.0, 2.0, 3.0]}, r"expected prompt_embeds \[3, hidden\], got shape \[3\]"),
         ({"prompt_embeds": np.zeros(3)}, r"expected prompt_embeds \[3, hidden\], got shape \[3\]"),
     ],
 )
