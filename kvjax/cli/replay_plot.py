@@ -1,0 +1,141 @@
+"""A replay as a picture: hits against the infinite cache, the pool, the queue, and how long blocks stay.
+
+Flow:    ReplayResult -> [plot_replay] -> PNG
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvjax.errors import MissingExtraError
+from kvjax.replay import ReplayResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HELD, CACHED, FREE = "#2b6cb0", "#90cdf4", "#edf2f7"
+HIT, CEILING, WARN = "#2f855a", "#a0aec0", "#c05621"
+NUM_WINDOWS = 60  # points of the hit-rate curves
+
+
+def check_available() -> None:
+    """Raises MissingExtraError where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingExtraError("--plot needs matplotlib; install it with: pip install 'kvjax[plots]'")
+
+
+def plot_replay(result: ReplayResult, path: Path, title: str) -> None:
+    """Writes the picture.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    check_available()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2)
+    minutes = np.array([sample.time_s for sample in result.recorder.samples]) / 60
+    _plot_hits(axes[0, 0], result, minutes)
+    _plot_pool(axes[0, 1], result, minutes)
+    if result.config.serial:
+        _plot_host(axes[1, 0], result)
+    else:
+        _plot_queue(axes[1, 0], result, minutes)
+    _plot_residency(axes[1, 1], result)
+    mode = "one request at a time" if result.config.serial else "continuous batching"
+    figure.suptitle(f"{title}: {mode}, blocks of {result.config.block_size} tokens")
+    figure.savefig(path, format="png")
+
+
+def _series(result: ReplayResult, name: str) -> np.ndarray:
+    return np.array([getattr(sample, name) for sample in result.recorder.samples], np.float64)
+
+
+def _plot_hits(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
+    """Hit rate within windows of equal numbers of samples, and over everything so far."""
+    prompt, recorder = _series(result, "prompt_tokens"), result.recorder
+    edges = np.unique(np.linspace(0, len(prompt) - 1, NUM_WINDOWS + 1).astype(int))
+    asked = np.diff(prompt[edges])
+    edges = np.concatenate((edges[:1], edges[1:][asked > 0]))  # a window without admissions has no rate
+    for name, color, label, total in (
+        ("infinite_hit_tokens", CEILING, "infinite cache", recorder.infinite_hit_tokens),
+        ("hit_tokens", HIT, "this cache", recorder.hit_tokens),
+    ):
+        hits = _series(result, name)
+        rate = 100 * np.diff(hits[edges]) / np.diff(prompt[edges])
+        overall = 100 * total / max(recorder.prompt_tokens, 1)
+        axis.plot(minutes[edges[1:]], rate, color=color, label=f"{label}: {overall:.1f} % overall")
+    axis.set(title="prompt tokens found in the cache", ylabel="%", xlabel="virtual minutes", ylim=(0, None))
+    axis.legend(loc="lower right")
+
+
+def _plot_pool(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
+    """Blocks held, free but cached, and empty."""
+    total = sum(pool.num_blocks - 1 for pool in result.plan.pools)
+    held, cached = _series(result, "held_blocks"), _series(result, "cached_blocks")
+    parts = [held, cached, total - held - cached]
+    labels = ["held by requests", "free, still cached", "free, empty"]
+    axis.stackplot(minutes, parts, colors=[HELD, CACHED, FREE], labels=labels)
+    axis.set(title=f"the pool of {total:,} blocks", ylabel="blocks", xlabel="virtual minutes", ylim=(0, total))
+    axis.yaxis.set_major_formatter(_thousands())
+    axis.margins(x=0)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, frameon=False)
+
+
+def _plot_queue(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
+    """Running and waiting requests, and preemptions so far."""
+    axis.plot(minutes, _series(result, "running"), color=HELD, label="running")
+    axis.plot(minutes, _series(result, "waiting"), color=CEILING, label="waiting")
+    axis.set(title="requests", ylabel="requests", xlabel="virtual minutes", ylim=(0, None))
+    axis.yaxis.set_major_formatter(_thousands())
+    other = axis.twinx()
+    other.plot(minutes, _series(result, "preemptions"), color=WARN, label="preemptions so far")
+    other.set(ylabel="preemptions", ylim=(0, max(1, result.recorder.preemptions) * 1.05))
+    other.yaxis.set_major_formatter(_thousands())
+    handles, labels = axis.get_legend_handles_labels()
+    more_handles, more_labels = other.get_legend_handles_labels()
+    axis.legend(handles + more_handles, labels + more_labels, loc="upper left")
+
+
+def _plot_host(axis: Axes, result: ReplayResult) -> None:
+    """Distribution of the managers' time per request."""
+    us = np.array(result.recorder.host_ns) / 1e3
+    axis.hist(us, bins=_log_bins(us), color=HELD)
+    axis.axvline(float(np.median(us)), color=WARN, label=f"median {np.median(us):,.0f} us")
+    axis.set(title="host time of the managers", ylabel="requests", xlabel="us a request", xscale="log")
+    axis.legend()
+
+
+def _plot_residency(axis: Axes, result: ReplayResult) -> None:
+    """How long sampled blocks kept their contents, and idled before they lost them."""
+    axis.set(title="sampled blocks when their contents went", ylabel="blocks", xlabel="virtual seconds")
+    lifetimes = np.array([event.lifetime_seconds for event in result.residencies])
+    idle = np.array([event.idle_seconds for event in result.residencies])
+    if not (lifetimes > 0).any():
+        axis.text(0.5, 0.5, "no sampled block was evicted", ha="center", va="center", transform=axis.transAxes)
+        return
+    bins = _log_bins(np.concatenate((lifetimes, idle)))
+    axis.hist(lifetimes, bins=bins, color=CACHED, label="lifetime")
+    axis.hist(idle, bins=bins, histtype="step", color=WARN, linewidth=1.5, label="idle before eviction")
+    axis.set_xscale("log")
+    axis.legend(loc="upper left")
+
+
+def _log_bins(values: np.ndarray) -> np.ndarray:
+    positive = values[values > 0]
+    low, high = float(positive.min()), float(positive.max())
+    return np.geomspace(low, max(high, 1.01 * low), 50)
+
+
+def _thousands() -> Any:
+    from matplotlib.ticker import StrMethodFormatter
+
+    return StrMethodFormatter("{x:,.0f}")

@@ -1,0 +1,27 @@
+"""Replay of request traces through the real cache managers, without a model and without jax.
+
+Flow:    read_trace | generate_workload -> [run_replay] -> ReplayResult -> result_text, result_json
+"""
+
+from kvjax.replay.batching import BatchingConfig
+from kvjax.replay.replay import ReplayConfig, ReplayResult, run_replay
+from kvjax.replay.report import result_json, result_text
+from kvjax.replay.speed_model import SpeedModel
+from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, read_trace, write_trace
+from kvjax.replay.workloads import WORKLOADS, generate_workload
+
+__all__ = [
+    "TRACE_BLOCK_SIZE",
+    "WORKLOADS",
+    "BatchingConfig",
+    "ReplayConfig",
+    "ReplayResult",
+    "SpeedModel",
+    "TraceRequest",
+    "generate_workload",
+    "read_trace",
+    "result_json",
+    "result_text",
+    "run_replay",
+    "write_trace",
+]

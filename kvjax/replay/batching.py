@@ -1,0 +1,231 @@
+"""Replay of continuous batching in virtual time: token budget, chunked prefill, preemption, no model.
+
+Flow:    trace -> [BatchedReplay.run] -> KVCacheManager calls, SpeedModel -> Recorder
+
+A step, as the reference engine and vLLM's scheduler take it:
+
+    1. running requests in order of admission: one token where decoding, else the next chunk of the prompt, while the
+       budget lasts; all in one `plan_step`. A request that does not fit makes the youngest running one start over.
+    2. if nothing was preempted: waiting requests in order of arrival, each after a lookup, while budget and seats last
+       and the whole of what is known of the request fits
+    3. time passes as the speed model says; every request whose tokens are all computed gets one more
+
+Outputs are tokens that no prompt has, so they never hit; blocks that they fill are hashed and registered all the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import thread_time_ns
+
+import numpy as np
+
+from kvjax.core.kv_cache_manager import KVCacheManager
+from kvjax.core.request import Request
+from kvjax.core.token_ids import MAX_TOKEN_ID
+from kvjax.replay.clock import VirtualClock
+from kvjax.replay.infinite_cache import InfiniteCache
+from kvjax.replay.prompts import PromptMaker
+from kvjax.replay.recorder import Recorder
+from kvjax.replay.running_batch import Job, RunningBatch
+from kvjax.replay.speed_model import SpeedModel
+from kvjax.replay.trace import TraceRequest
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """Bounds of a step."""
+
+    max_num_batched_tokens: int = 8_192
+    max_num_seqs: int = 256
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ValueError(f"expected max_num_seqs >= 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"expected max_num_batched_tokens >= max_num_seqs = {self.max_num_seqs} (a token each), "
+                f"got {self.max_num_batched_tokens}"
+            )
+
+
+@dataclass
+class BatchedReplay:
+    """One run over one trace."""
+
+    trace: Sequence[TraceRequest]
+    manager: KVCacheManager
+    prompts: PromptMaker
+    infinite: InfiniteCache
+    recorder: Recorder
+    clock: VirtualClock
+    speed: SpeedModel
+    batching: BatchingConfig
+    on_progress: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        self._table = self.manager.request_table
+        self._waiting: deque[Job] = deque()
+        self._running = RunningBatch()
+        self._num_arrived = 0
+        self._num_emitted = 0
+
+    def run(self) -> None:
+        """Replays the whole trace."""
+        while self._num_arrived < len(self.trace) or self._waiting or self._running:
+            if not self._waiting and not self._running:
+                self.clock.now_s = max(self.clock.now_s, self.trace[self._num_arrived].timestamp_ms / 1e3)
+            self._arrive()
+            self._step()
+
+    def _arrive(self) -> None:
+        while self._num_arrived < len(self.trace):
+            source = self.trace[self._num_arrived]
+            if source.timestamp_ms / 1e3 > self.clock.now_s:
+                break
+            hit = self.infinite.lookup_and_add(source)
+            self._waiting.append(Job(self._num_arrived, source, hit, source.output_length))
+            self._num_arrived += 1
+
+    def _step(self) -> None:
+        start = thread_time_ns()
+        rows, num_new, preempted = self._schedule_running()
+        host_ns = thread_time_ns() - start
+        if not preempted:
+            budget = self.batching.max_num_batched_tokens - int(num_new.sum())
+            admitted, admitted_new, spent_ns = self._admit(budget)
+            rows, num_new = np.concatenate((rows, admitted)), np.concatenate((num_new, admitted_new))
+            host_ns += spent_ns
+        if not len(rows):
+            return  # all that was tried is refused or preempted; the next step starts from there
+        self._pass_time(rows, num_new)
+        start = thread_time_ns()
+        self._finish_step(rows, num_new)
+        self.recorder.host_ns.append(host_ns + thread_time_ns() - start)
+        self.recorder.sample(self.clock.now_s, len(self._running), len(self._waiting))
+
+    # -- 1. running requests ------------------------------------------------------------------------------------------
+
+    def _schedule_running(self) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Rows that got tokens, how many each (int64), and whether a request had to be preempted."""
+        rows = self._running.rows
+        pending = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
+        before = np.cumsum(pending) - pending
+        num_new = np.clip(self.batching.max_num_batched_tokens - before, 0, pending)
+        rows, num_new = rows[num_new > 0], num_new[num_new > 0]
+        planned, preempted = 0, False
+        while planned < len(rows):
+            planned += self.manager.plan_step(rows[planned:], num_new[planned:]).num_planned
+            if planned < len(rows):
+                preempted = True
+                if self._preempt_youngest() == rows[-1]:
+                    rows, num_new = rows[:-1], num_new[:-1]
+        return rows, num_new, preempted
+
+    def _preempt_youngest(self) -> int:
+        """Makes the youngest running request wait again, with nothing computed; its row."""
+        job, row = self._running.pop_youngest()
+        request = _made(job)
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.recorder.preemptions += 1
+        if self._running:
+            self._waiting.appendleft(job)
+        else:
+            self._refuse()  # it had the pool to itself
+        return row
+
+    # -- 2. waiting requests ------------------------------------------------------------------------------------------
+
+    def _admit(self, budget: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Rows admitted, their tokens, and the host nanoseconds spent, making prompts not counted."""
+        jobs: list[Job] = []
+        num_new: list[int] = []
+        host_ns = 0
+        while self._waiting and budget > 0 and len(self._running) + len(jobs) < self.batching.max_num_seqs:
+            job = self._waiting[0]
+            if job.request is None:
+                job.request = self.prompts.make(str(job.index), job.source)
+            start = thread_time_ns()
+            tokens = self._try_to_admit(job, job.request, budget)
+            host_ns += thread_time_ns() - start
+            if tokens is None and (self._running or jobs):
+                break
+            self._waiting.popleft()
+            if tokens is None:
+                self._refuse()  # the pool is empty but for it
+                continue
+            jobs.append(job)
+            num_new.append(tokens)
+            budget -= tokens
+        rows = np.array([_made(job).row for job in jobs], np.int64)
+        if jobs:
+            self._running.extend(jobs, rows)
+        return rows, np.array(num_new, np.int64), host_ns
+
+    def _try_to_admit(self, job: Job, request: Request, budget: int) -> int | None:
+        """New tokens of the request's first step, or None where it does not fit now."""
+        blocks, hit = self.manager.get_computed_blocks(request)
+        num_new = min(request.num_tokens - hit, budget)
+        allocated = self.manager.allocate_slots(request, num_new, hit, blocks, full_sequence_must_fit=True)
+        if allocated is None:
+            return None
+        request.num_computed_tokens = hit
+        if not request.num_preemptions:
+            self._count_admission(job, hit)
+        return num_new
+
+    def _count_admission(self, job: Job, hit: int) -> None:
+        self.recorder.requests += 1
+        self.recorder.prompt_tokens += job.source.input_length
+        self.recorder.prompt_blocks += job.source.input_length // self.infinite.block_size
+        self.recorder.hit_tokens += hit
+        self.recorder.infinite_hit_tokens += job.infinite_hit
+
+    def _refuse(self) -> None:
+        self.recorder.refused += 1
+        self.on_progress(1)
+
+    # -- 3. time and tokens -------------------------------------------------------------------------------------------
+
+    def _pass_time(self, rows: np.ndarray, num_new: np.ndarray) -> None:
+        computed = self._table.num_computed_tokens[rows]
+        decoding = computed >= self._table.num_prompt_tokens[rows]
+        num_decodes = int(np.count_nonzero(decoding))
+        kv_tokens = int(computed[decoding].sum()) + num_decodes
+        num_tokens = int(num_new.sum())
+        self.recorder.computed_tokens += num_tokens
+        self.clock.now_s += self.speed.step_seconds(num_tokens - num_decodes, num_decodes, kv_tokens)
+
+    def _finish_step(self, rows: np.ndarray, num_new: np.ndarray) -> None:
+        """Counts the tokens as computed, emits one for every request that has none left, frees what is finished."""
+        self._table.advance(rows, num_new)
+        running = self._running
+        done = self._table.num_tokens[running.rows] == self._table.num_computed_tokens[running.rows]
+        emitting = done & (running.outputs_left > 0)
+        num_emitted = int(np.count_nonzero(emitting))
+        if num_emitted:
+            tokens = (self._num_emitted + np.arange(num_emitted)) & MAX_TOKEN_ID
+            self._table.append_tokens(running.rows[emitting], tokens)
+            self._num_emitted += num_emitted
+            running.outputs_left[emitting] -= 1
+        for i in np.flatnonzero(done & ~running.has_started).tolist():
+            self.recorder.ttft_s.append(self._waited_s(running.jobs[i]))
+        running.has_started |= done
+        for job in running.take_out(done & (running.outputs_left == 0)):
+            self.manager.free(_made(job))
+            self.recorder.latency_s.append(self._waited_s(job))
+            self.on_progress(1)
+        self.recorder.output_tokens += num_emitted
+
+    def _waited_s(self, job: Job) -> float:
+        """Virtual seconds since the request arrived."""
+        return self.clock.now_s - job.source.timestamp_ms / 1e3
+
+
+def _made(job: Job) -> Request:
+    assert job.request is not None  # it has been admitted
+    return job.request

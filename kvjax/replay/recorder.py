@@ -1,0 +1,62 @@
+"""What a replay measures while it runs: hits, host time per step, occupancy over time, latencies.
+
+Flow:    simulators -> [Recorder] -> ReplayResult
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvjax.core.block_pool import BlockPool
+
+MAX_SAMPLES = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """State at one moment. Blocks are counted over all pools, null blocks excepted."""
+
+    time_s: float  # virtual
+    held_blocks: int
+    cached_blocks: int  # free, but a lookup can still hit them
+    running: int
+    waiting: int
+    prompt_tokens: int  # from here on: totals so far
+    hit_tokens: int
+    infinite_hit_tokens: int
+    preemptions: int
+
+
+@dataclass
+class Recorder:
+    """Counters of one replay. Sampling gets sparser by halves, so a long replay keeps at most MAX_SAMPLES samples."""
+
+    pools: tuple[BlockPool, ...]
+    requests: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    prompt_blocks: int = 0
+    output_tokens: int = 0
+    hit_tokens: int = 0
+    infinite_hit_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+    host_ns: list[int] = field(default_factory=list)  # CPU time of the managers per step
+    ttft_s: list[float] = field(default_factory=list)  # arrival to first token, virtual
+    latency_s: list[float] = field(default_factory=list)  # arrival to last token, virtual
+    samples: list[Sample] = field(default_factory=list)
+    _stride: int = 1
+
+    def sample(self, time_s: float, running: int, waiting: int) -> None:
+        """Notes the state after a step, for one step in `_stride`."""
+        if len(self.host_ns) % self._stride:
+            return
+        held = sum(pool.num_blocks - 1 - pool.num_free_blocks for pool in self.pools)
+        cached = sum(int(np.count_nonzero(pool.is_hashed & (pool.ref_count == 0))) for pool in self.pools)
+        totals = (self.prompt_tokens, self.hit_tokens, self.infinite_hit_tokens, self.preemptions)
+        self.samples.append(Sample(time_s, held, cached, running, waiting, *totals))
+        if len(self.samples) >= MAX_SAMPLES:
+            del self.samples[1::2]
+            self._stride *= 2

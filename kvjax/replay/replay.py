@@ -1,0 +1,136 @@
+"""One replay from its configuration to its result.
+
+Flow:    trace, ReplayConfig -> [run_replay] -> ReplayResult -> kvjax.replay.report
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from kvjax.core.block_hash import BlockHasher
+from kvjax.core.kv_cache_manager import KVCacheManager
+from kvjax.core.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
+from kvjax.core.spec import KVCacheSpec
+from kvjax.planning import KVCachePlan, plan_kv_cache
+from kvjax.replay.batching import BatchedReplay, BatchingConfig
+from kvjax.replay.clock import VirtualClock
+from kvjax.replay.infinite_cache import InfiniteCache
+from kvjax.replay.prompts import PromptMaker
+from kvjax.replay.recorder import Recorder
+from kvjax.replay.serial import replay_serial
+from kvjax.replay.speed_model import SpeedModel
+from kvjax.replay.trace import TraceRequest
+
+SEED_TEXT = "kvjax-replay"  # fixed, so that two runs compute the same hashes
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What to replay on. `num_blocks` counts the blocks that can hold tokens; each pool has its null block besides."""
+
+    specs: dict[str, KVCacheSpec]
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    hash_algorithm: str = "sha256_cbor"
+    free_order: str = "append"
+    serial: bool = False
+    platform: str = "gpu"
+    tensor_parallel: int = 1
+    hybrid: bool = True
+    speed: SpeedModel = field(default_factory=SpeedModel)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    residency_sample_rate: float = 0.01
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return next(iter(self.specs.values())).block_size
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a replay found."""
+
+    config: ReplayConfig
+    plan: KVCachePlan
+    recorder: Recorder
+    residencies: tuple[KVCacheEvictionEvent, ...]  # of the sampled blocks whose contents went
+    virtual_seconds: float
+    wall_seconds: float
+
+
+def run_replay(
+    trace: Sequence[TraceRequest], config: ReplayConfig, on_progress: Callable[[int], None] = lambda count: None
+) -> ReplayResult:
+    """Replays `trace`; `on_progress` is called with the number of requests that were finished.
+
+    Raises:
+        ValueError: the trace is empty, or the config has neither or both of blocks and memory, or bad values.
+        MemoryBudgetError: the memory does not hold the cache of the longest request.
+    """
+    if not trace:
+        raise ValueError("expected a trace of at least one request, got none")
+    start = perf_counter()
+    plan = _plan(trace, config)
+    clock = VirtualClock()
+    collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
+    manager = KVCacheManager(
+        plan.config,
+        plan.max_model_len,
+        config.block_size,
+        metrics_collector=collector,
+        max_in_flight_tokens=plan.max_in_flight_tokens,
+        free_order=config.free_order,
+    )
+    recorder = Recorder(manager.block_pools)
+    hasher = BlockHasher(config.block_size, config.hash_algorithm, seed=SEED_TEXT)
+    prompts = PromptMaker(trace, hasher)
+    infinite = InfiniteCache(config.block_size)
+    with _no_garbage_collection():
+        if config.serial:
+            replay_serial(trace, manager, prompts, infinite, recorder, clock, on_progress)
+        else:
+            batching = config.batching
+            args = (trace, manager, prompts, infinite, recorder, clock, config.speed, batching, on_progress)
+            BatchedReplay(*args).run()
+    return ReplayResult(
+        config=config,
+        plan=plan,
+        recorder=recorder,
+        residencies=tuple(collector.drain_events()),
+        virtual_seconds=clock.now_s,
+        wall_seconds=perf_counter() - start,
+    )
+
+
+def _plan(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePlan:
+    """A cache whose longest request is the trace's."""
+    outputs = 0 if config.serial else 1
+    longest = max(request.input_length + outputs * request.output_length for request in trace)
+    in_flight = longest if config.serial else config.batching.max_num_batched_tokens
+    return plan_kv_cache(
+        config.specs,
+        max_model_len=longest,
+        memory_bytes=config.memory_bytes,
+        num_blocks=None if config.num_blocks is None else config.num_blocks + 1,
+        max_in_flight_tokens=in_flight,
+        platform=config.platform,
+        tensor_parallel=config.tensor_parallel,
+        hybrid=config.hybrid,
+    )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """The host core makes no cycles, and millions of hashes make every collection of the oldest generation slow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

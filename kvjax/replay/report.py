@@ -1,0 +1,184 @@
+"""A replay's result for people (text) and for programs (a JSON-ready dict).
+
+Flow:    ReplayResult -> [result_text | result_json] -> `kvjax replay`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.replay.replay import ReplayResult
+from kvjax.text import align_table, format_bytes
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+def result_json(result: ReplayResult) -> dict[str, Any]:
+    """Everything that a replay found, as JSON values: tokens, blocks, virtual seconds, host microseconds."""
+    recorder, config = result.recorder, result.config
+    values: dict[str, Any] = {
+        "mode": "serial" if config.serial else "batched",
+        "block_size": config.block_size,
+        "num_blocks": [pool.num_blocks - 1 for pool in result.plan.pools],
+        "memory_bytes": result.plan.used_bytes,
+        "max_model_len": result.plan.max_model_len,
+        "hash_algorithm": config.hash_algorithm,
+        "free_order": config.free_order,
+        "requests": recorder.requests,
+        "refused_requests": recorder.refused,
+        "prompt_tokens": recorder.prompt_tokens,
+        "output_tokens": recorder.output_tokens,
+        "computed_tokens": recorder.computed_tokens,
+        "hit_tokens": recorder.hit_tokens,
+        "token_hit_rate": _ratio(recorder.hit_tokens, recorder.prompt_tokens),
+        "infinite_hit_tokens": recorder.infinite_hit_tokens,
+        "infinite_token_hit_rate": _ratio(recorder.infinite_hit_tokens, recorder.prompt_tokens),
+        "prompt_blocks": recorder.prompt_blocks,
+        "hit_blocks": recorder.hit_tokens // config.block_size,
+        "block_hit_rate": _ratio(recorder.hit_tokens // config.block_size, recorder.prompt_blocks),
+        "infinite_hit_blocks": recorder.infinite_hit_tokens // config.block_size,
+        "infinite_block_hit_rate": _ratio(recorder.infinite_hit_tokens // config.block_size, recorder.prompt_blocks),
+        "preemptions": recorder.preemptions,
+        "steps": len(recorder.host_ns),
+        **_host_times(recorder.host_ns),
+        "virtual_seconds": result.virtual_seconds,
+        "wall_seconds": result.wall_seconds,
+        "occupancy": _occupancy(result),
+        "block_residency": _residency(result),
+    }
+    if not config.serial:
+        values["speed_model"] = vars(config.speed)
+        values["batching"] = vars(config.batching)
+        values["time_to_first_token_seconds"] = _quantiles(recorder.ttft_s)
+        values["latency_seconds"] = _quantiles(recorder.latency_s)
+    return values
+
+
+def result_text(result: ReplayResult) -> str:
+    """The same for a person, a paragraph per question."""
+    parts = [_what(result), _hits(result), _pool(result), _host(result)]
+    if not result.config.serial:
+        parts.insert(2, _service(result))
+    return "\n\n".join(parts)
+
+
+def _what(result: ReplayResult) -> str:
+    recorder, config = result.recorder, result.config
+    blocks = " + ".join(f"{pool.num_blocks - 1:,}" for pool in result.plan.pools)
+    mode = "one at a time" if config.serial else "continuous batching in virtual time"
+    lines = [
+        f"{recorder.requests:,} requests, {mode}; {recorder.prompt_tokens:,} prompt tokens"
+        + ("" if config.serial else f", {recorder.output_tokens:,} output tokens"),
+        f"cache: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
+        f"{config.hash_algorithm}, {config.free_order}",
+    ]
+    if not config.serial:
+        lines.append(f"speed model: {config.speed.describe()}")
+    if recorder.refused:
+        lines.append(f"{recorder.refused:,} requests are larger than the cache and were refused")
+    return "\n".join(lines)
+
+
+def _hits(result: ReplayResult) -> str:
+    values = result_json(result)
+    rows = [
+        [name, f"{values[hit]:,}", f"{values[total]:,}", f"{values[rate]:.2%}"]
+        for name, hit, total, rate in (
+            ("tokens, this cache", "hit_tokens", "prompt_tokens", "token_hit_rate"),
+            ("tokens, infinite cache", "infinite_hit_tokens", "prompt_tokens", "infinite_token_hit_rate"),
+            ("blocks, this cache", "hit_blocks", "prompt_blocks", "block_hit_rate"),
+            ("blocks, infinite cache", "infinite_hit_blocks", "prompt_blocks", "infinite_block_hit_rate"),
+        )
+    ]
+    return align_table(["prefix hits of", "hit", "of", "rate"], rows, left={0})
+
+
+def _service(result: ReplayResult) -> str:
+    recorder = result.recorder
+    rows = [
+        [name, *(f"{value:,.2f} s" for value in _quantiles(seconds).values())]
+        for name, seconds in (("first token", recorder.ttft_s), ("last token", recorder.latency_s))
+        if seconds
+    ]
+    table = align_table(["from arrival to", "mean", "median", "90 %", "99 %", "most"], rows, left={0})
+    rate = _ratio(recorder.output_tokens, result.virtual_seconds)
+    return (
+        f"{table}\n{result.virtual_seconds:,.0f} s of virtual time, {recorder.preemptions:,} preemptions, "
+        f"{recorder.computed_tokens:,} tokens computed, {rate:,.0f} output tokens/s"
+    )
+
+
+def _pool(result: ReplayResult) -> str:
+    occupancy, residency = _occupancy(result), _residency(result)
+    lines = [
+        f"blocks held: {occupancy['mean_held']:.1%} on average, {occupancy['max_held']:.1%} at most; "
+        f"free but cached: {occupancy['mean_cached']:.1%} on average"
+    ]
+    if residency["sampled_evictions"]:
+        rows = [
+            [name, *(f"{value:,.1f} s" for value in residency[key].values())]
+            for name, key in (
+                ("lifetime of a block's contents", "lifetime_seconds"),
+                ("idle before eviction", "idle_seconds"),
+                ("between two hits", "reuse_gap_seconds"),
+            )
+            if residency[key]
+        ]
+        lines.append(align_table(["virtual time", "mean", "median", "90 %", "99 %", "most"], rows, left={0}))
+        lines.append(f"(of {residency['sampled_evictions']:,} sampled evictions)")
+    else:
+        lines.append("no sampled block was evicted")
+    return "\n".join(lines)
+
+
+def _host(result: ReplayResult) -> str:
+    times = _host_times(result.recorder.host_ns)
+    what = "request" if result.config.serial else "step"
+    return (
+        f"host time of the managers: {times['host_us_per_step']:,.0f} us a {what} on average, "
+        f"{times['host_us_per_step_median']:,.0f} median, {times['host_us_per_step_p99']:,.0f} at 99 %; "
+        f"{len(result.recorder.host_ns):,} {what}s, {result.wall_seconds:.1f} s in all with reading and hashing prompts"
+    )
+
+
+def _host_times(host_ns: Sequence[int]) -> dict[str, float]:
+    us = np.array(host_ns or [0], np.float64) / 1e3
+    return {
+        "host_us_per_step": float(us.mean()),
+        "host_us_per_step_median": float(np.median(us)),
+        "host_us_per_step_p99": float(np.quantile(us, 0.99)),
+    }
+
+
+def _occupancy(result: ReplayResult) -> dict[str, float]:
+    """Shares of all blocks, over the samples."""
+    total = sum(pool.num_blocks - 1 for pool in result.plan.pools)
+    held = np.array([sample.held_blocks for sample in result.recorder.samples] or [0]) / total
+    cached = np.array([sample.cached_blocks for sample in result.recorder.samples] or [0]) / total
+    return {"mean_held": float(held.mean()), "max_held": float(held.max()), "mean_cached": float(cached.mean())}
+
+
+def _residency(result: ReplayResult) -> dict[str, Any]:
+    events = result.residencies
+    return {
+        "sampled_evictions": len(events),
+        "lifetime_seconds": _quantiles([event.lifetime_seconds for event in events]),
+        "idle_seconds": _quantiles([event.idle_seconds for event in events]),
+        "reuse_gap_seconds": _quantiles([gap for event in events for gap in event.reuse_gaps_seconds]),
+    }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, 90 %, 99 % and maximum; empty for no values."""
+    if not values:
+        return {}
+    array = np.array(values)
+    named = zip(("median", "p90", "p99"), np.quantile(array, QUANTILES).tolist(), strict=True)
+    return {"mean": float(array.mean()), **dict(named), "max": float(array.max())}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
