@@ -38,7 +38,7 @@ def all_cases() -> list[BenchCase]:
     """The cases of every module of the package."""
     names = sorted(module.name for module in pkgutil.iter_modules(bench_host_cases.__path__) if module.name != "case")
     modules = [importlib.import_module(f"bench_host_cases.{name}") for name in names]
-    return [case for module in modules for case in module.cases()]
+    return [case for module in modules if hasattr(module, "cases") for case in module.cases()]
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -1,19 +1,20 @@
-"""Groups side by side: one manager per group, one pool per space of block ids, one answer per request.
+"""Groups side by side: one manager per spec, one pool per space of block ids, one answer per request.
 
-Flow:    KVCacheManager -> [KVCacheCoordinator] -> SingleTypeKVCacheManager per group -> BlockPool per pool
+Flow:    KVCacheManager -> [KVCacheCoordinator] -> SingleTypeKVCacheManager per spec -> BlockPool per pool
 Source:  vLLM v1/core/kv_cache_coordinator.py; fixed point of hits: ARCHITECTURE.md, "Hybrid hits"
 
-Groups of equal spec in one pool form a *family*: they are looked up together and always hold equally many blocks.
-Order is the order of groups everywhere: in dealing ids, in releases, in registration.
+Groups of equal spec in one pool share a manager: they are looked up together and hold equally many blocks. Managers
+stand in the order of their first groups; releases, new blocks and registrations of a request go manager by manager,
+group by group.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -23,27 +24,15 @@ from kvjax.core.fresh_blocks import FreshBlocks
 from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.single_type_manager import ManagerSettings, PrefixLookup, SingleTypeKVCacheManager
-from kvjax.core.spec import KVCacheConfig
+from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.errors import InvariantError
 
 if TYPE_CHECKING:
     from kvjax.core.block_hash import BlockHash
     from kvjax.core.request import Request
 
+Value = TypeVar("Value")
 Hit = tuple[tuple[np.ndarray, ...], int]  # per group int32[k] ids, and the hit's tokens
-
-
-@dataclass(frozen=True)
-class GroupFamily:
-    """Groups of equal spec in one pool."""
-
-    group_ids: tuple[int, ...]
-    managers: tuple[SingleTypeKVCacheManager, ...]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens a block, on all ranks of context parallelism together."""
-        return self.managers[0].block_size
 
 
 @dataclass(frozen=True)
@@ -76,31 +65,57 @@ class KVCacheCoordinator(abc.ABC):
         self.hashing = hashing
         self.use_eagle = use_eagle
         self.fresh_blocks = tuple(FreshBlocks(pool.num_blocks) for pool in pools)
-        self.pool_ids = tuple(group.pool_id for group in kv_cache_config.kv_cache_groups)
-        self.managers = tuple(
-            manager_class_of(group.kv_cache_spec)(
-                group.kv_cache_spec, pools[group.pool_id], group_id, settings, self.fresh_blocks[group.pool_id]
-            )
-            for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
-        )
-        members: dict[tuple[object, int], list[int]] = {}
-        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-            members.setdefault((group.kv_cache_spec, group.pool_id), []).append(group_id)
-        self.families = tuple(GroupFamily(tuple(ids), tuple(self.managers[i] for i in ids)) for ids in members.values())
+        self.managers, self.pool_ids = self._make_managers(kv_cache_config)
+        self.num_groups = len(kv_cache_config.kv_cache_groups)
+        self._place_of_group = {
+            group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
+        }
         self.quiet_until = np.zeros(0, np.int64)  # [rows], -1: no request
         self._check_kinds()
 
+    def _make_managers(
+        self, kv_cache_config: KVCacheConfig
+    ) -> tuple[tuple[SingleTypeKVCacheManager, ...], tuple[int, ...]]:
+        """A manager per spec and pool, and the pool of each."""
+        group_ids: dict[tuple[KVCacheSpec, int], list[int]] = {}
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+            group_ids.setdefault((group.kv_cache_spec, group.pool_id), []).append(group_id)
+        managers = tuple(
+            manager_class_of(spec)(spec, self.pools[pool_id], tuple(ids), self.settings, self.fresh_blocks[pool_id])
+            for (spec, pool_id), ids in group_ids.items()
+        )
+        return managers, tuple(pool_id for _, pool_id in group_ids)
+
     def _check_kinds(self) -> None:
-        for family in self.families:
-            manager = family.managers[0]
+        for manager in self.managers:
             kind = manager.kv_cache_spec.kind
             if self.use_eagle and not manager.supports_eagle:
                 raise NotImplementedError(f"{kind} attention does not work with use_eagle=True")
-            if self.settings.enable_caching and family.block_size % self.hashing.hash_block_size:
+            if self.settings.enable_caching and manager.block_size % self.hashing.hash_block_size:
                 raise ValueError(
                     f"expected hash_block_size to divide the block size of every group, got hash_block_size "
-                    f"{self.hashing.hash_block_size} and {kind} blocks of {family.block_size} tokens"
+                    f"{self.hashing.hash_block_size} and {kind} blocks of {manager.block_size} tokens"
                 )
+
+    # Groups and managers.
+
+    def place_of_group(self, group_id: int) -> tuple[SingleTypeKVCacheManager, int]:
+        """The manager of a group, and the group's place in its arrays."""
+        return self._place_of_group[group_id]
+
+    def by_group(self, by_manager: Sequence[Iterable[Value]]) -> tuple[Value, ...]:
+        """What each manager says of each of its groups, in the order of groups."""
+        if len(by_manager) == 1:
+            return tuple(by_manager[0])
+        values: list[Value | None] = [None] * self.num_groups
+        for manager, of_groups in zip(self.managers, by_manager, strict=True):
+            for group_id, value in zip(manager.group_ids, of_groups, strict=True):
+                values[group_id] = value
+        return tuple(values)  # type: ignore[arg-type]
+
+    def by_manager(self, hits: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Per manager int32[G, k], from per group int32[k]."""
+        return [np.stack([hits[group_id] for group_id in manager.group_ids]) for manager in self.managers]
 
     @abc.abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
@@ -109,12 +124,12 @@ class KVCacheCoordinator(abc.ABC):
     # One request.
 
     def num_blocks_for_new(
-        self, num_slots: int, hits: tuple[np.ndarray, ...], total_computed: int, capped: bool
+        self, num_slots: int, hits: Sequence[np.ndarray], total_computed: int, capped: bool
     ) -> list[int]:
-        """Per pool the free blocks that a first allocation takes."""
+        """Per pool the free blocks that a first allocation takes; `hits` are int32[k] per group."""
         needs = [0] * len(self.pools)
-        for manager, pool_id, hit in zip(self.managers, self.pool_ids, hits, strict=True):
-            needs[pool_id] += manager.num_blocks_for_new(num_slots, hit, total_computed, capped)
+        for manager, pool_id, ids in zip(self.managers, self.pool_ids, self.by_manager(hits), strict=True):
+            needs[pool_id] += manager.num_blocks_for_new(num_slots, ids, total_computed, capped)
         return needs
 
     def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> list[int]:
@@ -129,7 +144,7 @@ class KVCacheCoordinator(abc.ABC):
         return all(need <= pool.num_free_blocks for need, pool in zip(needs, self.pools, strict=True))
 
     def reserve_rows(self, num_rows: int) -> None:
-        """Makes every group's arrays hold `num_rows` rows."""
+        """Makes every manager's arrays hold `num_rows` rows."""
         missing = num_rows - self.quiet_until.size
         if missing > 0:
             self.quiet_until = np.pad(self.quiet_until, (0, missing), constant_values=-1)
@@ -137,36 +152,37 @@ class KVCacheCoordinator(abc.ABC):
                 manager.reserve_rows(num_rows)
 
     def remove_skipped_blocks(self, row: int, settled_tokens: int) -> None:
-        """Gives back what left the windows of the row, group by group."""
+        """Gives back what left the windows of the row."""
         for manager in self.managers:
-            manager.remove_skipped_blocks(row, settled_tokens)
+            if manager.gives_blocks_back:
+                manager.remove_skipped_blocks(row, settled_tokens)
 
     def add_computed_blocks(
-        self, row: int, hits: tuple[np.ndarray, ...], total_computed: int, has_external: bool
+        self, row: int, hits: Sequence[np.ndarray], total_computed: int, has_external: bool
     ) -> None:
         """Holds the hits of all groups, and only then takes blocks for tokens that come from outside.
 
         In this order no group's new blocks can evict another group's hit.
         """
-        for manager, hit in zip(self.managers, hits, strict=True):
-            manager.add_computed_blocks(row, hit, total_computed)
+        for manager, ids in zip(self.managers, self.by_manager(hits), strict=True):
+            manager.add_computed_blocks(row, ids, total_computed)
         if has_external:
             for manager in self.managers:
                 manager.allocate_new_blocks(row, total_computed)
 
     def allocate_new_blocks(self, row: int, num_slots: int) -> tuple[np.ndarray, ...]:
         """Per group int32[k] new blocks, until the row has `num_slots` slots."""
-        return tuple([manager.allocate_new_blocks(row, num_slots) for manager in self.managers])
+        return self.by_group([manager.allocate_new_blocks(row, num_slots) for manager in self.managers])
 
     def cache_blocks(self, request: Request, row: int, num_tokens: int) -> None:
-        """Registers the blocks that the first `num_tokens` tokens fill, group by group."""
+        """Registers the blocks that the first `num_tokens` tokens fill."""
         for manager in self.managers:
             if num_tokens >= (manager.num_cached_blocks.item(row) + 1) * manager.block_size:
                 hashes = self.hashing.of_block_size(request.block_hashes, manager.block_size)
                 manager.cache_blocks(request, row, hashes, num_tokens)
 
     def free(self, row: int) -> None:
-        """Gives all blocks of the row back, group by group."""
+        """Gives all blocks of the row back."""
         self.quiet_until[row] = -1
         for manager in self.managers:
             manager.free(row)
@@ -191,13 +207,13 @@ class KVCacheCoordinator(abc.ABC):
 
     def note_quiet(self, row: int) -> None:
         """Renews one row's entry of `quiet_until`."""
-        self.quiet_until[row] = min([family.managers[0].row_quiet_until(row) for family in self.families])
+        self.quiet_until[row] = min([manager.row_quiet_until(row) for manager in self.managers])
 
     def note_quiet_rows(self, rows: np.ndarray) -> None:
         """Renews the entries of int64[n] rows."""
-        quiet = self.families[0].managers[0].quiet_until(rows)
-        for family in self.families[1:]:
-            quiet = np.minimum(quiet, family.managers[0].quiet_until(rows))
+        quiet = self.managers[0].quiet_until(rows)
+        for manager in self.managers[1:]:
+            quiet = np.minimum(quiet, manager.quiet_until(rows))
         self.quiet_until[rows] = quiet
 
     def new_step_starts(self) -> None:
@@ -208,34 +224,30 @@ class KVCacheCoordinator(abc.ABC):
     # Checks.
 
     def check_invariants(self, owned_rows: Sequence[int]) -> None:
-        """Raises InvariantError if a group's laws fail, counts of a family differ, or references are not the owners."""
+        """Raises InvariantError if a manager's laws, M1 or M3 (see `KVCacheManager`) do not hold."""
         for manager in self.managers:
             manager.check_invariants(owned_rows)
-        for family in self.families:
-            first = family.managers[0]
-            for manager in family.managers[1:]:
-                for name in ("num_blocks", "first_live", "num_cached_blocks"):
-                    if not np.array_equal(getattr(first, name), getattr(manager, name)):
-                        raise InvariantError(f"groups {family.group_ids} of equal spec differ in {name}")
-        rows = np.array(owned_rows, np.int64)
-        quiet = self.quiet_until.copy()
-        self.note_quiet_rows(rows)
-        late = quiet[rows] > self.quiet_until[rows]
-        self.quiet_until[:] = quiet
-        if late.any():
-            raise InvariantError(f"row {rows[late][0]} would sleep past its next allocation, registration or release")
+        self._check_quiet(np.array(owned_rows, np.int64))
         for pool_id, pool in enumerate(self.pools):
             owners = np.zeros(pool.num_blocks, np.int64)
             for manager, of_pool in zip(self.managers, self.pool_ids, strict=True):
                 if of_pool == pool_id:
-                    owners += np.bincount(manager.block_table.ravel(), minlength=pool.num_blocks)
+                    owners += np.bincount(manager.block_tables.ravel(), minlength=pool.num_blocks)
             wrong = np.flatnonzero(owners[1:] != pool.ref_count[1:]) + 1
             if wrong.size:
                 block_id = int(wrong[0])
                 raise InvariantError(
-                    f"pool {pool_id}, block {block_id}: {owners[block_id]} rows hold it, "
-                    f"its ref_count is {pool.ref_count[block_id]}"
+                    f"M1: pool {pool_id}, block {block_id}: {owners[block_id]} table entries, "
+                    f"ref_count {pool.ref_count[block_id]}"
                 )
+
+    def _check_quiet(self, rows: np.ndarray) -> None:
+        noted = self.quiet_until.copy()
+        self.note_quiet_rows(rows)
+        late = noted[rows] > self.quiet_until[rows]
+        self.quiet_until[:] = noted
+        if late.any():
+            raise InvariantError(f"M3: row {rows[late][0]} sleeps past its next allocation, registration or release")
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
@@ -243,7 +255,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """Nothing."""
-        return (NO_BLOCK_IDS,) * len(self.managers), 0
+        return (NO_BLOCK_IDS,) * self.num_groups, 0
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
@@ -253,66 +265,46 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         """The group's longest hit; any number of whole blocks will do."""
         manager = self.managers[0]
         hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
-        hit = manager.find_longest_cache_hit(PrefixLookup(hashes, max_length, (0,), manager.block_size, self.use_eagle))
-        return hit, hit[0].size * manager.block_size
+        hit = manager.find_longest_cache_hit(PrefixLookup(hashes, max_length, manager.block_size, self.use_eagle))
+        return tuple(hit), hit.shape[1] * manager.block_size
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: the longest length that all of them accept, a multiple of every block size.
 
-    Each family maps a candidate length to the longest hit of its own that is no longer. Families whose hits are
+    Each manager maps a candidate length to the longest hit of its own that is no longer. Managers whose hits are
     prefix-closed are asked once, first: their answer bounds everybody's and is cut at the end. The others are asked
     in turn until as many as there are have agreed on one length; with a single one, that is one question.
     """
 
-    def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        pools: tuple[BlockPool, ...],
-        settings: ManagerSettings,
-        hashing: BlockHashing,
-        use_eagle: bool,
-    ) -> None:
-        super().__init__(kv_cache_config, pools, settings, hashing, use_eagle)
-        self.alignment = lcm(*(family.block_size for family in self.families))
-
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
-        """The greatest common hit of all families."""
+        """The greatest common hit of all groups."""
+        alignment = lcm(*(manager.block_size for manager in self.managers))
         length = max_length
-        found: dict[int, tuple[np.ndarray, ...]] = {}  # family index -> ids per group
-        closed = [i for i, family in enumerate(self.families) if family.managers[0].hits_are_prefix_closed]
-        for index in closed:
-            found[index], length = self._ask(index, block_hashes, length, max_length)
-        others = [i for i in range(len(self.families)) if i not in found]
+        found: dict[int, np.ndarray] = {}  # manager -> int32[G, k]
+
+        def ask(index: int) -> int:
+            """The manager's longest hit of at most `length` tokens; one that drops a block may look a block further."""
+            manager = self.managers[index]
+            limit = min(length + manager.block_size, max_length) if self.use_eagle else length
+            hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
+            found[index] = manager.find_longest_cache_hit(PrefixLookup(hashes, limit, alignment, self.use_eagle))
+            return found[index].shape[1] * manager.block_size
+
+        others = []
+        for index, manager in enumerate(self.managers):
+            if manager.hits_are_prefix_closed:
+                length = ask(index)
+            else:
+                others.append(index)
         agreed = turn = 0
         while agreed < len(others):
-            index = others[turn % len(others)]
-            found[index], shorter = self._ask(index, block_hashes, length, max_length)
+            shorter = ask(others[turn % len(others)])
             agreed = agreed + 1 if shorter == length else 1
             length = shorter
             turn += 1
-        return self._by_group(found, length), length
-
-    def _ask(
-        self, index: int, block_hashes: Sequence[BlockHash], length: int, max_length: int
-    ) -> tuple[tuple[np.ndarray, ...], int]:
-        """The family's longest hit of at most `length` tokens; one that drops a block may look one block further."""
-        family = self.families[index]
-        size = family.block_size
-        limit = min(length + size, max_length) if self.use_eagle else length
-        hashes = self.hashing.of_block_size(block_hashes, size)
-        lookup = PrefixLookup(hashes, limit, family.group_ids, self.alignment, self.use_eagle)
-        ids = family.managers[0].find_longest_cache_hit(lookup)
-        return ids, ids[0].size * size
-
-    def _by_group(self, found: dict[int, tuple[np.ndarray, ...]], length: int) -> tuple[np.ndarray, ...]:
-        """The families' ids in the order of groups, cut to `length` tokens."""
-        hits = [NO_BLOCK_IDS] * len(self.managers)
-        for index, ids_per_group in found.items():
-            family = self.families[index]
-            for group_id, ids in zip(family.group_ids, ids_per_group, strict=True):
-                hits[group_id] = ids[: length // family.block_size]
-        return tuple(hits)
+        cut = [found[index][:, : length // manager.block_size] for index, manager in enumerate(self.managers)]
+        return self.by_group(cut), length
 
 
 def get_kv_cache_coordinator(

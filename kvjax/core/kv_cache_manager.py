@@ -145,14 +145,13 @@ class KVCacheManager:
         self.coordinator = get_kv_cache_coordinator(kv_cache_config, self.block_pools, settings, hashing, use_eagle)
         for manager in self.coordinator.managers:
             spec = manager.kv_cache_spec
-            window = getattr(spec, "sliding_window", None)
-            manager.block_pool.register_group(
-                manager.kv_cache_group_id, GroupInfo(manager.block_size, spec.kind, window)
-            )
+            info = GroupInfo(manager.block_size, spec.kind, getattr(spec, "sliding_window", None))
+            for group_id in manager.group_ids:
+                manager.block_pool.register_group(group_id, info)
         self.request_table = RequestTable(max_num_reqs, max_model_len)
         self.coordinator.reserve_rows(self.request_table.capacity)
         self._planner = StepPlanner(self.coordinator, self.request_table)
-        self._pool_of_group = tuple(self.block_pools[pool_id] for pool_id in self.coordinator.pool_ids)
+        self._pool_of_group = tuple(self.block_pools[group.pool_id] for group in kv_cache_config.kv_cache_groups)
         self.empty_kv_cache_blocks = KVCacheBlocks((NO_BLOCK_IDS,) * self.num_kv_cache_groups, self._pool_of_group)
         self._slots = SlotAllocator(self.coordinator, self.request_table, self.empty_kv_cache_blocks)
         self._stats = PrefixCacheStats() if log_stats else None
@@ -173,11 +172,12 @@ class KVCacheManager:
 
     def block_tables(self, group_id: int) -> np.ndarray:  # int32[rows, columns]
         """The group's live block table: for reading only, and replaced when it grows."""
-        return self.coordinator.managers[group_id].block_table
+        manager, place = self.coordinator.place_of_group(group_id)
+        return manager.block_tables[place]
 
     def num_blocks(self, group_id: int) -> np.ndarray:  # int64[rows]
         """Blocks in each row of the group's table, nulls included: for reading only."""
-        return self.coordinator.managers[group_id].num_blocks
+        return self.coordinator.place_of_group(group_id)[0].num_blocks
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """All blocks of a running request.
@@ -185,10 +185,7 @@ class KVCacheManager:
         Raises:
             UnknownRequestError: the manager holds no such request.
         """
-        row = self.request_table.row_of(request_id)
-        return KVCacheBlocks(
-            tuple(manager.row_block_ids(row) for manager in self.coordinator.managers), self._pool_of_group
-        )
+        return KVCacheBlocks(self._row_block_ids(self.request_table.row_of(request_id)), self._pool_of_group)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Per group the ids of a running request's blocks.
@@ -196,8 +193,7 @@ class KVCacheManager:
         Raises:
             UnknownRequestError: the manager holds no such request.
         """
-        row = self.request_table.row_of(request_id)
-        return tuple(manager.row_block_ids(row).tolist() for manager in self.coordinator.managers)
+        return tuple(ids.tolist() for ids in self._row_block_ids(self.request_table.row_of(request_id)))
 
     def create_kv_cache_blocks(self, blocks: Sequence[Iterable[int | KVCacheBlock]]) -> KVCacheBlocks:
         """Per group ids or blocks as a value; the shared empty one if there are none.
@@ -220,8 +216,9 @@ class KVCacheManager:
             UnknownRequestError: the manager holds no such request.
         """
         row = self.request_table.row_of(request_id)
-        num_running = len(self.request_table)
-        return [manager.get_num_common_prefix_blocks(row, num_running) for manager in self.coordinator.managers]
+        running = len(self.request_table)
+        managers = self.coordinator.managers
+        return list(self.coordinator.by_group([m.get_num_common_prefix_blocks(row, running) for m in managers]))
 
     # -- hits -------------------------------------------------------------------------------------------------------
 
@@ -424,16 +421,16 @@ class KVCacheManager:
     def snapshot(self) -> KVCacheManagerSnapshot:
         """The whole state as values. O(blocks + tokens)."""
         rows = {request.request_id: row for row, request in enumerate(self.request_table.requests) if request}
-        managers = self.coordinator.managers
+        cached = [[manager.num_cached_blocks] * manager.num_groups for manager in self.coordinator.managers]
         return KVCacheManagerSnapshot(
             pools=tuple(pool.snapshot() for pool in self.block_pools),
             requests=self.request_table.snapshot(),
             block_ids={
-                name: tuple(tuple(manager.row_block_ids(row).tolist()) for manager in managers)
-                for name, row in rows.items()
+                name: tuple(tuple(ids.tolist()) for ids in self._row_block_ids(row)) for name, row in rows.items()
             },
             num_cached_blocks={
-                name: tuple(manager.num_cached_blocks.item(row) for manager in managers) for name, row in rows.items()
+                name: tuple(counts.item(row) for counts in self.coordinator.by_group(cached))
+                for name, row in rows.items()
             },
             fresh_blocks=tuple(tuple(fresh.block_ids()) for fresh in self.coordinator.fresh_blocks),
         )
@@ -453,14 +450,18 @@ class KVCacheManager:
         """A few lines for a person: groups, pools, requests."""
         lines = [f"KV cache of {self.num_kv_cache_groups} groups, {len(self.request_table)} running requests"]
         for manager, pool_id in zip(self.coordinator.managers, self.coordinator.pool_ids, strict=True):
-            held = int((manager.num_blocks - manager.first_live).sum())
+            held = manager.num_groups * int((manager.num_blocks - manager.first_live).sum())
             lines.append(
-                f"group {manager.kv_cache_group_id}: {manager.kv_cache_spec.kind}, blocks of {manager.block_size} "
-                f"tokens in pool {pool_id}, {held} in tables"
+                f"groups {manager.group_ids}: {manager.kv_cache_spec.kind}, blocks of {manager.block_size} tokens "
+                f"in pool {pool_id}, {held} in tables"
             )
         return "\n".join(lines + [pool.describe() for pool in self.block_pools])
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _row_block_ids(self, row: int) -> tuple[np.ndarray, ...]:
+        """Per group int32[k]."""
+        return self.coordinator.by_group([manager.row_block_ids(row) for manager in self.coordinator.managers])
 
     def _blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:
         for group_ids in ids:

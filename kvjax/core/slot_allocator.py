@@ -161,19 +161,21 @@ class SlotAllocator:
         """Checks that the hit is of these pools, as long as it says, complete where it is read, and still cached."""
         if hit.pools != self._no_blocks.pools:
             raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
-        for manager, ids in zip(self._coordinator.managers, hit.block_ids, strict=True):
-            group = f"group {manager.kv_cache_group_id}"
+        for group_id, ids in enumerate(hit.block_ids):
+            manager, _ = self._coordinator.place_of_group(group_id)
+            pool = manager.block_pool
             if ids.size * manager.block_size != num_tokens:
                 raise ValueError(
-                    f"{group}: expected {num_tokens} computed tokens in whole blocks of {manager.block_size}, "
+                    f"group {group_id}: expected {num_tokens} computed tokens in whole blocks of {manager.block_size}, "
                     f"got {ids.size} blocks"
                 )
             live = ids[manager.get_num_skipped_tokens(total_computed) // manager.block_size :]
-            pool = manager.block_pool
             if live.size and not 0 < live.min() <= live.max() < pool.num_blocks:
                 raise ValueError(
-                    f"{group}: expected ids in (0, {pool.num_blocks}) inside the window, got {live.tolist()}"
+                    f"group {group_id}: expected ids in (0, {pool.num_blocks}) inside the window, got {live.tolist()}"
                 )
             if not pool.is_hashed[live].all():
-                block_id = live[~pool.is_hashed[live]][0]
-                raise BlockStateError(f"{group}: block {block_id} of the hit is no longer cached; look it up again")
+                stale = live[~pool.is_hashed[live]][0]
+                raise BlockStateError(
+                    f"group {group_id}: block {stale} of the hit is no longer cached; look it up again"
+                )

@@ -88,6 +88,8 @@ class NaiveGroup:
 
 
 class NaiveManager:
+    """Groups of equal kind stand together in every order of work, at the place of the first of them."""
+
     def __init__(
         self,
         groups: list[NaiveGroup],
@@ -101,6 +103,7 @@ class NaiveManager:
         max_in_flight: int | None = None,
     ) -> None:
         self.groups = groups
+        self.order = sorted(range(len(groups)), key=lambda i: groups.index(groups[i]))
         self.pools = [NaivePool(size, uncached_first) for size in pool_sizes]
         self.max_model_len = max_model_len
         self.caching = caching
@@ -180,7 +183,8 @@ class NaiveManager:
         if not running:
             self.cached[name] = [0] * len(self.groups)
             self.tables[name] = tables
-            for i, group in enumerate(self.groups):
+            for i in self.order:
+                group = self.groups[i]
                 skipped = group.skipped_blocks(computed)
                 for block in hit[i][skipped:]:
                     self.pools[group.pool].touch(block)
@@ -210,11 +214,12 @@ class NaiveManager:
         return all(need <= len(pool.free) for need, pool in zip(needs, self.pools, strict=True))
 
     def _append(self, tables: list[list[int]], slots: int) -> list[list[int]]:
-        dealt: list[list[int]] = []
-        for group, table in zip(self.groups, tables, strict=True):
-            new = [self.pools[group.pool].take() for _ in range(ceil(slots / group.block_size) - len(table))]
-            table += new
-            dealt.append(new)
+        dealt: list[list[int]] = [[] for _ in self.groups]
+        for i in self.order:
+            group = self.groups[i]
+            missing = ceil(slots / group.block_size) - len(tables[i])
+            dealt[i] = [self.pools[group.pool].take() for _ in range(missing)]
+            tables[i] += dealt[i]
         return dealt
 
     def register(self, request: NaiveRequest, num_tokens: int) -> None:
@@ -232,7 +237,8 @@ class NaiveManager:
             self.cached[request.request_id][i] = max(self.cached[request.request_id][i], full)
 
     def release_skipped(self, name: str, settled: int) -> None:
-        for group, table in zip(self.groups, self.tables[name], strict=True):
+        for i in self.order:
+            group, table = self.groups[i], self.tables[name][i]
             columns = range(min(group.skipped_blocks(settled), len(table)))
             self.pools[group.pool].release([table[column] for column in reversed(columns)])
             for column in columns:
@@ -241,8 +247,8 @@ class NaiveManager:
     def free(self, name: str) -> None:
         tables = self.tables.pop(name)
         del self.cached[name]
-        for group, table in zip(self.groups, tables, strict=True):
-            self.pools[group.pool].release(table[::-1])
+        for i in self.order:
+            self.pools[self.groups[i].pool].release(tables[i][::-1])
 
     # -- the cache as a whole
 

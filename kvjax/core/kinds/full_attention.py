@@ -39,6 +39,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     supports_context_parallelism: ClassVar[bool] = True
     supports_eagle: ClassVar[bool] = True
     hits_are_prefix_closed: ClassVar[bool] = True
+    gives_blocks_back: ClassVar[bool] = False
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """None: every token is attended to for ever."""
@@ -52,18 +53,17 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         """`NEVER`."""
         return first_live * 0 + NEVER
 
-    def find_longest_cache_hit(self, lookup: PrefixLookup) -> tuple[np.ndarray, ...]:
+    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
         """Left to right until the first miss: hashes are chained, so nothing after a miss can be of this prefix."""
-        runs = self.cached_run(lookup.block_hashes[: lookup.max_length // self.block_size], lookup.group_ids)
-        num_tokens = (runs[0].size - lookup.drop_last_block) * self.block_size
+        run = self.cached_run(lookup.block_hashes[: lookup.max_length // self.block_size])
+        num_tokens = (run.shape[1] - lookup.drop_last_block) * self.block_size
         num_tokens = max(num_tokens - num_tokens % lookup.alignment, 0)
-        return tuple(run[: num_tokens // self.block_size] for run in runs)
+        return run[:, : num_tokens // self.block_size]
 
-    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> int:
+    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """Leading blocks with one reference per running request."""
-        ids = self.block_table[row, : self.num_blocks.item(row)]
-        shared = self.block_pool.ref_count[ids] == num_running_requests
-        return ids.size if shared.all() else int(shared.argmin())
+        shared = self.block_pool.ref_count[self.row_block_ids(row)] == num_running_requests
+        return [group.size if group.all() else int(group.argmin()) for group in shared]
 
     @property
     def max_admission_blocks(self) -> int:

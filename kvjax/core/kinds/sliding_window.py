@@ -49,6 +49,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     supports_context_parallelism: ClassVar[bool] = False
     supports_eagle: ClassVar[bool] = True
     hits_are_prefix_closed: ClassVar[bool] = False
+    gives_blocks_back: ClassVar[bool] = True
 
     kv_cache_spec: SlidingWindowSpec
 
@@ -64,7 +65,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         """Computed tokens at which the block `first_live` has left the window."""
         return (first_live + 1) * self.block_size + (self.kv_cache_spec.sliding_window - 1)
 
-    def find_longest_cache_hit(self, lookup: PrefixLookup) -> tuple[np.ndarray, ...]:
+    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
         """Right to left: the rightmost aligned edge with a run of cached blocks as long as the window before it.
 
         A run that reaches token 0 may be shorter. A missing block rules out every edge whose run would contain it,
@@ -75,21 +76,19 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         dropped = int(lookup.drop_last_block)
         num_blocks = min(lookup.max_length // block_size, len(lookup.block_hashes))
         edge = num_blocks - dropped  # blocks of the hit under test
-        while True:
+        while edge > 0:
             edge -= edge * block_size % lookup.alignment // block_size
-            if edge <= 0:
-                return tuple(np.empty(0, np.int32) for _ in lookup.group_ids)
             start = max(edge - num_needed, 0)
             end = edge + dropped
-            runs = self.cached_run(lookup.block_hashes[start:end], lookup.group_ids)
-            if runs[0].size == end - start:
-                nulls = np.zeros(start, np.int32)
-                return tuple(np.concatenate([nulls, run[: edge - start]]) for run in runs)
-            edge = min(edge - 1, start + runs[0].size)
+            run = self.cached_run(lookup.block_hashes[start:end])
+            if run.shape[1] == end - start:
+                return np.pad(run[:, : edge - start], ((0, 0), (start, 0)))
+            edge = min(edge - 1, start + run.shape[1])
+        return np.empty((self.num_groups, 0), np.int32)
 
-    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> int:
+    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """None: a prefix leaves the window."""
-        return 0
+        return [0] * self.num_groups
 
     @property
     def max_admission_blocks(self) -> int:

@@ -1,0 +1,273 @@
+"""Cases of the manager: decoding steps, allocation, prefix hits and frees, in blocks of 16 tokens.
+
+Decoding starts from 1,024 + (i mod 16) prompt tokens (hybrid: 2,048 + ..., so that windows release), so that every
+step fills the blocks of a sixteenth of the requests; the samples are whole steps. Hits are looked up with hash objects
+that Python has not hashed before. The baseline is `PlainManager`, called once per request.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from bench_host_cases.case import BenchCase, sample_us, time_us
+from bench_host_cases.plain_manager import PlainGroup, PlainManager, PlainRequest
+from kvjax.core import (
+    BlockHasher,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheManager,
+    KVCacheSpec,
+    Request,
+    SlidingWindowSpec,
+)
+
+BLOCK_SIZE = 16
+WINDOW = 1_024
+NUM_STEPS = 64
+WARM_UP_STEPS = 2  # the first gives back what the prompts' windows left behind
+VOCABULARY = 150_000
+FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16")
+SLIDING = SlidingWindowSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", sliding_window=WINDOW
+)
+SPECS: dict[str, list[KVCacheSpec]] = {"full": [FULL], "hybrid": [FULL] + [SLIDING] * 5}
+PROMPT = {"full": 1_024, "hybrid": 2_048}
+
+
+class Decoding:
+    """`num_requests` requests past their prompts, with a block hash per full block."""
+
+    def __init__(self, shape: str, num_requests: int) -> None:
+        specs, prompt = SPECS[shape], PROMPT[shape]
+        max_model_len = prompt + BLOCK_SIZE + NUM_STEPS + WARM_UP_STEPS + 1
+        num_blocks = num_requests * len(specs) * (max_model_len // BLOCK_SIZE + 2)
+        hasher = BlockHasher(BLOCK_SIZE, seed="bench")
+        self.rng = np.random.default_rng(0)
+        self.manager = KVCacheManager(
+            KVCacheConfig.single_pool(num_blocks, *specs), max_model_len, BLOCK_SIZE, max_num_reqs=num_requests
+        )
+        self.requests = []
+        for i in range(num_requests):
+            tokens = self.rng.integers(0, VOCABULARY, prompt + i % BLOCK_SIZE).astype(np.int32)
+            request = Request(f"r{i}", tokens, block_hasher=hasher)
+            if self.manager.allocate_slots(request, tokens.size) is None:
+                raise AssertionError("the pool is too small")
+            request.num_computed_tokens = tokens.size
+            self.requests.append(request)
+        self.rows = np.array([request.row for request in self.requests])
+        for _ in range(WARM_UP_STEPS):
+            self.append()
+            self.plan()
+            self.advance()
+
+    def append(self) -> None:
+        self.manager.request_table.append_tokens(self.rows, self.tokens())
+
+    def tokens(self) -> np.ndarray:
+        return self.rng.integers(0, VOCABULARY, self.rows.size).astype(np.int32)
+
+    def plan(self) -> None:
+        if self.manager.plan_step(self.rows, 1).num_planned != self.rows.size:
+            raise AssertionError("a row did not fit")
+
+    def advance(self) -> None:
+        self.manager.request_table.advance(self.rows, 1)
+
+
+def step_samples(shape: str, num_requests: int) -> list[float]:
+    decoding = Decoding(shape, num_requests)
+    samples = []
+    gc.disable()
+    for _ in range(NUM_STEPS):
+        decoding.append()
+        samples.append(time_us(decoding.plan))
+        decoding.advance()
+    gc.enable()
+    return samples
+
+
+def step_with_tokens_samples(num_requests: int) -> list[float]:
+    decoding = Decoding("full", num_requests)
+    table, rows = decoding.manager.request_table, decoding.rows
+    samples = []
+    gc.disable()
+    for _ in range(NUM_STEPS):
+        tokens = decoding.tokens()
+
+        def step(tokens: np.ndarray = tokens) -> None:
+            table.append_tokens(rows, tokens)
+            decoding.plan()
+
+        samples.append(time_us(step))
+        decoding.advance()
+    gc.enable()
+    return samples
+
+
+def allocate_slots_samples() -> list[float]:
+    """Microseconds a call, over a step of 1,024 requests."""
+    decoding = Decoding("full", 1_024)
+    allocate, requests = decoding.manager.allocate_slots, decoding.requests
+
+    def step() -> None:
+        for request in requests:
+            allocate(request, 1)
+
+    samples = []
+    gc.disable()
+    for _ in range(NUM_STEPS):
+        decoding.append()
+        samples.append(time_us(step) / len(requests))
+        decoding.advance()
+    gc.enable()
+    return samples
+
+
+class PlainDecoding:
+    """The same requests in the plain manager; hashes are random, since nothing is shared."""
+
+    def __init__(self, shape: str, num_requests: int) -> None:
+        self.hasher = BlockHasher(BLOCK_SIZE, seed="bench")
+        prompt, num_groups = PROMPT[shape], len(SPECS[shape])
+        groups = [PlainGroup(bytes([i]), None if i == 0 else WINDOW) for i in range(num_groups)]
+        blocks_per_row = (prompt + BLOCK_SIZE + NUM_STEPS) // BLOCK_SIZE + 2
+        self.manager = PlainManager(num_requests * num_groups * blocks_per_row, groups, BLOCK_SIZE)
+        self.requests = [
+            PlainRequest(f"r{i}", prompt + i % BLOCK_SIZE, [os.urandom(32) for _ in range(blocks_per_row)])
+            for i in range(num_requests)
+        ]
+        for request in self.requests:
+            self.manager.allocate_slots(request, request.num_tokens)
+            request.num_computed = request.num_tokens
+        self.step()
+
+    def step(self) -> None:
+        for request in self.requests:
+            request.num_tokens += 1
+            self.manager.allocate_slots(request, 1)
+            request.num_computed += 1
+
+
+def plain_step_samples(shape: str, num_requests: int) -> list[float]:
+    decoding = PlainDecoding(shape, num_requests)
+    return sample_us(decoding.step, NUM_STEPS // 4)
+
+
+def plain_step_with_tokens_samples(num_requests: int) -> list[float]:
+    decoding = PlainDecoding("full", num_requests)
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, VOCABULARY, 1_024 + i % BLOCK_SIZE).tolist() for i in range(num_requests)]
+
+    def step() -> None:
+        for request, own in zip(decoding.requests, tokens, strict=True):
+            own.append(7)
+            if len(own) % BLOCK_SIZE == 0:
+                parent, column = request.hashes[len(own) // BLOCK_SIZE - 2], len(own) // BLOCK_SIZE - 1
+                [request.hashes[column]] = decoding.hasher.hash_tokens(np.array(own[-BLOCK_SIZE:]), parent)
+        decoding.step()
+
+    return sample_us(step, NUM_STEPS // 4)
+
+
+class LongPrompt:
+    """One prompt of `num_tokens` + 1 tokens, whose first `num_tokens` fill blocks."""
+
+    def __init__(self, num_tokens: int) -> None:
+        tokens = np.random.default_rng(0).integers(0, VOCABULARY, num_tokens + 1).astype(np.int32)
+        self.num_tokens = num_tokens
+        self.manager = KVCacheManager(
+            KVCacheConfig.single_pool(2 * num_tokens // BLOCK_SIZE + 10, FULL), num_tokens + BLOCK_SIZE, BLOCK_SIZE
+        )
+        self.request = Request("long", tokens, block_hasher=BlockHasher(BLOCK_SIZE, seed="bench"))
+
+    def allocate(self) -> None:
+        if self.manager.allocate_slots(self.request, self.num_tokens) is None:
+            raise AssertionError("the pool is too small")
+
+    def free(self) -> None:
+        self.manager.free(self.request)
+
+    def renew_hashes(self) -> None:
+        self.request.block_hashes[:] = [bytes(bytearray(block_hash)) for block_hash in self.request.block_hashes]
+
+    def look_up(self) -> None:
+        if self.manager.get_computed_blocks(self.request)[1] != self.num_tokens:
+            raise AssertionError("expected a hit of the whole prompt")
+
+
+class PlainLongPrompt:
+    """The same in the plain manager."""
+
+    def __init__(self, num_tokens: int) -> None:
+        num_blocks = num_tokens // BLOCK_SIZE
+        self.num_tokens = num_tokens
+        self.manager = PlainManager(2 * num_blocks + 10, [PlainGroup(b"\0")], BLOCK_SIZE)
+        self.request = PlainRequest("long", num_tokens, [os.urandom(32) for _ in range(num_blocks)])
+
+    def allocate(self) -> None:
+        self.manager.allocate_slots(self.request, self.num_tokens)
+
+    def free(self) -> None:
+        self.manager.free(self.request)
+
+    def renew_hashes(self) -> None:
+        self.request.hashes = [bytes(bytearray(block_hash)) for block_hash in self.request.hashes]
+
+    def look_up(self) -> None:
+        if len(self.manager.find_hit(self.request)) * BLOCK_SIZE != self.num_tokens:
+            raise AssertionError("expected a hit of the whole prompt")
+
+
+def allocate_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:
+    """A prompt that is not cached: the blocks it gets hold its own hashes of the time before, and lose them."""
+    long = prompt(num_tokens)
+    long.allocate()
+    return sample_us(long.allocate, 50, long.free)
+
+
+def free_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:
+    long = prompt(num_tokens)
+    return sample_us(long.free, 100, long.allocate)
+
+
+def hit_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:
+    long = prompt(num_tokens)
+    long.allocate()
+    return sample_us(long.look_up, 100, long.renew_hashes)
+
+
+def case(name: str, run: Callable[..., list[float]], baseline: Callable[..., list[float]], *arguments: object) -> BenchCase:
+    return BenchCase(name, partial(run, *arguments), partial(baseline, *arguments))
+
+
+def cases() -> list[BenchCase]:
+    sizes = (256, 1_024, 4_096)
+    steps = [
+        case(f"decode_step/{shape}/{n}", step_samples, plain_step_samples, shape, n) for shape in SPECS for n in sizes
+    ]
+    with_tokens = [
+        case(f"decode_step_with_tokens/full/{n}", step_with_tokens_samples, plain_step_with_tokens_samples, n)
+        for n in sizes[:2]
+    ]
+    return [
+        *steps,
+        *with_tokens,
+        BenchCase(
+            "allocate_slots/decode",
+            allocate_slots_samples,
+            lambda: [sample / 1_024 for sample in plain_step_samples("full", 1_024)],
+        ),
+        long_case("allocate/32k", allocate_samples, 32_768),
+        long_case("prefix_hit/2k", hit_samples, 2_048),
+        long_case("prefix_hit/32k", hit_samples, 32_768),
+        long_case("free/32k", free_samples, 32_768),
+    ]
+
+
+def long_case(name: str, samples: Callable[..., list[float]], num_tokens: int) -> BenchCase:
+    return BenchCase(name, partial(samples, LongPrompt, num_tokens), partial(samples, PlainLongPrompt, num_tokens))

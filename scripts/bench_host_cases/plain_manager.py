@@ -1,0 +1,88 @@
+"""The baseline of the manager's cases: one Python object per block, one call per request, a loop over its groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bench_host_cases.pool import PlainBlock, PlainPool
+
+
+@dataclass
+class PlainRequest:
+    """Tokens are only counted: every block's hash is known beforehand."""
+
+    name: str
+    num_tokens: int
+    hashes: list[bytes]
+    num_computed: int = 0
+
+
+@dataclass
+class PlainGroup:
+    """Full attention, or a window of `window` tokens."""
+
+    key: bytes  # keeps the groups' hashes apart
+    window: int | None = None
+    tables: dict[str, list[PlainBlock | None]] = field(default_factory=dict)  # None: given back
+    num_cached: dict[str, int] = field(default_factory=dict)
+
+
+class PlainManager:
+    """What a scheduler calls for each request of each step."""
+
+    def __init__(self, num_blocks: int, groups: list[PlainGroup], block_size: int) -> None:
+        self.groups = groups
+        self.block_size = block_size
+        self.pool = PlainPool(num_blocks)
+
+    def allocate_slots(self, request: PlainRequest, num_new: int) -> list[list[PlainBlock]] | None:
+        after = request.num_computed + num_new
+        required = -(-after // self.block_size)
+        for group in self.groups:
+            self.release_skipped(group, request)
+        tables = [group.tables.setdefault(request.name, []) for group in self.groups]
+        needs = [max(required - len(table), 0) for table in tables]
+        if sum(needs) > len(self.pool.free):
+            return None
+        dealt = []
+        for table, need in zip(tables, needs, strict=True):
+            blocks = self.pool.get(need)
+            table += blocks
+            dealt.append(blocks)
+        full = min(after, request.num_tokens) // self.block_size
+        for group, table in zip(self.groups, tables, strict=True):
+            for column in range(group.num_cached.get(request.name, 0), full):
+                block = table[column]
+                if block is not None:
+                    self.pool.register([block], [request.hashes[column] + group.key])
+            group.num_cached[request.name] = full
+        return dealt
+
+    def release_skipped(self, group: PlainGroup, request: PlainRequest) -> None:
+        if group.window is None or request.name not in group.tables:
+            return
+        table = group.tables[request.name]
+        released = []
+        for column in range(max(request.num_computed - group.window + 1, 0) // self.block_size - 1, -1, -1):
+            block = table[column]
+            if block is None:
+                break
+            released.append(block)
+            table[column] = None
+        self.pool.release(released)
+
+    def find_hit(self, request: PlainRequest) -> list[PlainBlock]:
+        """Full attention only."""
+        hit = []
+        for block_hash in request.hashes:
+            block_id = self.pool.index.get(block_hash + self.groups[0].key)
+            if block_id is None:
+                break
+            hit.append(self.pool.blocks[block_id])
+        return hit
+
+    def free(self, request: PlainRequest) -> None:
+        for group in self.groups:
+            table = group.tables.pop(request.name)
+            group.num_cached.pop(request.name)
+            self.pool.release([block for block in reversed(table) if block is not None])
