@@ -188,14 +188,15 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_prompts: int) -> Ite
     layers = f"{model.num_layers} layers" + (f", {windows} with a window of {model.sliding_window}" if windows else "")
     name = "the demo model" if args.model is None else str(args.model)
     yield f"Model   {name}: {model.architecture}, {layers}, vocabulary {model.vocab_size:,}"
+    caching = "on" if config.enable_prefix_caching else "off"
     for pool in engine.plan.pools:
         yield (
-            f"Pool {pool.pool_id}  {pool.num_blocks - 1:,} blocks of {config.block_size} tokens in {len(pool.group_ids)} "
-            f"block tables, {format_bytes(pool.total_bytes)}; prefix caching {'on' if config.enable_prefix_caching else 'off'}"
+            f"Pool {pool.pool_id}  {pool.num_blocks - 1:,} blocks of {config.block_size} tokens for "
+            f"{len(pool.group_ids)} block tables, {format_bytes(pool.total_bytes)}; prefix caching {caching}"
         )
     yield (
-        f"Engine  {num_prompts} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a step, "
-        f"{args.devices} device{'s' if args.devices > 1 else ''}"
+        f"Engine  {num_prompts} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a "
+        f"step, {args.devices} device{'s' if args.devices > 1 else ''}"
     )
 
 

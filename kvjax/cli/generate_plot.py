@@ -7,39 +7,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax.engine.stats import StepStats
 
-HELD, CACHED, FREE, HITS, RELEASED, PREEMPTED = "#31688e", "#90c8ac", "#e8e8e8", "#31688e", "#c96f2b", "#b02a37"
+HELD, CACHED, FREE, RELEASED, PREEMPTED = "#31688e", "#90c8ac", "#ebebeb", "#c96f2b", "#b02a37"
 
 
 def save_pool_plot(steps: Sequence[StepStats], path: Path) -> None:
-    """Draws `steps` into a PNG at `path`, a panel per pool and one for events. Needs matplotlib."""
+    """Draws `steps` into a PNG at `path`: a panel per pool, then hits, then blocks given back. Needs matplotlib."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
 
     num_pools = len(steps[0].pools)
-    figure = Figure(figsize=(10, 2.6 * num_pools + 2.2), layout="constrained")
-    axes = figure.subplots(num_pools + 1, 1, sharex=True, height_ratios=[2.6] * num_pools + [1.6])
+    figure = Figure(figsize=(10, 2.8 * num_pools + 2.6), layout="constrained")
+    axes = figure.subplots(num_pools + 2, 1, sharex=True, height_ratios=[2.8] * num_pools + [1, 1])
     numbers = [step.step for step in steps]
     for pool_id in range(num_pools):
-        uses = [step.pools[pool_id] for step in steps]
-        stacks = [[use.held for use in uses], [use.cached for use in uses], [use.free for use in uses]]
-        labels = ["held by requests", "cached, free to evict", "free"]
-        axes[pool_id].stackplot(numbers, stacks, labels=labels, colors=[HELD, CACHED, FREE], step="mid")
-        axes[pool_id].set_ylabel("blocks" if num_pools == 1 else f"blocks of pool {pool_id}")
-        axes[pool_id].margins(0)
-    axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=3, frameon=False)
-    events = axes[-1]
-    events.bar(numbers, [step.num_hit_tokens for step in steps], color=HITS, width=1.0, label="prompt tokens found")
-    events.set_ylabel("tokens found")
-    events.set_xlabel("step")
-    blocks = events.twinx()
-    released = [sum(pool.released for pool in step.pools) for step in steps]
-    blocks.plot(numbers, released, color=RELEASED, lw=0.9, label="blocks out of the window (right)")
+        _draw_pool(axes[pool_id], numbers, steps, pool_id)
+    axes[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+    hits, released = axes[-2:]
+    hits.bar(numbers, [step.num_hit_tokens for step in steps], color=HELD, width=1.0)
+    hits.set_ylabel("prompt tokens\nfound cached")
+    released.bar(numbers, [sum(pool.released for pool in step.pools) for step in steps], color=RELEASED, width=1.0)
+    released.set_ylabel("blocks out of\nthe window")
+    released.set_xlabel("step (dotted: a request was preempted)")
     for step in steps:
-        if step.num_preemptions:
-            blocks.axvline(step.step, color=PREEMPTED, lw=0.8, ls=":")
-    blocks.set_ylim(bottom=0)
-    handles = [*events.get_legend_handles_labels()[0], *blocks.get_legend_handles_labels()[0]]
-    events.legend(handles=handles, loc="upper right", frameon=False)
+        for axis in axes if step.num_preemptions else ():
+            axis.axvline(step.step, color=PREEMPTED, lw=0.8, ls=":")
+    released.set_xlim(0.5, numbers[-1] + 0.5)
     figure.savefig(path, format="png", dpi=120)
+
+
+def _draw_pool(axis: Any, numbers: Sequence[int], steps: Sequence[StepStats], pool_id: int) -> None:
+    uses = [step.pools[pool_id] for step in steps]
+    bottom = [0] * len(uses)
+    for label, color, name in (
+        ("held by requests", HELD, "held"),
+        ("cached, free to evict", CACHED, "cached"),
+        ("free", FREE, "free"),
+    ):
+        heights = [getattr(use, name) for use in uses]
+        axis.bar(numbers, heights, bottom=bottom, color=color, width=1.0, label=label)
+        bottom = [base + height for base, height in zip(bottom, heights, strict=True)]
+    axis.set_ylim(0, max(bottom))
+    axis.set_ylabel("blocks" if len(steps[0].pools) == 1 else f"blocks of pool {pool_id}")

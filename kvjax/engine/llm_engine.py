@@ -22,7 +22,7 @@ import numpy as np
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.core.step_builder import build_step_plan
-from kvjax.device import Buckets, Placement, create_pages, make_update_step
+from kvjax.device import Buckets, Placement, UpdateStep, create_pages, make_update_step
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine_request import EngineRequest, FinishReason
@@ -45,7 +45,7 @@ class _Flight:
     fence: int  # the request table's open step: its rows are not reissued before it is closed
     sampled: jax.Array  # int32[max_num_requests]
     logprobs: jax.Array  # float32[max_num_requests]
-    host_us: float  # scheduling and dispatch
+    host_us: float  # scheduling and planning
 
 
 class LLMEngine:
@@ -60,12 +60,16 @@ class LLMEngine:
         config: EngineConfig,
         *,
         mesh: jax.sharding.Mesh | None = None,
+        like: LLMEngine | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An engine for `model`, whose weights lie on `mesh` (None: on one device).
 
+        With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
+        cache layout, and its steps are at least as large.
+
         Raises:
-            ValueError: the model allows fewer tokens than `max_model_len`.
+            ValueError: the model allows fewer tokens than `max_model_len`, or `like` does not fit.
             MemoryBudgetError: `memory_bytes` does not hold one request of `max_model_len` tokens.
         """
         if config.max_model_len > model.config.max_model_len:
@@ -115,19 +119,7 @@ class LLMEngine:
         self._num_added = 0
         self._num_steps = 0
         self.step_stats: deque[StepStats] = deque(maxlen=config.num_step_stats)
-        self._update_step = make_update_step(
-            model.module,
-            self.plan.config,
-            Buckets.default(
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=config.max_model_len,
-                block_size=config.block_size,
-                max_buckets=config.max_buckets,
-            ),
-            placement=self._placement,
-            sample_fn=sample,
-        )
+        self._update_step = self._make_update_step() if like is None else self._shared_update_step(like)
         self._pages = create_pages(self.plan.config, self._placement)
         self._previous: jax.Array | None = None  # sampled tokens of the newest step, on the device
         self._flights: deque[_Flight] = deque()
@@ -250,6 +242,31 @@ class LLMEngine:
         self.scheduler.check_invariants()
         self.manager.check_invariants()
 
+    def _make_update_step(self) -> UpdateStep:
+        config = self.config
+        buckets = Buckets.default(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            max_buckets=config.max_buckets,
+        )
+        return make_update_step(
+            self.model.module, self.plan.config, buckets, placement=self._placement, sample_fn=sample
+        )
+
+    def _shared_update_step(self, like: LLMEngine) -> UpdateStep:
+        layouts = (self.plan.config, self._placement)
+        if like.model.module is not self.model.module or (like.plan.config, like._placement) != layouts:
+            raise ValueError("expected `like` to have this engine's model, mesh and cache layout, got another")
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            if getattr(like.config, name) < getattr(self.config, name):
+                raise ValueError(
+                    f"expected `like` to allow {name} of at least {getattr(self.config, name)}, "
+                    f"got {getattr(like.config, name)}"
+                )
+        return like._update_step
+
     def _prompt_token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:  # int[n]
         if isinstance(prompt, str):
             if self.model.tokenizer is None:
@@ -288,9 +305,10 @@ class LLMEngine:
         sampling = self._sampling.batch(rows, positions)
         fence = table.open_step(step.rows)
         self.scheduler.start(step)
+        host_us = (time.perf_counter() - start) * 1e6
         output: DeviceOutput = self._update_step(self._pages, plan, previous=self._previous, sampling=sampling)
         self._pages, self._previous = output.pages, output.sampled
-        return _Flight(step, fence, output.sampled, output.extras, (time.perf_counter() - start) * 1e6)
+        return _Flight(step, fence, output.sampled, output.extras, host_us)
 
     def _read(self, flight: _Flight) -> list[StepOutput]:
         """Waits for a step's tokens and gives them to their requests."""
