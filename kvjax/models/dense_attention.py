@@ -24,7 +24,12 @@ class DenseAttention:
         v: jax.Array,  # [T, Hkv, D]
         options: AttentionOptions,
     ) -> jax.Array:  # [T, Hq, D]
-        """Outputs in the dtype of `q`, accumulated in float32."""
+        """Outputs in the dtype of `q`, accumulated in float32.
+
+        Raises:
+            NotImplementedError: the options ask for more than a window and a soft cap.
+        """
+        _check_options(layer_name, options)
         num_tokens, num_q_heads, head_dim = q.shape
         window = options.sliding_window
         if window is None or window >= num_tokens:
@@ -38,6 +43,20 @@ class DenseAttention:
         key_positions = jnp.concatenate([positions - window, positions], axis=1)
         out = _attend_chunks(q, _with_previous(k), _with_previous(v), positions, key_positions, options)
         return out.reshape(-1, num_q_heads, head_dim)[:num_tokens]
+
+
+def _check_options(layer_name: str, options: AttentionOptions) -> None:
+    """Raises NotImplementedError for options that only serving has."""
+    given = {
+        "attention_chunk_size": options.attention_chunk_size is not None,
+        "num_sink_tokens": options.num_sink_tokens > 0,
+        "sinks": options.sinks is not None,
+        "k_scale": options.k_scale is not None,
+        "v_scale": options.v_scale is not None,
+    }
+    if any(given.values()):
+        names = ", ".join(name for name, is_given in given.items() if is_given)
+        raise NotImplementedError(f"{layer_name}: expected dense attention with a window and a soft cap, got {names}")
 
 
 def _with_previous(x: jax.Array) -> jax.Array:  # [C, W, H, D] -> [C, 2 * W, H, D]

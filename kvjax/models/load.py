@@ -87,7 +87,11 @@ def _weight_files(folder: Path) -> list[Path]:
     """The checkpoint's files: those of the index if there is one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: expected a JSON object with a weight_map, got {error!r}") from error
+        files = [folder / name for name in names]
     else:
         files = [folder / "model.safetensors"]
     for file in files:

@@ -64,6 +64,9 @@ def test_a_checkpoint_in_several_files_is_the_same_model(qwen3: Path) -> None:
     (qwen3 / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"expected weights in safetensors files, found no .*00002-of-00002"):
         load_model(qwen3)
+    (qwen3 / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"index\.json: expected a JSON object with a weight_map, got KeyError"):
+        load_model(qwen3)
 
 
 def test_what_is_saved_loads_as_the_same_weights(qwen3: Path) -> None:
