@@ -11,6 +11,7 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -37,7 +38,7 @@ class PagedKVCache:
         backend: str = "auto",
     ) -> None:
         self.pages = pages
-        self._batch = batch
+        self._batch = jax.tree.map(jnp.asarray, batch)
         self._config = kv_cache_config
         self._placement = placement
         self._backend = backend

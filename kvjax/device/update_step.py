@@ -78,7 +78,7 @@ class UpdateStep:
         replicated = placement.replicated
         pages = page_shardings(kv_cache_config, placement)
         self._step = jax.jit(
-            self._traced,
+            self._update,
             donate_argnums=1,
             in_shardings=(None, pages, replicated, replicated, replicated),
             out_shardings=StepOutput(pages, replicated, replicated, replicated),  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ class UpdateStep:
         batch = DeviceBatch.empty(bucket, len(self.kv_cache_config.kv_cache_groups))
         return self._step.lower(self._state, pages, *self._arguments(batch, None, sampling)).compile()
 
-    def _traced(self, state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
+    def _update(self, state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
         """The step as jax traces it, once per bucket."""
         model: Any = nnx.merge(self._graphdef, state)
         cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, backend=self._backend)

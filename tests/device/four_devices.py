@@ -1,0 +1,103 @@
+"""Laws of a mesh of four devices. Run by test_mesh.py in a process of its own, which has four virtual CPU devices."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from kvjax.device import (
+    Bucket,
+    Buckets,
+    Placement,
+    copy_pages,
+    create_pages,
+    gather_pages,
+    make_update_step,
+    zero_pages,
+)
+from kvjax.device.page_ops import copy_pages_padded, pad_ids, zero_pages_padded
+from tests.device.aliases import assert_in_place
+from tests.device.toy import HEAD_DIM, NUM_BLOCKS, VOCAB, ToyHost, ToyModel, sample, toy_config
+
+BUCKET = Bucket(16, 2, 8)
+PLACEMENTS = {
+    "whole on one": Placement.create(),
+    "split over four": Placement.over_heads(4),
+    "split over two of two by two": Placement.create(
+        Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model")), {"kv_head": "model"}
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["cpu", "tpu"])
+def platform(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def generate(placement: Placement, platform: str) -> tuple[list[int], np.ndarray]:
+    """Tokens of two requests decoded together after a chunked prefill, and all logits on the way."""
+    config = toy_config(platform=platform)
+    buckets = Buckets((BUCKET,))
+    step = make_update_step(ToyModel(), config, buckets, placement=placement, sample_fn=sample, return_logits=True)
+    pages, host = create_pages(config, placement), ToyHost(config)
+    sampling = {"offset": np.zeros(2, np.int32)}
+    assert_in_place(step.compiled(pages, BUCKET, sampling=sampling), pages)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, pages)
+    for row in range(2):
+        host.add(row, np.random.default_rng(row).integers(0, VOCAB, 11))
+    tokens, logits = [], []
+    for counts in ([8, 8], [3, 3], *[[1, 1]] * 6):
+        output = step(pages, host.plan([0, 1], counts, wants_logits=np.array([True, True])), sampling=sampling)
+        pages = output.pages
+        logits.append(np.asarray(output.logits))
+        if counts != [8, 8]:
+            for row, token in enumerate(output.sampled.tolist()):
+                host.append(row, token)
+                tokens.append(token)
+    assert step.num_compiled == 1
+    assert jax.tree.map(lambda leaf: leaf.sharding, pages) == shardings
+    return tokens, np.stack(logits)
+
+
+def test_there_are_four_devices() -> None:
+    assert len(jax.devices()) == 4
+
+
+def test_every_placement_gives_equal_tokens(platform: str) -> None:
+    expected_tokens, expected_logits = generate(PLACEMENTS["whole on one"], platform)
+    for name, placement in PLACEMENTS.items():
+        tokens, logits = generate(placement, platform)
+        assert tokens == expected_tokens, name
+        np.testing.assert_allclose(logits, expected_logits, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_page_work_keeps_the_split_and_happens_in_place(name: str, platform: str) -> None:
+    config = toy_config(platform=platform)
+    pages = create_pages(config, PLACEMENTS[name])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, pages)
+    ids = pad_ids(np.array([1, 2]))
+    for program in (copy_pages_padded.lower(pages, 0, ids, ids), zero_pages_padded.lower(pages, 0, ids)):
+        assert_in_place(program.compile(), pages)
+    pages = jax.jit(lambda p: jax.tree.map(lambda x: x.at[1].set(7.0), p), out_shardings=shardings)(pages)
+    pages = zero_pages(copy_pages(pages, 0, np.array([1]), np.array([2])), 0, np.array([1]))
+    assert jax.tree.map(lambda leaf: leaf.sharding, pages) == shardings
+    for leaf in jax.tree.leaves(gather_pages(pages, 0, np.array([1, 2]))):
+        assert not np.asarray(leaf[0]).any()
+        assert (np.asarray(leaf[1]) == 7.0).all()
+
+
+def test_a_device_holds_its_heads_alone() -> None:
+    pages = create_pages(toy_config(), PLACEMENTS["split over four"])
+    shards = {shard.data.shape for leaf in jax.tree.leaves(pages) for shard in leaf.addressable_shards}
+    assert shards == {(NUM_BLOCKS, 4, 1, HEAD_DIM)}
+
+
+def test_heads_that_do_not_split_are_refused() -> None:
+    config = toy_config(kv_heads=2)
+    with pytest.raises(ValueError, match="2 KV heads do not split over 4 devices; use fewer devices"):
+        create_pages(config, PLACEMENTS["split over four"])
+    with pytest.raises(ValueError, match="2 KV heads do not split over 4 devices; use fewer devices"):
+        make_update_step(ToyModel(kv_heads=2), config, Buckets((BUCKET,)), placement=PLACEMENTS["split over four"])

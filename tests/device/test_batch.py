@@ -1,0 +1,67 @@
+"""A batch is its plan, padded so that the padding does nothing, in arrays that nobody else has."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.core.step_plan import StepPlan
+from kvjax.device import Bucket, DeviceBatch
+from kvjax.device.batch import padded, plan_sizes
+from tests.device.toy import ToyHost, toy_config
+
+BUCKET = Bucket(16, 4, 6)
+
+
+def mixed_plan() -> StepPlan:
+    host = ToyHost(toy_config())
+    for row, length in enumerate([9, 5]):
+        host.add(row, np.arange(1, length + 1))
+    host.request_table.num_computed_tokens[1] = 4
+    return host.plan([0, 1], [9, 1])
+
+
+def test_padding_does_nothing() -> None:
+    plan = mixed_plan()
+    batch = DeviceBatch.from_plan(plan, BUCKET)
+    assert batch.token_ids.tolist() == [5, *range(1, 10), *[0] * 6]
+    assert batch.positions.tolist() == [4, *range(9), *[0] * 6]
+    assert batch.token_source.tolist() == [-1] * 16
+    assert batch.query_start_loc.tolist() == [0, 1, 10, 10, 10]
+    assert batch.distribution.tolist() == [1, 1, 2]
+    assert batch.logits_indices.tolist() == [0, 9, 0, 0]
+    for group, planned in zip(batch.groups, plan.groups, strict=True):
+        assert group.seq_lens.tolist() == [5, 9, 0, 0]
+        assert group.slot_mapping.tolist() == [*planned.slot_mapping, *[-1] * 6]
+        assert group.block_tables[:2, :3].tolist() == planned.block_tables.tolist()
+        assert group.block_tables.sum() == planned.block_tables.sum()
+
+
+def test_all_arrays_are_fresh_and_int32_even_where_nothing_is_padded() -> None:
+    plan = mixed_plan()
+    tokens, requests, columns = plan_sizes(plan)
+    batch = DeviceBatch.from_plan(plan, Bucket(tokens, requests, columns))
+    leaves = jax.tree.leaves(batch)
+    planned = [plan.token_ids, plan.positions, plan.token_source, plan.query_start_loc, plan.distribution]
+    planned += [plan.logits_indices, *(x for g in plan.groups for x in (g.block_tables, g.seq_lens, g.slot_mapping))]
+    assert {leaf.dtype for leaf in leaves} == {np.dtype(np.int32)}
+    assert not any(np.shares_memory(leaf, array) for leaf in leaves for array in planned)
+
+
+def test_an_empty_batch_has_the_shapes_of_a_full_one() -> None:
+    batch, empty = DeviceBatch.from_plan(mixed_plan(), BUCKET), DeviceBatch.empty(BUCKET, 2)
+    assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, empty)
+    assert empty.distribution.tolist() == [0, 0, 0]
+    assert all((group.slot_mapping == -1).all() for group in empty.groups)
+
+
+def test_positions_of_three_axes_are_padded_along_tokens() -> None:
+    assert padded(np.ones((3, 5), np.int64), 8).sum(axis=1).tolist() == [5, 5, 5]
+    assert DeviceBatch.empty(BUCKET, 1, positions_rank=2).positions.shape == (3, 16)
+
+
+@pytest.mark.parametrize("bucket", [Bucket(9, 4, 6), Bucket(16, 1, 6), Bucket(16, 4, 2)], ids=str)
+def test_refuses_a_bucket_that_is_too_small(bucket: Bucket) -> None:
+    with pytest.raises(ValueError, match=r"a step of \(10, 2, 3\) \(tokens, requests, columns\) does not fit Bucket"):
+        DeviceBatch.from_plan(mixed_plan(), bucket)

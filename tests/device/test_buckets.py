@@ -1,0 +1,74 @@
+"""Buckets: few, enough for every step within the limits, and the smallest that fits is taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvjax.core.spec import cdiv
+from kvjax.device import Bucket, Buckets
+from kvjax.device.buckets import MAX_BUCKETS
+
+LIMITS = {"max_num_batched_tokens": 100, "max_num_seqs": 8, "max_model_len": 64, "block_size": 4}
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_default_buckets_are_few_and_hold_every_step_within_the_limits(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    limits = {name: int(2 ** rng.uniform(0, 14)) for name in LIMITS}
+    limits["block_size"] = int(2 ** rng.integers(0, 8))
+    max_buckets = int(rng.integers(1, MAX_BUCKETS + 1))
+    buckets = Buckets.default(**limits, max_buckets=max_buckets)
+    tokens, columns = limits["max_num_batched_tokens"], cdiv(limits["max_model_len"], limits["block_size"])
+    requests = min(limits["max_num_seqs"], tokens)
+    assert len(buckets.steps) <= max_buckets
+    assert max(buckets.steps) == Bucket(tokens, requests, columns)
+    assert (buckets.max_num_tokens, buckets.max_num_requests) == (tokens, requests)
+    for _ in range(20):
+        s = int(rng.integers(1, requests + 1))
+        t, p = int(rng.integers(s, tokens + 1)), int(rng.integers(1, columns + 1))
+        bucket = buckets.pick(t, s, p)
+        assert bucket.fits(t, s, p)
+        assert bucket == min(b for b in buckets.steps if b.fits(t, s, p))
+
+
+def test_decode_steps_have_buckets_without_spare_tokens() -> None:
+    buckets = Buckets.default(max_num_batched_tokens=2048, max_num_seqs=256, max_model_len=8192, block_size=16)
+    assert len(buckets.steps) == 20
+    assert buckets.pick(256, 256, 512) == Bucket(256, 256, 512)
+    assert buckets.pick(10, 10, 20) == Bucket(16, 16, 32)
+    assert buckets.pick(2000, 3, 20) == Bucket(2048, 256, 128)
+
+
+def test_equal_buckets_count_once() -> None:
+    assert Buckets((Bucket(8, 4, 2), Bucket(4, 4, 2), Bucket(8, 4, 2))).steps == (Bucket(4, 4, 2), Bucket(8, 4, 2))
+
+
+def test_a_step_that_fits_no_bucket_is_told_the_limits() -> None:
+    buckets = Buckets((Bucket(8, 4, 2), Bucket(4, 4, 16)))
+    with pytest.raises(ValueError, match=r"no bucket fits 8 tokens, 1 requests .* and 3 table columns"):
+        buckets.pick(8, 1, 3)
+    with pytest.raises(ValueError, match=r"8 tokens, 4 requests and 16 columns \(declared: 4x4x16, 8x4x2\)"):
+        buckets.pick(1, 5, 1)
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "num_requests", "num_columns"])
+def test_refuses_an_empty_bucket(name: str) -> None:
+    sizes = {"num_tokens": 1, "num_requests": 1, "num_columns": 1} | {name: 0}
+    with pytest.raises(ValueError, match=f"expected {name} >= 1, got 0"):
+        Bucket(**sizes)
+
+
+def test_refuses_no_buckets_too_many_and_empty_page_counts() -> None:
+    with pytest.raises(ValueError, match="expected 1 to 24 buckets, got 0"):
+        Buckets(())
+    with pytest.raises(ValueError, match="expected 1 to 24 buckets, got 25"):
+        Buckets(tuple(Bucket(t, 1, 1) for t in range(1, 26)))
+    with pytest.raises(ValueError, match=r"expected page_counts >= 1, got \(0, 8\)"):
+        Buckets((Bucket(1, 1, 1),), page_counts=(0, 8))
+
+
+@pytest.mark.parametrize("name", [*LIMITS, "max_buckets"])
+def test_refuses_limits_below_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"expected {name} >= 1, got 0"):
+        Buckets.default(**LIMITS | {name: 0})

@@ -1,0 +1,19 @@
+"""Runs the laws of `four_devices.py` where there are four devices: the number is fixed when jax starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LAWS = Path(__file__).with_name("four_devices.py")
+
+
+def test_four_virtual_devices() -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(LAWS)]
+    result = subprocess.run(
+        command, env={**os.environ, "XLA_FLAGS": flags}, cwd=LAWS.parents[2], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]

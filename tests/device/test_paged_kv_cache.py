@@ -1,0 +1,92 @@
+"""What a model may ask of the paged cache, and how it is told that it may not."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, create_pages
+from tests.device.toy import HEAD_DIM, KV_HEADS, Q_HEADS, WINDOW, toy_config
+
+TOKENS = 4
+OPTIONS = AttentionOptions(sm_scale=1.0, sliding_window=WINDOW)
+
+
+def empty_cache() -> PagedKVCache:
+    config = toy_config(num_blocks=4)
+    return PagedKVCache(create_pages(config), DeviceBatch.empty(Bucket(TOKENS, 2, 2), 2), config)
+
+
+def states(q_heads: int = Q_HEADS, kv_heads: int = KV_HEADS, dim: int = HEAD_DIM, dim_v: int = HEAD_DIM) -> tuple:
+    shapes = ((q_heads, dim), (kv_heads, dim), (kv_heads, dim_v))
+    return tuple(jnp.ones((TOKENS, *shape), jnp.float32) for shape in shapes)
+
+
+def test_knows_which_layers_have_attended() -> None:
+    def step() -> jax.Array:
+        cache = empty_cache()
+        assert cache.unused_layers == ("layers.0", "layers.2", "layers.1")
+        out = cache("layers.2", *states(), OPTIONS)
+        assert cache.unused_layers == ("layers.0", "layers.1")
+        return out
+
+    out = jax.jit(step)()
+    assert out.shape == (TOKENS, Q_HEADS, HEAD_DIM)
+    assert not out.any(), "padding attends to nothing"
+
+
+def test_refuses_unknown_layers_and_a_layer_twice() -> None:
+    cache = empty_cache()
+    with pytest.raises(ValueError, match=r"expected a layer out of \('layers.0', .*\), got 'layers.9'"):
+        cache("layers.9", *states(), OPTIONS)
+
+    def step() -> None:
+        cache("layers.0", *states(), OPTIONS)
+        cache("layers.0", *states(), OPTIONS)
+
+    with pytest.raises(ValueError, match=r"layer 'layers.0' attends twice in one step"):
+        jax.eval_shape(step)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW + 1])
+def test_refuses_to_look_further_back_than_the_group_keeps(window: int | None) -> None:
+    options = AttentionOptions(sm_scale=1.0, sliding_window=window)
+    with pytest.raises(ValueError, match=f"layer 'layers.0': keeps a window of {WINDOW} tokens, asked for {window}"):
+        empty_cache()("layers.0", *states(), options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"kv_heads": 2}, r"expected K and V of \(\(4, 8\), \(4, 8\)\) a token, got \(2, 8\) and \(2, 8\)"),
+        ({"dim_v": 4}, r"expected K and V of \(\(4, 8\), \(4, 8\)\) a token, got \(4, 8\) and \(4, 4\)"),
+        ({"q_heads": 6}, r"expected queries of 4 \* n heads of 8, got \(6, 8\)"),
+    ],
+)
+def test_refuses_shapes_that_are_not_the_layers(sizes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        empty_cache()("layers.1", *states(**sizes), OPTIONS)
+
+
+class StateSpec(KVCacheSpec):
+    """A cache that is not made of K and V."""
+
+    kind = "state"
+    page_size_bytes = 4
+
+    def page_layout(self, platform: str):
+        raise AssertionError
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return 1
+
+
+def test_refuses_a_cache_without_k_and_v() -> None:
+    config = toy_config(num_blocks=4)
+    groups = (KVCacheGroupSpec(("state",), StateSpec(block_size=4)),)
+    batch = DeviceBatch.empty(Bucket(TOKENS, 2, 2), 1)
+    cache = PagedKVCache(create_pages(config), batch, KVCacheConfig(config.pools, groups))
+    with pytest.raises(NotImplementedError, match="layer 'state': expected a cache of K and V, got state"):
+        cache("state", *states(), OPTIONS)

@@ -1,0 +1,73 @@
+"""Placement: which mesh axis the KV heads are split over, and which splits are refused."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.device import Placement
+
+DEVICE = np.asarray(jax.devices()[:1])
+
+
+def fake_placement(num_devices: int) -> Placement:
+    """Heads over a mesh of devices that this machine need not have."""
+    return Placement(AbstractMesh((num_devices,), ("tensor",), axis_types=(AxisType.Auto,)), "tensor")
+
+
+def test_without_a_mesh_it_is_the_first_device() -> None:
+    placement = Placement.create()
+    assert placement.num_shards == 1
+    assert placement.replicated.device_set == {jax.devices()[0]}
+
+
+def test_the_caller_names_the_axes() -> None:
+    mesh = Mesh(DEVICE.reshape(1, 1), ("data", "model"))
+    assert Placement.create(mesh).head_axis is None
+    assert Placement.create(mesh, {"kv_head": "model"}).head_axis == "model"
+    assert Placement.create(mesh, {"kv_head": "model", "page": None}).head_axis == "model"
+    assert Placement.create(Mesh(DEVICE, ("tensor",))).head_axis == "tensor"
+    assert Placement.create(Mesh(DEVICE, ("tensor",)), {"kv_head": None}).head_axis is None
+
+
+def test_refuses_axes_that_cannot_be() -> None:
+    mesh = Mesh(DEVICE, ("x",))
+    with pytest.raises(ValueError, match=r"expected a mesh axis out of \('x',\), got 'y'"):
+        Placement.create(mesh, {"kv_head": "y"})
+    with pytest.raises(ValueError, match=r"pages are split along 'kv_head' only, got mesh axes for \['page'\]"):
+        Placement.create(mesh, {"page": "x"})
+    with pytest.raises(ValueError, match=r"expected a mesh of Auto axes, got .*Explicit"):
+        Placement(Mesh(DEVICE, ("x",), axis_types=(AxisType.Explicit,)))
+    with pytest.raises(ValueError, match=r"expected 1 to \d+ devices, got 1000"):
+        Placement.over_heads(1000)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "kv_heads", "message"),
+    [
+        (
+            "cpu",
+            "float32",
+            6,
+            "6 KV heads do not split over 4 devices; use fewer devices, or axis_names=",
+        ),
+        ("tpu", "bfloat16", 2, "2 KV heads do not split over 4 devices"),
+        ("tpu", "float8_e4m3fn", 4, "4 KV heads of float8_e4m3fn pack 4 rows a word and do not split over 4 devices"),
+        ("cpu", "float8_e4m3fn", 4, None),
+        ("tpu", "float8_e4m3fn", 8, None),
+        ("tpu", "bfloat16", 4, None),
+        ("tpu", "float32", 4, None),
+    ],
+)
+def test_every_device_holds_whole_heads(platform: str, dtype: str, kv_heads: int, message: str | None) -> None:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=kv_heads, head_size=8, dtype=dtype)
+    layout = spec.page_layout(platform)
+    Placement.create().check_heads(spec, layout)
+    if message is None:
+        fake_placement(4).check_heads(spec, layout)
+    else:
+        with pytest.raises(ValueError, match=message):
+            fake_placement(4).check_heads(spec, layout)
