@@ -105,6 +105,15 @@ def test_agrees_with_plain_encoders_at_every_width(algorithm: str, tokens: list[
 
 
 @every_algorithm
+def test_agrees_with_plain_encoders_around_every_change_of_width(algorithm: str) -> None:
+    """All edges that a packed code holds, then one that it does not."""
+    hasher = BlockHasher(4, algorithm, seed="s")
+    for edges in ([edge for edge in WIDTH_EDGES if edge < top] for top in (2**31, 2**32, 2**63)):
+        tokens = np.array(edges * 4, np.int64)
+        assert hasher.hash_tokens(tokens) == plain_hashes(algorithm, hasher.none_hash, tokens, 4)
+
+
+@every_algorithm
 @pytest.mark.parametrize("block_size", [13_000, 70_000])
 def test_a_message_longer_than_a_pickle_frame(algorithm: str, block_size: int) -> None:
     tokens = np.random.default_rng(0).integers(0, 150_000, 2 * block_size)
@@ -234,6 +243,7 @@ def test_a_coarse_block_joins_the_fine_hashes() -> None:
     assert list(view) == [b"\x00\x01\x02", b"\x03\x04\x05"]
     assert list(BlockHashListWithBlockSize(HASHES, 16, 48, "last")) == [b"\x02", b"\x05"]
     assert list(BlockHashListWithBlockSize(HASHES, 16, 16)) == HASHES
+    assert [view[-1], view[-2]] == [view[1], view[0]]
 
 
 @given(st.integers(0, 12), st.integers(1, 4), st.sampled_from(["concat", "last"]), st.integers(-14, 14))

@@ -75,6 +75,12 @@ def test_an_adapter_at_another_path_is_another() -> None:
     assert ExtraKeys(lora=LoRARequest("x", "a")).of_block(0, 4) != ExtraKeys(lora=LoRARequest("x", "b")).of_block(0, 4)
 
 
+def test_an_item_that_ends_where_a_block_starts_is_not_its_own() -> None:
+    items = [MultiModalFeature("long", 0, 9), MultiModalFeature("short", 1, 3)]
+    assert ExtraKeys(mm_features=items).of_block(4, 8) == (("mm", "long", -4),)
+    assert ExtraKeys(mm_features=items[1:]).of_block(4, 8) is None
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=6),
     st.lists(st.integers(0, 12), min_size=1, max_size=20),
