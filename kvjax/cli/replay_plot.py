@@ -60,7 +60,11 @@ def _series(result: ReplayResult, name: str) -> np.ndarray:
 
 
 def _plot_hits(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
-    """Hit rate within windows of equal numbers of samples, and over everything so far."""
+    """Hit rate within windows of equal numbers of samples."""
+    axis.set(title="prompt tokens found in the cache", ylabel="%", xlabel="virtual minutes")
+    if len(minutes) < 2:
+        _say(axis, "fewer than two samples")
+        return
     prompt, recorder = _series(result, "prompt_tokens"), result.recorder
     edges = np.unique(np.linspace(0, len(prompt) - 1, NUM_WINDOWS + 1).astype(int))
     asked = np.diff(prompt[edges])
@@ -73,7 +77,7 @@ def _plot_hits(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
         rate = 100 * np.diff(hits[edges]) / np.diff(prompt[edges])
         overall = 100 * total / max(recorder.prompt_tokens, 1)
         axis.plot(minutes[edges[1:]], rate, color=color, label=f"{label}: {overall:.1f} % overall")
-    axis.set(title="prompt tokens found in the cache", ylabel="%", xlabel="virtual minutes", ylim=(0, None))
+    axis.set_ylim(bottom=0)
     axis.legend(loc="lower right")
 
 
@@ -120,7 +124,7 @@ def _plot_residency(axis: Axes, result: ReplayResult) -> None:
     lifetimes = np.array([event.lifetime_seconds for event in result.residencies])
     idle = np.array([event.idle_seconds for event in result.residencies])
     if not (lifetimes > 0).any():
-        axis.text(0.5, 0.5, "no sampled block was evicted", ha="center", va="center", transform=axis.transAxes)
+        _say(axis, "no sampled block was evicted")
         return
     bins = _log_bins(np.concatenate((lifetimes, idle)))
     axis.hist(lifetimes, bins=bins, color=CACHED, label="lifetime")
@@ -129,10 +133,14 @@ def _plot_residency(axis: Axes, result: ReplayResult) -> None:
     axis.legend(loc="upper left")
 
 
-def _log_bins(values: np.ndarray) -> np.ndarray:
+def _say(axis: Axes, text: str) -> None:
+    axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes)
+
+
+def _log_bins(values: np.ndarray) -> list[float]:
     positive = values[values > 0]
     low, high = float(positive.min()), float(positive.max())
-    return np.geomspace(low, max(high, 1.01 * low), 50)
+    return np.geomspace(low, max(high, 1.01 * low), 50).tolist()
 
 
 def _thousands() -> Any:

@@ -63,7 +63,7 @@ class BatchedReplay:
     clock: VirtualClock
     speed: SpeedModel
     batching: BatchingConfig
-    on_progress: Callable[[int], None]
+    on_progress: Callable[[int], object]
 
     def __post_init__(self) -> None:
         self._table = self.manager.request_table

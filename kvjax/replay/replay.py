@@ -64,7 +64,7 @@ class ReplayResult:
 
 
 def run_replay(
-    trace: Sequence[TraceRequest], config: ReplayConfig, on_progress: Callable[[int], None] = lambda count: None
+    trace: Sequence[TraceRequest], config: ReplayConfig, on_progress: Callable[[int], object] = lambda count: None
 ) -> ReplayResult:
     """Replays `trace`; `on_progress` is called with the number of requests that were finished.
 

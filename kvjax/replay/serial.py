@@ -26,7 +26,7 @@ def replay_serial(
     infinite: InfiniteCache,
     recorder: Recorder,
     clock: VirtualClock,
-    on_progress: Callable[[int], None],
+    on_progress: Callable[[int], object],
 ) -> None:
     """Feeds the trace; a request larger than the pool is counted as refused and leaves no trace in the cache."""
     for index, source in enumerate(trace):

@@ -1,0 +1,130 @@
+"""`kvjax replay` as a person and as a program run it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax.cli.main import main
+from kvjax.errors import MissingExtraError
+from kvjax.replay import TraceRequest, read_trace, write_trace
+
+pytest.importorskip("matplotlib")
+TRACE = [
+    TraceRequest(0, 1_024, 20, (0, 1)),
+    TraceRequest(500, 1_500, 20, (0, 1, 2)),
+    TraceRequest(60_000, 1_024, 20, (0, 3)),
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    write_trace(TRACE, tmp_path / "trace.jsonl")
+    return str(tmp_path / "trace.jsonl")
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert main(["replay", *map(str, argv)]) == 0
+    return capsys.readouterr().out
+
+
+def test_serial_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = (trace, "--serial", "--num-blocks", 1_000, "--json", data_path, "--plot", plot_path)
+    out = run(capsys, *arguments)
+    assert "3 requests, one at a time; 3,548 prompt tokens" in out
+    assert "tokens, this cache      1,536  3,548  43.29%" in out
+    data = json.loads(data_path.read_text())
+    expected = {
+        "mode": "serial",
+        "trace": trace,
+        "requests": 3,
+        "prompt_tokens": 3_548,
+        "hit_tokens": 1_536,
+        "token_hit_rate": 1_536 / 3_548,
+        "infinite_hit_tokens": 1_536,
+        "infinite_token_hit_rate": 1_536 / 3_548,
+        "hit_blocks": 96,
+        "prompt_blocks": 64 + 93 + 64,
+        "preemptions": 0,
+        "steps": 3,
+        "num_blocks": [1_000],
+        "block_size": 16,
+    }
+    assert data | expected == data
+    assert data["host_us_per_step"] > 0
+    assert plot_path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_batched_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
+    out = run(capsys, trace, "--num-blocks", 120, "--json", data_path, "--plot", plot_path, "--max-num-seqs", 4)
+    assert "speed model: 30,000 prefill tokens/s; a step costs 1 ms" in out
+    assert "first token" in out
+    data = json.loads(data_path.read_text())
+    assert data["mode"] == "batched"
+    assert data["output_tokens"] == 60
+    assert data["batching"] == {"max_num_batched_tokens": 8_192, "max_num_seqs": 4}
+    assert data["virtual_seconds"] > 60
+    assert plot_path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", ["chat", "agents", "documents"])
+def test_workloads_are_generated_and_replayed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--generate", kind, "--num-requests", 20, "--serial", "--model", "gemma-3-27b", "--seed", 4)
+    assert "20 requests, one at a time" in out
+
+
+def test_a_workload_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "chat.jsonl"
+    assert "wrote 50 requests" in run(capsys, "--generate", "chat", "--num-requests", 50, "--write", path)
+    assert len(read_trace(path)) == 50
+    assert "20 requests" in run(capsys, path, "--num-requests", 20, "--serial")
+
+
+def test_what_is_evicted_and_refused_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace([*(TraceRequest(i, 16_384, 1, tuple(range(32 * i, 32 * i + 32))) for i in range(20))], path)
+    out = run(capsys, path, "--serial", "--num-blocks", 1_030, "--plot", tmp_path / "p.png")
+    assert "lifetime of a block's contents" in out
+    out = run(capsys, path, "--serial", "--num-blocks", 1_000, "--plot", tmp_path / "p.png")
+    assert "20 requests are larger than the cache and were refused" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "expected a TRACE or --generate {chat,agents,documents}, got none"),
+        (("TRACE", "--generate", "chat"), "expected a TRACE or --generate {chat,agents,documents}, got both"),
+        (("none.jsonl",), "No such file or directory: 'none.jsonl'"),
+        (("TRACE", "--memory", "1MiB"), "bytes short; give more memory"),
+        (("TRACE", "--model", "gpt"), "expected a model's name"),
+        (("TRACE", "--max-num-batched-tokens", "8"), "expected max_num_batched_tokens >= max_num_seqs = 256"),
+        (("TRACE", "--num-blocks", "9", "--serial", "--json", "/nowhere/x.json"), "No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    argv: tuple[str, ...], message: str, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", *(trace if word == "TRACE" else word for word in argv)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n')
+    assert main(["replay", str(path)]) == 2
+    assert f"{path}:1: expected 2 hash_ids for 600 tokens (one per 512), got 1" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_names_the_extra(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(
+        MissingExtraError, match=r"--plot needs matplotlib; install it with: pip install 'kvjax\[plots\]'"
+    ):
+        main(["--debug", "replay", trace, "--plot", "x.png"])
