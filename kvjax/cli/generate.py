@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from kvjax.engine import GenerationResult, LLMEngine
+    from kvjax.engine.text_stream import Tokenizer
     from kvjax.models import LoadedModel
 
 DEFAULT_PLOT = Path("kvjax-generate.png")
@@ -93,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompt, args.prompts)
     plot_path = _plot_path(args)
     params = _sampling_params(args)
-    model, mesh = _load(args)
-    token_ids = [list(model.tokenizer.encode(prompt.text)) for prompt in prompts]
+    model, tokenizer, mesh = _load(args)
+    token_ids = [tokenizer.encode(prompt.text) for prompt in prompts]
     config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens)
     engine = _make_engine(model, config, mesh)
     print("\n".join(_about(engine, args, len(prompts))), flush=True)
@@ -102,8 +103,9 @@ def run(args: argparse.Namespace) -> int:
     for prompt, ids, one in zip(prompts, token_ids, params, strict=False):
         engine.add_request(ids, one, request_id=prompt.name)
     start = time.perf_counter()
-    results, texts = _generate(engine, prompts, args)
-    _report(engine, results, texts, time.perf_counter() - start, args, plot_path)
+    printer = OrderedTextPrinter(prompts, tokenizer, None if args.quiet else sys.stdout)
+    results = _generate(engine, prompts, printer, args.quiet)
+    _report(engine, results, printer.texts, time.perf_counter() - start, args, plot_path)
     return 0
 
 
@@ -131,8 +133,8 @@ def _sampling_params(args: argparse.Namespace) -> Iterator[SamplingParams]:
         )
 
 
-def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
-    """The model, and the mesh that its heads are split over."""
+def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None]:
+    """The model, its tokenizer, and the mesh that its heads are split over."""
     import jax
 
     from kvjax.device import Placement
@@ -145,7 +147,7 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
     model = load_model(folder, mesh=mesh)
     if model.tokenizer is None:
         raise ValueError(f"expected a tokenizer.json in {folder}, found none; prompts are text")
-    return model, mesh
+    return model, model.tokenizer, mesh
 
 
 def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -> EngineConfig:
@@ -208,19 +210,18 @@ def _warm_up(engine: LLMEngine) -> None:
 
 
 def _generate(
-    engine: LLMEngine, prompts: Sequence[NamedPrompt], args: argparse.Namespace
-) -> tuple[dict[str, GenerationResult], dict[str, str]]:
-    """Results and texts by prompt name, in the order of the prompts."""
-    printer = OrderedTextPrinter(prompts, engine.model.tokenizer, None if args.quiet else sys.stdout)
+    engine: LLMEngine, prompts: Sequence[NamedPrompt], printer: OrderedTextPrinter, quiet: bool
+) -> dict[str, GenerationResult]:
+    """Results by prompt name, in the order of the prompts."""
     results: dict[str, GenerationResult] = {}
-    with progress("Generating", len(prompts), "request", enabled=args.quiet) as advance:
+    with progress("Generating", len(prompts), "request", enabled=quiet) as advance:
         while len(results) < len(prompts):
             for output in engine.step():
                 printer.push(output.request_id, output.token_id, is_last=output.result is not None)
                 if output.result is not None:
                     results[output.request_id] = output.result
                     advance(1)
-    return {prompt.name: results[prompt.name] for prompt in prompts}, printer.texts
+    return {prompt.name: results[prompt.name] for prompt in prompts}
 
 
 def _report(

@@ -168,15 +168,18 @@ class LLMEngine:
         request_id = f"request-{self._num_added}" if request_id is None else request_id
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; expected a new one")
-        token_ids = self._prompt_token_ids(prompt)
+        request = Request(request_id, self._token_ids(prompt), block_hasher=self._hasher)
+        largest = int(request.prompt_token_ids.max())
+        if largest >= self.model.config.vocab_size:
+            raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {largest}")
         stop = frozenset(params.stop_token_ids)
         engine_request = EngineRequest(
-            request=Request(request_id, token_ids, block_hasher=self._hasher),
+            request=request,
             params=params,
             seed=self._seed(params),
             stop_token_ids=stop if params.ignore_eos else stop | frozenset(self.model.config.eos_token_ids),
             priority=self._num_added,
-            stats=RequestStats(request_id, int(token_ids.size), self._clock()),
+            stats=RequestStats(request_id, request.num_prompt_tokens, self._clock()),
         )
         self.scheduler.add(engine_request)
         self._requests[request_id] = engine_request
@@ -267,17 +270,12 @@ class LLMEngine:
                 )
         return like._update_step
 
-    def _prompt_token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:  # int[n]
-        if isinstance(prompt, str):
-            if self.model.tokenizer is None:
-                raise ValueError("expected token ids, got text: the model has no tokenizer")
-            prompt = self.model.tokenizer.encode(prompt)
-        token_ids = np.asarray(prompt)
-        if token_ids.ndim != 1 or not token_ids.size:
-            raise ValueError(f"expected a prompt of at least one token, got shape {token_ids.shape}")
-        if token_ids.max() >= self.model.config.vocab_size:
-            raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {token_ids.max()}")
-        return token_ids
+    def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.model.tokenizer is None:
+            raise ValueError("expected token ids, got text: the model has no tokenizer")
+        return self.model.tokenizer.encode(prompt)
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:

@@ -50,7 +50,8 @@ def _draw(logits: jax.Array, batch: SamplingBatch) -> jax.Array:  # int32[N]
         lambda: jnp.where(is_masked[:, None] & ~_keep(scaled, batch), -jnp.inf, scaled),
         lambda: scaled,
     )
-    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(batch.seed, batch.position, scaled.shape[-1])
+    seeds, positions = jnp.asarray(batch.seed), jnp.asarray(batch.position)
+    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(seeds, positions, scaled.shape[-1])
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 
 

@@ -1,0 +1,37 @@
+"""One engine on four devices gives the tokens of one on one, which are Hugging Face's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from kvjax.engine import LLMEngine
+from tests.engine.engines import assert_greedy_is_golden, base_config
+from tests.models.golden_models import model_folder
+
+name, num_shards, async_scheduling = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "async"
+config = base_config(name, async_scheduling=async_scheduling)
+engine = LLMEngine.from_folder(model_folder(name), config, num_devices=4)
+assert engine._placement.num_shards == num_shards
+pages = engine._pages.column(0, 0)[0]
+assert len(pages.sharding.device_set) == 4
+assert pages.addressable_shards[0].data.shape[2] == pages.shape[2] // num_shards
+assert_greedy_is_golden(engine, name)
+assert_greedy_is_golden(engine, name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "num_shards", "mode"),
+    [("llama", 4, "sync"), ("gemma3", 4, "async"), ("demo", 1, "sync")],  # the demo's 2 KV heads do not split over 4
+)
+def test_four_devices_give_the_same_tokens(name: str, num_shards: int, mode: str) -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    program = [sys.executable, "-c", PROGRAM, name, str(num_shards), mode]
+    subprocess.run(program, check=True, timeout=280, env=environment, cwd=Path(__file__).parents[2])
