@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from kvjax.cli.replay_plot import plot_replay
 
-        plot_replay(result, args.plot, title=f"{args.trace or args.generate}, {args.model}")
+        plot_replay(result, args.plot, title=f"{Path(args.trace).name if args.trace else args.generate}, {args.model}")
     return 0
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HELD, CACHED, FREE = "#2b6cb0", "#90cdf4", "#edf2f7"
 HIT, CEILING, WARN = "#2f855a", "#a0aec0", "#c05621"
 NUM_WINDOWS = 60  # points of the hit-rate curves
+NUM_BINS = 50
 
 
 def check_available() -> None:
@@ -112,9 +113,10 @@ def _plot_queue(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
 def _plot_host(axis: Axes, result: ReplayResult) -> None:
     """Distribution of the managers' time per request."""
     us = np.array(result.recorder.host_ns) / 1e3
-    axis.hist(us, bins=_log_bins(us), color=HELD)
+    axis.set(title="host time of the managers", ylabel="requests", xlabel="us a request")
+    axis.hist(us, bins=_bins(axis, us), color=HELD)
     axis.axvline(float(np.median(us)), color=WARN, label=f"median {np.median(us):,.0f} us")
-    axis.set(title="host time of the managers", ylabel="requests", xlabel="us a request", xscale="log")
+    axis.yaxis.set_major_formatter(_thousands())
     axis.legend()
 
 
@@ -126,21 +128,25 @@ def _plot_residency(axis: Axes, result: ReplayResult) -> None:
     if not (lifetimes > 0).any():
         _say(axis, "no sampled block was evicted")
         return
-    bins = _log_bins(np.concatenate((lifetimes, idle)))
+    bins = _bins(axis, np.concatenate((lifetimes, idle)))
     axis.hist(lifetimes, bins=bins, color=CACHED, label="lifetime")
     axis.hist(idle, bins=bins, histtype="step", color=WARN, linewidth=1.5, label="idle before eviction")
-    axis.set_xscale("log")
-    axis.legend(loc="upper left")
+    axis.yaxis.set_major_formatter(_thousands())
+    axis.legend(loc="upper right")
 
 
 def _say(axis: Axes, text: str) -> None:
     axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes)
 
 
-def _log_bins(values: np.ndarray) -> list[float]:
+def _bins(axis: Axes, values: np.ndarray) -> list[float]:
+    """Edges over the positive values; with a logarithmic axis where they span more than a decade and a half."""
     positive = values[values > 0]
-    low, high = float(positive.min()), float(positive.max())
-    return np.geomspace(low, max(high, 1.01 * low), 50).tolist()
+    low, high = float(positive.min()), max(float(positive.max()), 1.01 * float(positive.min()))
+    if high < 30 * low:
+        return np.linspace(low, high, NUM_BINS).tolist()
+    axis.set_xscale("log")
+    return np.geomspace(low, high, NUM_BINS).tolist()
 
 
 def _thousands() -> Any:
