@@ -1,9 +1,8 @@
-"""Softmax over keys that come in parts: state, one part, merge, result.
+"""Softmax over keys that come in parts: state, one more part, result.
 
-Flow:    scores of a KV tile -> [attend] -> [merge] -> ... -> [finish] -> out, lse
+Flow:    empty -> [attend] per KV tile -> [finish] -> out, lse
 Source:  online softmax of FlashAttention (arXiv 2205.14135); sinks as GPT-OSS: one more logit without a value
 
-A sink starts the sum: `m = sink, l = 1`, so that nothing is ever raised to `sink - m` afterwards, which overflows.
 All arrays are float32; leading axes are free.
 """
 
@@ -17,11 +16,11 @@ from jax import lax
 
 
 class SoftmaxState(NamedTuple):
-    """Softmax over the keys seen so far: `out = acc / l`, `lse = m + log(l)`."""
+    """Softmax over the keys seen so far: `out = total / weight`, `lse = m + log(weight)`."""
 
     m: jax.Array  # [..., rows] largest logit, -inf before the first
-    l: jax.Array  # [..., rows] sum of exp(logit - m)  # noqa: E741
-    acc: jax.Array  # [..., rows, dim] sum of exp(logit - m) * value
+    weight: jax.Array  # [..., rows] sum of exp(logit - m)
+    total: jax.Array  # [..., rows, dim] sum of exp(logit - m) * value
 
 
 def _finite(m: jax.Array) -> jax.Array:
@@ -29,39 +28,46 @@ def _finite(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
-def start(sinks: jax.Array, dim: int) -> SoftmaxState:
-    """State before any key; `sinks` float32[..., rows] are the sink logits, -inf for none."""
-    seen = jnp.where(sinks == -jnp.inf, 0.0, 1.0)
-    return SoftmaxState(sinks, seen, jnp.zeros((*sinks.shape, dim), jnp.float32))
+def empty(rows: tuple[int, ...], dim: int) -> SoftmaxState:
+    """State of rows that have seen no key."""
+    m = jnp.full(rows, -jnp.inf, jnp.float32)
+    return SoftmaxState(m, jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, dim), jnp.float32))
 
 
 def attend(
+    state: SoftmaxState,
     q: jax.Array,  # float32[..., rows, head_dim], scaled
     k: jax.Array,  # float32[..., keys, head_dim]
     v: jax.Array,  # float32[..., keys, head_dim_v], finite where no row sees the key
     visible: jax.Array,  # bool[..., rows, keys], broadcast
     soft_cap: float | None,
 ) -> SoftmaxState:
-    """State of one part of the keys by itself."""
+    """`state` after further keys. A row that sees none of them keeps its state even if a value is NaN."""
     s = jnp.einsum("...md,...kd->...mk", q, k, precision=lax.Precision.HIGHEST)
     if soft_cap is not None:
         s = soft_cap * jnp.tanh(s / soft_cap)
     s = jnp.where(visible, s, -jnp.inf)
-    m = jnp.max(s, axis=-1)
+    largest = jnp.max(s, axis=-1)
+    m = jnp.maximum(state.m, largest)
     p = jnp.exp(s - _finite(m)[..., None])
-    acc = jnp.einsum("...mk,...kd->...md", p, v, precision=lax.Precision.HIGHEST)
-    return SoftmaxState(m, jnp.sum(p, axis=-1), acc)
+    shrink = jnp.exp(state.m - _finite(m))
+    weight = state.weight * shrink + jnp.sum(p, axis=-1)
+    total = state.total * shrink[..., None] + jnp.einsum("...mk,...kd->...md", p, v, precision=lax.Precision.HIGHEST)
+    return SoftmaxState(m, weight, jnp.where(largest[..., None] == -jnp.inf, state.total, total))
 
 
-def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """State over the keys of both. At most one of them may have started from a sink."""
-    m = jnp.maximum(a.m, b.m)
-    wa, wb = jnp.exp(a.m - _finite(m)), jnp.exp(b.m - _finite(m))
-    return SoftmaxState(m, a.l * wa + b.l * wb, a.acc * wa[..., None] + b.acc * wb[..., None])
+def finish(state: SoftmaxState, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(out float32[..., rows, dim], lse float32[..., rows]): 0 and -inf for a row that saw no key.
 
-
-def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
-    """(out float32[..., rows, dim], lse float32[..., rows]): 0 and -inf for a row that saw nothing."""
-    empty = state.m == -jnp.inf
-    total = jnp.where(empty, 1.0, state.l)
-    return state.acc / total[..., None], jnp.where(empty, -jnp.inf, state.m + jnp.log(total))
+    `sinks` float32[..., rows] are logits without a value, -inf for none. They are merged like a part with `m = sink`
+    and weight 1: the larger of both is subtracted first, so that no exponential overflows.
+    """
+    nothing = state.m == -jnp.inf
+    m, weight, total = state
+    if sinks is not None:
+        m = jnp.maximum(state.m, sinks)
+        shrink = jnp.exp(state.m - _finite(m))
+        weight = weight * shrink + jnp.exp(sinks - _finite(m))
+        total = total * shrink[..., None]
+    weight = jnp.where(nothing, 1.0, weight)
+    return total / weight[..., None], jnp.where(nothing, -jnp.inf, m + jnp.log(weight))

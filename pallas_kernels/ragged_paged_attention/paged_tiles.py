@@ -1,4 +1,4 @@
-"""Reads tiles of K and V of a sequence through its block table.
+"""Reads a tile of K and V of one sequence through its block table.
 
 Flow:    pages + block tables + PageRun -> [PagedTiles.read] -> K, V head-major in float32, key positions
 
@@ -20,22 +20,21 @@ _NO_KEY = jnp.iinfo(jnp.int32).max  # position of a slot that holds no key: beyo
 
 
 class KVTile(NamedTuple):
-    """One tile per item. A tile has `tile_pages * page_size` slots."""
+    """`tile_pages * page_size` slots of one sequence."""
 
-    k: jax.Array  # float32[items, num_kv_heads, slots, head_dim]
-    v: jax.Array  # float32[items, num_kv_heads, slots, head_dim_v]
-    key_pos: jax.Array  # int32[items, slots]
+    k: jax.Array  # float32[num_kv_heads, slots, head_dim]
+    v: jax.Array  # float32[num_kv_heads, slots, head_dim_v]
+    key_pos: jax.Array  # int32[slots]
 
 
 @dataclass(frozen=True)
 class PagedTiles:
-    """The pages of one layer, read `tile_pages` pages at a time."""
+    """The pages of one layer."""
 
     pages: tuple[jax.Array, ...]  # as pallas_kernels.layouts: (k, v) split, or (kv,) packed
     block_tables: jax.Array  # int32[S, P]
     num_kv_heads: int
     head_dim: int
-    tile_pages: int
 
     @property
     def page_size(self) -> int:
@@ -47,31 +46,29 @@ class PagedTiles:
         """Dimension of a value."""
         return self.pages[1].shape[-1] if len(self.pages) == 2 else self.head_dim
 
-    def read(self, rows: jax.Array, run: PageRun, first: jax.Array) -> KVTile:
-        """The tile of sequence `rows[i]` that starts at page `first[i]` of its run; all arguments int32[items]."""
-        run = PageRun(*(jnp.asarray(x)[:, None] for x in run))
-        i = first[:, None] + jnp.arange(self.tile_pages, dtype=jnp.int32)[None]
+    def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
+        """The `tile_pages` pages of sequence `seq` from page `first` of its run on; all arguments int32[]."""
+        i = first + jnp.arange(tile_pages, dtype=jnp.int32)
         column = run.column(i)
         named = i < run.num_pages
-        ids = jnp.where(named, self.block_tables.at[rows[:, None], column].get(mode="fill", fill_value=0), 0)
-        offsets = jnp.arange(self.page_size, dtype=jnp.int32)[None, None]
-        key_pos = jnp.where(named[..., None], column[..., None] * self.page_size + offsets, _NO_KEY)
+        ids = jnp.where(named, self.block_tables.at[seq, column].get(mode="fill", fill_value=0), 0)
+        offsets = jnp.arange(self.page_size, dtype=jnp.int32)[None]
+        key_pos = jnp.where(named[:, None], column[:, None] * self.page_size + offsets, _NO_KEY)
         k, v = self._gather(ids)
-        return KVTile(k, v, key_pos.reshape(rows.shape[0], -1))
+        return KVTile(k, v, key_pos.reshape(-1))
 
     def _gather(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """K and V of pages `ids` [items, tile_pages], head-major."""
+        """K and V of pages `ids` int32[tile_pages], head-major."""
         if len(self.pages) == 2:
             k, v = (array.at[ids].get(mode="clip") for array in self.pages)
         else:
             rows = self.pages[0].at[ids].get(mode="clip")
-            rows = rows.reshape(*rows.shape[:3], -1, rows.shape[-1])
-            k = rows[..., 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
-            v = rows[..., 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
+            rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+            k = rows[:, :, 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
+            v = rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
         return _head_major(k), _head_major(v)
 
 
 def _head_major(x: jax.Array) -> jax.Array:
-    """[items, tile_pages, page_size, heads, dim] as float32[items, heads, slots, dim]."""
-    x = x.astype(jnp.float32)
-    return x.reshape(x.shape[0], -1, *x.shape[3:]).swapaxes(1, 2)
+    """[tile_pages, page_size, heads, dim] as float32[heads, slots, dim]."""
+    return x.astype(jnp.float32).reshape(-1, *x.shape[2:]).swapaxes(0, 1)

@@ -2,20 +2,21 @@
 
 Flow:    api -> [reference] -> (out, lse)
 
-Two dynamic loops, each over a work list that holds what is really attended, so that cost follows the tokens seen and
-not the buckets T, S, P:
+One dynamic loop over the work items (query tile, KV tile) that the step really has, so that cost follows the tokens
+seen and not the buckets T, S, P. It runs twice, with two shapes of tiles:
 
-    one-token rows    items (sequence, KV tile), `_ITEMS` of them per trip, merged into their sequences
-    longer rows       items (sequence, query tile); per item a loop over the KV tiles that this query tile sees
+    one-token rows    1 query  x 256 keys
+    longer rows       about 128 rows (queries times query heads of a KV head) x 256 keys
 
-A KV tile is a few pages of the mask's page run. No mask or score ever exceeds one tile of queries by one tile of keys.
-A non-finite key or value can reach only queries of its own sequence that share a query tile with one that sees it.
+A KV tile is a few pages of the mask's page run; an item merges its part into the state of its query tokens. No mask
+or score ever exceeds one tile of queries by one tile of keys. A non-finite key or value can reach only queries of its
+own sequence that share a query tile with one that sees it.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,39 +27,25 @@ from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
 from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles
+from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, Schedule, make_schedule
 from pallas_kernels.varying import vary_like
 
-_ITEMS = 8  # KV tiles per trip of the one-token loop
-_DECODE_KEYS = 128  # keys of a KV tile there
-_PREFILL_KEYS = 256  # keys of a KV tile for longer rows
-_PREFILL_ROWS = 128  # rows (queries times query heads of a KV head) of a query tile
-
-
-class Batch(NamedTuple):
-    """Rows of the step, without their tables."""
-
-    seq_lens: jax.Array  # int32[S]
-    starts: jax.Array  # int32[S] first query token
-    q_lens: jax.Array  # int32[S] 0 for padding rows
+_TILE_KEYS = 256
+_TILE_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One call: queries ordered by KV head, and everything that does not change from tile to tile."""
+class _Layer:
+    """What the loop reads. Rows are `token * group + query head within its KV head`."""
 
-    q: jax.Array  # float32[T, num_kv_heads, group, head_dim], times sm_scale and k_scale
-    sinks: jax.Array  # float32[num_kv_heads, group], -inf: none
-    batch: Batch
-    tiles: PagedTiles
+    q: jax.Array  # float32[Hkv, rows of all tokens and of one more tile, D], scaled
+    cache: PagedTiles
     mask: MaskRule
+    group: int  # query heads per KV head
     soft_cap: float | None
 
-    @property
-    def sources(self) -> tuple[jax.Array, ...]:
-        """Arrays that decide over which mesh axes results vary."""
-        return (self.q, self.sinks, *self.batch, *self.tiles.pages, self.tiles.block_tables)
 
-
+@functools.partial(jax.jit, static_argnames=("mask", "num_kv_heads", "sm_scale", "soft_cap"))
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
     pages: tuple[jax.Array, ...],
@@ -78,154 +65,72 @@ def ragged_paged_attention(
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     num_tokens, num_q_heads, head_dim = q.shape
     group = num_q_heads // num_kv_heads
-    scale = jnp.float32(sm_scale) * _per_head(k_scale)
-    no_sinks = jnp.full((num_q_heads,), -jnp.inf, jnp.float32)
-    real_row = jnp.arange(seq_lens.shape[0]) < distribution[2]
-    problem = Problem(
-        q=q.astype(jnp.float32).reshape(num_tokens, num_kv_heads, group, head_dim) * scale[None],
-        sinks=(no_sinks if sinks is None else sinks.astype(jnp.float32)).reshape(num_kv_heads, group),
-        batch=Batch(seq_lens, query_start_loc[:-1], jnp.where(real_row, jnp.diff(query_start_loc), 0)),
-        tiles=PagedTiles(pages, block_tables, num_kv_heads, head_dim, tile_pages=1),
-        mask=mask,
-        soft_cap=soft_cap,
+    queries = min(num_tokens, max(8, _TILE_ROWS // group))  # of the largest tile
+    cache = PagedTiles(pages, block_tables, num_kv_heads, head_dim)
+    tile_pages = (_tile_pages(cache, mask, 1), _tile_pages(cache, mask, queries))
+    real = jnp.arange(seq_lens.shape[0], dtype=jnp.int32) < distribution[2]
+    schedule = make_schedule(
+        Batch(seq_lens, query_start_loc[:-1], jnp.where(real, jnp.diff(query_start_loc), 0)),
+        mask,
+        num_tokens=num_tokens,
+        queries=queries,
+        tile_pages=tile_pages,
+        page_size=cache.page_size,
     )
-    out, lse = _longer_rows(problem, *_one_token_rows(problem))
-    out = (out * _per_head(v_scale)[None]).reshape(num_tokens, num_q_heads, -1)
-    return out.astype(q.dtype), lse.reshape(num_tokens, num_q_heads)
+    scaled = q.astype(jnp.float32).reshape(num_tokens, num_kv_heads, group, head_dim) * sm_scale * _per_head(k_scale)
+    padded = jnp.pad(scaled.swapaxes(0, 1), [(0, 0), (0, queries), (0, 0), (0, 0)])
+    layer = _Layer(padded.reshape(num_kv_heads, -1, head_dim), cache, mask, group, soft_cap)
+    state = online_softmax.empty(layer.q.shape[:2], cache.head_dim_v)
+    state = vary_like(state, layer.q, *schedule, *pages, block_tables)
+    state = _attend(layer, schedule, 0, state, queries=1, tile_pages=tile_pages[0])
+    if num_tokens > 1:
+        state = _attend(layer, schedule, 1, state, queries=queries, tile_pages=tile_pages[1])
+    state = jax.tree.map(lambda x: _by_token(x, num_tokens, group), state)
+    per_row = None if sinks is None else sinks.astype(jnp.float32).reshape(1, num_kv_heads, group)
+    out, lse = online_softmax.finish(state, per_row)
+    out = out * _per_head(v_scale)
+    return out.reshape(num_tokens, num_q_heads, -1).astype(q.dtype), lse.reshape(num_tokens, num_q_heads)
+
+
+def _tile_pages(cache: PagedTiles, mask: MaskRule, queries: int) -> int:
+    """Pages of a KV tile: about `_TILE_KEYS` keys, shared out evenly over the most pages that a query tile sees."""
+    most = mask.max_pages(queries, cache.block_tables.shape[1], cache.page_size)
+    return cdiv(most, cdiv(most, max(1, _TILE_KEYS // cache.page_size)))
 
 
 def _per_head(scale: jax.Array | None) -> jax.Array:
-    """A scale [] or [num_kv_heads] as float32[1 or num_kv_heads, 1, 1]."""
-    return jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(-1, 1, 1)
+    """A scale [] or [num_kv_heads] as float32[1, 1 or num_kv_heads, 1, 1]."""
+    return jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(1, -1, 1, 1)
 
 
-def _with_tiles(problem: Problem, num_queries: int, keys: int) -> PagedTiles:
-    """Tiles of about `keys` keys, shared out evenly over the most pages that `num_queries` queries can see."""
-    tiles = problem.tiles
-    most = problem.mask.max_pages(num_queries, tiles.block_tables.shape[1], tiles.page_size)
-    tile_pages = cdiv(most, cdiv(most, max(1, keys // tiles.page_size)))
-    return PagedTiles(tiles.pages, tiles.block_tables, tiles.num_kv_heads, tiles.head_dim, tile_pages)
+def _by_token(x: jax.Array, num_tokens: int, group: int) -> jax.Array:
+    """[Hkv, rows, ...] as [T, Hkv, G, ...]."""
+    return x.reshape(x.shape[0], -1, group, *x.shape[2:])[:, :num_tokens].swapaxes(0, 1)
 
 
-def _work_list(counts: jax.Array, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(sequence, index within it) of work item `item`, when sequence s has `counts[s]` items.
-
-    Items beyond the last belong to the last sequence, with an index of at least its count.
-    """
-    ends = jnp.cumsum(counts)
-    passed = jnp.expand_dims(item, -1) >= jnp.expand_dims(ends, range(item.ndim))
-    seq = jnp.minimum(jnp.sum(passed, axis=-1, dtype=jnp.int32), counts.shape[0] - 1)
-    return seq, item - (ends - counts)[seq]
-
-
-def _one_token_rows(problem: Problem) -> tuple[jax.Array, jax.Array]:
-    """(out float32[T, Hkv, G, Dv], lse float32[T, Hkv, G]) of the rows with one query token; 0 and -inf elsewhere."""
-    batch, mask = problem.batch, problem.mask
-    tiles = _with_tiles(problem, 1, _DECODE_KEYS)
-    num_tokens = problem.q.shape[0]
-    num_rows = batch.seq_lens.shape[0]
-    one = (batch.q_lens == 1) & (batch.seq_lens > 0)
-    pos = jnp.where(one, batch.seq_lens - 1, -1)
-    run = mask.page_run(pos, pos, batch.seq_lens, tiles.page_size)
-    counts = -(-run.num_pages // tiles.tile_pages)
-    q = problem.q[batch.starts]
-    items = min(_ITEMS, num_rows * cdiv(tiles.block_tables.shape[1], tiles.tile_pages))
-
-    def trip(i: jax.Array, state: SoftmaxState) -> SoftmaxState:
-        seq, tile_id = _work_list(counts, i * items + jnp.arange(items, dtype=jnp.int32))
-        tile = tiles.read(seq, type(run)(*(x[seq] for x in run)), tile_id * tiles.tile_pages)
-        p = pos[seq][:, None]
-        visible = mask.visible(tile.key_pos, p, p, batch.seq_lens[seq][:, None])
-        v = jnp.where(visible[:, None, :, None], tile.v, 0.0)
-        part = online_softmax.attend(q[seq], tile.k, v, visible[:, None, None], problem.soft_cap)
-        return _merge_items(state, part, seq[None] == jnp.arange(num_rows, dtype=jnp.int32)[:, None])
-
-    state = online_softmax.start(jnp.broadcast_to(problem.sinks[None], q.shape[:-1]), tiles.head_dim_v)
-    num_trips = -(-jnp.sum(counts) // items)
-    out, lse = online_softmax.finish(lax.fori_loop(0, num_trips, trip, vary_like(state, *problem.sources)))
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.sum(batch.starts[None, 1:] <= token[:, None], axis=-1)
-    mine = one[seq] & (batch.starts[seq] == token)
-    return (
-        jnp.where(mine[:, None, None, None], out[seq], 0.0),
-        jnp.where(mine[:, None, None], lse[seq], -jnp.inf),
-    )
-
-
-def _merge_items(state: SoftmaxState, part: SoftmaxState, owner: jax.Array) -> SoftmaxState:
-    """State [S, ...] with the parts [items, ...] merged in; `owner` bool[S, items] says whose they are.
-
-    Sums are taken under the mask and not as a product with 0 and 1: a NaN stays in its own sequence.
-    """
-    owner = owner[:, :, None, None]
-    m = jnp.max(jnp.where(owner, part.m[None], -jnp.inf), axis=1)
-    weight = jnp.where(owner, jnp.exp(part.m[None] - jnp.where(m == -jnp.inf, 0.0, m)[:, None]), 0.0)
-    total = jnp.sum(jnp.where(owner, part.l[None] * weight, 0.0), axis=1)
-    acc = jnp.sum(jnp.where(owner[..., None], part.acc[None] * weight[..., None], 0.0), axis=1)
-    return online_softmax.merge(state, SoftmaxState(m, total, acc))
-
-
-def _longer_rows(problem: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`out` and `lse` with the rows of two and more query tokens filled in."""
-    batch = problem.batch
-    num_tokens, num_kv_heads, group, _ = problem.q.shape
-    rows = min(num_tokens, max(8, _PREFILL_ROWS // group))  # queries of a tile
-    tiles = _with_tiles(problem, rows, _PREFILL_KEYS)
-    counts = jnp.where(batch.q_lens > 1, -(-batch.q_lens // rows), 0)
-    q = jnp.pad(problem.q, [(0, rows), (0, 0), (0, 0), (0, 0)]).swapaxes(0, 1)
-    sinks = jnp.broadcast_to(problem.sinks[:, None], (num_kv_heads, rows, group)).reshape(num_kv_heads, -1)
-
-    def query_tile(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        seq, tile_id = _work_list(counts, i)
-        first = tile_id * rows
-        token = batch.starts[seq] + first
-        tile_q = lax.dynamic_slice_in_dim(q, token, rows, axis=1).reshape(num_kv_heads, rows * group, -1)
-        index = first + jnp.arange(rows, dtype=jnp.int32)
-        pos = batch.seq_lens[seq] - batch.q_lens[seq] + index
-        pos = jnp.where(index < batch.q_lens[seq], pos, -1)
-        state = online_softmax.start(sinks, tiles.head_dim_v)
-        state = _one_query_tile(problem, tiles, tile_q, seq, pos, vary_like(state, *problem.sources))
-        shape = (num_kv_heads, rows, group)
-        tile_out, tile_lse = online_softmax.finish(state)
-        new = (tile_out.reshape(*shape, -1).swapaxes(0, 1), tile_lse.reshape(shape).swapaxes(0, 1))
-        return _put(results[0], new[0], token, pos >= 0), _put(results[1], new[1], token, pos >= 0)
-
-    padding = [(0, rows), (0, 0), (0, 0)]
-    results = (jnp.pad(out, [*padding, (0, 0)]), jnp.pad(lse, padding))
-    results = lax.fori_loop(0, jnp.sum(counts), query_tile, vary_like(results, *problem.sources))
-    return results[0][:num_tokens], results[1][:num_tokens]
-
-
-def _one_query_tile(
-    problem: Problem,
-    tiles: PagedTiles,
-    q: jax.Array,  # float32[Hkv, rows * G, D]
-    seq: jax.Array,  # int32[]
-    pos: jax.Array,  # int32[rows], -1: no query
-    state: SoftmaxState,
+def _attend(
+    layer: _Layer, schedule: Schedule, part: int, state: SoftmaxState, *, queries: int, tile_pages: int
 ) -> SoftmaxState:
-    """`state` after all keys that the queries of one tile see."""
-    mask = problem.mask
-    group = problem.q.shape[2]
-    seq_len = problem.batch.seq_lens[seq]
-    last = jnp.max(pos)
-    first = jnp.maximum(jnp.min(jnp.where(pos < 0, last, pos)), 0)
-    run = mask.page_run(first, last, seq_len, tiles.page_size)
+    """`state` after all work items of one part: tiles of at most `queries` tokens by `tile_pages` pages."""
 
     def trip(i: jax.Array, state: SoftmaxState) -> SoftmaxState:
-        tile = tiles.read(seq[None], type(run)(*(x[None] for x in run)), i[None] * tiles.tile_pages)
-        key_pos = tile.key_pos[0]
-        seen = mask.visible(key_pos, first, last, seq_len)
-        v = jnp.where(seen[None, :, None], tile.v[0], 0.0)
-        visible = mask.visible(key_pos[None], pos[:, None], pos[:, None], seq_len) & (pos[:, None] >= 0)
-        visible = jnp.repeat(visible, group, axis=0)[None]
-        return online_softmax.merge(state, online_softmax.attend(q, tile.k[0], v, visible, problem.soft_cap))
+        tile, kv_tile = schedule.item(part, i)
+        start, rows = tile.token * layer.group, queries * layer.group
+        q, *old = (lax.dynamic_slice_in_dim(x, start, rows, axis=1) for x in (layer.q, *state))
+        k, v, visible = _read(layer, tile, kv_tile * tile_pages, queries, tile_pages)
+        new = online_softmax.attend(SoftmaxState(*old), q, k, v, visible, layer.soft_cap)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, axis=1), state, new)
 
-    return lax.fori_loop(0, -(-run.num_pages // tiles.tile_pages), trip, state)
+    return lax.fori_loop(0, schedule.num_items(part), trip, state)
 
 
-def _put(buffer: jax.Array, new: jax.Array, start: jax.Array, keep: jax.Array) -> jax.Array:
-    """`buffer` with `new` at rows `start ...` where `keep`."""
-    old = lax.dynamic_slice_in_dim(buffer, start, new.shape[0], axis=0)
-    new = jnp.where(keep.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-    return lax.dynamic_update_slice_in_dim(buffer, new, start, axis=0)
+def _read(
+    layer: _Layer, tile: QueryTile, first_page: jax.Array, queries: int, tile_pages: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """K and V of some pages of a query tile's run, V zero where no query sees it, and bool[1, rows, keys] who sees."""
+    mask = layer.mask
+    kv = layer.cache.read(tile.seq, tile.run, first_page, tile_pages)
+    seen = mask.visible(kv.key_pos, tile.first_pos, tile.last_pos, tile.seq_len)
+    pos = tile.first_pos + lax.broadcasted_iota(jnp.int32, (queries * layer.group, 1), 0) // layer.group
+    visible = mask.visible(kv.key_pos[None], pos, pos, tile.seq_len) & (pos >= 0) & (pos <= tile.last_pos)
+    return kv.k, jnp.where(seen[None, :, None], kv.v, 0.0), visible[None]

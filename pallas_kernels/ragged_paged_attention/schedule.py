@@ -1,0 +1,87 @@
+"""Which queries are attended together, which pages they see, and how many KV tiles that makes.
+
+Flow:    lengths of the step + mask rule -> [make_schedule] -> Schedule -> [Schedule.item] -> one WorkItem per trip
+
+A *query tile* is up to `queries` successive query tokens of one sequence. It sees the pages of its `PageRun`, read
+`tile_pages` at a time: one *work item* each. The schedule depends on the step, the mask and the shapes alone, so that
+all layers of a kind share one computation of it. Tiles of one query are kept apart from longer ones: part 0 and 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention.mask import MaskRule, PageRun
+
+
+class Batch(NamedTuple):
+    """The sequences of a step."""
+
+    seq_lens: jax.Array  # int32[S]
+    starts: jax.Array  # int32[S] first query token
+    q_lens: jax.Array  # int32[S] query tokens, 0 for padding rows
+
+
+class QueryTile(NamedTuple):
+    """One query tile, int32[] each; or all tiles of a step, int32[N] each."""
+
+    seq: jax.Array
+    seq_len: jax.Array
+    token: jax.Array  # first query token
+    first_pos: jax.Array  # its position
+    last_pos: jax.Array  # position of the last query token, -1 where there is no tile
+    num_sink_pages: jax.Array
+    first_page: jax.Array
+    num_pages: jax.Array
+
+    @property
+    def run(self) -> PageRun:
+        """Pages that the tile sees."""
+        return PageRun(self.num_sink_pages, self.first_page, self.num_pages)
+
+
+class Schedule(NamedTuple):
+    """Work of a step; N is the room for query tiles."""
+
+    tiles: jax.Array  # int32[N, fields of QueryTile]
+    starts: jax.Array  # int32[2, N] first work item of each tile in part 0 and 1
+    ends: jax.Array  # int32[2, N] one after its last: the start where the tile belongs to the other part
+
+    def num_items(self, part: int) -> jax.Array:
+        """int32[], work items of part 0 or 1."""
+        return self.ends[part, -1]
+
+    def item(self, part: int, i: jax.Array) -> tuple[QueryTile, jax.Array]:
+        """(query tile, index of its KV tile int32[]) of the `i`-th work item."""
+        tile = jnp.sum(self.ends[part] <= i, dtype=jnp.int32)
+        return QueryTile(*self.tiles[tile]), i - self.starts[part, tile]
+
+
+def make_schedule(
+    batch: Batch,
+    mask: MaskRule,
+    *,
+    num_tokens: int,
+    queries: int,  # most queries of a tile
+    tile_pages: tuple[int, int],  # pages of a KV tile, for tiles of one query and for longer ones
+    page_size: int,
+) -> Schedule:
+    """The schedule of one step and one kind of layer."""
+    num_seqs = batch.seq_lens.shape[0]
+    room = min(num_tokens, num_tokens // queries + num_seqs)
+    ends = jnp.cumsum(-(-batch.q_lens // queries))
+    n = jnp.arange(room, dtype=jnp.int32)
+    seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), num_seqs - 1)
+    seq_len, start, q_len, end = jnp.stack([*batch, ends])[:, seq]
+    first = (n - end) * queries + -(-q_len // queries) * queries
+    first_pos = seq_len - q_len + first
+    last_pos = jnp.where(n < end, seq_len - q_len + jnp.minimum(first + queries, q_len) - 1, -1)
+    run = mask.page_run(first_pos, last_pos, seq_len, page_size)
+    tiles = QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run)
+    kv_tiles = jnp.stack([-(-run.num_pages // pages) for pages in tile_pages])
+    counts = jnp.where((q_len == 1)[None] == jnp.array([[True], [False]]), kv_tiles, 0)
+    item_ends = jnp.cumsum(counts, axis=1)
+    return Schedule(jnp.stack(tiles, axis=1), item_ends - counts, item_ends)
