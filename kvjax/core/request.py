@@ -31,7 +31,6 @@ class Request:
     """One request. `block_hashes` holds a hash per full block, and is the same list for the request's whole life."""
 
     __slots__ = (
-        "_event_keys",
         "_extra_keys",
         "_num_computed_tokens",
         "_num_prompt_tokens",
@@ -87,7 +86,6 @@ class Request:
         style = "tagged" if block_hasher is None else block_hasher.extra_key_style
         self._extra_keys = self._make_extra_keys(style)
         self.has_extra_keys = self._extra_keys is not None  # whether a hash may cover more than tokens and parent
-        self._event_keys = self._make_extra_keys(style)  # its own scan: events ask for other blocks than the hasher
         self._table: RequestTable | None = None
         self._row = NO_ROW
         self._tokens = np.array(tokens, np.int32)  # int32[>= num_tokens], grows by doubling
@@ -178,7 +176,7 @@ class Request:
 
     def event_extra_keys(self, first_block: int, end_block: int, block_size: int) -> list[tuple[Any, ...] | None]:
         """Extra keys of the blocks [first_block, end_block) of `block_size` tokens, in the form of KV events."""
-        keys = self._event_keys
+        keys = self._extra_keys
         if keys is None:
             return [None] * (end_block - first_block)
         starts = range(first_block * block_size, end_block * block_size, block_size)

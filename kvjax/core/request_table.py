@@ -67,7 +67,7 @@ class RequestTable:
         self.num_hashed_blocks = np.zeros(rows, np.int64)
         self.requests: list[Request | None] = [None] * rows
         self.block_hashes: list[list[BlockHash]] = [[] for _ in range(rows)]
-        self._next_hash_at = np.full(rows, NEVER)  # num_tokens at which the row's next block is full
+        self._next_hash_at = np.zeros(rows, np.int64)  # num_tokens at which an owned row's next block is full
         self._scratch = np.zeros(rows, np.int64)
         self._rows = RowAllocator(rows)
         self._row_by_id: dict[str, int] = {}
@@ -136,7 +136,6 @@ class RequestTable:
         request._move_from_row(tokens, int(self.num_prompt_tokens[row]), int(self.num_computed_tokens[row]))
         for counts in (self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens, self.num_hashed_blocks):
             counts[row] = 0
-        self._next_hash_at[row] = NEVER
         self.requests[row] = None
         self.block_hashes[row] = []
         del self._row_by_id[request.request_id]
@@ -300,10 +299,9 @@ class RequestTable:
     def _double_rows(self) -> None:
         old, new = self.capacity, 2 * self.capacity
         self._replace_tokens(new, self.token_ids.shape[1])
-        for name in ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks"):
-            setattr(self, name, _grown(getattr(self, name), new, 0))
-        self._next_hash_at = _grown(self._next_hash_at, new, NEVER)
-        self._scratch = _grown(self._scratch, new, 0)
+        names = ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks")
+        for name in (*names, "_next_hash_at", "_scratch"):
+            setattr(self, name, np.append(getattr(self, name), np.zeros(old, np.int64)))
         self.requests += [None] * old
         self.block_hashes += [[] for _ in range(old)]
         self._rows.grow(new)
@@ -355,12 +353,6 @@ class RequestTable:
         expected = 0 if request.block_hasher is None else total // request.block_hasher.block_size
         _hold(self.block_hashes[row] is request.block_hashes, f"I4: row {row} has another list of hashes")
         _hold(hashed == len(request.block_hashes) == expected, f"I4: row {row}: {hashed} hashes, expected {expected}")
-
-
-def _grown(array: np.ndarray, size: int, fill: Any) -> np.ndarray:
-    grown = np.full(size, fill, array.dtype)
-    grown[: array.size] = array
-    return grown
 
 
 def _hold(condition: bool, message: str) -> None:

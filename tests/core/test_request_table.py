@@ -129,6 +129,25 @@ def test_rows_and_columns_grow() -> None:
     table.check_invariants()
 
 
+@pytest.mark.parametrize("bulk", [True, False])
+def test_tokens_stay_in_their_row_at_every_length(bulk: bool) -> None:
+    """Past the first columns of the table, and a full block at every fourth token."""
+    table = RequestTable(3)
+    requests = [make_request(name) for name in "ab"]
+    rows = np.array([table.add(request) for request in requests])
+    columns = table.token_ids.shape[1]
+    for length in range(5, columns + 4):
+        if bulk:
+            table.append_tokens(rows, np.array([length, -length % 7]))
+        else:
+            requests[0].append_output_token_ids(length)
+            requests[1].append_output_token_ids([-length % 7])
+        assert table.num_hashed_blocks[rows].tolist() == [(length + 1) // 4] * 2
+    table.check_invariants()
+    assert requests[0].token_ids.tolist() == list(range(columns + 4))
+    assert requests[1].token_ids.tolist() == [0, 1, 2, 3, 4, *(-length % 7 for length in range(5, columns + 4))]
+
+
 def test_columns_never_exceed_the_model() -> None:
     table = RequestTable(max_model_len=300)
     request = make_request(num_tokens=299)
@@ -284,7 +303,13 @@ def test_sizes_must_be_positive(name: str) -> None:
         RequestTable(**{name: 0})
 
 
+def drop_hashes(table: RequestTable) -> None:
+    table.block_hashes[0].clear()
+    table.num_hashed_blocks[0] = 0
+
+
 CORRUPTIONS = {
+    "I4: row 0: 0 hashes, expected 1": drop_hashes,
     "R1": lambda table: table._rows._free.append(0),
     "I1: 5 rows to issue of 4": lambda table: table._rows.grow(5),
     "I1: rows by id": lambda table: table._row_by_id.update(x=2),
@@ -316,6 +341,9 @@ class TableMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.tokens: dict[str, list[int]] = {}
         self.steps: dict[int, list[int]] = {}
+        for size in (1, 2, 3, 9):
+            self.create(size, True)
+            self.table.add(self.requests[-1])
 
     def fenced(self) -> set[int]:
         return {row for rows in self.steps.values() for row in rows}
@@ -339,13 +367,13 @@ class TableMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def append_in_bulk(self, data: st.DataObject) -> None:
         owners = [request for request in self.requests if request.row >= 0]
-        chosen = data.draw(st.lists(st.sampled_from(owners), unique=True)) if owners else []
+        chosen = data.draw(st.permutations(owners))[: data.draw(st.integers(0, 9))]
         new = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(chosen), max_size=len(chosen)))
         self.table.append_tokens(np.array([request.row for request in chosen], np.int64), np.array(new, np.int64))
         for request, token in zip(chosen, new, strict=True):
             self.tokens[request.request_id].append(token)
 
-    @rule(data=st.data(), run=st.lists(st.integers(0, 300), max_size=300))
+    @rule(data=st.data(), run=st.lists(st.integers(0, 300), max_size=7))
     def append_run(self, data: st.DataObject, run: list[int]) -> None:
         if self.requests:
             request = data.draw(st.sampled_from(self.requests))
@@ -376,4 +404,4 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestTableMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
