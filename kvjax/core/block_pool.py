@@ -268,13 +268,22 @@ class BlockPool:
         real = np.flatnonzero(ids)
         if len(real) < len(ids):
             ids, hashes = ids[real], [hashes[i] for i in real.tolist()]
-        self._register(ids, hashes, group_id)
+        self._register(ids[None], hashes, (group_id,))
         if self.enable_kv_cache_events:
             info = self.group_infos[group_id]
             self._events += stored_events(request, block_hashes, real + first_block, group_id, info)
 
     def register_many(self, block_ids: npt.ArrayLike, block_hashes: Sequence[BlockHash], group_id: int) -> None:
-        """Makes one full block (not null) of each of many requests a prefix-cache hit.
+        """Makes one full block (not null) of each of many requests a prefix-cache hit: `register_rows` of one group."""
+        self.register_rows(np.asarray(block_ids)[None], block_hashes, (group_id,))
+
+    def register_rows(
+        self,
+        block_ids: npt.ArrayLike,  # int32[num_groups, n]: full blocks, none null
+        block_hashes: Sequence[BlockHash],  # n
+        group_ids: Sequence[int],
+    ) -> None:
+        """Makes n full blocks of many requests prefix-cache hits in several groups of one block size.
 
         Raises:
             ValueError: KV events are on (they need each request: use `cache_full_blocks`), or as there.
@@ -282,9 +291,10 @@ class BlockPool:
         """
         if self.enable_kv_cache_events:
             raise ValueError("expected cache_full_blocks per request while KV events are on, got register_many")
-        ids = self._checked_ids(block_ids)
-        _check_aligned(ids, block_hashes)
-        self._register(ids, block_hashes, group_id)
+        shape = np.shape(block_ids)
+        ids = self._checked_ids(np.ravel(block_ids)).reshape(shape)
+        _check_aligned(ids[0], block_hashes)
+        self._register(ids, block_hashes, group_ids)
 
     def evict_blocks(self, block_ids: npt.ArrayLike) -> None:
         """Forgets the hashes of blocks; who holds them, and the free order, stay as they are.
@@ -314,12 +324,13 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_id: int) -> None:
-        self._check_group(group_id)
+    def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_ids: Sequence[int]) -> None:
+        for group_id in group_ids:
+            self._check_group(group_id)
         if not self.enable_caching:
             raise ValueError("expected a pool with enable_caching=True to register hashes, got one without")
-        self._check_registrable(ids)
-        self.prefix_index.register(ids, hashes, group_id)
+        self._check_registrable(ids.ravel())
+        self.prefix_index.register(ids, hashes, group_ids)
 
     def _check_registrable(self, ids: np.ndarray) -> None:
         hashed = self.is_hashed[ids]
@@ -346,9 +357,10 @@ class BlockPool:
         given = np.asarray(block_ids)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
             raise ValueError(f"expected a row of integer block ids, got {given.dtype}{list(given.shape)}")
-        ids = given.astype(np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
-            self._check_id(ids[(ids < 0) | (ids >= self.num_blocks)][0])
+        # A negative int32 reads as a huge uint32, so that one comparison checks both ends.
+        ids = (given.view(np.uint32) if given.dtype == np.int32 else given).astype(np.int64)
+        if ids.size and (ids.max() >= self.num_blocks or (given.dtype != np.int32 and ids.min() < 0)):
+            self._check_id(given[(given < 0) | (given >= self.num_blocks)][0])
         return ids
 
     def _check_id(self, block_id: int) -> None:

@@ -200,6 +200,8 @@ def test_freeing_one_block_twice_is_refused() -> None:
         (lambda p: p.register_many([8], hashes(1), 1), ValueError, r"expected a group of \(0,\), got 1"),
         (lambda p: p.cache_full_blocks(None, [8, 8], hashes(1), 0, 0), ValueError, "for each of 2 blocks, got 1"),
         (lambda p: p.cache_full_blocks(None, [8, 0], hashes(1), 0, 0), ValueError, "for each of 2 blocks, got 1"),
+        (lambda p: p.free_blocks(np.array([7, -1], np.int32)), ValueError, r"expected block ids in \[0, 9\), got -1"),
+        (lambda p: p.free_blocks(np.array([9], np.int32)), ValueError, r"expected block ids in \[0, 9\), got 9"),
         (lambda p: p.touch([-1]), ValueError, r"expected block ids in \[0, 9\), got -1"),
         (lambda p: p.touch([1, 9]), ValueError, r"expected block ids in \[0, 9\), got 9"),
         (lambda p: p.free_blocks([7, 9]), ValueError, r"expected block ids in \[0, 9\), got 9"),

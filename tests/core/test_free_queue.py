@@ -111,6 +111,15 @@ def test_compaction_keeps_order_and_size(scalar: bool) -> None:
     assert queue.popleft_n(5).tolist() == model
 
 
+def test_taken_ids_are_the_callers_own() -> None:
+    queue = FreeKVCacheBlockQueue(4)
+    taken, popped = queue.take(2), queue.popleft_n(2)
+    for _ in range(10):
+        queue.append_n([3, 2, 1, 0])
+        queue.remove_n([0, 1, 2, 3])
+    assert (taken.tolist(), popped.tolist()) == ([0, 1], [2, 3])
+
+
 def test_prepending_for_ever_wraps_the_ring() -> None:
     queue = FreeKVCacheBlockQueue(3)
     for i in range(50):
