@@ -38,9 +38,10 @@ def platform(request: pytest.FixtureRequest) -> str:
 
 def generate(placement: Placement, platform: str) -> tuple[list[int], np.ndarray]:
     """Tokens of two requests decoded together after a chunked prefill, and all logits on the way."""
-    config = toy_config(platform=platform)
+    config = toy_config(platform=platform, num_layers=2)
     buckets = Buckets((BUCKET,))
-    step = make_update_step(ToyModel(), config, buckets, placement=placement, sample_fn=sample, return_logits=True)
+    model = ToyModel(num_layers=2)
+    step = make_update_step(model, config, buckets, placement=placement, sample_fn=sample, return_logits=True)
     pages, host = create_pages(config, placement), ToyHost(config)
     sampling = {"offset": np.zeros(2, np.int32)}
     assert_in_place(step.compiled(pages, BUCKET, sampling=sampling), pages)
@@ -67,8 +68,8 @@ def test_there_are_four_devices() -> None:
 
 def test_every_placement_gives_equal_tokens(platform: str) -> None:
     expected_tokens, expected_logits = generate(PLACEMENTS["whole on one"], platform)
-    for name, placement in PLACEMENTS.items():
-        tokens, logits = generate(placement, platform)
+    for name in list(PLACEMENTS)[1:] if platform == "cpu" else ["split over four"]:
+        tokens, logits = generate(PLACEMENTS[name], platform)
         assert tokens == expected_tokens, name
         np.testing.assert_allclose(logits, expected_logits, atol=2e-5, err_msg=name)
 

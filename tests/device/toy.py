@@ -21,13 +21,16 @@ BLOCK_SIZE, WINDOW, VOCAB, NUM_BLOCKS = 4, 6, 31, 600
 Q_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 4, 8, 16
 
 
-def toy_config(num_blocks: int = NUM_BLOCKS, platform: str = "cpu", kv_heads: int = KV_HEADS) -> KVCacheConfig:
-    """Layers 0 and 2 with a window, layer 1 full; both groups share one pool of two columns."""
+def toy_config(
+    num_blocks: int = NUM_BLOCKS, platform: str = "cpu", kv_heads: int = KV_HEADS, num_layers: int = 3
+) -> KVCacheConfig:
+    """Layer 0 (and 2) with a window, layer 1 full; both groups share one pool of as many columns as the first has."""
     sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": kv_heads, "head_size": HEAD_DIM, "dtype": "float32"}
     window, full = SlidingWindowSpec(**sizes, sliding_window=WINDOW), FullAttentionSpec(**sizes)
-    columns = (full.page_layout(platform),) * 2
+    windowed = tuple(f"layers.{i}" for i in range(0, num_layers, 2))
+    columns = (full.page_layout(platform),) * len(windowed)
     groups = (
-        KVCacheGroupSpec(("layers.0", "layers.2"), window),
+        KVCacheGroupSpec(windowed, window),
         KVCacheGroupSpec(("layers.1",), full),
     )
     return KVCacheConfig((KVCachePoolSpec(num_blocks, columns),), groups)
@@ -54,7 +57,7 @@ class ToyAttention(nnx.Module):
 
 
 class ToyModel(nnx.Module):
-    """Three attention layers on token and position embeddings."""
+    """Two or three attention layers on token and position embeddings."""
 
     def __init__(self, seed: int = 0, kv_heads: int = KV_HEADS, num_layers: int = 3) -> None:
         rngs = nnx.Rngs(seed)
