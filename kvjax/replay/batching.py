@@ -175,15 +175,8 @@ class BatchedReplay:
             return None
         request.num_computed_tokens = hit
         if not request.num_preemptions:
-            self._count_admission(job, hit)
+            self.recorder.count_admission(job.source.input_length, hit, job.infinite_hit)
         return num_new
-
-    def _count_admission(self, job: Job, hit: int) -> None:
-        self.recorder.requests += 1
-        self.recorder.prompt_tokens += job.source.input_length
-        self.recorder.prompt_blocks += job.source.input_length // self.infinite.block_size
-        self.recorder.hit_tokens += hit
-        self.recorder.infinite_hit_tokens += job.infinite_hit
 
     def _refuse(self) -> None:
         self.recorder.refused += 1

@@ -34,6 +34,7 @@ class Recorder:
     """Counters of one replay. Sampling gets sparser by halves, so a long replay keeps at most MAX_SAMPLES samples."""
 
     pools: tuple[BlockPool, ...]
+    block_size: int
     requests: int = 0
     refused: int = 0
     prompt_tokens: int = 0
@@ -48,6 +49,14 @@ class Recorder:
     latency_s: list[float] = field(default_factory=list)  # arrival to last token, virtual
     samples: list[Sample] = field(default_factory=list)
     _stride: int = 1
+
+    def count_admission(self, prompt_tokens: int, hit_tokens: int, infinite_hit_tokens: int) -> None:
+        """Adds a request that got its blocks for the first time, and what this and an infinite cache hit."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.prompt_blocks += prompt_tokens // self.block_size
+        self.hit_tokens += hit_tokens
+        self.infinite_hit_tokens += infinite_hit_tokens
 
     def sample(self, time_s: float, running: int, waiting: int) -> None:
         """Notes the state after a step, for one step in `_stride`."""

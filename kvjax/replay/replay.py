@@ -86,7 +86,7 @@ def run_replay(
         max_in_flight_tokens=plan.max_in_flight_tokens,
         free_order=config.free_order,
     )
-    recorder = Recorder(manager.block_pools)
+    recorder = Recorder(manager.block_pools, config.block_size)
     hasher = BlockHasher(config.block_size, config.hash_algorithm, seed=SEED_TEXT)
     prompts = PromptMaker(trace, hasher)
     infinite = InfiniteCache(config.block_size)

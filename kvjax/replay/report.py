@@ -17,7 +17,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 def result_json(result: ReplayResult) -> dict[str, Any]:
-    """Everything that a replay found, as JSON values: tokens, blocks, virtual seconds, host microseconds."""
+    """Everything that a replay found, as JSON values: tokens, blocks, virtual seconds, microseconds of CPU time."""
     recorder, config = result.recorder, result.config
     values: dict[str, Any] = {
         "mode": "serial" if config.serial else "batched",
@@ -138,9 +138,9 @@ def _host(result: ReplayResult) -> str:
     times = _host_times(result.recorder.host_ns)
     what = "request" if result.config.serial else "step"
     return (
-        f"host time of the managers: {times['host_us_per_step']:,.0f} us a {what} on average, "
-        f"{times['host_us_per_step_median']:,.0f} median, {times['host_us_per_step_p99']:,.0f} at 99 %; "
-        f"{len(result.recorder.host_ns):,} {what}s, {result.wall_seconds:.1f} s in all with reading and hashing prompts"
+        f"CPU time of the managers: {times['host_us_per_step']:,.0f} us a {what} on average, "
+        f"{times['host_us_per_step_median']:,.0f} median, {times['host_us_per_step_p99']:,.0f} at 99 %\n"
+        f"{len(result.recorder.host_ns):,} {what}s in {result.wall_seconds:.1f} s, with making and hashing the prompts"
     )
 
 

@@ -40,11 +40,7 @@ def replay_serial(
         if allocated is None:
             recorder.refused += 1
         else:
-            recorder.requests += 1
-            recorder.prompt_tokens += source.input_length
-            recorder.prompt_blocks += source.input_length // infinite.block_size
-            recorder.hit_tokens += hit
-            recorder.infinite_hit_tokens += infinite_hit
+            recorder.count_admission(source.input_length, hit, infinite_hit)
             recorder.computed_tokens += source.input_length - hit
             recorder.sample(clock.now_s, running=1, waiting=0)
             start = thread_time_ns()
