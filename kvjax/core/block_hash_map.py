@@ -106,8 +106,9 @@ class BlockHashToBlockMap:
     def insert_n(self, block_hashes: Sequence[bytes], block_ids: np.ndarray) -> None:
         """Registers blocks (int64[n], none registered before), one by one in effect."""
         ids = block_ids.tolist()
+        num_known = len(self._blocks)
         values = list(map(self._blocks.setdefault, block_hashes, ids))
-        if _pack(values) != block_ids.astype(np.int32).tobytes():
+        if len(self._blocks) - num_known < len(ids):  # a hash was known, or came twice
             for block_hash, block_id, value in zip(block_hashes, ids, values, strict=True):
                 if value != block_id:
                     self.insert(block_hash, block_id)

@@ -268,22 +268,13 @@ class BlockPool:
         real = np.flatnonzero(ids)
         if len(real) < len(ids):
             ids, hashes = ids[real], [hashes[i] for i in real.tolist()]
-        self._register(ids[None], hashes, (group_id,))
+        self._register(ids, hashes, group_id)
         if self.enable_kv_cache_events:
             info = self.group_infos[group_id]
             self._events += stored_events(request, block_hashes, real + first_block, group_id, info)
 
     def register_many(self, block_ids: npt.ArrayLike, block_hashes: Sequence[BlockHash], group_id: int) -> None:
-        """Makes one full block (not null) of each of many requests a prefix-cache hit: `register_rows` of one group."""
-        self.register_rows(np.asarray(block_ids)[None], block_hashes, (group_id,))
-
-    def register_rows(
-        self,
-        block_ids: npt.ArrayLike,  # int32[num_groups, n]: full blocks, none null
-        block_hashes: Sequence[BlockHash],  # n
-        group_ids: Sequence[int],
-    ) -> None:
-        """Makes n full blocks of many requests prefix-cache hits in several groups of one block size.
+        """Makes one full block (not null) of each of many requests a prefix-cache hit.
 
         Raises:
             ValueError: KV events are on (they need each request: use `cache_full_blocks`), or as there.
@@ -291,10 +282,16 @@ class BlockPool:
         """
         if self.enable_kv_cache_events:
             raise ValueError("expected cache_full_blocks per request while KV events are on, got register_many")
-        shape = np.shape(block_ids)
-        ids = self._checked_ids(np.ravel(block_ids)).reshape(shape)
-        _check_aligned(ids[0], block_hashes)
-        self._register(ids, block_hashes, group_ids)
+        ids = self._checked_ids(block_ids)
+        _check_aligned(ids, block_hashes)
+        self._register(ids, block_hashes, group_id)
+
+    def register_rows(self, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: Sequence[int]) -> None:
+        """`register_many` of int32[groups, n] blocks under the same n hashes, unchecked.
+
+        For the owner of block tables, who knows its blocks to be held, distinct, not null and not hashed.
+        """
+        self.prefix_index.register(block_ids, block_hashes, group_ids)
 
     def evict_blocks(self, block_ids: npt.ArrayLike) -> None:
         """Forgets the hashes of blocks; who holds them, and the free order, stay as they are.
@@ -324,13 +321,12 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_ids: Sequence[int]) -> None:
-        for group_id in group_ids:
-            self._check_group(group_id)
+    def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_id: int) -> None:
+        self._check_group(group_id)
         if not self.enable_caching:
             raise ValueError("expected a pool with enable_caching=True to register hashes, got one without")
-        self._check_registrable(ids.ravel())
-        self.prefix_index.register(ids, hashes, group_ids)
+        self._check_registrable(ids)
+        self.prefix_index.register(ids[None], hashes, (group_id,))
 
     def _check_registrable(self, ids: np.ndarray) -> None:
         hashed = self.is_hashed[ids]

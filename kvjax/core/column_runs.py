@@ -1,89 +1,99 @@
 """Runs of block-table columns in many rows: what one vectorised step gives back, appends or registers.
 
-Flow:    counts of a SingleTypeKVCacheManager -> [Runs] -> table entries, places in one sequence of blocks
+Flow:    counts of a SingleTypeKVCacheManager -> [Runs] -> table entries, shares of one sequence of blocks
+
+One sequence of blocks serves all managers of a pool: rows in order, within a row the managers, within a manager the
+groups, within a group the row's columns. `deal` and `merge` go from that order to block tables and back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True)
-class Runs:
-    """A run of columns in each of m rows out of the n rows of a step."""
+class Runs(NamedTuple):
+    """A run of columns in each of m rows out of the n rows of a step. A tuple, since a step makes several."""
 
-    index: np.ndarray  # int64[m] ascending, which of the n rows
+    positions: np.ndarray  # int64[m] ascending, which of the n rows
     rows: np.ndarray  # int64[m] rows of the table, distinct
     starts: np.ndarray  # int64[m] first column
     counts: np.ndarray  # int64[m] >= 1 columns
+    num_columns: int  # sum of counts
 
     @classmethod
     def between(cls, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Runs:
         """The columns [starts, ends) of each of int64[n] rows, where there are any."""
-        index = (ends > starts).nonzero()[0]
-        starts = starts[index]
-        return cls(index, rows[index], starts, ends[index] - starts)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no row has a run."""
-        return self.index.size == 0
+        positions = (ends > starts).nonzero()[0]
+        if not positions.size:
+            return NO_RUNS
+        starts = starts[positions]
+        counts = ends[positions] - starts
+        return cls(positions, rows[positions], starts, counts, int(np.add.reduce(counts)))
 
     @property
     def is_single(self) -> bool:
         """Whether every run is one column, as in decoding."""
-        return self.index.size == 0 or bool(self.counts.max() == 1)
+        return self.num_columns == self.positions.size
 
     def part(self, start: int, end: int) -> Runs:
         """The runs of rows `start` to `end` of the n, counted from `start`."""
-        if start == 0 and (self.is_empty or self.index[-1] < end):
+        if not self.num_columns or (start == 0 and self.positions.item(-1) < end):
             return self
-        first, last = np.searchsorted(self.index, (start, end))
-        return Runs(
-            self.index[first:last] - start, self.rows[first:last], self.starts[first:last], self.counts[first:last]
-        )
+        first, last = np.searchsorted(self.positions, (start, end))
+        counts = self.counts[first:last]
+        positions = self.positions[first:last] - start
+        return Runs(positions, self.rows[first:last], self.starts[first:last], counts, int(counts.sum()))
 
     def entries(self, *, descending: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns int64[sum of counts], row by row."""
-        return self.spread(self.rows), self.run_from(self.starts, descending=descending)
+        """Rows and columns int64[num_columns], row by row."""
+        if self.is_single:
+            return self.rows, self.starts
+        return self.spread(self.rows), self._count_from(self.starts, descending)
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """Each of int64[m] values as often as its row has columns."""
         return values if self.is_single else np.repeat(values, self.counts)
 
-    def run_from(self, starts: np.ndarray, *, descending: bool = False) -> np.ndarray:
-        """Per row the integers from int64[m] `starts` on, as many as it has columns."""
-        if self.is_single:
-            return starts
-        inner = np.arange(self.counts.sum()) - self.spread(np.cumsum(self.counts) - self.counts)
-        return self.spread(starts) + (self.spread(self.counts) - 1 - inner if descending else inner)
-
     def places(self, starts: np.ndarray, num_groups: int) -> np.ndarray:
-        """int64[num_groups, sum of counts] places of the entries in a sequence of blocks.
-
-        Row i's blocks stand from int64[m] `starts[i]` on, group by group.
-        """
-        places = self.run_from(starts)
+        """int64[num_groups, num_columns] where the blocks stand in one sequence, row i's from int64[m] starts[i] on."""
+        places = starts if self.is_single else self._count_from(starts, descending=False)
         return places + np.arange(num_groups)[:, None] * self.spread(self.counts)
 
+    def _count_from(self, starts: np.ndarray, descending: bool) -> np.ndarray:
+        """Per row as many integers as it has columns, from int64[m] `starts` up, or down to `starts`."""
+        inner = np.arange(self.num_columns) - self.spread(self.counts.cumsum() - self.counts)
+        return self.spread(starts) + (self.spread(self.counts) - 1 - inner if descending else inner)
 
-NO_RUNS = Runs(*(np.empty(0, np.int64) for _ in range(4)))
+
+_NONE = np.empty(0, np.int64)
+NO_RUNS = Runs(_NONE, _NONE, _NONE, _NONE, 0)
 
 
-def row_major(runs: list[Runs], num_groups: list[int], num_rows: int) -> tuple[int, list[np.ndarray]]:
-    """Lays the blocks of several managers' runs out in one sequence: rows in order, managers inner, groups inner.
+def deal(block_ids: np.ndarray, runs: list[Runs], num_groups: list[int], num_rows: int) -> list[np.ndarray]:
+    """Per manager int32[G, num_columns]: its share of int32[all] blocks in the common order."""
+    if len(runs) == 1 and runs[0].is_single:
+        return [block_ids.reshape(-1, num_groups[0]).T]
+    starts = _row_major_starts(runs, num_groups, num_rows)
+    return [block_ids[run.places(start, groups)] for run, start, groups in zip(runs, starts, num_groups, strict=True)]
 
-    Returns:
-        Its length, and per manager int64[m] where each run's blocks begin.
-    """
-    if len(runs) == 1:
-        ends = runs[0].counts.cumsum() * num_groups[0]
-        return (int(ends[-1]) if ends.size else 0), [ends - runs[0].counts * num_groups[0]]
+
+def merge(block_ids: list[np.ndarray], runs: list[Runs], num_rows: int) -> np.ndarray:
+    """int32[all] the blocks of all managers in the common order, from int32[G, num_columns] of each."""
+    if len(runs) == 1 and runs[0].is_single:
+        return block_ids[0].T.ravel()
+    num_groups = [len(ids) for ids in block_ids]
+    merged = np.empty(sum(ids.size for ids in block_ids), np.int32)
+    for ids, run, start in zip(block_ids, runs, _row_major_starts(runs, num_groups, num_rows), strict=True):
+        merged[run.places(start, len(ids))] = ids
+    return merged
+
+
+def _row_major_starts(runs: list[Runs], num_groups: list[int], num_rows: int) -> list[np.ndarray]:
+    """Per manager int64[m] where each run's blocks begin in the common order."""
     counts = np.zeros((num_rows, len(runs)), np.int64)
     for column, (run, groups) in enumerate(zip(runs, num_groups, strict=True)):
-        counts[run.index, column] = run.counts * groups
-    ends = counts.ravel().cumsum()
-    starts = ends.reshape(counts.shape) - counts
-    return int(ends[-1]), [starts[run.index, column] for column, run in enumerate(runs)]
+        counts[run.positions, column] = run.counts * groups
+    starts = counts.ravel().cumsum().reshape(counts.shape) - counts
+    return [starts[run.positions, column] for column, run in enumerate(runs)]

@@ -209,13 +209,6 @@ class KVCacheCoordinator(abc.ABC):
         """Renews one row's entry of `quiet_until`."""
         self.quiet_until[row] = min([manager.row_quiet_until(row) for manager in self.managers])
 
-    def note_quiet_rows(self, rows: np.ndarray) -> None:
-        """Renews the entries of int64[n] rows."""
-        quiet = self.managers[0].quiet_until(rows)
-        for manager in self.managers[1:]:
-            quiet = np.minimum(quiet, manager.quiet_until(rows))
-        self.quiet_until[rows] = quiet
-
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps registered."""
         for fresh in self.fresh_blocks:
@@ -227,7 +220,9 @@ class KVCacheCoordinator(abc.ABC):
         """Raises InvariantError if a manager's laws, M1 or M3 (see `KVCacheManager`) do not hold."""
         for manager in self.managers:
             manager.check_invariants(owned_rows)
-        self._check_quiet(np.array(owned_rows, np.int64))
+        for row in owned_rows:
+            if self.quiet_until[row] > min(manager.row_quiet_until(row) for manager in self.managers):
+                raise InvariantError(f"M3: row {row} sleeps past its next allocation, registration or release")
         for pool_id, pool in enumerate(self.pools):
             owners = np.zeros(pool.num_blocks, np.int64)
             for manager, of_pool in zip(self.managers, self.pool_ids, strict=True):
@@ -240,14 +235,6 @@ class KVCacheCoordinator(abc.ABC):
                     f"M1: pool {pool_id}, block {block_id}: {owners[block_id]} table entries, "
                     f"ref_count {pool.ref_count[block_id]}"
                 )
-
-    def _check_quiet(self, rows: np.ndarray) -> None:
-        noted = self.quiet_until.copy()
-        self.note_quiet_rows(rows)
-        late = noted[rows] > self.quiet_until[rows]
-        self.quiet_until[:] = noted
-        if late.any():
-            raise InvariantError(f"M3: row {rows[late][0]} sleeps past its next allocation, registration or release")
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):

@@ -48,13 +48,15 @@ class PrefixIndex:
         hashed = self.is_hashed[ids]
         return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
 
-    def register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_id: int) -> None:
-        """Registers blocks that are not hashed."""
-        self.hash_maps[group_id].insert_n(hashes, ids)
+    def register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_ids: Sequence[int]) -> None:
+        """Registers blocks that are not hashed, [groups, n] with the same n hashes in every group."""
+        for group_id, of_group in zip(group_ids, ids, strict=True):
+            self.hash_maps[group_id].insert_n(hashes, of_group)
         self._hash_of[ids] = hashes
-        self._group_of[ids] = group_id
+        if len(self.hash_maps) > 1:
+            self._group_of[ids] = np.array(group_ids)[:, None]
         self.is_hashed[ids] = True
-        self.num_hashed += len(ids)
+        self.num_hashed += ids.size
 
     def forget(self, ids: np.ndarray) -> tuple[list[BlockHash], np.ndarray]:
         """Removes hashed blocks.

@@ -26,7 +26,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -63,6 +63,18 @@ class PrefixLookup:
     max_length: int  # tokens; a hit is no longer
     alignment: int  # tokens; a hit's length is a multiple
     drop_last_block: bool  # EAGLE: the block after the hit must be cached too, and is computed again
+
+
+class RowChanges(NamedTuple):
+    """What one step does to n rows in one manager's groups, and what their counts are then."""
+
+    skipped: Runs  # columns to give back
+    needed: Runs  # columns to append
+    filled: Runs  # columns to register
+    num_blocks: np.ndarray  # int64[n]
+    num_cached_blocks: np.ndarray  # int64[n]
+    first_live: np.ndarray  # int64[n], or empty where blocks are never given back
+    quiet_until: np.ndarray  # int64[n] see `row_quiet_until`
 
 
 class SingleTypeKVCacheManager(abc.ABC):
@@ -264,58 +276,68 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     # Many rows.
 
-    def skipped_runs(self, rows: np.ndarray, settled_tokens: np.ndarray) -> Runs:
-        """Columns that `remove_skipped_blocks` of each row would give back."""
-        if not self.gives_blocks_back:
-            return NO_RUNS
-        first = self.first_live[rows]
-        skipped = np.minimum(self.count_skipped_tokens(settled_tokens) // self.block_size, self.num_blocks[rows])
-        return Runs.between(rows, first, skipped)
+    def plan_rows(
+        self, rows: np.ndarray, settled_tokens: np.ndarray, num_slots: np.ndarray, num_cacheable: np.ndarray
+    ) -> RowChanges:
+        """What one step of int64[n] rows changes, as `remove_skipped_blocks`, `allocate_new_blocks` and `cache_blocks`.
 
-    def needed_runs(self, rows: np.ndarray, num_slots: np.ndarray) -> Runs:
-        """Columns that `allocate_new_blocks` of each row would append."""
-        return Runs.between(rows, self.num_blocks[rows], (num_slots + (self.block_size - 1)) // self.block_size)
+        Each row's changes depend on that row alone; nothing is changed yet.
+        """
+        size = self.block_size
+        held, cached, first = self.num_blocks[rows], self.num_cached_blocks[rows], NO_RUNS.starts
+        required, full, skipped = (num_slots + (size - 1)) // size, num_cacheable // size, NO_RUNS
+        num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
+        quiet_until = num_blocks * size
+        if self.settings.enable_caching:
+            quiet_until = np.minimum(quiet_until, num_cached_blocks * size + (size - 1))
+        if self.gives_blocks_back:
+            before = self.first_live[rows]
+            first = np.minimum(self.count_skipped_tokens(settled_tokens) // size, held)
+            first = np.maximum(first, before)
+            skipped = Runs.between(rows, before, first)
+            quiet_until = np.minimum(quiet_until, self.tokens_until_release(first))
+        return RowChanges(
+            skipped=skipped,
+            needed=Runs.between(rows, held, required),
+            filled=Runs.between(rows, cached, full),
+            num_blocks=num_blocks,
+            num_cached_blocks=num_cached_blocks,
+            first_live=first,
+            quiet_until=quiet_until,
+        )
 
-    def unregistered_runs(self, rows: np.ndarray, num_tokens: np.ndarray) -> Runs:
-        """Columns that `cache_blocks` of each row would register."""
-        return Runs.between(rows, self.num_cached_blocks[rows], num_tokens // self.block_size)
-
-    def detach(self, runs: Runs) -> np.ndarray:
+    def detach(self, skipped: Runs) -> np.ndarray:
         """Puts nulls there and returns int32[G, k] the blocks that were there, still held; a row's last come first."""
-        rows, columns = runs.entries(descending=True)
+        rows, columns = skipped.entries(descending=True)
         ids = self.block_tables[:, rows, columns]
         self.block_tables[:, rows, columns] = 0
-        self.first_live[runs.rows] = runs.starts + runs.counts
         return ids
 
-    def attach(self, runs: Runs, entries: tuple[np.ndarray, np.ndarray], block_ids: np.ndarray) -> None:
-        """Appends int32[G, k] new blocks at the runs' entries."""
+    def attach(self, entries: tuple[np.ndarray, np.ndarray], block_ids: np.ndarray) -> None:
+        """Writes int32[G, k] new blocks into the tables' entries."""
         rows, columns = entries
-        if columns.max() >= self.block_tables.shape[2]:
-            self.reserve_columns(int(columns.max()) + 1)
+        last = int(np.maximum.reduce(columns))
+        if last >= self.block_tables.shape[2]:
+            self.reserve_columns(last + 1)
         self.block_tables[:, rows, columns] = block_ids
-        self.num_blocks[runs.rows] = runs.starts + runs.counts
 
-    def register(self, runs: Runs, entries: tuple[np.ndarray, np.ndarray], block_hashes: list[BlockHash]) -> None:
-        """Registers the blocks at the runs' entries under one hash each. Null blocks are passed over."""
+    def register(self, entries: tuple[np.ndarray, np.ndarray], block_hashes: list[BlockHash]) -> None:
+        """Registers the blocks at the tables' entries under one hash each. Null blocks are passed over."""
         rows, columns = entries
         ids = self.block_tables[:, rows, columns]
-        real = np.flatnonzero(ids[0])
-        if real.size < len(block_hashes):
+        if np.count_nonzero(ids) < ids.size:
+            real = np.flatnonzero(ids[0])
             ids, block_hashes = ids[:, real], [block_hashes[i] for i in real.tolist()]
-        for group_id, group_ids in zip(self.group_ids, ids, strict=True):
-            self.block_pool.register_many(group_ids, block_hashes, group_id)
-        self.num_cached_blocks[runs.rows] = runs.starts + runs.counts
+        self.block_pool.register_rows(ids, block_hashes, self.group_ids)
         self.note_registered(ids)
 
-    def quiet_until(self, rows: np.ndarray) -> np.ndarray:
-        """`row_quiet_until` of int64[n] rows."""
-        quiet = self.num_blocks[rows] * self.block_size
+    def note_changes(self, rows: np.ndarray, changes: RowChanges, part: slice) -> None:
+        """Makes the counts of int64[n] rows, of which `part` was changed, what `plan_rows` said."""
+        rows = rows[part]
+        self.num_blocks[rows] = changes.num_blocks[part]
+        self.num_cached_blocks[rows] = changes.num_cached_blocks[part]
         if self.gives_blocks_back:
-            quiet = np.minimum(quiet, self.tokens_until_release(self.first_live[rows]))
-        if self.settings.enable_caching:
-            quiet = np.minimum(quiet, (self.num_cached_blocks[rows] + 1) * self.block_size - 1)
-        return quiet
+            self.first_live[rows] = changes.first_live[part]
 
     # Lookup.
 

@@ -17,33 +17,32 @@ alone, and the first that does not fit ends the step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from operator import getitem
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.block_hash import BlockHash
-from kvjax.core.column_runs import Runs, row_major
+from kvjax.core.column_runs import Runs, deal, merge
 from kvjax.core.coordinator import KVCacheCoordinator
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.request_table import RequestTable
-from kvjax.core.single_type_manager import SingleTypeKVCacheManager
+from kvjax.core.single_type_manager import RowChanges, SingleTypeKVCacheManager
 from kvjax.core.step_plan import StepResult, TableUpdate
 
 NO_UPDATE = TableUpdate(np.empty(0, np.int64), np.empty(0, np.int64), NO_BLOCK_IDS)
 Updates = list[list[TableUpdate]]  # per group, in the order of dealing
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """The n rows of a step that have something to do, in scheduling order, and what it is, manager by manager."""
+class StepWork(NamedTuple):
+    """The n rows of a step that have something to do, in scheduling order, and what it is."""
 
     rows: np.ndarray  # int64[n]
     settled_tokens: np.ndarray  # int64[n] computed tokens that can not be taken back
     num_slots: np.ndarray  # int64[n]
     num_cacheable: np.ndarray  # int64[n] tokens whose full blocks may be registered
-    skipped: list[Runs]  # per manager, to give back
-    needed: list[Runs]  # per manager, to append
+    changes: list[RowChanges]  # per manager
 
 
 class StepPlanner:
@@ -75,19 +74,18 @@ class StepPlanner:
         in_flight = _checked_counts("num_in_flight_tokens", num_in_flight_tokens, index, least=0)
         if not index.size:
             return StepResult(0, self._no_updates)
-        computed = self._table.num_computed_tokens[index]
-        after = computed + new
-        if after.max() > self._max_model_len:
-            row, longest = index[after.argmax()], after.max()
-            raise ValueError(f"row {row}: expected at most max_model_len = {self._max_model_len} tokens, got {longest}")
+        after = self._table.num_computed_tokens[index] + new
+        longest = np.maximum.reduce(after)
+        if longest > self._max_model_len:
+            row, limit = index[after.argmax()], self._max_model_len
+            raise ValueError(f"row {row}: expected at most max_model_len = {limit} tokens, got {longest}")
         num_slots = after
         if not isinstance(lookahead, int) or lookahead:
             num_slots = np.minimum(after + lookahead, self._max_model_len)
         active = (num_slots > quiet_until).nonzero()[0]
         if not active.size:
             return StepResult(index.size, self._no_updates)
-        settled = np.maximum(computed - in_flight, 0)[active]
-        work = self._work(index[active], settled, num_slots[active], after[active], delay_cache_blocks)
+        work = self._work(index[active], after[active], num_slots[active], _at(in_flight, active), delay_cache_blocks)
         num_done, updates = self._plan_work(work)
         return StepResult(index.size if num_done == active.size else int(active[num_done]), updates)
 
@@ -100,31 +98,31 @@ class StepPlanner:
         quiet_until = self._coordinator.quiet_until
         if not index.size:
             return index, quiet_until[:0]
-        in_range = index.view(np.uint64).max() < quiet_until.size  # a negative row is a huge one
-        if not in_range or quiet_until[index].min() < 0:
-            bad = [row for row in index.tolist() if not 0 <= row < quiet_until.size or quiet_until[row] < 0]
-            raise ValueError(f"expected rows that a request owns, got row {bad[0]}")
-        if np.bincount(index).max() > 1:
-            raise ValueError(f"expected distinct rows, got {index.tolist()}")
-        return index, quiet_until[index]
+        if np.maximum.reduce(index.view(np.uint64)) < quiet_until.size:  # a negative row is a huge one
+            of_rows = quiet_until[index]
+            if np.minimum.reduce(of_rows) >= 0:
+                if np.maximum.reduce(np.bincount(index)) > 1:
+                    raise ValueError(f"expected distinct rows, got {index.tolist()}")
+                return index, of_rows
+        bad = [row for row in index.tolist() if not 0 <= row < quiet_until.size or quiet_until[row] < 0]
+        raise ValueError(f"expected rows that a request owns, got row {bad[0]}")
 
     def _work(
-        self, rows: np.ndarray, settled: np.ndarray, num_slots: np.ndarray, after: np.ndarray, delay_cache_blocks: bool
+        self,
+        rows: np.ndarray,
+        after: np.ndarray,
+        num_slots: np.ndarray,
+        in_flight: np.ndarray | int,
+        delay_cache_blocks: bool,
     ) -> StepWork:
-        coordinator = self._coordinator
-        if delay_cache_blocks or not coordinator.settings.enable_caching:
+        settled = np.maximum(self._table.num_computed_tokens[rows] - in_flight, 0)
+        if delay_cache_blocks or not self._coordinator.settings.enable_caching:
             num_cacheable = np.zeros_like(after)
         else:
-            hashed = self._table.num_hashed_blocks[rows] * coordinator.hashing.hash_block_size
-            num_cacheable = np.minimum(after, hashed)
-        return StepWork(
-            rows=rows,
-            settled_tokens=settled,
-            num_slots=num_slots,
-            num_cacheable=num_cacheable,
-            skipped=[manager.skipped_runs(rows, settled) for manager in self._managers],
-            needed=[manager.needed_runs(rows, num_slots) for manager in self._managers],
-        )
+            hash_block_size = self._coordinator.hashing.hash_block_size
+            num_cacheable = np.minimum(self._table.num_hashed_blocks[rows] * hash_block_size, after)
+        changes = [manager.plan_rows(rows, settled, num_slots, num_cacheable) for manager in self._managers]
+        return StepWork(rows, settled, num_slots, num_cacheable, changes)
 
     def _plan_work(self, work: StepWork) -> tuple[int, tuple[TableUpdate, ...]]:
         """Plans rows until one does not fit; how many did, and what was written per group."""
@@ -148,11 +146,11 @@ class StepPlanner:
         """End of the longest stretch from row `start` on for which bulk equals sequential; `start`: there is none."""
         end = work.rows.size
         for pool, of_pool in zip(self._coordinator.pools, self._managers_of_pool, strict=True):
-            needs = [(self._managers[i].num_groups, work.needed[i].part(start, end)) for i in of_pool]
-            if sum(int(runs.counts.sum()) * num_groups for num_groups, runs in needs) > pool.num_free_blocks:
+            needs = [(self._managers[i].num_groups, work.changes[i].needed.part(start, end)) for i in of_pool]
+            if sum([runs.num_columns * num_groups for num_groups, runs in needs]) > pool.num_free_blocks:
                 by_row = np.zeros(end - start, np.int64)
                 for num_groups, runs in needs:
-                    by_row[runs.index] += runs.counts * num_groups
+                    by_row[runs.positions] += runs.counts * num_groups
                 end = start + int(np.searchsorted(by_row.cumsum(), pool.num_free_blocks, side="right"))
             if pool.free_order == "uncached_first":
                 end = min([end] + [self._first_unhashed_release(work, i, start, end) for i in of_pool])
@@ -160,73 +158,74 @@ class StepPlanner:
 
     def _first_unhashed_release(self, work: StepWork, i: int, start: int, end: int) -> int:
         """First row from `start` on of which manager i gives back a block without a hash, or `end`."""
-        manager, runs = self._managers[i], work.skipped[i].part(start, end)
-        if runs.is_empty:
+        manager, runs = self._managers[i], work.changes[i].skipped.part(start, end)
+        if not runs.num_columns:
             return end
         rows, columns = runs.entries()
         unhashed = ~manager.block_pool.is_hashed[manager.block_tables[:, rows, columns]].all(axis=0)
-        return start + int(runs.spread(runs.index)[unhashed.argmax()]) if unhashed.any() else end
+        return start + int(runs.spread(runs.positions)[unhashed.argmax()]) if unhashed.any() else end
 
     # -- planning a stretch -----------------------------------------------------------------------------------------
 
     def _plan_stretch(self, work: StepWork, start: int, end: int, updates: Updates) -> None:
+        part = slice(start, end)
         for of_pool in self._managers_of_pool:
-            self._release([(self._managers[i], work.skipped[i].part(start, end)) for i in of_pool], end - start)
+            self._release(work, of_pool, start, end)
         for of_pool in self._managers_of_pool:
-            needed = [(self._managers[i], work.needed[i].part(start, end)) for i in of_pool]
-            self._allocate(needed, end - start, updates)
-        rows = work.rows[start:end]
-        for manager in self._managers:
-            self._register(manager, rows, work.num_cacheable[start:end])
-        self._coordinator.note_quiet_rows(rows)
+            self._allocate(work, of_pool, start, end, updates)
+        quiet_until = work.changes[0].quiet_until
+        for manager, changes in zip(self._managers, work.changes, strict=True):
+            self._register(manager, changes.filled.part(start, end), work.num_cacheable[part])
+            manager.note_changes(work.rows, changes, part)
+            quiet_until = np.minimum(quiet_until, changes.quiet_until)
+        self._coordinator.quiet_until[work.rows[part]] = quiet_until[part]
 
-    def _release(self, skipped: list[tuple[SingleTypeKVCacheManager, Runs]], num_rows: int) -> None:
+    def _release(self, work: StepWork, of_pool: list[int], start: int, end: int) -> None:
         """Gives back what left the windows, of one pool's managers."""
-        skipped = [(manager, runs) for manager, runs in skipped if not runs.is_empty]
-        if not skipped:
-            return
-        total, starts = row_major([runs for _, runs in skipped], [m.num_groups for m, _ in skipped], num_rows)
-        released = np.empty(total, np.int32)
-        for (manager, runs), places in zip(skipped, starts, strict=True):
-            released[runs.places(places, manager.num_groups)] = manager.detach(runs)
-        skipped[0][0].block_pool.free_blocks(released)
+        skipped = {i: work.changes[i].skipped.part(start, end) for i in of_pool if self._managers[i].gives_blocks_back}
+        runs = {i: run for i, run in skipped.items() if run.num_columns}
+        if runs:
+            detached = [self._managers[i].detach(run) for i, run in runs.items()]
+            self._managers[of_pool[0]].block_pool.free_blocks(merge(detached, list(runs.values()), end - start))
 
-    def _allocate(self, needed: list[tuple[SingleTypeKVCacheManager, Runs]], num_rows: int, updates: Updates) -> None:
+    def _allocate(self, work: StepWork, of_pool: list[int], start: int, end: int, updates: Updates) -> None:
         """Takes the new blocks of one pool's managers at once and deals them."""
-        needed = [(manager, runs) for manager, runs in needed if not runs.is_empty]
-        if not needed:
+        needed = {i: work.changes[i].needed.part(start, end) for i in of_pool}
+        runs = {i: run for i, run in needed.items() if run.num_columns}
+        if not runs:
             return
-        total, starts = row_major([runs for _, runs in needed], [m.num_groups for m, _ in needed], num_rows)
-        dealt = needed[0][0].block_pool.get_new_blocks(total)
-        for (manager, runs), places in zip(needed, starts, strict=True):
-            entries = runs.entries()
-            block_ids = dealt[runs.places(places, manager.num_groups)]
-            manager.attach(runs, entries, block_ids)
-            for group_id, ids in zip(manager.group_ids, block_ids, strict=True):
+        num_groups = [self._managers[i].num_groups for i in runs]
+        num_new = sum([run.num_columns * groups for run, groups in zip(runs.values(), num_groups, strict=True)])
+        new_ids = self._managers[of_pool[0]].block_pool.get_new_blocks(num_new)
+        shares = deal(new_ids, list(runs.values()), num_groups, end - start)
+        for (i, run), block_ids in zip(runs.items(), shares, strict=True):
+            entries = run.entries()
+            self._managers[i].attach(entries, block_ids)
+            for group_id, ids in zip(self._managers[i].group_ids, block_ids, strict=True):
                 updates[group_id].append(TableUpdate(*entries, ids))
 
-    def _register(self, manager: SingleTypeKVCacheManager, rows: np.ndarray, num_cacheable: np.ndarray) -> None:
+    def _register(self, manager: SingleTypeKVCacheManager, filled: Runs, num_cacheable: np.ndarray) -> None:
         """Registers the blocks of the manager's groups that filled."""
-        runs = manager.unregistered_runs(rows, num_cacheable)
-        if runs.is_empty:
+        if not filled.num_columns:
             return
         if manager.block_pool.enable_kv_cache_events:  # they tell of each request's tokens and parents
-            for row, num_tokens in zip(runs.rows.tolist(), num_cacheable[runs.index].tolist(), strict=True):
+            for row, num_tokens in zip(filled.rows.tolist(), num_cacheable[filled.positions].tolist(), strict=True):
                 request = self._table.requests[row]
                 assert request is not None  # the rows were checked
                 hashes = self._coordinator.hashing.of_block_size(request.block_hashes, manager.block_size)
                 manager.cache_blocks(request, row, hashes, num_tokens)
             return
-        entries = runs.entries()
-        manager.register(runs, entries, self._hashes(manager.block_size, *entries))
+        entries = filled.entries()
+        manager.register(entries, self._hashes(manager.block_size, *entries))
 
     def _hashes(self, block_size: int, rows: np.ndarray, columns: np.ndarray) -> list[BlockHash]:
         """The hash of each entry of a table with blocks of that size."""
         lists, hashing = self._table.block_hashes, self._coordinator.hashing
-        entries = zip(rows.tolist(), columns.tolist(), strict=True)
+        chosen = map(lists.__getitem__, rows.tolist())
         if block_size == hashing.hash_block_size:
-            return [lists[row][column] for row, column in entries]
-        return [hashing.of_block_size(lists[row], block_size)[column] for row, column in entries]
+            return list(map(getitem, chosen, columns.tolist()))
+        views = (hashing.of_block_size(hashes, block_size) for hashes in chosen)
+        return list(map(getitem, views, columns.tolist()))
 
     # -- planning one row -------------------------------------------------------------------------------------------
 
@@ -262,6 +261,10 @@ def _checked_counts(name: str, values: npt.ArrayLike, rows: np.ndarray, least: i
     if lowest < least:
         raise ValueError(f"expected {name} >= {least}, got {lowest}")
     return counts
+
+
+def _at(values: np.ndarray | int, index: np.ndarray) -> np.ndarray | int:
+    return values if isinstance(values, int) else values[index]
 
 
 def _joined(parts: list[TableUpdate]) -> TableUpdate:
