@@ -2,7 +2,7 @@
 
 Flow:    demo_corpus -> BPE tokenizer -> packed rows -> [train_demo] -> Hugging Face folder
 
-    python scripts/train_demo.py --out build/demo --steps 1600        # pip install 'kvjax[train]'
+    python scripts/train_demo.py --out build/demo --steps 800         # pip install 'kvjax[train]'
 
 Every `--save-every` steps the folder is written anew, with the optimizer's state beside it (`--resume` goes on).
 """
@@ -98,13 +98,12 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[np.ndarray]:  # int32[B
 
 
 def make_optimizer(params: dict[str, jax.Array], steps: int) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for embeddings and norms; constant rate, then linear decay over the last third."""
+    """Muon for matrices, Adam for embeddings and norms; a short warm-up, then linear decay to nothing."""
 
     def schedule(peak: float) -> optax.Schedule:
-        warmup, decay = min(50, steps // 10 + 1), steps // 3
-        pieces = [optax.linear_schedule(0.0, peak, warmup), optax.constant_schedule(peak)]
-        pieces.append(optax.linear_schedule(peak, 0.02 * peak, decay))
-        return optax.join_schedules(pieces, [warmup, steps - decay])
+        warmup = min(50, steps // 10 + 1)
+        pieces = [optax.linear_schedule(0.0, peak, warmup), optax.linear_schedule(peak, 0.0, steps - warmup)]
+        return optax.join_schedules(pieces, [warmup])
 
     labels = {name: "muon" if name.endswith("kernel") else "adam" for name in params}
     return optax.chain(
@@ -175,7 +174,7 @@ def save_folder(out: Path, module: Decoder, tokenizer: Tokenizer) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=1600, help="optimizer steps (default 1600)")
+    parser.add_argument("--steps", type=int, default=800, help="optimizer steps (default 800)")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default 100)")
     parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,136 +1,28 @@
 """Reads the keys of a Hugging Face config.json; every key is either used, known to be informational, or an error.
 
 Flow:    dict -> [parse_config] -> ModelConfig
-Source:  the configuration_*.py of transformers: their defaults, which files on the Hub leave out;
-         `rope_theta`, `rope_scaling`, `torch_dtype` before version 5, `rope_parameters`, `dtype` since
+Source:  the configuration_*.py of transformers: `rope_theta`, `rope_scaling`, `torch_dtype` before version 5,
+         `rope_parameters`, `dtype` since
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import FULL, SLIDING, ModelConfig, RopeConfig
-
-# Keys that change nothing a decoder or a planner computes at inference.
-INFORMATIONAL_KEYS = frozenset(
-    [
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "_sliding_window_pattern",
-        "attention_dropout",
-        "auto_map",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "finetuning_task",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "router_aux_loss_coef",
-        "tokenizer_class",
-        "transformers_version",
-        "unsloth_version",
-        "use_cache",
-    ]
-)
-# Of a multimodal model's outer config, beside `text_config`.
-INFORMATIONAL_OUTER_KEYS = INFORMATIONAL_KEYS | frozenset(
-    [
-        "boi_token_id",
-        "boi_token_index",
-        "dtype",
-        "eoi_token_id",
-        "eoi_token_index",
-        "eos_token_id",
-        "bos_token_id",
-        "image_token_id",
-        "image_token_index",
-        "mm_tokens_per_image",
-        "torch_dtype",
-        "video_token_id",
-        "vision_config",
-        "vision_end_token_id",
-        "vision_start_token_id",
-    ]
+from kvjax.models.hf_architectures import (
+    ARCHITECTURES,
+    INFORMATIONAL_KEYS,
+    INFORMATIONAL_OUTER_KEYS,
+    INHERITED_KEYS,
+    MOE_ARCHITECTURES,
+    Architecture,
 )
 
-
-@dataclass(frozen=True)
-class _Architecture:
-    """How one entry of `architectures` is read: its family, the defaults of its keys, and where its text part is."""
-
-    family: str
-    defaults: Mapping[str, Any]
-    has_text_config: bool = False
-    has_mrope: bool = False
-
-
-_LLAMA: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_QWEN3: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_QWEN3_DENSE = {**_QWEN3, "head_dim": 128}
-_QWEN3_MOE = {**_QWEN3, "num_experts": 128}
-_GEMMA3: dict[str, Any] = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-
-ARCHITECTURES: dict[str, _Architecture] = {
-    "LlamaForCausalLM": _Architecture("llama", _LLAMA),
-    "Qwen3ForCausalLM": _Architecture("qwen3", _QWEN3_DENSE),
-    "Qwen3MoeForCausalLM": _Architecture("qwen3", _QWEN3_MOE),
-    "Qwen3VLForConditionalGeneration": _Architecture("qwen3", _QWEN3_DENSE, has_text_config=True, has_mrope=True),
-    "Qwen3VLMoeForConditionalGeneration": _Architecture("qwen3", _QWEN3_MOE, has_text_config=True, has_mrope=True),
-    "Gemma3ForCausalLM": _Architecture("gemma3", _GEMMA3),
-    "Gemma3ForConditionalGeneration": _Architecture("gemma3", _GEMMA3, has_text_config=True),
-}
-_MOE_ARCHITECTURES = frozenset({"Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"})
-# What a text config has from its outer config where it does not say it itself.
-_INHERITED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 _DTYPES = ("float32", "bfloat16", "float16")
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _REQUIRED = object()
 
 
@@ -211,13 +103,13 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     text = outer.take_object("text_config")
     if text is None:
         raise ConfigError(f"{where}: expected the key 'text_config', got none")
-    inherited = {key: outer.take_nullable(key) for key in _INHERITED_KEYS if key in data and key not in text}
+    inherited = {key: outer.take_nullable(key) for key in INHERITED_KEYS if key in data and key not in text}
     outer.finish(INFORMATIONAL_OUTER_KEYS)
     keys = _Keys({**text, **inherited}, architecture.defaults, f"{where}: text_config")
     return _parse_text(names[0], architecture, keys)
 
 
-def _parse_text(name: str, architecture: _Architecture, keys: _Keys) -> ModelConfig:
+def _parse_text(name: str, architecture: Architecture, keys: _Keys) -> ModelConfig:
     """The language model's part."""
     keys.take("architectures", None)
     sizes = {
@@ -245,7 +137,7 @@ def _parse_text(name: str, architecture: _Architecture, keys: _Keys) -> ModelCon
     }
     family = {"llama": _llama_values, "qwen3": _qwen3_values, "gemma3": _gemma3_values}[architecture.family]
     values |= family(keys, sizes["num_layers"])
-    if name in _MOE_ARCHITECTURES:
+    if name in MOE_ARCHITECTURES:
         values |= _moe_values(keys)
     values |= _parse_rope(keys, values["max_model_len"], architecture)
     keys.finish(INFORMATIONAL_KEYS)
@@ -318,14 +210,14 @@ def _parse_activation(keys: _Keys, key: str) -> str:
     name = keys.take(key)
     if name not in _ACTIVATIONS:
         raise ConfigError(f"{keys.where}: expected {key!r} among {', '.join(_ACTIVATIONS)}, got {name!r}")
-    return _ACTIVATIONS[name]
+    return name
 
 
 def _parse_soft_cap(keys: _Keys, key: str) -> float | None:
     return keys.take_float(key) if keys.take(key, None) is not None else None
 
 
-def _parse_rope(keys: _Keys, max_len: int, architecture: _Architecture) -> dict[str, RopeConfig]:
+def _parse_rope(keys: _Keys, max_len: int, architecture: Architecture) -> dict[str, RopeConfig]:
     """Rotary parameters: one object, one per layer type, or the older separate keys."""
     theta = keys.take_float("rope_theta")
     scaling = keys.take_object("rope_scaling") or {}
