@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,14 +93,16 @@ def run(args: argparse.Namespace) -> int:
     """
     prompts = read_prompts(args.prompt, args.prompts)
     plot_path = _plot_path(args)
-    params = _sampling_params(args)
+    params = _sampling_params(args, len(prompts))
     model, tokenizer, mesh = _load(args)
     token_ids = [tokenizer.encode(prompt.text) for prompt in prompts]
     config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens)
     engine = _make_engine(model, config, mesh)
+    for ids, one in zip(token_ids, params, strict=True):
+        engine.check_request(ids, one)
     print("\n".join(_about(engine, args, len(prompts))), flush=True)
     _warm_up(engine)
-    for prompt, ids, one in zip(prompts, token_ids, params, strict=False):
+    for prompt, ids, one in zip(prompts, token_ids, params, strict=True):
         engine.add_request(ids, one, request_id=prompt.name)
     start = time.perf_counter()
     printer = OrderedTextPrinter(prompts, tokenizer, None if args.quiet else sys.stdout)
@@ -120,17 +122,19 @@ def _plot_path(args: argparse.Namespace) -> Path | None:
     return None
 
 
-def _sampling_params(args: argparse.Namespace) -> Iterator[SamplingParams]:
-    """Parameters of the first request, the second ...: each draws with a seed of its own."""
-    for seed in itertools.count(args.seed):
-        yield SamplingParams(
+def _sampling_params(args: argparse.Namespace, num_prompts: int) -> list[SamplingParams]:
+    """Parameters of each request: all the same, but each draws with a seed of its own."""
+    return [
+        SamplingParams(
             max_tokens=args.max_tokens,
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
-            seed=seed,
+            seed=args.seed + i,
             ignore_eos=args.ignore_eos,
         )
+        for i in range(num_prompts)
+    ]
 
 
 def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None]:
@@ -140,8 +144,9 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     from kvjax.device import Placement
     from kvjax.models import load_model
 
-    if args.devices > 1 and "cpu" in str(jax.config.jax_platforms or "cpu"):
-        jax.config.update("jax_num_cpu_devices", args.devices)
+    if args.devices > 1:
+        with suppress(RuntimeError):  # jax runs already: its devices are what they are
+            jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = Placement.over_heads(args.devices).mesh if args.devices > 1 else None
     folder = demo_model_path() if args.model is None else args.model
     model = load_model(folder, mesh=mesh)

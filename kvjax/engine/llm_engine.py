@@ -164,27 +164,15 @@ class LLMEngine:
             ValueError: the id is taken, the prompt is empty or has ids outside the vocabulary, text comes without a
                 tokenizer, or the request can never run. Nothing is changed.
         """
-        params = SamplingParams() if params is None else params
-        request_id = f"request-{self._num_added}" if request_id is None else request_id
-        if request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is in use; expected a new one")
-        request = Request(request_id, self._token_ids(prompt), block_hasher=self._hasher)
-        largest = int(request.prompt_token_ids.max())
-        if largest >= self.model.config.vocab_size:
-            raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {largest}")
-        stop = frozenset(params.stop_token_ids)
-        engine_request = EngineRequest(
-            request=request,
-            params=params,
-            seed=self._seed(params),
-            stop_token_ids=stop if params.ignore_eos else stop | frozenset(self.model.config.eos_token_ids),
-            priority=self._num_added,
-            stats=RequestStats(request_id, request.num_prompt_tokens, self._clock()),
-        )
+        engine_request = self._make_request(prompt, params, request_id)
         self.scheduler.add(engine_request)
-        self._requests[request_id] = engine_request
+        self._requests[engine_request.request_id] = engine_request
         self._num_added += 1
-        return request_id
+        return engine_request.request_id
+
+    def check_request(self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> None:
+        """Raises ValueError if `add_request` would refuse the prompt: to know before a long warm-up."""
+        self.scheduler.check_fits(self._make_request(prompt, params, None))
 
     def abort(self, request_id: str) -> GenerationResult:
         """Ends a request now; what it has so far.
@@ -269,6 +257,27 @@ class LLMEngine:
                     f"got {getattr(like.config, name)}"
                 )
         return like._update_step
+
+    def _make_request(
+        self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None, request_id: str | None
+    ) -> EngineRequest:
+        params = SamplingParams() if params is None else params
+        request_id = f"request-{self._num_added}" if request_id is None else request_id
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use; expected a new one")
+        request = Request(request_id, self._token_ids(prompt), block_hasher=self._hasher)
+        largest = int(request.prompt_token_ids.max())
+        if largest >= self.model.config.vocab_size:
+            raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {largest}")
+        stop = frozenset(params.stop_token_ids)
+        return EngineRequest(
+            request=request,
+            params=params,
+            seed=self._seed(params),
+            stop_token_ids=stop if params.ignore_eos else stop | frozenset(self.model.config.eos_token_ids),
+            priority=self._num_added,
+            stats=RequestStats(request_id, request.num_prompt_tokens, self._clock()),
+        )
 
     def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
         if not isinstance(prompt, str):

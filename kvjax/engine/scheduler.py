@@ -112,8 +112,31 @@ class Scheduler:
         Raises:
             ValueError: it can never run: longer than `max_model_len`, or than a pool holds. Nothing is changed.
         """
-        self._check_fits(request)
+        self.check_fits(request)
         self.waiting.append(request)
+
+    def check_fits(self, request: EngineRequest) -> None:
+        """Raises ValueError if the request can never run, as `add` would."""
+        num_tokens, limit = request.max_total_tokens, self._config.max_model_len
+        if num_tokens > limit:
+            raise ValueError(
+                f"request {request.request_id}: expected prompt and max_tokens of at most {limit} tokens "
+                f"(max_model_len), got {request.request.num_prompt_tokens} + {request.params.max_tokens}"
+            )
+        config = self._manager.kv_cache_config
+        in_flight = self._config.max_num_batched_tokens * self._config.max_steps_in_flight
+        for pool_id, pool in enumerate(config.pools):
+            needed = sum(
+                group.kv_cache_spec.max_blocks_per_request(num_tokens, in_flight)
+                for group in config.kv_cache_groups
+                if group.pool_id == pool_id
+            )
+            if needed > pool.num_blocks - 1:
+                raise ValueError(
+                    f"request {request.request_id}: {num_tokens} tokens need {needed} blocks of pool {pool_id}, which "
+                    f"has {pool.num_blocks - 1} beside the null block; give the pool more blocks or the request fewer "
+                    "tokens"
+                )
 
     def abort(self, request: EngineRequest) -> None:
         """Ends a request where it stands. A step in flight that names it is read as usual; its token is dropped."""
@@ -301,28 +324,6 @@ class Scheduler:
         coordinator = self._manager.coordinator
         needs = coordinator.num_blocks_for_new(request.num_tokens, hit.block_ids, num_hit_tokens, capped=True)
         return coordinator.fits([need + kept for need, kept in zip(needs, self._watermarks, strict=True)])
-
-    def _check_fits(self, engine_request: EngineRequest) -> None:
-        num_tokens, limit = engine_request.max_total_tokens, self._config.max_model_len
-        if num_tokens > limit:
-            raise ValueError(
-                f"request {engine_request.request_id}: expected prompt and max_tokens of at most {limit} tokens "
-                f"(max_model_len), got {engine_request.request.num_prompt_tokens} + {engine_request.params.max_tokens}"
-            )
-        config = self._manager.kv_cache_config
-        in_flight = self._config.max_num_batched_tokens * self._config.max_steps_in_flight
-        for pool_id, pool in enumerate(config.pools):
-            needed = sum(
-                group.kv_cache_spec.max_blocks_per_request(num_tokens, in_flight)
-                for group in config.kv_cache_groups
-                if group.pool_id == pool_id
-            )
-            if needed > pool.num_blocks - 1:
-                raise ValueError(
-                    f"request {engine_request.request_id}: {num_tokens} tokens need {needed} blocks of pool {pool_id}, "
-                    f"which has {pool.num_blocks - 1} beside the null block; give the pool more blocks or the request "
-                    f"fewer tokens"
-                )
 
 
 class _RowState:

@@ -1,0 +1,162 @@
+"""`kvjax generate` on the demo model: text, tables, picture, JSON and PNG; every refusal in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvjax.cli.generate_prompts import read_prompts
+from kvjax.cli.generate_stream import OrderedTextPrinter, prompt_tail
+from kvjax.cli.main import main
+from kvjax.demo import demo_model_path, demo_requests
+from kvjax.models import load_model
+
+SMALL = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--max-tokens", "4", "--max-model-len", "288"]
+
+
+def test_the_demo_prints_text_hits_and_the_pool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot, report = tmp_path / "pool.png", tmp_path / "report.json"
+    assert main(["generate", *SMALL, "--plot", str(plot), "--json", str(report)]) == 0
+    out = capsys.readouterr().out
+    requests = demo_requests()
+    assert all(f"--- {request.name} -" in out for request in requests)
+    assert "█ held  ▒ cached  · free" in out
+    assert "prompt tokens were found" in out
+    assert "Sliding windows gave" in out
+    assert f"Plot written to {plot}" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    data = json.loads(report.read_text())
+    assert [request["name"] for request in data["requests"]] == [request.name for request in requests]
+    assert data["totals"]["hit_tokens"] == sum(request["num_cached_tokens"] for request in data["requests"]) > 500
+    assert data["totals"]["computed_tokens"] == sum(step["num_new_tokens"] for step in data["steps"])
+    assert data["totals"]["preemptions"] == 0
+    tokenizer = load_model(demo_model_path()).tokenizer
+    for request in data["requests"]:
+        assert request["text"] == tokenizer.decode(request["output_token_ids"])  # type: ignore[union-attr]
+        assert request["text"] in out
+
+
+def test_prompts_of_a_file_and_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("A list is\n\nA dict is\n")
+    arguments = ["--prompt", "A tuple is", "--prompts", str(file), "--no-plot", "--no-prefix-caching", "--async"]
+    assert main(["generate", *SMALL, *arguments, "--temperature", "0.8", "--top-p", "0.9"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in ("prompt-1", "line-1", "line-3") if f"--- {name}" in out] == [
+        "prompt-1",
+        "line-1",
+        "line-3",
+    ]
+    assert "prefix caching off" in out
+    assert "Plot" not in out
+
+
+def test_quiet_runs_print_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *SMALL, "--prompt", "A tuple is", "--no-plot", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert "A tuple is" not in out
+    assert "prompt-1" in out
+
+
+def test_jsonl_prompts_have_lines_and_names(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\\nb", "name": "first"}\n\n"plain"\n')
+    assert [(prompt.name, prompt.text) for prompt in read_prompts(None, file)] == [
+        ("first", "a\nb"),
+        ("line-3", "plain"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{not json\n", r"prompts.jsonl:1: expected JSON"),
+        ('"a"\n{"text": "b"}\n', r'prompts.jsonl:2: expected a string, or an object with "prompt"'),
+        ('{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}\n', "different names, got x"),
+        ('{"prompt": ""}\n', "expected text in prompt line-1"),
+        ("\n", "at least one prompt in .*prompts.jsonl"),
+    ],
+)
+def test_bad_prompt_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(None, file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "/no/such/file"], "No such file"),
+        (["--model", "/no/such/folder"], "config.json"),
+        (["--top-p", "2"], "top_p in (0, 1], got 2.0"),
+        (["--max-tokens", "4000"], "max_model_len"),
+        (["--num-blocks", "5"], "give the pool more blocks"),
+        (["--num-blocks", "1"], "num_blocks >= 2"),
+        (["--memory", "1KiB"], "bytes"),
+        (["--devices", "64"], "devices"),
+    ],
+)
+def test_what_cannot_be_is_one_line_on_stderr(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["generate", "--no-plot", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvjax generate: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[1] / "models" / "goldens" / "qwen3"
+    assert main(["generate", "--no-plot", "--model", str(folder)]) == 2
+    assert "expected a tokenizer.json in" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    assert main(["generate", "--plot", "x.png"]) == 2
+    assert "pip install 'kvjax[plots]'" in capsys.readouterr().err
+
+
+class Words:
+    """A tokenizer whose token i is the word i."""
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([int(word) for word in text.split()])
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(f"{token} " for token in token_ids)
+
+
+def test_text_is_printed_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    prompts = read_prompts(["p", "q", "r"], None)
+    printer = OrderedTextPrinter(prompts, Words(), sys.stdout)
+    printer.push("prompt-2", 5, is_last=False)
+    assert "5" not in capsys.readouterr().out
+    printer.push("prompt-1", 7, is_last=False)
+    assert capsys.readouterr().out.endswith("7 ")
+    printer.push("prompt-3", 8, is_last=True)
+    printer.push("prompt-1", 9, is_last=True)
+    out = capsys.readouterr().out
+    assert out.startswith("9 ")
+    assert out.endswith("5 ")
+    printer.push("prompt-2", 6, is_last=True)
+    assert "6 \n\n--- prompt-3" in capsys.readouterr().out
+    assert printer.texts == {"prompt-1": "7 9 ", "prompt-2": "5 6 ", "prompt-3": "8 "}
+
+
+def test_long_prompts_show_their_end() -> None:
+    assert prompt_tail("short") == "short"
+    assert prompt_tail("x" * 300 + "\n\nQuestion: why?\nAnswer:") == "[...] Question: why?\nAnswer:"
+    assert prompt_tail("word " * 100).startswith("[...] word")
+    assert len(prompt_tail("x" * 1000)) < 300
