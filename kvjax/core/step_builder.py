@@ -3,19 +3,18 @@
 Flow:    KVCacheManager tables + rows in scheduling order -> [build_step_plan] -> StepPlan
 Source:  DESIGN, "Device layer"; request order as tpu-inference emits it (decode, prefill, mixed)
 
-A handful of vector operations whatever the number of requests. Every array of the plan is a copy: the tables may
-change while the step is on its way to the device.
+A handful of vector operations whatever the number of requests, request ids apart. Every array of the plan is a copy:
+the tables may change while the step is on its way to the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec
+from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import GroupPlan, PageCopies, StepPlan, TableUpdate
 
 _NO_IDS = np.zeros(0, np.int32)
@@ -36,7 +35,7 @@ class StepTables(Protocol):
         """token_ids int32[rows, cols], num_tokens and num_computed_tokens int64[rows], requests by row."""
 
     def block_tables(self, group_id: int) -> np.ndarray:
-        """The group's int32[rows, columns]."""
+        """The group's int32[rows, columns], 0 beyond each row's blocks."""
 
     def num_blocks(self, group_id: int) -> np.ndarray:
         """Blocks in each row of the group's table."""
@@ -75,11 +74,12 @@ def build_step_plan(
 
     starts = np.zeros(rows.size + 1, np.int64)
     np.cumsum(num_new, out=starts[1:])
-    positions, token_rows = _flat_positions(rows, computed, num_new, starts)
-    token_ids = table.token_ids[token_rows, np.minimum(positions, table.token_ids.shape[1] - 1)].astype(np.int32)
-    token_source = np.full(positions.size, -1, np.int32)
-    token_source[starts[1:] - 1] = source
-    token_ids[token_source >= 0] = 0
+    tokens = _Tokens.of(rows, computed, num_new, starts)
+    token_ids = table.token_ids[tokens.rows, np.minimum(tokens.positions, table.token_ids.shape[1] - 1)]
+    token_source = np.full(tokens.rows.size, -1, np.int32)
+    if last_token_source is not None:
+        token_source[starts[1:] - 1] = source
+        token_ids[token_source >= 0] = 0
     wanted = seq_lens >= known if wants_logits is None else np.asarray(wants_logits, bool)[order]
     num_decode = int(np.count_nonzero(num_new == 1))
     config = tables.kv_cache_config
@@ -89,18 +89,15 @@ def build_step_plan(
         rows=rows,
         num_new_tokens=num_new.astype(np.int32),
         num_computed_tokens=computed.astype(np.int32),
-        token_ids=token_ids,
-        positions=positions.astype(np.int32),
+        token_ids=token_ids.astype(np.int32, copy=False),
+        positions=tokens.positions.astype(np.int32),
         query_start_loc=starts.astype(np.int32),
         logits_indices=(starts[1:] - 1)[wanted].astype(np.int32),
         distribution=np.array([num_decode, num_decode, rows.size], np.int32),
         token_source=token_source,
         page_copies=(NO_COPIES,) * len(config.pools) if page_copies is None else tuple(page_copies),
         pages_to_zero=(_NO_IDS,) * len(config.pools) if pages_to_zero is None else tuple(pages_to_zero),
-        groups=tuple(
-            _group_plan(tables, group_id, group, rows, seq_lens, positions, num_new, update)
-            for group_id, (group, update) in enumerate(zip(config.kv_cache_groups, updates, strict=True))
-        ),
+        groups=_group_plans(tables, rows, seq_lens, tokens, updates),
     )
 
 
@@ -109,60 +106,57 @@ def logits_requests(plan: StepPlan) -> np.ndarray:  # int64[N]
     return np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
 
 
-def _flat_positions(
-    rows: np.ndarray, computed: np.ndarray, num_new: np.ndarray, starts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(position, table row) of every new token, int64[T] each."""
-    if rows.size == starts[-1]:  # one token each: nothing to repeat
-        return computed, rows
-    positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], num_new)
-    return positions, np.repeat(rows, num_new)
+class _Tokens(NamedTuple):
+    """The new tokens of all requests, one after another."""
+
+    rows: np.ndarray  # int64[T] row of the request table
+    positions: np.ndarray  # int64[T]
+
+    @classmethod
+    def of(cls, rows: np.ndarray, computed: np.ndarray, num_new: np.ndarray, starts: np.ndarray) -> _Tokens:
+        if rows.size == starts[-1]:  # one token each: nothing to repeat
+            return cls(rows, computed)
+        positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], num_new)
+        return cls(np.repeat(rows, num_new), positions)
+
+    def places(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """(table column, offset in the block) of every token, int64[T] each."""
+        columns = self.positions // block_size
+        return columns, self.positions - columns * block_size
 
 
-def _group_plan(
-    tables: StepTables,
-    group_id: int,
-    group: KVCacheGroupSpec,
-    rows: np.ndarray,
-    seq_lens: np.ndarray,
-    positions: np.ndarray,
-    num_new: np.ndarray,
-    new_blocks: TableUpdate,
-) -> GroupPlan:
-    block_size = group.kv_cache_spec.block_size
-    num_blocks = np.asarray(tables.num_blocks(group_id)[rows], np.int64)
-    short = np.flatnonzero(num_blocks * block_size < seq_lens)
-    if short.size:
-        i = short[0]
-        raise ValueError(
-            f"row {rows[i]}, group {group_id}: expected blocks for {seq_lens[i]} tokens, got {num_blocks[i]} blocks of "
-            f"{block_size}; allocate them before the step is built"
+def _group_plans(
+    tables: StepTables, rows: np.ndarray, seq_lens: np.ndarray, tokens: _Tokens, updates: Sequence[TableUpdate]
+) -> tuple[GroupPlan, ...]:
+    """Every group's part; what depends on the block size alone is computed once for each."""
+    groups = tables.kv_cache_config.kv_cache_groups
+    seq_lens32 = seq_lens.astype(np.int32)
+    places = {size: tokens.places(size) for size in {group.kv_cache_spec.block_size for group in groups}}
+    plans = []
+    for group_id, (group, update) in enumerate(zip(groups, updates, strict=True)):
+        block_size = group.kv_cache_spec.block_size
+        num_blocks = tables.num_blocks(group_id)[rows]
+        _check_blocks(rows, group_id, num_blocks, block_size, seq_lens)
+        table = tables.block_tables(group_id)
+        columns, offsets = places[block_size]
+        block_ids = table[tokens.rows, columns]
+        plans.append(
+            GroupPlan(
+                pool_id=group.pool_id,
+                kind=group.kv_cache_spec.kind,
+                block_tables=table[rows, : int(num_blocks.max(initial=0))],
+                new_blocks=update,
+                seq_lens=seq_lens32,
+                slot_mapping=np.where(block_ids > 0, block_ids * block_size + offsets, -1).astype(np.int32),
+            )
         )
-    table = tables.block_tables(group_id)
-    num_columns = int(num_blocks.max(initial=0))
-    block_tables = table[:, :num_columns].take(rows, axis=0)
-    if rows.size and num_blocks.min() < num_columns:
-        block_tables[np.arange(num_columns) >= num_blocks[:, None]] = 0
-    columns, offsets = np.divmod(positions, block_size)
-    requests = np.arange(rows.size) if positions.size == rows.size else np.repeat(np.arange(rows.size), num_new)
-    block_ids = block_tables[requests, columns]
-    return GroupPlan(
-        pool_id=group.pool_id,
-        kind=group.kv_cache_spec.kind,
-        block_tables=block_tables,
-        new_blocks=new_blocks,
-        seq_lens=seq_lens.astype(np.int32),
-        slot_mapping=np.where(block_ids > 0, block_ids * block_size + offsets, -1).astype(np.int32),
-    )
+    return tuple(plans)
 
 
 def _request_ids(requests: Sequence[Any], rows: np.ndarray) -> tuple[str, ...]:
     """Ids of the requests in `rows`."""
-    if not rows.size:
-        return ()
-    chosen = itemgetter(*rows.tolist())(requests)
     try:
-        return tuple(map(attrgetter("request_id"), chosen if rows.size > 1 else (chosen,)))
+        return tuple([requests[row].request_id for row in rows.tolist()])
     except AttributeError:
         empty = [row for row in rows.tolist() if requests[row] is None]
         raise ValueError(f"rows {empty} hold no request") from None
@@ -179,10 +173,22 @@ def _check_rows(rows: np.ndarray, num_new: np.ndarray, num_rows: int) -> None:
         raise ValueError(f"row {rows[num_new.argmin()]}: expected at least 1 new token, got {num_new.min()}")
 
 
+def _check_blocks(
+    rows: np.ndarray, group_id: int, num_blocks: np.ndarray, block_size: int, seq_lens: np.ndarray
+) -> None:
+    short = num_blocks * block_size < seq_lens
+    if short.any():
+        i = int(short.argmax())
+        raise ValueError(
+            f"row {rows[i]}, group {group_id}: expected blocks for {seq_lens[i]} tokens, got {num_blocks[i]} blocks of "
+            f"{block_size}; allocate them before the step is built"
+        )
+
+
 def _check_tokens(rows: np.ndarray, seq_lens: np.ndarray, available: np.ndarray) -> None:
-    over = np.flatnonzero(seq_lens > available)
-    if over.size:
-        i = over[0]
+    over = seq_lens > available
+    if over.any():
+        i = int(over.argmax())
         raise ValueError(
             f"row {rows[i]}: a step up to token {seq_lens[i]} needs tokens, the request has {available[i]}"
         )

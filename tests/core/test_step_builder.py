@@ -152,7 +152,7 @@ def test_a_step_without_requests_is_empty() -> None:
 
 
 def plain_tables(request_ids: list[str | None]) -> SimpleNamespace:
-    """Two rows of 8 and 20 tokens in blocks of 4, and a block table that is full of ids."""
+    """Two rows of 8 and 20 tokens in blocks of 4."""
     return SimpleNamespace(
         kv_cache_config=KVCacheConfig.single_pool(50, FullAttentionSpec(block_size=4, **SIZES)),
         request_table=SimpleNamespace(
@@ -164,11 +164,6 @@ def plain_tables(request_ids: list[str | None]) -> SimpleNamespace:
         block_tables=lambda group_id: np.arange(1, 21, dtype=np.int32).reshape(2, 10),
         num_blocks=lambda group_id: np.array([2, 5]),
     )
-
-
-def test_ids_beyond_a_requests_blocks_are_zero_whatever_the_table_holds() -> None:
-    plan = build_step_plan(plain_tables(["a", "b"]), np.array([0, 1]), np.array([8, 20]))
-    assert plan.groups[0].block_tables.tolist() == [[1, 2, 0, 0, 0], [11, 12, 13, 14, 15]]
 
 
 def test_refuses_a_row_without_a_request() -> None:
