@@ -195,8 +195,7 @@ class BlockPool:
             ValueError: an id is none of the pool. The pool is unchanged.
             BlockStateError: a block has fewer references than occurrences. The pool is unchanged.
         """
-        ids = self._checked_ids(block_ids_in_eviction_order)
-        counts = self.ref_count[ids]
+        ids, counts = self._ids_and_counts(block_ids_in_eviction_order)
         is_last_reference = np.count_nonzero(counts == 1) == len(ids)
         if is_last_reference and self.free_order == "append" and self.free_block_queue.append_absent(ids):
             self.ref_count[ids] = 0
@@ -293,6 +292,10 @@ class BlockPool:
         """
         self.prefix_index.register(block_ids, block_hashes, group_ids)
 
+    def register_block(self, block_id: int, block_hash: BlockHash, group_id: int) -> None:
+        """`register_rows` of one block, without the cost of arrays."""
+        self.prefix_index.register_one(block_id, block_hash, group_id)
+
     def evict_blocks(self, block_ids: npt.ArrayLike) -> None:
         """Forgets the hashes of blocks; who holds them, and the free order, stay as they are.
 
@@ -350,14 +353,26 @@ class BlockPool:
     # -- arguments --------------------------------------------------------------------------------------------------
 
     def _checked_ids(self, block_ids: npt.ArrayLike) -> np.ndarray:  # int64[n]
+        return self._ids_and_counts(block_ids)[0]
+
+    def _ids_and_counts(self, block_ids: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:  # int64[n], int32[n]
+        """Checked ids and their reference counts; reading the counts checks the ids.
+
+        A negative int32 reads as a huge uint32, so that numpy refuses it as it refuses an id past the end.
+        """
         given = np.asarray(block_ids)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
             raise ValueError(f"expected a row of integer block ids, got {given.dtype}{list(given.shape)}")
-        # A negative int32 reads as a huge uint32, so that one comparison checks both ends.
-        ids = (given.view(np.uint32) if given.dtype == np.int32 else given).astype(np.int64)
-        if ids.size and (ids.max() >= self.num_blocks or (given.dtype != np.int32 and ids.min() < 0)):
-            self._check_id(given[(given < 0) | (given >= self.num_blocks)][0])
-        return ids
+        if given.dtype == np.int32:
+            ids = given.view(np.uint32).astype(np.int64)
+        else:
+            ids = given.astype(np.int64)
+            ids[ids < 0] = self.num_blocks
+        try:
+            return ids, self.ref_count[ids]
+        except IndexError:
+            bad = given[(given < 0) | (given >= self.num_blocks)][0]
+            raise ValueError(f"expected block ids in [0, {self.num_blocks}), got {bad}") from None
 
     def _check_id(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:

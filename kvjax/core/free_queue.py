@@ -216,10 +216,13 @@ class FreeKVCacheBlockQueue:
         return ids
 
     def _place(self, ids: np.ndarray, start: int) -> bool:
-        """Writes `ids` into the cells from cursor `start`, unless one repeats: it reads back its last cell only."""
-        cursors = np.arange(start, start + len(ids))
-        self._position[ids] = cursors
-        if np.count_nonzero(self._position[ids] == cursors) < len(ids):
+        """Writes `ids` into the cells from cursor `start`, unless one repeats.
+
+        A repeated block has the position of its last cell: read back, the positions add up to more than the cursors.
+        """
+        count = len(ids)
+        self._position[ids] = np.arange(start, start + count)
+        if np.add.reduce(self._position[ids]) != count * (2 * start + count - 1) // 2:
             self._position[ids] = NOT_QUEUED
             return False
         self._write(start, ids)
