@@ -67,6 +67,8 @@ class KVCacheCoordinator(abc.ABC):
         self.fresh_blocks = tuple(FreshBlocks(pool.num_blocks) for pool in pools)
         self.managers, self.pool_ids = self._make_managers(kv_cache_config)
         self.num_groups = len(kv_cache_config.kv_cache_groups)
+        self.no_ids = (NO_BLOCK_IDS,) * self.num_groups
+        self._releasing_managers = tuple(manager for manager in self.managers if manager.gives_blocks_back)
         self._place_of_group = {
             group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
         }
@@ -153,9 +155,8 @@ class KVCacheCoordinator(abc.ABC):
 
     def remove_skipped_blocks(self, row: int, settled_tokens: int) -> None:
         """Gives back what left the windows of the row."""
-        for manager in self.managers:
-            if manager.gives_blocks_back:
-                manager.remove_skipped_blocks(row, settled_tokens)
+        for manager in self._releasing_managers:
+            manager.remove_skipped_blocks(row, settled_tokens)
 
     def add_computed_blocks(
         self, row: int, hits: Sequence[np.ndarray], total_computed: int, has_external: bool
@@ -178,7 +179,9 @@ class KVCacheCoordinator(abc.ABC):
         """Registers the blocks that the first `num_tokens` tokens fill."""
         for manager in self.managers:
             if num_tokens >= (manager.num_cached_blocks.item(row) + 1) * manager.block_size:
-                hashes = self.hashing.of_block_size(request.block_hashes, manager.block_size)
+                hashes: Sequence[BlockHash] = request.block_hashes
+                if manager.block_size != self.hashing.hash_block_size:
+                    hashes = self.hashing.of_block_size(hashes, manager.block_size)
                 manager.cache_blocks(request, row, hashes, num_tokens)
 
     def free(self, row: int) -> None:
@@ -196,9 +199,12 @@ class KVCacheCoordinator(abc.ABC):
             Per group int32[k] new blocks; None if they do not fit, when only skipped blocks were given back.
         """
         self.remove_skipped_blocks(row, settled_tokens)
-        if not self.fits(self.num_blocks_for_running(row, num_slots)):
-            return None
-        new_ids = self.allocate_new_blocks(row, num_slots)
+        needs = self.num_blocks_for_running(row, num_slots)
+        new_ids = self.no_ids
+        if any(needs):
+            if not self.fits(needs):
+                return None
+            new_ids = self.allocate_new_blocks(row, num_slots)
         self.cache_blocks(request, row, num_cacheable)
         self.note_quiet(row)
         return new_ids
@@ -207,7 +213,10 @@ class KVCacheCoordinator(abc.ABC):
 
     def note_quiet(self, row: int) -> None:
         """Renews one row's entry of `quiet_until`."""
-        self.quiet_until[row] = min([manager.row_quiet_until(row) for manager in self.managers])
+        quiet_until = self.managers[0].row_quiet_until(row)
+        for manager in self.managers[1:]:
+            quiet_until = min(quiet_until, manager.row_quiet_until(row))
+        self.quiet_until[row] = quiet_until
 
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps registered."""
@@ -242,7 +251,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """Nothing."""
-        return (NO_BLOCK_IDS,) * self.num_groups, 0
+        return self.no_ids, 0
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):

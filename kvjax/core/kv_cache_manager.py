@@ -306,8 +306,9 @@ class KVCacheManager:
             computed = self.request_table.num_computed_tokens.item(row)
             if computed + num_new_tokens + num_lookahead_tokens <= coordinator.quiet_until.item(row):
                 return self.empty_kv_cache_blocks
-            counts = SlotCounts(num_new_tokens, lookahead=num_lookahead_tokens, in_flight=num_in_flight_tokens)
-            ids = self._slots.extend(request, row, counts, delay_cache_blocks)
+            ids = self._slots.extend(
+                request, row, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks
+            )
             return None if ids is None else self._blocks(ids)
         counts = SlotCounts(
             new=num_new_tokens,
@@ -464,6 +465,8 @@ class KVCacheManager:
         return self.coordinator.by_group([manager.row_block_ids(row) for manager in self.coordinator.managers])
 
     def _blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:
+        if ids is self.coordinator.no_ids:
+            return self.empty_kv_cache_blocks
         for group_ids in ids:
             if group_ids.size:
                 return KVCacheBlocks(ids, self._pool_of_group)

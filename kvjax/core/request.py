@@ -198,15 +198,21 @@ class Request:
         return self.block_hasher.extend(self.block_hashes, self.token_ids, self._extra_keys)
 
     def _move_to_row(self, table: RequestTable, row: int) -> None:
-        """Hands the state to the table, which has copied it."""
+        """Hands the state to the table, which has copied it.
+
+        The tokens stay where they are, unread: they are a prefix of what the row will give back.
+        """
         self._table, self._row = table, row
-        self._tokens = self._tokens[:0].copy()
 
     def _move_from_row(self, tokens: np.ndarray, num_prompt_tokens: int, num_computed_tokens: int) -> None:
-        """Takes the state back from the table; `tokens` is the request's from now on."""
+        """Takes the state back from the table, of whose row `tokens` is a view: copies those that are new."""
         self._table, self._row = None, NO_ROW
-        self._tokens, self._num_tokens = tokens, tokens.size
         self._num_prompt_tokens, self._num_computed_tokens = num_prompt_tokens, num_computed_tokens
+        if tokens.size > self._tokens.size:
+            self._tokens = tokens.copy()
+        else:
+            self._tokens[self._num_tokens : tokens.size] = tokens[self._num_tokens :]
+        self._num_tokens = tokens.size
 
 
 def _check_prompt(

@@ -132,7 +132,7 @@ class RequestTable:
         row = request.row
         if row < 0 or row >= self.capacity or self.requests[row] is not request:
             raise UnknownRequestError(f"request {request.request_id!r} owns no row of this table")
-        tokens = self.token_ids[row, : self.num_tokens[row]].copy()
+        tokens = self.token_ids[row, : self.num_tokens[row]]
         request._move_from_row(tokens, int(self.num_prompt_tokens[row]), int(self.num_computed_tokens[row]))
         for counts in (self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens, self.num_hashed_blocks):
             counts[row] = 0

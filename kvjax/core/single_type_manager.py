@@ -203,7 +203,10 @@ class SingleTypeKVCacheManager(abc.ABC):
         ids = entries[:, ::-1].flatten()
         entries[...] = 0
         self.first_live[row] = skipped
-        self.block_pool.free_blocks(ids)
+        if ids.size == 1:
+            self.block_pool.free_block(ids.item())
+        else:
+            self.block_pool.free_blocks(ids)
 
     def add_computed_blocks(self, row: int, hit_ids: np.ndarray, total_computed: int) -> None:
         """First phase of a first allocation: holds the hit's blocks that the window still sees, nulls before them."""
@@ -230,7 +233,11 @@ class SingleTypeKVCacheManager(abc.ABC):
             return np.empty((self.num_groups, 0), np.int32)
         if required > self.block_tables.shape[2]:
             self.reserve_columns(required)
-        ids = self.block_pool.get_new_blocks(self.num_groups * (required - held)).reshape(self.num_groups, -1)
+        num_new = self.num_groups * (required - held)
+        if num_new == 1:
+            ids = np.array([[self.block_pool.get_new_block()]], np.int32)
+        else:
+            ids = self.block_pool.get_new_blocks(num_new).reshape(self.num_groups, -1)
         self.block_tables[:, row, held:required] = ids
         self.num_blocks[row] = required
         return ids
@@ -244,15 +251,24 @@ class SingleTypeKVCacheManager(abc.ABC):
         cached = self.num_cached_blocks.item(row)
         if full <= cached:
             return
-        for group_id, table in zip(self.group_ids, self.block_tables, strict=True):
-            self.block_pool.cache_full_blocks(request, table[row, cached:full], block_hashes, cached, group_id)
+        if full == cached + 1 and not self.block_pool.enable_kv_cache_events:
+            self._register_column(row, cached, block_hashes[cached])
+        else:
+            for group_id, table in zip(self.group_ids, self.block_tables, strict=True):
+                self.block_pool.cache_full_blocks(request, table[row, cached:full], block_hashes, cached, group_id)
         self.num_cached_blocks[row] = full
-        self.note_registered(self.block_tables[:, row, cached:full])
-
-    def note_registered(self, block_ids: np.ndarray) -> None:
-        """Remembers int32[...] blocks as not to be hit in this step, where the settings ask for it."""
         if not self.settings.same_step_hits:
-            self.fresh_blocks.add(block_ids[block_ids != 0])
+            self._note_registered(self.block_tables[:, row, cached:full])
+
+    def _register_column(self, row: int, column: int, block_hash: BlockHash) -> None:
+        for place, group_id in enumerate(self.group_ids):
+            block_id = self.block_tables.item(place, row, column)
+            if block_id:
+                self.block_pool.register_block(block_id, block_hash, group_id)
+
+    def _note_registered(self, block_ids: np.ndarray) -> None:
+        """Remembers int32[...] blocks as not to be hit in this step."""
+        self.fresh_blocks.add(block_ids[block_ids != 0])
 
     def free(self, row: int) -> None:
         """Gives all of the row's blocks back, the last first, so that a shared prefix lives longest."""
@@ -313,23 +329,22 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.block_tables[:, rows, columns] = 0
         return ids
 
-    def attach(self, entries: tuple[np.ndarray, np.ndarray], block_ids: np.ndarray) -> None:
-        """Writes int32[G, k] new blocks into the tables' entries."""
-        rows, columns = entries
+    def attach(self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
+        """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns."""
         last = int(np.maximum.reduce(columns))
         if last >= self.block_tables.shape[2]:
             self.reserve_columns(last + 1)
         self.block_tables[:, rows, columns] = block_ids
 
-    def register(self, entries: tuple[np.ndarray, np.ndarray], block_hashes: list[BlockHash]) -> None:
-        """Registers the blocks at the tables' entries under one hash each. Null blocks are passed over."""
-        rows, columns = entries
+    def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: list[BlockHash]) -> None:
+        """Registers the blocks at int64[k] rows and columns under one hash each. Null blocks are passed over."""
         ids = self.block_tables[:, rows, columns]
         if np.count_nonzero(ids) < ids.size:
             real = np.flatnonzero(ids[0])
             ids, block_hashes = ids[:, real], [block_hashes[i] for i in real.tolist()]
         self.block_pool.register_rows(ids, block_hashes, self.group_ids)
-        self.note_registered(ids)
+        if not self.settings.same_step_hits:
+            self._note_registered(ids)
 
     def note_changes(self, rows: np.ndarray, changes: RowChanges, part: slice) -> None:
         """Makes the counts of int64[n] rows, of which `part` was changed, what `plan_rows` said."""

@@ -79,28 +79,34 @@ class SlotAllocator:
         row = self._own_row(request)
         if counts.new_computed or counts.external or hit.num_blocks:
             raise ValueError(f"request {request.request_id!r} is running; only a new request comes with a hit")
-        return self.extend(request, row, counts, delay_caching, must_fit)
+        if must_fit and not self._whole_fits(request, row, counts):
+            return None
+        return self.extend(request, row, counts.new, counts.lookahead, counts.in_flight, delay_caching)
 
     def extend(
-        self, request: Request, row: int, counts: SlotCounts, delay_caching: bool, must_fit: bool = False
+        self, request: Request, row: int, new: int, lookahead: int, in_flight: int, delay_caching: bool
     ) -> GroupIds | None:
-        """A request that runs in `row`.
+        """A request that runs in `row`; the counts are not negative.
 
         Raises:
             ValueError: more tokens than `max_model_len`. Nothing is changed.
         """
         computed = self._table.num_computed_tokens.item(row)
-        after = computed + counts.new
-        self._check_length(request, after)
-        settled = max(computed - counts.in_flight, 0)
-        if must_fit:
-            self._coordinator.remove_skipped_blocks(row, settled)
-            whole = min(max(request.num_tokens, after), self._settings.max_model_len)
-            if not self._coordinator.fits(self._coordinator.num_blocks_for_running(row, whole, capped=True)):
-                return None
-        num_slots = min(after + counts.lookahead, self._settings.max_model_len)
+        after = computed + new
+        limit = self._settings.max_model_len
+        if after > limit:
+            self._check_length(request, after)
+        settled = max(computed - in_flight, 0)
         cacheable = self._cacheable(row, after, delay_caching)
-        return self._coordinator.extend_row(request, row, settled, num_slots, cacheable)
+        return self._coordinator.extend_row(request, row, settled, min(after + lookahead, limit), cacheable)
+
+    def _whole_fits(self, request: Request, row: int, counts: SlotCounts) -> bool:
+        """Gives back what left the windows of a running row, and says whether the rest of its sequence fits."""
+        computed = self._table.num_computed_tokens.item(row)
+        self._check_length(request, computed + counts.new)
+        self._coordinator.remove_skipped_blocks(row, max(computed - counts.in_flight, 0))
+        whole = min(max(request.num_tokens, computed + counts.new), self._settings.max_model_len)
+        return self._coordinator.fits(self._coordinator.num_blocks_for_running(row, whole, capped=True))
 
     def _allocate_new(
         self, request: Request, counts: SlotCounts, hit: KVCacheBlocks, delay_caching: bool, must_fit: bool

@@ -182,27 +182,33 @@ class StepPlanner:
 
     def _release(self, work: StepWork, of_pool: list[int], start: int, end: int) -> None:
         """Gives back what left the windows, of one pool's managers."""
-        skipped = {i: work.changes[i].skipped.part(start, end) for i in of_pool if self._managers[i].gives_blocks_back}
-        runs = {i: run for i, run in skipped.items() if run.num_columns}
+        detached, runs = [], []
+        for i in of_pool:
+            run = work.changes[i].skipped.part(start, end)
+            if run.num_columns:
+                detached.append(self._managers[i].detach(run))
+                runs.append(run)
         if runs:
-            detached = [self._managers[i].detach(run) for i, run in runs.items()]
-            self._managers[of_pool[0]].block_pool.free_blocks(merge(detached, list(runs.values()), end - start))
+            self._managers[of_pool[0]].block_pool.free_blocks(merge(detached, runs, end - start))
 
     def _allocate(self, work: StepWork, of_pool: list[int], start: int, end: int, updates: Updates) -> None:
         """Takes the new blocks of one pool's managers at once and deals them."""
-        needed = {i: work.changes[i].needed.part(start, end) for i in of_pool}
-        runs = {i: run for i, run in needed.items() if run.num_columns}
+        managers, runs, num_new = [], [], 0
+        for i in of_pool:
+            run = work.changes[i].needed.part(start, end)
+            if run.num_columns:
+                managers.append(self._managers[i])
+                runs.append(run)
+                num_new += run.num_columns * self._managers[i].num_groups
         if not runs:
             return
-        num_groups = [self._managers[i].num_groups for i in runs]
-        num_new = sum([run.num_columns * groups for run, groups in zip(runs.values(), num_groups, strict=True)])
-        new_ids = self._managers[of_pool[0]].block_pool.get_new_blocks(num_new)
-        shares = deal(new_ids, list(runs.values()), num_groups, end - start)
-        for (i, run), block_ids in zip(runs.items(), shares, strict=True):
-            entries = run.entries()
-            self._managers[i].attach(entries, block_ids)
-            for group_id, ids in zip(self._managers[i].group_ids, block_ids, strict=True):
-                updates[group_id].append(TableUpdate(*entries, ids))
+        new_ids = managers[0].block_pool.get_new_blocks(num_new)
+        shares = deal(new_ids, runs, [manager.num_groups for manager in managers], end - start)
+        for manager, run, block_ids in zip(managers, runs, shares, strict=True):
+            rows, columns = run.entries()
+            manager.attach(rows, columns, block_ids)
+            for group_id, ids in zip(manager.group_ids, block_ids, strict=True):
+                updates[group_id].append(TableUpdate(rows, columns, ids))
 
     def _register(self, manager: SingleTypeKVCacheManager, filled: Runs, num_cacheable: np.ndarray) -> None:
         """Registers the blocks of the manager's groups that filled."""
@@ -215,8 +221,8 @@ class StepPlanner:
                 hashes = self._coordinator.hashing.of_block_size(request.block_hashes, manager.block_size)
                 manager.cache_blocks(request, row, hashes, num_tokens)
             return
-        entries = filled.entries()
-        manager.register(entries, self._hashes(manager.block_size, *entries))
+        rows, columns = filled.entries()
+        manager.register(rows, columns, self._hashes(manager.block_size, rows, columns))
 
     def _hashes(self, block_size: int, rows: np.ndarray, columns: np.ndarray) -> list[BlockHash]:
         """The hash of each entry of a table with blocks of that size."""
