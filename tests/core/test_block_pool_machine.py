@@ -15,6 +15,7 @@ from .plain_pool import PlainPool
 
 GROUPS = (2, 5)
 HASHES = [bytes([i]) * 32 for i in range(6)]  # few, so that blocks often share one
+Hashes = st.lists(st.sampled_from(HASHES), min_size=12, max_size=12)
 Picks = st.lists(st.integers(0, 2**16), max_size=12)
 
 
@@ -83,13 +84,31 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.touch(np.array(given, np.int32))
         self.plain.touch(given)
 
-    @rule(picks=Picks, hashes=st.lists(st.sampled_from(HASHES), min_size=12, max_size=12), group=st.integers(0, 1))
-    def register(self, picks: list[int], hashes: list[bytes], group: int) -> None:
-        group_id = self.group_ids[group % len(self.group_ids)]
+    def registrable(self, picks: list[int]) -> list[int]:
+        """Distinct blocks that are held and not hashed."""
         unhashed = [b for b, count in enumerate(self.plain.ref_count) if count and b not in self.plain.hash_of]
-        ids = [unhashed.pop(pick % len(unhashed)) for pick in picks if unhashed]
-        self.pool.register_many(np.array(ids, np.int32), hashes[: len(ids)], group_id)
+        return [unhashed.pop(pick % len(unhashed)) for pick in picks if unhashed]
+
+    @rule(picks=Picks, hashes=Hashes, group=st.integers(0, 1), one_by_one=st.booleans())
+    def register(self, picks: list[int], hashes: list[bytes], group: int, one_by_one: bool) -> None:
+        group_id = self.group_ids[group % len(self.group_ids)]
+        ids = self.registrable(picks)
+        if one_by_one:
+            for block_id, block_hash in zip(ids, hashes, strict=False):
+                self.pool.register_block(block_id, block_hash, group_id)
+        else:
+            self.pool.register_many(np.array(ids, np.int32), hashes[: len(ids)], group_id)
         self.plain.register(ids, hashes[: len(ids)], group_id)
+
+    @rule(picks=Picks, hashes=Hashes)
+    def register_in_all_groups(self, picks: list[int], hashes: list[bytes]) -> None:
+        """The groups of one spec register blocks of their own under the same hashes."""
+        ids = self.registrable(picks)
+        count = len(ids) // len(self.group_ids)
+        by_group = np.array(ids[: count * len(self.group_ids)], np.int32).reshape(len(self.group_ids), count)
+        self.pool.register_rows(by_group, hashes[:count], self.group_ids)
+        for group_id, of_group in zip(self.group_ids, by_group.tolist(), strict=True):
+            self.plain.register(of_group, hashes[:count], group_id)
 
     @rule(picks=Picks)
     def register_what_cannot_be(self, picks: list[int]) -> None:
