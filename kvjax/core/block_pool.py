@@ -202,6 +202,14 @@ class BlockPool:
         else:
             self._free_shared(_without_null(ids))
 
+    def free_held(self, ids: np.ndarray) -> None:  # int64[n]
+        """`free_blocks` of distinct blocks, none null, of each of which the caller holds a reference; unchecked."""
+        if self.free_order == "append" and np.maximum.reduce(self.ref_count[ids], initial=0) == 1:
+            self.free_block_queue.append_distinct(ids)
+            self.ref_count[ids] = 0
+        else:
+            self._free_shared(ids)
+
     def _free_shared(self, ids: np.ndarray) -> None:
         """`free_blocks` where blocks may keep references, occur more than once, or join the queue at either end."""
         distinct, repeats = self._count_repeats(ids)

@@ -199,6 +199,14 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += len(ids)
         return True
 
+    def append_distinct(self, ids: np.ndarray) -> None:
+        """`append_n` of blocks (int64[n]) that are known to be distinct and not queued."""
+        self._make_room(len(ids))
+        self._position[ids] = np.arange(self._tail, self._tail + len(ids))
+        self._write(self._tail, ids)
+        self._tail += len(ids)
+        self.num_free_blocks += len(ids)
+
     def prepend_absent(self, ids: np.ndarray) -> bool:
         """`prepend_n` of blocks (int64[n]) that are known not to be queued; False, and no change, if one repeats."""
         self._make_room(len(ids))
