@@ -74,12 +74,13 @@ class PrefixIndex:
         """
         hashes = self._hash_of[ids].tolist()
         groups = self._group_of[ids]
-        for group_id, hash_map in self.hash_maps.items():
-            if len(self.hash_maps) == 1:
-                hash_map.pop_n(hashes, ids)
+        present = set(groups.tolist()) if len(self.hash_maps) > 1 else self.hash_maps.keys()
+        for group_id in present:
+            if len(present) == 1:
+                self.hash_maps[group_id].pop_n(hashes, ids)
             else:
                 of_group = np.flatnonzero(groups == group_id)
-                hash_map.pop_n([hashes[i] for i in of_group.tolist()], ids[of_group])
+                self.hash_maps[group_id].pop_n([hashes[i] for i in of_group.tolist()], ids[of_group])
         self._hash_of[ids] = None
         self.is_hashed[ids] = False
         self.num_hashed -= len(ids)
