@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 
 from kvjax.device import (
+    AttentionOptions,
     Bucket,
     Buckets,
+    DeviceBatch,
+    KVPages,
+    PagedKVCache,
     Placement,
     copy_pages,
     create_pages,
@@ -19,7 +24,7 @@ from kvjax.device import (
 )
 from kvjax.device.page_ops import copy_pages_padded, pad_ids, zero_pages_padded
 from tests.device.aliases import assert_in_place
-from tests.device.toy import HEAD_DIM, NUM_BLOCKS, VOCAB, ToyHost, ToyModel, sample, toy_config
+from tests.device.toy import HEAD_DIM, KV_HEADS, NUM_BLOCKS, Q_HEADS, VOCAB, ToyHost, ToyModel, sample, toy_config
 
 BUCKET = Bucket(16, 2, 8)
 PLACEMENTS = {
@@ -94,6 +99,27 @@ def test_a_device_holds_its_heads_alone() -> None:
     pages = create_pages(toy_config(), PLACEMENTS["split over four"])
     shards = {shard.data.shape for leaf in jax.tree.leaves(pages) for shard in leaf.addressable_shards}
     assert shards == {(NUM_BLOCKS, 4, 1, HEAD_DIM)}
+
+
+def test_sinks_and_scales_go_with_their_heads(platform: str) -> None:
+    config = toy_config(platform=platform, num_layers=2)
+    host, rng = ToyHost(config), np.random.default_rng(0)
+    host.add(0, np.zeros(9, np.int32))
+    batch = DeviceBatch.from_plan(host.plan([0], [9]), BUCKET)
+    q, k, v = (rng.normal(size=(16, heads, HEAD_DIM)).astype(np.float32) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
+    sinks, k_scale = np.arange(Q_HEADS, dtype=np.float32), np.arange(1, KV_HEADS + 1, dtype=np.float32) / 2
+
+    def attend(placement: Placement) -> np.ndarray:
+        def step(pages: KVPages, batch: DeviceBatch, sinks: jax.Array, k_scale: jax.Array) -> jax.Array:
+            scales = {"k_scale": k_scale, "v_scale": jnp.float32(3.0)}
+            options = AttentionOptions(sm_scale=0.3, sinks=sinks, **scales)
+            return PagedKVCache(pages, batch, config, placement)("layers.1", q, k, v, options)
+
+        return np.asarray(jax.jit(step)(create_pages(config, placement), batch, sinks, k_scale))
+
+    expected = attend(PLACEMENTS["whole on one"])
+    assert expected[:9].any(axis=(1, 2)).all()
+    np.testing.assert_allclose(attend(PLACEMENTS["split over four"]), expected, atol=1e-5)
 
 
 def test_heads_that_do_not_split_are_refused() -> None:

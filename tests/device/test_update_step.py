@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core.step_builder import build_step_plan
 from kvjax.core.step_plan import PageCopies, StepPlan
 from kvjax.device import Bucket, Buckets, KVPages, UpdateStep, count_compilations, create_pages, make_update_step
 from tests.device.aliases import assert_in_place
@@ -207,6 +209,23 @@ class Server:
                 self.host.release(row)
                 del self.row_request[row]
         self.unread = {}
+
+
+def test_a_prefix_hit_of_the_manager_reads_the_pages_of_an_earlier_request(model: ToyModel, step: UpdateStep) -> None:
+    manager = KVCacheManager(toy_config(), max_model_len=32, hash_block_size=BLOCK_SIZE)
+    hasher, pages = BlockHasher(BLOCK_SIZE, "sha256"), create_pages(toy_config())
+    (first, tail) = sequences(3, [24, 5])
+    for name, prompt, num_cached in (("a", first, 0), ("b", np.concatenate([first[:16], tail]), 16)):
+        request = Request(name, prompt, block_hasher=hasher)
+        hit, num_computed = manager.get_computed_blocks(request)
+        assert num_computed == num_cached
+        manager.allocate_slots(request, len(prompt) - num_computed, num_computed, hit)
+        request.num_computed_tokens = num_computed
+        plan = build_step_plan(manager, np.array([request.row]), np.array([len(prompt) - num_computed]))
+        output = step(pages, plan, sampling=GREEDY)
+        pages, request.num_computed_tokens = output.pages, len(prompt)
+        np.testing.assert_allclose(output.logits[0], dense_logits(model, prompt)[-1], **CLOSE)
+        manager.free(request)
 
 
 def test_page_copies_come_before_zeroing_and_both_before_the_model(model: ToyModel, step: UpdateStep) -> None:
