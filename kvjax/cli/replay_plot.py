@@ -79,7 +79,7 @@ def _plot_hits(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
         overall = 100 * total / max(recorder.prompt_tokens, 1)
         axis.plot(minutes[edges[1:]], rate, color=color, label=f"{label}: {overall:.1f} % overall")
     axis.set_ylim(bottom=0)
-    axis.legend(loc="lower right")
+    axis.legend(loc="best")
 
 
 def _plot_pool(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
@@ -96,18 +96,22 @@ def _plot_pool(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
 
 
 def _plot_queue(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
-    """Running and waiting requests, and preemptions so far."""
+    """Running and waiting requests, and preemptions so far if there are any."""
     axis.plot(minutes, _series(result, "running"), color=HELD, label="running")
     axis.plot(minutes, _series(result, "waiting"), color=CEILING, label="waiting")
     axis.set(title="requests", ylabel="requests", xlabel="virtual minutes", ylim=(0, None))
     axis.yaxis.set_major_formatter(_thousands())
-    other = axis.twinx()
-    other.plot(minutes, _series(result, "preemptions"), color=WARN, label="preemptions so far")
-    other.set(ylabel="preemptions", ylim=(0, max(1, result.recorder.preemptions) * 1.05))
-    other.yaxis.set_major_formatter(_thousands())
     handles, labels = axis.get_legend_handles_labels()
-    more_handles, more_labels = other.get_legend_handles_labels()
-    axis.legend(handles + more_handles, labels + more_labels, loc="upper left")
+    if result.recorder.preemptions:
+        from matplotlib.ticker import MaxNLocator
+
+        other = axis.twinx()
+        handles += other.plot(minutes, _series(result, "preemptions"), color=WARN)
+        labels.append("preemptions so far (right)")
+        other.set(ylabel="preemptions", ylim=(0, 1.05 * result.recorder.preemptions))
+        other.yaxis.set_major_locator(MaxNLocator(integer=True))
+        other.yaxis.set_major_formatter(_thousands())
+    axis.legend(handles, labels, loc="upper left")
 
 
 def _plot_host(axis: Axes, result: ReplayResult) -> None:

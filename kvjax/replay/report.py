@@ -105,9 +105,12 @@ def _service(result: ReplayResult) -> str:
     ]
     table = align_table(["from arrival to", "mean", "median", "90 %", "99 %", "most"], rows, left={0})
     rate = _ratio(recorder.output_tokens, result.virtual_seconds)
+    most_running = max((sample.running for sample in recorder.samples), default=0)
+    most_waiting = max((sample.waiting for sample in recorder.samples), default=0)
     return (
-        f"{table}\n{result.virtual_seconds:,.0f} s of virtual time, {recorder.preemptions:,} preemptions, "
-        f"{recorder.computed_tokens:,} tokens computed, {rate:,.0f} output tokens/s"
+        f"{table}\n{result.virtual_seconds:,.0f} s of virtual time, {recorder.computed_tokens:,} tokens computed, "
+        f"{rate:,.0f} output tokens/s\n"
+        f"{recorder.preemptions:,} preemptions; at most {most_running:,} requests ran and {most_waiting:,} waited"
     )
 
 
