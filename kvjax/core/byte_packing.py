@@ -16,7 +16,7 @@ import numpy as np
 
 WORD_BYTES = 8
 MAX_TOKEN_BYTES = 5  # a head or opcode and four bytes
-CHUNK_CODES = 16_384  # 128 KiB of codes
+CHUNK_CODES = 10_240  # 80 KiB of codes
 
 # Writes the code and its length for every token: (uint32[k, n], uint64[k, n], uint8[k, n]).
 TokenCoder = Callable[[np.ndarray, np.ndarray, np.ndarray], None]

@@ -26,6 +26,7 @@ from kvjax.core.byte_packing import pack_blocks
 MAX_WORD_TOKEN = 2**31 - 1  # BININT is signed
 MAX_TAIL_BYTES = 60_000  # a frame ends at 65,536 bytes
 MIN_MARKED_TOKENS = 4
+MAX_PACKED_TOKENS = 10_000  # of at most 5 bytes each: within a frame
 _OPEN = b"\x94("  # MEMOIZE of the parent, MARK
 _CLOSE = b"t\x94N\x87\x94."  # TUPLE MEMOIZE NONE TUPLE3 MEMOIZE STOP
 _BININT1 = ord("K")  # BININT2 is "M", two above it, and BININT is "J", one below it
@@ -40,13 +41,13 @@ class PickleEncoding:
 
     def head(self, parent_len: int, tail: bytes) -> bytes:
         """Bytes before a parent hash of `parent_len` bytes, when the bytes after it are `tail`."""
-        frame_len = 2 + parent_len + len(tail)
-        return b"\x80\x05\x95" + frame_len.to_bytes(8, "little") + b"C" + bytes((parent_len,))
+        return self._head(parent_len, len(tail))
 
     def heads(self, parent_len: int, tails: Sequence[bytes]) -> Iterable[bytes]:
-        """`head` of every tail; few tails differ in length."""
-        heads = {len(tail): self.head(parent_len, tail) for tail in {len(tail): tail for tail in tails}.values()}
-        return [heads[len(tail)] for tail in tails]
+        """`head` of every tail; tails of one length share it."""
+        tail_lens = list(map(len, tails))
+        heads = {tail_len: self._head(parent_len, tail_len) for tail_len in set(tail_lens)}
+        return map(heads.__getitem__, tail_lens)
 
     def tails(
         self,
@@ -54,21 +55,24 @@ class PickleEncoding:
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,  # one per block; None: no block has any
     ) -> list[bytes] | None:
         """Bytes after the parent hash, per block. None if a message may exceed one frame."""
-        keys = [None] * len(token_ids) if extra_keys is None else extra_keys
-        if self._packs(token_ids):
-            tails = pack_blocks(token_ids, _OPEN, _CLOSE, _code_tokens)
-            for i, with_keys in enumerate(keys):
-                if with_keys is not None:
-                    tails[i] = self._cut_tail(token_ids[i], with_keys)
-        else:
-            tails = [self._cut_tail(block, k) for block, k in zip(token_ids, keys, strict=True)]
+        packed = self._packs(token_ids)
+        if packed and extra_keys is None:
+            return pack_blocks(token_ids, _OPEN, _CLOSE, _code_tokens)
+        tails = pack_blocks(token_ids, _OPEN, _CLOSE, _code_tokens) if packed else [b""] * len(token_ids)
+        for i, keys in enumerate(extra_keys or [None] * len(token_ids)):
+            if not packed or keys is not None:
+                tails[i] = self._cut_tail(token_ids[i], keys)
         return tails if max(map(len, tails), default=0) <= MAX_TAIL_BYTES else None
 
     def _packs(self, token_ids: np.ndarray) -> bool:
         """Whether all blocks are of the packed form but for their extra keys."""
-        if not token_ids.size or not MIN_MARKED_TOKENS <= token_ids.shape[1] <= MAX_TAIL_BYTES // 5:
+        if not token_ids.size or not MIN_MARKED_TOKENS <= token_ids.shape[1] <= MAX_PACKED_TOKENS:
             return False
         return token_ids.dtype.itemsize < 4 or int(token_ids.max()) <= MAX_WORD_TOKEN
+
+    def _head(self, parent_len: int, tail_len: int) -> bytes:
+        frame_len = 2 + parent_len + tail_len
+        return b"\x80\x05\x95" + frame_len.to_bytes(8, "little") + b"C" + bytes((parent_len,))
 
     def _cut_tail(self, block: np.ndarray, keys: tuple[Any, ...] | None) -> bytes:
         stand_in = bytes(16)

@@ -17,6 +17,7 @@ Invariants (`check_invariants`; the test suite runs it after every test):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -222,14 +223,13 @@ class RequestTable:
     def _hash_full_blocks(self, rows: np.ndarray) -> None:
         """Hashes the next block of each row, all rows of one hasher at once."""
         requests: list[Any] = [self.requests[row] for row in rows.tolist()]
-        hashers = {id(request.block_hasher): request.block_hasher for request in requests}
-        for hasher_id, hasher in hashers.items():
-            assert hasher is not None  # a row without one never has a full block to hash
-            if len(hashers) == 1:
-                self._hash_rows(hasher, rows, requests)
-                return
-            same = [i for i, request in enumerate(requests) if id(request.block_hasher) == hasher_id]
-            self._hash_rows(hasher, rows[same], [requests[i] for i in same])
+        hashers: list[BlockHasher] = [request.block_hasher for request in requests]
+        if hashers.count(hashers[0]) == len(hashers):
+            self._hash_rows(hashers[0], rows, requests)
+            return
+        for hasher in set(hashers):
+            same = [other == hasher for other in hashers]
+            self._hash_rows(hasher, rows[same], list(compress(requests, same)))
 
     def _hash_rows(self, hasher: BlockHasher, rows: np.ndarray, requests: list[Request]) -> None:
         size = hasher.block_size
