@@ -42,6 +42,10 @@ class BlockHashing:
     hash_block_size: int
     coarse_mode: str = "concat"
 
+    def __post_init__(self) -> None:
+        if self.coarse_mode not in ("concat", "last"):
+            raise ValueError(f"expected coarse_hash_mode concat or last, got {self.coarse_mode!r}")
+
     def of_block_size(self, block_hashes: Sequence[BlockHash], block_size: int) -> Sequence[BlockHash]:
         """The hashes themselves, or a live view with one entry per `block_size` tokens."""
         if block_size == self.hash_block_size:

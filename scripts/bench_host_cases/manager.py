@@ -241,7 +241,10 @@ def hit_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: in
     return sample_us(long.look_up, 100, long.renew_hashes)
 
 
-def case(name: str, run: Callable[..., list[float]], baseline: Callable[..., list[float]], *arguments: object) -> BenchCase:
+Samples = Callable[..., list[float]]
+
+
+def case(name: str, run: Samples, baseline: Samples, *arguments: object) -> BenchCase:
     return BenchCase(name, partial(run, *arguments), partial(baseline, *arguments))
 
 

@@ -201,9 +201,7 @@ class Lockstep:
         planned = 0
         for pair, row, count in zip(pairs, rows.tolist(), new, strict=True):
             before = [len(table) for table in self.naive.tables[pair.name]]
-            theirs = self.naive.allocate(
-                pair.naive, count, lookahead=lookahead, delay=delay, in_flight=pair.unsettled
-            )
+            theirs = self.naive.allocate(pair.naive, count, lookahead=lookahead, delay=delay, in_flight=pair.unsettled)
             if theirs is None:
                 break
             for entries, first, blocks in zip(dealt, before, theirs, strict=True):

@@ -32,7 +32,7 @@ class NaivePool:
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.num_blocks))
-        self.refs = {block: 0 for block in range(self.num_blocks)}
+        self.refs = dict.fromkeys(range(self.num_blocks), 0)
 
     def take(self) -> int:
         block = self.free.pop(0)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.core.manager_lockstep import SETUPS, Lockstep, Pair, Setup
 
@@ -16,7 +23,9 @@ COUNT = st.integers(0, 6)
 class ManagerMachine(RuleBasedStateMachine):
     setup: Setup
 
-    @initialize(sizes=st.lists(st.integers(2, 30), min_size=2, max_size=2), trunk=st.lists(TOKEN, min_size=24, max_size=24))
+    @initialize(
+        sizes=st.lists(st.integers(2, 30), min_size=2, max_size=2), trunk=st.lists(TOKEN, min_size=24, max_size=24)
+    )
     def start(self, sizes: list[int], trunk: list[int]) -> None:
         self.both = Lockstep(self.setup, sizes[: self.setup.num_pools])
         self.trunk = trunk  # most prompts are prefixes of it, so that they share blocks
@@ -63,7 +72,12 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert self.both.manager.snapshot() == refused
 
     @precondition(lambda self: self.both.pairs)
-    @rule(data=st.data(), counts=st.lists(COUNT, min_size=12, max_size=12), lookahead=st.integers(0, 2), delay=st.booleans())
+    @rule(
+        data=st.data(),
+        counts=st.lists(COUNT, min_size=12, max_size=12),
+        lookahead=st.integers(0, 2),
+        delay=st.booleans(),
+    )
     def step_many(self, data, counts, lookahead, delay) -> None:
         names = data.draw(st.permutations(sorted(self.both.pairs)))
         pairs = [self.both.pairs[name] for name in names[: len(counts)]]
