@@ -227,6 +227,7 @@ class Lockstep:
         pair.naive.tokens += tokens
 
     def free(self, pair: Pair) -> None:
+        self._learn_hashes(pair)
         self.manager.free(pair.request)
         self.naive.free(pair.name)
         del self.pairs[pair.name]

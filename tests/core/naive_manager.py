@@ -82,8 +82,8 @@ class NaiveGroup:
         return max(0, computed - self.window + 1) // self.block_size
 
     def needed_for_hit(self, length: int) -> range:
-        """Blocks that the token after a hit of `length` tokens attends to."""
-        first = 0 if self.window is None else max(0, length - self.window + 1)
+        """Blocks that the token after a hit of `length` tokens attends to; the last one even where it sees none."""
+        first = 0 if self.window is None else max(0, min(length - self.window + 1, length - 1))
         return range(first // self.block_size, length // self.block_size)
 
 

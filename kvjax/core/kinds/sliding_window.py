@@ -69,10 +69,11 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         """Right to left: the rightmost aligned edge with a run of cached blocks as long as the window before it.
 
         A run that reaches token 0 may be shorter. A missing block rules out every edge whose run would contain it,
-        so a failed probe moves the edge to that block: about one probe per window where little is cached.
+        so a failed probe moves the edge to that block: about one probe per window where little is cached. A window of
+        one token needs no block, but a hit must rest on something cached: it asks for the last one.
         """
         block_size = self.block_size
-        num_needed = cdiv(self.kv_cache_spec.sliding_window - 1, block_size)
+        num_needed = max(cdiv(self.kv_cache_spec.sliding_window - 1, block_size), 1)
         dropped = int(lookup.drop_last_block)
         num_blocks = min(lookup.max_length // block_size, len(lookup.block_hashes))
         edge = num_blocks - dropped  # blocks of the hit under test

@@ -1,0 +1,154 @@
+"""Hits are right: the longest aligned length for which every group finds every block that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvjax.core import (
+    AttentionSpec,
+    FullAttentionManager,
+    FullAttentionSpec,
+    HybridKVCacheCoordinator,
+    KVCacheConfig,
+    KVCacheCoordinatorNoPrefixCache,
+    KVCacheManager,
+    Request,
+    SlidingWindowManager,
+    UnitaryKVCacheCoordinator,
+    manager_class_of,
+    register_kv_cache_manager,
+)
+from kvjax.core.kv_events import BlockStored
+from tests.core.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
+from tests.core.naive_manager import NaiveGroup
+
+CACHING = {name: setup for name, setup in SETUPS.items() if setup.caching}
+MANY_WINDOWS = Setup(
+    (NaiveGroup(2, window=9), NaiveGroup(4, window=6), NaiveGroup(6), NaiveGroup(2, window=2)), max_model_len=48
+)
+
+
+def check_hits(setup: Setup, seed: int) -> int:
+    """Prompts of one family are computed; blocks lose their hashes at random; then every prompt is looked up."""
+    rng = np.random.default_rng(seed)
+    both = Lockstep(setup, [int(rng.integers(30, 90)) for _ in range(setup.num_pools)])
+    trunk = rng.integers(0, 2, setup.max_model_len).tolist()
+    for i in range(4):
+        length = int(rng.integers(1, setup.max_model_len))
+        pair = both.new_pair(f"r{i}", trunk[:length], salt="a" if rng.random() < 0.3 else None)
+        if both.allocate_new(pair, length) and rng.random() < 0.5:
+            both.free(pair)
+    for pool_id, size in enumerate(both.pool_sizes):
+        lost = rng.integers(0, size, int(rng.integers(0, 12))).tolist()
+        both.manager.evict_blocks(lost, pool_id)
+        both.naive.evict(pool_id, lost)
+    if rng.random() < 0.5:
+        both.manager.new_step_starts()
+        both.naive.new_step_starts()
+    found = 0
+    for length in range(1, setup.max_model_len + 1):
+        for salt in (None, "a"):
+            found += both.lookup(both.new_pair("new", trunk[:length], salt))[1] > 0
+    both.compare()
+    return found
+
+
+@pytest.mark.parametrize("setup", [*CACHING.values(), MANY_WINDOWS], ids=[*CACHING, "many_windows"])
+def test_hits_agree_with_brute_force(setup: Setup) -> None:
+    assert sum(check_hits(setup, seed) for seed in range(12)) > 20
+
+
+@pytest.mark.parametrize("setup", CACHING.values(), ids=CACHING)
+def test_no_hit_crosses_salts(setup: Setup) -> None:
+    both = Lockstep(setup, [60] * setup.num_pools)
+    tokens = [1] * setup.max_model_len
+    both.allocate_new(both.new_pair("a", tokens, salt="a"), len(tokens))
+    both.manager.new_step_starts()
+    for salt in (None, "b", "A", "a "):
+        assert both.manager.get_computed_blocks(both.new_pair("b", tokens, salt).request)[1] == 0
+
+
+def test_a_lookup_that_misses_asks_few_blocks_of_a_window() -> None:
+    """Nothing cached, window of 64 blocks: about one probe per 64 blocks, not one per block."""
+    setup = Setup((NaiveGroup(2, window=129),), max_model_len=4_000)
+    manager = setup.manager([10])
+    probes = []
+    find_run = manager.block_pool.find_run
+
+    def counted(block_hashes: list[bytes], group_id: int, limit: int | None = None) -> np.ndarray:
+        probes.append(len(block_hashes))
+        return find_run(block_hashes, group_id, limit)
+
+    manager.block_pool.find_run = counted  # type: ignore[method-assign]
+    both = Lockstep(setup, [10])
+    request = both.new_pair("r", list(range(4_000))).request
+    assert manager.get_computed_blocks(request)[1] == 0
+    assert len(probes) <= 4_000 // 2 // 64 + 1
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (FULL, UnitaryKVCacheCoordinator),
+        (HYBRID, HybridKVCacheCoordinator),
+        (SETUPS["hybrid_no_caching"], KVCacheCoordinatorNoPrefixCache),
+    ],
+)
+def test_the_config_chooses_the_coordinator(setup: Setup, expected: type) -> None:
+    assert type(setup.manager([9]).coordinator) is expected
+
+
+def test_groups_of_equal_spec_share_a_manager() -> None:
+    managers = SETUPS["hybrid_interleaved"].manager([9]).coordinator.managers
+    assert [manager.group_ids for manager in managers] == [(0, 2), (1, 3)]
+    assert [type(manager) for manager in managers] == [SlidingWindowManager, FullAttentionManager]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StickySpec(AttentionSpec):
+    """A kind of a user's own."""
+
+    @property
+    def kind(self) -> str:
+        return "sticky"
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return -(-max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StickierSpec(StickySpec):
+    """Managed as its base."""
+
+
+def test_users_register_kinds_of_their_own() -> None:
+    spec = StickySpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    with pytest.raises(ValueError, match=r"no manager for StickySpec; known: .*FullAttentionSpec"):
+        KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4)
+
+    class StickyManager(FullAttentionManager):
+        supports_eagle = False
+
+    assert register_kv_cache_manager(StickySpec)(StickyManager) is StickyManager
+    assert register_kv_cache_manager(StickySpec)(StickyManager) is StickyManager
+    with pytest.raises(ValueError, match="StickySpec is managed by StickyManager; derive a spec class of its own"):
+        register_kv_cache_manager(StickySpec)(FullAttentionManager)
+    assert manager_class_of(StickierSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")) is StickyManager
+
+    manager = KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4, enable_kv_cache_events=True)
+    request = Request("r", range(8), block_hasher=Lockstep(Setup((NaiveGroup(4),), hash_block_size=4), [9]).hasher)
+    manager.allocate_slots(request, 8)
+    [stored] = manager.take_events()
+    assert isinstance(stored, BlockStored)
+    assert (stored.kind, stored.sliding_window) == ("sticky", None)
+    with pytest.raises(NotImplementedError, match="sticky attention does not work with use_eagle=True"):
+        KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4, use_eagle=True)
+
+
+def test_a_promoted_window_tells_its_mask_to_events() -> None:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=6)
+    manager = KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4)
+    assert manager.block_pool.group_infos[0].sliding_window == 6
