@@ -31,6 +31,7 @@ ALLOWED = {
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
     "kvjax.replay": (*HOST, "kvjax.replay", "kvjax.planning", "kvjax.models.config", "kvjax.configs", "kvjax.text"),
     "kvjax.cli": ("numpy", "tqdm", "matplotlib", "kvjax"),
+    "kvjax.cli.generate": ("numpy", "jax", "kvjax"),
     "kvjax.__main__": ("kvjax.cli",),
 }
 
