@@ -72,3 +72,27 @@ def test_argument_types_refuse(parse, text: str, message: str) -> None:
 
 def test_argument_types_accept() -> None:
     assert (positive_int("1,000"), positive_float("0.5"), non_negative_float("0")) == (1000, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, "kvjax: interrupted\n"),
+        (NotImplementedError("not on this backend"), 2, "kvjax plan: error: not on this backend\n"),
+        (ValueError("two\nlines"), 2, "kvjax plan: error: two lines\n"),
+        (OSError(), 2, "kvjax plan: error: OSError\n"),
+    ],
+)
+def test_errors_have_a_status_and_one_line(
+    error: BaseException,
+    status: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    monkeypatch.setattr("kvjax.cli.plan.run", fail)
+    assert main(["plan", "qwen3-8b"]) == status
+    assert capsys.readouterr().err == message
