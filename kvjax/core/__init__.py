@@ -24,8 +24,9 @@ from kvjax.core.kinds.full_attention import FullAttentionManager, FullAttentionS
 from kvjax.core.kinds.registry import manager_class_of, register_kv_cache_manager
 from kvjax.core.kinds.sliding_window import SlidingWindowManager, SlidingWindowSpec
 from kvjax.core.kv_cache_blocks import KVCacheBlocks
-from kvjax.core.kv_cache_manager import KVCacheManager, KVCacheManagerSnapshot
+from kvjax.core.kv_cache_manager import KVCacheManager
 from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kvjax.core.manager_snapshot import KVCacheManagerSnapshot
 from kvjax.core.prefix_cache_stats import CachingMetrics, PrefixCacheStats
 from kvjax.core.request import LoRARequest, MultiModalFeature, Request
 from kvjax.core.request_table import RequestTable

@@ -23,6 +23,7 @@ from kvjax.core.block_pool import BlockPool
 from kvjax.core.fresh_blocks import FreshBlocks
 from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
+from kvjax.core.kv_events import GroupInfo
 from kvjax.core.single_type_manager import ManagerSettings, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.errors import InvariantError
@@ -90,7 +91,15 @@ class KVCacheCoordinator(abc.ABC):
             manager_class_of(spec)(spec, self.pools[pool_id], tuple(ids), self.settings, self.fresh_blocks[pool_id])
             for (spec, pool_id), ids in group_ids.items()
         )
+        for manager in managers:
+            self._describe_to_events(manager)
         return managers, tuple(pool_id for _, pool_id in group_ids)
+
+    def _describe_to_events(self, manager: SingleTypeKVCacheManager) -> None:
+        spec = manager.kv_cache_spec
+        info = GroupInfo(manager.block_size, spec.kind, getattr(spec, "sliding_window", None))
+        for group_id in manager.group_ids:
+            manager.block_pool.register_group(group_id, info)
 
     def _check_kinds(self) -> None:
         for manager in self.managers:
@@ -128,6 +137,10 @@ class KVCacheCoordinator(abc.ABC):
         """The longest prefix of at most `max_length` tokens that every group can resume from."""
 
     # One request.
+
+    def row_block_ids(self, row: int) -> tuple[np.ndarray, ...]:
+        """Per group int32[k] copy of the row's blocks, nulls where they were given back."""
+        return self.by_group([manager.row_block_ids(row) for manager in self.managers])
 
     def num_blocks_for_new(
         self, num_slots: int, hits: Sequence[np.ndarray], total_computed: int, capped: bool

@@ -22,20 +22,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.block import KVCacheBlock
 from kvjax.core.block_hash import BlockHasher
-from kvjax.core.block_pool import BlockPool, BlockPoolSnapshot
+from kvjax.core.block_pool import BlockPool
 from kvjax.core.coordinator import BlockHashing, get_kv_cache_coordinator
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
-from kvjax.core.kv_events import GroupInfo, KVCacheEvent
+from kvjax.core.kv_events import KVCacheEvent
+from kvjax.core.manager_snapshot import KVCacheManagerSnapshot, describe_manager, take_snapshot
 from kvjax.core.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.request import Request
-from kvjax.core.request_table import RequestState, RequestTable
+from kvjax.core.request_table import RequestTable
 from kvjax.core.residency_metrics import KVCacheMetricsCollector
 from kvjax.core.single_type_manager import ManagerSettings
 from kvjax.core.slot_allocator import SlotAllocator, SlotCounts
@@ -43,20 +43,6 @@ from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import StepResult
 from kvjax.core.step_planner import StepPlanner
 from kvjax.errors import UnknownRequestError
-
-
-@dataclass(frozen=True)
-class KVCacheManagerSnapshot:
-    """The state of a manager, comparable: equal snapshots answer every further sequence of calls equally.
-
-    Rows are left out: which row a request has does not matter to what happens.
-    """
-
-    pools: tuple[BlockPoolSnapshot, ...]
-    requests: dict[str, RequestState]
-    block_ids: dict[str, tuple[tuple[int, ...], ...]]  # request -> per group
-    num_cached_blocks: dict[str, tuple[int, ...]]  # request -> per group
-    fresh_blocks: tuple[tuple[int, ...], ...]  # per pool, registered in this step and not yet to be hit
 
 
 class KVCacheManager:
@@ -106,48 +92,31 @@ class KVCacheManager:
             ValueError: a size is below 1, `hash_block_size` does not divide a block size, or a spec has no manager.
             NotImplementedError: a kind does not work with EAGLE or context parallelism.
         """
-        sizes = {
-            "max_model_len": max_model_len,
-            "hash_block_size": hash_block_size,
-            "dcp_world_size": dcp_world_size,
-            "pcp_world_size": pcp_world_size,
-            "max_in_flight_tokens": max_model_len if max_in_flight_tokens is None else max_in_flight_tokens,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"expected {name} >= 1, got {size}")
+        if max_in_flight_tokens is None:
+            max_in_flight_tokens = max_model_len
+        _check_sizes(
+            max_model_len=max_model_len,
+            hash_block_size=hash_block_size,
+            dcp_world_size=dcp_world_size,
+            pcp_world_size=pcp_world_size,
+            max_in_flight_tokens=max_in_flight_tokens,
+        )
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.hash_block_size = hash_block_size
         self.enable_caching = enable_caching
         self.enable_kv_cache_events = enable_kv_cache_events
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
-        self.block_pools = tuple(
-            BlockPool(
-                pool.num_blocks,
-                enable_caching,
-                hash_block_size,
-                group_ids=[i for i, g in enumerate(kv_cache_config.kv_cache_groups) if g.pool_id == pool_id],
-                enable_kv_cache_events=enable_kv_cache_events,
-                metrics_collector=metrics_collector,
-                free_order=free_order,
-            )
-            for pool_id, pool in enumerate(kv_cache_config.pools)
-        )
+        self.block_pools = self._make_pools(metrics_collector, free_order)
         settings = ManagerSettings(
             enable_caching=enable_caching,
             max_model_len=max_model_len,
-            max_in_flight_tokens=sizes["max_in_flight_tokens"],
+            max_in_flight_tokens=max_in_flight_tokens,
             context_parallel_size=dcp_world_size * pcp_world_size,
             same_step_hits=same_step_hits,
         )
         hashing = BlockHashing(hash_block_size, coarse_hash_mode)
         self.coordinator = get_kv_cache_coordinator(kv_cache_config, self.block_pools, settings, hashing, use_eagle)
-        for manager in self.coordinator.managers:
-            spec = manager.kv_cache_spec
-            info = GroupInfo(manager.block_size, spec.kind, getattr(spec, "sliding_window", None))
-            for group_id in manager.group_ids:
-                manager.block_pool.register_group(group_id, info)
         self.request_table = RequestTable(max_num_reqs, max_model_len)
         self.coordinator.reserve_rows(self.request_table.capacity)
         self._planner = StepPlanner(self.coordinator, self.request_table)
@@ -157,6 +126,21 @@ class KVCacheManager:
         self._stats = PrefixCacheStats() if log_stats else None
         self._checked_hasher: BlockHasher | None = None
         self._warned_of_seed = False
+
+    def _make_pools(self, metrics_collector: KVCacheMetricsCollector | None, free_order: str) -> tuple[BlockPool, ...]:
+        groups = self.kv_cache_config.kv_cache_groups
+        return tuple(
+            BlockPool(
+                pool.num_blocks,
+                self.enable_caching,
+                self.hash_block_size,
+                group_ids=[group_id for group_id, group in enumerate(groups) if group.pool_id == pool_id],
+                enable_kv_cache_events=self.enable_kv_cache_events,
+                metrics_collector=metrics_collector,
+                free_order=free_order,
+            )
+            for pool_id, pool in enumerate(self.kv_cache_config.pools)
+        )
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +169,7 @@ class KVCacheManager:
         Raises:
             UnknownRequestError: the manager holds no such request.
         """
-        return KVCacheBlocks(self._row_block_ids(self.request_table.row_of(request_id)), self._pool_of_group)
+        return KVCacheBlocks(self.coordinator.row_block_ids(self.request_table.row_of(request_id)), self._pool_of_group)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Per group the ids of a running request's blocks.
@@ -193,7 +177,7 @@ class KVCacheManager:
         Raises:
             UnknownRequestError: the manager holds no such request.
         """
-        return tuple(ids.tolist() for ids in self._row_block_ids(self.request_table.row_of(request_id)))
+        return tuple(ids.tolist() for ids in self.coordinator.row_block_ids(self.request_table.row_of(request_id)))
 
     def create_kv_cache_blocks(self, blocks: Sequence[Iterable[int | KVCacheBlock]]) -> KVCacheBlocks:
         """Per group ids or blocks as a value; the shared empty one if there are none.
@@ -301,10 +285,11 @@ class KVCacheManager:
             and num_new_tokens > 0
             and num_lookahead_tokens >= 0
             and num_in_flight_tokens >= 0
-            and not (num_new_computed_tokens or num_external_computed_tokens or full_sequence_must_fit)
+            and not (num_new_computed_tokens or num_external_computed_tokens or num_encoder_tokens)
+            and not full_sequence_must_fit
         ):
-            computed = self.request_table.num_computed_tokens.item(row)
-            if computed + num_new_tokens + num_lookahead_tokens <= coordinator.quiet_until.item(row):
+            slots = self.request_table.num_computed_tokens.item(row) + num_new_tokens + num_lookahead_tokens
+            if slots <= coordinator.quiet_until.item(row) and slots <= self.max_model_len:
                 return self.empty_kv_cache_blocks
             ids = self._slots.extend(
                 request, row, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks
@@ -421,20 +406,7 @@ class KVCacheManager:
 
     def snapshot(self) -> KVCacheManagerSnapshot:
         """The whole state as values. O(blocks + tokens)."""
-        rows = {request.request_id: row for row, request in enumerate(self.request_table.requests) if request}
-        cached = [[manager.num_cached_blocks] * manager.num_groups for manager in self.coordinator.managers]
-        return KVCacheManagerSnapshot(
-            pools=tuple(pool.snapshot() for pool in self.block_pools),
-            requests=self.request_table.snapshot(),
-            block_ids={
-                name: tuple(tuple(ids.tolist()) for ids in self._row_block_ids(row)) for name, row in rows.items()
-            },
-            num_cached_blocks={
-                name: tuple(counts.item(row) for counts in self.coordinator.by_group(cached))
-                for name, row in rows.items()
-            },
-            fresh_blocks=tuple(tuple(fresh.block_ids()) for fresh in self.coordinator.fresh_blocks),
-        )
+        return take_snapshot(self.block_pools, self.coordinator, self.request_table)
 
     def check_invariants(self) -> None:
         """Checks M1 to M3 and the laws of pools, groups and request table. O(blocks + table).
@@ -449,20 +421,9 @@ class KVCacheManager:
 
     def describe(self) -> str:
         """A few lines for a person: groups, pools, requests."""
-        lines = [f"KV cache of {self.num_kv_cache_groups} groups, {len(self.request_table)} running requests"]
-        for manager, pool_id in zip(self.coordinator.managers, self.coordinator.pool_ids, strict=True):
-            held = manager.num_groups * int((manager.num_blocks - manager.first_live).sum())
-            lines.append(
-                f"groups {manager.group_ids}: {manager.kv_cache_spec.kind}, blocks of {manager.block_size} tokens "
-                f"in pool {pool_id}, {held} in tables"
-            )
-        return "\n".join(lines + [pool.describe() for pool in self.block_pools])
+        return describe_manager(self.block_pools, self.coordinator, self.request_table)
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _row_block_ids(self, row: int) -> tuple[np.ndarray, ...]:
-        """Per group int32[k]."""
-        return self.coordinator.by_group([manager.row_block_ids(row) for manager in self.coordinator.managers])
 
     def _blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:
         if ids is self.coordinator.no_ids:
@@ -497,3 +458,9 @@ class KVCacheManager:
                 stacklevel=3,
             )
         self._checked_hasher = hasher
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"expected {name} >= 1, got {size}")

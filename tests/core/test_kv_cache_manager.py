@@ -437,6 +437,15 @@ def test_a_running_request_can_not_grow_past_the_longest() -> None:
     unchanged(manager, lambda: manager.allocate_slots(request, 31, **must_fit), ValueError, message)
 
 
+@pytest.mark.parametrize("max_model_len", [9, 10, 11, 12])
+def test_the_longest_request_need_not_fill_its_last_block(max_model_len: int) -> None:
+    manager = make_manager(max_model_len=max_model_len)
+    request = run_prompt(manager, "a", max_model_len)
+    message = f"expected at most max_model_len = {max_model_len} tokens, got {max_model_len + 1}"
+    unchanged(manager, lambda: manager.allocate_slots(request, 1), ValueError, message)
+    unchanged(manager, lambda: manager.plan_step([request.row], 1), ValueError, message)
+
+
 def test_a_prompt_longer_than_the_longest_request() -> None:
     manager = make_manager()
     message = "request 'long': expected at most max_model_len = 40 tokens, got 41"
