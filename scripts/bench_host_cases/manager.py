@@ -29,7 +29,7 @@ from kvjax.core import (
 BLOCK_SIZE = 16
 WINDOW = 1_024
 NUM_STEPS = 64
-WARM_UP_STEPS = 2  # the first gives back what the prompts' windows left behind
+WARM_UP_STEPS = 2
 VOCABULARY = 150_000
 FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16")
 SLIDING = SlidingWindowSpec(
@@ -39,25 +39,36 @@ SPECS: dict[str, list[KVCacheSpec]] = {"full": [FULL], "hybrid": [FULL] + [SLIDI
 PROMPT = {"full": 1_024, "hybrid": 2_048}
 
 
+def num_blocks_for(shape: str, num_requests: int) -> int:
+    """Enough that no step of a case evicts a cached block: those are the pool's cases."""
+    grown = (BLOCK_SIZE + NUM_STEPS + WARM_UP_STEPS) // BLOCK_SIZE + 2
+    held = PROMPT[shape] // BLOCK_SIZE + grown + (len(SPECS[shape]) - 1) * (WINDOW // BLOCK_SIZE + grown)
+    return num_requests * held + len(SPECS[shape]) * PROMPT[shape] // BLOCK_SIZE + 1
+
+
 class Decoding:
     """`num_requests` requests past their prompts, with a block hash per full block."""
 
     def __init__(self, shape: str, num_requests: int) -> None:
         specs, prompt = SPECS[shape], PROMPT[shape]
         max_model_len = prompt + BLOCK_SIZE + NUM_STEPS + WARM_UP_STEPS + 1
-        num_blocks = num_requests * len(specs) * (max_model_len // BLOCK_SIZE + 2)
         hasher = BlockHasher(BLOCK_SIZE, seed="bench")
         self.rng = np.random.default_rng(0)
         self.manager = KVCacheManager(
-            KVCacheConfig.single_pool(num_blocks, *specs), max_model_len, BLOCK_SIZE, max_num_reqs=num_requests
+            KVCacheConfig.single_pool(num_blocks_for(shape, num_requests), *specs),
+            max_model_len,
+            BLOCK_SIZE,
+            max_num_reqs=num_requests,
         )
         self.requests = []
         for i in range(num_requests):
             tokens = self.rng.integers(0, VOCABULARY, prompt + i % BLOCK_SIZE).astype(np.int32)
             request = Request(f"r{i}", tokens, block_hasher=hasher)
-            if self.manager.allocate_slots(request, tokens.size) is None:
+            if self.manager.allocate_slots(request, tokens.size, delay_cache_blocks=True) is None:
                 raise AssertionError("the pool is too small")
             request.num_computed_tokens = tokens.size
+            self.manager.remove_skipped_blocks(request.request_id, tokens.size)
+            self.manager.cache_blocks(request, tokens.size)
             self.requests.append(request)
         self.rows = np.array([request.row for request in self.requests])
         for _ in range(WARM_UP_STEPS):
@@ -136,7 +147,7 @@ class PlainDecoding:
         prompt, num_groups = PROMPT[shape], len(SPECS[shape])
         groups = [PlainGroup(bytes([i]), None if i == 0 else WINDOW) for i in range(num_groups)]
         blocks_per_row = (prompt + BLOCK_SIZE + NUM_STEPS) // BLOCK_SIZE + 2
-        self.manager = PlainManager(num_requests * num_groups * blocks_per_row, groups, BLOCK_SIZE)
+        self.manager = PlainManager(num_blocks_for(shape, num_requests), groups, BLOCK_SIZE)
         self.requests = [
             PlainRequest(f"r{i}", prompt + i % BLOCK_SIZE, [os.urandom(32) for _ in range(blocks_per_row)])
             for i in range(num_requests)
@@ -144,6 +155,8 @@ class PlainDecoding:
         for request in self.requests:
             self.manager.allocate_slots(request, request.num_tokens)
             request.num_computed = request.num_tokens
+            for group in groups:
+                self.manager.release_skipped(group, request)
         self.step()
 
     def step(self) -> None:
@@ -175,15 +188,26 @@ def plain_step_with_tokens_samples(num_requests: int) -> list[float]:
 
 
 class LongPrompt:
-    """One prompt of `num_tokens` + 1 tokens, whose first `num_tokens` fill blocks."""
+    """Prompts of `num_tokens` + 1 tokens, whose first `num_tokens` fill blocks, in a pool that holds two of them.
+
+    Taken in turn, a prompt is no longer cached when its turn comes, and the blocks that it gets hold older hashes.
+    """
+
+    num_prompts = 4
 
     def __init__(self, num_tokens: int) -> None:
-        tokens = np.random.default_rng(0).integers(0, VOCABULARY, num_tokens + 1).astype(np.int32)
+        rng, hasher = np.random.default_rng(0), BlockHasher(BLOCK_SIZE, seed="bench")
         self.num_tokens = num_tokens
         self.manager = KVCacheManager(
-            KVCacheConfig.single_pool(2 * num_tokens // BLOCK_SIZE + 10, FULL), num_tokens + BLOCK_SIZE, BLOCK_SIZE
+            KVCacheConfig.single_pool(2 * num_tokens // BLOCK_SIZE + 1, FULL), num_tokens + BLOCK_SIZE, BLOCK_SIZE
         )
-        self.request = Request("long", tokens, block_hasher=BlockHasher(BLOCK_SIZE, seed="bench"))
+        prompts = [rng.integers(0, VOCABULARY, num_tokens + 1).astype(np.int32) for _ in range(self.num_prompts)]
+        self.requests = [Request(f"r{i}", prompt, block_hasher=hasher) for i, prompt in enumerate(prompts)]
+        self.request = self.requests[0]
+
+    def next_prompt(self) -> None:
+        self.requests.append(self.requests.pop(0))
+        self.request = self.requests[0]
 
     def allocate(self) -> None:
         if self.manager.allocate_slots(self.request, self.num_tokens) is None:
@@ -206,8 +230,16 @@ class PlainLongPrompt:
     def __init__(self, num_tokens: int) -> None:
         num_blocks = num_tokens // BLOCK_SIZE
         self.num_tokens = num_tokens
-        self.manager = PlainManager(2 * num_blocks + 10, [PlainGroup(b"\0")], BLOCK_SIZE)
-        self.request = PlainRequest("long", num_tokens, [os.urandom(32) for _ in range(num_blocks)])
+        self.manager = PlainManager(2 * num_blocks + 1, [PlainGroup(b"\0")], BLOCK_SIZE)
+        self.requests = [
+            PlainRequest(f"r{i}", num_tokens, [os.urandom(32) for _ in range(num_blocks)])
+            for i in range(LongPrompt.num_prompts)
+        ]
+        self.request = self.requests[0]
+
+    def next_prompt(self) -> None:
+        self.requests.append(self.requests.pop(0))
+        self.request = self.requests[0]
 
     def allocate(self) -> None:
         self.manager.allocate_slots(self.request, self.num_tokens)
@@ -224,15 +256,28 @@ class PlainLongPrompt:
 
 
 def allocate_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:
-    """A prompt that is not cached: the blocks it gets hold its own hashes of the time before, and lose them."""
     long = prompt(num_tokens)
     long.allocate()
-    return sample_us(long.allocate, 50, long.free)
+
+    def replace() -> None:
+        long.free()
+        long.next_prompt()
+
+    for _ in range(LongPrompt.num_prompts):
+        replace()
+        long.allocate()
+    return sample_us(long.allocate, 50, replace)
 
 
 def free_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:
     long = prompt(num_tokens)
-    return sample_us(long.free, 100, long.allocate)
+    long.next_prompt()
+
+    def replace() -> None:
+        long.next_prompt()
+        long.allocate()
+
+    return sample_us(long.free, 100, replace)
 
 
 def hit_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:

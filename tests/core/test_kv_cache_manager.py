@@ -219,6 +219,17 @@ def test_blocks_outside_the_window_go_back_even_if_the_call_is_refused() -> None
     assert manager.snapshot() == refused
 
 
+def test_a_window_that_has_left_all_blocks_behind() -> None:
+    """As when more tokens are computed elsewhere than the request has blocks for."""
+    manager = make_manager(20, WINDOW)
+    request = run_prompt(manager, "a", 16)
+    manager.remove_skipped_blocks("a", 39)
+    assert manager.get_block_ids("a") == ([0, 0, 0, 0],)
+    request.num_computed_tokens = 39
+    assert manager.allocate_slots(request, 1) is not None
+    assert manager.get_block_ids("a") == ([0, 0, 0, 0, 5, 6, 7, 8, 9, 10],)
+
+
 def test_windows_keep_what_tokens_in_flight_may_give_back() -> None:
     manager = make_manager(20, WINDOW)
     request = run_prompt(manager, "a", 16)
