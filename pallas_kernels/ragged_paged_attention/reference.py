@@ -5,8 +5,8 @@ Flow:    api -> [reference] -> (out, lse)
 One dynamic loop over the work items (query tile, KV tile) that the step really has, so that cost follows the tokens
 seen and not the buckets T, S, P. It runs twice, with two shapes of tiles:
 
-    one-token rows    1 query  x 256 keys
-    longer rows       about 128 rows (queries times query heads of a KV head) x 256 keys
+    one-token rows    1 query  x 128 keys
+    longer rows       about 128 rows (queries times query heads of a KV head) x 128 keys
 
 A KV tile is a few pages of the mask's page run; an item merges its part into the state of its query tokens. No mask
 or score ever exceeds one tile of queries by one tile of keys. A non-finite key or value can reach only queries of its
@@ -30,7 +30,7 @@ from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles
 from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, Schedule, make_schedule
 from pallas_kernels.varying import vary_like
 
-_TILE_KEYS = 256
+_TILE_KEYS = 128
 _TILE_ROWS = 128
 
 
