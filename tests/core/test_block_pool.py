@@ -122,6 +122,37 @@ def test_groups_share_ids_but_no_hits() -> None:
     assert [pool.group_of(i) for i in (1, 3)] == [3, 7]
 
 
+def test_every_way_of_registering_leaves_the_same_state() -> None:
+    pools = [BlockPool(8, group_ids=(3, 7)) for _ in range(3)]
+    many, rows, single = pools
+    for pool in pools:
+        ids = pool.get_new_blocks(6).reshape(2, 3)
+    names = [b"a", b"b", b"a"]
+    for group_id, of_group in zip((3, 7), ids, strict=True):
+        many.register_many(of_group, names, group_id)
+        for block_id, name in zip(of_group.tolist(), names, strict=True):
+            single.register_block(block_id, name, group_id)
+    rows.register_rows(ids, names, (3, 7))
+    assert many.snapshot() == rows.snapshot() == single.snapshot()
+    for pool in pools:
+        pool.check_invariants()
+        assert pool.num_hashed_blocks == 6
+        assert [pool.block_hash_of(i) for i in range(1, 7)] == names * 2
+        assert [pool.group_of(i) for i in range(1, 7)] == [3] * 3 + [7] * 3
+
+
+@pytest.mark.parametrize("order", ["append", "uncached_first"])
+@pytest.mark.parametrize("shared", [[], [2], [1, 2, 3, 4]])
+def test_giving_back_unchecked_is_giving_back(order: str, shared: list[int]) -> None:
+    checked, unchecked = (BlockPool(7, free_order=order) for _ in range(2))
+    for pool in (checked, unchecked):
+        pool.register_many(pool.get_new_blocks(5)[:2], hashes(2), 0)
+        pool.touch(shared)
+    checked.free_blocks([4, 1, 3, 2])
+    unchecked.free_held(np.array([4, 1, 3, 2]))
+    assert checked.snapshot() == unchecked.snapshot()
+
+
 def test_evicting_forgets_hashes_and_nothing_else() -> None:
     pool = filled_pool()
     before = pool.snapshot()

@@ -58,6 +58,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.plain.release(given)
 
     @rule(picks=Picks)
+    def free_held(self, picks: list[int]) -> None:
+        """A reference of each of several blocks, as a row gives back what it holds."""
+        given = list(dict.fromkeys(held[pick % len(held)] for pick in picks if (held := self.references())))
+        self.pool.free_held(np.array(given, np.int64))
+        self.plain.release(given)
+
+    @rule(picks=Picks)
     def free_anything(self, picks: list[int]) -> None:
         given = [pick % self.plain.num_blocks for pick in picks]
         if self.plain.can_release(given):
