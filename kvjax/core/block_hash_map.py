@@ -3,10 +3,10 @@
 Flow:    BlockPool.cache_full_blocks -> [BlockHashToBlockMap] -> BlockPool.find_run (prefix hits)
 Source:  semantics of vLLM v1/core/block_pool.py (BlockHashToBlockMap)
 
-A value is the block id, or a dict of ids where several blocks hold the same content (dict for its order; ids are its
-keys). Such duplicates are kept and never merged: ids that a request has been given never change. Most hashes have one
-block, so bulk calls run the C loops `map(dict.method, ...)` under the assumption that every value is a plain id,
-check it by packing the values as C ints (a dict or None does not pack), and fall back to one hash at a time.
+A value is the block id, or a dict of ids where two blocks or more hold the same content (dict for its order; ids are
+its keys). Such duplicates are kept and never merged: ids that a request has been given never change. Most hashes have
+one block, so bulk calls run one C loop under the assumption that every value is a plain id, check it by packing the
+values as C ints (a dict or None does not pack), and fall back to one hash at a time.
 
 Keys are raw hashes; the group id is packed in only at the edge (events, views).
 """
@@ -29,6 +29,7 @@ class BlockHashToBlockMap:
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int | dict[int, None]] = {}
+        self.num_shared = 0  # hashes of two blocks or more
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -102,6 +103,7 @@ class BlockHashToBlockMap:
             value[block_id] = None
         elif value != block_id:
             self._blocks[block_hash] = {value: None, block_id: None}
+            self.num_shared += 1
 
     def insert_n(self, block_hashes: Sequence[bytes], block_ids: np.ndarray) -> None:
         """Registers blocks (int64[n], none registered before), one by one in effect."""
@@ -120,8 +122,9 @@ class BlockHashToBlockMap:
             if block_id not in value:
                 return False
             del value[block_id]
-            if not value:
-                del self._blocks[block_hash]
+            if len(value) == 1:
+                (self._blocks[block_hash],) = value
+                self.num_shared -= 1
             return True
         if value != block_id:
             return False
@@ -129,18 +132,18 @@ class BlockHashToBlockMap:
         return True
 
     def pop_n(self, block_hashes: Sequence[bytes], block_ids: np.ndarray) -> None:
-        """Forgets blocks (int64[n]), one by one in effect."""
-        values = list(map(self._blocks.pop, block_hashes, repeat(None)))
-        if _pack(values) != block_ids.astype(np.int32).tobytes():
-            for block_hash, value in zip(block_hashes, values, strict=True):
-                if value is not None:
-                    self._blocks[block_hash] = value
+        """Forgets registered blocks (int64[n]), one by one in effect."""
+        if self.num_shared and _pack(list(map(self._blocks.get, block_hashes))) is None:  # one of these is shared
             for block_hash, block_id in zip(block_hashes, block_ids.tolist(), strict=True):
                 self.pop(block_hash, block_id)
+        else:
+            for block_hash in block_hashes:
+                del self._blocks[block_hash]
 
     def clear(self) -> None:
         """Forgets everything."""
         self._blocks.clear()
+        self.num_shared = 0
 
     def snapshot(self) -> dict[bytes, tuple[int, ...]]:
         """Hash -> its blocks in the order they were registered."""

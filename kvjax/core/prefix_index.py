@@ -114,6 +114,12 @@ class PrefixIndex:
         own = [(block_id, self.group_of(block_id), self._hash_of[block_id]) for block_id in hashed]
         if sorted(registered) != own:
             raise InvariantError(f"P3: the index and the blocks' own hashes differ: {set(registered) ^ set(own)}")
+        for group_id, blocks_by_hash in self.snapshot().items():
+            num_shared = sum(len(block_ids) > 1 for block_ids in blocks_by_hash.values())
+            if num_shared != self.hash_maps[group_id].num_shared:
+                raise InvariantError(
+                    f"P3: group {group_id} counts other than its {num_shared} hashes of several blocks"
+                )
         num_own = sum(block_hash is not None for block_hash in self._hash_of)
         if not len(hashed) == self.num_hashed == num_own:
             raise InvariantError(

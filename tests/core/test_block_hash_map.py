@@ -40,7 +40,6 @@ def test_popping_what_is_not_registered_changes_nothing() -> None:
     assert not index.pop(b"one", 2)
     assert not index.pop(b"two", 1)
     assert not index.pop(b"none", 1)
-    index.pop_n([b"one", b"none", b"two"], ids(2, 1, 1))
     assert index.snapshot() == before == {b"one": (1,), b"two": (2, 3)}
 
 

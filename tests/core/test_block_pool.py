@@ -309,6 +309,7 @@ def test_a_copy_goes_its_own_way() -> None:
         (lambda p: p.hash_maps[0].insert(b"other", 8), "P3"),
         (lambda p: p.hash_maps[0].pop(hashes(1)[0], 1), "P3"),
         (lambda p: setattr(p.prefix_index, "num_hashed", 9), "P3"),
+        (lambda p: setattr(p.hash_maps[0], "num_shared", 1), "P3: group 0"),
     ],
 )
 def test_the_checker_sees_a_broken_pool(corrupt, law: str) -> None:
