@@ -198,14 +198,16 @@ def test_hits_in_the_free_queue_count_as_needed() -> None:
 
 def test_external_tokens_evict_no_hit_of_another_group() -> None:
     """All groups' hits are held before any group takes blocks for tokens from outside."""
-    manager = make_manager(9, FULL, NaiveGroup(BLOCK_SIZE, window=20))
-    manager.free(run_prompt(manager, "a", 9))  # hits 1, 2 and 4, 5 lie behind 7, 8 and 3, 6 in the queue
-    request = make_request("b", 17)
+    manager = make_manager(11, FULL, NaiveGroup(BLOCK_SIZE, window=20))
+    first, second = run_prompt(manager, "a", 9), run_prompt(manager, "c", 8, cache_salt="other")
+    manager.free(first)  # the hits 2, 1 and 5, 4 stand at the head of the queue, behind 3 and 6
+    manager.free(second)
+    request = make_request("b", 21)
     hit, length = manager.get_computed_blocks(request)
     assert (hit.get_block_ids(), length) == (([1, 2], [4, 5]), 8)
-    blocks = manager.allocate_slots(request, 0, length, hit, num_external_computed_tokens=8, delay_cache_blocks=True)
+    blocks = manager.allocate_slots(request, 0, length, hit, num_external_computed_tokens=12, delay_cache_blocks=True)
     assert blocks is manager.empty_kv_cache_blocks  # blocks of external tokens are not among the new ones
-    assert manager.get_block_ids("b") == ([1, 2, 7, 8], [4, 5, 3, 6])
+    assert manager.get_block_ids("b") == ([1, 2, 3, 6, 8], [4, 5, 7, 10, 9])
 
 
 def test_blocks_outside_the_window_go_back_even_if_the_call_is_refused() -> None:
