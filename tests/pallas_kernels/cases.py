@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.layouts import attention_layout
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from tests.pallas_kernels.oracle import Options, attention, unpacked, visible_keys
 
 # Largest difference from the float64 oracle, relative to the largest value of the result, by dtype of q.
@@ -82,8 +88,8 @@ def random_rows(rng: np.random.Generator, shape: Shape) -> list[tuple[int, int]]
     budget = shape.num_tokens
     for _ in range(int(rng.integers(0, shape.num_rows + 1))):
         most = min(budget, longest)
-        q_len = int(rng.choice([0, 1, 1, min(2, most), int(rng.integers(0, most + 1))])) if most else 0
-        seq_len = int(rng.choice([q_len, longest, int(rng.integers(q_len, longest + 1))])) if q_len else 0
+        q_len = int(rng.choice([0, 1, 1, 2, int(rng.integers(0, most + 1))])) if most > 1 else most
+        seq_len = int(rng.choice([q_len, longest, int(rng.integers(q_len, longest + 1))]))
         rows.append((q_len, seq_len))
         budget -= q_len
     return sorted(rows, key=lambda row: row[0] > 1)
@@ -143,6 +149,58 @@ def make_case(
     )
 
 
+def run(case: Case, options: Options, **extra: Any) -> AttentionOutput:
+    """The op on `case`, jitted: one compilation per static shape and options."""
+    static = {
+        "sm_scale": options.sm_scale,
+        "causal": options.causal,
+        "sliding_window": options.sliding_window,
+        "attention_chunk_size": options.attention_chunk_size,
+        "num_sink_tokens": options.num_sink_tokens,
+        "soft_cap": options.soft_cap,
+        "num_kv_heads": case.shape.num_kv_heads,
+    }
+    per_head = {"sinks": options.sinks, "k_scale": options.k_scale, "v_scale": options.v_scale}
+    given = {name: jnp.asarray(x, jnp.float32) for name, x in per_head.items() if x is not None}
+    return _jitted(tuple(static.items()))(*case.arrays, **given, **extra)
+
+
+@functools.cache
+def _jitted(static: tuple[tuple[str, Any], ...]) -> Callable[..., AttentionOutput]:
+    return jax.jit(functools.partial(ragged_paged_attention, return_lse=True, backend="reference", **dict(static)))
+
+
+def assert_matches_oracle(case: Case, options: Options) -> AttentionOutput:
+    """Runs the op on `case`; out and lse are the oracle's. Gives back the result."""
+    result = run(case, options)
+    out, lse = case.expected(options)
+    assert_close(result.out, out, case.shape.q_dtype, "out")
+    assert_close(result.lse, lse, "float32", "lse")
+    assert result.out.dtype == jnp.dtype(case.shape.q_dtype)
+    return result
+
+
+def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Choices of one level per factor in which every pair of levels of two factors occurs: greedy, from a seed."""
+    rng = np.random.default_rng(seed)
+    names = list(factors)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i, j in itertools.product(range(len(factors[a])), range(len(factors[b])))
+    }
+    rows = []
+    while missing:
+        candidates = [{n: int(rng.integers(len(factors[n]))) for n in names} for _ in range(60)]
+        (a, i), (b, j) = min(missing)
+        candidates = [c | {a: i, b: j} for c in candidates]
+        covered = [{((a, c[a]), (b, c[b])) for a, b in itertools.combinations(names, 2)} & missing for c in candidates]
+        best = max(range(len(candidates)), key=lambda n: len(covered[n]))
+        missing -= covered[best]
+        rows.append({n: factors[n][candidates[best][n]] for n in names})
+    return rows
+
+
 def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str, what: str) -> None:
     """Within `TOLERANCE[dtype]`, infinities equal."""
     got = np.asarray(got).astype(np.float64)
@@ -150,5 +208,5 @@ def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str, what: str) -
     np.testing.assert_array_equal(np.isfinite(got), finite, err_msg=what)
     np.testing.assert_array_equal(got[~finite], expected[~finite], err_msg=what)
     scale = max(1.0, float(np.abs(expected[finite]).max(initial=0.0)))
-    worst = float(np.abs(got - expected)[finite].max(initial=0.0)) / scale
+    worst = float(np.abs(got[finite] - expected[finite]).max(initial=0.0)) / scale
     assert worst <= TOLERANCE[dtype], f"{what}: {worst} > {TOLERANCE[dtype]}"
