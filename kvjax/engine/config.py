@@ -16,8 +16,8 @@ class EngineConfig:
     `watermark` is the share of a pool that admissions leave free for requests that already run; it never holds up
     the first request of an idle step. `async_scheduling` starts a step before the tokens of the one before it are
     read: the host then works while the device does, at the cost of one step's delay and of steps in vain for requests
-    that end by a stop token. `max_buckets` bounds the programs that warm-up compiles. `dtype` None keeps the cache
-    in the model's own. `num_step_stats` steps are remembered.
+    that end by a stop token. `max_buckets` bounds the programs that warm-up compiles. `dtype` is the cache's,
+    None that of the loaded weights. `num_step_stats` steps are remembered.
 
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.

@@ -82,7 +82,7 @@ class LLMEngine:
         self._clock = clock
         self._placement = _placement(model, mesh)
         self.plan = plan_kv_cache(
-            model.config.kv_cache_specs(config.block_size, config.dtype),
+            model.config.kv_cache_specs(config.block_size, config.dtype or _weight_dtype(model)),
             max_model_len=config.max_model_len,
             memory_bytes=config.memory_bytes,
             num_blocks=config.num_blocks,
@@ -376,6 +376,11 @@ class LLMEngine:
             num_free = int(pool.num_free_blocks)
             uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
         return tuple(uses)
+
+
+def _weight_dtype(model: LoadedModel) -> str:
+    """Name of the dtype that the weights were loaded in."""
+    return str(model.module.embed_tokens.embedding[...].dtype)
 
 
 def _placement(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement:

@@ -74,7 +74,6 @@ class _Draft:
     rows: list[np.ndarray] = field(default_factory=list)  # int64[...] each
     num_new_tokens: list[np.ndarray] = field(default_factory=list)  # int64[...] each
     admitted: list[EngineRequest] = field(default_factory=list)
-    num_preemptions: int = 0
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
 
@@ -100,6 +99,7 @@ class Scheduler:
         self._config = config
         self._watermarks = [int(config.watermark * pool.num_blocks) for pool in manager.kv_cache_config.pools]
         self._by_row = _RowState()
+        self._num_preempted = 0  # since the last step was scheduled
 
     @property
     def num_unfinished(self) -> int:
@@ -142,12 +142,32 @@ class Scheduler:
         """Ends a request where it stands. A step in flight that names it is read as usual; its token is dropped."""
         self._finish(request, FinishReason.ABORT)
 
+    def preempt_last(self) -> None:
+        """The running request of the lowest priority gives back all it has and waits at the head of the queue.
+
+        The next step admits nobody.
+
+        Raises:
+            ValueError: nothing runs.
+        """
+        if not self.running:
+            raise ValueError("expected a running request to preempt, got none")
+        engine_request = self.running.pop()
+        self._stop_running(engine_request)
+        engine_request.request.num_computed_tokens = 0
+        engine_request.request.num_preemptions += 1
+        engine_request.stats.num_preemptions += 1
+        engine_request.status = RequestStatus.WAITING
+        self.waiting.appendleft(engine_request)
+        self._num_preempted += 1
+
     def schedule(self) -> ScheduledStep | None:
         """Allocates blocks for the next step; None: nothing can run now."""
         self._manager.new_step_starts()
         draft = _Draft(self._config.max_num_batched_tokens)
         num_released = self._schedule_running(draft)
-        if not draft.num_preemptions:
+        num_preemptions, self._num_preempted = self._num_preempted, 0
+        if not num_preemptions:  # nor could a request come back before its token in flight is read
             self._admit(draft)
         if not draft.requests:
             return None
@@ -162,7 +182,7 @@ class Scheduler:
             samples=num_new_tokens == self._num_left(rows),
             token_source=np.where(is_pending, self._by_row.sample_index[rows], -1).astype(np.int32),
             admitted=tuple(draft.admitted),
-            num_preemptions=draft.num_preemptions,
+            num_preemptions=num_preemptions,
             num_queried_tokens=draft.num_queried_tokens,
             num_hit_tokens=draft.num_hit_tokens,
             num_released=num_released,
@@ -249,8 +269,7 @@ class Scheduler:
                 start += int(active[planned.size])
                 for pool_id, pool in enumerate(pools):  # what the preemption frees is no release
                     num_released[pool_id] += pool.num_free_blocks
-                self._preempt_last()
-                draft.num_preemptions += 1
+                self.preempt_last()
                 for pool_id, pool in enumerate(pools):
                     num_released[pool_id] -= pool.num_free_blocks
         return tuple(released + pool.num_free_blocks for released, pool in zip(num_released, pools, strict=True))
@@ -293,16 +312,6 @@ class Scheduler:
         request = engine_request.request
         engine_request.stats.num_computed_tokens += request.num_computed_tokens
         self._manager.free(request)
-
-    def _preempt_last(self) -> None:
-        """The running request of the lowest priority gives back all it has and waits at the head of the queue."""
-        engine_request = self.running.pop()
-        self._stop_running(engine_request)
-        engine_request.request.num_computed_tokens = 0
-        engine_request.request.num_preemptions += 1
-        engine_request.stats.num_preemptions += 1
-        engine_request.status = RequestStatus.WAITING
-        self.waiting.appendleft(engine_request)
 
     def _finish(self, engine_request: EngineRequest, reason: FinishReason) -> None:
         if engine_request.status is RequestStatus.RUNNING:

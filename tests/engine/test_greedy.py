@@ -5,9 +5,18 @@ The goldens' two best logits differ by more than 1e-3 at every step, so a correc
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from tests.engine.engines import FEW_BLOCKS, assert_greedy_is_golden, make_engine
+from kvjax.engine import GenerationResult, SamplingParams
+from tests.engine.engines import (
+    FEW_BLOCKS,
+    NUM_GREEDY_TOKENS,
+    assert_greedy_is_golden,
+    assert_no_leak,
+    make_engine,
+)
 from tests.models.golden_models import GOLDEN_MODELS, goldens_of
 
 pytestmark = pytest.mark.parametrize("name", GOLDEN_MODELS)
@@ -49,7 +58,7 @@ def test_every_batch_size_and_order(name: str, max_num_seqs: int) -> None:
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_forced_preemption(name: str, enable_prefix_caching: bool, async_scheduling: bool) -> None:
+def test_a_pool_of_a_few_blocks(name: str, enable_prefix_caching: bool, async_scheduling: bool) -> None:
     engine = make_engine(
         name,
         num_blocks=FEW_BLOCKS[name],
@@ -58,7 +67,31 @@ def test_forced_preemption(name: str, enable_prefix_caching: bool, async_schedul
         async_scheduling=async_scheduling,
     )
     results = assert_greedy_is_golden(engine, name)
-    assert sum(result.stats.num_preemptions for result in results) > 0
+    if enable_prefix_caching:  # without it, hybrid models run one request at a time here
+        assert sum(result.stats.num_preemptions for result in results) > 0
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_preemption_at_any_time(name: str, enable_prefix_caching: bool, async_scheduling: bool) -> None:
+    """Every third step the last running request loses all it has."""
+    engine = make_engine(name, enable_prefix_caching=enable_prefix_caching, async_scheduling=async_scheduling)
+    goldens = goldens_of(name)
+    for golden in goldens:
+        engine.add_request(golden.prompt, SamplingParams(max_tokens=NUM_GREEDY_TOKENS, temperature=0.0))
+    results: list[GenerationResult] = []
+    for step in itertools.count():
+        if step % 3 == 2 and len(engine.scheduler.running) > 1:
+            engine.scheduler.preempt_last()
+        results += [output.result for output in engine.step() if output.result is not None]
+        engine.check_invariants()
+        if len(results) == len(goldens):
+            break
+    tokens = {result.request_id: result.output_token_ids.tolist() for result in results}
+    assert tokens == {f"request-{i}": golden.greedy.tolist() for i, golden in enumerate(goldens)}
+    assert sum(result.stats.num_preemptions for result in results) > len(goldens)
+    engine.step()
+    assert_no_leak(engine)
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [8, 64])

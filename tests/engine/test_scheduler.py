@@ -179,3 +179,5 @@ def test_requests_that_can_never_run_are_refused(depth: int) -> None:
         engine.add("b", list(range(60)), 1)
     assert engine.scheduler.num_unfinished == 0
     assert engine.scheduler.schedule() is None
+    with pytest.raises(ValueError, match="a running request to preempt, got none"):
+        engine.scheduler.preempt_last()
