@@ -3,7 +3,8 @@
 Flow:    empty -> [attend] per KV tile -> [finish] -> out, lse
 Source:  online softmax of FlashAttention (arXiv 2205.14135); sinks as GPT-OSS: one more logit without a value
 
-All arrays are float32; leading axes are free.
+All arrays are float32; leading axes are free. Whether a row has seen a key is read off its weight, not off `m`: a
+maximum may skip NaN, a sum does not, so a NaN among what a row sees always comes out as NaN.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def attend(
     if soft_cap is not None:
         s = soft_cap * jnp.tanh(s / soft_cap)
     s = jnp.where(visible, s, -jnp.inf)
-    largest = jnp.max(s, axis=-1)
-    m = jnp.maximum(state.m, largest)
+    m = jnp.maximum(state.m, jnp.max(s, axis=-1))
     p = jnp.exp(s - _finite(m)[..., None])
     shrink = jnp.exp(state.m - _finite(m))
-    weight = state.weight * shrink + jnp.sum(p, axis=-1)
+    weight = jnp.sum(p, axis=-1)
     total = state.total * shrink[..., None] + jnp.einsum("...mk,...kd->...md", p, v, precision=lax.Precision.HIGHEST)
-    return SoftmaxState(m, weight, jnp.where(largest[..., None] == -jnp.inf, state.total, total))
+    total = jnp.where(weight[..., None] == 0, state.total, total)  # 0 * NaN; a weight of 0 leaves m, so shrink is 1
+    return SoftmaxState(m, state.weight * shrink + weight, total)
 
 
 def finish(state: SoftmaxState, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -62,7 +63,7 @@ def finish(state: SoftmaxState, sinks: jax.Array | None) -> tuple[jax.Array, jax
     `sinks` float32[..., rows] are logits without a value, -inf for none. They are merged like a part with `m = sink`
     and weight 1: the larger of both is subtracted first, so that no exponential overflows.
     """
-    nothing = state.m == -jnp.inf
+    nothing = state.weight == 0
     m, weight, total = state
     if sinks is not None:
         m = jnp.maximum(state.m, sinks)

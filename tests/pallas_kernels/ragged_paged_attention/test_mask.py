@@ -1,0 +1,79 @@
+"""The mask rule and its page runs against the keys counted one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from tests.pallas_kernels.oracle import Options, visible_keys
+
+RULES = [
+    MaskRule(causal, window, chunk, sinks)
+    for causal in (True, False)
+    for window in (None, 1, 5, 16)
+    for chunk in (None, 1, 6)
+    for sinks in (0, 1, 7)
+]
+
+
+def _keys(rule: MaskRule, first: int, last: int, seq_len: int) -> list[int]:
+    """Keys that the queries at `first ... last` see, by the oracle."""
+    options = Options(**dataclasses.asdict(rule))
+    return sorted({k for pos in range(first, last + 1) for k in visible_keys(pos, seq_len, options)})
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
+def test_page_runs_hold_exactly_the_pages_seen(page_size: int) -> None:
+    """Every page of the run holds a key that some query sees, and no other page does; `max_pages` bounds them."""
+    rng = np.random.default_rng(page_size)
+    for rule in RULES:
+        for _ in range(12):
+            seq_len = int(rng.integers(1, 40))
+            first = int(rng.integers(0, seq_len))
+            last = int(rng.integers(first, seq_len))
+            run = rule.page_run(first, last, seq_len, page_size)
+            columns = [int(run.column(i)) for i in range(int(run.num_pages))]
+            assert columns == sorted({k // page_size for k in _keys(rule, first, last, seq_len)})
+            assert len(columns) <= rule.max_pages(last - first + 1, -(-40 // page_size), page_size)
+
+
+def test_visible_is_the_union_over_the_queries() -> None:
+    """`visible` for a run of positions is what any of them sees."""
+    key_pos = np.arange(40)
+    for rule in RULES:
+        for first, last, seq_len in ((0, 0, 1), (3, 11, 14), (11, 11, 14), (20, 33, 39)):
+            got = np.flatnonzero(np.asarray(rule.visible(key_pos, first, last, seq_len)))
+            assert got.tolist() == _keys(rule, first, last, seq_len)
+
+
+def test_bounds_never_fall_and_hold_the_query() -> None:
+    """`lower <= pos <= upper`, neither falls as the position grows: runs of queries see runs of keys."""
+    pos = np.arange(60)
+    for rule in RULES:
+        lower = np.asarray(rule.lower(pos))
+        upper = np.asarray(rule.upper(pos, 60)) + np.zeros_like(pos)
+        assert (lower <= pos).all()
+        assert (pos <= upper).all()
+        assert (np.diff(lower) >= 0).all()
+        assert (np.diff(upper) >= 0).all()
+
+
+def test_no_query_sees_no_page() -> None:
+    """A tile without queries (last position -1) has an empty run, also with sink tokens."""
+    for rule in RULES:
+        assert int(rule.page_run(0, -1, 12, 4).num_pages) == 0
+
+
+def test_traced_and_plain_numbers_agree() -> None:
+    """The rule is the same for Python ints, numpy arrays and traced arrays."""
+    rule = MaskRule(True, 5, 8, 2)
+    first, last, seq_len = np.array([0, 7, 30]), np.array([3, 9, 31]), np.array([4, 20, 32])
+    traced = jax.jit(lambda a, b, n: rule.page_run(a, b, n, 4))(jnp.asarray(first), jnp.asarray(last), seq_len)
+    for i in range(3):
+        plain = rule.page_run(int(first[i]), int(last[i]), int(seq_len[i]), 4)
+        assert [int(x) for x in plain] == [int(x[i]) for x in traced]
