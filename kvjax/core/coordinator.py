@@ -114,6 +114,11 @@ class KVCacheCoordinator(abc.ABC):
 
     # Groups and managers.
 
+    @property
+    def gives_blocks_back(self) -> bool:
+        """Whether any group gives blocks back before its request ends."""
+        return bool(self._releasing_managers)
+
     def place_of_group(self, group_id: int) -> tuple[SingleTypeKVCacheManager, int]:
         """The manager of a group, and the group's place in its arrays."""
         return self._place_of_group[group_id]

@@ -76,6 +76,18 @@ class RowChanges(NamedTuple):
     first_live: np.ndarray  # int64[n], or empty where blocks are never given back
     quiet_until: np.ndarray  # int64[n] see `row_quiet_until`
 
+    def part(self, start: int, end: int) -> RowChanges:
+        """The changes of rows `start` to `end`."""
+        return RowChanges(
+            self.skipped.part(start, end),
+            self.needed.part(start, end),
+            self.filled.part(start, end),
+            self.num_blocks[start:end],
+            self.num_cached_blocks[start:end],
+            self.first_live[start:end],
+            self.quiet_until[start:end],
+        )
+
 
 class SingleTypeKVCacheManager(abc.ABC):
     """Block tables and accounting of the G groups of one spec. Owned by a coordinator; not thread-safe.
@@ -346,13 +358,12 @@ class SingleTypeKVCacheManager(abc.ABC):
         if not self.settings.same_step_hits:
             self._note_registered(ids)
 
-    def note_changes(self, rows: np.ndarray, changes: RowChanges, part: slice) -> None:
-        """Makes the counts of int64[n] rows, of which `part` was changed, what `plan_rows` said."""
-        rows = rows[part]
-        self.num_blocks[rows] = changes.num_blocks[part]
-        self.num_cached_blocks[rows] = changes.num_cached_blocks[part]
+    def note_changes(self, rows: np.ndarray, changes: RowChanges) -> None:
+        """Makes the counts of int64[n] changed rows what `plan_rows` said."""
+        self.num_blocks[rows] = changes.num_blocks
+        self.num_cached_blocks[rows] = changes.num_cached_blocks
         if self.gives_blocks_back:
-            self.first_live[rows] = changes.first_live[part]
+            self.first_live[rows] = changes.first_live
 
     # Lookup.
 

@@ -11,7 +11,7 @@ The rest are planned in stretches, each as
     3  register the blocks that filled        rows in order, group by group
 
 This equals the row-by-row sequence while a stretch's blocks come from those free before its own releases, and no
-release goes to the head of the free queue. `_stretch_end` cuts by that rule; a row that begins no stretch is planned
+release goes to the head of the free queue. `_stretch_length` cuts by that rule; a row that begins no stretch is planned
 alone, and the first that does not fit ends the step.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.block_hash import BlockHash
+from kvjax.core.block_pool import BlockPool
 from kvjax.core.column_runs import Runs, deal, merge
 from kvjax.core.coordinator import KVCacheCoordinator
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
@@ -39,10 +40,22 @@ class StepWork(NamedTuple):
     """The n rows of a step that have something to do, in scheduling order, and what it is."""
 
     rows: np.ndarray  # int64[n]
-    settled_tokens: np.ndarray  # int64[n] computed tokens that can not be taken back
+    settled_tokens: np.ndarray  # int64[n] computed tokens that can not be taken back; any where no kind looks
     num_slots: np.ndarray  # int64[n]
     num_cacheable: np.ndarray  # int64[n] tokens whose full blocks may be registered
     changes: list[RowChanges]  # per manager
+
+    def part(self, start: int, end: int) -> StepWork:
+        """The rows from `start` to `end`."""
+        if start == 0 and end == self.rows.size:
+            return self
+        return StepWork(
+            self.rows[start:end],
+            self.settled_tokens[start:end],
+            self.num_slots[start:end],
+            self.num_cacheable[start:end],
+            [changes.part(start, end) for changes in self.changes],
+        )
 
 
 class StepPlanner:
@@ -55,9 +68,9 @@ class StepPlanner:
         self._managers = coordinator.managers
         self._no_updates = (NO_UPDATE,) * coordinator.num_groups
         self._managers_of_pool = [
-            [i for i, of_pool in enumerate(coordinator.pool_ids) if of_pool == pool_id]
+            [(i, m.num_groups) for i, m in enumerate(coordinator.managers) if coordinator.pool_ids[i] == pool_id]
             for pool_id in range(len(coordinator.pools))
-        ]
+        ]  # per pool: index of a manager, its groups
 
     def plan(
         self,
@@ -115,7 +128,9 @@ class StepPlanner:
         in_flight: np.ndarray | int,
         delay_cache_blocks: bool,
     ) -> StepWork:
-        settled = np.maximum(self._table.num_computed_tokens[rows] - in_flight, 0)
+        settled = after
+        if self._coordinator.gives_blocks_back:
+            settled = np.maximum(self._table.num_computed_tokens[rows] - in_flight, 0)
         if delay_cache_blocks or not self._coordinator.settings.enable_caching:
             num_cacheable = np.zeros_like(after)
         else:
@@ -128,82 +143,87 @@ class StepPlanner:
         """Plans rows until one does not fit; how many did, and what was written per group."""
         num_rows = work.rows.size
         updates: Updates = [[] for _ in self._no_updates]
-        start = 0
-        while start < num_rows:
-            end = self._stretch_end(work, start)
-            if end > start:
-                self._plan_stretch(work, start, end, updates)
-            elif self._plan_one(work, start, updates):
-                end = start + 1
+        num_done = 0
+        while num_done < num_rows:
+            rest = work.part(num_done, num_rows)
+            length = self._stretch_length(rest)
+            if length:
+                self._plan_stretch(rest.part(0, length), updates)
+            elif self._plan_one(rest, updates):
+                length = 1
             else:
                 break
-            start = end
-        return start, tuple(_joined(parts) for parts in updates)
+            num_done += length
+        return num_done, tuple([_joined(parts) for parts in updates])
 
     # -- where a stretch ends ---------------------------------------------------------------------------------------
 
-    def _stretch_end(self, work: StepWork, start: int) -> int:
-        """End of the longest stretch from row `start` on for which bulk equals sequential; `start`: there is none."""
-        end = work.rows.size
+    def _stretch_length(self, work: StepWork) -> int:
+        """Rows of the longest leading stretch for which bulk equals sequential; 0: there is none."""
+        length = work.rows.size
         for pool, of_pool in zip(self._coordinator.pools, self._managers_of_pool, strict=True):
-            needs = [(self._managers[i].num_groups, work.changes[i].needed.part(start, end)) for i in of_pool]
-            if sum([runs.num_columns * num_groups for num_groups, runs in needs]) > pool.num_free_blocks:
-                by_row = np.zeros(end - start, np.int64)
-                for num_groups, runs in needs:
-                    by_row[runs.positions] += runs.counts * num_groups
-                end = start + int(np.searchsorted(by_row.cumsum(), pool.num_free_blocks, side="right"))
+            num_needed = 0
+            for i, num_groups in of_pool:
+                num_needed += work.changes[i].needed.num_columns * num_groups
+            if num_needed > pool.num_free_blocks:
+                by_row = np.zeros(work.rows.size, np.int64)
+                for i, num_groups in of_pool:
+                    needed = work.changes[i].needed
+                    by_row[needed.positions] += needed.counts * num_groups
+                length = min(length, int(np.searchsorted(by_row.cumsum(), pool.num_free_blocks, side="right")))
             if pool.free_order == "uncached_first":
-                end = min([end] + [self._first_unhashed_release(work, i, start, end) for i in of_pool])
-        return end
+                length = min([length] + [self._num_before_unhashed_release(work, i) for i, _ in of_pool])
+        return length
 
-    def _first_unhashed_release(self, work: StepWork, i: int, start: int, end: int) -> int:
-        """First row from `start` on of which manager i gives back a block without a hash, or `end`."""
-        manager, runs = self._managers[i], work.changes[i].skipped.part(start, end)
-        if not runs.num_columns:
-            return end
-        rows, columns = runs.entries()
-        unhashed = ~manager.block_pool.is_hashed[manager.block_tables[:, rows, columns]].all(axis=0)
-        return start + int(runs.spread(runs.positions)[unhashed.argmax()]) if unhashed.any() else end
+    def _num_before_unhashed_release(self, work: StepWork, i: int) -> int:
+        """Rows before the first of which manager i gives back a block without a hash; all, if there is none."""
+        manager, skipped = self._managers[i], work.changes[i].skipped
+        if skipped.num_columns:
+            rows, columns = skipped.entries()
+            unhashed = ~manager.block_pool.is_hashed[manager.block_tables[:, rows, columns]].all(axis=0)
+            if unhashed.any():
+                return int(skipped.spread(skipped.positions)[unhashed.argmax()])
+        return work.rows.size
 
     # -- planning a stretch -----------------------------------------------------------------------------------------
 
-    def _plan_stretch(self, work: StepWork, start: int, end: int, updates: Updates) -> None:
-        part = slice(start, end)
-        for of_pool in self._managers_of_pool:
-            self._release(work, of_pool, start, end)
-        for of_pool in self._managers_of_pool:
-            self._allocate(work, of_pool, start, end, updates)
+    def _plan_stretch(self, work: StepWork, updates: Updates) -> None:
+        for pool, of_pool in zip(self._coordinator.pools, self._managers_of_pool, strict=True):
+            self._release(work, pool, of_pool)
+            self._allocate(work, pool, of_pool, updates)
         quiet_until = work.changes[0].quiet_until
         for manager, changes in zip(self._managers, work.changes, strict=True):
-            self._register(manager, changes.filled.part(start, end), work.num_cacheable[part])
-            manager.note_changes(work.rows, changes, part)
-            quiet_until = np.minimum(quiet_until, changes.quiet_until)
-        self._coordinator.quiet_until[work.rows[part]] = quiet_until[part]
+            if changes.filled.num_columns:
+                self._register(manager, changes.filled, work.num_cacheable)
+            manager.note_changes(work.rows, changes)
+            if changes.quiet_until is not quiet_until:
+                quiet_until = np.minimum(quiet_until, changes.quiet_until)
+        self._coordinator.quiet_until[work.rows] = quiet_until
 
-    def _release(self, work: StepWork, of_pool: list[int], start: int, end: int) -> None:
+    def _release(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]]) -> None:
         """Gives back what left the windows, of one pool's managers."""
         detached, runs = [], []
-        for i in of_pool:
-            run = work.changes[i].skipped.part(start, end)
-            if run.num_columns:
-                detached.append(self._managers[i].detach(run))
-                runs.append(run)
+        for i, _ in of_pool:
+            skipped = work.changes[i].skipped
+            if skipped.num_columns:
+                detached.append(self._managers[i].detach(skipped))
+                runs.append(skipped)
         if runs:
-            self._managers[of_pool[0]].block_pool.free_blocks(merge(detached, runs, end - start))
+            pool.free_blocks(merge(detached, runs, work.rows.size))
 
-    def _allocate(self, work: StepWork, of_pool: list[int], start: int, end: int, updates: Updates) -> None:
+    def _allocate(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]], updates: Updates) -> None:
         """Takes the new blocks of one pool's managers at once and deals them."""
-        managers, runs, num_new = [], [], 0
-        for i in of_pool:
-            run = work.changes[i].needed.part(start, end)
-            if run.num_columns:
+        managers, runs, groups, num_new = [], [], [], 0
+        for i, num_groups in of_pool:
+            needed = work.changes[i].needed
+            if needed.num_columns:
                 managers.append(self._managers[i])
-                runs.append(run)
-                num_new += run.num_columns * self._managers[i].num_groups
+                runs.append(needed)
+                groups.append(num_groups)
+                num_new += needed.num_columns * num_groups
         if not runs:
             return
-        new_ids = managers[0].block_pool.get_new_blocks(num_new)
-        shares = deal(new_ids, runs, [manager.num_groups for manager in managers], end - start)
+        shares = deal(pool.get_new_blocks(num_new), runs, groups, work.rows.size)
         for manager, run, block_ids in zip(managers, runs, shares, strict=True):
             rows, columns = run.entries()
             manager.attach(rows, columns, block_ids)
@@ -212,8 +232,6 @@ class StepPlanner:
 
     def _register(self, manager: SingleTypeKVCacheManager, filled: Runs, num_cacheable: np.ndarray) -> None:
         """Registers the blocks of the manager's groups that filled."""
-        if not filled.num_columns:
-            return
         if manager.block_pool.enable_kv_cache_events:  # they tell of each request's tokens and parents
             for row, num_tokens in zip(filled.rows.tolist(), num_cacheable[filled.positions].tolist(), strict=True):
                 request = self._table.requests[row]
@@ -235,14 +253,14 @@ class StepPlanner:
 
     # -- planning one row -------------------------------------------------------------------------------------------
 
-    def _plan_one(self, work: StepWork, i: int, updates: Updates) -> bool:
-        """Row i of the step, or False: it does not fit."""
-        row = work.rows.item(i)
+    def _plan_one(self, work: StepWork, updates: Updates) -> bool:
+        """The first row, or False: it does not fit."""
+        row = work.rows.item(0)
         request = self._table.requests[row]
         assert request is not None  # the rows were checked
         firsts = self._coordinator.by_group([[m.num_blocks.item(row)] * m.num_groups for m in self._managers])
         new_ids = self._coordinator.extend_row(
-            request, row, work.settled_tokens.item(i), work.num_slots.item(i), work.num_cacheable.item(i)
+            request, row, work.settled_tokens.item(0), work.num_slots.item(0), work.num_cacheable.item(0)
         )
         if new_ids is None:
             return False
@@ -254,19 +272,20 @@ class StepPlanner:
 
 def _checked_counts(name: str, values: npt.ArrayLike, rows: np.ndarray, least: int) -> np.ndarray | int:
     """`values` as an int, or as one int64 per row."""
-    counts = values if isinstance(values, int) else np.asarray(values)
-    if isinstance(counts, int):
-        lowest = counts
-    else:
+    if not isinstance(values, int):
+        counts = np.asarray(values)
         if counts.size and counts.dtype.kind not in "iu":
             raise ValueError(f"expected {name} as integers, got {counts.dtype}")
         if counts.ndim and counts.shape != rows.shape:
             raise ValueError(f"expected {name} for {rows.size} rows or one number, got shape {list(counts.shape)}")
-        counts = counts.astype(np.int64, copy=False)
-        lowest = int(counts.min()) if counts.size else least
-    if lowest < least:
-        raise ValueError(f"expected {name} >= {least}, got {lowest}")
-    return counts
+        if counts.ndim:
+            if counts.size and counts.min() < least:
+                raise ValueError(f"expected {name} >= {least}, got {counts.min()}")
+            return counts.astype(np.int64, copy=False)
+        values = int(counts)
+    if values < least:
+        raise ValueError(f"expected {name} >= {least}, got {values}")
+    return values
 
 
 def _at(values: np.ndarray | int, index: np.ndarray) -> np.ndarray | int:

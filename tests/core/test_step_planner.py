@@ -180,13 +180,13 @@ def test_the_random_steps_take_every_path(monkeypatch: pytest.MonkeyPatch) -> No
     taken: Counter[str] = Counter()
     plan_stretch, plan_one, plan = StepPlanner._plan_stretch, StepPlanner._plan_one, StepPlanner.plan
 
-    def stretch(self: StepPlanner, work: Any, start: int, end: int, updates: Any) -> None:
-        taken["stretch of many" if end - start > 1 else "stretch of one"] += 1
-        taken["stretch after another"] += start > 0
-        plan_stretch(self, work, start, end, updates)
+    def stretch(self: StepPlanner, work: Any, updates: Any) -> None:
+        taken["stretch of many" if work.rows.size > 1 else "stretch of one"] += 1
+        taken["stretch after another"] += any(updates)
+        plan_stretch(self, work, updates)
 
-    def one(self: StepPlanner, work: Any, i: int, updates: Any) -> bool:
-        fits = plan_one(self, work, i, updates)
+    def one(self: StepPlanner, work: Any, updates: Any) -> bool:
+        fits = plan_one(self, work, updates)
         taken["one that fits" if fits else "one that does not"] += 1
         return fits
 
@@ -231,6 +231,8 @@ def test_one_number_stands_for_every_row() -> None:
     assert manager.plan_step(rows, 2, num_lookahead_tokens=1).num_planned == 3
     assert other.plan_step(rows.tolist(), [2, 2, 2], num_lookahead_tokens=[1, 1, 1]).num_planned == 3
     assert manager.snapshot() == other.snapshot()
+    one = np.int64(1)
+    assert manager.plan_step(rows, one, num_lookahead_tokens=one, num_in_flight_tokens=np.array(1)).num_planned == 3
 
 
 def test_a_step_without_work_returns_no_updates() -> None:
