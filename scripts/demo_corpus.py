@@ -9,19 +9,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 import warnings
 from dataclasses import dataclass
 from random import Random
 
 from kvjax.demo.conversations import SYSTEM_TEXT, render_turn
 
-# Much text about little, or imports with side effects.
-_SKIPPED_MODULES = frozenset(
-    {"antigravity", "idlelib", "lib2to3", "test", "this", "tkinter", "turtle", "turtledemo", "pydoc_data"}
-)
+# Modules that a reader knows; a small model cannot learn the docstrings of all of them.
+_LIBRARY_MODULES = """
+    argparse bisect builtins collections contextlib copy csv dataclasses datetime enum functools glob heapq itertools
+    json logging math operator os os.path pathlib queue random re shutil string subprocess tempfile textwrap threading
+    time types urllib.parse uuid zipfile
+"""
 _MAX_ANSWER_CHARS = 420
-_SYSTEM_SHARE = 0.3
+_SYSTEM_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -103,28 +104,21 @@ def _public_docstrings(module_name: str) -> dict[str, str]:
     return found
 
 
-def _library() -> dict[str, dict[str, str]]:
-    """Docstrings by module; a text that several names share is kept once."""
-    names = sorted(n for n in sys.stdlib_module_names if n[0] != "_" and n not in _SKIPPED_MODULES)
-    names += ["os.path", "collections.abc", "urllib.parse", "urllib.request", "concurrent.futures", "email.message"]
-    seen: set[str] = set()
-    modules: dict[str, dict[str, str]] = {}
-    for name in names:
-        entries = {key: text for key, text in _public_docstrings(name).items() if text not in seen}
-        if name == "os.path":  # its functions name the platform's module as theirs
-            entries = {
-                key.replace("posixpath", "os.path"): text for key, text in _public_docstrings("posixpath").items()
-            }
-        seen.update(entries.values())
-        if entries:
-            modules[name] = entries
-    return modules
+def _library() -> dict[str, str]:
+    """Docstrings by name; a text that several names share is kept once."""
+    entries: dict[str, str] = {}
+    for module in _LIBRARY_MODULES.split():
+        # The functions of os.path name the platform's module as theirs.
+        found = _public_docstrings("posixpath" if module == "os.path" else module)
+        seen = set(entries.values())
+        entries |= {name.replace("posixpath", "os.path"): text for name, text in found.items() if text not in seen}
+    return entries
 
 
-def _answers(section: Section, start: int) -> list[str]:
-    """Paragraphs from `start` on, joined or cut at sentences to the length of an answer."""
+def _answers(section: Section) -> list[str]:
+    """The section's paragraphs, joined or cut at sentences to the length of an answer."""
     answers: list[str] = []
-    for paragraph in section.paragraphs[start:]:
+    for paragraph in section.paragraphs:
         for sentence in re.split(r"(?<=[.:]) (?=[A-Z\"*(])", paragraph):
             if answers and len(answers[-1]) + len(sentence) < _MAX_ANSWER_CHARS:
                 answers[-1] += " " + sentence
@@ -137,23 +131,40 @@ def _system(random: Random) -> str:
     return SYSTEM_TEXT if random.random() < _SYSTEM_SHARE else ""
 
 
+def _opening(section: Section, random: Random) -> str:
+    return random.choice(["What does the manual say about {}?", "Tell me about {}."]).format(section.title)
+
+
 def _manual_dialogues(section: Section, random: Random) -> list[str]:
     """The section as question, answer, "Go on." and so forth, a few turns a dialogue."""
-    answers = _answers(section, 0)
+    answers = _answers(section)
     dialogues = []
-    for start in range(0, len(answers), 4):
+    for start in range(0, len(answers), 3):
         text = _system(random)
-        opening = random.choice(["What does the manual say about {}?", "Tell me about {}."])
-        for turn, answer in enumerate(answers[start : start + 5]):
-            text += render_turn(opening.format(section.title) if turn == 0 else "Go on.", answer)
+        opening = _opening(section, random) if start == 0 else f"Go on about {section.title}."
+        for turn, answer in enumerate(answers[start : start + 4]):
+            text += render_turn("Go on." if turn else opening, answer)
         dialogues.append(text)
     return dialogues
 
 
-def _library_dialogues(entries: dict[str, str], random: Random) -> list[str]:
-    """Questions about names of one module, in random order, several a dialogue."""
-    names = list(entries)
-    random.shuffle(names)
+def _mixed_dialogues(sections: list[Section], random: Random) -> list[str]:
+    """Dialogues about three sections each: how each begins, and for some how it goes on."""
+    shuffled = random.sample(sections, len(sections))
+    dialogues = []
+    for start in range(0, len(shuffled), 3):
+        text = _system(random)
+        for section in shuffled[start : start + 3]:
+            for turn, answer in enumerate(_answers(section)[: random.choice([1, 1, 2])]):
+                text += render_turn("Go on." if turn else _opening(section, random), answer)
+        dialogues.append(text)
+    return dialogues
+
+
+def _library_dialogues(random: Random) -> list[str]:
+    """Questions about names of the library in random order, six a dialogue."""
+    entries = _library()
+    names = random.sample(list(entries), len(entries))
     return [
         _system(random) + "".join(render_turn(f"What does {name} do?", entries[name]) for name in names[i : i + 6])
         for i in range(0, len(names), 6)
@@ -163,12 +174,11 @@ def _library_dialogues(entries: dict[str, str], random: Random) -> list[str]:
 def demo_documents(seed: int) -> list[str]:
     """All documents of one pass in random order: prose and dialogues of the manual, dialogues about the library."""
     random = Random(seed)
-    documents: list[str] = []
-    for section in _all_sections():
+    sections = _all_sections()
+    documents = _mixed_dialogues(sections, random) + _library_dialogues(random)
+    for section in sections:
         documents += _manual_dialogues(section, random)
-        prose = _answers(section, 0)
+        prose = _answers(section)
         documents += ["\n\n".join([section.title, *prose[i : i + 4]]) for i in range(0, len(prose), 4)]
-    for entries in _library().values():
-        documents += _library_dialogues(entries, random)
     random.shuffle(documents)
     return documents

@@ -119,9 +119,10 @@ def greedy(model: torch.nn.Module, prompt: np.ndarray, eos: int | None) -> tuple
     """The greedy continuation, ended behind `eos` if it comes, and the least gap of the two best logits."""
     token_ids, least_gap = prompt, float("inf")
     for _ in range(NUM_GREEDY_TOKENS):
-        last = np.sort(logits_of(model, token_ids)[-1])
-        least_gap = min(least_gap, float(last[-1] - last[-2]))
-        token_ids = np.append(token_ids, np.int32(logits_of(model, token_ids)[-1].argmax()))
+        logits = logits_of(model, token_ids)[-1]
+        second, best = np.sort(logits)[-2:]
+        least_gap = min(least_gap, float(best - second))
+        token_ids = np.append(token_ids, np.int32(logits.argmax()))
         if token_ids[-1] == eos:
             break
     return token_ids[len(prompt) :].astype(np.int32), least_gap

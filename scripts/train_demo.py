@@ -2,7 +2,7 @@
 
 Flow:    demo_corpus -> BPE tokenizer -> packed rows -> [train_demo] -> Hugging Face folder
 
-    python scripts/train_demo.py --out build/demo --steps 800         # pip install 'kvjax[train]'
+    python scripts/train_demo.py --out build/demo --steps 1100        # pip install 'kvjax[train]'
 
 Every `--save-every` steps the folder is written anew, with the optimizer's state beside it (`--resume` goes on).
 """
@@ -174,13 +174,16 @@ def save_folder(out: Path, module: Decoder, tokenizer: Tokenizer) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=800, help="optimizer steps (default 800)")
+    parser.add_argument("--steps", type=int, default=1100, help="optimizer steps (default 1100)")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default 100)")
     parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    tokenizer = train_tokenizer(demo_documents(args.seed))
+    if args.resume:
+        tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(demo_documents(args.seed))
     module = Decoder(ModelConfig.from_dict(CONFIG), rngs=nnx.Rngs(args.seed))
     params, join = split_params(module)
     optimizer = make_optimizer(params, args.steps)

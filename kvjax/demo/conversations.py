@@ -41,9 +41,11 @@ _TOPICS: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
         (
             (
                 "What does the manual say about Class definitions?",
-                "A class definition is an executable statement. The inheritance list usually gives a list of base "
-                "classes (see Metaclasses for more advanced uses), so each item in the list should evaluate to a class "
-                "object which allows subclassing.",
+                "A class definition defines a class object (see section The standard type hierarchy): A class "
+                "definition is an executable statement. The inheritance list usually gives a list of base classes (see "
+                "Metaclasses for more advanced uses), so each item in the list should evaluate to a class object which "
+                "allows subclassing. Classes without an inheritance list inherit, by default, from the base class "
+                '"object"; hence,',
             ),
         ),
         ("Go on.", "Tell me about Metaclasses.", "What does the manual say about Function definitions?"),
@@ -53,9 +55,9 @@ _TOPICS: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
             (
                 "What does the manual say about Objects, values and types?",
                 "*Objects* are Python’s abstraction for data. All data in a Python program is represented by objects "
-                "or by relations between objects. Every object has an identity, a type and a value. An object’s "
-                "*identity* never changes once it has been created; you may think of it as the object’s address in "
-                "memory.",
+                "or by relations between objects. (In a sense, and in conformance to Von Neumann’s model of a “stored "
+                "program computer”, code is also represented by objects.) Every object has an identity, a type and a "
+                "value.",
             ),
         ),
         ("Go on.", "Tell me about Value comparisons.", "What does the manual say about Truth Value Testing?"),
@@ -64,7 +66,8 @@ _TOPICS: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
         (
             (
                 "What does shutil.copytree do?",
-                "Recursively copy a directory tree and return the destination directory.",
+                "Recursively copy a directory tree and return the destination directory. If exception(s) occur, an "
+                "Error is raised with a list of reasons.",
             ),
         ),
         ("What does shutil.rmtree do?", "What does os.path.join do?", "What does json.dumps do?"),

@@ -6,7 +6,7 @@
 
 The tiny models have no end token, so greedy continuations are 32 tokens long; the demo's end with its end token where
 the model wrote one. At every greedy step the two best logits differ by more than 1e-3 (`golden.least_gap`), so any
-correct float32 implementation must give the same tokens. Prompts are 37 to 98 tokens long (the demo's up to 255) and
+correct float32 implementation must give the same tokens. Prompts are 37 to 98 tokens long (the demo's 77 to 255) and
 cross the sliding window (16; the demo's 64); the first four of a tiny model share their first 37 tokens.
 """
 
