@@ -56,7 +56,7 @@ def ragged_paged_attention(
     chosen = resolve_backend(validate.OP, backend)
     mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
     validate.check_mask(mask)
-    validate.check_scalars(sm_scale, soft_cap)
+    validate.check_scalars(sm_scale, soft_cap, schedule, backend)
     validate.check_new_kv(q, new_kv, slot_mapping)
     num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
     page_size = pages[0].shape[1]
@@ -73,8 +73,8 @@ def ragged_paged_attention(
         distribution,
         mask=mask,
         num_kv_heads=num_kv_heads,
-        sm_scale=sm_scale,
-        soft_cap=soft_cap,
+        sm_scale=float(sm_scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import jax
@@ -16,18 +17,24 @@ OP = "ragged_paged_attention"
 
 def check_mask(mask: MaskRule) -> None:
     """Raises ValueError for an option that is no mask."""
+    if not isinstance(mask.causal, bool):
+        raise ValueError(f"{OP}: expected causal to be True or False, got {mask.causal!r}")
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(mask, name) is not None:
             checks.check_at_least(OP, name, getattr(mask, name), 1)
     checks.check_at_least(OP, "num_sink_tokens", mask.num_sink_tokens, 0)
 
 
-def check_scalars(sm_scale: Any, soft_cap: Any) -> None:
-    """Raises ValueError unless the scale is a finite number and the cap None or positive."""
-    if not isinstance(sm_scale, int | float) or not math.isfinite(sm_scale):
+def check_scalars(sm_scale: Any, soft_cap: Any, schedule: Any, backend: str) -> None:
+    """Raises ValueError unless the scale is a finite number, the cap None or positive, and no schedule is lost."""
+    if not isinstance(sm_scale, numbers.Real) or not math.isfinite(float(sm_scale)):
         raise ValueError(f"{OP}: expected sm_scale to be a finite number, got {sm_scale!r}")
-    if soft_cap is not None and (not isinstance(soft_cap, int | float) or not 0 < soft_cap < math.inf):
+    if soft_cap is not None and (not isinstance(soft_cap, numbers.Real) or not 0 < float(soft_cap) < math.inf):
         raise ValueError(f"{OP}: expected soft_cap to be None or a finite number > 0, got {soft_cap!r}")
+    if schedule is not None and backend == "reference":
+        raise ValueError(
+            f"{OP}: expected schedule None, since the reference has no plan(), got {type(schedule).__name__}"
+        )
 
 
 def check_heads(

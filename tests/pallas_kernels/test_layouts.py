@@ -1,0 +1,119 @@
+"""Shapes, bytes and axes of pages, by dtype and platform."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.layouts import (
+    DIM_AXIS,
+    HEAD_AXIS,
+    KV_CACHE_DTYPES,
+    PACK_AXIS,
+    TOKEN_AXIS,
+    attention_layout,
+    cdiv,
+    dtype_bits,
+)
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+
+
+def test_dtypes_are_those_of_jax() -> None:
+    """Every name is a jax dtype of as many bits."""
+    assert sorted(KV_CACHE_DTYPES) == sorted(BYTES)
+    for name in KV_CACHE_DTYPES:
+        assert dtype_bits(name) == 8 * BYTES[name] == 8 * jnp.dtype(name).itemsize
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "cuda", "rocm"])
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+def test_split_pages(dtype: str, platform: str) -> None:
+    """K and V apart, each head at its own dimension, no padding."""
+    layout = attention_layout(num_kv_heads=3, head_dim=80, head_dim_v=48, page_size=16, dtype=dtype, platform=platform)
+    k, v = layout.arrays
+    assert (layout.kind, layout.page_size, k.name, v.name) == ("split", 16, "k", "v")
+    assert k.shape(7) == (7, 16, 3, 80)
+    assert v.shape(7) == (7, 16, 3, 48)
+    assert k.axes == v.axes == (TOKEN_AXIS, HEAD_AXIS, DIM_AXIS)
+    assert k.page_bytes == 16 * 3 * 80 * BYTES[dtype]
+    assert layout.page_bytes == 16 * 3 * (80 + 48) * BYTES[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_kv_heads", "rows"),
+    [
+        ("float32", 1, (2, 1)),
+        ("float32", 3, (6, 1)),
+        ("bfloat16", 1, (1, 2)),
+        ("bfloat16", 8, (8, 2)),
+        ("float16", 3, (3, 2)),
+        ("float8_e4m3fn", 1, (1, 4)),  # K, V and two rows of padding
+        ("float8_e5m2", 2, (1, 4)),
+        ("int8", 3, (2, 4)),
+    ],
+)
+@pytest.mark.parametrize(("head_dim", "lanes"), [(64, 128), (128, 128), (192, 256)])
+def test_packed_pages(dtype: str, num_kv_heads: int, rows: tuple[int, int], head_dim: int, lanes: int) -> None:
+    """Rows K0, V0, K1, V1, ... packed into 32-bit words, lanes padded to 128; the bytes count the padding."""
+    layout = attention_layout(num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=8, dtype=dtype, platform="tpu")
+    (kv,) = layout.arrays
+    assert (layout.kind, kv.name) == ("packed", "kv")
+    assert kv.shape(5) == (5, 8, *rows, lanes)
+    assert kv.axes == (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
+    assert layout.page_bytes == math.prod((8, *rows, lanes)) * BYTES[dtype]
+    assert rows[1] * dtype_bits(dtype) == 32
+    assert 2 * num_kv_heads <= math.prod(rows) < 2 * num_kv_heads + rows[1]
+
+
+def test_equal_layouts_are_equal_values() -> None:
+    """Layouts are frozen and hashable: equal ones may share a pool."""
+    sizes = {"num_kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": "bfloat16"}
+    assert attention_layout(**sizes) == attention_layout(**sizes, head_dim_v=64, platform="gpu")
+    assert len({attention_layout(**sizes), attention_layout(**sizes), attention_layout(**sizes, platform="tpu")}) == 2
+
+
+def test_a_column_of_arrays_may_be_sharded_by_heads() -> None:
+    """Every array names a head axis, so that logical axes can be mapped to mesh axes."""
+    for platform in ("cpu", "tpu"):
+        layout = attention_layout(num_kv_heads=4, head_dim=64, page_size=16, dtype="bfloat16", platform=platform)
+        for array in layout.arrays:
+            assert len(array.axes) == len(array.page_shape)
+            assert array.page_shape[array.axes.index(HEAD_AXIS)] == 4
+
+
+@pytest.mark.parametrize("name", ["num_kv_heads", "head_dim", "head_dim_v", "page_size"])
+def test_sizes_are_positive(name: str) -> None:
+    sizes = {"num_kv_heads": 2, "head_dim": 64, "head_dim_v": 64, "page_size": 16} | {name: 0}
+    with pytest.raises(ValueError, match=f"expected {name} >= 1, got 0"):
+        attention_layout(**sizes, dtype="bfloat16")
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(ValueError, match=r"expected a KV-cache dtype out of .*, got 'int4'"):
+        dtype_bits("int4")
+
+
+def test_unknown_platform() -> None:
+    with pytest.raises(ValueError, match="expected platform 'cpu', 'gpu' or 'tpu', got 'metal'"):
+        attention_layout(num_kv_heads=1, head_dim=64, page_size=16, dtype="int8", platform="metal")
+
+
+def test_tpu_rows_hold_k_and_v_of_one_size() -> None:
+    with pytest.raises(NotImplementedError, match="TPU pages need equal K and V dimensions, got 64 and 32"):
+        attention_layout(num_kv_heads=1, head_dim=64, head_dim_v=32, page_size=16, dtype="int8", platform="tpu")
+
+
+def test_rounding_up() -> None:
+    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+
+
+def test_importing_loads_neither_jax_nor_numpy() -> None:
+    """The host core and the planner import this module."""
+    program = "import sys, pallas_kernels.layouts; print(sorted({'jax', 'jaxlib', 'numpy'} & sys.modules.keys()))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
