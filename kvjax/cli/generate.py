@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ..., "name": ...}'
     )
-    what.add_argument("--max-tokens", type=positive_int, default=64, metavar="N", help="tokens per request (64)")
+    what.add_argument("--max-tokens", type=positive_int, default=96, metavar="N", help="tokens per request (96)")
     what.add_argument("--temperature", type=non_negative_float, default=0.0, metavar="T", help="0 is greedy (0)")
     what.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus of probability P (1)")
     what.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K best tokens (0: all)")
@@ -75,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
     )
     how.add_argument("--devices", type=positive_int, default=1, metavar="N", help="split the heads over N devices (1)")
+    how.add_argument(
+        "--no-compilation-cache", action="store_true", help="keep no compiled steps in ~/.cache/kvjax for the next run"
+    )
     out = parser.add_argument_group("what to show")
     out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
     out.add_argument("--json", type=Path, metavar="FILE", help="write requests, steps and totals")
@@ -144,6 +148,8 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     from kvjax.device import Placement
     from kvjax.models import load_model
 
+    if not args.no_compilation_cache:
+        use_compilation_cache()
     if args.devices > 1:
         with suppress(RuntimeError):  # jax runs already: its devices are what they are
             jax.config.update("jax_num_cpu_devices", args.devices)
@@ -153,6 +159,18 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     if model.tokenizer is None:
         raise ValueError(f"expected a tokenizer.json in {folder}, found none; prompts are text")
     return model, model.tokenizer, mesh
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled steps in the user's cache folder, unless jax has a place for them or there is no such folder."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax" / "jax"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -> EngineConfig:
@@ -199,7 +217,7 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_prompts: int) -> Ite
     for pool in engine.plan.pools:
         yield (
             f"Pool {pool.pool_id}  {pool.num_blocks - 1:,} blocks of {config.block_size} tokens for "
-            f"{len(pool.group_ids)} block tables, {format_bytes(pool.total_bytes)}; prefix caching {caching}"
+            f"{len(pool.group_ids)} block tables, {format_bytes(pool.total_bytes)} a device; prefix caching {caching}"
         )
     yield (
         f"Engine  {num_prompts} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a "

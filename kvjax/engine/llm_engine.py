@@ -293,7 +293,7 @@ class LLMEngine:
 
     def _dispatch(self) -> _Flight | None:
         """Schedules the next step and hands it to the device; None: nothing can run now."""
-        start = time.perf_counter()
+        start = time.thread_time()
         step = self.scheduler.schedule()
         if step is None:
             return None
@@ -312,7 +312,7 @@ class LLMEngine:
         sampling = self._sampling.batch(rows, positions)
         fence = table.open_step(step.rows)
         self.scheduler.start(step)
-        host_us = (time.perf_counter() - start) * 1e6
+        host_us = (time.thread_time() - start) * 1e6
         output: DeviceOutput = self._update_step(self._pages, plan, previous=self._previous, sampling=sampling)
         self._pages, self._previous = output.pages, output.sampled
         return _Flight(step, fence, output.sampled, output.extras, host_us)
@@ -321,11 +321,11 @@ class LLMEngine:
         """Waits for a step's tokens and gives them to their requests."""
         count = int(np.count_nonzero(flight.step.samples))
         token_ids, logprobs = np.asarray(flight.sampled)[:count], np.asarray(flight.logprobs)[:count]
-        start = time.perf_counter()
+        start = time.thread_time()
         self.manager.request_table.close_step(flight.fence)
         new_tokens = self.scheduler.update(flight.step, token_ids, logprobs)
         outputs = [self._output(new_token) for new_token in new_tokens]
-        self._record(flight, (time.perf_counter() - start) * 1e6)
+        self._record(flight, (time.thread_time() - start) * 1e6)
         return outputs
 
     def _output(self, new_token: NewToken) -> StepOutput:

@@ -61,5 +61,5 @@ class StepStats:
     num_hit_tokens: int  # prompt tokens of requests admitted in this step that were found cached
     num_queried_tokens: int  # prompt tokens of those requests
     num_preemptions: int
-    host_us: float  # scheduling, planning and bookkeeping of the step, without its dispatch to the device
+    host_us: float  # CPU time of scheduling, planning and bookkeeping, without the dispatch to the device
     pools: tuple[PoolUse, ...]

@@ -6,9 +6,11 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from kvjax.cli.generate import use_compilation_cache
 from kvjax.cli.generate_prompts import read_prompts
 from kvjax.cli.generate_stream import OrderedTextPrinter, prompt_tail
 from kvjax.cli.main import main
@@ -124,6 +126,23 @@ def test_a_plot_without_matplotlib_names_the_extra(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     assert main(["generate", "--plot", "x.png"]) == 2
     assert "pip install 'kvjax[plots]'" in capsys.readouterr().err
+
+
+def test_compiled_steps_are_kept_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == before is not None
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir is None
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kvjax" / "jax")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 class Words:

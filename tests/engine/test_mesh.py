@@ -29,7 +29,7 @@ assert_greedy_is_golden(engine, name)
 
 @pytest.mark.parametrize(
     ("name", "num_shards", "mode"),
-    [("llama", 4, "sync"), ("gemma3", 4, "async"), ("demo", 1, "sync")],  # the demo's 2 KV heads do not split over 4
+    [("gemma3", 4, "async"), ("demo", 1, "sync")],  # the demo's 2 KV heads do not split over 4
 )
 def test_four_devices_give_the_same_tokens(name: str, num_shards: int, mode: str) -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
