@@ -231,12 +231,12 @@ class KVCacheCoordinator(abc.ABC):
         self.note_quiet(row)
         return new_ids
 
-    # Quiet rows: until a row reaches `quiet_until` slots, a step of it has nothing to do in any group.
+    # Quiet rows: until a row reaches `quiet_until` slots, a step of it has nothing to do in any group, nor to refuse.
 
     def note_quiet(self, row: int) -> None:
         """Renews one row's entry of `quiet_until`."""
-        quiet_until = self.managers[0].row_quiet_until(row)
-        for manager in self.managers[1:]:
+        quiet_until = self.settings.max_model_len
+        for manager in self.managers:
             quiet_until = min(quiet_until, manager.row_quiet_until(row))
         self.quiet_until[row] = quiet_until
 

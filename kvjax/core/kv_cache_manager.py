@@ -289,7 +289,7 @@ class KVCacheManager:
             and not full_sequence_must_fit
         ):
             slots = self.request_table.num_computed_tokens.item(row) + num_new_tokens + num_lookahead_tokens
-            if slots <= coordinator.quiet_until.item(row) and slots <= self.max_model_len:
+            if slots <= coordinator.quiet_until.item(row):
                 return self.empty_kv_cache_blocks
             ids = self._slots.extend(
                 request, row, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks

@@ -119,6 +119,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.settings = settings
         self.fresh_blocks = fresh_blocks
         self.block_size = kv_cache_spec.block_size * settings.context_parallel_size
+        self._max_columns = cdiv(settings.max_model_len, self.block_size)
         self.block_tables = np.zeros((len(group_ids), 0, 0), np.int32)  # [G, rows, columns]
         self.num_blocks = np.zeros(0, np.int64)  # [rows]
         self.num_cached_blocks = np.zeros(0, np.int64)  # [rows]
@@ -175,8 +176,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         """Makes the tables hold at least `num_columns` columns; they double up to those of `max_model_len`."""
         columns = self.block_tables.shape[2]
         if num_columns > columns:
-            most = cdiv(self.settings.max_model_len, self.block_size)
-            grown = max(min(max(2 * columns, 16), most), num_columns)
+            grown = max(min(max(2 * columns, 16), self._max_columns), num_columns)
             self.block_tables = np.pad(self.block_tables, ((0, 0), (0, 0), (0, grown - columns)))
 
     # One row.
@@ -315,7 +315,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         held, cached, first = self.num_blocks[rows], self.num_cached_blocks[rows], NO_RUNS.starts
         required, full, skipped = (num_slots + (size - 1)) // size, num_cacheable // size, NO_RUNS
         num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
-        quiet_until = num_blocks * size
+        quiet_until = np.minimum(num_blocks * size, self.settings.max_model_len)
         if self.settings.enable_caching:
             quiet_until = np.minimum(quiet_until, num_cached_blocks * size + (size - 1))
         if self.gives_blocks_back:
@@ -343,9 +343,8 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def attach(self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
         """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns."""
-        last = int(np.maximum.reduce(columns))
-        if last >= self.block_tables.shape[2]:
-            self.reserve_columns(last + 1)
+        if self.block_tables.shape[2] < self._max_columns:
+            self.reserve_columns(int(np.maximum.reduce(columns)) + 1)
         self.block_tables[:, rows, columns] = block_ids
 
     def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: list[BlockHash]) -> None:

@@ -88,22 +88,19 @@ class StepPlanner:
         if not index.size:
             return StepResult(0, self._no_updates)
         after = self._table.num_computed_tokens[index] + new
-        longest = np.maximum.reduce(after)
-        if longest > self._max_model_len:
-            row, limit = index[after.argmax()], self._max_model_len
-            raise ValueError(f"row {row}: expected at most max_model_len = {limit} tokens, got {longest}")
-        num_slots = after
-        if not isinstance(lookahead, int) or lookahead:
-            num_slots = np.minimum(after + lookahead, self._max_model_len)
+        num_slots = after + lookahead if not isinstance(lookahead, int) or lookahead else after
         active = (num_slots > quiet_until).nonzero()[0]
         if not active.size:
             return StepResult(index.size, self._no_updates)
-        work = self._work(index[active], after[active], num_slots[active], _at(in_flight, active), delay_cache_blocks)
+        rows_of_work, after_work = index[active], after[active]
+        slots_of_work = after_work if num_slots is after else np.minimum(num_slots[active], self._max_model_len)
+        self._check_active(rows_of_work, after_work)
+        work = self._work(rows_of_work, after_work, slots_of_work, _at(in_flight, active), delay_cache_blocks)
         num_done, updates = self._plan_work(work)
         return StepResult(index.size if num_done == active.size else int(active[num_done]), updates)
 
     def _checked_rows(self, rows: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """`rows` as int64[n], known, owned and distinct, and their entries of `quiet_until`."""
+        """`rows` as int64[n], in range and distinct, and their entries of `quiet_until`."""
         index = np.asarray(rows)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
             raise ValueError(f"expected rows as a row of integers, got {index.dtype}{list(index.shape)}")
@@ -111,14 +108,21 @@ class StepPlanner:
         quiet_until = self._coordinator.quiet_until
         if not index.size:
             return index, quiet_until[:0]
-        if np.maximum.reduce(index.view(np.uint64)) < quiet_until.size:  # a negative row is a huge one
-            of_rows = quiet_until[index]
-            if np.minimum.reduce(of_rows) >= 0:
-                if np.maximum.reduce(np.bincount(index)) > 1:
-                    raise ValueError(f"expected distinct rows, got {index.tolist()}")
-                return index, of_rows
-        bad = [row for row in index.tolist() if not 0 <= row < quiet_until.size or quiet_until[row] < 0]
-        raise ValueError(f"expected rows that a request owns, got row {bad[0]}")
+        if np.maximum.reduce(index.view(np.uint64)) >= quiet_until.size:  # a negative row is a huge one
+            bad = index[(index < 0) | (index >= quiet_until.size)]
+            raise ValueError(f"expected rows that a request owns, got row {bad[0]}")
+        if np.maximum.reduce(np.bincount(index)) > 1:
+            raise ValueError(f"expected distinct rows, got {index.tolist()}")
+        return index, quiet_until[index]
+
+    def _check_active(self, rows: np.ndarray, after: np.ndarray) -> None:
+        """Checks what a quiet row can not get wrong: a row without a request, or at the longest length, is active."""
+        quiet_until = self._coordinator.quiet_until[rows]
+        if np.minimum.reduce(quiet_until) < 0:
+            raise ValueError(f"expected rows that a request owns, got row {rows[quiet_until.argmin()]}")
+        if np.maximum.reduce(after) > self._max_model_len:
+            row, limit = rows[after.argmax()], self._max_model_len
+            raise ValueError(f"row {row}: expected at most max_model_len = {limit} tokens, got {after.max()}")
 
     def _work(
         self,

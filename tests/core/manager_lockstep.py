@@ -102,6 +102,7 @@ SETUPS = {
     "hybrid_windows": Setup((NaiveGroup(2, window=7), NaiveGroup(2, window=3), NaiveGroup(2))),
     "hybrid_interleaved": Setup((NaiveGroup(2, window=4), NaiveGroup(2), NaiveGroup(2, window=4), NaiveGroup(2))),
     "hybrid_sizes": Setup((NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(6, window=7)), max_model_len=36),
+    "full_sizes": Setup((NaiveGroup(4), NaiveGroup(6)), max_model_len=36),
     "hybrid_sizes_last": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), coarse_hash_mode="last"),
     "hybrid_eagle": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), eagle=True, uncached_first=True),
     "hybrid_pools": Setup((NaiveGroup(2), NaiveGroup(2, window=3, pool=1), NaiveGroup(4, pool=1))),
