@@ -460,9 +460,10 @@ def test_the_longest_request_need_not_fill_its_last_block(max_model_len: int) ->
 
 
 def test_a_prompt_longer_than_the_longest_request() -> None:
-    manager = make_manager()
     message = "request 'long': expected at most max_model_len = 40 tokens, got 41"
-    unchanged(manager, lambda: manager.allocate_slots(make_request("long", 41), 1), ValueError, message)
+    for num_blocks in (20, 2):  # also where its first blocks would not fit
+        manager = make_manager(num_blocks)
+        unchanged(manager, lambda m=manager: m.allocate_slots(make_request("long", 41), 9), ValueError, message)
 
 
 def test_only_a_new_request_comes_with_a_hit() -> None:
