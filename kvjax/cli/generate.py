@@ -195,9 +195,12 @@ def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -
 def _ample_blocks(args: argparse.Namespace, model: LoadedModel, max_model_len: int) -> int:
     """Blocks for all requests that run at once, at their longest, and half as many again to cache."""
     plan = plan_kv_cache(
-        model.config.kv_cache_specs(args.block_size), max_model_len=max_model_len, num_blocks=2, max_in_flight_tokens=1
+        model.config.kv_cache_specs(args.block_size),
+        max_model_len=max_model_len,
+        num_blocks=2,
+        max_in_flight_tokens=args.max_num_batched_tokens * (2 if args.async_scheduling else 1),
     )
-    return 1 + cdiv(3 * args.max_num_seqs * max(pool.request_blocks for pool in plan.pools), 2)
+    return 1 + max(pool.in_flight_blocks + cdiv(3 * args.max_num_seqs * pool.request_blocks, 2) for pool in plan.pools)
 
 
 def _make_engine(model: LoadedModel, config: EngineConfig, mesh: Mesh | None) -> LLMEngine:
@@ -264,6 +267,7 @@ def _report(
         save_pool_plot(steps, plot_path)
         print(f"\nPlot written to {plot_path}")
     if args.json is not None:
-        report = report_json(results, texts, steps, wall_s, asdict(engine.config))
+        config = {"model": "demo" if args.model is None else str(args.model), **asdict(engine.config)}
+        report = report_json(results, texts, steps, wall_s, config)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"Report written to {args.json}")

@@ -310,6 +310,8 @@ class Scheduler:
     def _stop_running(self, engine_request: EngineRequest) -> None:
         """Takes a running request's row and blocks. The caller removes it from `running`."""
         request = engine_request.request
+        # Blocks that a token in flight filled could not be registered when they were planned.
+        self._manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         engine_request.stats.num_computed_tokens += request.num_computed_tokens
         self._manager.free(request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
@@ -10,14 +11,26 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cli.generate import use_compilation_cache
+from kvjax.cli.generate import _engine_config, add_arguments, use_compilation_cache
 from kvjax.cli.generate_prompts import read_prompts
 from kvjax.cli.generate_stream import OrderedTextPrinter, prompt_tail
 from kvjax.cli.main import main
 from kvjax.demo import demo_model_path, demo_requests
+from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.models import load_model
 
-SMALL = ["--max-num-seqs", "2", "--max-num-batched-tokens", "32", "--max-tokens", "4", "--max-model-len", "288"]
+SMALL = [
+    "--num-blocks",
+    "200",
+    "--max-num-seqs",
+    "2",
+    "--max-num-batched-tokens",
+    "32",
+    "--max-tokens",
+    "4",
+    "--max-model-len",
+    "288",
+]
 
 
 def test_the_demo_prints_text_hits_and_the_pool(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -55,6 +68,17 @@ def test_prompts_of_a_file_and_of_the_command_line(capsys: pytest.CaptureFixture
     ]
     assert "prefix caching off" in out
     assert "Plot" not in out
+
+
+def test_the_default_pool_holds_a_request_at_its_longest() -> None:
+    """With the blocks of tokens in flight."""
+    arguments = ["--max-num-seqs", "1", "--max-num-batched-tokens", "256", "--max-tokens", "100"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(arguments)
+    model = load_model(demo_model_path())
+    engine = LLMEngine(model, _engine_config(args, model, 400))
+    engine.check_request([5] * 300, SamplingParams(max_tokens=100))
 
 
 def test_quiet_runs_print_no_text(capsys: pytest.CaptureFixture[str]) -> None:

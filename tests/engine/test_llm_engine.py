@@ -142,6 +142,17 @@ def test_tokens_come_as_they_are_made(async_scheduling: bool) -> None:
     assert_no_leak(engine)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_next_turn_finds_prompt_and_answer(async_scheduling: bool) -> None:
+    engine = make_engine(NAME, async_scheduling=async_scheduling)
+    prompt = golden_prompts(NAME)[0]
+    answer = engine.generate([prompt], sampling(0))[0].output_token_ids
+    num_computed = prompt.size + answer.size - 1  # the last token was never an input
+    turn = engine.generate([np.concatenate([prompt, answer, [1, 2, 3]])], sampling(1))[0]
+    assert turn.stats.num_cached_tokens == num_computed // 8 * 8
+    assert_no_leak(engine)
+
+
 def test_log_probabilities_are_the_models() -> None:
     golden = goldens_of(NAME)[0]
     result = make_engine(NAME).generate([golden.prompt], SamplingParams(max_tokens=1, temperature=0.0))[0]
