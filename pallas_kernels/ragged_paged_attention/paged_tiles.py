@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.mask import PageRun
 
+# What is out of bounds is clipped by the gather itself; columns beyond the run are replaced below.
+_CLIP = "promise_in_bounds"
 _NO_KEY = jnp.iinfo(jnp.int32).max  # position of a slot that holds no key: beyond every `upper`
 
 
@@ -51,7 +53,7 @@ class PagedTiles:
         i = first + jnp.arange(tile_pages, dtype=jnp.int32)
         column = run.column(i)
         named = i < run.num_pages
-        ids = jnp.where(named, self.block_tables.at[seq, column].get(mode="fill", fill_value=0), 0)
+        ids = jnp.where(named, self.block_tables.at[seq, column].get(mode=_CLIP), 0)
         offsets = jnp.arange(self.page_size, dtype=jnp.int32)[None]
         key_pos = jnp.where(named[:, None], column[:, None] * self.page_size + offsets, _NO_KEY)
         k, v = self._gather(ids)
@@ -60,9 +62,9 @@ class PagedTiles:
     def _gather(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """K and V of pages `ids` int32[tile_pages], head-major."""
         if len(self.pages) == 2:
-            k, v = (array.at[ids].get(mode="clip") for array in self.pages)
+            k, v = (array.at[ids].get(mode=_CLIP) for array in self.pages)
         else:
-            rows = self.pages[0].at[ids].get(mode="clip")
+            rows = self.pages[0].at[ids].get(mode=_CLIP)
             rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
             k = rows[:, :, 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
             v = rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
