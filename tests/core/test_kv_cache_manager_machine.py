@@ -164,7 +164,7 @@ def test_agrees_with_the_naive_model(setup: Setup) -> None:
         pass
 
     Machine.setup = setup
+    examples = settings.default.max_examples // 7  # of each of many deployments
     run_state_machine_as_test(
-        Machine,
-        settings=settings(max_examples=15, stateful_step_count=40, suppress_health_check=list(HealthCheck)),
+        Machine, settings=settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     )
