@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 
+@jax.jit
 def kv_write(
     new_k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
     new_v: jax.Array,  # [num_tokens, num_kv_heads, head_dim_v]

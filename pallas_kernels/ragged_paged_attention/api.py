@@ -47,7 +47,12 @@ def ragged_paged_attention(
 
     Query i of sequence s is at `pos = seq_lens[s] - q_len[s] + i`. Visible are the keys `k <= upper` with
     `k >= lower` or `k < num_sink_tokens`, where `lower = max(0, pos - window + 1, (pos // chunk) * chunk)` and
-    `upper = pos` if causal, else `seq_lens[s] - 1`. Pages wholly outside are never read. Accumulation is float32.
+    `upper = pos` if causal, else `seq_lens[s] - 1`. Accumulation is float32.
+
+    Pages wholly outside are never read, so their table entries may be 0, and what stands in slots that nobody sees
+    (NaN too) changes nothing. Padding (tokens after `query_start_loc[distribution[2]]`, rows after `distribution[2]`)
+    gives out 0 and LSE -inf. With `new_kv` every sequence sees the new KV of all others of the step. Inside a jitted
+    step that donates the pages they are updated in place; pages that are not donated are copied once per call on CPU.
 
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.

@@ -72,7 +72,7 @@ def make_schedule(
     """The schedule of one step and one kind of layer."""
     num_seqs = batch.seq_lens.shape[0]
     room = min(num_tokens, num_tokens // queries + num_seqs)
-    ends = jnp.cumsum(-(-batch.q_lens // queries))
+    ends = jnp.cumsum(-(-batch.q_lens // queries), dtype=jnp.int32)
     n = jnp.arange(room, dtype=jnp.int32)
     seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), num_seqs - 1)
     seq_len, start, q_len, end = jnp.stack([*batch, ends])[:, seq]
@@ -83,5 +83,5 @@ def make_schedule(
     tiles = QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run)
     kv_tiles = jnp.stack([-(-run.num_pages // pages) for pages in tile_pages])
     counts = jnp.where((q_len == 1)[None] == jnp.array([[True], [False]]), kv_tiles, 0)
-    item_ends = jnp.cumsum(counts, axis=1)
+    item_ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
     return Schedule(jnp.stack(tiles, axis=1), item_ends - counts, item_ends)

@@ -31,15 +31,17 @@ def _keys(rule: MaskRule, first: int, last: int, seq_len: int) -> list[int]:
 def test_page_runs_hold_exactly_the_pages_seen(page_size: int) -> None:
     """Every page of the run holds a key that some query sees, and no other page does; `max_pages` bounds them."""
     rng = np.random.default_rng(page_size)
+    seq_len = rng.integers(1, 40, 12)
+    first = rng.integers(0, seq_len)
+    last = rng.integers(first, seq_len)
+    places = np.arange(-(-40 // page_size))[:, None]
     for rule in RULES:
-        for _ in range(12):
-            seq_len = int(rng.integers(1, 40))
-            first = int(rng.integers(0, seq_len))
-            last = int(rng.integers(first, seq_len))
-            run = rule.page_run(first, last, seq_len, page_size)
-            columns = [int(run.column(i)) for i in range(int(run.num_pages))]
-            assert columns == sorted({k // page_size for k in _keys(rule, first, last, seq_len)})
-            assert len(columns) <= rule.max_pages(last - first + 1, -(-40 // page_size), page_size)
+        run = rule.page_run(first, last, seq_len, page_size)
+        columns = np.asarray(run.column(places))
+        for i, num_pages in enumerate(np.asarray(run.num_pages)):
+            seen = {k // page_size for k in _keys(rule, first[i], last[i], seq_len[i])}
+            assert columns[:num_pages, i].tolist() == sorted(seen)
+            assert num_pages <= rule.max_pages(int(last[i] - first[i] + 1), places.size, page_size)
 
 
 def test_visible_is_the_union_over_the_queries() -> None:
