@@ -39,7 +39,9 @@ def request_table(results: Mapping[str, GenerationResult]) -> str:
 
 
 def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], wall_s: float) -> dict[str, Any]:
-    """Sums over the run. Hit tokens count first admissions; `recomputed_tokens` is what preemption cost."""
+    """Sums over the run. `hit_tokens` counts first admissions, `refound_tokens` hits after a preemption, and
+    `recomputed_tokens` what preemption cost.
+    """
     stats = [result.stats for result in results.values()]
     prompt_tokens = sum(each.num_prompt_tokens for each in stats)
     hit_tokens = sum(each.num_cached_tokens or 0 for each in stats)
@@ -53,6 +55,7 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
         "token_hit_rate": hit_tokens / prompt_tokens if prompt_tokens else 0.0,
         "computed_tokens": computed,
         "recomputed_tokens": max(computed - needed, 0),
+        "refound_tokens": sum(step.num_hit_tokens for step in steps) - hit_tokens,
         "output_tokens": output_tokens,
         "preemptions": sum(each.num_preemptions for each in stats),
         "steps": len(steps),
@@ -66,7 +69,7 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
 def totals_lines(sums: Mapping[str, Any]) -> list[str]:
     """The totals in words."""
     lines = [
-        f"{sums['requests']:,} requests in {sums['wall_s']:.1f} s and {sums['steps']:,} steps: "
+        f"{_count(sums['requests'], 'request')} in {sums['wall_s']:.1f} s and {_count(sums['steps'], 'step')}: "
         f"{sums['output_tokens']:,} tokens written, {sums['output_tokens_per_s']:,.0f} a second; "
         f"the host's share of a step is {sums['host_us_per_step']:,.0f} us (median).",
         f"Prefix cache: {sums['hit_tokens']:,} of {sums['prompt_tokens']:,} prompt tokens were found "
@@ -76,7 +79,9 @@ def totals_lines(sums: Mapping[str, Any]) -> list[str]:
         lines.append(f"Sliding windows gave {sums['released_blocks']:,} blocks back while their requests went on.")
     if sums["preemptions"]:
         lines.append(
-            f"The pool ran out {sums['preemptions']:,} times; {sums['recomputed_tokens']:,} tokens were computed again."
+            f"Blocks ran out: {_count(sums['preemptions'], 'preemption')}, after which "
+            f"{_count(sums['refound_tokens'], 'token')} were still cached and {sums['recomputed_tokens']:,} had to be "
+            "computed again."
         )
     return lines
 
@@ -107,3 +112,7 @@ def report_json(
         "requests": requests,
         "steps": [asdict(step) for step in steps],
     }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.cli.generate import _engine_config, add_arguments, use_compilation_cache
 from kvjax.cli.generate_prompts import read_prompts
+from kvjax.cli.generate_report import totals_lines
 from kvjax.cli.generate_stream import OrderedTextPrinter, prompt_tail
 from kvjax.cli.main import main
 from kvjax.demo import demo_model_path, demo_requests
@@ -79,6 +80,29 @@ def test_the_default_pool_holds_a_request_at_its_longest() -> None:
     model = load_model(demo_model_path())
     engine = LLMEngine(model, _engine_config(args, model, 400))
     engine.check_request([5] * 300, SamplingParams(max_tokens=100))
+
+
+def test_preemptions_are_told() -> None:
+    sums = {
+        "requests": 1,
+        "wall_s": 1.0,
+        "steps": 2,
+        "output_tokens": 3,
+        "output_tokens_per_s": 3.0,
+        "host_us_per_step": 9.0,
+        "hit_tokens": 0,
+        "prompt_tokens": 8,
+        "token_hit_rate": 0.0,
+        "released_blocks": 0,
+        "preemptions": 1,
+        "recomputed_tokens": 5,
+        "refound_tokens": 16,
+    }
+    lines = totals_lines(sums)
+    assert lines[0].startswith("1 request in 1.0 s and 2 steps: 3 tokens written")
+    assert lines[-1] == (
+        "Blocks ran out: 1 preemption, after which 16 tokens were still cached and 5 had to be computed again."
+    )
 
 
 def test_quiet_runs_print_no_text(capsys: pytest.CaptureFixture[str]) -> None:
