@@ -60,6 +60,7 @@ class BlockHashToBlockMap:
         if packed is None:
             values = [next(iter(value)) if isinstance(value, dict) else value for value in values]
             packed = _pack(values)
+            assert packed is not None  # ids only
         return np.frombuffer(packed, np.int32)
 
     def find_run(self, block_hashes: Sequence[bytes], limit: int | None = None) -> np.ndarray:  # int32[k]
