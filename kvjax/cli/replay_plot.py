@@ -79,7 +79,7 @@ def _plot_hits(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
         overall = 100 * total / max(recorder.prompt_tokens, 1)
         axis.plot(minutes[edges[1:]], rate, color=color, label=f"{label}: {overall:.1f} % overall")
     axis.set_ylim(bottom=0)
-    axis.legend(loc="best")
+    axis.legend(loc="upper left")
 
 
 def _plot_pool(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
@@ -121,7 +121,7 @@ def _plot_host(axis: Axes, result: ReplayResult) -> None:
     axis.hist(us, bins=_bins(axis, us), color=HELD)
     axis.axvline(float(np.median(us)), color=WARN, label=f"median {np.median(us):,.0f} us")
     axis.yaxis.set_major_formatter(_thousands())
-    axis.legend()
+    axis.legend(loc="upper right")
 
 
 def _plot_residency(axis: Axes, result: ReplayResult) -> None:
