@@ -25,12 +25,12 @@ class Runs(NamedTuple):
     @classmethod
     def between(cls, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Runs:
         """The columns [starts, ends) of each of int64[n] rows, where there are any."""
-        positions = (ends > starts).nonzero()[0]
+        counts = ends - starts
+        positions = (counts > 0).nonzero()[0]
         if not positions.size:
             return NO_RUNS
-        starts = starts[positions]
-        counts = ends[positions] - starts
-        return cls(positions, rows[positions], starts, counts, int(np.add.reduce(counts)))
+        counts = counts[positions]
+        return cls(positions, rows[positions], starts[positions], counts, np.add.reduce(counts).item())
 
     @property
     def is_single(self) -> bool:

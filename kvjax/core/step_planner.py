@@ -276,6 +276,8 @@ class StepPlanner:
 
 def _checked_counts(name: str, values: npt.ArrayLike, rows: np.ndarray, least: int) -> np.ndarray | int:
     """`values` as an int, or as one int64 per row."""
+    if type(values) is int and values >= least:
+        return values
     if not isinstance(values, int):
         counts = np.asarray(values)
         if counts.size and counts.dtype.kind not in "iu":
