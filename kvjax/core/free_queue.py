@@ -3,20 +3,20 @@
 Flow:    BlockPool.free_blocks -> [FreeKVCacheBlockQueue] -> BlockPool.get_new_blocks
 Source:  order and operations of vLLM v1/core/kv_cache_utils.py (FreeKVCacheBlockQueue), array-backed
 
-A ring of block ids between two cursors, and for each block the cursor value of its cell:
+A ring of block ids between two cursors, and for each block the cell that it is in:
 
-    cursor        head                            tail
-    ring cell      | 7 | x | 3 | 9 | x | x | 4 |   |      x: tombstone, its block left from the middle
-    position[7] == head, position[3] == head + 2, position of a block that is not queued == NOT_QUEUED
+    cell           5   6   7   8   9   10  11  12
+    ring           | 7 | x | 3 | 9 | x | x | 4 |   |      x: tombstone, its block left from the middle
+    head == 5, tail == 12, position[7] == 5, position[3] == 7, position of a block that is not queued == NOT_QUEUED
 
-Cursors only count (up for `append`, down for `prepend`) and are reduced modulo the ring's length to find a cell, so a
-cell whose block's position is another cursor value is a tombstone. Removal forgets the position and touches no cell.
+Cursors only count (up for `append`, down for `prepend`) and are reduced modulo the ring's length to find a cell. A cell
+whose block is in another cell is a tombstone. Removal forgets the position and touches no cell.
 The ring has two cells a block: when an insertion finds no room, more than half of the cells are tombstones, and the
 compaction that follows is paid for by their removals. All costs are O(blocks given), amortised.
 
 Invariants (`check_invariants`):
 
-    Q1  position[b] in [head, tail) and ring[position[b]] == b, or position[b] == NOT_QUEUED
+    Q1  position[b] is a cell of [head, tail) and ring[position[b]] == b, or position[b] == NOT_QUEUED
     Q2  num_free_blocks == number of queued blocks; tail - head <= ring length
 """
 
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
 
-NOT_QUEUED = np.iinfo(np.int64).min
+NOT_QUEUED = -1
 
 
 class FreeKVCacheBlockQueue:
@@ -43,7 +43,10 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks = num_blocks
         self._ring = np.empty(2 * num_blocks, np.int64)
         self._ring[:num_blocks] = np.arange(num_blocks)
-        self._position = np.arange(num_blocks, dtype=np.int64)
+        self._position = np.arange(num_blocks, dtype=np.int32)
+        self._cells = np.arange(
+            2 * num_blocks, dtype=np.int32
+        )  # slices of it are written to and compared with positions
         self._head = 0
         self._tail = num_blocks
 
@@ -73,7 +76,7 @@ class FreeKVCacheBlockQueue:
         ring, position = self._ring, self._position
         head, length = self._head, len(ring)
         block_id = ring.item(head % length)
-        while position.item(block_id) != head:
+        while position.item(block_id) != head % length:
             head += 1
             block_id = ring.item(head % length)
         position[block_id] = NOT_QUEUED
@@ -92,7 +95,7 @@ class FreeKVCacheBlockQueue:
         """`popleft_n` with ids that index arrays without a conversion; same errors."""
         self._check_available(num_blocks)
         if self._tail - self._head == self.num_free_blocks:
-            block_ids, end = self._read(self._head, num_blocks).copy(), self._head + num_blocks
+            block_ids, end = self._read(self._ring, self._head, num_blocks).copy(), self._head + num_blocks
         else:
             block_ids, end = self._scan(num_blocks)
         self._position[block_ids] = NOT_QUEUED
@@ -110,12 +113,12 @@ class FreeKVCacheBlockQueue:
         window = 2 * num_blocks + 64
         while True:
             window = min(window, self._tail - self._head)
-            cells = self._read(self._head, window)
-            live = np.flatnonzero(self._position[cells] == np.arange(self._head, self._head + window))
+            block_ids = self._read(self._ring, self._head, window)
+            live = np.flatnonzero(self._position[block_ids] == self._read(self._cells, self._head, window))
             if len(live) >= num_blocks:
                 live = live[:num_blocks]
                 end = self._head + (int(live[-1]) + 1 if num_blocks else 0)
-                return cells[live], end
+                return block_ids[live], end
             window *= 4
 
     def _forget_cells_before(self, cursor: int, num_taken: int) -> None:
@@ -165,8 +168,9 @@ class FreeKVCacheBlockQueue:
         if block_id in self:
             raise BlockStateError(f"expected a block outside the free queue, got {block_id}, which is in it")
         self._make_room(1)
-        self._ring[self._tail % len(self._ring)] = block_id
-        self._position[block_id] = self._tail
+        cell = self._tail % len(self._ring)
+        self._ring[cell] = block_id
+        self._position[block_id] = cell
         self._tail += 1
         self.num_free_blocks += 1
 
@@ -202,7 +206,7 @@ class FreeKVCacheBlockQueue:
     def append_distinct(self, ids: np.ndarray) -> None:
         """`append_n` of blocks (int64[n]) that are known to be distinct and not queued."""
         self._make_room(len(ids))
-        self._position[ids] = np.arange(self._tail, self._tail + len(ids))
+        self._position[ids] = self._read(self._cells, self._tail, len(ids))
         self._write(self._tail, ids)
         self._tail += len(ids)
         self.num_free_blocks += len(ids)
@@ -224,13 +228,10 @@ class FreeKVCacheBlockQueue:
         return ids
 
     def _place(self, ids: np.ndarray, start: int) -> bool:
-        """Writes `ids` into the cells from cursor `start`, unless one repeats.
-
-        A repeated block has the position of its last cell: read back, the positions add up to more than the cursors.
-        """
-        count = len(ids)
-        self._position[ids] = np.arange(start, start + count)
-        if np.add.reduce(self._position[ids]) != count * (2 * start + count - 1) // 2:
+        """Writes `ids` into the cells from cursor `start`, unless one repeats: it would be in its last cell only."""
+        cells = self._read(self._cells, start, len(ids))
+        self._position[ids] = cells
+        if np.count_nonzero(self._position[ids] == cells) < len(ids):
             self._position[ids] = NOT_QUEUED
             return False
         self._write(start, ids)
@@ -241,16 +242,17 @@ class FreeKVCacheBlockQueue:
             live = self._live()
             self._tail = self._head + len(live)
             self._write(self._head, live)
-            self._position[live] = np.arange(self._head, self._tail)
+            self._position[live] = self._read(self._cells, self._head, len(live))
 
     # -- the ring ---------------------------------------------------------------------------------------------------
 
-    def _read(self, start: int, count: int) -> np.ndarray:  # int64[count]; a view unless the range wraps
-        first = start % len(self._ring)
-        rest = first + count - len(self._ring)
+    def _read(self, ring: np.ndarray, start: int, count: int) -> np.ndarray:  # [count]; a view unless the range wraps
+        """What `_ring` or `_cells` holds from cursor `start` on."""
+        first = start % len(ring)
+        rest = first + count - len(ring)
         if rest <= 0:
-            return self._ring[first : first + count]
-        return np.concatenate([self._ring[first:], self._ring[:rest]])
+            return ring[first : first + count]
+        return np.concatenate([ring[first:], ring[:rest]])
 
     def _write(self, start: int, ids: np.ndarray) -> None:
         first = start % len(self._ring)
@@ -260,8 +262,9 @@ class FreeKVCacheBlockQueue:
             self._ring[: len(ids) - fits] = ids[fits:]
 
     def _live(self) -> np.ndarray:  # int64[num_free_blocks]
-        cells = self._read(self._head, self._tail - self._head)
-        return cells[self._position[cells] == np.arange(self._head, self._tail)]
+        num_cells = self._tail - self._head
+        block_ids = self._read(self._ring, self._head, num_cells)
+        return block_ids[self._position[block_ids] == self._read(self._cells, self._head, num_cells)]
 
     def check_invariants(self) -> None:
         """Checks Q1 and Q2. O(num_blocks).
