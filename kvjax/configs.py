@@ -60,13 +60,14 @@ def known_deployments() -> list[str]:
 def load_model_config(model: str | Path) -> ModelConfig:
     """The config of a shipped name, of a Hugging Face folder, or of a path to a config.json.
 
+    A folder or file of a shipped name's own spelling goes first; a folder without a config.json does not hide it.
+
     Raises:
         ConfigError: nothing of that name or path (the message lists the names), or a bad config.
     """
-    path = Path(model)
-    if path.is_dir():
+    path, shipped = Path(model), config_root() / "models" / f"{model}.json"
+    if (path / "config.json").is_file() or (path.is_dir() and not shipped.is_file()):
         return ModelConfig.from_folder(path)
-    shipped = config_root() / "models" / f"{model}.json"
     file = path if path.is_file() else shipped
     if not file.is_file():
         raise ConfigError(
@@ -80,7 +81,7 @@ def load_deployment(deployment: str | Path) -> Deployment:
     """The deployment of a shipped name or of a path to a TOML file.
 
     Raises:
-        ConfigError: nothing of that name or path, text that is no TOML, an unknown key, or a value of a wrong type.
+        ConfigError: nothing of that name or path, text that is no TOML, an unknown key, or a value that cannot be.
     """
     path = Path(deployment)
     file = path if path.is_file() else config_root() / "deployments" / f"{deployment}.toml"
@@ -117,6 +118,8 @@ def _parse_deployment(data: dict[str, Any], where: str) -> Deployment:
         expected = _TYPES.get(key, int)
         if type(value) is not expected:
             raise ConfigError(f"{where}: expected {key} to be of type {expected.__name__}, got {value!r}")
+        if expected is int and values[key] < 1:
+            raise ConfigError(f"{where}: expected {key} >= 1, got {value}")
     if memory is not None:
         values["memory_bytes"] = _parse_memory(memory, where)
     return Deployment(**values)

@@ -12,13 +12,21 @@ from kvjax.configs import known_deployments, known_models, load_deployment, load
 from kvjax.errors import ConfigError
 from kvjax.planning import plan_kv_cache
 
-SHAPES = {  # layers, KV heads, head size, full-attention layers
-    "llama-3-8b": (32, 8, 128, 32),
-    "llama-3-70b": (80, 8, 128, 80),
-    "qwen3-8b": (36, 8, 128, 36),
-    "qwen3-235b-a22b": (94, 4, 128, 94),
-    "qwen3-vl-235b-a22b": (94, 4, 128, 94),
-    "gemma-3-27b": (62, 16, 128, 10),
+SHAPES = {  # layers, KV heads, head size, full-attention layers, window
+    "llama-3-8b": (32, 8, 128, 32, None),
+    "llama-3-70b": (80, 8, 128, 80, None),
+    "qwen3-8b": (36, 8, 128, 36, None),
+    "qwen3-235b-a22b": (94, 4, 128, 94, None),
+    "qwen3-vl-235b-a22b": (94, 4, 128, 94, None),
+    "gemma-3-27b": (62, 16, 128, 10, 1_024),
+}
+SIZES = {  # query heads, hidden and MLP size, vocabulary, longest request, rotary base
+    "llama-3-8b": (32, 4_096, 14_336, 128_256, 8_192, 500_000),
+    "llama-3-70b": (64, 8_192, 28_672, 128_256, 8_192, 500_000),
+    "qwen3-8b": (32, 4_096, 12_288, 151_936, 40_960, 1_000_000),
+    "qwen3-235b-a22b": (64, 4_096, 12_288, 151_936, 40_960, 1_000_000),
+    "qwen3-vl-235b-a22b": (64, 4_096, 12_288, 151_936, 262_144, 5_000_000),
+    "gemma-3-27b": (32, 5_376, 21_504, 262_208, 131_072, 1_000_000),
 }
 
 
@@ -27,8 +35,20 @@ def test_shipped_models_have_their_shapes(name: str, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     config = load_model_config(name)
     full = sum(kind == "full_attention" for kind in config.layer_types)
-    assert (config.num_layers, config.num_kv_heads, config.head_dim, full) == SHAPES[name]
+    shape = (config.num_layers, config.num_kv_heads, config.head_dim, full, config.sliding_window)
+    assert shape == SHAPES[name]
+    sizes = (config.num_q_heads, config.hidden_size, config.intermediate_size, config.vocab_size, config.max_model_len)
+    assert (*sizes, config.rope.theta) == SIZES[name]
     assert config.dtype == "bfloat16"
+
+
+def test_windows_and_rotary_embeddings_of_gemma_alternate() -> None:
+    config = load_model_config("gemma-3-27b")
+    full = [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    assert full == list(range(5, 62, 6))
+    assert (config.rope.rope_type, config.rope.factor, config.sm_scale) == ("linear", 8.0, 168**-0.5)
+    assert config.rope_local is not None
+    assert (config.rope_local.rope_type, config.rope_local.theta) == ("default", 10_000)
 
 
 def test_nothing_else_is_shipped() -> None:
@@ -49,6 +69,15 @@ def test_a_folder_and_a_file_are_models_too(tmp_path: Path) -> None:
     file.write_text(source.read_text())
     assert load_model_config(tmp_path) == config
     assert load_model_config(str(file)) == config
+
+
+def test_a_folder_without_a_config_hides_no_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3-8b").mkdir()
+    (tmp_path / "results").mkdir()
+    assert load_model_config("qwen3-8b").num_layers == 36
+    with pytest.raises(ConfigError, match=r"expected a Hugging Face model folder with config\.json"):
+        load_model_config("results")
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "expected JSON, got"), ("[]", "expected a JSON object, got list")])
@@ -91,6 +120,8 @@ def test_unknown_deployments_are_listed() -> None:
     [
         ("memory = ", "expected TOML, got"),
         ("memry = '1GiB'", r"unknown keys memry; expected some of block_size, dtype, .*memory, model"),
+        ("block_size = 0", "expected block_size >= 1, got 0"),
+        ("max_model_len = -1", "expected max_model_len >= 1, got -1"),
         ("block_size = '16'", "expected block_size to be of type int, got '16'"),
         ("hybrid = 1", "expected hybrid to be of type bool, got 1"),
         ("memory = 1.5", "expected memory to be a number of bytes or a text, got 1.5"),
