@@ -25,7 +25,7 @@ from kvjax.errors import TraceError
 TRACE_BLOCK_SIZE = 512
 MAX_HASH_ID = 2**31 // TRACE_BLOCK_SIZE - 1  # tokens are int32
 _KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
-_LEAST = {"timestamp": 0, "input_length": 1, "output_length": 0}
+_RANGES = {"timestamp": (0, 2**53), "input_length": (1, 2**31 - 1), "output_length": (0, 2**31 - 1)}  # float64, int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
         OSError: the file cannot be read.
     """
     requests: list[TraceRequest] = []
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(requests) >= limit:
                 break
@@ -82,16 +82,18 @@ def write_trace(requests: Iterable[TraceRequest], path: str | Path) -> None:
 def _parse_line(line: str, where: str) -> TraceRequest:
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{where}: expected a JSON object, got {line.strip()[:40]!r} ({error})") from error
     if not isinstance(data, dict):
         raise TraceError(f"{where}: expected a JSON object, got {type(data).__name__}")
     missing = [key for key in _KEYS if key not in data]
     if missing:
         raise TraceError(f"{where}: expected the keys {', '.join(_KEYS)}, got no {', '.join(missing)}")
-    for key, least in _LEAST.items():
+    for key, (least, most) in _RANGES.items():
         if type(data[key]) is not int or data[key] < least:
             raise TraceError(f"{where}: expected {key} to be an integer >= {least}, got {data[key]!r}")
+        if data[key] > most:
+            raise TraceError(f"{where}: expected {key} <= {most}, got {data[key]}")
     return TraceRequest(
         timestamp_ms=data["timestamp"],
         input_length=data["input_length"],

@@ -127,12 +127,14 @@ def generate_workload(kind: str, num_requests: int, seed: int = 0) -> list[Trace
     """The first `num_requests` requests of an endless workload, in the order of their arrival.
 
     Raises:
-        ValueError: an unknown kind, or a number of requests below 1.
+        ValueError: an unknown kind, a number of requests below 1, or a negative seed.
     """
     if kind not in _KINDS:
         raise ValueError(f"expected a workload of {', '.join(WORKLOADS)}, got {kind!r}")
     if num_requests < 1:
         raise ValueError(f"expected num_requests >= 1, got {num_requests}")
+    if seed < 0:
+        raise ValueError(f"expected seed >= 0, got {seed}")
     sessions, mean_gap_s = _KINDS[kind]
     arrived: list[TraceRequest] = []
     future: list[tuple[int, int, TraceRequest]] = []  # heap by time, then order of generation

@@ -32,6 +32,12 @@ def test_other_keys_and_blank_lines_are_ignored(tmp_path: Path) -> None:
     assert read_trace(path) == [TraceRequest(5, 600, 3, (0, 7))]
 
 
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(GOOD), encoding="utf-8-sig")
+    assert read_trace(path) == [TraceRequest(5, 600, 3, (0, 7))]
+
+
 def test_tokens_follow_from_hash_ids() -> None:
     tokens = TraceRequest(0, 600, 1, (2, 7)).token_ids()
     assert tokens.dtype == np.int32
@@ -51,6 +57,9 @@ def test_tokens_follow_from_hash_ids() -> None:
         (GOOD | {"input_length": 0}, "expected input_length to be an integer >= 1, got 0"),
         (GOOD | {"input_length": 600.0}, "expected input_length to be an integer >= 1, got 600.0"),
         (GOOD | {"output_length": -1}, "expected output_length to be an integer >= 0, got -1"),
+        (GOOD | {"timestamp": 10**300}, "expected timestamp <= 9007199254740992, got 1000"),
+        (GOOD | {"output_length": 2**31}, "expected output_length <= 2147483647, got 2147483648"),
+        ("[" * 100_000, r"expected a JSON object, got '\[\[\[.* \(.*\)"),
         (GOOD | {"hash_ids": [0]}, r"expected 2 hash_ids for 600 tokens \(one per 512\), got 1"),
         (GOOD | {"hash_ids": [0, 7, 8]}, "expected 2 hash_ids for 600 tokens .*, got 3"),
         (GOOD | {"hash_ids": "07"}, "expected hash_ids to be a list, got '07'"),

@@ -46,8 +46,10 @@ def test_equal_ids_are_equal_prefixes() -> None:
                 assert prefixes.setdefault(hash_id, request.hash_ids[:end]) == request.hash_ids[:end]
 
 
-def test_unknown_kinds_and_no_requests_are_refused() -> None:
+def test_unknown_kinds_no_requests_and_negative_seeds_are_refused() -> None:
     with pytest.raises(ValueError, match="expected a workload of chat, agents, documents, got 'chats'"):
         generate_workload("chats", 10)
     with pytest.raises(ValueError, match="expected num_requests >= 1, got 0"):
         generate_workload("chat", 0)
+    with pytest.raises(ValueError, match="expected seed >= 0, got -1"):
+        generate_workload("chat", 1, seed=-1)
