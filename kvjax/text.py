@@ -1,6 +1,6 @@
 """Numbers, byte sizes and tables as text, and byte sizes back from text.
 
-Flow:    reports -> [format_bytes, align_table] -> terminal;   command line, TOML -> [parse_bytes] -> bytes
+Flow:    reports -> [format_bytes, count_of, align_table] -> terminal;   command line, TOML -> [parse_bytes] -> bytes
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ def format_bytes(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:,.2f} {unit}"
     return f"{num_bytes} B"
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number of things, such as "1 request" or "1,000 requests"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def align_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:

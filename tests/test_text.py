@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.text import align_table, format_bytes, parse_bytes
+from kvjax.text import align_table, count_of, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,10 @@ def test_formatted_sizes_are_close(num_bytes: int) -> None:
     assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.005 * 2**40 * (num_bytes >= 2**40) + max(
         0.006 * num_bytes, 0
     )
+
+
+def test_things_are_counted() -> None:
+    assert [count_of(number, "request") for number in (0, 1, 2_000)] == ["0 requests", "1 request", "2,000 requests"]
 
 
 def test_columns_are_aligned() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvjax.engine.outputs import GenerationResult
 from kvjax.engine.stats import StepStats
-from kvjax.text import align_table
+from kvjax.text import align_table, count_of
 
 
 def request_table(results: Mapping[str, GenerationResult]) -> str:
@@ -47,6 +47,7 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
     hit_tokens = sum(each.num_cached_tokens or 0 for each in stats)
     computed = sum(each.num_computed_tokens for each in stats)
     output_tokens = sum(each.num_output_tokens for each in stats)
+    host_us = [step.host_us for step in steps] or [0.0]
     needed = prompt_tokens - hit_tokens + output_tokens - len(stats)  # the last token of each is never an input
     return {
         "requests": len(stats),
@@ -62,16 +63,17 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
         "released_blocks": sum(pool.released for step in steps for pool in step.pools),
         "wall_s": wall_s,
         "output_tokens_per_s": output_tokens / wall_s if wall_s > 0 else 0.0,
-        "host_us_per_step": statistics.median(step.host_us for step in steps) if steps else 0.0,
+        "host_us_per_step": statistics.fmean(host_us),
+        "host_us_per_step_median": statistics.median(host_us),
     }
 
 
 def totals_lines(sums: Mapping[str, Any]) -> list[str]:
     """The totals in words."""
     lines = [
-        f"{_count(sums['requests'], 'request')} in {sums['wall_s']:.1f} s and {_count(sums['steps'], 'step')}: "
+        f"{count_of(sums['requests'], 'request')} in {sums['wall_s']:.1f} s and {count_of(sums['steps'], 'step')}: "
         f"{sums['output_tokens']:,} tokens written, {sums['output_tokens_per_s']:,.0f} a second; "
-        f"the host's share of a step is {sums['host_us_per_step']:,.0f} us (median).",
+        f"the host's share of a step is {sums['host_us_per_step_median']:,.0f} us (median).",
         f"Prefix cache: {sums['hit_tokens']:,} of {sums['prompt_tokens']:,} prompt tokens were found "
         f"({sums['token_hit_rate']:.1%}) and not computed.",
     ]
@@ -79,9 +81,9 @@ def totals_lines(sums: Mapping[str, Any]) -> list[str]:
         lines.append(f"Sliding windows gave {sums['released_blocks']:,} blocks back while their requests went on.")
     if sums["preemptions"]:
         lines.append(
-            f"Blocks ran out: {_count(sums['preemptions'], 'preemption')}, after which "
-            f"{_count(sums['refound_tokens'], 'token')} were still cached and {sums['recomputed_tokens']:,} had to be "
-            "computed again."
+            f"Blocks ran out: {count_of(sums['preemptions'], 'preemption')}, after which "
+            f"{count_of(sums['refound_tokens'], 'token')} were still cached and {sums['recomputed_tokens']:,} had to "
+            "be computed again."
         )
     return lines
 
@@ -112,7 +114,3 @@ def report_json(
         "requests": requests,
         "steps": [asdict(step) for step in steps],
     }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

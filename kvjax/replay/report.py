@@ -5,13 +5,13 @@ Flow:    ReplayResult -> [result_text | result_json] -> `kvjax replay`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvjax.replay.replay import ReplayResult
-from kvjax.text import align_table, format_bytes
+from kvjax.text import align_table, count_of, format_bytes
 
 QUANTILES = (0.5, 0.9, 0.99)
 
@@ -52,6 +52,8 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
     if not config.serial:
         values["speed_model"] = vars(config.speed)
         values["batching"] = vars(config.batching)
+        values["max_running_requests"] = recorder.max_running
+        values["max_waiting_requests"] = recorder.max_waiting
         values["time_to_first_token_seconds"] = _quantiles(recorder.ttft_s)
         values["latency_seconds"] = _quantiles(recorder.latency_s)
     return values
@@ -59,9 +61,10 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
 
 def result_text(result: ReplayResult) -> str:
     """The same for a person, a paragraph per question."""
-    parts = [_what(result), _hits(result), _pool(result), _host(result)]
+    values = result_json(result)
+    parts = [_what(result), _hits(values), _pool(values), _host(result, values)]
     if not result.config.serial:
-        parts.insert(2, _service(result))
+        parts.insert(2, _service(values))
     return "\n\n".join(parts)
 
 
@@ -70,7 +73,7 @@ def _what(result: ReplayResult) -> str:
     blocks = " + ".join(f"{pool.num_blocks - 1:,}" for pool in result.plan.pools)
     mode = "one at a time" if config.serial else "continuous batching in virtual time"
     lines = [
-        f"{recorder.requests:,} requests, {mode}; {recorder.prompt_tokens:,} prompt tokens"
+        f"{count_of(recorder.requests, 'request')}, {mode}; {recorder.prompt_tokens:,} prompt tokens"
         + ("" if config.serial else f", {recorder.output_tokens:,} output tokens"),
         f"cache: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
         f"{config.hash_algorithm}, {config.free_order}",
@@ -78,12 +81,11 @@ def _what(result: ReplayResult) -> str:
     if not config.serial:
         lines.append(f"speed model: {config.speed.describe()}")
     if recorder.refused:
-        lines.append(f"{recorder.refused:,} requests are larger than the cache and were refused")
+        lines.append(f"refused, since larger than the cache: {count_of(recorder.refused, 'request')}")
     return "\n".join(lines)
 
 
-def _hits(result: ReplayResult) -> str:
-    values = result_json(result)
+def _hits(values: Mapping[str, Any]) -> str:
     rows = [
         [name, f"{values[hit]:,}", f"{values[total]:,}", f"{values[rate]:.2%}"]
         for name, hit, total, rate in (
@@ -96,28 +98,26 @@ def _hits(result: ReplayResult) -> str:
     return align_table(["prefix hits of", "hit", "of", "rate"], rows, left={0})
 
 
-def _service(result: ReplayResult) -> str:
-    recorder = result.recorder
+def _service(values: Mapping[str, Any]) -> str:
     rows = [
-        [name, *(f"{value:,.2f} s" for value in _quantiles(seconds).values())]
-        for name, seconds in (("first token", recorder.ttft_s), ("last token", recorder.latency_s))
-        if seconds
+        [name, *(f"{value:,.2f} s" for value in values[key].values())]
+        for name, key in (("first token", "time_to_first_token_seconds"), ("last token", "latency_seconds"))
+        if values[key]
     ]
     table = align_table(["from arrival to", "mean", "median", "90 %", "99 %", "most"], rows, left={0})
-    rate = _ratio(recorder.output_tokens, result.virtual_seconds)
-    most_running = max((sample.running for sample in recorder.samples), default=0)
-    most_waiting = max((sample.waiting for sample in recorder.samples), default=0)
+    rate = _ratio(values["output_tokens"], values["virtual_seconds"])
     return (
-        f"{table}\n{result.virtual_seconds:,.0f} s of virtual time, {recorder.computed_tokens:,} tokens computed, "
+        f"{table}\n{values['virtual_seconds']:,.0f} s of virtual time, {values['computed_tokens']:,} tokens computed, "
         f"{rate:,.0f} output tokens/s\n"
-        f"{recorder.preemptions:,} preemptions; at most {most_running:,} requests ran and {most_waiting:,} waited"
+        f"{count_of(values['preemptions'], 'preemption')}; at most {values['max_running_requests']:,} requests ran and "
+        f"{values['max_waiting_requests']:,} waited"
     )
 
 
-def _pool(result: ReplayResult) -> str:
-    occupancy, residency = _occupancy(result), _residency(result)
+def _pool(values: Mapping[str, Any]) -> str:
+    occupancy, residency = values["occupancy"], values["block_residency"]
     lines = [
-        f"blocks held: {occupancy['mean_held']:.1%} on average, {occupancy['max_held']:.1%} at most; "
+        f"blocks held in a step: {occupancy['mean_held']:.1%} on average, {occupancy['max_held']:.1%} at most; "
         f"free but cached: {occupancy['mean_cached']:.1%} on average"
     ]
     if residency["sampled_evictions"]:
@@ -137,13 +137,12 @@ def _pool(result: ReplayResult) -> str:
     return "\n".join(lines)
 
 
-def _host(result: ReplayResult) -> str:
-    times = _host_times(result.recorder.host_ns)
+def _host(result: ReplayResult, values: Mapping[str, Any]) -> str:
     what = "request" if result.config.serial else "step"
     return (
-        f"CPU time of the managers: {times['host_us_per_step']:,.0f} us a {what} on average, "
-        f"{times['host_us_per_step_median']:,.0f} median, {times['host_us_per_step_p99']:,.0f} at 99 %\n"
-        f"{len(result.recorder.host_ns):,} {what}s in {result.wall_seconds:.1f} s, with making and hashing the prompts"
+        f"CPU time of the managers: {values['host_us_per_step']:,.0f} us a {what} on average, "
+        f"{values['host_us_per_step_median']:,.0f} median, {values['host_us_per_step_p99']:,.0f} at 99 %\n"
+        f"{count_of(values['steps'], what)} in {values['wall_seconds']:.1f} s, with making and hashing the prompts"
     )
 
 
@@ -157,11 +156,12 @@ def _host_times(host_ns: Sequence[int]) -> dict[str, float]:
 
 
 def _occupancy(result: ReplayResult) -> dict[str, float]:
-    """Shares of all blocks, over the samples."""
+    """Shares of all blocks: averages over the samples, the maximum over all steps."""
     total = sum(pool.num_blocks - 1 for pool in result.plan.pools)
     held = np.array([sample.held_blocks for sample in result.recorder.samples] or [0]) / total
     cached = np.array([sample.cached_blocks for sample in result.recorder.samples] or [0]) / total
-    return {"mean_held": float(held.mean()), "max_held": float(held.max()), "mean_cached": float(cached.mean())}
+    most = result.recorder.max_held_blocks / total
+    return {"mean_held": float(held.mean()), "max_held": most, "mean_cached": float(cached.mean())}
 
 
 def _residency(result: ReplayResult) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def test_equal_runs_are_equal() -> None:
 
 def test_bounds_of_a_step_hold() -> None:
     result = replay(random_trace(2, 60, max_output=300), num_blocks=5_000)
-    assert max(sample.running for sample in result.recorder.samples) == BATCHING.max_num_seqs
-    assert max(sample.waiting for sample in result.recorder.samples) > 0
+    assert result.recorder.max_running == BATCHING.max_num_seqs
+    assert result.recorder.max_waiting > 0
 
 
 def test_time_of_one_request_is_the_speed_models() -> None:
@@ -123,10 +123,16 @@ def test_windowed_layers_run_too() -> None:
 
 def test_samples_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvjax.replay.recorder.MAX_SAMPLES", 16)
-    result = replay(random_trace(0, 40, max_output=200))
-    times = [sample.time_s for sample in result.recorder.samples]
+    few = replay(random_trace(0, 40, max_output=200)).recorder
+    times = [sample.time_s for sample in few.samples]
     assert 8 <= len(times) < 16
     assert times == sorted(times)
+    monkeypatch.setattr("kvjax.replay.recorder.MAX_SAMPLES", 1_000_000)
+    all_steps = replay(random_trace(0, 40, max_output=200)).recorder
+    assert len(all_steps.samples) == len(all_steps.host_ns)
+    assert few.max_held_blocks == max(sample.held_blocks for sample in all_steps.samples)
+    assert few.max_running == max(sample.running for sample in all_steps.samples)
+    assert few.max_waiting == max(sample.waiting for sample in all_steps.samples)
 
 
 @pytest.mark.parametrize(
