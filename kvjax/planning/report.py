@@ -94,7 +94,7 @@ def describe_kind(group: GroupPlanSummary) -> str:
 
 
 def format_requests(requests: float) -> str:
-    """Requests to one decimal, never rounded up past the next tenth above 100."""
+    """Requests to one decimal; from 100 on whole ones, rounded down."""
     return f"{requests:,.1f}" if requests < 100 else f"{int(requests):,}"
 
 
@@ -109,7 +109,8 @@ def plan_words(plan: KVCachePlan) -> str:
 def _budget_words(plan: KVCachePlan) -> str:
     if plan.memory_bytes is None:
         return f"The number of blocks was given; they take {format_bytes(plan.used_bytes)} on each device."
-    rest = f"; the other {format_bytes(plan.unused_bytes)} are less than a block" if plan.unused_bytes else ""
+    block = "a block" if len(plan.pools) == 1 else "a block of the pools that grow with a request's length"
+    rest = f"; the other {format_bytes(plan.unused_bytes)} are less than {block}" if plan.unused_bytes else ""
     return f"Of {format_bytes(plan.memory_bytes)} on each device the cache takes {format_bytes(plan.used_bytes)}{rest}."
 
 
@@ -157,7 +158,9 @@ def _fit_words(plan: KVCachePlan) -> str:
     usable = " and ".join(f"{pool.num_blocks - 1 - pool.in_flight_blocks:,}" for pool in plan.pools)
     return (
         f"A request of {plan.max_model_len:,} tokens holds {blocks}; {usable} are free for requests, "
-        f"so {format_requests(plan.concurrency)} of them fit at once. Requests that share a prefix take less."
+        f"so {format_requests(plan.concurrency)} of them fit at once. Requests that share a prefix take less. The "
+        f"block tables of one such request are {format_bytes(plan.table_bytes_per_request)} on the device (on TPU in "
+        "its scalar memory)."
     )
 
 

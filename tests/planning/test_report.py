@@ -19,6 +19,7 @@ def test_words_explain_the_worked_example() -> None:
     assert "a page holds 16 tokens of one layer in 65,536 bytes;" in words
     assert "11,468 blocks, one of them the null block" in words
     assert "holds 8,192 blocks of pool 0; 11,467 are free for requests, so 1.4 of them fit at once" in words
+    assert "The block tables of one such request are 32.00 KiB on the device" in words
 
 
 def test_words_name_groups_windows_padding_and_parallelism() -> None:
