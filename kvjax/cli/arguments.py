@@ -27,11 +27,14 @@ def non_negative_float(text: str) -> float:
 
 
 def byte_size(text: str) -> int:
-    """A size in bytes, with or without a unit."""
+    """A size of at least a byte, with or without a unit."""
     try:
-        return parse_bytes(text)
+        size = parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"expected a size of at least 1 byte, got {text!r}")
+    return size
 
 
 def int_list(text: str) -> list[int]:

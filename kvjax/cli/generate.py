@@ -9,7 +9,6 @@ first unfinished one live, the others as soon as it is their turn.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -25,12 +24,12 @@ from kvjax.cli.generate_plot import save_pool_plot
 from kvjax.cli.generate_prompts import NamedPrompt, read_prompts
 from kvjax.cli.generate_report import report_json, request_table, totals, totals_lines
 from kvjax.cli.generate_stream import OrderedTextPrinter
+from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
 from kvjax.cli.progress import progress
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, SamplingParams
 from kvjax.engine.pool_picture import pool_picture
-from kvjax.errors import MissingExtraError
 from kvjax.planning import plan_kv_cache
 from kvjax.text import format_bytes
 
@@ -81,9 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("what to show")
     out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write requests, steps and totals")
+    out.add_argument("--json", type=output_file, metavar="FILE", help="write requests, steps and totals")
     plot = out.add_mutually_exclusive_group()
-    plot.add_argument("--plot", type=Path, metavar="FILE", help=f"PNG of the pools ({DEFAULT_PLOT}, with matplotlib)")
+    plot.add_argument(
+        "--plot", type=output_file, metavar="FILE", help=f"PNG of the pools ({DEFAULT_PLOT}, with matplotlib)"
+    )
     plot.add_argument("--no-plot", action="store_true", help="write no PNG")
 
 
@@ -102,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
     token_ids = [tokenizer.encode(prompt.text) for prompt in prompts]
     config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens)
     engine = _make_engine(model, config, mesh)
-    for ids, one in zip(token_ids, params, strict=True):
-        engine.check_request(ids, one)
+    for prompt, ids, one in zip(prompts, token_ids, params, strict=True):
+        engine.check_request(ids, one, prompt.name)
     print("\n".join(_about(engine, args, len(prompts))), flush=True)
     _warm_up(engine)
     for prompt, ids, one in zip(prompts, token_ids, params, strict=True):
@@ -116,14 +117,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plot_path(args: argparse.Namespace) -> Path | None:
-    """Where the PNG goes; None: no plot. Refuses before the long work what cannot be done after it."""
+    """Where the PNG goes; None: no plot. One that nobody asked for is left out where it cannot be drawn or written."""
     if args.no_plot:
         return None
-    if importlib.util.find_spec("matplotlib") is not None:
-        return args.plot or DEFAULT_PLOT
     if args.plot is not None:
-        raise MissingExtraError("--plot needs matplotlib, which is not installed: pip install 'kvjax[plots]'")
-    return None
+        require_matplotlib("--plot")
+        return args.plot
+    return DEFAULT_PLOT if has_matplotlib() and os.access(DEFAULT_PLOT.parent, os.W_OK) else None
 
 
 def _sampling_params(args: argparse.Namespace, num_prompts: int) -> list[SamplingParams]:

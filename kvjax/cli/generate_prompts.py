@@ -6,7 +6,8 @@ Flow:    --prompt, --prompts FILE, kvjax.demo -> [read_prompts] -> named prompts
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +26,8 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[Named
     """The prompts of the command line and the file, or the demo's where neither is given.
 
     Raises:
-        ValueError: a line of the file is not a prompt (`path:line` in the message), a name repeats, or there is no
-            prompt at all.
+        ValueError: a line of the file is not a prompt (`path:line` in the message), a name repeats, a text is empty
+            or not Unicode, or there is no prompt at all.
     """
     if not prompts and file is None:
         return [NamedPrompt(request.name, request.prompt) for request in demo_requests()]
@@ -35,37 +36,61 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[Named
         named += _read_jsonl(file) if file.suffix == ".jsonl" else _read_lines(file)
     if not named:
         raise ValueError(f"expected at least one prompt in {file}, got none")
-    names = [prompt.name for prompt in named]
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(prompt.name for prompt in named).items() if count > 1)
     if repeated:
         raise ValueError(f"expected prompts of different names, got {', '.join(repeated)} more than once")
     for prompt in named:
         if not prompt.text:
             raise ValueError(f"expected text in prompt {prompt.name}, got none")
+        if not _is_unicode(prompt.text):
+            raise ValueError(f"expected Unicode text in prompt {prompt.name}, got {prompt.text[:80]!r}")
     return named
 
 
 def _read_lines(file: Path) -> list[NamedPrompt]:
     """A prompt a line; empty lines are passed over."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return [NamedPrompt(f"line-{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+    return [NamedPrompt(f"line-{number}", line) for number, line in _lines(file)]
 
 
 def _read_jsonl(file: Path) -> list[NamedPrompt]:
     """A JSON string a line, or an object with "prompt" and perhaps "name"; for prompts of several lines."""
     named = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, line in _lines(file):
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}:{number}: expected JSON, got {error}") from error
         if isinstance(value, str):
             value = {"prompt": value}
-        if not isinstance(value, dict) or not isinstance(value.get("prompt"), str) or set(value) - {"prompt", "name"}:
+        if isinstance(value, dict):
+            value = {"name": f"line-{number}", **value}
+        if not isinstance(value, dict) or set(value) != {"prompt", "name"} or not _are_texts(value.values()):
             raise ValueError(
                 f'{file}:{number}: expected a string, or an object with "prompt" and perhaps "name", got {line[:80]}'
             )
-        named.append(NamedPrompt(str(value.get("name", f"line-{number}")), value["prompt"]))
+        named.append(NamedPrompt(value["name"], value["prompt"]))
     return named
+
+
+def _is_unicode(text: str) -> bool:
+    """False with a lone surrogate: bytes of the command line that are no UTF-8, or such an escape in JSON."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _are_texts(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their numbers; only newlines end one, as in JSON lines."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected UTF-8, got {error}") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, line

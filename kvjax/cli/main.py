@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -27,16 +28,20 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: the process's own); returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows the rest
     args = _parser(argv).parse_args(argv)
     try:
-        return importlib.import_module(f"kvjax.cli.{args.command}").run(args) or 0
+        status = importlib.import_module(f"kvjax.cli.{args.command}").run(args) or 0
+        sys.stdout.flush()  # here, where a closed pipe is expected
+        return status
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("kvjax: interrupted", file=sys.stderr)
         return 130
-    except (KVCacheError, ValueError, OSError, NotImplementedError) as error:
+    except (KVCacheError, ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: jax, devices
         if args.debug:
             raise
         print(f"kvjax {args.command}: error: {_one_line(error)}", file=sys.stderr)

@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-hybrid",
         dest="hybrid",
-        action="store_const",
-        const=False,
+        action="store_false",
+        default=None,
         help="windowed layers keep every token and share the full layers' table",
     )
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="request lengths to fit")

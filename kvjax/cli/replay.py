@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.cli.arguments import byte_size, non_negative_float, positive_float, positive_int
+from kvjax.cli.output_files import output_file, require_matplotlib
 from kvjax.cli.progress import progress
 from kvjax.configs import known_models, load_model_config
 from kvjax.core.block_hash import ALGORITHMS
@@ -43,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cache_arguments(parser.add_argument_group("cache"))
     _add_speed_arguments(parser.add_argument_group("continuous batching in virtual time"))
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw hits, occupancy, queue and block lifetimes")
+    output.add_argument("--json", type=output_file, metavar="FILE", help="write the result as JSON")
+    output.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="PNG of hits, occupancy, queue and block lifetimes"
+    )
     output.add_argument("--no-progress", action="store_true", help="no progress bar (there is none off a terminal)")
 
 
@@ -56,8 +59,8 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help=f"how many to generate (default: {DEFAULT_NUM_REQUESTS:,}) or to read (default: all)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of the generated workload")
-    group.add_argument("--write", type=Path, metavar="FILE", help="write the workload as a trace and stop")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the generated workload (default: 0)")
+    group.add_argument("--write", type=output_file, metavar="FILE", help="write the workload as a trace and stop")
 
 
 def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
@@ -67,13 +70,15 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         help=f"{', '.join(known_models())}, a Hugging Face folder, or a config.json (default: {DEFAULT_MODEL})",
     )
     group.add_argument(
-        "--block-size", type=positive_int, default=DEFAULT_BLOCK_SIZE, metavar="N", help="tokens a block"
+        "--block-size", type=positive_int, default=DEFAULT_BLOCK_SIZE, metavar="N", help="tokens a block (default: 16)"
     )
     size = group.add_mutually_exclusive_group()
     size.add_argument("--memory", type=byte_size, metavar="BYTES", help="of one device (default: 52GiB)")
     size.add_argument("--num-blocks", type=positive_int, metavar="N", help="usable blocks, the null block not counted")
     group.add_argument("--dtype", help="of the cache (default: the model's)")
-    group.add_argument("--platform", choices=["cpu", "gpu", "tpu"], default="gpu", help="whose padding to count")
+    group.add_argument(
+        "--platform", choices=["cpu", "gpu", "tpu"], default="gpu", help="whose padding to count (default: gpu)"
+    )
     group.add_argument(
         "--tensor-parallel", type=positive_int, default=1, metavar="N", help="devices that share KV heads"
     )
@@ -139,9 +144,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {len(trace):,} requests, {sum(r.input_length for r in trace):,} prompt tokens, to {args.write}")
         return 0
     if args.plot is not None:
-        from kvjax.cli.replay_plot import check_available  # before minutes of work
-
-        check_available()
+        require_matplotlib("--plot")  # before minutes of work
     config = _config(args)
     with progress("Replaying", len(trace), "request", enabled=not args.no_progress) as advance:
         result = run_replay(trace, config, advance)

@@ -5,13 +5,12 @@ Flow:    ReplayResult -> [plot_replay] -> PNG
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.errors import MissingExtraError
+from kvjax.cli.output_files import require_matplotlib
 from kvjax.replay import ReplayResult
 
 if TYPE_CHECKING:
@@ -23,12 +22,6 @@ NUM_WINDOWS = 60  # points of the hit-rate curves
 NUM_BINS = 50
 
 
-def check_available() -> None:
-    """Raises MissingExtraError where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("--plot needs matplotlib; install it with: pip install 'kvjax[plots]'")
-
-
 def plot_replay(result: ReplayResult, path: Path, title: str) -> None:
     """Writes the picture.
 
@@ -36,7 +29,7 @@ def plot_replay(result: ReplayResult, path: Path, title: str) -> None:
         MissingExtraError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    check_available()
+    require_matplotlib("--plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -170,9 +170,14 @@ class LLMEngine:
         self._num_added += 1
         return engine_request.request_id
 
-    def check_request(self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None = None) -> None:
+    def check_request(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> None:
         """Raises ValueError if `add_request` would refuse the prompt: to know before a long warm-up."""
-        self.scheduler.check_fits(self._make_request(prompt, params, None))
+        self.scheduler.check_fits(self._make_request(prompt, params, request_id))
 
     def abort(self, request_id: str) -> GenerationResult:
         """Ends a request now; what it has so far.

@@ -89,7 +89,8 @@ def test_preemptions_are_told() -> None:
         "steps": 2,
         "output_tokens": 3,
         "output_tokens_per_s": 3.0,
-        "host_us_per_step": 9.0,
+        "host_us_per_step": 12.0,
+        "host_us_per_step_median": 9.0,
         "hit_tokens": 0,
         "prompt_tokens": 8,
         "token_hit_rate": 0.0,
@@ -119,6 +120,15 @@ def test_jsonl_prompts_have_lines_and_names(tmp_path: Path) -> None:
         ("first", "a\nb"),
         ("line-3", "plain"),
     ]
+    file.write_text('"one\u2028line"\n', encoding="utf-8-sig")
+    assert [prompt.text for prompt in read_prompts(None, file)] == ["one\u2028line"]
+
+
+def test_prompt_files_are_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"prompts.txt: expected UTF-8, got"):
+        read_prompts(None, file)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +138,8 @@ def test_jsonl_prompts_have_lines_and_names(tmp_path: Path) -> None:
         ('"a"\n{"text": "b"}\n', r'prompts.jsonl:2: expected a string, or an object with "prompt"'),
         ('{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}\n', "different names, got x"),
         ('{"prompt": ""}\n', "expected text in prompt line-1"),
+        ('{"prompt": "a", "name": null}\n', r'prompts.jsonl:1: expected a string, or an object with "prompt"'),
+        ('"\\ud800"\n', "expected Unicode text in prompt line-1"),
         ("\n", "at least one prompt in .*prompts.jsonl"),
     ],
 )
@@ -145,6 +157,8 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, content: str, message: str
         (["--model", "/no/such/folder"], "config.json"),
         (["--top-p", "2"], "top_p in (0, 1], got 2.0"),
         (["--max-tokens", "4000"], "max_model_len"),
+        (["--prompt", "a", "--max-model-len", "2"], "request prompt-1: expected prompt and max_tokens of at most 2"),
+        (["--prompt", "\udcff"], "expected Unicode text in prompt prompt-1, got '\\udcff'"),
         (["--num-blocks", "5"], "give the pool more blocks"),
         (["--num-blocks", "1"], "num_blocks >= 2"),
         (["--memory", "1KiB"], "bytes"),

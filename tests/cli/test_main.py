@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 
@@ -56,6 +57,16 @@ def test_a_closed_pipe_ends_quietly() -> None:
     assert result.stderr == ""
 
 
+def test_what_the_terminal_cannot_show_is_replaced() -> None:
+    code = (
+        "import sys; from unittest import mock; from kvjax.cli.main import main; "
+        "run = lambda args: print('\u2588 held'); sys.exit(mock.patch('kvjax.cli.plan.run', run)(main)(['plan']))"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=environment)
+    assert result.stdout.split() == [b"?", b"held"]
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
     [
@@ -81,6 +92,8 @@ def test_argument_types_accept() -> None:
         (NotImplementedError("not on this backend"), 2, "kvjax plan: error: not on this backend\n"),
         (ValueError("two\nlines"), 2, "kvjax plan: error: two lines\n"),
         (OSError(), 2, "kvjax plan: error: OSError\n"),
+        (MemoryError(), 2, "kvjax plan: error: MemoryError\n"),
+        (RuntimeError("no device"), 2, "kvjax plan: error: no device\n"),
     ],
 )
 def test_errors_have_a_status_and_one_line(

@@ -87,9 +87,19 @@ def test_bad_input_is_one_clear_line(capsys: pytest.CaptureFixture[str], argv: t
     assert message in error(capsys, *argv)
 
 
+def test_unknown_keys_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, deployment = tmp_path / "config.json", tmp_path / "deployment.toml"
+    shipped = json.loads((Path(__file__).parents[2] / "configs" / "models" / "qwen3-8b.json").read_text())
+    model.write_text(json.dumps(shipped | {"kv_lora_rank": 512}))
+    deployment.write_text('model = "qwen3-8b"\nmemry = "40GiB"\n')
+    assert f"{model}: unknown keys kv_lora_rank" in error(capsys, str(model), "--memory", "40GiB")
+    assert f"{deployment}: unknown keys memry; expected some of" in error(capsys, "--deployment", str(deployment))
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (("--memory", "0"), "argument --memory: expected a size of at least 1 byte, got '0'"),
         (("--memory", "5G"), "argument --memory: expected a size in bytes such as 60129542144, 56GiB (binary)"),
         (("--max-model-len", "0"), "argument --max-model-len: expected an integer >= 1, got '0'"),
         (("--lengths", "1,x"), "argument --lengths: expected an integer >= 1, got 'x'"),

@@ -69,6 +69,9 @@ def test_batched_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.Captur
     assert data["output_tokens"] == 60
     assert data["batching"] == {"max_num_batched_tokens": 8_192, "max_num_seqs": 4}
     assert data["virtual_seconds"] > 60
+    assert data["max_running_requests"] == 1
+    assert f"at most {data['max_running_requests']} requests ran and {data['max_waiting_requests']} waited" in out
+    assert 0 < data["occupancy"]["mean_held"] <= data["occupancy"]["max_held"] <= 1
     assert plot_path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -91,7 +94,7 @@ def test_what_is_evicted_and_refused_is_told(tmp_path: Path, capsys: pytest.Capt
     out = run(capsys, path, "--serial", "--num-blocks", 1_030, "--plot", tmp_path / "p.png")
     assert "lifetime of a block's contents" in out
     out = run(capsys, path, "--serial", "--num-blocks", 1_000, "--plot", tmp_path / "p.png")
-    assert "20 requests are larger than the cache and were refused" in out
+    assert "refused, since larger than the cache: 20 requests" in out
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_what_is_evicted_and_refused_is_told(tmp_path: Path, capsys: pytest.Capt
         (("TRACE", "--memory", "1MiB"), "bytes short; give more memory"),
         (("TRACE", "--model", "gpt"), "expected a model's name"),
         (("TRACE", "--max-num-batched-tokens", "8"), "expected max_num_batched_tokens >= max_num_seqs = 256"),
-        (("TRACE", "--num-blocks", "9", "--serial", "--json", "/nowhere/x.json"), "No such file or directory"),
+        (("--generate", "chat", "--seed", "-1"), "expected seed >= 0, got -1"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -115,16 +118,56 @@ def test_bad_input_is_one_clear_line(
     assert err.count("\n") == 1
 
 
-def test_bad_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{oops", "expected a JSON object, got '{oops' ("),
+        (
+            '{"timestamp": 9, "hash_ids": []}',
+            "expected the keys timestamp, input_length, output_length, hash_ids, got no",
+        ),
+        (
+            '{"timestamp": 4, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}',
+            "expected timestamp >= 5 (the request before), got 4; sort the trace by time",
+        ),
+        (
+            '{"timestamp": 9, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
+            "expected 2 hash_ids for 600 tokens (one per 512), got 1",
+        ),
+    ],
+)
+def test_bad_lines_are_named(line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}\n')
+    path.write_text('{"timestamp": 5, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n' + line + "\n")
     assert main(["replay", str(path)]) == 2
-    assert f"{path}:1: expected 2 hash_ids for 600 tokens (one per 512), got 1" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"kvjax replay: error: {path}:2: {message}")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--json", "/nowhere/x.json"), "argument --json: expected a file in a folder that exists"),
+        (("--plot", "."), "argument --plot: expected a file to write, got the folder '.'"),
+        (("--memory", "0"), "argument --memory: expected a size of at least 1 byte, got '0'"),
+        (("--generate", "chats"), "argument --generate: invalid choice: 'chats'"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_work(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", "trace.jsonl", *argv])
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
 
 
 def test_a_plot_without_matplotlib_names_the_extra(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
-        MissingExtraError, match=r"--plot needs matplotlib; install it with: pip install 'kvjax\[plots\]'"
+        MissingExtraError, match=r"--plot needs matplotlib, which is not installed: pip install 'kvjax\[plots\]'"
     ):
         main(["--debug", "replay", trace, "--plot", "x.png"])
