@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the cases, from whic
 import bench_host_cases
 from bench_host_cases.case import BenchCase
 
+from kvjax.cli.output_files import output_file
+
 
 @dataclass(frozen=True)
 class Result:
@@ -65,7 +67,7 @@ def row(result: Result) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints, writes; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--only", metavar="PATTERN", help="cases whose name holds or matches this (shell pattern)")
     parser.add_argument("--runs", type=int, default=3, help="rounds of each case (default %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")

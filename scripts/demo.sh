@@ -10,7 +10,7 @@ mkdir -p out
 
 say() { printf '\n\033[1m$ kvjax %s\033[0m\n' "$*"; }
 
-say generate --plot out/pool.png
+say generate --plot out/pool.png "$@"
 "$kvjax" generate --plot out/pool.png "$@"
 
 say replay --generate chat --num-requests 200 --num-blocks 8000 --plot out/replay.png

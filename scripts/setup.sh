@@ -12,6 +12,10 @@ venv=${KVJAX_VENV:-.venv}
 constraints=${KVJAX_CONSTRAINTS:-}
 stamp=$venv/.kvjax-installed
 
+known() { # the extras of pyproject.toml, one a line
+    sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml
+}
+
 usable() { # a Python of 3.11 or newer that can make virtual environments
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
@@ -46,6 +50,12 @@ install() { # quiet when it works, the end of pip's own words when it does not
         -e "$target" >"$log" 2>&1 || { tail -n 8 "$log" >&2; return 1; }
 }
 
+for extra in "$@"; do
+    if ! known | grep -qx -- "$extra"; then
+        echo "kvjax: expected extras out of $(known | paste -sd ' ' -), got '$extra'" >&2
+        exit 2
+    fi
+done
 if [ -x "$venv/bin/python" ] && ! usable "$venv/bin/python"; then rm -rf "$venv"; fi
 extras=$(wanted "$@")
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(checksum; echo "$extras")" ]; then exit 0; fi

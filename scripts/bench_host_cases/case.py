@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -31,17 +32,24 @@ def time_us(call: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - start) / 1e3
 
 
-def sample_us(call: Callable[[], object], repetitions: int, prepare: Callable[[], object] | None = None) -> list[float]:
-    """Microseconds of `repetitions` calls, collector off; `prepare` runs untimed before each, and once to warm up."""
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage collection inside the block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        samples = []
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def sample_us(call: Callable[[], object], repetitions: int, prepare: Callable[[], object] | None = None) -> list[float]:
+    """Microseconds of `repetitions` calls, collector off; `prepare` runs untimed before each, and once to warm up."""
+    samples = []
+    with collector_off():
         for _ in range(repetitions + 1):
             if prepare is not None:
                 prepare()
             samples.append(time_us(call))
-        return samples[1:]
-    finally:
-        if was_enabled:
-            gc.enable()
+    return samples[1:]

@@ -7,14 +7,13 @@ that Python has not hashed before. The baseline is `PlainManager`, called once p
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
-from bench_host_cases.case import BenchCase, sample_us, time_us
+from bench_host_cases.case import BenchCase, collector_off, sample_us, time_us
 from bench_host_cases.plain_manager import PlainGroup, PlainManager, PlainRequest
 from kvjax.core import (
     BlockHasher,
@@ -93,12 +92,11 @@ class Decoding:
 def step_samples(shape: str, num_requests: int) -> list[float]:
     decoding = Decoding(shape, num_requests)
     samples = []
-    gc.disable()
-    for _ in range(NUM_STEPS):
-        decoding.append()
-        samples.append(time_us(decoding.plan))
-        decoding.advance()
-    gc.enable()
+    with collector_off():
+        for _ in range(NUM_STEPS):
+            decoding.append()
+            samples.append(time_us(decoding.plan))
+            decoding.advance()
     return samples
 
 
@@ -106,17 +104,16 @@ def step_with_tokens_samples(num_requests: int) -> list[float]:
     decoding = Decoding("full", num_requests)
     table, rows = decoding.manager.request_table, decoding.rows
     samples = []
-    gc.disable()
-    for _ in range(NUM_STEPS):
-        tokens = decoding.tokens()
+    with collector_off():
+        for _ in range(NUM_STEPS):
+            tokens = decoding.tokens()
 
-        def step(tokens: np.ndarray = tokens) -> None:
-            table.append_tokens(rows, tokens)
-            decoding.plan()
+            def step(tokens: np.ndarray = tokens) -> None:
+                table.append_tokens(rows, tokens)
+                decoding.plan()
 
-        samples.append(time_us(step))
-        decoding.advance()
-    gc.enable()
+            samples.append(time_us(step))
+            decoding.advance()
     return samples
 
 
@@ -130,12 +127,11 @@ def allocate_slots_samples() -> list[float]:
             allocate(request, 1)
 
     samples = []
-    gc.disable()
-    for _ in range(NUM_STEPS):
-        decoding.append()
-        samples.append(time_us(step) / len(requests))
-        decoding.advance()
-    gc.enable()
+    with collector_off():
+        for _ in range(NUM_STEPS):
+            decoding.append()
+            samples.append(time_us(step) / len(requests))
+            decoding.advance()
     return samples
 
 

@@ -87,6 +87,7 @@ def test_a_pattern_picks_cases(
     ("arguments", "message"),
     [
         (["--only", "none"], "no case matches 'none'; --list names them"),
+        (["--json", "/nowhere/x.json"], "argument --json: expected a file in a folder that exists"),
         (["--runs", "0"], "expected --runs of at least 1, got 0"),
     ],
 )
