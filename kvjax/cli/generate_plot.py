@@ -17,23 +17,30 @@ HELD, CACHED, FREE, RELEASED, PREEMPTED = "#31688e", "#90c8ac", "#ebebeb", "#c96
 def save_pool_plot(steps: Sequence[StepStats], path: Path) -> None:
     """Draws `steps` into a PNG at `path`: a panel per pool, then hits, then blocks given back. Needs matplotlib."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
+    from matplotlib.ticker import MaxNLocator
 
     num_pools = len(steps[0].pools)
-    figure = Figure(figsize=(10, 2.8 * num_pools + 2.6), layout="constrained")
-    axes = figure.subplots(num_pools + 2, 1, sharex=True, height_ratios=[2.8] * num_pools + [1, 1])
+    figure = Figure(figsize=(10, 2.8 * num_pools + 3.2), layout="constrained")
+    axes = figure.subplots(num_pools + 2, 1, sharex=True, height_ratios=[2.8] * num_pools + [1.2, 1.2])
     numbers = [step.step for step in steps]
     for pool_id in range(num_pools):
         _draw_pool(axes[pool_id], numbers, steps, pool_id)
     axes[0].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     hits, released = axes[-2:]
-    hits.bar(numbers, [step.num_hit_tokens for step in steps], color=HELD, width=1.0)
     hits.set_ylabel("prompt tokens\nfound cached")
-    released.bar(numbers, [sum(pool.released for pool in step.pools) for step in steps], color=RELEASED, width=1.0)
     released.set_ylabel("blocks out of\nthe window")
+    for axis, counts, color in (
+        (hits, [step.num_hit_tokens for step in steps], HELD),
+        (released, [sum(pool.released for pool in step.pools) for step in steps], RELEASED),
+    ):
+        axis.bar(numbers, counts, color=color, width=1.0)
+        axis.set_ylim(0, 1.05 * max(1, *counts))
+        axis.yaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]))
     released.set_xlabel("step (dotted: a request was preempted)")
     for step in steps:
         for axis in axes if step.num_preemptions else ():
             axis.axvline(step.step, color=PREEMPTED, lw=0.8, ls=":")
+    released.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     released.set_xlim(0.5, numbers[-1] + 0.5)
     figure.savefig(path, format="png", dpi=120)
 

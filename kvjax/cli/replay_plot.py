@@ -72,7 +72,7 @@ def _plot_hits(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
         overall = 100 * total / max(recorder.prompt_tokens, 1)
         axis.plot(minutes[edges[1:]], rate, color=color, label=f"{label}: {overall:.1f} % overall")
     axis.set_ylim(bottom=0)
-    axis.legend(loc="upper left")
+    _legend_below(axis)
 
 
 def _plot_pool(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
@@ -83,28 +83,23 @@ def _plot_pool(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
     labels = ["held by requests", "free, still cached", "free, empty"]
     axis.stackplot(minutes, parts, colors=[HELD, CACHED, FREE], labels=labels)
     axis.set(title=f"the pool of {total:,} blocks", ylabel="blocks", xlabel="virtual minutes", ylim=(0, total))
-    axis.yaxis.set_major_formatter(_thousands())
+    _count_ticks(axis)
     axis.margins(x=0)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, frameon=False)
+    _legend_below(axis)
 
 
 def _plot_queue(axis: Axes, result: ReplayResult, minutes: np.ndarray) -> None:
     """Running and waiting requests, and preemptions so far if there are any."""
-    axis.plot(minutes, _series(result, "running"), color=HELD, label="running")
-    axis.plot(minutes, _series(result, "waiting"), color=CEILING, label="waiting")
+    lines = axis.plot(minutes, _series(result, "running"), color=HELD, label="running")
+    lines += axis.plot(minutes, _series(result, "waiting"), color=CEILING, label="waiting")
     axis.set(title="requests", ylabel="requests", xlabel="virtual minutes", ylim=(0, None))
-    axis.yaxis.set_major_formatter(_thousands())
-    handles, labels = axis.get_legend_handles_labels()
+    _count_ticks(axis)
     if result.recorder.preemptions:
-        from matplotlib.ticker import MaxNLocator
-
         other = axis.twinx()
-        handles += other.plot(minutes, _series(result, "preemptions"), color=WARN)
-        labels.append("preemptions so far (right)")
+        lines += other.plot(minutes, _series(result, "preemptions"), color=WARN, label="preemptions so far (right)")
         other.set(ylabel="preemptions", ylim=(0, 1.05 * result.recorder.preemptions))
-        other.yaxis.set_major_locator(MaxNLocator(integer=True))
-        other.yaxis.set_major_formatter(_thousands())
-    axis.legend(handles, labels, loc="upper left")
+        _count_ticks(other)
+    _legend_below(axis, handles=lines)
 
 
 def _plot_host(axis: Axes, result: ReplayResult) -> None:
@@ -113,8 +108,8 @@ def _plot_host(axis: Axes, result: ReplayResult) -> None:
     axis.set(title="host time of the managers", ylabel="requests", xlabel="us a request")
     axis.hist(us, bins=_bins(axis, us), color=HELD)
     axis.axvline(float(np.median(us)), color=WARN, label=f"median {np.median(us):,.0f} us")
-    axis.yaxis.set_major_formatter(_thousands())
-    axis.legend(loc="upper right")
+    _count_ticks(axis)
+    _legend_below(axis)
 
 
 def _plot_residency(axis: Axes, result: ReplayResult) -> None:
@@ -128,8 +123,13 @@ def _plot_residency(axis: Axes, result: ReplayResult) -> None:
     bins = _bins(axis, np.concatenate((lifetimes, idle)))
     axis.hist(lifetimes, bins=bins, color=CACHED, label="lifetime")
     axis.hist(idle, bins=bins, histtype="step", color=WARN, linewidth=1.5, label="idle before eviction")
-    axis.yaxis.set_major_formatter(_thousands())
-    axis.legend(loc="upper right")
+    _count_ticks(axis)
+    _legend_below(axis)
+
+
+def _legend_below(axis: Axes, **what: Any) -> None:
+    """A legend in one row below the axis, where it hides no curve."""
+    axis.legend(**what, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3, frameon=False)
 
 
 def _say(axis: Axes, text: str) -> None:
@@ -146,7 +146,9 @@ def _bins(axis: Axes, values: np.ndarray) -> list[float]:
     return np.geomspace(low, high, NUM_BINS).tolist()
 
 
-def _thousands() -> Any:
-    from matplotlib.ticker import StrMethodFormatter
+def _count_ticks(axis: Axes) -> None:
+    """Whole numbers at the y axis, thousands grouped."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    return StrMethodFormatter("{x:,.0f}")
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
