@@ -30,7 +30,7 @@ import numpy.typing as npt
 from kvjax.core.block import BlockViews, KVCacheBlock
 from kvjax.core.block_hash import BlockHash
 from kvjax.core.free_queue import FreeKVCacheBlockQueue
-from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, GroupInfo, KVCacheEvent, StoredRequest, stored_events
+from kvjax.core.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
 from kvjax.core.prefix_index import PrefixIndex
 from kvjax.core.residency_metrics import KVCacheMetricsCollector
 from kvjax.errors import BlockStateError, InvariantError
@@ -67,6 +67,7 @@ class BlockPool:
         enable_kv_cache_events: bool = False,
         metrics_collector: KVCacheMetricsCollector | None = None,
         free_order: str = "append",
+        event_log: KVEventLog | None = None,  # shared with other pools; None: the pool has its own
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {num_blocks}")
@@ -89,7 +90,7 @@ class BlockPool:
         self.blocks = BlockViews(self)
         self._scratch = np.empty(num_blocks, np.int32)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
-        self._events: list[KVCacheEvent] = []
+        self._event_log = KVEventLog() if event_log is None else event_log
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -111,6 +112,11 @@ class BlockPool:
     def num_hashed_blocks(self) -> int:
         """Blocks that a prefix lookup can hit, held or free."""
         return self.prefix_index.num_hashed
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Cached blocks that ceased to be hits so far, by reuse or `evict_blocks`; a reset counts none."""
+        return self.prefix_index.num_forgotten
 
     def get_usage(self) -> float:
         """Held share of the blocks without the null block, 0 to 1."""
@@ -278,7 +284,7 @@ class BlockPool:
         self._register(ids, hashes, group_id)
         if self.enable_kv_cache_events:
             info = self.group_infos[group_id]
-            self._events += stored_events(request, block_hashes, real + first_block, group_id, info)
+            self._event_log.extend(stored_events(request, block_hashes, real + first_block, group_id, info))
 
     def register_many(self, block_ids: npt.ArrayLike, block_hashes: Sequence[BlockHash], group_id: int) -> None:
         """Makes one full block (not null) of each of many requests a prefix-cache hit.
@@ -324,13 +330,12 @@ class BlockPool:
         if self._residency is not None:
             self._residency.reset()
         if self.enable_kv_cache_events:
-            self._events.append(AllBlocksCleared())
+            self._event_log.note_cleared()
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
-        """The events since the last call, oldest first."""
-        events, self._events = self._events, []
-        return events
+        """The events since the last call, oldest first, with those of the pools that share the log."""
+        return self._event_log.take()
 
     def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_id: int) -> None:
         self._check_group(group_id)
@@ -356,7 +361,8 @@ class BlockPool:
             return
         hashes, groups = self.prefix_index.forget(ids)
         if self.enable_kv_cache_events:
-            self._events += [BlockRemoved((h,), group_idx=g) for h, g in zip(hashes, groups.tolist(), strict=True)]
+            pairs = zip(hashes, groups.tolist(), strict=True)
+            self._event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in pairs)
 
     # -- arguments --------------------------------------------------------------------------------------------------
 

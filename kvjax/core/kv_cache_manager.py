@@ -31,7 +31,7 @@ from kvjax.core.block_hash import BlockHasher
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.coordinator import BlockHashing, get_kv_cache_coordinator
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
-from kvjax.core.kv_events import KVCacheEvent
+from kvjax.core.kv_events import KVCacheEvent, KVEventLog
 from kvjax.core.manager_snapshot import KVCacheManagerSnapshot, describe_manager, take_snapshot
 from kvjax.core.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.request import Request
@@ -107,6 +107,7 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self.enable_kv_cache_events = enable_kv_cache_events
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
+        self._event_log = KVEventLog()
         self.block_pools = self._make_pools(metrics_collector, free_order)
         settings = ManagerSettings(
             enable_caching=enable_caching,
@@ -138,6 +139,7 @@ class KVCacheManager:
                 enable_kv_cache_events=self.enable_kv_cache_events,
                 metrics_collector=metrics_collector,
                 free_order=free_order,
+                event_log=self._event_log,
             )
             for pool_id, pool in enumerate(self.kv_cache_config.pools)
         )
@@ -392,8 +394,8 @@ class KVCacheManager:
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
-        """KV events since the last call, pool by pool, oldest first."""
-        return [event for pool in self.block_pools for event in pool.take_events()]
+        """KV events of all pools since the last call, oldest first."""
+        return self._event_log.take()
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Lookups since the last call; None without `log_stats`."""

@@ -1,6 +1,7 @@
 """What a pool tells a router about its prefix cache: blocks stored, blocks removed, everything cleared.
 
-Flow:    BlockPool -> [BlockStored | BlockRemoved | AllBlocksCleared] -> KVCacheManager.take_events -> a publisher
+Flow:    BlockPool -> [BlockStored | BlockRemoved | AllBlocksCleared] -> KVEventLog -> KVCacheManager.take_events
+         -> a publisher (kvjax.events)
 Source:  fields of vLLM distributed/kv_events.py
 
 Routers hash tokens for themselves, so the tokens, the block size and the parent of a stored run must be exact: a run
@@ -9,7 +10,7 @@ with a null block inside is told as two events. Hashes are raw; a publisher may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +54,31 @@ class AllBlocksCleared:
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventLog:
+    """The events of all pools of a manager, in the order in which they happened.
+
+    One log for all pools: `AllBlocksCleared` voids the blocks of every pool, so a consumer must not read it after what
+    another pool stored since.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[KVCacheEvent] = []
+
+    def extend(self, events: Iterable[KVCacheEvent]) -> None:
+        """Adds events, oldest first."""
+        self._events += events
+
+    def note_cleared(self) -> None:
+        """Adds an `AllBlocksCleared`, once if several pools are cleared together."""
+        if not self._events or not isinstance(self._events[-1], AllBlocksCleared):
+            self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[KVCacheEvent]:
+        """The events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class PrefixIndex:
         self.hash_maps = {group_id: BlockHashToBlockMap() for group_id in group_ids}
         self.is_hashed = np.zeros(num_blocks, np.bool_)
         self.num_hashed = 0
+        self.num_forgotten = 0  # blocks that lost their hash to reuse or eviction so far; a counter, not state
         self._hash_of = np.full(num_blocks, None, np.object_)  # an object array is no work for the garbage collector
         self._group_of = np.full(num_blocks, group_ids[0], np.int32)  # meant where is_hashed
 
@@ -84,6 +85,7 @@ class PrefixIndex:
         self._hash_of[ids] = None
         self.is_hashed[ids] = False
         self.num_hashed -= len(ids)
+        self.num_forgotten += len(ids)
         return hashes, groups
 
     def clear(self) -> None:

@@ -10,8 +10,11 @@ import pytest
 from kvjax.core.block_hash import BlockHasher
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.extra_keys import LoRARequest, MultiModalFeature
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kv_cache_manager import KVCacheManager
 from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, GroupInfo
 from kvjax.core.request import Request
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 
 SIZE = 4
 HASHER = BlockHasher(SIZE, "sha256_cbor", seed="events")
@@ -114,6 +117,49 @@ def test_a_reset_is_told_once_and_a_refused_one_not_at_all() -> None:
     pool.free_blocks(ids)
     assert pool.reset_prefix_cache()
     assert pool.take_events() == [AllBlocksCleared()]
+
+
+def two_pools() -> KVCacheManager:
+    config = KVCacheConfig(
+        (KVCachePoolSpec(8), KVCachePoolSpec(8)),
+        tuple(
+            KVCacheGroupSpec(
+                (f"layers.{pool_id}",),
+                FullAttentionSpec(block_size=SIZE, num_kv_heads=1 + pool_id, head_size=8, dtype="bfloat16"),
+                pool_id,
+            )
+            for pool_id in range(2)
+        ),
+    )
+    return KVCacheManager(config, 64, SIZE, enable_kv_cache_events=True)
+
+
+def test_pools_share_the_order_of_events_and_one_clearing() -> None:
+    """What any pool stored after a reset comes after the one event that voids the blocks of all pools."""
+    manager = two_pools()
+    for _ in range(2):
+        request = make_request()
+        assert manager.allocate_slots(request, 5 * SIZE) is not None
+        manager.free(request)
+        assert manager.reset_prefix_cache()
+    request = make_request()
+    assert manager.allocate_slots(request, 5 * SIZE) is not None
+    told = [getattr(event, "group_idx", None) for event in manager.take_events()]
+    assert told == [0, 1, None] * 2 + [0, 1]
+    assert manager.take_events() == []
+
+
+def test_evictions_are_counted_resets_are_not() -> None:
+    pool, request = make_pool(6), make_request()
+    ids = pool.get_new_blocks(5)
+    pool.cache_full_blocks(request, ids, request.block_hashes, 0, 0)
+    pool.evict_blocks(ids[:1])
+    pool.free_blocks(ids[::-1])
+    assert pool.num_evicted_blocks == 1
+    pool.free_blocks(pool.get_new_blocks(3))
+    assert pool.num_evicted_blocks == 4
+    assert pool.reset_prefix_cache()
+    assert pool.num_evicted_blocks == 4
 
 
 def test_without_events_nothing_is_told() -> None:
