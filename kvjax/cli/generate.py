@@ -167,8 +167,8 @@ def use_compilation_cache() -> None:
 
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax" / "jax"
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax" / "jax"
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
 

@@ -200,6 +200,11 @@ def test_compiled_steps_are_kept_where_nothing_else_is_said(monkeypatch: pytest.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         use_compilation_cache()
         assert jax.config.jax_compilation_cache_dir is None
+        with monkeypatch.context() as homeless:
+            homeless.delenv("XDG_CACHE_HOME")
+            homeless.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+            use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir is None
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         use_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kvjax" / "jax")
