@@ -20,12 +20,15 @@ ALLOWED = {
     "pallas_kernels": ("jax", "jaxlib", "numpy", "pallas_kernels"),
     "kvjax": (),
     "kvjax.errors": (),
+    "kvjax.extras": ("kvjax.errors",),
     "kvjax.text": (),
     "kvjax.core": (*HOST, "cbor2", "xxhash"),
     "kvjax.device": (*HOST, "jax", "flax", "kvjax.device", "pallas_kernels"),
+    "kvjax.events": ("kvjax.core", "kvjax.errors", "kvjax.events", "kvjax.extras", "msgspec", "zmq"),
+    "kvjax.metrics": ("kvjax.core", "kvjax.errors", "kvjax.extras", "kvjax.metrics", "numpy", "prometheus_client"),
     "kvjax.planning": (*HOST, "kvjax.planning", "kvjax.text"),
     "kvjax.configs": (*HOST, "kvjax.planning", "kvjax.models.config", "kvjax.text"),
-    "kvjax.models": (*HOST, "jax", "flax", "safetensors", "tokenizers", "kvjax.device", "kvjax.models"),
+    "kvjax.models": (*HOST, "jax", "flax", "safetensors", "tokenizers", "kvjax.device", "kvjax.extras", "kvjax.models"),
     "kvjax.models.config": (*HOST, "kvjax.models"),
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
@@ -82,7 +85,15 @@ def test_files_hold_one_idea(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["kvjax", "kvjax.core", "kvjax.planning", "kvjax.models.config", "kvjax.replay", "kvjax.cli.main"],
+    [
+        "kvjax",
+        "kvjax.core",
+        "kvjax.events",
+        "kvjax.planning",
+        "kvjax.models.config",
+        "kvjax.replay",
+        "kvjax.cli.main",
+    ],
 )
 def test_host_side_loads_no_jax(module: str) -> None:
     code = f"import {module}, sys; sys.exit('jax' in sys.modules)"

@@ -22,10 +22,10 @@ from jax.sharding import Mesh
 
 from kvjax.device.placement import TENSOR_AXIS
 from kvjax.errors import CheckpointError
+from kvjax.extras import require_extra
 from kvjax.models.checkpoint_names import TensorName, tensor_name
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.models.extras import require_extra
 from kvjax.models.sharding import check_mesh, param_sharding
 from kvjax.models.tokenizer import Tokenizer
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kvjax.extras import require_extra
 from kvjax.models.checkpoint_names import tensor_name
 from kvjax.models.decoder import Decoder
-from kvjax.models.extras import require_extra
 
 
 def save_weights(module: Decoder, folder: str | Path, dtype: str = "bfloat16") -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.errors import ConfigError
-from kvjax.models.extras import require_extra
+from kvjax.extras import require_extra
 
 
 class Tokenizer:

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from kvjax.errors import CheckpointError, ConfigError, MissingExtraError
+from kvjax.extras import require_extra
 from kvjax.models import DenseAttention, Tokenizer, load_model
-from kvjax.models.extras import require_extra
 from kvjax.models.save import save_weights
 from tests.models.golden_models import goldens_of, model_folder
 

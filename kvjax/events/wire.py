@@ -1,0 +1,81 @@
+"""The messages of KV events as they stand in msgpack: the fields of vLLM in vLLM's order.
+
+Flow:    kvjax.core.kv_events -> EventEncoder -> [wire] -> bytes -> EventDecoder -> [wire] -> a consumer
+Source:  vLLM 0.33 distributed/kv_events.py; the array form is what vLLM sent before its pull request 42892
+
+    batch        [ts, events, data_parallel_rank]            always an array of three
+    event, map   {"type": "BlockStored", field: value, ...}  fields that are None by default are left out
+    event, array ["BlockStored", value, ...]                 every field, in the order below
+
+Fields of vLLM that this library has no value for (locality, ownership, session_id, lookahead_token_ids) come after
+these and are left out, which is what vLLM does with them by default; a decoder passes over them.
+
+Importing this module needs msgspec; `EventEncoder` and `EventDecoder` import it on first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+ExternalBlockHash = int | bytes  # the low 64 bits of a digest, or the digest
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False, frozen=True):
+    """Blocks became hits. Lists of blocks have one entry per block."""
+
+    block_hashes: list[ExternalBlockHash]
+    parent_block_hash: ExternalBlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False, frozen=True):
+    """Blocks are no longer hits."""
+
+    block_hashes: list[ExternalBlockHash]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", gc=False, frozen=True):
+    """No block is a hit any more."""
+
+
+class BlockStoredArray(BlockStored, tag="BlockStored", array_like=True, frozen=True):
+    """`BlockStored` in the array form."""
+
+
+class BlockRemovedArray(BlockRemoved, tag="BlockRemoved", array_like=True, frozen=True):
+    """`BlockRemoved` in the array form."""
+
+
+class AllBlocksClearedArray(AllBlocksCleared, tag="AllBlocksCleared", array_like=True, frozen=True):
+    """`AllBlocksCleared` in the array form."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The events of one step of one data-parallel rank, oldest first."""
+
+    ts: float  # seconds since the epoch
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class ArrayEventBatch(EventBatch, array_like=True, frozen=True):
+    """`EventBatch` of events in the array form."""
+
+    ts: float
+    events: list[BlockStoredArray | BlockRemovedArray | AllBlocksClearedArray]  # type: ignore[assignment]
+    data_parallel_rank: int | None = None
