@@ -89,6 +89,7 @@ def test_files_hold_one_idea(path: Path) -> None:
         "kvjax",
         "kvjax.core",
         "kvjax.events",
+        "kvjax.metrics",
         "kvjax.planning",
         "kvjax.models.config",
         "kvjax.replay",

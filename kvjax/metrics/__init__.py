@@ -1,0 +1,10 @@
+"""Prometheus metrics of a KV cache under vLLM's names. Needs `kvjax[metrics]` once metrics are made.
+
+Flow:    KVCacheManager -> [kvjax.metrics] -> a Prometheus registry -> dashboards, routers' scorers
+"""
+
+from kvjax.metrics.families import MetricFamilies
+from kvjax.metrics.manager_metrics import KVCacheMetrics
+from kvjax.metrics.names import MetricNames
+
+__all__ = ["KVCacheMetrics", "MetricFamilies", "MetricNames"]

@@ -1,0 +1,144 @@
+"""What a KV cache does, as Prometheus series: read from its manager after each step.
+
+Flow:    KVCacheManager, KVCacheMetricsCollector -> [KVCacheMetrics.observe] -> registry -> scrapes
+Source:  vLLM 0.33 v1/metrics/loggers.py
+
+    residency = KVCacheMetricsCollector()
+    manager = KVCacheManager(config, max_model_len, block_size, log_stats=True, metrics_collector=residency)
+    metrics = KVCacheMetrics(manager, {"model_name": "llama", "engine": "0"}, residency=residency)
+    prometheus_client.start_http_server(8000, registry=metrics.registry)
+    while serving:
+        ...  # allocate_slots, plan_step, free
+        metrics.observe(num_preemptions)
+
+The scheduler's thread observes, any other scrapes: a scrape reads numbers of one moment, never the manager itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvjax.core.block_pool import BlockPool
+from kvjax.core.kv_cache_manager import KVCacheManager
+from kvjax.core.prefix_cache_stats import PrefixCacheStats
+from kvjax.core.residency_metrics import KVCacheMetricsCollector
+from kvjax.metrics.families import MetricFamilies
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+
+class KVCacheMetrics:
+    """The series of one manager. `observe` belongs to the manager's thread; about 20 us, 40 us at 100,000 blocks."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        labels: Mapping[str, str] | None = None,
+        *,
+        families: MetricFamilies | None = None,
+        residency: KVCacheMetricsCollector | None = None,
+    ) -> None:
+        """Series that start at what the manager shows now.
+
+        Args:
+            manager: made with `log_stats=True`, otherwise queries and hits stay 0.
+            labels: one value for each of the families' label names.
+            families: the metrics of several engines; None: metrics of its own, in a registry of its own.
+            residency: the manager's `metrics_collector`; its events are drained. None: no histograms.
+
+        Raises:
+            ValueError: labels other than the families', or as `MetricFamilies`.
+            MissingExtraError: prometheus_client is not installed.
+        """
+        labels = {} if labels is None else labels
+        families = MetricFamilies(tuple(labels)) if families is None else families
+        if set(labels) != set(families.label_names):
+            raise ValueError(f"expected labels {list(families.label_names)}, got {list(labels)}")
+        self.registry: CollectorRegistry = families.registry
+        self._manager = manager
+        self._residency = residency
+
+        def series(family: Any, **own_labels: str) -> Any:
+            return family.labels(**labels, **own_labels) if labels or own_labels else family
+
+        self._usage = series(families.usage)
+        self._queries = series(families.queries)
+        self._hits = series(families.hits)
+        self._preemptions = series(families.preemptions)
+        self._pools = [_PoolSeries(series, families, pool_id) for pool_id in range(len(manager.block_pools))]
+        if residency is not None:
+            self._lifetime = series(families.lifetime)
+            self._idle = series(families.idle)
+            self._reuse_gap = series(families.reuse_gap)
+        series(families.config, **_config_labels(manager)).set(1)
+        self.observe()
+
+    def observe(self, num_preemptions: int = 0, prefix_cache_stats: PrefixCacheStats | None = None) -> None:
+        """Brings all series up to date.
+
+        Args:
+            num_preemptions: since the last call.
+            prefix_cache_stats: lookups since the last call, if the caller has taken them from the manager already;
+                None: they are taken here.
+
+        Raises:
+            ValueError: a negative number of preemptions. Nothing has changed.
+        """
+        if num_preemptions < 0:
+            raise ValueError(f"expected num_preemptions >= 0, got {num_preemptions}")
+        self._preemptions.inc(num_preemptions)
+        self._usage.set(self._manager.usage)
+        for pool, series in zip(self._manager.block_pools, self._pools, strict=True):
+            series.observe(pool)
+        self._observe_lookups(prefix_cache_stats)
+        self._observe_residency()
+
+    def _observe_lookups(self, stats: PrefixCacheStats | None) -> None:
+        stats = self._manager.make_prefix_cache_stats() if stats is None else stats
+        if stats is not None:
+            self._queries.inc(stats.queries)
+            self._hits.inc(stats.hits)
+
+    def _observe_residency(self) -> None:
+        if self._residency is None:
+            return
+        for event in self._residency.drain_events():
+            self._lifetime.observe(event.lifetime_seconds)
+            self._idle.observe(event.idle_seconds)
+            for gap_seconds in event.reuse_gaps_seconds:
+                self._reuse_gap.observe(gap_seconds)
+
+
+class _PoolSeries:
+    """The series of one pool."""
+
+    def __init__(self, series: Any, families: MetricFamilies, pool_id: int) -> None:
+        pool = str(pool_id)
+        self._held = series(families.blocks, pool=pool, state="held")
+        self._cached = series(families.blocks, pool=pool, state="cached")
+        self._free = series(families.blocks, pool=pool, state="free")
+        self._evicted = series(families.evicted, pool=pool)
+        self._num_evicted = 0  # at the last observation
+
+    def observe(self, pool: BlockPool) -> None:
+        """Held by requests; free but still a hit; free and empty. The null block is none of them."""
+        num_cached = int(np.count_nonzero(pool.is_hashed & (pool.ref_count == 0)))
+        self._held.set(pool.num_blocks - 1 - pool.num_free_blocks)
+        self._cached.set(num_cached)
+        self._free.set(pool.num_free_blocks - num_cached)
+        self._evicted.inc(pool.num_evicted_blocks - self._num_evicted)
+        self._num_evicted = pool.num_evicted_blocks
+
+
+def _config_labels(manager: KVCacheManager) -> dict[str, str]:
+    """Settings of the first group, which routers take for those of the engine."""
+    group = manager.kv_cache_config.kv_cache_groups[0]
+    return {
+        "block_size": str(group.kv_cache_spec.block_size),
+        "num_gpu_blocks": str(manager.block_pools[group.pool_id].num_blocks),
+        "enable_prefix_caching": str(manager.enable_caching),
+    }

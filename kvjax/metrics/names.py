@@ -1,0 +1,56 @@
+"""The metrics there are, and what each is called: vLLM's names unless told otherwise.
+
+Flow:    a server's options -> [MetricNames] -> MetricFamilies
+Source:  vLLM 0.33 v1/metrics/loggers.py; those that vLLM lacks are marked (own)
+
+    key                               kind       labels beside the caller's       counts
+    kv_cache_usage_perc               gauge                                       held share of the fullest pool, 0 to 1
+    kv_cache_blocks              own  gauge      pool, state (held, cached, free) blocks; the three sum to the pool
+    kv_cache_evicted_blocks      own  counter    pool                             cached blocks that ceased to be hits
+    prefix_cache_queries              counter                                     tokens looked up
+    prefix_cache_hits                 counter                                     tokens found
+    num_preemptions                   counter                                     as told by the caller
+    kv_block_lifetime_seconds         histogram                                   allocation to eviction, sampled
+    kv_block_idle_before_evict_seconds histogram                                  last access to eviction, sampled
+    kv_block_reuse_gap_seconds        histogram                                   between accesses, sampled
+    cache_config_info                 gauge      block_size, num_gpu_blocks, enable_prefix_caching      1
+
+Prometheus shows counters with `_total` behind the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+KEYS = (
+    "kv_cache_usage_perc",
+    "kv_cache_blocks",
+    "kv_cache_evicted_blocks",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "kv_block_lifetime_seconds",
+    "kv_block_idle_before_evict_seconds",
+    "kv_block_reuse_gap_seconds",
+    "cache_config_info",
+)
+
+
+@dataclass(frozen=True)
+class MetricNames:
+    """`prefix` and the key, or the whole name given in `names`."""
+
+    prefix: str = "vllm:"
+    names: Mapping[str, str] = field(default_factory=dict)  # key -> whole name
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.names) - set(KEYS)):
+            raise ValueError(f"expected names of {', '.join(KEYS)}, got {', '.join(unknown)}")
+        every = [self.name_of(key) for key in KEYS]
+        if repeated := sorted({name for name in every if every.count(name) > 1}):
+            raise ValueError(f"expected a name of its own for each metric, got {', '.join(repeated)} twice")
+
+    def name_of(self, key: str) -> str:
+        """The whole name of a metric."""
+        return self.names.get(key, self.prefix + key)
