@@ -24,6 +24,7 @@ from kvjax.core.fresh_blocks import FreshBlocks
 from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.kv_events import GroupInfo
+from kvjax.core.reservations import Reservations
 from kvjax.core.single_type_manager import ManagerSettings, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.errors import InvariantError
@@ -79,6 +80,7 @@ class KVCacheCoordinator(abc.ABC):
         }
         self.quiet_until = np.zeros(0, np.int64)  # [rows], -1: no request
         self._check_kinds()
+        self.reservations = Reservations(self) if settings.reserve else None
 
     def _make_managers(
         self, kv_cache_config: KVCacheConfig
@@ -163,6 +165,13 @@ class KVCacheCoordinator(abc.ABC):
             needs[pool_id] += manager.num_blocks_for_running(row, num_slots, capped)
         return needs
 
+    def worst_case_blocks(self, num_slots: int) -> list[int]:
+        """Per pool the most blocks that a request of at most `num_slots` slots ever holds at once."""
+        needs = [0] * len(self.pools)
+        for manager, pool_id in zip(self.managers, self.pool_ids, strict=True):
+            needs[pool_id] += manager.worst_case_blocks(num_slots)
+        return needs
+
     def fits(self, needs: Sequence[int]) -> bool:
         """Whether every pool has the blocks free."""
         return all(need <= pool.num_free_blocks for need, pool in zip(needs, self.pools, strict=True))
@@ -209,6 +218,8 @@ class KVCacheCoordinator(abc.ABC):
     def free(self, row: int) -> None:
         """Gives all blocks of the row back."""
         self.quiet_until[row] = -1
+        if self.reservations is not None:
+            self.reservations.release(row)
         for manager in self.managers:
             manager.free(row)
 
@@ -251,6 +262,8 @@ class KVCacheCoordinator(abc.ABC):
         """Raises InvariantError if a manager's laws, M1 or M3 (see `KVCacheManager`) do not hold."""
         for manager in self.managers:
             manager.check_invariants(owned_rows)
+        if self.reservations is not None:
+            self.reservations.check_invariants(owned_rows)
         for row in owned_rows:
             if self.quiet_until[row] > min(manager.row_quiet_until(row) for manager in self.managers):
                 raise InvariantError(f"M3: row {row} sleeps past its next allocation, registration or release")

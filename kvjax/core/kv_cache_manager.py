@@ -66,6 +66,7 @@ class KVCacheManager:
         free_order: str = "append",
         same_step_hits: bool = True,
         coarse_hash_mode: str = "concat",
+        reserve: bool = False,
     ) -> None:
         """An empty cache.
 
@@ -87,6 +88,8 @@ class KVCacheManager:
             same_step_hits: whether a block may be hit in the step that computes it; right only if a step writes all
                 its KV before any attention. False: not before `new_step_starts`.
             coarse_hash_mode: "concat" or "last": the hash of a block made of several hash blocks.
+            reserve: admit a new request only if the worst cases of all that run and of it fit together (its final
+                length is its prompt and `max_tokens`); then no later call of a running request is refused.
 
         Raises:
             ValueError: a size is below 1, `hash_block_size` does not divide a block size, or a spec has no manager.
@@ -115,6 +118,7 @@ class KVCacheManager:
             max_in_flight_tokens=max_in_flight_tokens,
             context_parallel_size=dcp_world_size * pcp_world_size,
             same_step_hits=same_step_hits,
+            reserve=reserve,
         )
         hashing = BlockHashing(hash_block_size, coarse_hash_mode)
         self.coordinator = get_kv_cache_coordinator(kv_cache_config, self.block_pools, settings, hashing, use_eagle)

@@ -43,6 +43,7 @@ class Request:
         "cache_salt",
         "has_extra_keys",
         "lora",
+        "max_tokens",
         "mm_features",
         "num_preemptions",
         "prompt_embeds",
@@ -61,24 +62,28 @@ class Request:
         prompt_embeds: np.ndarray | None = None,  # [num_prompt_tokens, hidden]; kept, not copied
         skip_reading_prefix_cache: bool = False,
         prompt_logprobs: int | None = None,  # they need every prompt token computed, so no hit may be read
+        max_tokens: int | None = None,  # most output tokens, for admission by worst case; None: up to max_model_len
         block_hasher: BlockHasher | None = None,  # None: block_hashes stays empty
     ):
         """Copies and hashes the prompt.
 
         Raises:
             ValueError: the prompt is empty or not a row of integers in [0, 2**31), an item lies outside it or out of
-                order, the salt is empty, or there is not one embedding per prompt token.
+                order, the salt is empty, there is not one embedding per prompt token, or max_tokens is below 1.
         """
         prompt_embeds = None if prompt_embeds is None else np.asarray(prompt_embeds)
         if prompt_token_ids is None and prompt_embeds is not None:
             prompt_token_ids = np.zeros(prompt_embeds.shape[:1], np.int32)
         tokens = as_token_ids(prompt_token_ids, "prompt_token_ids")
         _check_prompt(tokens.size, mm_features, prompt_embeds)
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"expected max_tokens >= 1, got {max_tokens}")
         self.request_id = request_id
         self.mm_features = tuple(mm_features)
         self.lora = lora
         self.cache_salt = cache_salt
         self.prompt_embeds = prompt_embeds
+        self.max_tokens = max_tokens
         self.skip_reading_prefix_cache = skip_reading_prefix_cache or prompt_logprobs is not None
         self.block_hasher = block_hasher
         self.num_preemptions = 0

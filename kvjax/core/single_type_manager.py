@@ -53,6 +53,7 @@ class ManagerSettings:
     max_in_flight_tokens: int
     context_parallel_size: int = 1
     same_step_hits: bool = True
+    reserve: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,10 @@ class SingleTypeKVCacheManager(abc.ABC):
         live = hit_ids[:, skipped:]
         evictable = int(((self.block_pool.ref_count[live] == 0) & (live != 0)).sum()) if live.size else 0
         return self.num_groups * max(required - max(skipped, hit_ids.shape[1]), 0) + evictable
+
+    def worst_case_blocks(self, num_slots: int) -> int:
+        """Most blocks that all groups together hold at once of a request that never has more than `num_slots` slots."""
+        return self.num_groups * min(cdiv(num_slots, self.block_size), self.max_admission_blocks)
 
     def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> int:
         """Free blocks that the row still needs for `num_slots` slots; 0 if rejected drafts left more than enough."""

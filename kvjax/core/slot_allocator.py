@@ -63,6 +63,7 @@ class SlotAllocator:
         self._table = request_table
         self._no_blocks = no_blocks
         self._settings = coordinator.settings
+        self._reservations = coordinator.reservations
 
     def allocate(
         self, request: Request, counts: SlotCounts, hit: KVCacheBlocks | None, delay_caching: bool, must_fit: bool
@@ -97,8 +98,11 @@ class SlotAllocator:
         if after > limit:
             self._check_length(request, after)
         settled = max(computed - in_flight, 0)
+        num_slots = min(after + lookahead, limit)
+        if self._reservations is not None:
+            self._reservations.check_row(row, num_slots, settled)
         cacheable = self._cacheable(row, after, delay_caching)
-        return self._coordinator.extend_row(request, row, settled, min(after + lookahead, limit), cacheable)
+        return self._coordinator.extend_row(request, row, settled, num_slots, cacheable)
 
     def _whole_fits(self, request: Request, row: int, counts: SlotCounts) -> bool:
         """Gives back what left the windows of a running row, and says whether the rest of its sequence fits."""
@@ -117,6 +121,13 @@ class SlotAllocator:
         self._check_new(request, after)
         self._check_hit(hit, counts.new_computed, total_computed)
         num_slots = min(after + counts.lookahead, self._settings.max_model_len)
+        reserved_slots, reserved_blocks = 0, [0]
+        if self._reservations is not None:
+            self._reservations.check_step(num_slots, total_computed)
+            reserved_slots = self._final_slots(request, after, counts.lookahead)
+            reserved_blocks = coordinator.worst_case_blocks(reserved_slots)
+            if not self._reservations.admits(reserved_blocks):
+                return None
         if must_fit:
             whole = min(max(request.num_tokens, after), self._settings.max_model_len)
             if not coordinator.fits(coordinator.num_blocks_for_new(whole, hit.block_ids, total_computed, capped=True)):
@@ -125,12 +136,21 @@ class SlotAllocator:
             return None
         row = self._table.add(request)
         coordinator.reserve_rows(self._table.capacity)
+        if self._reservations is not None:
+            self._reservations.add(row, reserved_slots, reserved_blocks)
         if total_computed:
             coordinator.add_computed_blocks(row, hit.block_ids, total_computed, has_external=counts.external > 0)
         new_ids = coordinator.allocate_new_blocks(row, num_slots)
         coordinator.cache_blocks(request, row, self._cacheable(row, after, delay_caching))
         coordinator.note_quiet(row)
         return new_ids
+
+    def _final_slots(self, request: Request, after: int, lookahead: int) -> int:
+        """Slots of the request when it has all its tokens."""
+        limit = self._settings.max_model_len
+        if request.max_tokens is None:
+            return limit
+        return min(max(request.num_prompt_tokens + request.max_tokens, request.num_tokens, after) + lookahead, limit)
 
     def _cacheable(self, row: int, num_tokens: int, delay_caching: bool) -> int:
         """Of the first `num_tokens` tokens those whose blocks may be registered: the request has them, and hashes."""

@@ -95,6 +95,9 @@ class StepPlanner:
         rows_of_work, after_work = index[active], after[active]
         slots_of_work = after_work if num_slots is after else np.minimum(num_slots[active], self._max_model_len)
         self._check_active(rows_of_work, after_work)
+        if self._coordinator.reservations is not None:
+            settled = np.maximum(self._table.num_computed_tokens[rows_of_work] - _at(in_flight, active), 0)
+            self._coordinator.reservations.check_rows(rows_of_work, slots_of_work, settled)
         work = self._work(rows_of_work, after_work, slots_of_work, _at(in_flight, active), delay_cache_blocks)
         num_done, updates = self._plan_work(work)
         return StepResult(index.size if num_done == active.size else int(active[num_done]), updates)
