@@ -69,7 +69,7 @@ class KVCacheCoordinator(abc.ABC):
         self.pools = pools
         self.settings = settings
         self.hashing = hashing
-        self.use_eagle = use_eagle
+        self._use_eagle = use_eagle
         self.fresh_blocks = tuple(FreshBlocks(pool.num_blocks) for pool in pools)
         self.managers, self.pool_ids = self._make_managers(kv_cache_config)
         self.num_groups = len(kv_cache_config.kv_cache_groups)
@@ -79,6 +79,7 @@ class KVCacheCoordinator(abc.ABC):
             group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
         }
         self.quiet_until = np.zeros(0, np.int64)  # [rows], -1: no request
+        self._drops_last_block = self._find_eagle_managers(kv_cache_config)  # per manager
         self._check_kinds()
         self.reservations = Reservations(self) if settings.reserve else None
 
@@ -97,6 +98,13 @@ class KVCacheCoordinator(abc.ABC):
             self._describe_to_events(manager)
         return managers, tuple(pool_id for _, pool_id in group_ids)
 
+    def _find_eagle_managers(self, kv_cache_config: KVCacheConfig) -> tuple[bool, ...]:
+        """Whose hits drop their last block: those with a group of the drafting head; all, if no group is named."""
+        groups = kv_cache_config.kv_cache_groups
+        if not self._use_eagle or not any(group.is_eagle_group for group in groups):
+            return (self._use_eagle,) * len(self.managers)
+        return tuple(any(groups[i].is_eagle_group for i in manager.group_ids) for manager in self.managers)
+
     def _describe_to_events(self, manager: SingleTypeKVCacheManager) -> None:
         spec = manager.kv_cache_spec
         info = GroupInfo(manager.block_size, spec.kind, getattr(spec, "sliding_window", None))
@@ -104,9 +112,9 @@ class KVCacheCoordinator(abc.ABC):
             manager.block_pool.register_group(group_id, info)
 
     def _check_kinds(self) -> None:
-        for manager in self.managers:
+        for manager, drops in zip(self.managers, self._drops_last_block, strict=True):
             kind = manager.kv_cache_spec.kind
-            if self.use_eagle and not manager.supports_eagle:
+            if drops and not manager.supports_eagle:
                 raise NotImplementedError(f"{kind} attention does not work with use_eagle=True")
             if self.settings.enable_caching and manager.block_size % self.hashing.hash_block_size:
                 raise ValueError(
@@ -296,7 +304,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         """The group's longest hit; any number of whole blocks will do."""
         manager = self.managers[0]
         hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
-        hit = manager.find_longest_cache_hit(PrefixLookup(hashes, max_length, manager.block_size, self.use_eagle))
+        drops = self._drops_last_block[0]
+        hit = manager.find_longest_cache_hit(PrefixLookup(hashes, max_length, manager.block_size, drops))
         return tuple(hit), hit.shape[1] * manager.block_size
 
 
@@ -316,10 +325,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
         def ask(index: int) -> int:
             """The manager's longest hit of at most `length` tokens; one that drops a block may look a block further."""
-            manager = self.managers[index]
-            limit = min(length + manager.block_size, max_length) if self.use_eagle else length
+            manager, drops = self.managers[index], self._drops_last_block[index]
+            limit = min(length + manager.block_size, max_length) if drops else length
             hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
-            found[index] = manager.find_longest_cache_hit(PrefixLookup(hashes, limit, alignment, self.use_eagle))
+            found[index] = manager.find_longest_cache_hit(PrefixLookup(hashes, limit, alignment, drops))
             return found[index].shape[1] * manager.block_size
 
         others = []

@@ -75,7 +75,8 @@ class KVCacheManager:
             max_model_len: most tokens of one request.
             hash_block_size: tokens of one `Request.block_hashes` entry; divides every group's block size.
             enable_caching: whether full blocks become prefix hits.
-            use_eagle: drop the last block of every hit (a drafting head needs its hidden states).
+            use_eagle: drop the last block of every hit (a drafting head needs its hidden states); where groups are
+                marked `is_eagle_group`, only theirs.
             log_stats: whether `make_prefix_cache_stats` counts.
             enable_kv_cache_events: whether `take_events` tells what was stored and removed.
             dcp_world_size: ranks of decode context parallelism; a block id stands for a block on each.

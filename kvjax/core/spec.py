@@ -88,6 +88,7 @@ class KVCacheGroupSpec:
     layer_names: tuple[str, ...]
     kv_cache_spec: KVCacheSpec
     pool_id: int = 0
+    is_eagle_group: bool = False  # holds layers of a drafting head, which need the hidden states of a hit's last block
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,10 @@ def spec_of(group: NaiveGroup) -> KVCacheSpec:
 def config_of(groups: list[NaiveGroup], pool_sizes: list[int]) -> KVCacheConfig:
     return KVCacheConfig(
         tuple(KVCachePoolSpec(size) for size in pool_sizes),
-        tuple(KVCacheGroupSpec((f"layers.{i}",), spec_of(group), group.pool) for i, group in enumerate(groups)),
+        tuple(
+            KVCacheGroupSpec((f"layers.{i}",), spec_of(group), group.pool, group.eagle)
+            for i, group in enumerate(groups)
+        ),
     )
 
 
@@ -105,6 +108,8 @@ SETUPS = {
     "full_sizes": Setup((NaiveGroup(4), NaiveGroup(6)), max_model_len=36),
     "hybrid_sizes_last": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), coarse_hash_mode="last"),
     "hybrid_eagle": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), eagle=True, uncached_first=True),
+    "hybrid_eagle_group": Setup((NaiveGroup(2, eagle=True), NaiveGroup(4, window=5), NaiveGroup(2)), eagle=True),
+    "hybrid_eagle_window": Setup((NaiveGroup(4), NaiveGroup(2, window=5, eagle=True)), eagle=True),
     "hybrid_pools": Setup((NaiveGroup(2), NaiveGroup(2, window=3, pool=1), NaiveGroup(4, pool=1))),
     "hybrid_no_caching": Setup((NaiveGroup(4), NaiveGroup(2, window=5)), caching=False),
 }

@@ -75,6 +75,7 @@ class NaiveGroup:
     block_size: int
     window: int | None = None  # None: full attention
     pool: int = 0
+    eagle: bool = field(default=False, compare=False)
 
     def skipped_blocks(self, computed: int) -> int:
         if self.window is None:
@@ -130,7 +131,7 @@ class NaiveManager:
     def _hit_of(self, group_id: int, request: NaiveRequest, length: int, limit: int) -> list[int] | None:
         group = self.groups[group_id]
         needed = set(group.needed_for_hit(length))
-        if self.eagle:
+        if self._drops(group):
             if length + group.block_size > limit:
                 return None
             needed.add(length // group.block_size)
@@ -138,6 +139,11 @@ class NaiveManager:
         if None in found.values():
             return None
         return [found.get(i, 0) for i in range(length // group.block_size)]
+
+    def _drops(self, group: NaiveGroup) -> bool:
+        """Groups of equal kind share a flag; without any flag the rule is everybody's."""
+        flagged = [other for other in self.groups if other.eagle]
+        return self.eagle and (group in flagged or not flagged)
 
     def _cached_block(self, group_id: int, key: tuple) -> int | None:
         pool_id = self.groups[group_id].pool
