@@ -1,0 +1,233 @@
+"""Calls a KVCacheManager at random and checks every invariant after each call; prints seed, calls and time.
+
+Flow:    deployments x random calls -> [random_calls] -> a line per deployment; exit status 1 at the first broken law
+
+    scripts/random_calls.py --calls 1000000 --seed 0        the whole of it; a thousand calls take about a second
+
+Pools are small, prompts share prefixes, and admissions, steps, rejections, preemptions, evictions, resets and refusals
+alternate; a refused call must leave the snapshot as it was, refused twice or released windows excepted. A failure names
+the deployment and the seed that repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvjax.core import (
+    BlockHasher,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheManager,
+    KVCachePoolSpec,
+    KVCacheSpec,
+    Request,
+    SlidingWindowSpec,
+)
+
+MAX_MODEL_LEN = 64
+HASH_BLOCK_SIZE = 2
+MAX_RUNNING = 8
+CALLS_PER_MANAGER = 2_000  # then a fresh one with other sizes
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+
+
+def full(block_size: int) -> KVCacheSpec:
+    return FullAttentionSpec(block_size=block_size, **HEADS)
+
+
+def window(block_size: int, width: int) -> KVCacheSpec:
+    return SlidingWindowSpec(block_size=block_size, sliding_window=width, **HEADS)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Groups as (spec, pool), and options of the manager."""
+
+    groups: tuple[tuple[KVCacheSpec, int], ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def manager(self, rng: np.random.Generator) -> KVCacheManager:
+        pools = tuple(
+            KVCachePoolSpec(int(rng.integers(2, 80))) for _ in range(1 + max(pool for _, pool in self.groups))
+        )
+        groups = tuple(KVCacheGroupSpec((f"layers.{i}",), *group) for i, group in enumerate(self.groups))
+        return KVCacheManager(KVCacheConfig(pools, groups), MAX_MODEL_LEN, HASH_BLOCK_SIZE, **self.options)
+
+
+DEPLOYMENTS = {
+    "full": Deployment(((full(2), 0),)),
+    "full, uncached first": Deployment(((full(4), 0),), {"free_order": "uncached_first"}),
+    "full, no caching": Deployment(((full(2), 0),), {"enable_caching": False}),
+    "full, reserved": Deployment(((full(2), 0),), {"reserve": True}),
+    "window": Deployment(((window(2, 7), 0),)),
+    "full + 2 windows": Deployment(((full(2), 0), (window(2, 7), 0), (window(2, 7), 0))),
+    "full + window, two sizes, EAGLE": Deployment(((full(4), 0), (window(6, 9), 0)), {"use_eagle": True}),
+    "full + windows, two pools, reserved": Deployment(
+        ((full(2), 0), (window(2, 3), 1), (window(4, 9), 1)), {"reserve": True, "free_order": "uncached_first"}
+    ),
+    "full + window, hits from the next step": Deployment(
+        ((full(2), 0), (window(2, 5), 0)), {"same_step_hits": False, "enable_kv_cache_events": True}
+    ),
+}
+
+
+class RandomCalls:
+    """One manager and its requests. Every method makes one call, or none where it would be a caller's mistake."""
+
+    def __init__(self, deployment: Deployment, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.manager = deployment.manager(rng)
+        self.may_refuse_steps = not deployment.options.get("reserve", False)
+        self.hasher = BlockHasher(HASH_BLOCK_SIZE, "xxhash_cbor", seed="0")
+        self.trunk = rng.integers(0, 2, MAX_MODEL_LEN).astype(np.int32)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.num_requests = 0
+        self.calls: list[tuple[Callable[[], object], float]] = [
+            (self.admit, 0.25),
+            (self.plan_step, 0.3),
+            (self.allocate_one, 0.2),
+            (self.finish_or_preempt, 0.1),
+            (self.step_in_flight, 0.05),
+            (self.evict, 0.05),
+            (self.new_step, 0.04),
+            (self.reset, 0.01),
+        ]
+        self.weights = np.cumsum([weight for _, weight in self.calls])
+
+    def call(self) -> None:
+        self.calls[int(np.searchsorted(self.weights, self.rng.random()))][0]()
+        self.manager.check_invariants()
+
+    def some(self, least: int, most: int) -> int:
+        return int(self.rng.integers(least, most + 1))
+
+    def new_request(self) -> Request:
+        self.num_requests += 1
+        prompt = self.trunk[: self.some(1, MAX_MODEL_LEN - 8)].copy()
+        prompt[-self.some(1, 4) :] = self.some(0, 1)
+        most = self.some(1, MAX_MODEL_LEN - prompt.size)
+        salt = "salt" if self.rng.random() < 0.1 else None
+        return Request(f"r{self.num_requests}", prompt, cache_salt=salt, max_tokens=most, block_hasher=self.hasher)
+
+    def admit(self) -> None:
+        if len(self.running) >= MAX_RUNNING:
+            return
+        request = self.waiting.pop() if self.waiting else self.new_request()
+        blocks, num_hit = self.manager.get_computed_blocks(request)
+        new = self.some(1, request.num_tokens - num_hit)
+        before = self.manager.snapshot()
+        must_fit = self.rng.random() < 0.5
+        if self.manager.allocate_slots(request, new, num_hit, blocks, full_sequence_must_fit=must_fit) is None:
+            assert self.manager.snapshot() == before, "a refused admission changed the state"
+            if len(self.waiting) < MAX_RUNNING:
+                self.waiting.append(request)
+            return
+        request.num_computed_tokens = num_hit + new
+        self.running.append(request)
+        self.sample(request)
+
+    def sample(self, request: Request) -> None:
+        """A token for a request whose tokens are all computed; at its end it goes."""
+        if request.num_computed_tokens < request.num_tokens:
+            return
+        if request.num_output_tokens == request.max_tokens:
+            self.manager.free(request)
+            self.running.remove(request)
+        else:
+            request.append_output_token_ids(self.some(0, 1))
+
+    def plan_step(self) -> None:
+        chosen = [request for request in self.running if self.rng.random() < 0.8]
+        new = [self.some(1, request.num_tokens - request.num_computed_tokens) for request in chosen]
+        planned = self.manager.plan_step([request.row for request in chosen], new).num_planned
+        assert planned == len(chosen) or self.may_refuse_steps, "a step was refused in spite of the reservations"
+        for request, count in zip(chosen[:planned], new, strict=False):
+            request.num_computed_tokens += count
+            self.sample(request)
+
+    def allocate_one(self) -> None:
+        if not self.running:
+            return
+        request = self.running[self.some(0, len(self.running) - 1)]
+        new = self.some(1, request.num_tokens - request.num_computed_tokens)
+        if self.manager.allocate_slots(request, new) is not None:
+            request.num_computed_tokens += new
+            self.sample(request)
+            return
+        refused = self.manager.snapshot()
+        assert self.manager.allocate_slots(request, new) is None, "a refused call was granted"
+        assert self.manager.snapshot() == refused, "a call refused twice changed the state"
+
+    def finish_or_preempt(self) -> None:
+        if not self.running:
+            return
+        request = self.running.pop(self.some(0, len(self.running) - 1))
+        self.manager.free(request)
+        if self.rng.random() < 0.5:
+            request.num_computed_tokens = 0
+            request.num_preemptions += 1
+            self.waiting.append(request)
+
+    def step_in_flight(self) -> None:
+        """A step whose predecessor is not read yet and is then taken back: nothing advances."""
+        for request in self.running:
+            if request.num_output_tokens and request.num_computed_tokens > request.num_prompt_tokens:
+                self.manager.allocate_slots(request, 1, num_in_flight_tokens=1)
+                return
+
+    def evict(self) -> None:
+        pool_id = self.some(0, len(self.manager.block_pools) - 1)
+        num_blocks = self.manager.block_pools[pool_id].num_blocks
+        self.manager.evict_blocks(self.rng.integers(0, num_blocks, self.some(0, 3)), pool_id)
+
+    def new_step(self) -> None:
+        self.manager.new_step_starts()
+        self.manager.take_events()
+
+    def reset(self) -> None:
+        assert self.manager.reset_prefix_cache() == (not self.running), "a reset while blocks are held, or none"
+
+
+def run(name: str, num_calls: int, seed: int) -> None:
+    """Makes the calls on one deployment."""
+    rng = np.random.default_rng([seed, *name.encode()])
+    for start in range(0, num_calls, CALLS_PER_MANAGER):
+        calls = RandomCalls(DEPLOYMENTS[name], rng)
+        for _ in range(min(CALLS_PER_MANAGER, num_calls - start)):
+            calls.call()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs every deployment; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=20_000, help="calls in all (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.calls < 1:
+        parser.error(f"expected --calls of at least 1, got {options.calls}")
+    began = time.perf_counter()
+    each = -(-options.calls // len(DEPLOYMENTS))
+    for name in DEPLOYMENTS:
+        start = time.perf_counter()
+        try:
+            run(name, each, options.seed)
+        except Exception as error:
+            print(f"{name}, seed {options.seed}: {type(error).__name__}: {error}", file=sys.stderr)
+            raise
+        print(f"{name:45} {each:>9,} calls {time.perf_counter() - start:8.1f} s", flush=True)
+    total = each * len(DEPLOYMENTS)
+    print(f"{total:,} calls, seed {options.seed}, no invariant broken, {time.perf_counter() - began:,.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
