@@ -10,6 +10,8 @@ addresses a token as `array[slot // page_size, slot % page_size]`.
     split    K: [pages, page_size, num_kv_heads, head_dim]       V: [pages, page_size, num_kv_heads, head_dim_v]
     packed   [pages, page_size, ceil(2 * num_kv_heads / packing), packing, ceil128(head_dim)], packing = 32 / bits;
              row 2h of the flattened head axis is K of head h, row 2h + 1 its V; padding rows and lanes are zero
+    latent   [pages, page_size, head_dim]; on TPU [pages, ceil(page_size / packing), packing, ceil128(head_dim)], where
+             state s of a page is at [s // packing, s % packing]
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class ArrayLayout:
 class PageLayout:
     """One column: the arrays that hold one layer's pages. Equal layouts may share a pool."""
 
-    kind: str  # "split" or "packed"
+    kind: str  # "split", "packed" or "latent"
     page_size: int
     arrays: tuple[ArrayLayout, ...]
 
@@ -128,3 +130,24 @@ def attention_layout(
         axes4 = (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
         return PageLayout("packed", page_size, (ArrayLayout("kv", shape, dtype, axes4),))
     raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")
+
+
+def latent_layout(*, head_dim: int, page_size: int, dtype: str, platform: str = "cpu") -> PageLayout:
+    """Layout of a cache of one vector per state (MLA) on `platform`; `page_size` counts states.
+
+    Raises:
+        ValueError: a size is not positive, or the dtype or platform is unknown.
+    """
+    for name, value in {"head_dim": head_dim, "page_size": page_size}.items():
+        if value < 1:
+            raise ValueError(f"expected {name} >= 1, got {value}")
+    bits = dtype_bits(dtype)
+    if platform in ("cpu", "gpu", "cuda", "rocm"):
+        array = ArrayLayout("latent", (page_size, head_dim), dtype, (TOKEN_AXIS, DIM_AXIS))
+    elif platform == "tpu":
+        packing = TPU_WORD_BITS // bits
+        shape = (cdiv(page_size, packing), packing, cdiv(head_dim, TPU_LANES) * TPU_LANES)
+        array = ArrayLayout("latent", shape, dtype, (TOKEN_AXIS, PACK_AXIS, DIM_AXIS))
+    else:
+        raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")
+    return PageLayout("latent", page_size, (array,))

@@ -20,8 +20,16 @@ from kvjax.core.coordinator import (
     get_kv_cache_coordinator,
 )
 from kvjax.core.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionManager, ChunkedLocalAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionManager, FullAttentionSpec
+from kvjax.core.kinds.mla import (
+    MLAAttentionManager,
+    MLAAttentionSpec,
+    SlidingWindowMLAManager,
+    SlidingWindowMLASpec,
+)
 from kvjax.core.kinds.registry import manager_class_of, register_kv_cache_manager
+from kvjax.core.kinds.sink_full import SinkFullAttentionManager, SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowManager, SlidingWindowSpec
 from kvjax.core.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.kv_cache_manager import KVCacheManager
@@ -47,6 +55,8 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "CachingMetrics",
+    "ChunkedLocalAttentionManager",
+    "ChunkedLocalAttentionSpec",
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",
     "FullAttentionSpec",
@@ -65,12 +75,18 @@ __all__ = [
     "KVCachePoolSpec",
     "KVCacheSpec",
     "LoRARequest",
+    "MLAAttentionManager",
+    "MLAAttentionSpec",
     "MultiModalFeature",
     "PageCopies",
     "PrefixCacheStats",
     "Request",
     "RequestTable",
     "SingleTypeKVCacheManager",
+    "SinkFullAttentionManager",
+    "SinkFullAttentionSpec",
+    "SlidingWindowMLAManager",
+    "SlidingWindowMLASpec",
     "SlidingWindowManager",
     "SlidingWindowSpec",
     "StepPlan",

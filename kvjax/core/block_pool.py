@@ -87,6 +87,7 @@ class BlockPool:
         self.is_hashed = self.prefix_index.is_hashed
         self.hash_maps = self.prefix_index.hash_maps
         self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in group_ids}
+        self.num_usable_blocks = num_blocks - 1  # neither null nor taken for good
         self.blocks = BlockViews(self)
         self._scratch = np.empty(num_blocks, np.int32)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
@@ -119,8 +120,8 @@ class BlockPool:
         return self.prefix_index.num_forgotten
 
     def get_usage(self) -> float:
-        """Held share of the blocks without the null block, 0 to 1."""
-        return 1.0 - self.num_free_blocks / (self.num_blocks - 1)
+        """Held share of `num_usable_blocks`, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_usable_blocks if self.num_usable_blocks else 0.0
 
     def block_hash_of(self, block_id: int) -> BlockHash | None:
         """Hash that a block is registered under."""
@@ -179,6 +180,12 @@ class BlockPool:
             self._forget_hashes(np.array([block_id]))
         self.ref_count[block_id] = 1
         return block_id
+
+    def take_for_good(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
+        """`get_new_blocks` of blocks that are never given back and do not count as usable any more; same errors."""
+        ids = self.get_new_blocks(num_blocks)
+        self.num_usable_blocks -= num_blocks
+        return ids
 
     def touch(self, block_ids: npt.ArrayLike) -> None:
         """Adds one reference per occurrence of a block; free ones leave the free queue.
@@ -324,7 +331,7 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes (new weights make them wrong). False, and no change, while any block is held."""
-        if self.num_free_blocks != self.num_blocks - 1:
+        if self.num_free_blocks != self.num_usable_blocks:
             return False
         self.prefix_index.clear()
         if self._residency is not None:
@@ -441,7 +448,7 @@ class BlockPool:
 
     def describe(self) -> str:
         """A few lines for a person."""
-        held = self.num_blocks - 1 - self.num_free_blocks
+        held = self.num_usable_blocks - self.num_free_blocks
         cached_free = int(np.count_nonzero(self.is_hashed & (self.ref_count == 0)))
         shared = int(np.count_nonzero(self.ref_count > 1))
         following = self.free_block_queue.get_all_free_blocks()[:8].tolist()

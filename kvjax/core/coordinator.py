@@ -279,6 +279,7 @@ class KVCacheCoordinator(abc.ABC):
             owners = np.zeros(pool.num_blocks, np.int64)
             for manager, of_pool in zip(self.managers, self.pool_ids, strict=True):
                 if of_pool == pool_id:
+                    owners[manager.reserved_block_ids] += 1
                     owners += np.bincount(manager.block_tables.ravel(), minlength=pool.num_blocks)
             wrong = np.flatnonzero(owners[1:] != pool.ref_count[1:]) + 1
             if wrong.size:

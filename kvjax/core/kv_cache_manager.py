@@ -389,7 +389,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""
-        if any(pool.num_free_blocks != pool.num_blocks - 1 for pool in self.block_pools):
+        if any(pool.num_free_blocks != pool.num_usable_blocks for pool in self.block_pools):
             return False
         for pool in self.block_pools:
             pool.reset_prefix_cache()

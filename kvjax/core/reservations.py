@@ -37,7 +37,7 @@ class Reservations:
     def admits(self, num_blocks: Sequence[int]) -> bool:
         """Whether every pool can reserve as many blocks more."""
         return all(
-            total + more <= pool.num_blocks - 1
+            total + more <= pool.num_usable_blocks
             for total, more, pool in zip(self.totals, num_blocks, self._coordinator.pools, strict=True)
         )
 
@@ -90,8 +90,8 @@ class Reservations:
         if self._slots[unowned].any() or self._blocks[:, unowned].any():
             raise InvariantError("V1: a row that no request owns has blocks reserved")
         for pool_id, (total, pool) in enumerate(zip(self.totals, self._coordinator.pools, strict=True)):
-            if total != self._blocks[pool_id].sum() or total > pool.num_blocks - 1:
+            if total != self._blocks[pool_id].sum() or total > pool.num_usable_blocks:
                 raise InvariantError(
                     f"V1: pool {pool_id}: {total} blocks reserved in all, {self._blocks[pool_id].sum()} by rows, "
-                    f"{pool.num_blocks - 1} there"
+                    f"{pool.num_usable_blocks} there"
                 )

@@ -100,6 +100,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     supports_eagle: ClassVar[bool]
     hits_are_prefix_closed: ClassVar[bool]  # every shorter aligned prefix of a hit is a hit
     gives_blocks_back: ClassVar[bool]  # whether blocks are ever skipped before the request ends
+    is_prefix_cacheable: ClassVar[bool] = True  # False: blocks are never registered, lookups pass the kind over
 
     def __init__(
         self,
@@ -163,6 +164,11 @@ class SingleTypeKVCacheManager(abc.ABC):
     def num_groups(self) -> int:
         """G."""
         return len(self.group_ids)
+
+    @property
+    def reserved_block_ids(self) -> np.ndarray:
+        """int32[k] blocks that these groups hold for good outside their tables."""
+        return np.empty(0, np.int32)
 
     def reserve_rows(self, num_rows: int) -> None:
         """Makes the arrays hold at least `num_rows` rows."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.core import (
     BlockHasher,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheBlocks,
     KVCacheConfig,
@@ -16,18 +17,29 @@ from kvjax.core import (
     KVCacheManager,
     KVCachePoolSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
     Request,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from tests.core.naive_manager import NaiveGroup, NaiveManager, NaiveRequest
 
 
 def spec_of(group: NaiveGroup) -> KVCacheSpec:
-    if group.window is None:
-        return FullAttentionSpec(block_size=group.block_size, num_kv_heads=1, head_size=8, dtype="float32")
-    return SlidingWindowSpec(
-        block_size=group.block_size, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=group.window
-    )
+    size: dict[str, Any] = {"block_size": group.block_size, "head_size": 8, "dtype": "float32"}
+    if group.latent:
+        if group.window is None:
+            return MLAAttentionSpec(**size)
+        return SlidingWindowMLASpec(sliding_window=group.window, **size)
+    size["num_kv_heads"] = 1
+    if group.sinks:
+        return SinkFullAttentionSpec(sink_len=group.sinks * group.block_size, **size)
+    if group.chunk is not None:
+        return ChunkedLocalAttentionSpec(attention_chunk_size=group.chunk, **size)
+    if group.window is not None:
+        return SlidingWindowSpec(sliding_window=group.window, **size)
+    return FullAttentionSpec(**size)
 
 
 def config_of(groups: list[NaiveGroup], pool_sizes: list[int]) -> KVCacheConfig:
@@ -58,9 +70,13 @@ class Setup:
     def num_pools(self) -> int:
         return 1 + max(group.pool for group in self.groups)
 
+    def with_sinks(self, pool_sizes: list[int]) -> list[int]:
+        """The sizes with room for the sinks, so that requests have as many blocks as asked for."""
+        return [size + sum(g.sinks for g in self.groups if g.pool == i) for i, size in enumerate(pool_sizes)]
+
     def manager(self, pool_sizes: list[int], **options: Any) -> KVCacheManager:
         return KVCacheManager(
-            config_of(list(self.groups), pool_sizes),
+            config_of(list(self.groups), self.with_sinks(pool_sizes)),
             self.max_model_len,
             self.hash_block_size,
             enable_caching=self.caching,
@@ -76,7 +92,7 @@ class Setup:
     def naive(self, pool_sizes: list[int]) -> NaiveManager:
         return NaiveManager(
             list(self.groups),
-            pool_sizes,
+            self.with_sinks(pool_sizes),
             self.max_model_len,
             caching=self.caching,
             eagle=self.eagle,
@@ -100,6 +116,15 @@ SETUPS = {
     "window_uncached_first": Setup((NaiveGroup(2, window=5),), uncached_first=True, max_in_flight=3),
     "window_no_caching": Setup((NaiveGroup(2, window=4),), caching=False),
     "window_eagle": Setup((NaiveGroup(2, window=6),), eagle=True),
+    "chunked": Setup((NaiveGroup(2, chunk=6),)),
+    "chunked_straddling": Setup((NaiveGroup(4, chunk=6),), max_in_flight=5),
+    "chunked_no_caching": Setup((NaiveGroup(2, chunk=4),), caching=False, uncached_first=True),
+    "mla": Setup((NaiveGroup(2, latent=True),)),
+    "mla_window": Setup((NaiveGroup(2, latent=True), NaiveGroup(2, window=5, latent=True))),
+    "sink": Setup((NaiveGroup(2, sinks=1),)),
+    "sink_two_groups": Setup((NaiveGroup(2, sinks=2), NaiveGroup(2), NaiveGroup(2, sinks=2)), eagle=True),
+    "full_chunked": Setup((NaiveGroup(2), NaiveGroup(2, chunk=8), NaiveGroup(2, chunk=8))),
+    "full_chunked_sizes": Setup((NaiveGroup(4), NaiveGroup(2, chunk=6, pool=1)), same_step_hits=False),
     "hybrid": HYBRID,
     "hybrid_next_step_hits": Setup(HYBRID.groups, same_step_hits=False, max_in_flight=4),
     "hybrid_windows": Setup((NaiveGroup(2, window=7), NaiveGroup(2, window=3), NaiveGroup(2))),

@@ -76,16 +76,36 @@ class NaiveGroup:
     window: int | None = None  # None: full attention
     pool: int = 0
     eagle: bool = field(default=False, compare=False)
+    chunk: int | None = None  # chunked local attention
+    sinks: int = 0  # blocks of attention sinks
+    latent: bool = False  # MLA
+
+    @property
+    def is_local(self) -> bool:
+        return self.window is not None or self.chunk is not None
+
+    def first_seen(self, token: int) -> int:
+        """The first token that `token` attends to."""
+        if self.window is not None:
+            return max(0, token - self.window + 1)
+        return 0 if self.chunk is None else token - token % self.chunk
 
     def skipped_blocks(self, computed: int) -> int:
-        if self.window is None:
-            return 0
-        return max(0, computed - self.window + 1) // self.block_size
+        return self.first_seen(computed) // self.block_size
 
     def needed_for_hit(self, length: int) -> range:
         """Blocks that the token after a hit of `length` tokens attends to; the last one even where it sees none."""
-        first = 0 if self.window is None else max(0, min(length - self.window + 1, length - 1))
+        first = min(self.first_seen(length), length - 1)
         return range(first // self.block_size, length // self.block_size)
+
+    def most_blocks(self, in_flight: int, max_model_len: int) -> int:
+        """The admission cap."""
+        if self.window is not None:
+            return ceil(min(self.window - 1 + in_flight, max_model_len) / self.block_size) + 1
+        if self.chunk is not None:
+            straddles = self.chunk % self.block_size > 0
+            return ceil(min(self.chunk + in_flight, max_model_len) / self.block_size) + straddles
+        return ceil(max_model_len / self.block_size)
 
 
 class NaiveManager:
@@ -114,6 +134,9 @@ class NaiveManager:
         self.tables: dict[str, list[list[int]]] = {}  # request -> per group its blocks
         self.cached: dict[str, list[int]] = {}  # request -> per group how many were registered
         self.fresh: list[set[int]] = [set() for _ in pool_sizes]
+        for i in self.order:
+            for _ in range(groups[i].sinks):
+                self.pools[groups[i].pool].take()
 
     # -- hits
 
@@ -207,9 +230,8 @@ class NaiveManager:
         needs = [0] * len(self.pools)
         for i, group in enumerate(self.groups):
             required = ceil(slots / group.block_size)
-            if capped and group.window is not None:
-                tokens = min(group.window - 1 + self.max_in_flight, self.max_model_len)
-                required = min(required, ceil(tokens / group.block_size) + 1)
+            if capped:
+                required = min(required, group.most_blocks(self.max_in_flight, self.max_model_len))
             if running:
                 needs[group.pool] += max(required - len(tables[i]), 0)
             else:
@@ -263,7 +285,7 @@ class NaiveManager:
             self.pools[pool_id].forget(block)
 
     def reset(self) -> bool:
-        if any(any(pool.refs.values()) for pool in self.pools):
+        if self.tables:
             return False
         for pool in self.pools:
             pool.key_of.clear()
@@ -275,7 +297,7 @@ class NaiveManager:
         counts = []
         for i, group in enumerate(self.groups):
             count = 0
-            if group.window is None:
+            if not group.is_local:
                 for column, block in enumerate(self.tables[name][i]):
                     if any(len(t[i]) <= column or t[i][column] != block for t in self.tables.values()):
                         break

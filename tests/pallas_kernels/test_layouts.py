@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -18,6 +19,7 @@ from pallas_kernels.layouts import (
     attention_layout,
     cdiv,
     dtype_bits,
+    latent_layout,
 )
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
@@ -117,3 +119,33 @@ def test_importing_loads_neither_jax_nor_numpy() -> None:
     program = "import sys, pallas_kernels.layouts; print(sorted({'jax', 'jaxlib', 'numpy'} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "shape"),
+    [
+        ("cpu", "bfloat16", (16, 576)),
+        ("gpu", "float8_e4m3fn", (16, 576)),
+        ("tpu", "bfloat16", (8, 2, 640)),
+        ("tpu", "float8_e4m3fn", (4, 4, 640)),
+    ],
+)
+def test_latent_pages(platform: str, dtype: str, shape: tuple[int, ...]) -> None:
+    layout = latent_layout(head_dim=576, page_size=16, dtype=dtype, platform=platform)
+    [array] = layout.arrays
+    assert (layout.kind, layout.page_size, array.page_shape) == ("latent", 16, shape)
+    assert len(array.axes) == len(shape)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_dim": 0}, "expected head_dim >= 1, got 0"),
+        ({"page_size": 0}, "expected page_size >= 1, got 0"),
+        ({"dtype": "int3"}, "expected a KV-cache dtype"),
+        ({"platform": "abacus"}, "expected platform 'cpu', 'gpu' or 'tpu', got 'abacus'"),
+    ],
+)
+def test_latent_pages_that_can_not_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        latent_layout(**({"head_dim": 8, "page_size": 4, "dtype": "float32"} | options))

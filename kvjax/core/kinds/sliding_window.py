@@ -15,8 +15,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvjax.core.kinds.local_attention import LocalAttentionManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.single_type_manager import IntOrArray, PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.single_type_manager import IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 
 
@@ -43,13 +44,11 @@ class SlidingWindowSpec(AttentionSpec):
 
 
 @register_kv_cache_manager(SlidingWindowSpec)
-class SlidingWindowManager(SingleTypeKVCacheManager):
+class SlidingWindowManager(LocalAttentionManager):
     """Gives blocks back as they leave the window; a hit needs only the blocks that the window sees."""
 
     supports_context_parallelism: ClassVar[bool] = False
     supports_eagle: ClassVar[bool] = True
-    hits_are_prefix_closed: ClassVar[bool] = False
-    gives_blocks_back: ClassVar[bool] = True
 
     kv_cache_spec: SlidingWindowSpec
 
@@ -64,35 +63,3 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
         """Computed tokens at which the block `first_live` has left the window."""
         return (first_live + 1) * self.block_size + (self.kv_cache_spec.sliding_window - 1)
-
-    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
-        """Right to left: the rightmost aligned edge with a run of cached blocks as long as the window before it.
-
-        A run that reaches token 0 may be shorter. A missing block rules out every edge whose run would contain it,
-        so a failed probe moves the edge to that block: about one probe per window where little is cached. A window of
-        one token needs no block, but a hit must rest on something cached: it asks for the last one.
-        """
-        block_size = self.block_size
-        num_needed = max(cdiv(self.kv_cache_spec.sliding_window - 1, block_size), 1)
-        dropped = int(lookup.drop_last_block)
-        num_blocks = min(lookup.max_length // block_size, len(lookup.block_hashes))
-        edge = num_blocks - dropped  # blocks of the hit under test
-        while edge > 0:
-            edge -= edge * block_size % lookup.alignment // block_size
-            start = max(edge - num_needed, 0)
-            end = edge + dropped
-            run = self.cached_run(lookup.block_hashes[start:end])
-            if run.shape[1] == end - start:
-                return np.pad(run[:, : edge - start], ((0, 0), (start, 0)))
-            edge = min(edge - 1, start + run.shape[1])
-        return np.empty((self.num_groups, 0), np.int32)
-
-    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
-        """None: a prefix leaves the window."""
-        return [0] * self.num_groups
-
-    @property
-    def max_admission_blocks(self) -> int:
-        """Most blocks that the window and the tokens in flight take."""
-        settings = self.settings
-        return self.kv_cache_spec.max_blocks_per_request(settings.max_model_len, settings.max_in_flight_tokens)

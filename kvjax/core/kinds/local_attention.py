@@ -1,0 +1,50 @@
+"""Kinds whose tokens see a stretch before them that moves on: blocks behind it go back, a hit needs only what it sees.
+
+Flow:    SlidingWindowManager, ChunkedLocalManager say which tokens are skipped -> [LocalAttentionManager]
+Source:  vLLM v1/core/single_type_kv_cache_manager.py
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from kvjax.core.single_type_manager import PrefixLookup, SingleTypeKVCacheManager
+
+
+class LocalAttentionManager(SingleTypeKVCacheManager):
+    """Hits, common prefixes and the admission cap, from `get_num_skipped_tokens` and the spec."""
+
+    hits_are_prefix_closed: ClassVar[bool] = False
+    gives_blocks_back: ClassVar[bool] = True
+
+    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
+        """Right to left: the rightmost aligned edge before which every block is cached that the next token sees.
+
+        A missing block rules out every edge whose run would contain it, so a failed probe moves the edge to that
+        block: about one probe per window or chunk where little is cached. Where the next token sees no block, the hit
+        still rests on something cached: the last block.
+        """
+        dropped = int(lookup.drop_last_block)
+        num_blocks = min(lookup.max_length // self.block_size, len(lookup.block_hashes))
+        edge = num_blocks - dropped  # blocks of the hit under test
+        while edge > 0:
+            edge -= edge * self.block_size % lookup.alignment // self.block_size
+            start = max(min(self.get_num_skipped_tokens(edge * self.block_size) // self.block_size, edge - 1), 0)
+            end = edge + dropped
+            run = self.cached_run(lookup.block_hashes[start:end])
+            if run.shape[1] == end - start:
+                return np.pad(run[:, : edge - start], ((0, 0), (start, 0)))
+            edge = min(edge - 1, start + run.shape[1])
+        return np.empty((self.num_groups, 0), np.int32)
+
+    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
+        """None: a prefix is left behind."""
+        return [0] * self.num_groups
+
+    @property
+    def max_admission_blocks(self) -> int:
+        """Most blocks that what a token sees and the tokens in flight take."""
+        settings = self.settings
+        return self.kv_cache_spec.max_blocks_per_request(settings.max_model_len, settings.max_in_flight_tokens)

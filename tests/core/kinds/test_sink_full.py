@@ -1,0 +1,33 @@
+"""Sinks: reserved for good, nobody's, and no part of usage."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvjax.core import KVCacheConfig, KVCacheManager, Request, SinkFullAttentionManager, SinkFullAttentionSpec
+
+SPEC = SinkFullAttentionSpec(block_size=4, sink_len=8, num_kv_heads=1, head_size=8, dtype="float32")
+
+
+def test_sinks_are_dealt_to_nobody_and_outlive_every_request() -> None:
+    manager = KVCacheManager(KVCacheConfig.single_pool(8, SPEC), 64, 4)
+    [kind] = manager.coordinator.managers
+    assert isinstance(kind, SinkFullAttentionManager)
+    assert kind.sink_block_ids.tolist() == [[1, 2]]
+    assert manager.usage == 0.0
+    request = Request("r", np.arange(20))
+    blocks = manager.allocate_slots(request, 20)
+    assert blocks is not None
+    assert blocks.get_block_ids() == ([3, 4, 5, 6, 7],)
+    assert manager.usage == 1.0
+    assert not manager.reset_prefix_cache()
+    manager.free(request)
+    assert manager.reset_prefix_cache()
+    assert manager.usage == 0.0
+    assert manager.block_pool.ref_count[[1, 2]].tolist() == [1, 1]
+
+
+def test_a_pool_of_sinks_alone_admits_nobody() -> None:
+    manager = KVCacheManager(KVCacheConfig.single_pool(3, SPEC), 64, 4)
+    assert manager.allocate_slots(Request("r", [1]), 1) is None
+    assert manager.usage == 0.0
