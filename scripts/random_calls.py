@@ -22,13 +22,17 @@ import numpy as np
 
 from kvjax.core import (
     BlockHasher,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheManager,
     KVCachePoolSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
     Request,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -47,6 +51,22 @@ def window(block_size: int, width: int) -> KVCacheSpec:
     return SlidingWindowSpec(block_size=block_size, sliding_window=width, **HEADS)
 
 
+def chunked(block_size: int, chunk: int) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(block_size=block_size, attention_chunk_size=chunk, **HEADS)
+
+
+def sink(block_size: int, length: int) -> KVCacheSpec:
+    return SinkFullAttentionSpec(block_size=block_size, sink_len=length, **HEADS)
+
+
+def latent(block_size: int, tokens_per_state: int = 1) -> KVCacheSpec:
+    return MLAAttentionSpec(block_size=block_size, head_size=8, dtype="float32", tokens_per_state=tokens_per_state)
+
+
+def latent_window(block_size: int, width: int) -> KVCacheSpec:
+    return SlidingWindowMLASpec(block_size=block_size, head_size=8, dtype="float32", sliding_window=width)
+
+
 @dataclass(frozen=True)
 class Deployment:
     """Groups as (spec, pool), and options of the manager."""
@@ -56,7 +76,7 @@ class Deployment:
 
     def manager(self, rng: np.random.Generator) -> KVCacheManager:
         pools = tuple(
-            KVCachePoolSpec(int(rng.integers(2, 80))) for _ in range(1 + max(pool for _, pool in self.groups))
+            KVCachePoolSpec(int(rng.integers(4, 80))) for _ in range(1 + max(pool for _, pool in self.groups))
         )
         groups = tuple(KVCacheGroupSpec((f"layers.{i}",), *group) for i, group in enumerate(self.groups))
         return KVCacheManager(KVCacheConfig(pools, groups), MAX_MODEL_LEN, HASH_BLOCK_SIZE, **self.options)
@@ -72,6 +92,13 @@ DEPLOYMENTS = {
     "full + window, two sizes, EAGLE": Deployment(((full(4), 0), (window(6, 9), 0)), {"use_eagle": True}),
     "full + windows, two pools, reserved": Deployment(
         ((full(2), 0), (window(2, 3), 1), (window(4, 9), 1)), {"reserve": True, "free_order": "uncached_first"}
+    ),
+    "chunked": Deployment(((chunked(4, 6), 0),)),
+    "full + chunked": Deployment(((full(2), 0), (chunked(2, 8), 0), (chunked(4, 8), 0))),
+    "sinks, EAGLE": Deployment(((sink(2, 4), 0),), {"use_eagle": True}),
+    "MLA": Deployment(((latent(2), 0),), {"free_order": "uncached_first"}),
+    "MLA of several ratios + windows": Deployment(
+        ((latent(8, 4), 0), (latent(8, 8), 1), (latent_window(4, 8), 0), (latent_window(2, 3), 1)), {"reserve": True}
     ),
     "full + window, hits from the next step": Deployment(
         ((full(2), 0), (window(2, 5), 0)), {"same_step_hits": False, "enable_kv_cache_events": True}

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import singledispatch
 
+from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import AttentionSpec, KVCacheSpec
 
@@ -28,6 +30,31 @@ def _(spec: SlidingWindowSpec) -> KVCacheSpec:
         head_size=spec.head_size,
         head_size_v=spec.head_size_v,
         dtype=spec.dtype,
+        sliding_window=spec.sliding_window,
+    )
+
+
+@promoted.register
+def _(spec: ChunkedLocalAttentionSpec) -> KVCacheSpec:
+    return FullAttentionSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=spec.dtype,
+        attention_chunk_size=spec.attention_chunk_size,
+    )
+
+
+@promoted.register
+def _(spec: SlidingWindowMLASpec) -> KVCacheSpec:
+    return MLAAttentionSpec(
+        block_size=spec.block_size,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        tokens_per_state=spec.tokens_per_state,
+        page_alignment=spec.page_alignment,
+        cache_role=spec.cache_role,
         sliding_window=spec.sliding_window,
     )
 
@@ -75,3 +102,9 @@ def table_key(spec: KVCacheSpec) -> KVCacheSpec:
 def _(spec: FullAttentionSpec) -> KVCacheSpec:
     """Masks change what a layer reads, not what it keeps."""
     return replace(spec, sliding_window=None, attention_chunk_size=None)
+
+
+@table_key.register
+def _(spec: MLAAttentionSpec) -> KVCacheSpec:
+    """Likewise."""
+    return replace(spec, sliding_window=None)

@@ -17,11 +17,14 @@ from bench_host_cases.case import BenchCase, collector_off, sample_us, time_us
 from bench_host_cases.plain_manager import PlainGroup, PlainManager, PlainRequest
 from kvjax.core import (
     BlockHasher,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheManager,
     KVCacheSpec,
+    MLAAttentionSpec,
     Request,
+    SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -34,15 +37,27 @@ FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, d
 SLIDING = SlidingWindowSpec(
     block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", sliding_window=WINDOW
 )
-SPECS: dict[str, list[KVCacheSpec]] = {"full": [FULL], "hybrid": [FULL] + [SLIDING] * 5}
-PROMPT = {"full": 1_024, "hybrid": 2_048}
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", attention_chunk_size=8_192
+)
+SINK = SinkFullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", sink_len=16)
+MLA = MLAAttentionSpec(block_size=BLOCK_SIZE, head_size=576, dtype="bfloat16")
+SPECS: dict[str, list[KVCacheSpec]] = {
+    "full": [FULL],
+    "hybrid": [FULL] + [SLIDING] * 5,
+    "mla": [MLA],
+    "chunked": [CHUNKED],
+    "sink": [SINK],
+}
+PROMPT = {"full": 1_024, "hybrid": 2_048, "mla": 1_024, "chunked": 1_024, "sink": 1_024}
+OTHER_KINDS = ("mla", "chunked", "sink")
 
 
 def num_blocks_for(shape: str, num_requests: int) -> int:
     """Enough that no step of a case evicts a cached block: those are the pool's cases."""
     grown = (BLOCK_SIZE + NUM_STEPS + WARM_UP_STEPS) // BLOCK_SIZE + 2
     held = PROMPT[shape] // BLOCK_SIZE + grown + (len(SPECS[shape]) - 1) * (WINDOW // BLOCK_SIZE + grown)
-    return num_requests * held + len(SPECS[shape]) * PROMPT[shape] // BLOCK_SIZE + 1
+    return num_requests * held + len(SPECS[shape]) * PROMPT[shape] // BLOCK_SIZE + 2  # the null block and a sink
 
 
 class Decoding:
@@ -292,7 +307,12 @@ def case(name: str, run: Samples, baseline: Samples, *arguments: object) -> Benc
 def cases() -> list[BenchCase]:
     sizes = (256, 1_024, 4_096)
     steps = [
-        case(f"decode_step/{shape}/{n}", step_samples, plain_step_samples, shape, n) for shape in SPECS for n in sizes
+        case(f"decode_step/{shape}/{n}", step_samples, plain_step_samples, shape, n)
+        for shape in ("full", "hybrid")
+        for n in sizes
+    ]
+    steps += [
+        case(f"decode_step/{shape}/1024", step_samples, plain_step_samples, shape, 1_024) for shape in OTHER_KINDS
     ]
     with_tokens = [
         case(f"decode_step_with_tokens/full/{n}", step_with_tokens_samples, plain_step_with_tokens_samples, n)

@@ -59,7 +59,9 @@ class LatentSpec(KVCacheSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(LatentSpec):
-    """Latent vectors of every token."""
+    """Latent vectors of every token. `sliding_window` is the mask of a promoted window."""
+
+    sliding_window: int | None = None
 
     @property
     def kind(self) -> str:
