@@ -159,7 +159,7 @@ class BlockPool:
             OutOfBlocksError: fewer are free. The pool is unchanged.
         """
         ids = self.free_block_queue.take(num_blocks)
-        if self.prefix_index.num_hashed:
+        if self.prefix_index.num_hashed and np.count_nonzero(self.is_hashed[ids]):
             self._forget_hashes(self.prefix_index.hashed_of(ids))
         self.ref_count[ids] = 1
         if self._residency is not None:
@@ -306,8 +306,8 @@ class BlockPool:
         _check_aligned(ids, block_hashes)
         self._register(ids, block_hashes, group_id)
 
-    def register_rows(self, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: Sequence[int]) -> None:
-        """`register_many` of int32[groups, n] blocks under the same n hashes, unchecked.
+    def register_rows(self, block_ids: np.ndarray, block_hashes: np.ndarray, group_ids: Sequence[int]) -> None:
+        """`register_many` of int32[groups, n] blocks under the same n hashes, an array of objects, unchecked.
 
         For the owner of block tables, who knows its blocks to be held, distinct, not null and not hashed.
         """
@@ -349,7 +349,7 @@ class BlockPool:
         if not self.enable_caching:
             raise ValueError("expected a pool with enable_caching=True to register hashes, got one without")
         self._check_registrable(ids)
-        self.prefix_index.register(ids[None], hashes, (group_id,))
+        self.prefix_index.register(ids[None], np.fromiter(hashes, np.object_, len(hashes)), (group_id,))
 
     def _check_registrable(self, ids: np.ndarray) -> None:
         hashed = self.is_hashed[ids]

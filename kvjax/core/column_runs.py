@@ -8,6 +8,7 @@ groups, within a group the row's columns. `deal` and `merge` go from that order 
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -73,10 +74,18 @@ NO_RUNS = Runs(_NONE, _NONE, _NONE, _NONE, 0)
 
 def deal(block_ids: np.ndarray, runs: list[Runs], num_groups: list[int], num_rows: int) -> list[np.ndarray]:
     """Per manager int32[G, num_columns]: its share of int32[all] blocks in the common order."""
-    if len(runs) == 1 and runs[0].is_single:
-        return [block_ids.reshape(-1, num_groups[0]).T]
+    if _are_alike(runs):  # every row has its groups' blocks side by side
+        by_row = block_ids.reshape(-1, sum(num_groups))
+        return [by_row[:, end - groups : end].T for groups, end in zip(num_groups, accumulate(num_groups), strict=True)]
     starts = _row_major_starts(runs, num_groups, num_rows)
     return [block_ids[run.places(start, groups)] for run, start, groups in zip(runs, starts, num_groups, strict=True)]
+
+
+def _are_alike(runs: list[Runs]) -> bool:
+    """Whether all runs are one column each, in the same rows."""
+    if not all(run.is_single for run in runs):
+        return False
+    return len(runs) == 1 or len({run.positions.tobytes() for run in runs}) == 1
 
 
 def merge(block_ids: list[np.ndarray], runs: list[Runs], num_rows: int) -> np.ndarray:

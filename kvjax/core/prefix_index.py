@@ -49,11 +49,12 @@ class PrefixIndex:
         hashed = self.is_hashed[ids]
         return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
 
-    def register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_ids: Sequence[int]) -> None:
-        """Registers blocks that are not hashed, [groups, n] with the same n hashes in every group."""
+    def register(self, ids: np.ndarray, hashes: np.ndarray, group_ids: Sequence[int]) -> None:
+        """Registers blocks that are not hashed, [groups, n] with the same object[n] hashes in every group."""
+        listed = hashes.tolist()
         for group_id, of_group in zip(group_ids, ids, strict=True):
-            self.hash_maps[group_id].insert_n(hashes, of_group)
-        self._hash_of[ids] = np.fromiter(hashes, np.object_, len(hashes))  # a third faster than from the list
+            self.hash_maps[group_id].insert_n(listed, of_group)
+        self._hash_of[ids] = hashes
         if len(self.hash_maps) > 1:
             self._group_of[ids] = np.array(group_ids)[:, None]
         self.is_hashed[ids] = True

@@ -11,13 +11,12 @@ Invariants (`check_invariants`; the test suite runs it after every test):
     I2  a row that is not owned has all counts 0
     I3  an owned row has 1 <= num_prompt_tokens <= num_tokens <= columns, and num_computed_tokens >= 0
     I4  block_hashes[row] is the request's own list, with num_hashed_blocks[row] = num_tokens // block size entries
-        (0 without a hasher)
+        (0 without a hasher), and last_hashes[row] is the last of them
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -68,6 +67,11 @@ class RequestTable:
         self.num_hashed_blocks = np.zeros(rows, np.int64)
         self.requests: list[Request | None] = [None] * rows
         self.block_hashes: list[list[BlockHash]] = [[] for _ in range(rows)]
+        self.last_hashes = np.full(rows, None, np.object_)  # of each row's last full block
+        self._has_extra_keys = np.zeros(rows, np.bool_)
+        self._hasher: BlockHasher | None = None  # of the requests that have one, unless they differ
+        self._hashers_differ = False
+        self._checked_rows = b""  # the last rows that were found good, until one is released
         self._next_hash_at = np.zeros(rows, np.int64)  # num_tokens at which an owned row's next block is full
         self._scratch = np.zeros(rows, np.int64)
         self._rows = RowAllocator(rows)
@@ -120,7 +124,9 @@ class RequestTable:
         self.requests[row] = request
         self.block_hashes[row] = request.block_hashes
         self._row_by_id[request.request_id] = row
+        self._has_extra_keys[row] = request.has_extra_keys
         request._move_to_row(self, row)
+        self._note_hasher(request.block_hasher)
         self._note_hashes(row)
         return row
 
@@ -139,8 +145,12 @@ class RequestTable:
             counts[row] = 0
         self.requests[row] = None
         self.block_hashes[row] = []
+        self.last_hashes[row] = None
+        self._checked_rows = b""
         del self._row_by_id[request.request_id]
         self._rows.give_back(row)
+        if not self._row_by_id:
+            self._hasher, self._hashers_differ = None, False
 
     # -- fences -------------------------------------------------------------------------------------------------------
 
@@ -222,29 +232,39 @@ class RequestTable:
 
     def _hash_full_blocks(self, rows: np.ndarray) -> None:
         """Hashes the next block of each row, all rows of one hasher at once."""
-        requests: list[Any] = [self.requests[row] for row in rows.tolist()]
-        hashers: list[BlockHasher] = [request.block_hasher for request in requests]
-        if hashers.count(hashers[0]) == len(hashers):
-            self._hash_rows(hashers[0], rows, requests)
+        if not self._hashers_differ:
+            assert self._hasher is not None  # a row without a hasher has no next block to hash
+            self._hash_rows(self._hasher, rows)
             return
+        hashers: list[Any] = [self._request_of(row).block_hasher for row in rows.tolist()]
         for hasher in set(hashers):
-            same = [other == hasher for other in hashers]
-            self._hash_rows(hasher, rows[same], list(compress(requests, same)))
+            self._hash_rows(hasher, rows[[other == hasher for other in hashers]])
 
-    def _hash_rows(self, hasher: BlockHasher, rows: np.ndarray, requests: list[Request]) -> None:
+    def _hash_rows(self, hasher: BlockHasher, rows: np.ndarray) -> None:
         size = hasher.block_size
         starts = self.num_hashed_blocks[rows] * size
         first = rows * self.token_ids.shape[1] + starts
         blocks = self.token_ids.reshape(-1)[first[:, None] + np.arange(size)]
-        lists = [request.block_hashes for request in requests]
         extra_keys = None
-        if sum([request.has_extra_keys for request in requests]):
+        if np.count_nonzero(self._has_extra_keys[rows]):
+            requests = map(self._request_of, rows.tolist())
             extra_keys = [r.extra_keys_of_block(s, s + size) for r, s in zip(requests, starts.tolist(), strict=True)]
-        parents = [hashes[-1] if hashes else hasher.none_hash for hashes in lists]
-        for hashes, new in zip(lists, hasher.hash_blocks(blocks, parents, extra_keys), strict=True):
-            hashes.append(new)
+        parents = self.last_hashes[rows].tolist()
+        if None in parents:
+            parents = [hasher.none_hash if parent is None else parent for parent in parents]
+        hashes = hasher.hash_blocks(blocks, parents, extra_keys)
+        for row, new in zip(rows.tolist(), hashes, strict=True):
+            self.block_hashes[row].append(new)
+        self.last_hashes[rows] = np.fromiter(hashes, np.object_, len(hashes))
         self.num_hashed_blocks[rows] += 1
         self._next_hash_at[rows] += size
+
+    def _note_hasher(self, hasher: BlockHasher | None) -> None:
+        """Remembers whether all requests that have a hasher have the same."""
+        if self._hasher is None:
+            self._hasher = hasher
+        elif hasher is not None and hasher != self._hasher:
+            self._hashers_differ = True
 
     # -- checks and growth --------------------------------------------------------------------------------------------
 
@@ -256,6 +276,9 @@ class RequestTable:
         index = index.astype(np.int64, copy=False)
         if not index.size:
             return index, index
+        key = index.tobytes()
+        if key == self._checked_rows:
+            return index, self.num_tokens[index]
         if int(index.view(np.uint64).max()) >= self.capacity:  # a negative row is a huge one
             raise ValueError(f"expected rows in [0, {self.capacity}), got {int(index.min())} to {int(index.max())}")
         lengths = self.num_tokens[index]
@@ -265,6 +288,7 @@ class RequestTable:
         self._scratch[index] = order
         if not (self._scratch[index] == order).all():
             raise ValueError(f"expected distinct rows, got {int(index.size)} with repetitions")
+        self._checked_rows = key
         return index, lengths
 
     def _request_of(self, row: int) -> Request:
@@ -285,6 +309,7 @@ class RequestTable:
         hasher = self._request_of(row).block_hasher
         num_hashed = len(self.block_hashes[row])
         self.num_hashed_blocks[row] = num_hashed
+        self.last_hashes[row] = self.block_hashes[row][-1] if num_hashed else None
         self._next_hash_at[row] = NEVER if hasher is None else (num_hashed + 1) * hasher.block_size
 
     def _reserve_columns(self, num_tokens: int) -> None:
@@ -303,6 +328,8 @@ class RequestTable:
         for name in (*names, "_next_hash_at", "_scratch"):
             setattr(self, name, np.append(getattr(self, name), np.zeros(old, np.int64)))
         self.requests += [None] * old
+        self.last_hashes = np.append(self.last_hashes, np.full(old, None, np.object_))
+        self._has_extra_keys = np.append(self._has_extra_keys, np.zeros(old, np.bool_))
         self.block_hashes += [[] for _ in range(old)]
         self._rows.grow(new)
 
@@ -347,12 +374,15 @@ class RequestTable:
         total, prompt, computed, hashed = (int(array[row]) for array in counts)
         if request is None:
             _hold(total == prompt == computed == hashed == 0, f"I2: row {row} is not owned but has counts")
+            _hold(self.last_hashes[row] is None, f"I2: row {row} is not owned but has a hash")
             return
         _hold(request.row == row and self._row_by_id.get(request.request_id) == row, f"I1: row {row} and {request}")
         _hold(1 <= prompt <= total <= self.token_ids.shape[1] and computed >= 0, f"I3: row {row}: {request}")
         expected = 0 if request.block_hasher is None else total // request.block_hasher.block_size
         _hold(self.block_hashes[row] is request.block_hashes, f"I4: row {row} has another list of hashes")
         _hold(hashed == len(request.block_hashes) == expected, f"I4: row {row}: {hashed} hashes, expected {expected}")
+        last = request.block_hashes[-1] if request.block_hashes else None
+        _hold(self.last_hashes[row] == last, f"I4: row {row} has another last hash")
 
 
 def _hold(condition: bool, message: str) -> None:

@@ -358,12 +358,12 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.reserve_columns(int(np.maximum.reduce(columns)) + 1)
         self.block_tables[:, rows, columns] = block_ids
 
-    def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: list[BlockHash]) -> None:
-        """Registers the blocks at int64[k] rows and columns under one hash each. Null blocks are passed over."""
+    def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
+        """Registers the blocks at int64[k] rows and columns under object[k] hashes. Null blocks are passed over."""
         ids = self.block_tables[:, rows, columns]
-        if np.count_nonzero(ids) < ids.size:
+        if self.gives_blocks_back and np.count_nonzero(ids) < ids.size:
             real = np.flatnonzero(ids[0])
-            ids, block_hashes = ids[:, real], [block_hashes[i] for i in real.tolist()]
+            ids, block_hashes = ids[:, real], block_hashes[real]
         self.block_pool.register_rows(ids, block_hashes, self.group_ids)
         if not self.settings.same_step_hits:
             self._note_registered(ids)

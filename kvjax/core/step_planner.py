@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvjax.core.block_hash import BlockHash
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.column_runs import Runs, deal, merge
 from kvjax.core.coordinator import KVCacheCoordinator
@@ -59,13 +58,14 @@ class StepWork(NamedTuple):
 
 
 class StepPlanner:
-    """Plans steps over one coordinator's groups. Owned by one `KVCacheManager`; keeps no state between calls."""
+    """Plans steps over one coordinator's groups. Owned by one `KVCacheManager`."""
 
     def __init__(self, coordinator: KVCacheCoordinator, request_table: RequestTable) -> None:
         self._coordinator = coordinator
         self._table = request_table
         self._max_model_len = coordinator.settings.max_model_len
         self._managers = coordinator.managers
+        self._good_rows = b""  # the last rows that were found distinct and in range; the table only grows
         self._no_updates = (NO_UPDATE,) * coordinator.num_groups
         self._managers_of_pool = [
             [(i, m.num_groups) for i, m in enumerate(coordinator.managers) if coordinator.pool_ids[i] == pool_id]
@@ -111,11 +111,15 @@ class StepPlanner:
         quiet_until = self._coordinator.quiet_until
         if not index.size:
             return index, quiet_until[:0]
+        key = index.tobytes()
+        if key == self._good_rows:
+            return index, quiet_until[index]
         if np.maximum.reduce(index.view(np.uint64)) >= quiet_until.size:  # a negative row is a huge one
             bad = index[(index < 0) | (index >= quiet_until.size)]
             raise ValueError(f"expected rows that a request owns, got row {bad[0]}")
         if np.maximum.reduce(np.bincount(index)) > 1:
             raise ValueError(f"expected distinct rows, got {index.tolist()}")
+        self._good_rows = key
         return index, quiet_until[index]
 
     def _check_active(self, rows: np.ndarray, after: np.ndarray) -> None:
@@ -249,14 +253,15 @@ class StepPlanner:
         rows, columns = filled.entries()
         manager.register(rows, columns, self._hashes(manager.block_size, rows, columns))
 
-    def _hashes(self, block_size: int, rows: np.ndarray, columns: np.ndarray) -> list[BlockHash]:
-        """The hash of each entry of a table with blocks of that size."""
-        lists, hashing = self._table.block_hashes, self._coordinator.hashing
-        chosen = map(lists.__getitem__, rows.tolist())
-        if block_size == hashing.hash_block_size:
-            return list(map(getitem, chosen, columns.tolist()))
-        views = (hashing.of_block_size(hashes, block_size) for hashes in chosen)
-        return list(map(getitem, views, columns.tolist()))
+    def _hashes(self, block_size: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """object[k] the hash of each entry of a table with blocks of that size."""
+        table, hashing = self._table, self._coordinator.hashing
+        if block_size == hashing.hash_block_size and np.logical_and.reduce(
+            table.num_hashed_blocks[rows] == columns + 1
+        ):
+            return table.last_hashes[rows]
+        views = (hashing.of_block_size(table.block_hashes[row], block_size) for row in rows.tolist())
+        return np.fromiter(map(getitem, views, columns.tolist()), np.object_, rows.size)
 
     # -- planning one row -------------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ def test_every_way_of_registering_leaves_the_same_state() -> None:
         many.register_many(of_group, names, group_id)
         for block_id, name in zip(of_group.tolist(), names, strict=True):
             single.register_block(block_id, name, group_id)
-    rows.register_rows(ids, names, (3, 7))
+    rows.register_rows(ids, np.fromiter(names, np.object_), (3, 7))
     assert many.snapshot() == rows.snapshot() == single.snapshot()
     for pool in pools:
         pool.check_invariants()

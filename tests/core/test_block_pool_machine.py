@@ -113,7 +113,7 @@ class PoolMachine(RuleBasedStateMachine):
         ids = self.registrable(picks)
         count = len(ids) // len(self.group_ids)
         by_group = np.array(ids[: count * len(self.group_ids)], np.int32).reshape(len(self.group_ids), count)
-        self.pool.register_rows(by_group, hashes[:count], self.group_ids)
+        self.pool.register_rows(by_group, np.fromiter(hashes[:count], np.object_, count), self.group_ids)
         for group_id, of_group in zip(self.group_ids, by_group.tolist(), strict=True):
             self.plain.register(of_group, hashes[:count], group_id)
 

@@ -310,6 +310,7 @@ def drop_hashes(table: RequestTable) -> None:
 
 CORRUPTIONS = {
     "I4: row 0: 0 hashes, expected 1": drop_hashes,
+    "I4: row 0 has another last hash": lambda table: table.last_hashes.__setitem__(0, b"other"),
     "R1": lambda table: table._rows._free.append(0),
     "I1: 5 rows to issue of 4": lambda table: table._rows.grow(5),
     "I1: rows by id": lambda table: table._row_by_id.update(x=2),
