@@ -216,7 +216,10 @@ class BlockPool:
             self._free_shared(_without_null(ids))
 
     def free_held(self, ids: np.ndarray) -> None:  # int64[n]
-        """`free_blocks` of distinct blocks, none null, of each of which the caller holds a reference; unchecked."""
+        """`free_blocks` of blocks, none null, of which the caller holds a reference per occurrence; unchecked.
+
+        A block with one reference therefore occurs once.
+        """
         if self.free_order == "append" and np.maximum.reduce(self.ref_count[ids], initial=0) == 1:
             self.free_block_queue.append_distinct(ids)
             self.ref_count[ids] = 0

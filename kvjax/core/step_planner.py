@@ -220,7 +220,7 @@ class StepPlanner:
                 detached.append(self._managers[i].detach(skipped))
                 runs.append(skipped)
         if runs:
-            pool.free_blocks(merge(detached, runs, work.rows.size))
+            pool.free_held(merge(detached, runs, work.rows.size).astype(np.int64))
 
     def _allocate(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]], updates: Updates) -> None:
         """Takes the new blocks of one pool's managers at once and deals them."""
