@@ -21,6 +21,7 @@ from kvjax.core.coordinator import (
 )
 from kvjax.core.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionManager, ChunkedLocalAttentionSpec
+from kvjax.core.kinds.cross_attention import CrossAttentionManager, CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionManager, FullAttentionSpec
 from kvjax.core.kinds.mla import (
     MLAAttentionManager,
@@ -57,6 +58,8 @@ __all__ = [
     "CachingMetrics",
     "ChunkedLocalAttentionManager",
     "ChunkedLocalAttentionSpec",
+    "CrossAttentionManager",
+    "CrossAttentionSpec",
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",
     "FullAttentionSpec",

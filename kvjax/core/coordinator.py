@@ -75,6 +75,8 @@ class KVCacheCoordinator(abc.ABC):
         self.num_groups = len(kv_cache_config.kv_cache_groups)
         self.no_ids = (NO_BLOCK_IDS,) * self.num_groups
         self._releasing_managers = tuple(manager for manager in self.managers if manager.gives_blocks_back)
+        self._cacheable_managers = tuple(manager for manager in self.managers if manager.is_prefix_cacheable)
+        self.reads_encoder = any(manager.reads_encoder for manager in self.managers)
         self._place_of_group = {
             group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
         }
@@ -116,7 +118,8 @@ class KVCacheCoordinator(abc.ABC):
             kind = manager.kv_cache_spec.kind
             if drops and not manager.supports_eagle:
                 raise NotImplementedError(f"{kind} attention does not work with use_eagle=True")
-            if self.settings.enable_caching and manager.block_size % self.hashing.hash_block_size:
+            caches = self.settings.enable_caching and manager.is_prefix_cacheable
+            if caches and manager.block_size % self.hashing.hash_block_size:
                 raise ValueError(
                     f"expected hash_block_size to divide the block size of every group, got hash_block_size "
                     f"{self.hashing.hash_block_size} and {kind} blocks of {manager.block_size} tokens"
@@ -158,12 +161,18 @@ class KVCacheCoordinator(abc.ABC):
         return self.by_group([manager.row_block_ids(row) for manager in self.managers])
 
     def num_blocks_for_new(
-        self, num_slots: int, hits: Sequence[np.ndarray], total_computed: int, capped: bool
+        self,
+        num_slots: int,
+        hits: Sequence[np.ndarray],
+        total_computed: int,
+        capped: bool,
+        num_encoder_tokens: int = 0,
     ) -> list[int]:
         """Per pool the free blocks that a first allocation takes; `hits` are int32[k] per group."""
         needs = [0] * len(self.pools)
         for manager, pool_id, ids in zip(self.managers, self.pool_ids, self.by_manager(hits), strict=True):
-            needs[pool_id] += manager.num_blocks_for_new(num_slots, ids, total_computed, capped)
+            slots = manager.slots_of(num_slots, num_encoder_tokens)
+            needs[pool_id] += manager.num_blocks_for_new(slots, ids, total_computed, capped)
         return needs
 
     def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> list[int]:
@@ -179,6 +188,14 @@ class KVCacheCoordinator(abc.ABC):
         for manager, pool_id in zip(self.managers, self.pool_ids, strict=True):
             needs[pool_id] += manager.worst_case_blocks(num_slots)
         return needs
+
+    def check_encoder_tokens(self, num_encoder_tokens: int) -> None:
+        """Raises ValueError for more encoder tokens than a group can hold."""
+        limit = min(manager.max_encoder_tokens for manager in self.managers)
+        if num_encoder_tokens > limit:
+            raise ValueError(
+                f"expected num_encoder_tokens <= {limit} (max_num_encoder_tokens), got {num_encoder_tokens}"
+            )
 
     def fits(self, needs: Sequence[int]) -> bool:
         """Whether every pool has the blocks free."""
@@ -207,16 +224,18 @@ class KVCacheCoordinator(abc.ABC):
         for manager, ids in zip(self.managers, self.by_manager(hits), strict=True):
             manager.add_computed_blocks(row, ids, total_computed)
         if has_external:
-            for manager in self.managers:
+            for manager in self._cacheable_managers:
                 manager.allocate_new_blocks(row, total_computed)
 
-    def allocate_new_blocks(self, row: int, num_slots: int) -> tuple[np.ndarray, ...]:
-        """Per group int32[k] new blocks, until the row has `num_slots` slots."""
-        return self.by_group([manager.allocate_new_blocks(row, num_slots) for manager in self.managers])
+    def allocate_new_blocks(self, row: int, num_slots: int, num_encoder_tokens: int = 0) -> tuple[np.ndarray, ...]:
+        """Per group int32[k] new blocks, until the row has `num_slots` slots; the encoder's are those of a new row."""
+        return self.by_group(
+            [m.allocate_new_blocks(row, m.slots_of(num_slots, num_encoder_tokens)) for m in self.managers]
+        )
 
     def cache_blocks(self, request: Request, row: int, num_tokens: int) -> None:
         """Registers the blocks that the first `num_tokens` tokens fill."""
-        for manager in self.managers:
+        for manager in self._cacheable_managers:
             if num_tokens >= (manager.num_cached_blocks.item(row) + 1) * manager.block_size:
                 hashes: Sequence[BlockHash] = request.block_hashes
                 if manager.block_size != self.hashing.hash_block_size:
@@ -291,7 +310,7 @@ class KVCacheCoordinator(abc.ABC):
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Prefix caching is off: every lookup misses. Any number of groups and pools."""
+    """Prefix caching is off, or no kind has it: every lookup misses. Any number of groups and pools."""
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """Nothing."""
@@ -320,9 +339,13 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """The greatest common hit of all groups."""
-        alignment = lcm(*(manager.block_size for manager in self.managers))
+        alignment = lcm(*(manager.block_size for manager in self._cacheable_managers))
         length = max_length
-        found: dict[int, np.ndarray] = {}  # manager -> int32[G, k]
+        found = {  # manager -> int32[G, k]
+            index: np.empty((manager.num_groups, 0), np.int32)
+            for index, manager in enumerate(self.managers)
+            if not manager.is_prefix_cacheable
+        }
 
         def ask(index: int) -> int:
             """The manager's longest hit of at most `length` tokens; one that drops a block may look a block further."""
@@ -334,6 +357,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
         others = []
         for index, manager in enumerate(self.managers):
+            if index in found:
+                continue
             if manager.hits_are_prefix_closed:
                 length = ask(index)
             else:
@@ -357,9 +382,10 @@ def get_kv_cache_coordinator(
 ) -> KVCacheCoordinator:
     """The coordinator that a config needs: without prefix caching, of one group, or of several."""
     coordinator_class: type[KVCacheCoordinator]
-    if not settings.enable_caching:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not settings.enable_caching or not any(manager_class_of(spec).is_prefix_cacheable for spec in specs):
         coordinator_class = KVCacheCoordinatorNoPrefixCache
-    elif len(kv_cache_config.kv_cache_groups) == 1:
+    elif len(specs) == 1:
         coordinator_class = UnitaryKVCacheCoordinator
     else:
         coordinator_class = HybridKVCacheCoordinator

@@ -227,6 +227,8 @@ class KVCacheManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
         self._check_hasher(request)
+        if self.coordinator.reads_encoder and request.extra_keys_of_block(0, self.hash_block_size) is None:
+            return self.empty_kv_cache_blocks, 0
         hits, num_tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         if self._stats is not None:
             self._stats.record(request.num_tokens, num_tokens, preempted=request.num_preemptions > 0)
@@ -269,7 +271,7 @@ class KVCacheManager:
             num_lookahead_tokens: drafted tokens that need slots too, as far as `max_model_len` allows.
             num_external_computed_tokens: of a new request, tokens after the hit that come from outside.
             delay_cache_blocks: register no block (its KV arrives later; then call `cache_blocks`).
-            num_encoder_tokens: tokens of the encoder, for kinds that attend to them.
+            num_encoder_tokens: of a new request, tokens of the encoder, for kinds that attend to them.
             num_in_flight_tokens: computed tokens of steps not read yet: they may be taken back, so windows keep what
                 they see.
             full_sequence_must_fit: refuse unless the blocks of all tokens of the request, as far as the admission cap
@@ -345,6 +347,8 @@ class KVCacheManager:
         if not self.enable_caching:
             return
         for manager in self.coordinator.managers:
+            if not manager.is_prefix_cacheable:
+                continue
             slots = manager.num_blocks.item(row) * manager.block_size
             if not 0 <= num_computed_tokens <= slots:
                 raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")

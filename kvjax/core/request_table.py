@@ -30,6 +30,7 @@ from kvjax.errors import InvariantError, UnknownRequestError
 MIN_ROWS = 16
 MIN_COLUMNS = 256
 NEVER = np.iinfo(np.int64).max
+COUNTS = ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks", "num_encoder_tokens")  # by row
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RequestState:
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     num_computed_tokens: int
+    num_encoder_tokens: int
     block_hashes: tuple[BlockHash, ...]
 
 
@@ -65,6 +67,7 @@ class RequestTable:
         self.num_prompt_tokens = np.zeros(rows, np.int64)
         self.num_computed_tokens = np.zeros(rows, np.int64)
         self.num_hashed_blocks = np.zeros(rows, np.int64)
+        self.num_encoder_tokens = np.zeros(rows, np.int64)
         self.requests: list[Request | None] = [None] * rows
         self.block_hashes: list[list[BlockHash]] = [[] for _ in range(rows)]
         self.last_hashes = np.full(rows, None, np.object_)  # of each row's last full block
@@ -141,8 +144,8 @@ class RequestTable:
             raise UnknownRequestError(f"request {request.request_id!r} owns no row of this table")
         tokens = self.token_ids[row, : self.num_tokens[row]]
         request._move_from_row(tokens, int(self.num_prompt_tokens[row]), int(self.num_computed_tokens[row]))
-        for counts in (self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens, self.num_hashed_blocks):
-            counts[row] = 0
+        for name in COUNTS:
+            getattr(self, name)[row] = 0
         self.requests[row] = None
         self.block_hashes[row] = []
         self.last_hashes[row] = None
@@ -324,8 +327,7 @@ class RequestTable:
     def _double_rows(self) -> None:
         old, new = self.capacity, 2 * self.capacity
         self._replace_tokens(new, self.token_ids.shape[1])
-        names = ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks")
-        for name in (*names, "_next_hash_at", "_scratch"):
+        for name in (*COUNTS, "_next_hash_at", "_scratch"):
             setattr(self, name, np.append(getattr(self, name), np.zeros(old, np.int64)))
         self.requests += [None] * old
         self.last_hashes = np.append(self.last_hashes, np.full(old, None, np.object_))
@@ -349,6 +351,7 @@ class RequestTable:
                 token_ids=tuple(self.token_ids[row, : self.num_tokens[row]].tolist()),
                 num_prompt_tokens=int(self.num_prompt_tokens[row]),
                 num_computed_tokens=int(self.num_computed_tokens[row]),
+                num_encoder_tokens=int(self.num_encoder_tokens[row]),
                 block_hashes=tuple(self.block_hashes[row]),
             )
             for request_id, row in sorted(self._row_by_id.items())
@@ -370,10 +373,9 @@ class RequestTable:
 
     def _check_row(self, row: int) -> None:
         request = self.requests[row]
-        counts = [self.num_tokens, self.num_prompt_tokens, self.num_computed_tokens, self.num_hashed_blocks]
-        total, prompt, computed, hashed = (int(array[row]) for array in counts)
+        total, prompt, computed, hashed, encoder = (int(getattr(self, name)[row]) for name in COUNTS)
         if request is None:
-            _hold(total == prompt == computed == hashed == 0, f"I2: row {row} is not owned but has counts")
+            _hold(not any((total, prompt, computed, hashed, encoder)), f"I2: row {row} is not owned but has counts")
             _hold(self.last_hashes[row] is None, f"I2: row {row} is not owned but has a hash")
             return
         _hold(request.row == row and self._row_by_id.get(request.request_id) == row, f"I1: row {row} and {request}")

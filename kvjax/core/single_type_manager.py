@@ -100,6 +100,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     supports_eagle: ClassVar[bool]
     hits_are_prefix_closed: ClassVar[bool]  # every shorter aligned prefix of a hit is a hit
     gives_blocks_back: ClassVar[bool]  # whether blocks are ever skipped before the request ends
+    reads_encoder: ClassVar[bool] = False  # whether slots are the encoder's tokens
     is_prefix_cacheable: ClassVar[bool] = True  # False: blocks are never registered, lookups pass the kind over
 
     def __init__(
@@ -187,6 +188,15 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.block_tables = np.pad(self.block_tables, ((0, 0), (0, 0), (0, grown - columns)))
 
     # One row.
+
+    @property
+    def max_encoder_tokens(self) -> int:
+        """Most encoder tokens of a request that these groups hold."""
+        return NEVER
+
+    def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
+        """Slots that a new request takes in these groups."""
+        return num_slots
 
     def num_blocks_for_new(self, num_slots: int, hit_ids: np.ndarray, total_computed: int, capped: bool) -> int:
         """Free blocks that a first allocation takes: new ones, and hits that leave the free queue when touched.

@@ -80,6 +80,10 @@ class SlotAllocator:
         row = self._own_row(request)
         if counts.new_computed or counts.external or hit.num_blocks:
             raise ValueError(f"request {request.request_id!r} is running; only a new request comes with a hit")
+        if counts.encoder and self._coordinator.reads_encoder:
+            raise ValueError(
+                f"request {request.request_id!r} is running; expected num_encoder_tokens when it was admitted"
+            )
         if must_fit and not self._whole_fits(request, row, counts):
             return None
         return self.extend(request, row, counts.new, counts.lookahead, counts.in_flight, delay_caching)
@@ -120,6 +124,7 @@ class SlotAllocator:
         after = total_computed + counts.new
         self._check_new(request, after)
         self._check_hit(hit, counts.new_computed, total_computed)
+        coordinator.check_encoder_tokens(counts.encoder)
         num_slots = min(after + counts.lookahead, self._settings.max_model_len)
         reserved_slots, reserved_blocks = 0, [0]
         if self._reservations is not None:
@@ -130,9 +135,11 @@ class SlotAllocator:
                 return None
         if must_fit:
             whole = min(max(request.num_tokens, after), self._settings.max_model_len)
-            if not coordinator.fits(coordinator.num_blocks_for_new(whole, hit.block_ids, total_computed, capped=True)):
+            needs = coordinator.num_blocks_for_new(whole, hit.block_ids, total_computed, True, counts.encoder)
+            if not coordinator.fits(needs):
                 return None
-        if not coordinator.fits(coordinator.num_blocks_for_new(num_slots, hit.block_ids, total_computed, capped=False)):
+        needs = coordinator.num_blocks_for_new(num_slots, hit.block_ids, total_computed, False, counts.encoder)
+        if not coordinator.fits(needs):
             return None
         row = self._table.add(request)
         coordinator.reserve_rows(self._table.capacity)
@@ -140,7 +147,8 @@ class SlotAllocator:
             self._reservations.add(row, reserved_slots, reserved_blocks)
         if total_computed:
             coordinator.add_computed_blocks(row, hit.block_ids, total_computed, has_external=counts.external > 0)
-        new_ids = coordinator.allocate_new_blocks(row, num_slots)
+        self._table.num_encoder_tokens[row] = counts.encoder
+        new_ids = coordinator.allocate_new_blocks(row, num_slots, counts.encoder)
         coordinator.cache_blocks(request, row, self._cacheable(row, after, delay_caching))
         coordinator.note_quiet(row)
         return new_ids
@@ -190,6 +198,10 @@ class SlotAllocator:
         for group_id, ids in enumerate(hit.block_ids):
             manager, _ = self._coordinator.place_of_group(group_id)
             pool = manager.block_pool
+            if not manager.is_prefix_cacheable:
+                if ids.size:
+                    raise ValueError(f"group {group_id}: expected no hit: its kind has no prefix cache")
+                continue
             if ids.size * manager.block_size != num_tokens:
                 raise ValueError(
                     f"group {group_id}: expected {num_tokens} computed tokens in whole blocks of {manager.block_size}, "

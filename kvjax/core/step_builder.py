@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import GroupPlan, PageCopies, StepPlan, TableUpdate
 
@@ -51,11 +52,13 @@ def build_step_plan(
     new_blocks: Sequence[TableUpdate] | None = None,  # per group, since the last step
     page_copies: Sequence[PageCopies] | None = None,  # per pool
     pages_to_zero: Sequence[np.ndarray] | None = None,  # per pool
+    writes_encoder: np.ndarray | None = None,  # bool[S] whose encoder runs now; None: of requests with nothing computed
 ) -> StepPlan:
     """The plan of one step. Call it after the blocks are allocated and before `num_computed_tokens` advances.
 
     Requests come out as decode (one new token), prefill (empty), mixed, each in scheduling order; `plan.rows` tells.
-    With `last_token_source` the last new token of a request need not be in the table yet.
+    With `last_token_source` the last new token of a request need not be in the table yet. Groups of cross attention
+    have lengths and slots of encoder tokens: the lengths of every request, slots where the encoder runs in this step.
 
     Raises:
         ValueError: a row repeats or holds no request, a request has no new tokens or more than it has tokens, or its
@@ -81,6 +84,8 @@ def build_step_plan(
         token_source[starts[1:] - 1] = source
         token_ids[token_source >= 0] = 0
     wanted = seq_lens >= known if wants_logits is None else np.asarray(wants_logits, bool)[order]
+    writes = computed == 0 if writes_encoder is None else np.asarray(writes_encoder, bool)[order]
+    encoder = _Encoder(table, rows, writes)
     num_decode = int(np.count_nonzero(num_new == 1))
     config = tables.kv_cache_config
     updates = [NO_UPDATE] * len(config.kv_cache_groups) if new_blocks is None else new_blocks
@@ -97,7 +102,7 @@ def build_step_plan(
         token_source=token_source,
         page_copies=(NO_COPIES,) * len(config.pools) if page_copies is None else tuple(page_copies),
         pages_to_zero=(_NO_IDS,) * len(config.pools) if pages_to_zero is None else tuple(pages_to_zero),
-        groups=_group_plans(tables, rows, seq_lens, tokens, updates),
+        groups=_group_plans(tables, rows, seq_lens, tokens, updates, encoder),
     )
 
 
@@ -125,28 +130,55 @@ class _Tokens(NamedTuple):
         return columns, self.positions - columns * block_size
 
 
+class _Encoder(NamedTuple):
+    """Where the encoder tokens of the step's requests are told; asked for groups of cross attention only."""
+
+    table: Any  # with num_encoder_tokens int64[rows]
+    rows: np.ndarray  # int64[S]
+    writes: np.ndarray  # bool[S] whose are written in this step
+
+    @property
+    def lengths(self) -> np.ndarray:  # int64[S]
+        return np.asarray(self.table.num_encoder_tokens[self.rows], np.int64)
+
+    @property
+    def tokens(self) -> _Tokens:
+        """Those that are written, one request after another."""
+        counts = np.where(self.writes, self.lengths, 0)
+        starts = np.zeros(self.rows.size + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        return _Tokens(np.repeat(self.rows, counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts))
+
+
 def _group_plans(
-    tables: StepTables, rows: np.ndarray, seq_lens: np.ndarray, tokens: _Tokens, updates: Sequence[TableUpdate]
+    tables: StepTables,
+    rows: np.ndarray,
+    seq_lens: np.ndarray,
+    tokens: _Tokens,
+    updates: Sequence[TableUpdate],
+    encoder: _Encoder,
 ) -> tuple[GroupPlan, ...]:
     """Every group's part; what depends on the block size alone is computed once for each."""
     groups = tables.kv_cache_config.kv_cache_groups
-    seq_lens32 = seq_lens.astype(np.int32)
     places = {size: tokens.places(size) for size in {group.kv_cache_spec.block_size for group in groups}}
     plans = []
     for group_id, (group, update) in enumerate(zip(groups, updates, strict=True)):
         block_size = group.kv_cache_spec.block_size
         num_blocks = tables.num_blocks(group_id)[rows]
-        _check_blocks(rows, group_id, num_blocks, block_size, seq_lens)
         table = tables.block_tables(group_id)
-        columns, offsets = places[block_size]
-        block_ids = table[tokens.rows, columns]
+        written, lengths, (columns, offsets) = tokens, seq_lens, places[block_size]
+        if isinstance(group.kv_cache_spec, CrossAttentionSpec):
+            written, lengths = encoder.tokens, encoder.lengths
+            columns, offsets = written.places(block_size)
+        _check_blocks(rows, group_id, num_blocks, block_size, lengths)
+        block_ids = table[written.rows, columns]
         plans.append(
             GroupPlan(
                 pool_id=group.pool_id,
                 kind=group.kv_cache_spec.kind,
                 block_tables=table[rows, : int(num_blocks.max(initial=0))],
                 new_blocks=update,
-                seq_lens=seq_lens32,
+                seq_lens=lengths.astype(np.int32),
                 slot_mapping=np.where(block_ids > 0, block_ids * block_size + offsets, -1).astype(np.int32),
             )
         )

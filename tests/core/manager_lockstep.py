@@ -10,6 +10,7 @@ import numpy as np
 from kvjax.core import (
     BlockHasher,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheBlocks,
     KVCacheConfig,
@@ -23,7 +24,7 @@ from kvjax.core import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from tests.core.naive_manager import NaiveGroup, NaiveManager, NaiveRequest
+from tests.core.naive_manager import MAX_ENCODER, NaiveGroup, NaiveManager, NaiveRequest
 
 
 def spec_of(group: NaiveGroup) -> KVCacheSpec:
@@ -33,6 +34,8 @@ def spec_of(group: NaiveGroup) -> KVCacheSpec:
             return MLAAttentionSpec(**size)
         return SlidingWindowMLASpec(sliding_window=group.window, **size)
     size["num_kv_heads"] = 1
+    if group.cross:
+        return CrossAttentionSpec(max_num_encoder_tokens=MAX_ENCODER, **size)
     if group.sinks:
         return SinkFullAttentionSpec(sink_len=group.sinks * group.block_size, **size)
     if group.chunk is not None:
@@ -123,6 +126,9 @@ SETUPS = {
     "mla_window": Setup((NaiveGroup(2, latent=True), NaiveGroup(2, window=5, latent=True))),
     "sink": Setup((NaiveGroup(2, sinks=1),)),
     "sink_two_groups": Setup((NaiveGroup(2, sinks=2), NaiveGroup(2), NaiveGroup(2, sinks=2)), eagle=True),
+    "cross": Setup((NaiveGroup(2, cross=True),)),
+    "full_cross": Setup((NaiveGroup(2), NaiveGroup(2, cross=True))),
+    "full_cross_sizes": Setup((NaiveGroup(4, cross=True, pool=1), NaiveGroup(2, window=5), NaiveGroup(4)), eagle=True),
     "full_chunked": Setup((NaiveGroup(2), NaiveGroup(2, chunk=8), NaiveGroup(2, chunk=8))),
     "full_chunked_sizes": Setup((NaiveGroup(4), NaiveGroup(2, chunk=6, pool=1)), same_step_hits=False),
     "hybrid": HYBRID,
@@ -170,7 +176,8 @@ class Lockstep:
 
     def new_pair(self, name: str, tokens: list[int], salt: str | None = None) -> Pair:
         request = Request(name, tokens, cache_salt=salt, block_hasher=self.hasher)
-        return Pair(request, NaiveRequest(name, list(tokens), salt))
+        encoder = len(tokens) % (MAX_ENCODER + 1) if self.manager.coordinator.reads_encoder else 0
+        return Pair(request, NaiveRequest(name, list(tokens), salt, encoder=encoder))
 
     # -- calls
 
@@ -193,6 +200,7 @@ class Lockstep:
             options.get("lookahead", 0),
             external,
             options.get("delay", False),
+            pair.naive.encoder,
             full_sequence_must_fit=options.get("must_fit", False),
         )
         theirs = self.naive.allocate(pair.naive, new, naive_hit, length, external=external, **options)

@@ -16,6 +16,7 @@ class NaiveRequest:
     tokens: list[int]
     salt: str | None = None
     computed: int = 0
+    encoder: int = 0
 
     def key(self, num_tokens: int) -> tuple[str | None, tuple[int, ...]]:
         return self.salt, tuple(self.tokens[:num_tokens])
@@ -70,6 +71,9 @@ class NaivePool:
                 del self.holders[name]
 
 
+MAX_ENCODER = 8
+
+
 @dataclass
 class NaiveGroup:
     block_size: int
@@ -79,6 +83,7 @@ class NaiveGroup:
     chunk: int | None = None  # chunked local attention
     sinks: int = 0  # blocks of attention sinks
     latent: bool = False  # MLA
+    cross: bool = False  # cross attention, of at most `MAX_ENCODER` tokens
 
     @property
     def is_local(self) -> bool:
@@ -98,8 +103,14 @@ class NaiveGroup:
         first = min(self.first_seen(length), length - 1)
         return range(first // self.block_size, length // self.block_size)
 
+    def required(self, slots: int, encoder: int) -> int:
+        """Blocks of a new request."""
+        return ceil((encoder if self.cross else slots) / self.block_size)
+
     def most_blocks(self, in_flight: int, max_model_len: int) -> int:
         """The admission cap."""
+        if self.cross:
+            return ceil(MAX_ENCODER / self.block_size)
         if self.window is not None:
             return ceil(min(self.window - 1 + in_flight, max_model_len) / self.block_size) + 1
         if self.chunk is not None:
@@ -141,10 +152,12 @@ class NaiveManager:
     # -- hits
 
     def find_hit(self, request: NaiveRequest) -> tuple[list[list[int]], int]:
-        if not self.caching:
+        cached = [group for group in self.groups if not group.cross]
+        names_input = request.salt is not None or len(cached) == len(self.groups)
+        if not (self.caching and cached and names_input):
             return [[] for _ in self.groups], 0
         limit = len(request.tokens) - 1
-        step = lcm(*(group.block_size for group in self.groups))
+        step = lcm(*(group.block_size for group in cached))
         for length in range(limit // step * step, 0, -step):
             hit = [self._hit_of(i, request, length, limit) for i in range(len(self.groups))]
             if None not in hit:
@@ -153,6 +166,8 @@ class NaiveManager:
 
     def _hit_of(self, group_id: int, request: NaiveRequest, length: int, limit: int) -> list[int] | None:
         group = self.groups[group_id]
+        if group.cross:
+            return []
         needed = set(group.needed_for_hit(length))
         if self._drops(group):
             if length + group.block_size > limit:
@@ -205,9 +220,9 @@ class NaiveManager:
         slots = min(computed + new + lookahead, self.max_model_len)
         if must_fit:
             whole = min(max(len(request.tokens), computed + new), self.max_model_len)
-            if not self._fits(tables, hit, whole, computed, running, capped=True):
+            if not self._fits(tables, hit, whole, computed, running, request.encoder, capped=True):
                 return None
-        if not self._fits(tables, hit, slots, computed, running, capped=False):
+        if not self._fits(tables, hit, slots, computed, running, request.encoder, capped=False):
             return None
         if not running:
             self.cached[name] = [0] * len(self.groups)
@@ -220,16 +235,18 @@ class NaiveManager:
                 tables[i] += [0] * skipped + hit[i][skipped:]
                 self.cached[name][i] = len(tables[i])
             if external:
-                self._append(tables, computed)
-        dealt = self._append(tables, slots)
+                self._append(tables, computed, 0)
+        dealt = self._append(tables, slots, 0 if running else request.encoder)
         if not delay:
             self.register(request, computed + new)
         return dealt
 
-    def _fits(self, tables: list, hit: list, slots: int, computed: int, running: bool, capped: bool) -> bool:
+    def _fits(
+        self, tables: list, hit: list, slots: int, computed: int, running: bool, encoder: int, capped: bool
+    ) -> bool:
         needs = [0] * len(self.pools)
         for i, group in enumerate(self.groups):
-            required = ceil(slots / group.block_size)
+            required = group.required(slots, 0 if running else encoder)
             if capped:
                 required = min(required, group.most_blocks(self.max_in_flight, self.max_model_len))
             if running:
@@ -241,11 +258,11 @@ class NaiveManager:
                 needs[group.pool] += sum(refs[block] == 0 for block in hit[i][skipped:])
         return all(need <= len(pool.free) for need, pool in zip(needs, self.pools, strict=True))
 
-    def _append(self, tables: list[list[int]], slots: int) -> list[list[int]]:
+    def _append(self, tables: list[list[int]], slots: int, encoder: int) -> list[list[int]]:
         dealt: list[list[int]] = [[] for _ in self.groups]
         for i in self.order:
             group = self.groups[i]
-            missing = ceil(slots / group.block_size) - len(tables[i])
+            missing = group.required(slots, encoder) - len(tables[i])
             dealt[i] = [self.pools[group.pool].take() for _ in range(missing)]
             tables[i] += dealt[i]
         return dealt
@@ -254,6 +271,8 @@ class NaiveManager:
         if not self.caching:
             return
         for i, group in enumerate(self.groups):
+            if group.cross:
+                continue
             table = self.tables[request.request_id][i]
             full = min(num_tokens, len(request.tokens)) // group.block_size
             for column in range(self.cached[request.request_id][i], full):
@@ -297,7 +316,7 @@ class NaiveManager:
         counts = []
         for i, group in enumerate(self.groups):
             count = 0
-            if not group.is_local:
+            if not group.is_local and not group.cross:
                 for column, block in enumerate(self.tables[name][i]):
                     if any(len(t[i]) <= column or t[i][column] != block for t in self.tables.values()):
                         break

@@ -25,7 +25,9 @@ from kvjax.core.kv_events import BlockStored
 from tests.core.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
 from tests.core.naive_manager import NaiveGroup
 
-CACHING = {name: setup for name, setup in SETUPS.items() if setup.caching}
+CACHING = {
+    name: setup for name, setup in SETUPS.items() if setup.caching and not all(group.cross for group in setup.groups)
+}
 MANY_WINDOWS = Setup(
     (NaiveGroup(2, window=9), NaiveGroup(4, window=6), NaiveGroup(6), NaiveGroup(2, window=2)), max_model_len=48
 )
