@@ -23,6 +23,7 @@ import numpy as np
 from kvjax.core import (
     BlockHasher,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -39,6 +40,7 @@ from kvjax.core import (
 MAX_MODEL_LEN = 64
 HASH_BLOCK_SIZE = 2
 MAX_RUNNING = 8
+MAX_ENCODER_TOKENS = 9
 CALLS_PER_MANAGER = 2_000  # then a fresh one with other sizes
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
 
@@ -57,6 +59,10 @@ def chunked(block_size: int, chunk: int) -> KVCacheSpec:
 
 def sink(block_size: int, length: int) -> KVCacheSpec:
     return SinkFullAttentionSpec(block_size=block_size, sink_len=length, **HEADS)
+
+
+def cross(block_size: int) -> KVCacheSpec:
+    return CrossAttentionSpec(block_size=block_size, max_num_encoder_tokens=MAX_ENCODER_TOKENS, **HEADS)
 
 
 def latent(block_size: int, tokens_per_state: int = 1) -> KVCacheSpec:
@@ -95,6 +101,8 @@ DEPLOYMENTS = {
     ),
     "chunked": Deployment(((chunked(4, 6), 0),)),
     "full + chunked": Deployment(((full(2), 0), (chunked(2, 8), 0), (chunked(4, 8), 0))),
+    "full + cross": Deployment(((full(2), 0), (cross(4), 0))),
+    "window + cross, two pools, reserved": Deployment(((window(2, 5), 0), (cross(2), 1)), {"reserve": True}),
     "sinks, EAGLE": Deployment(((sink(2, 4), 0),), {"use_eagle": True}),
     "MLA": Deployment(((latent(2), 0),), {"free_order": "uncached_first"}),
     "MLA of several ratios + windows": Deployment(
@@ -153,7 +161,8 @@ class RandomCalls:
         new = self.some(1, request.num_tokens - num_hit)
         before = self.manager.snapshot()
         must_fit = self.rng.random() < 0.5
-        if self.manager.allocate_slots(request, new, num_hit, blocks, full_sequence_must_fit=must_fit) is None:
+        options = {"full_sequence_must_fit": must_fit, "num_encoder_tokens": self.some(0, MAX_ENCODER_TOKENS)}
+        if self.manager.allocate_slots(request, new, num_hit, blocks, **options) is None:
             assert self.manager.snapshot() == before, "a refused admission changed the state"
             if len(self.waiting) < MAX_RUNNING:
                 self.waiting.append(request)

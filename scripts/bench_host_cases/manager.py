@@ -18,6 +18,7 @@ from bench_host_cases.plain_manager import PlainGroup, PlainManager, PlainReques
 from kvjax.core import (
     BlockHasher,
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheManager,
@@ -41,6 +42,10 @@ CHUNKED = ChunkedLocalAttentionSpec(
     block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", attention_chunk_size=8_192
 )
 SINK = SinkFullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16", sink_len=16)
+NUM_ENCODER_TOKENS = 1_500  # 30 s of audio
+CROSS = CrossAttentionSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=20, head_size=64, dtype="bfloat16", max_num_encoder_tokens=NUM_ENCODER_TOKENS
+)
 MLA = MLAAttentionSpec(block_size=BLOCK_SIZE, head_size=576, dtype="bfloat16")
 SPECS: dict[str, list[KVCacheSpec]] = {
     "full": [FULL],
@@ -48,15 +53,18 @@ SPECS: dict[str, list[KVCacheSpec]] = {
     "mla": [MLA],
     "chunked": [CHUNKED],
     "sink": [SINK],
+    "cross": [CROSS],
 }
-PROMPT = {"full": 1_024, "hybrid": 2_048, "mla": 1_024, "chunked": 1_024, "sink": 1_024}
-OTHER_KINDS = ("mla", "chunked", "sink")
+PROMPT = {"full": 1_024, "hybrid": 2_048, "mla": 1_024, "chunked": 1_024, "sink": 1_024, "cross": 1_024}
+OTHER_KINDS = ("mla", "chunked", "sink", "cross")
 
 
 def num_blocks_for(shape: str, num_requests: int) -> int:
     """Enough that no step of a case evicts a cached block: those are the pool's cases."""
     grown = (BLOCK_SIZE + NUM_STEPS + WARM_UP_STEPS) // BLOCK_SIZE + 2
     held = PROMPT[shape] // BLOCK_SIZE + grown + (len(SPECS[shape]) - 1) * (WINDOW // BLOCK_SIZE + grown)
+    if shape == "cross":
+        held = -(-NUM_ENCODER_TOKENS // BLOCK_SIZE)
     return num_requests * held + len(SPECS[shape]) * PROMPT[shape] // BLOCK_SIZE + 2  # the null block and a sink
 
 
@@ -78,7 +86,9 @@ class Decoding:
         for i in range(num_requests):
             tokens = self.rng.integers(0, VOCABULARY, prompt + i % BLOCK_SIZE).astype(np.int32)
             request = Request(f"r{i}", tokens, block_hasher=hasher)
-            if self.manager.allocate_slots(request, tokens.size, delay_cache_blocks=True) is None:
+            encoder = NUM_ENCODER_TOKENS if shape == "cross" else 0
+            options = {"delay_cache_blocks": True, "num_encoder_tokens": encoder}
+            if self.manager.allocate_slots(request, tokens.size, **options) is None:
                 raise AssertionError("the pool is too small")
             request.num_computed_tokens = tokens.size
             self.manager.remove_skipped_blocks(request.request_id, tokens.size)
@@ -156,7 +166,8 @@ class PlainDecoding:
     def __init__(self, shape: str, num_requests: int) -> None:
         self.hasher = BlockHasher(BLOCK_SIZE, seed="bench")
         prompt, num_groups = PROMPT[shape], len(SPECS[shape])
-        groups = [PlainGroup(bytes([i]), None if i == 0 else WINDOW) for i in range(num_groups)]
+        encoder = NUM_ENCODER_TOKENS if shape == "cross" else None
+        groups = [PlainGroup(bytes([i]), None if i == 0 else WINDOW, encoder) for i in range(num_groups)]
         blocks_per_row = (prompt + BLOCK_SIZE + NUM_STEPS) // BLOCK_SIZE + 2
         self.manager = PlainManager(num_blocks_for(shape, num_requests), groups, BLOCK_SIZE)
         self.requests = [

@@ -19,12 +19,16 @@ class PlainRequest:
 
 @dataclass
 class PlainGroup:
-    """Full attention, or a window of `window` tokens."""
+    """Full attention, a window of `window` tokens, or cross attention to `encoder_tokens` tokens."""
 
     key: bytes  # keeps the groups' hashes apart
     window: int | None = None
+    encoder_tokens: int | None = None
     tables: dict[str, list[PlainBlock | None]] = field(default_factory=dict)  # None: given back
     num_cached: dict[str, int] = field(default_factory=dict)
+
+    def num_slots(self, num_tokens: int) -> int:
+        return num_tokens if self.encoder_tokens is None else self.encoder_tokens
 
 
 class PlainManager:
@@ -37,11 +41,13 @@ class PlainManager:
 
     def allocate_slots(self, request: PlainRequest, num_new: int) -> list[list[PlainBlock]] | None:
         after = request.num_computed + num_new
-        required = -(-after // self.block_size)
         for group in self.groups:
             self.release_skipped(group, request)
         tables = [group.tables.setdefault(request.name, []) for group in self.groups]
-        needs = [max(required - len(table), 0) for table in tables]
+        needs = [
+            max(-(-group.num_slots(after) // self.block_size) - len(table), 0)
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
         if sum(needs) > len(self.pool.free):
             return None
         dealt = []
@@ -51,6 +57,8 @@ class PlainManager:
             dealt.append(blocks)
         full = min(after, request.num_tokens) // self.block_size
         for group, table in zip(self.groups, tables, strict=True):
+            if group.encoder_tokens is not None:
+                continue
             for column in range(group.num_cached.get(request.name, 0), full):
                 block = table[column]
                 if block is not None:

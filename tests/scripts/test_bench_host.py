@@ -14,7 +14,7 @@ import pytest
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 NAMES = {
     *(f"decode_step/{groups}/{rows}" for groups in ("full", "hybrid") for rows in (256, 1024, 4096)),
-    *(f"decode_step/{kind}/1024" for kind in ("mla", "chunked", "sink")),
+    *(f"decode_step/{kind}/1024" for kind in ("mla", "chunked", "sink", "cross")),
     *(f"decode_step_with_tokens/full/{rows}" for rows in (256, 1024)),
     "allocate_slots/decode",
     "allocate/32k",
