@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from bench_host_cases.case import BenchCase, collector_off, sample_us, time_us
-from bench_host_cases.plain_manager import PlainGroup, PlainManager, PlainRequest
+from bench_host_cases.plain_manager import PlainCrossManager, PlainGroup, PlainManager, PlainRequest
 from kvjax.core import (
     BlockHasher,
     ChunkedLocalAttentionSpec,
@@ -166,10 +166,12 @@ class PlainDecoding:
     def __init__(self, shape: str, num_requests: int) -> None:
         self.hasher = BlockHasher(BLOCK_SIZE, seed="bench")
         prompt, num_groups = PROMPT[shape], len(SPECS[shape])
-        encoder = NUM_ENCODER_TOKENS if shape == "cross" else None
-        groups = [PlainGroup(bytes([i]), None if i == 0 else WINDOW, encoder) for i in range(num_groups)]
+        groups = [PlainGroup(bytes([i]), None if i == 0 else WINDOW) for i in range(num_groups)]
         blocks_per_row = (prompt + BLOCK_SIZE + NUM_STEPS) // BLOCK_SIZE + 2
         self.manager = PlainManager(num_blocks_for(shape, num_requests), groups, BLOCK_SIZE)
+        if shape == "cross":
+            fixed = -(-NUM_ENCODER_TOKENS // BLOCK_SIZE)
+            self.manager = PlainCrossManager(num_blocks_for(shape, num_requests), fixed, BLOCK_SIZE)
         self.requests = [
             PlainRequest(f"r{i}", prompt + i % BLOCK_SIZE, [os.urandom(32) for _ in range(blocks_per_row)])
             for i in range(num_requests)

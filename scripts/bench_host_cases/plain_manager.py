@@ -19,16 +19,12 @@ class PlainRequest:
 
 @dataclass
 class PlainGroup:
-    """Full attention, a window of `window` tokens, or cross attention to `encoder_tokens` tokens."""
+    """Full attention, or a window of `window` tokens."""
 
     key: bytes  # keeps the groups' hashes apart
     window: int | None = None
-    encoder_tokens: int | None = None
     tables: dict[str, list[PlainBlock | None]] = field(default_factory=dict)  # None: given back
     num_cached: dict[str, int] = field(default_factory=dict)
-
-    def num_slots(self, num_tokens: int) -> int:
-        return num_tokens if self.encoder_tokens is None else self.encoder_tokens
 
 
 class PlainManager:
@@ -41,13 +37,11 @@ class PlainManager:
 
     def allocate_slots(self, request: PlainRequest, num_new: int) -> list[list[PlainBlock]] | None:
         after = request.num_computed + num_new
+        required = -(-after // self.block_size)
         for group in self.groups:
             self.release_skipped(group, request)
         tables = [group.tables.setdefault(request.name, []) for group in self.groups]
-        needs = [
-            max(-(-group.num_slots(after) // self.block_size) - len(table), 0)
-            for group, table in zip(self.groups, tables, strict=True)
-        ]
+        needs = [max(required - len(table), 0) for table in tables]
         if sum(needs) > len(self.pool.free):
             return None
         dealt = []
@@ -57,8 +51,6 @@ class PlainManager:
             dealt.append(blocks)
         full = min(after, request.num_tokens) // self.block_size
         for group, table in zip(self.groups, tables, strict=True):
-            if group.encoder_tokens is not None:
-                continue
             for column in range(group.num_cached.get(request.name, 0), full):
                 block = table[column]
                 if block is not None:
@@ -94,3 +86,22 @@ class PlainManager:
             table = group.tables.pop(request.name)
             group.num_cached.pop(request.name)
             self.pool.release([block for block in reversed(table) if block is not None])
+
+
+class PlainCrossManager(PlainManager):
+    """One group of cross attention: `fixed_blocks` blocks from the first call on."""
+
+    def __init__(self, num_blocks: int, fixed_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, [PlainGroup(b"\0")], block_size)
+        self.fixed_blocks = fixed_blocks
+
+    def allocate_slots(self, request: PlainRequest, num_new: int) -> list[list[PlainBlock]] | None:
+        [group] = self.groups
+        table = group.tables.setdefault(request.name, [])
+        group.num_cached.setdefault(request.name, 0)
+        need = max(self.fixed_blocks - len(table), 0)
+        if need > len(self.pool.free):
+            return None
+        blocks = self.pool.get(need)
+        table += blocks
+        return [blocks]
