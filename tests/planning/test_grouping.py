@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvjax.core import ChunkedLocalAttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.planning import group_layers
+from kvjax.planning.spec_rules import promoted
 from tests.planning.test_plan import full, layers, window
 
 
@@ -60,3 +64,20 @@ def test_groups_partition_the_layers(kinds: list[KVCacheSpec]) -> None:
         layouts[group.pool_id].add(group.spec.page_layout("cpu"))
     assert all(len(found) == 1 for found in layouts.values())
     assert sorted(layouts) == list(range(len(layouts)))
+
+
+def test_promoted_kinds_keep_every_token_and_their_mask() -> None:
+    heads: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
+    chunked = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **heads)
+    assert promoted(chunked) == FullAttentionSpec(block_size=16, attention_chunk_size=64, **heads)
+    latent: dict[str, Any] = {"block_size": 64, "head_size": 8, "dtype": "bfloat16", "tokens_per_state": 4}
+    window_mla = SlidingWindowMLASpec(sliding_window=128, page_alignment=576, **latent)
+    assert promoted(window_mla) == MLAAttentionSpec(sliding_window=128, page_alignment=576, **latent)
+    assert promoted(MLAAttentionSpec(**latent)) == MLAAttentionSpec(**latent)
+
+
+def test_promoted_latent_layers_share_the_table_of_the_others() -> None:
+    latent: dict[str, Any] = {"block_size": 64, "head_size": 8, "dtype": "bfloat16"}
+    specs = {"a": MLAAttentionSpec(**latent), "b": SlidingWindowMLASpec(sliding_window=128, **latent)}
+    assert [group.layer_names for group in group_layers(specs, platform="cpu")] == [("a",), ("b",)]
+    assert [group.layer_names for group in group_layers(specs, platform="cpu", hybrid=False)] == [("a", "b")]
