@@ -131,6 +131,16 @@ SETUPS = {
     "full_cross_sizes": Setup((NaiveGroup(4, cross=True, pool=1), NaiveGroup(2, window=5), NaiveGroup(4)), eagle=True),
     "full_chunked": Setup((NaiveGroup(2), NaiveGroup(2, chunk=8), NaiveGroup(2, chunk=8))),
     "full_chunked_sizes": Setup((NaiveGroup(4), NaiveGroup(2, chunk=6, pool=1)), same_step_hits=False),
+    "deepseek_v4": Setup(  # two compressed caches, a window, and the states of two compressors, in small
+        (
+            NaiveGroup(16, latent=True),
+            NaiveGroup(16, latent=True, pool=1),
+            NaiveGroup(8, window=16, latent=True, pool=2),
+            NaiveGroup(2, window=4, latent=True, pool=3),
+            NaiveGroup(4, window=8, latent=True, pool=3),
+        ),
+        max_model_len=64,
+    ),
     "hybrid": HYBRID,
     "hybrid_next_step_hits": Setup(HYBRID.groups, same_step_hits=False, max_in_flight=4),
     "hybrid_windows": Setup((NaiveGroup(2, window=7), NaiveGroup(2, window=3), NaiveGroup(2))),

@@ -304,7 +304,7 @@ class NaiveManager:
             self.pools[pool_id].forget(block)
 
     def reset(self) -> bool:
-        if self.tables:
+        if any(any(table) for tables in self.tables.values() for table in tables):
             return False
         for pool in self.pools:
             pool.key_of.clear()

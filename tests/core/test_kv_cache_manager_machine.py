@@ -24,7 +24,7 @@ class ManagerMachine(RuleBasedStateMachine):
     setup: Setup
 
     @initialize(
-        sizes=st.lists(st.integers(2, 30), min_size=2, max_size=2), trunk=st.lists(TOKEN, min_size=24, max_size=24)
+        sizes=st.lists(st.integers(2, 30), min_size=4, max_size=4), trunk=st.lists(TOKEN, min_size=24, max_size=24)
     )
     def start(self, sizes: list[int], trunk: list[int]) -> None:
         self.both = Lockstep(self.setup, sizes[: self.setup.num_pools])
