@@ -29,7 +29,7 @@ from kvjax.core.kinds.mla import (
     SlidingWindowMLAManager,
     SlidingWindowMLASpec,
 )
-from kvjax.core.kinds.registry import manager_class_of, register_kv_cache_manager
+from kvjax.core.kinds.registry import manager_class_of, register_kv_cache_manager, registered_specs
 from kvjax.core.kinds.sink_full import SinkFullAttentionManager, SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowManager, SlidingWindowSpec
 from kvjax.core.kv_cache_blocks import KVCacheBlocks
@@ -102,4 +102,5 @@ __all__ = [
     "make_block_hash_with_group_id",
     "manager_class_of",
     "register_kv_cache_manager",
+    "registered_specs",
 ]

@@ -132,6 +132,11 @@ class KVCacheCoordinator(abc.ABC):
         """Whether any group gives blocks back before its request ends."""
         return bool(self._releasing_managers)
 
+    @property
+    def has_cacheable_groups(self) -> bool:
+        """Whether any group's kind has a prefix cache."""
+        return bool(self._cacheable_managers)
+
     def place_of_group(self, group_id: int) -> tuple[SingleTypeKVCacheManager, int]:
         """The manager of a group, and the group's place in its arrays."""
         return self._place_of_group[group_id]

@@ -195,6 +195,8 @@ class SlotAllocator:
         """Checks that the hit is of these pools, as long as it says, complete where it is read, and still cached."""
         if hit.pools != self._no_blocks.pools:
             raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
+        if num_tokens and not self._coordinator.has_cacheable_groups:
+            raise ValueError(f"expected no hit, got {num_tokens} computed tokens: no group has a prefix cache")
         for group_id, ids in enumerate(hit.block_ids):
             manager, _ = self._coordinator.place_of_group(group_id)
             pool = manager.block_pool

@@ -27,8 +27,8 @@ from kvjax.core import (
 from tests.core.naive_manager import MAX_ENCODER, NaiveGroup, NaiveManager, NaiveRequest
 
 
-def spec_of(group: NaiveGroup) -> KVCacheSpec:
-    size: dict[str, Any] = {"block_size": group.block_size, "head_size": 8, "dtype": "float32"}
+def spec_of(group: NaiveGroup, ranks: int = 1) -> KVCacheSpec:
+    size: dict[str, Any] = {"block_size": group.block_size // ranks, "head_size": 8, "dtype": "float32"}
     if group.latent:
         if group.window is None:
             return MLAAttentionSpec(**size)
@@ -45,11 +45,11 @@ def spec_of(group: NaiveGroup) -> KVCacheSpec:
     return FullAttentionSpec(**size)
 
 
-def config_of(groups: list[NaiveGroup], pool_sizes: list[int]) -> KVCacheConfig:
+def config_of(groups: list[NaiveGroup], pool_sizes: list[int], ranks: int = 1) -> KVCacheConfig:
     return KVCacheConfig(
         tuple(KVCachePoolSpec(size) for size in pool_sizes),
         tuple(
-            KVCacheGroupSpec((f"layers.{i}",), spec_of(group), group.pool, group.eagle)
+            KVCacheGroupSpec((f"layers.{i}",), spec_of(group, ranks), group.pool, group.eagle)
             for i, group in enumerate(groups)
         ),
     )
@@ -68,6 +68,8 @@ class Setup:
     same_step_hits: bool = True
     max_in_flight: int | None = None
     coarse_hash_mode: str = "concat"
+    dcp: int = 1  # ranks of decode context parallelism; block sizes of `groups` count all ranks
+    pcp: int = 1
 
     @property
     def num_pools(self) -> int:
@@ -79,7 +81,7 @@ class Setup:
 
     def manager(self, pool_sizes: list[int], **options: Any) -> KVCacheManager:
         return KVCacheManager(
-            config_of(list(self.groups), self.with_sinks(pool_sizes)),
+            config_of(list(self.groups), self.with_sinks(pool_sizes), self.dcp * self.pcp),
             self.max_model_len,
             self.hash_block_size,
             enable_caching=self.caching,
@@ -89,6 +91,8 @@ class Setup:
             free_order="uncached_first" if self.uncached_first else "append",
             same_step_hits=self.same_step_hits,
             coarse_hash_mode=self.coarse_hash_mode,
+            dcp_world_size=self.dcp,
+            pcp_world_size=self.pcp,
             **options,
         )
 
@@ -114,6 +118,10 @@ SETUPS = {
     "full_no_caching": Setup((NaiveGroup(2),), caching=False),
     "full_eagle": Setup((NaiveGroup(2),), eagle=True),
     "full_coarse": Setup((NaiveGroup(4),)),
+    "full_dcp": Setup((NaiveGroup(4),), dcp=2),
+    "full_sink_mla_dcp_pcp": Setup(
+        (NaiveGroup(4), NaiveGroup(8, sinks=1), NaiveGroup(8, latent=True, pool=1)), dcp=2, pcp=2, eagle=True
+    ),
     "window": WINDOW,
     "window_1": Setup((NaiveGroup(2, window=1),)),
     "window_uncached_first": Setup((NaiveGroup(2, window=5),), uncached_first=True, max_in_flight=3),

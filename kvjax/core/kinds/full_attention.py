@@ -61,11 +61,25 @@ class FullAttentionManager(SingleTypeKVCacheManager):
         return run[:, : num_tokens // self.block_size]
 
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
-        """Leading blocks with one reference per running request."""
-        shared = self.block_pool.ref_count[self.row_block_ids(row)] == num_running_requests
-        return [group.size if group.all() else int(group.argmin()) for group in shared]
+        """Leading blocks that stand in every running row: those with as many references, compared table by table.
+
+        References alone do not tell, since not only block tables hold blocks.
+        """
+        own = self.row_block_ids(row)
+        candidates = self.block_pool.ref_count[own] >= num_running_requests
+        running = np.flatnonzero(self.num_blocks)
+        counts = []
+        for table, ids, is_candidate in zip(self.block_tables, own, candidates, strict=True):
+            first = _num_leading(is_candidate)
+            counts.append(_num_leading((table[running, :first] == ids[:first]).all(axis=0)) if first else 0)
+        return counts
 
     @property
     def max_admission_blocks(self) -> int:
         """No bound: a sequence needs all its blocks."""
         return NEVER
+
+
+def _num_leading(flags: np.ndarray) -> int:
+    """How many of bool[k] are true before the first that is not."""
+    return flags.size if flags.all() else int(flags.argmin())

@@ -35,6 +35,11 @@ def register_kv_cache_manager(spec_class: type[KVCacheSpec]) -> Callable[[Manage
     return register
 
 
+def registered_specs() -> tuple[type[KVCacheSpec], ...]:
+    """Every spec class with a manager of its own, in the order of registration."""
+    return tuple(_MANAGERS)
+
+
 def manager_class_of(spec: KVCacheSpec) -> type[SingleTypeKVCacheManager]:
     """The class that manages groups of `spec`.
 

@@ -54,7 +54,13 @@ class SinkFullAttentionManager(FullAttentionManager):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        num_sinks = self.kv_cache_spec.num_reserved_blocks
+        sink_len = self.kv_cache_spec.sink_len
+        if sink_len % self.block_size:
+            raise ValueError(
+                f"expected sink_len to be a multiple of the {self.block_size} tokens of a block over all ranks of "
+                f"context parallelism, got {sink_len}"
+            )
+        num_sinks = sink_len // self.block_size
         if self.num_groups * num_sinks > self.block_pool.num_free_blocks:
             raise ValueError(
                 f"expected a pool with {self.num_groups * num_sinks} free blocks for the sinks of groups "
@@ -65,7 +71,7 @@ class SinkFullAttentionManager(FullAttentionManager):
 
     @property
     def sink_block_ids(self) -> np.ndarray:
-        """int32[G, sink_len / block_size] blocks of the sinks, per group."""
+        """int32[G, k] blocks of the sinks, per group: `sink_len` tokens in blocks that count all ranks' tokens."""
         return self._sink_block_ids
 
     @property

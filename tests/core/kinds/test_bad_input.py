@@ -72,6 +72,12 @@ def test_specs_that_can_not_be(make: Callable[[], KVCacheSpec], message: str) ->
             r"chunked_local_attention attention does not work with context parallelism, .*= 2; expected 1",
         ),
         (
+            SINKS,
+            {"dcp_world_size": 2, "pcp_world_size": 2},
+            ValueError,
+            "expected sink_len to be a multiple of the 16 tokens of a block over all ranks .*, got 8",
+        ),
+        (
             CHUNKED,
             {"hash_block_size": 3},
             ValueError,

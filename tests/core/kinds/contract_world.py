@@ -1,0 +1,119 @@
+"""A manager of one kind and random calls of it, each checked: what the contract suite is driven by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvjax.core import BlockHasher, KVCacheConfig, KVCacheManager, KVCacheSpec, Request, SingleTypeKVCacheManager
+
+MAX_MODEL_LEN = 32
+HASH_BLOCK_SIZE = 2
+HASHER = BlockHasher(HASH_BLOCK_SIZE, "xxhash_cbor", seed="0")
+
+
+@dataclass
+class World:
+    """A manager of `num_groups` groups of one kind, and random calls of it."""
+
+    spec: KVCacheSpec
+    seed: int
+    num_groups: int = 1
+    num_blocks: int = 40
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = KVCacheConfig.single_pool(self.num_blocks, *[self.spec] * self.num_groups)
+        self.manager = KVCacheManager(config, MAX_MODEL_LEN, HASH_BLOCK_SIZE, **self.options)
+        self.rng = np.random.default_rng(self.seed)
+        self.trunk = self.rng.integers(0, 2, MAX_MODEL_LEN)
+        self.running: list[Request] = []
+        self.num_requests = 0
+
+    @property
+    def kind(self) -> SingleTypeKVCacheManager:
+        [kind] = self.manager.coordinator.managers
+        return kind
+
+    @property
+    def num_free(self) -> int:
+        return self.manager.block_pool.num_free_blocks
+
+    def some(self, least: int, most: int) -> int:
+        return int(self.rng.integers(least, most + 1))
+
+    def pick(self) -> Request:
+        return self.running[self.some(0, len(self.running) - 1)]
+
+    def new_request(self) -> Request:
+        self.num_requests += 1
+        prompt = self.trunk[: self.some(1, MAX_MODEL_LEN)].copy()
+        prompt[-self.some(1, 3) :] = self.some(0, 1)
+        return Request(f"r{self.num_requests}", prompt, cache_salt="s", block_hasher=HASHER)
+
+    def admit(self, **options: Any) -> int | None:
+        """The blocks that it took from the free ones, or None: refused. Checks need and refusal."""
+        request = self.new_request()
+        hit, length = self.manager.get_computed_blocks(request)
+        new, encoder = self.some(1, request.num_tokens - length), self.some(0, 7) if self.kind.reads_encoder else 0
+        after, lookahead = length + new, self.some(0, 3)
+        slots = min(after + lookahead, MAX_MODEL_LEN)
+        [needed] = self.manager.coordinator.num_blocks_for_new(slots, hit.block_ids, length, False, encoder)
+        before, num_free = self.manager.snapshot(), self.num_free
+        options |= {"num_lookahead_tokens": lookahead, "num_encoder_tokens": encoder}
+        if self.manager.allocate_slots(request, new, length, hit, **options) is None:
+            assert needed > num_free
+            assert self.manager.snapshot() == before
+            return None
+        assert num_free - self.num_free == needed
+        request.num_computed_tokens = after
+        self.running.append(request)
+        return needed
+
+    def step(self) -> int | None:
+        """One step of one running request, after its release: what it took, or None."""
+        request = self.pick()
+        room = MAX_MODEL_LEN - request.num_computed_tokens
+        if not room:
+            return None
+        missing = request.num_computed_tokens + 1 - request.num_tokens
+        if missing > 0:
+            request.append_output_token_ids([self.some(0, 1)] * missing)
+        new = min(self.some(1, 3), room)
+        lookahead = self.some(0, 2)
+        self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
+        slots = min(request.num_computed_tokens + new + lookahead, MAX_MODEL_LEN)
+        [needed] = self.manager.coordinator.num_blocks_for_running(request.row, slots)
+        before, num_free = self.manager.snapshot(), self.num_free
+        if self.manager.allocate_slots(request, new, num_lookahead_tokens=lookahead) is None:
+            assert needed > num_free
+            assert self.manager.snapshot() == before
+            return None
+        assert num_free - self.num_free == needed
+        request.num_computed_tokens += new
+        return needed
+
+    def leave(self) -> None:
+        request = self.pick()
+        self.running.remove(request)
+        self.manager.free(request)
+
+    def live(self, num_calls: int) -> None:
+        """Random admissions, steps, ends, evictions and new steps."""
+        for _ in range(num_calls):
+            call = self.rng.choice(["admit", "step", "step", "leave", "evict", "new_step"])
+            if call == "admit":
+                self.admit()
+            elif call == "evict":
+                self.manager.evict_blocks(self.rng.integers(0, self.num_blocks, 2))
+            elif call == "new_step":
+                self.manager.new_step_starts()
+            elif self.running:
+                self.step() if call == "step" else self.leave()
+            self.manager.check_invariants()
+
+    def columns(self, request: Request) -> np.ndarray:
+        """int32[G, columns] the request's part of the tables."""
+        return self.kind.row_block_ids(request.row)

@@ -1,0 +1,71 @@
+"""Specs of every kind, small, for suites that run over all of them; and a kind of a user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvjax.core import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    register_kv_cache_manager,
+)
+from kvjax.core.kinds.local_attention import LocalAttentionManager
+from kvjax.core.single_type_manager import IntOrArray
+
+HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+LATENT: dict[str, Any] = {"head_size": 8, "dtype": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfAttentionSpec(AttentionSpec):
+    """A user's own kind: token n sees the later half of what came before, tokens n // 2 to n."""
+
+    @property
+    def kind(self) -> str:
+        return "half_attention"
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        unseen = max(max_model_len - max_in_flight_tokens, 0) // 2
+        return -(-max_model_len // self.block_size) - max(unseen // self.block_size - 1, 0)
+
+
+@register_kv_cache_manager(HalfAttentionSpec)
+class HalfAttentionManager(LocalAttentionManager):
+    """What a user writes: the three answers about skipped tokens, and what the kind supports."""
+
+    supports_context_parallelism: ClassVar[bool] = True
+    supports_eagle: ClassVar[bool] = True
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // 2
+
+    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
+        return num_computed_tokens // 2
+
+    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
+        return 2 * (first_live + 1) * self.block_size
+
+
+EXAMPLES: dict[str, KVCacheSpec] = {
+    "full": FullAttentionSpec(block_size=4, **HEADS),
+    "full_promoted": FullAttentionSpec(block_size=2, sliding_window=6, **HEADS),
+    "window": SlidingWindowSpec(block_size=2, sliding_window=7, **HEADS),
+    "window_1": SlidingWindowSpec(block_size=4, sliding_window=1, **HEADS),
+    "chunked": ChunkedLocalAttentionSpec(block_size=2, attention_chunk_size=8, **HEADS),
+    "chunked_straddling": ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=6, **HEADS),
+    "mla": MLAAttentionSpec(block_size=4, tokens_per_state=2, **LATENT),
+    "mla_window": SlidingWindowMLASpec(block_size=2, sliding_window=5, **LATENT),
+    "sink": SinkFullAttentionSpec(block_size=2, sink_len=4, **HEADS),
+    "cross": CrossAttentionSpec(block_size=2, max_num_encoder_tokens=7, **HEADS),
+    "own": HalfAttentionSpec(block_size=2, **HEADS),
+}
