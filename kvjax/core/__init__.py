@@ -11,6 +11,7 @@ from kvjax.core.block_hash import (
     make_block_hash_with_group_id,
 )
 from kvjax.core.block_hash_map import BlockHashToBlockMap
+from kvjax.core.block_origins import BlockOrigin
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.coordinator import (
     HybridKVCacheCoordinator,
@@ -52,6 +53,7 @@ __all__ = [
     "BlockHashToBlockMap",
     "BlockHashWithGroupId",
     "BlockHasher",
+    "BlockOrigin",
     "BlockPool",
     "BlockRemoved",
     "BlockStored",

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from kvjax.core.block import BlockViews, KVCacheBlock
 from kvjax.core.block_hash import BlockHash
+from kvjax.core.block_origins import BlockOrigin, BlockOrigins
 from kvjax.core.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
 from kvjax.core.prefix_index import PrefixIndex
@@ -45,6 +46,7 @@ class BlockPoolSnapshot:
     free_order: tuple[int, ...]
     ref_count: tuple[int, ...]  # by block id
     blocks_by_hash: dict[int, dict[bytes, tuple[int, ...]]]  # group -> hash -> blocks as registered
+    origins: dict[int, BlockOrigin] | None = None  # by hashed block
 
 
 class BlockPool:
@@ -68,6 +70,7 @@ class BlockPool:
         metrics_collector: KVCacheMetricsCollector | None = None,
         free_order: str = "append",
         event_log: KVEventLog | None = None,  # shared with other pools; None: the pool has its own
+        track_origins: bool = False,  # remember salt, adapter and weight version of hashed blocks: 4 bytes a block
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {num_blocks}")
@@ -86,6 +89,7 @@ class BlockPool:
         self.prefix_index = PrefixIndex(num_blocks, group_ids)
         self.is_hashed = self.prefix_index.is_hashed
         self.hash_maps = self.prefix_index.hash_maps
+        self.origins = BlockOrigins(self.is_hashed) if track_origins else None
         self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in group_ids}
         self.num_usable_blocks = num_blocks - 1  # neither null nor taken for good
         self.blocks = BlockViews(self)
@@ -427,6 +431,7 @@ class BlockPool:
             free_order=tuple(self.free_block_queue.get_all_free_blocks().tolist()),
             ref_count=tuple(self.ref_count.tolist()),
             blocks_by_hash=self.prefix_index.snapshot(),
+            origins=None if self.origins is None else self.origins.snapshot(),
         )
 
     def check_invariants(self) -> None:

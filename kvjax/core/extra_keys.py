@@ -1,16 +1,18 @@
-"""What beside its tokens decides a block's KV: LoRA adapter, multimodal items, cache salt, prompt embeddings.
+"""What beside its tokens decides a block's KV: adapter, multimodal items, salt, prompt embeddings, weight version.
 
 Flow:    Request -> [ExtraKeys.of_block] -> BlockHasher; [to_event_extra_keys] -> KV events
 Source:  vLLM v1/core/kv_cache_utils.py: the tagged form of 0.33 and the bare one of 0.16
 
-A block's extra keys are a tuple in the order LoRA, items, salt, embeddings, or None if there is none:
+A block's extra keys are a tuple in the order LoRA, items, salt, embeddings, weight version, or None if there is none:
 
     tagged  ("lora", name, path)  ("mm", identifier, offset - start)  ("cache_salt", salt)  ("prompt_embeds", digest)
     bare    name                  identifier                          salt                  digest
 
+and ("weight_version", version) in both: our own key, for weights that change while the cache stays (vLLM has none).
+
 An item counts for every block that its tokens overlap (where items overlap each other, vLLM names only some of them);
-the salt for the first block only, since the chain carries it on. The digest is SHA-256 over the raw bytes of the
-block's slice of the embeddings, which is empty beyond the prompt.
+salt and weight version for the first block only, since the chain carries them on. The digest is SHA-256 over the raw
+bytes of the block's slice of the embeddings, which is empty beyond the prompt.
 Bare keys collide where an adapter is named like a salt, hence the tags.
 """
 
@@ -62,7 +64,16 @@ class ExtraKeys:
     Blocks asked for in order cost a scan of the items in total; going back starts the scan again.
     """
 
-    __slots__ = ("_cache_salt", "_first_item", "_items", "_lora", "_prompt_embeds", "_scanned", "_tagged")
+    __slots__ = (
+        "_cache_salt",
+        "_first_item",
+        "_items",
+        "_lora",
+        "_prompt_embeds",
+        "_scanned",
+        "_tagged",
+        "_weight_version",
+    )
 
     def __init__(
         self,
@@ -71,6 +82,7 @@ class ExtraKeys:
         lora: LoRARequest | None = None,
         cache_salt: str | None = None,
         prompt_embeds: np.ndarray | None = None,  # [num_prompt_tokens, hidden]
+        weight_version: int | str | None = None,
         style: str = "tagged",
     ):
         if style not in EXTRA_KEY_STYLES:
@@ -80,8 +92,13 @@ class ExtraKeys:
             raise ValueError(f"expected mm_features sorted by offset, got {[item.offset for item in self._items]}")
         if cache_salt is not None and not cache_salt:
             raise ValueError("expected a cache_salt that is not empty; pass None for no salt")
+        if weight_version is not None and (
+            isinstance(weight_version, bool) or not isinstance(weight_version, int | str)
+        ):
+            raise ValueError(f"expected a weight_version that is an integer or text, got {weight_version!r}")
         self._lora = lora
         self._cache_salt = cache_salt
+        self._weight_version = weight_version
         self._prompt_embeds = prompt_embeds
         self._tagged = style == "tagged"
         self._first_item = 0  # the items before it end at or before token _scanned
@@ -90,7 +107,13 @@ class ExtraKeys:
     @property
     def is_empty(self) -> bool:
         """Whether no block of the request can have extra keys."""
-        return not (self._items or self._lora or self._cache_salt) and self._prompt_embeds is None
+        return not (self._items or self._lora or self._cache_salt) and (
+            self._prompt_embeds is None and self._weight_version is None
+        )
+
+    def names_input(self, end: int) -> bool:
+        """Whether the keys of the first block, of the tokens [0, end), tell the request's input: an item or a salt."""
+        return self._cache_salt is not None or any(item.offset < end for item in self._items)
 
     def of_block(self, start: int, end: int) -> tuple[Any, ...] | None:
         """Extra keys of the block that holds the tokens [start, end)."""
@@ -103,6 +126,8 @@ class ExtraKeys:
         if self._prompt_embeds is not None:
             digest = hashlib.sha256(np.ascontiguousarray(self._prompt_embeds[start:end]).tobytes()).digest()
             keys.append(("prompt_embeds", digest) if self._tagged else digest)
+        if self._weight_version is not None and start == 0:
+            keys.append(("weight_version", self._weight_version))
         return tuple(keys) or None
 
     def _item_keys(self, start: int, end: int) -> list[Any]:

@@ -20,16 +20,17 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.block import KVCacheBlock
-from kvjax.core.block_hash import BlockHasher
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.coordinator import BlockHashing, get_kv_cache_coordinator
+from kvjax.core.extra_keys import LoRARequest
+from kvjax.core.hasher_check import HasherCheck
+from kvjax.core.invalidation import OriginPredicate, invalidate, origin_filter, stop_registering
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
 from kvjax.core.kv_events import KVCacheEvent, KVEventLog
 from kvjax.core.manager_snapshot import KVCacheManagerSnapshot, describe_manager, take_snapshot
@@ -67,6 +68,7 @@ class KVCacheManager:
         same_step_hits: bool = True,
         coarse_hash_mode: str = "concat",
         reserve: bool = False,
+        track_origins: bool = False,
     ) -> None:
         """An empty cache.
 
@@ -91,6 +93,7 @@ class KVCacheManager:
             coarse_hash_mode: "concat" or "last": the hash of a block made of several hash blocks.
             reserve: admit a new request only if the worst cases of all that run and of it fit together (its final
                 length is its prompt and `max_tokens`); then no later call of a running request is refused.
+            track_origins: remember what each cached block was computed under, for `invalidate`: 4 bytes a block.
 
         Raises:
             ValueError: a size is below 1, `hash_block_size` does not divide a block size, or a spec has no manager.
@@ -112,7 +115,7 @@ class KVCacheManager:
         self.enable_kv_cache_events = enable_kv_cache_events
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self._event_log = KVEventLog()
-        self.block_pools = self._make_pools(metrics_collector, free_order)
+        self.block_pools = self._make_pools(metrics_collector, free_order, track_origins)
         settings = ManagerSettings(
             enable_caching=enable_caching,
             max_model_len=max_model_len,
@@ -130,10 +133,11 @@ class KVCacheManager:
         self.empty_kv_cache_blocks = KVCacheBlocks((NO_BLOCK_IDS,) * self.num_kv_cache_groups, self._pool_of_group)
         self._slots = SlotAllocator(self.coordinator, self.request_table, self.empty_kv_cache_blocks)
         self._stats = PrefixCacheStats() if log_stats else None
-        self._checked_hasher: BlockHasher | None = None
-        self._warned_of_seed = False
+        self._hasher_check = HasherCheck(hash_block_size, publishes_hashes=enable_kv_cache_events)
 
-    def _make_pools(self, metrics_collector: KVCacheMetricsCollector | None, free_order: str) -> tuple[BlockPool, ...]:
+    def _make_pools(
+        self, metrics_collector: KVCacheMetricsCollector | None, free_order: str, track_origins: bool
+    ) -> tuple[BlockPool, ...]:
         groups = self.kv_cache_config.kv_cache_groups
         return tuple(
             BlockPool(
@@ -145,6 +149,7 @@ class KVCacheManager:
                 metrics_collector=metrics_collector,
                 free_order=free_order,
                 event_log=self._event_log,
+                track_origins=track_origins,
             )
             for pool_id, pool in enumerate(self.kv_cache_config.pools)
         )
@@ -226,8 +231,8 @@ class KVCacheManager:
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
-        self._check_hasher(request)
-        if self.coordinator.reads_encoder and request.extra_keys_of_block(0, self.hash_block_size) is None:
+        self._hasher_check.check(request)
+        if self.coordinator.reads_encoder and not request.names_input(self.hash_block_size):
             return self.empty_kv_cache_blocks, 0
         hits, num_tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         if self._stats is not None:
@@ -312,7 +317,7 @@ class KVCacheManager:
             encoder=num_encoder_tokens,
             in_flight=num_in_flight_tokens,
         )
-        self._check_hasher(request)
+        self._hasher_check.check(request)
         ids = self._slots.allocate(request, counts, new_computed_blocks, delay_cache_blocks, full_sequence_must_fit)
         return None if ids is None else self._blocks(ids)
 
@@ -344,7 +349,7 @@ class KVCacheManager:
             ValueError: more tokens than the request's blocks hold.
         """
         row = self._row(request)
-        if not self.enable_caching:
+        if not self.enable_caching or self.request_table.skips_registration[row]:
             return
         for manager in self.coordinator.managers:
             if not manager.is_prefix_cacheable:
@@ -390,6 +395,39 @@ class KVCacheManager:
             raise ValueError(f"expected pool_id in [0, {len(self.block_pools)}), got {pool_id}")
         ids = sorted(block_ids) if isinstance(block_ids, set | frozenset) else block_ids
         self.block_pools[pool_id].evict_blocks(ids)  # type: ignore[arg-type]
+
+    def invalidate(
+        self,
+        *,
+        cache_salt: str | None = None,
+        lora: LoRARequest | str | None = None,
+        weight_version: int | str | None = None,
+        predicate: OriginPredicate | None = None,
+    ) -> int:
+        """Forgets what was computed under a salt, an adapter (or all of a name) or a weight version: all that is given.
+
+        Matching blocks are no hits any more; requests that hold them go on, but register no more blocks. Needs
+        `track_origins=True`.
+
+        Returns:
+            How many blocks ceased to be hits.
+
+        Raises:
+            ValueError: no condition is given, or origins are not tracked.
+        """
+        matches = origin_filter(cache_salt, lora, weight_version, predicate)
+        return invalidate(self.block_pools, self.request_table, matches)
+
+    def stop_registering(self, predicate: OriginPredicate | None = None) -> int:
+        """No block that requests running now fill from here on becomes a hit: other weights compute them, for example.
+
+        Args:
+            predicate: which requests, by their origin; None: all.
+
+        Returns:
+            How many requests that concerns.
+        """
+        return stop_registering(self.request_table, predicate)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""
@@ -451,24 +489,6 @@ class KVCacheManager:
         raise UnknownRequestError(
             f"expected a request that runs here, got {request.request_id!r}, which was freed already or never allocated"
         )
-
-    def _check_hasher(self, request: Request) -> None:
-        hasher = request.block_hasher
-        if hasher is None or hasher is self._checked_hasher:
-            return
-        if hasher.block_size != self.hash_block_size:
-            raise ValueError(
-                f"request {request.request_id!r}: expected a block_hasher of hash_block_size = {self.hash_block_size} "
-                f"tokens, got {hasher.block_size}"
-            )
-        if self.enable_kv_cache_events and hasher.is_cbor and not hasher.has_seed and not self._warned_of_seed:
-            self._warned_of_seed = True
-            warnings.warn(
-                f"KV events publish {hasher.algorithm} hashes that no other process can compute: give the BlockHasher "
-                "a seed, or set PYTHONHASHSEED",
-                stacklevel=3,
-            )
-        self._checked_hasher = hasher
 
 
 def _check_sizes(**sizes: int) -> None:

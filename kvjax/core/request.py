@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax.core.block_hash import BlockHash, BlockHasher
+from kvjax.core.block_origins import BlockOrigin
 from kvjax.core.extra_keys import ExtraKeys, LoRARequest, MultiModalFeature, to_event_extra_keys
 from kvjax.core.token_ids import as_token_ids
 
@@ -49,6 +50,8 @@ class Request:
         "prompt_embeds",
         "request_id",
         "skip_reading_prefix_cache",
+        "skip_writing_prefix_cache",
+        "weight_version",
     )
 
     def __init__(
@@ -60,7 +63,9 @@ class Request:
         lora: LoRARequest | None = None,
         cache_salt: str | None = None,
         prompt_embeds: np.ndarray | None = None,  # [num_prompt_tokens, hidden]; kept, not copied
+        weight_version: int | str | None = None,  # of the model's weights; requests of other versions share nothing
         skip_reading_prefix_cache: bool = False,
+        skip_writing_prefix_cache: bool = False,  # look up, but make no block of this request a hit for others
         prompt_logprobs: int | None = None,  # they need every prompt token computed, so no hit may be read
         max_tokens: int | None = None,  # most output tokens, for admission by worst case; None: up to max_model_len
         block_hasher: BlockHasher | None = None,  # None: block_hashes stays empty
@@ -69,7 +74,8 @@ class Request:
 
         Raises:
             ValueError: the prompt is empty or not a row of integers in [0, 2**31), an item lies outside it or out of
-                order, the salt is empty, there is not one embedding per prompt token, or max_tokens is below 1.
+                order, the salt is empty, there is not one embedding per prompt token, weight_version is neither an
+                integer nor text, or max_tokens is below 1.
         """
         prompt_embeds = None if prompt_embeds is None else np.asarray(prompt_embeds)
         if prompt_token_ids is None and prompt_embeds is not None:
@@ -83,13 +89,14 @@ class Request:
         self.lora = lora
         self.cache_salt = cache_salt
         self.prompt_embeds = prompt_embeds
+        self.weight_version = weight_version
         self.max_tokens = max_tokens
         self.skip_reading_prefix_cache = skip_reading_prefix_cache or prompt_logprobs is not None
+        self.skip_writing_prefix_cache = skip_writing_prefix_cache
         self.block_hasher = block_hasher
         self.num_preemptions = 0
         self.block_hashes: list[BlockHash] = []
-        style = "tagged" if block_hasher is None else block_hasher.extra_key_style
-        self._extra_keys = self._make_extra_keys(style)
+        self._extra_keys = self._make_extra_keys()
         self.has_extra_keys = self._extra_keys is not None  # whether a hash may cover more than tokens and parent
         self._table: RequestTable | None = None
         self._row = NO_ROW
@@ -175,6 +182,31 @@ class Request:
         self._num_tokens = end
         self._extend_block_hashes()
 
+    @property
+    def origin(self) -> BlockOrigin:
+        """What invalidation knows of the blocks that this request fills."""
+        return BlockOrigin(self.cache_salt, self.lora, self.weight_version)
+
+    def set_weight_version(self, weight_version: int | str | None) -> None:
+        """Other weights will compute this request: hashes all its blocks anew. For requests that do not run.
+
+        Raises:
+            ValueError: the request runs (free it first), or the version is neither an integer nor text. Nothing has
+                changed.
+        """
+        if self._table is not None:
+            raise ValueError(f"request {self.request_id!r} runs; free it before its weight_version changes")
+        ExtraKeys(weight_version=weight_version)  # checks it
+        self.weight_version = weight_version
+        self._extra_keys = self._make_extra_keys()
+        self.has_extra_keys = self._extra_keys is not None
+        self.block_hashes.clear()
+        self._extend_block_hashes()
+
+    def names_input(self, block_size: int) -> bool:
+        """Whether the hash of the first block covers a multimodal item or a salt."""
+        return self._extra_keys is not None and self._extra_keys.names_input(block_size)
+
     def extra_keys_of_block(self, start: int, end: int) -> tuple[Any, ...] | None:
         """What the hash of the block of tokens [start, end) covers beside its tokens and its parent."""
         return None if self._extra_keys is None else self._extra_keys.of_block(start, end)
@@ -187,12 +219,14 @@ class Request:
         starts = range(first_block * block_size, end_block * block_size, block_size)
         return [to_event_extra_keys(keys.of_block(start, start + block_size)) for start in starts]
 
-    def _make_extra_keys(self, style: str) -> ExtraKeys | None:
+    def _make_extra_keys(self) -> ExtraKeys | None:
+        style = "tagged" if self.block_hasher is None else self.block_hasher.extra_key_style
         keys = ExtraKeys(
             mm_features=self.mm_features,
             lora=self.lora,
             cache_salt=self.cache_salt,
             prompt_embeds=self.prompt_embeds,
+            weight_version=self.weight_version,
             style=style,
         )
         return None if keys.is_empty else keys

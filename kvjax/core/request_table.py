@@ -12,6 +12,7 @@ Invariants (`check_invariants`; the test suite runs it after every test):
     I3  an owned row has 1 <= num_prompt_tokens <= num_tokens <= columns, and num_computed_tokens >= 0
     I4  block_hashes[row] is the request's own list, with num_hashed_blocks[row] = num_tokens // block size entries
         (0 without a hasher), and last_hashes[row] is the last of them
+    I5  num_skipping rows are marked in `skips_registration`, all of them owned
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class RequestState:
     num_computed_tokens: int
     num_encoder_tokens: int
     block_hashes: tuple[BlockHash, ...]
+    skips_registration: bool = False
 
 
 class RequestTable:
@@ -71,6 +73,8 @@ class RequestTable:
         self.requests: list[Request | None] = [None] * rows
         self.block_hashes: list[list[BlockHash]] = [[] for _ in range(rows)]
         self.last_hashes = np.full(rows, None, np.object_)  # of each row's last full block
+        self.skips_registration = np.zeros(rows, np.bool_)  # rows whose blocks become no hits
+        self.num_skipping = 0  # such rows
         self._has_extra_keys = np.zeros(rows, np.bool_)
         self._hasher: BlockHasher | None = None  # of the requests that have one, unless they differ
         self._hashers_differ = False
@@ -128,6 +132,8 @@ class RequestTable:
         self.block_hashes[row] = request.block_hashes
         self._row_by_id[request.request_id] = row
         self._has_extra_keys[row] = request.has_extra_keys
+        if request.skip_writing_prefix_cache:
+            self.skip_registration(row)
         request._move_to_row(self, row)
         self._note_hasher(request.block_hasher)
         self._note_hashes(row)
@@ -149,11 +155,19 @@ class RequestTable:
         self.requests[row] = None
         self.block_hashes[row] = []
         self.last_hashes[row] = None
+        self.num_skipping -= self.skips_registration.item(row)
+        self.skips_registration[row] = False
         self._checked_rows = b""
         del self._row_by_id[request.request_id]
         self._rows.give_back(row)
         if not self._row_by_id:
             self._hasher, self._hashers_differ = None, False
+
+    def skip_registration(self, row: int) -> None:
+        """No block that an owned row fills from here on becomes a prefix hit, until the row is released."""
+        if not self.skips_registration[row]:
+            self.skips_registration[row] = True
+            self.num_skipping += 1
 
     # -- fences -------------------------------------------------------------------------------------------------------
 
@@ -331,6 +345,7 @@ class RequestTable:
             setattr(self, name, np.append(getattr(self, name), np.zeros(old, np.int64)))
         self.requests += [None] * old
         self.last_hashes = np.append(self.last_hashes, np.full(old, None, np.object_))
+        self.skips_registration = np.append(self.skips_registration, np.zeros(old, np.bool_))
         self._has_extra_keys = np.append(self._has_extra_keys, np.zeros(old, np.bool_))
         self.block_hashes += [[] for _ in range(old)]
         self._rows.grow(new)
@@ -353,12 +368,13 @@ class RequestTable:
                 num_computed_tokens=int(self.num_computed_tokens[row]),
                 num_encoder_tokens=int(self.num_encoder_tokens[row]),
                 block_hashes=tuple(self.block_hashes[row]),
+                skips_registration=bool(self.skips_registration[row]),
             )
             for request_id, row in sorted(self._row_by_id.items())
         }
 
     def check_invariants(self) -> None:
-        """Checks I1 to I4 and those of the row allocator.
+        """Checks I1 to I5 and those of the row allocator.
 
         Raises:
             InvariantError: one of them does not hold.
@@ -368,6 +384,9 @@ class RequestTable:
         _hold(by_id == owned, f"I1: rows by id {by_id}, owned {owned}")
         _hold(self._rows.num_rows == self.capacity, f"I1: {self._rows.num_rows} rows to issue of {self.capacity}")
         self._rows.check_invariants(owned)
+        skipping = np.flatnonzero(self.skips_registration).tolist()
+        _hold(len(skipping) == self.num_skipping, f"I5: {self.num_skipping} rows counted as skipping, {skipping} do")
+        _hold(set(skipping) <= set(owned), f"I5: rows {skipping} skip registration, owned {owned}")
         for row in range(self.capacity):
             self._check_row(row)
 

@@ -289,6 +289,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         else:
             for group_id, table in zip(self.group_ids, self.block_tables, strict=True):
                 self.block_pool.cache_full_blocks(request, table[row, cached:full], block_hashes, cached, group_id)
+        if self.block_pool.origins is not None:
+            self.block_pool.origins.note(self.block_tables[:, row, cached:full], request.origin)
         self.num_cached_blocks[row] = full
         if not self.settings.same_step_hits:
             self._note_registered(self.block_tables[:, row, cached:full])

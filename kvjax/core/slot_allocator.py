@@ -162,7 +162,7 @@ class SlotAllocator:
 
     def _cacheable(self, row: int, num_tokens: int, delay_caching: bool) -> int:
         """Of the first `num_tokens` tokens those whose blocks may be registered: the request has them, and hashes."""
-        if delay_caching or not self._settings.enable_caching:
+        if delay_caching or not self._settings.enable_caching or self._table.skips_registration.item(row):
             return 0
         return min(num_tokens, self._table.num_hashed_blocks.item(row) * self._coordinator.hashing.hash_block_size)
 

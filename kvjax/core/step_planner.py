@@ -147,6 +147,8 @@ class StepPlanner:
         else:
             hash_block_size = self._coordinator.hashing.hash_block_size
             num_cacheable = np.minimum(self._table.num_hashed_blocks[rows] * hash_block_size, after)
+            if self._table.num_skipping:
+                num_cacheable[self._table.skips_registration[rows]] = 0
         changes = [manager.plan_rows(rows, settled, num_slots, num_cacheable) for manager in self._managers]
         return StepWork(rows, settled, num_slots, num_cacheable, changes)
 
@@ -252,6 +254,9 @@ class StepPlanner:
             return
         rows, columns = filled.entries()
         manager.register(rows, columns, self._hashes(manager.block_size, rows, columns))
+        if manager.block_pool.origins is not None:
+            origins = [request.origin for row in rows.tolist() if (request := self._table.requests[row]) is not None]
+            manager.block_pool.origins.note_many(manager.block_tables[:, rows, columns], origins)
 
     def _hashes(self, block_size: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """object[k] the hash of each entry of a table with blocks of that size."""

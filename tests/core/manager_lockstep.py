@@ -192,10 +192,11 @@ class Lockstep:
         self.naive = self.setup.naive(self.pool_sizes)
         self.hasher = BlockHasher(self.setup.hash_block_size, "xxhash_cbor", seed="0")
 
-    def new_pair(self, name: str, tokens: list[int], salt: str | None = None) -> Pair:
-        request = Request(name, tokens, cache_salt=salt, block_hasher=self.hasher)
+    def new_pair(self, name: str, tokens: list[int], salt: str | None = None, **options: Any) -> Pair:
+        request = Request(name, tokens, cache_salt=salt, block_hasher=self.hasher, **options)
         encoder = len(tokens) % (MAX_ENCODER + 1) if self.manager.coordinator.reads_encoder else 0
-        return Pair(request, NaiveRequest(name, list(tokens), salt, encoder=encoder))
+        origin, inserts = (request.lora, request.weight_version), not request.skip_writing_prefix_cache
+        return Pair(request, NaiveRequest(name, list(tokens), salt, encoder=encoder, origin=origin, inserts=inserts))
 
     # -- calls
 

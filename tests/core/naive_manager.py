@@ -17,9 +17,11 @@ class NaiveRequest:
     salt: str | None = None
     computed: int = 0
     encoder: int = 0
+    origin: tuple = ()  # adapter and weight version, where a test has them
+    inserts: bool = True
 
-    def key(self, num_tokens: int) -> tuple[str | None, tuple[int, ...]]:
-        return self.salt, tuple(self.tokens[:num_tokens])
+    def key(self, num_tokens: int) -> tuple:
+        return self.salt, self.origin, tuple(self.tokens[:num_tokens])
 
 
 @dataclass
@@ -145,6 +147,7 @@ class NaiveManager:
         self.tables: dict[str, list[list[int]]] = {}  # request -> per group its blocks
         self.cached: dict[str, list[int]] = {}  # request -> per group how many were registered
         self.fresh: list[set[int]] = [set() for _ in pool_sizes]
+        self.stopped: set[str] = set()  # running requests that register no more
         for i in self.order:
             for _ in range(groups[i].sinks):
                 self.pools[groups[i].pool].take()
@@ -268,7 +271,7 @@ class NaiveManager:
         return dealt
 
     def register(self, request: NaiveRequest, num_tokens: int) -> None:
-        if not self.caching:
+        if not self.caching or not request.inserts or request.request_id in self.stopped:
             return
         for i, group in enumerate(self.groups):
             if group.cross:
@@ -294,6 +297,7 @@ class NaiveManager:
     def free(self, name: str) -> None:
         tables = self.tables.pop(name)
         del self.cached[name]
+        self.stopped.discard(name)
         for i in self.order:
             self.pools[self.groups[i].pool].release(tables[i][::-1])
 
