@@ -163,6 +163,9 @@ SETUPS = {
     "hybrid_no_caching": Setup((NaiveGroup(4), NaiveGroup(2, window=5)), caching=False),
 }
 
+KINDS = ("full", "window", "chunked_straddling", "mla", "mla_window", "sink", "cross")  # one of each, where it can be
+HYBRIDS = ("hybrid", "full_chunked", "full_cross", "deepseek_v4")
+
 
 @dataclass
 class Pair:
