@@ -9,7 +9,9 @@ Specs are frozen values: equal specs mean layers that one group may hold. Dtypes
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from pallas_kernels.layouts import PageLayout, attention_layout, cdiv, dtype_bits
 
@@ -17,6 +19,9 @@ from pallas_kernels.layouts import PageLayout, attention_layout, cdiv, dtype_bit
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec(abc.ABC):
     """Cache of one layer: `block_size` tokens a block."""
+
+    # Fields that say how a page looks or what of it is read, not which tokens it holds.
+    layer_fields: ClassVar[frozenset[str]] = frozenset()
 
     block_size: int
 
@@ -30,9 +35,20 @@ class KVCacheSpec(abc.ABC):
         """Name of the attention kind, as KV events publish it ("full_attention", "sliding_window", ...)."""
 
     @property
+    def table_key(self) -> Hashable:
+        """Layers of equal keys hold the same blocks of a request, so one block table can serve them."""
+        kept = [field.name for field in fields(self) if field.name not in self.layer_fields]
+        return (type(self), *(getattr(self, name) for name in kept))
+
+    @property
     @abc.abstractmethod
     def page_size_bytes(self) -> int:
         """Bytes of one page without any padding of a device."""
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks that a group takes for good and no request holds."""
+        return 0
 
     @abc.abstractmethod
     def page_layout(self, platform: str) -> PageLayout:
@@ -50,6 +66,8 @@ class KVCacheSpec(abc.ABC):
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
     """Cache of K and V per head."""
+
+    layer_fields: ClassVar[frozenset[str]] = frozenset({"num_kv_heads", "head_size", "head_size_v", "dtype"})
 
     num_kv_heads: int
     head_size: int
@@ -83,12 +101,31 @@ class AttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Layers that share one block table. Layer i of the group stores its pages in column i of pool `pool_id`."""
+    """Layers that share one block table. Layer i of the group stores its pages in column i of pool `pool_id`.
+
+    `kv_cache_spec` says which tokens the table holds. Where the layers' pages or masks differ, `layer_specs` has the
+    spec of each, all of the group's `table_key`.
+    """
 
     layer_names: tuple[str, ...]
     kv_cache_spec: KVCacheSpec
     pool_id: int = 0
     is_eagle_group: bool = False  # holds layers of a drafting head, which need the hidden states of a hit's last block
+    layer_specs: tuple[KVCacheSpec, ...] = ()  # empty: all layers are as `kv_cache_spec`
+
+    def __post_init__(self) -> None:
+        if self.layer_specs and len(self.layer_specs) != len(self.layer_names):
+            raise ValueError(f"expected {len(self.layer_names)} layer_specs or none, got {len(self.layer_specs)}")
+        for name, spec in zip(self.layer_names, self.layer_specs, strict=False):
+            if spec.table_key != self.kv_cache_spec.table_key:
+                raise ValueError(
+                    f"layer {name!r}: expected a spec that holds the same blocks as {self.kv_cache_spec}, got {spec}; "
+                    "give the layer a group of its own"
+                )
+
+    def spec_of(self, place: int) -> KVCacheSpec:
+        """Spec of the group's layer number `place`."""
+        return self.layer_specs[place] if self.layer_specs else self.kv_cache_spec
 
 
 @dataclass(frozen=True)
@@ -110,10 +147,14 @@ class KVCachePoolSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """All pools and groups of a deployment. Group order is the order of block tables everywhere."""
+    """All pools and groups of a deployment. Group order is the order of block tables everywhere.
+
+    A layer of `shared_layers` has no pages of its own: it reads those that the layer named beside it writes.
+    """
 
     pools: tuple[KVCachePoolSpec, ...]
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+    shared_layers: tuple[tuple[str, str], ...] = ()  # (layer, the layer whose pages it reads)
     layer_index: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)  # layer -> group, column
 
     def __post_init__(self) -> None:
@@ -127,7 +168,32 @@ class KVCacheConfig:
                 if name in index:
                     raise ValueError(f"layer {name!r} is in groups {index[name][0]} and {group_id}; expected one group")
                 index[name] = (group_id, column)
+        owners = dict(index)
+        for name, owner in self.shared_layers:
+            if name in index:
+                raise ValueError(f"layer {name!r} shares the pages of {owner!r}; expected it in no group")
+            if owner not in owners:
+                raise ValueError(f"layer {name!r}: expected to share the pages of a layer in a group, got {owner!r}")
+            index[name] = owners[owner]
         object.__setattr__(self, "layer_index", index)
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        """Groups can share the arrays of a pool only if layer i of each has the same pages, for every i."""
+        owners: dict[tuple[int, int], tuple[KVCacheGroupSpec, str]] = {}
+        for group in self.kv_cache_groups:
+            if not self.pools[group.pool_id].columns:
+                continue  # no arrays: ids alone may be shared by anything
+            for place, name in enumerate(group.layer_names):
+                owner, owner_name = owners.setdefault((group.pool_id, place), (group, name))
+                if owner is not group and owner.spec_of(place).page_layout("cpu") != group.spec_of(place).page_layout(
+                    "cpu"
+                ):
+                    raise ValueError(
+                        f"layers {owner_name!r} and {name!r} cannot share column {place} of pool {group.pool_id}: "
+                        f"expected equal pages, got those of {owner.spec_of(place)} and {group.spec_of(place)}; "
+                        "give one group a pool of its own"
+                    )
 
     @classmethod
     def single_pool(cls, num_blocks: int, *specs: KVCacheSpec) -> KVCacheConfig:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheSpec
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.batch import DeviceBatch
 from kvjax.device.pages import Column, KVPages
@@ -69,7 +69,7 @@ class PagedKVCache:
             raise ValueError(f"layer {layer_name!r} attends twice in one step")
         group_id, column = self._config.layer_index[layer_name]
         group = self._config.kv_cache_groups[group_id]
-        _check_layer(layer_name, group, q, k, v, options)
+        _check_layer(layer_name, group.spec_of(column), q, k, v, options)
         out, arrays = self._attend(group_id, q, k, v, self.pages.column(group.pool_id, column), options)
         self._attended.add(layer_name)
         self.pages = self.pages.with_column(group.pool_id, column, arrays)
@@ -122,9 +122,8 @@ def _per_head_spec(placement: Placement, x: jax.Array | None) -> PartitionSpec |
 
 
 def _check_layer(
-    name: str, group: KVCacheGroupSpec, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions
+    name: str, spec: KVCacheSpec, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions
 ) -> None:
-    spec = group.kv_cache_spec
     if not isinstance(spec, AttentionSpec):
         raise NotImplementedError(f"layer {name!r}: expected a cache of K and V, got {spec.kind}")
     dims_v = spec.head_size if spec.head_size_v is None else spec.head_size_v

@@ -63,11 +63,12 @@ def check_columns(kv_cache_config: KVCacheConfig, placement: Placement) -> None:
                 f"group {group_id}: expected at least {len(group.layer_names)} columns in pool {group.pool_id}, "
                 f"got {len(columns)}; plan the config with page layouts"
             )
-        for name, layout in zip(group.layer_names, columns, strict=False):
-            wanted = group.kv_cache_spec.page_layout("tpu" if layout.kind == "packed" else "cpu")
+        for place, (name, layout) in enumerate(zip(group.layer_names, columns, strict=False)):
+            spec = group.spec_of(place)
+            wanted = spec.page_layout("tpu" if layout.kind == "packed" else "cpu")
             if layout != wanted:
                 raise ValueError(f"layer {name!r}: expected pages of {wanted}, got {layout}")
-            placement.check_heads(group.kv_cache_spec, layout)
+            placement.check_heads(spec, layout)
 
 
 def page_shardings(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages:

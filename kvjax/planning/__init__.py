@@ -5,17 +5,21 @@ No jax: the planner runs where no accelerator is.
 """
 
 from kvjax.planning.grouping import LayerGroup, group_layers
+from kvjax.planning.parallel import Parallelism, RankShare
 from kvjax.planning.plan import GroupPlanSummary, KVCachePlan, PoolPlan, plan_kv_cache
-from kvjax.planning.spec_rules import per_device, promoted, table_key
+from kvjax.planning.shape import CacheShape
+from kvjax.planning.spec_rules import per_device, promoted
 
 __all__ = [
+    "CacheShape",
     "GroupPlanSummary",
     "KVCachePlan",
     "LayerGroup",
+    "Parallelism",
     "PoolPlan",
+    "RankShare",
     "group_layers",
     "per_device",
     "plan_kv_cache",
     "promoted",
-    "table_key",
 ]

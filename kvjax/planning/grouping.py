@@ -3,27 +3,33 @@
 Flow:    {layer name: KVCacheSpec} -> [group_layers] -> LayerGroup list -> sizing
 Source:  grouping rule of vLLM v1/core/kv_cache_utils.py; pools on typed arrays: ARCHITECTURE.md, "Planning"
 
-Layers are bucketed twice. By page layout: an array has one page shape and dtype, so only layers of equal layout can
-lie in one column, and each layout makes one pool. Inside a pool by what a layer keeps of a request:
+Layers are bucketed by what a table of theirs would hold (`KVCacheSpec.table_key`). An array has one page shape and
+dtype, and layer i of a group lies in column i, so buckets of one page layout share the pool of that layout:
 
     group_size = shortest bucket, or the longest if that is less than 1.5 times the shortest
     a bucket of n layers gives ceil(n / group_size) groups; group g holds its layers g, g + num_groups, ...
 
-All groups of a pool draw ids from one free list, and layer i of each lies in column i, so their pages never collide;
-a group shorter than the pool's columns uses the leading ones. Splitting a long bucket is what makes groups about
-equally wide, so that an id costs the same bytes whoever takes it; a layout with one bucket is never split.
+All groups of a pool draw ids from one free list; a group shorter than the pool's columns uses the leading ones, so
+pages never collide. Splitting a long bucket is what makes groups about equally wide, so that an id costs the same
+bytes whoever takes it.
+
+A bucket of several layouts stays whole. It leads with the layers of one layout and joins that layout's pool, whose
+buckets are then split by their number, unless its ids would cost 1.5 times what some group needs; then it has a pool
+of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvjax.core.spec import KVCacheSpec, cdiv
-from kvjax.planning.spec_rules import promoted, table_key
+from kvjax.planning.spec_rules import promoted_layers
 from pallas_kernels.layouts import PageLayout
 
 MAX_PADDING_RATIO = 1.5  # below it, padding short buckets with unused columns costs less than more tables
+MASK_FIELDS = ("sliding_window", "attention_chunk_size")
 
 
 @dataclass(frozen=True)
@@ -31,52 +37,102 @@ class LayerGroup:
     """Layers of one block table, before pools have sizes."""
 
     layer_names: tuple[str, ...]
-    spec: KVCacheSpec
+    layer_specs: tuple[KVCacheSpec, ...]
     pool_id: int
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        """Spec of the table: the first layer's, without a mask in which the layers differ."""
+        first = self.layer_specs[0]
+        masks = [name for name in MASK_FIELDS if name in first.layer_fields]
+        mixed: dict[str, Any] = {
+            name: None for name in masks if len({getattr(spec, name) for spec in self.layer_specs}) > 1
+        }
+        return replace(first, **mixed)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    name: str
+    spec: KVCacheSpec
+    layout: PageLayout
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Buckets that draw ids from one free list, and the most layers of a group (None: by the rule above)."""
+
+    buckets: list[list[_Layer]]
+    group_size: int | None = None
+
+    @property
+    def layer_names(self) -> list[str]:
+        return [layer.name for bucket in self.buckets for layer in bucket]
+
+    def groups(self) -> list[list[_Layer]]:
+        """The buckets, split; one of several layouts is never longer than `group_size`."""
+        group_size = self.group_size or _group_size([len(bucket) for bucket in self.buckets])
+        groups = []
+        for bucket in self.buckets:
+            num_groups = 1 if _is_mixed(bucket) else cdiv(len(bucket), group_size)
+            groups += [bucket[g::num_groups] for g in range(num_groups)]
+        return groups
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec], *, platform: str, hybrid: bool = True) -> list[LayerGroup]:
-    """Groups in the order of their first layers' buckets, pools numbered in order of appearance.
+    """Groups pool by pool, pools in order of their first layers.
 
-    With `hybrid` false, windowed and chunked layers keep every token (see `promoted`) and share the full layers'
-    table.
+    With `hybrid` false, windowed and chunked layers keep every token (see `promoted_layers`) and share the full
+    layers' table.
 
     Raises:
         ValueError: `specs` is empty.
     """
     if not specs:
         raise ValueError("expected the spec of at least one layer, got none; name the layers that have a cache")
-    chosen = specs if hybrid else {name: promoted(spec) for name, spec in specs.items()}
-    groups: list[LayerGroup] = []
-    for pool_id, names in enumerate(_by_layout(chosen, platform).values()):
-        buckets = _by_table({name: chosen[name] for name in names})
-        group_size = _group_size([len(bucket) for bucket in buckets])
-        for bucket in buckets:
-            num_groups = cdiv(len(bucket), group_size)
-            spec = _shared_spec([chosen[name] for name in bucket])
-            groups += [LayerGroup(tuple(bucket[g::num_groups]), spec, pool_id) for g in range(num_groups)]
-    return groups
+    buckets: dict[Hashable, list[_Layer]] = {}
+    for name, spec in (specs if hybrid else promoted_layers(specs)).items():
+        buckets.setdefault(spec.table_key, []).append(_Layer(name, spec, spec.page_layout(platform)))
+    place = {name: place for place, name in enumerate(specs)}
+    pools = sorted(_pools(list(buckets.values())), key=lambda pool: min(place[name] for name in pool.layer_names))
+    return [
+        LayerGroup(tuple(layer.name for layer in group), tuple(layer.spec for layer in group), pool_id)
+        for pool_id, pool in enumerate(pools)
+        for group in pool.groups()
+    ]
 
 
-def _by_layout(specs: Mapping[str, KVCacheSpec], platform: str) -> dict[PageLayout, list[str]]:
-    layouts: dict[PageLayout, list[str]] = {}
-    for name, spec in specs.items():
-        layouts.setdefault(spec.page_layout(platform), []).append(name)
-    return layouts
+def _pools(buckets: list[list[_Layer]]) -> list[_Pool]:
+    by_layout: dict[PageLayout, _Pool] = {}
+    for bucket in buckets:
+        if not _is_mixed(bucket):
+            by_layout.setdefault(bucket[0].layout, _Pool([])).buckets.append(bucket)
+    own: list[_Pool] = []
+    for bucket in filter(_is_mixed, buckets):
+        host = next((layout for layout, pool in by_layout.items() if _can_join(bucket, layout, pool)), None)
+        if host is None:
+            own.append(_Pool([bucket]))
+        else:
+            leading = sorted(bucket, key=lambda layer: layer.layout != host)
+            size = sum(layer.layout == host for layer in bucket)
+            by_layout[host] = _Pool([leading, *by_layout[host].buckets], size)
+    return [*by_layout.values(), *own]
 
 
-def _by_table(specs: Mapping[str, KVCacheSpec]) -> list[list[str]]:
-    buckets: dict[KVCacheSpec, list[str]] = {}
-    for name, spec in specs.items():
-        buckets.setdefault(table_key(spec), []).append(name)
-    return list(buckets.values())
+def _can_join(bucket: list[_Layer], layout: PageLayout, pool: _Pool) -> bool:
+    """Whether groups of `pool`, split by the bucket's layers of its layout, use most of the pages of an id."""
+    size = sum(layer.layout == layout for layer in bucket)
+    if not size or pool.group_size is not None:
+        return False
+    narrowest = min(len(other) // cdiv(len(other), size) for other in pool.buckets)
+    bytes_per_block = sum(layer.layout.page_bytes for layer in bucket)
+    return bytes_per_block < MAX_PADDING_RATIO * narrowest * layout.page_bytes
+
+
+def _is_mixed(bucket: list[_Layer]) -> bool:
+    return any(layer.layout != bucket[0].layout for layer in bucket)
 
 
 def _group_size(bucket_sizes: list[int]) -> int:
     shortest, longest = min(bucket_sizes), max(bucket_sizes)
     return longest if longest < MAX_PADDING_RATIO * shortest else shortest
-
-
-def _shared_spec(specs: list[KVCacheSpec]) -> KVCacheSpec:
-    """The layers' common spec, without the masks in which they differ."""
-    return specs[0] if all(spec == specs[0] for spec in specs) else table_key(specs[0])

@@ -3,9 +3,6 @@
 Flow:    specs of all layers + budget -> [plan_kv_cache] -> KVCachePlan -> managers (`config`), `planning.report`
 Source:  arithmetic of vLLM v1/core/kv_cache_utils.py for one pool; several pools: `planning.sizing`
 
-Bytes are what one device takes: its share of the KV heads under tensor parallelism, and the padding of its platform
-(packed heads and 128 lanes on TPU). *Real* bytes leave the padding out.
-
 A worked example: 80 layers of 8 KV heads of 128 in bfloat16, 16 tokens a block, 56 GiB, requests of 131,072 tokens.
 
     page    16 tokens * 8 heads * (128 + 128) * 2 bytes              =    65,536 bytes
@@ -23,15 +20,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec, cdiv
-from kvjax.planning.grouping import LayerGroup, group_layers
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
+from kvjax.errors import MemoryBudgetError
+from kvjax.planning.grouping import LayerGroup
+from kvjax.planning.parallel import Parallelism
+from kvjax.planning.shape import CacheShape, GroupShape, LayerPages
 from kvjax.planning.sizing import PoolNeed, requests_that_fit, size_pools
-from kvjax.planning.spec_rules import per_device, replicated
-from pallas_kernels.layouts import PageLayout
+from kvjax.planning.spec_rules import replicated
 
 DEFAULT_MAX_IN_FLIGHT_TOKENS = 8_192
 MAX_SLOTS = 2**31  # slot mappings are int32
-TABLE_ENTRY_BYTES = 4  # block tables are int32
+# Of a TPU core; a kernel's launch needs a few KiB of it beside the block table.
+SCALAR_MEMORY_BYTES = 2**20
+KERNEL_SCALAR_BYTES = 8 * 2**10
+ROW_SCALAR_BYTES = 8  # a row's entries of seq_lens and query_start_loc
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,24 @@ class GroupPlanSummary:
     pool_id: int
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
-    real_page_bytes: int  # one layer's page on one device, without padding
-    page_bytes: int  # with padding
+    pages: tuple[LayerPages, ...]  # by spec, where the layers' pages differ
     request_blocks: int  # blocks that a request of `max_model_len` tokens holds, tokens in flight not counted
     table_bytes: int  # one request's row of the table, int32
+
+    @property
+    def real_page_bytes(self) -> int:
+        """One layer's page on one device, without padding; the largest where they differ."""
+        return max(part.real_page_bytes for part in self.pages)
+
+    @property
+    def page_bytes(self) -> int:
+        """As `real_page_bytes`, with padding."""
+        return max(part.page_bytes for part in self.pages)
+
+    @property
+    def rows_in_scalar_memory(self) -> int:
+        """Requests of `max_model_len` tokens whose rows a TPU core's scalar memory holds in one kernel launch."""
+        return (SCALAR_MEMORY_BYTES - KERNEL_SCALAR_BYTES) // (self.table_bytes + ROW_SCALAR_BYTES)
 
 
 @dataclass(frozen=True)
@@ -60,26 +76,51 @@ class PoolPlan:
     bytes_per_block: int
     request_blocks: int  # blocks that one request of `max_model_len` tokens holds over the pool's groups
     in_flight_blocks: int  # blocks set aside for tokens in flight, once
+    reserved_blocks: int  # blocks that groups take for good
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all blocks on one device."""
         return self.num_blocks * self.bytes_per_block
 
+    @property
+    def free_blocks(self) -> int:
+        """Blocks for resident requests."""
+        return max(self.num_blocks - 1 - self.in_flight_blocks - self.reserved_blocks, 0)
+
 
 @dataclass(frozen=True)
 class KVCachePlan:
-    """What `plan_kv_cache` decided. `config` goes to the managers and the device layer, the rest explains it."""
+    """What `plan_kv_cache` decided. `config` goes to the managers and the device layer, the rest explains it.
+
+    Every rank of a replica has all pools, with the same block ids; every replica has a manager of its own. Numbers of
+    requests are one replica's.
+    """
 
     config: KVCacheConfig
     pools: tuple[PoolPlan, ...]
     groups: tuple[GroupPlanSummary, ...]
+    shape: CacheShape
     max_model_len: int
+    request_len: int  # of the requests that the pools are sized for
     max_in_flight_tokens: int
-    platform: str
-    tensor_parallel: int
     hybrid: bool
     memory_bytes: int | None  # the budget of one device; None where `num_blocks` was given
+
+    @property
+    def platform(self) -> str:
+        """Whose padding the bytes have: "cpu", "gpu" or "tpu"."""
+        return self.shape.platform
+
+    @property
+    def parallel(self) -> Parallelism:
+        """Over how many devices, and how."""
+        return self.shape.parallel
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Devices that share the KV heads."""
+        return self.parallel.tensor
 
     @property
     def used_bytes(self) -> int:
@@ -104,10 +145,7 @@ class KVCachePlan:
         """
         if not 1 <= num_tokens <= self.max_model_len:
             raise ValueError(f"expected a length in [1, {self.max_model_len}] (max_model_len), got {num_tokens}")
-        needs = [
-            _pool_need([self.groups[g] for g in pool.group_ids], num_tokens, self.max_in_flight_tokens)
-            for pool in self.pools
-        ]
+        needs = self.shape.needs(num_tokens, num_tokens, self.max_in_flight_tokens)
         return requests_that_fit(needs, [pool.num_blocks for pool in self.pools])
 
     @property
@@ -117,7 +155,7 @@ class KVCachePlan:
 
     @property
     def table_bytes_per_request(self) -> int:
-        """Bytes of one request's rows in all block tables (on TPU they lie in scalar memory)."""
+        """Bytes of one request's rows in all block tables."""
         return sum(group.table_bytes for group in self.groups)
 
 
@@ -128,42 +166,55 @@ def plan_kv_cache(
     memory_bytes: int | None = None,
     num_blocks: int | Sequence[int] | None = None,
     max_in_flight_tokens: int = DEFAULT_MAX_IN_FLIGHT_TOKENS,
+    request_len: int | None = None,
     platform: str | None = None,
     tensor_parallel: int = 1,
+    parallel: Parallelism | None = None,
     hybrid: bool = True,
+    shared_layers: Mapping[str, str] | None = None,
 ) -> KVCachePlan:
     """Plans the cache of the layers in `specs` for either a budget or given numbers of blocks.
 
-    `memory_bytes` is the budget of one device; `num_blocks` counts the null block and goes to every pool, or to each
-    its own in a sequence. `max_in_flight_tokens` is the most tokens that steps in flight add. `platform` is "cpu",
-    "gpu" or "tpu" (None: "cpu", no padding). With `hybrid` false windowed layers keep every token.
+    Args:
+        specs: cache of every layer that has one, by the layer's name.
+        max_model_len: tokens of the longest request; one always fits.
+        memory_bytes: the budget of one device.
+        num_blocks: of every pool, or each pool's own in a sequence; the null block counts.
+        max_in_flight_tokens: the most tokens that steps in flight add.
+        request_len: usual length of a request, for which several pools are balanced; None: `max_model_len`.
+        platform: "cpu", "gpu" or "tpu", whose padding counts; None: "cpu", no padding.
+        tensor_parallel: devices that share the KV heads, where that is all parallelism there is.
+        parallel: all of it, instead.
+        hybrid: whether windowed and chunked layers give blocks back; else they keep every token, in the full layers'
+            table.
+        shared_layers: layers without a cache of their own, each with the layer whose pages it reads.
 
     Raises:
-        MemoryBudgetError: the budget does not hold one request of `max_model_len` tokens; has the missing bytes.
-        ValueError: an argument is out of range, both or none of budget and blocks are given, or ids overflow int32.
+        MemoryBudgetError: the budget does not hold one request of `max_model_len` tokens; has the missing bytes and
+            the longest request that fits.
+        ValueError: an argument is out of range, both or none of budget and blocks are given, heads or tokens do not
+            split over the devices, or ids overflow int32.
+        NotImplementedError: a kind does not work with context parallelism.
     """
-    _check_arguments(max_model_len, memory_bytes, num_blocks, max_in_flight_tokens, tensor_parallel)
-    platform = platform or "cpu"
-    groups = [
-        _summarise(group_id, group, max_model_len, platform, tensor_parallel)
-        for group_id, group in enumerate(group_layers(specs, platform=platform, hybrid=hybrid))
-    ]
-    pools = [[g for g in groups if g.pool_id == p] for p in range(1 + max(g.pool_id for g in groups))]
-    needs = [_pool_need(members, max_model_len, max_in_flight_tokens) for members in pools]
-    sizes = size_pools(needs, memory_bytes) if memory_bytes is not None else _given_sizes(num_blocks, len(pools))
-    for size, members in zip(sizes, pools, strict=True):
-        _check_ids_fit(size, members)
+    request_len = max_model_len if request_len is None else request_len
+    _check_arguments(max_model_len, request_len, memory_bytes, num_blocks, max_in_flight_tokens)
+    parallel = Parallelism(tensor=tensor_parallel) if parallel is None else parallel
+    shape = CacheShape.of(specs, platform=platform or "cpu", parallel=parallel, hybrid=hybrid)
+    needs = shape.needs(request_len, max_model_len, max_in_flight_tokens)
+    if memory_bytes is not None:
+        sizes = _sizes_of_budget(shape, needs, memory_bytes, max_model_len, max_in_flight_tokens)
+    else:
+        sizes = _given_sizes(num_blocks, shape.num_pools)
+    for pool_id, size in enumerate(sizes):
+        _check_ids_fit(size, shape.pool_groups(pool_id))
     return KVCachePlan(
-        config=_config(groups, sizes, platform, tensor_parallel),
-        pools=tuple(
-            _pool_plan(p, members, need, size)
-            for p, (members, need, size) in enumerate(zip(pools, needs, sizes, strict=True))
-        ),
-        groups=tuple(groups),
+        config=_config(shape, sizes, shared_layers or {}),
+        pools=tuple(_pool_plan(shape, p, size, max_model_len, max_in_flight_tokens) for p, size in enumerate(sizes)),
+        groups=tuple(_summarise(shape, group_id, max_model_len) for group_id in range(len(shape.groups))),
+        shape=shape,
         max_model_len=max_model_len,
+        request_len=request_len,
         max_in_flight_tokens=max_in_flight_tokens,
-        platform=platform,
-        tensor_parallel=tensor_parallel,
         hybrid=hybrid,
         memory_bytes=memory_bytes,
     )
@@ -171,10 +222,10 @@ def plan_kv_cache(
 
 def _check_arguments(
     max_model_len: int,
+    request_len: int,
     memory_bytes: int | None,
     num_blocks: int | Sequence[int] | None,
     max_in_flight_tokens: int,
-    tensor_parallel: int,
 ) -> None:
     if (memory_bytes is None) == (num_blocks is None):
         given = "none" if memory_bytes is None else "both"
@@ -182,12 +233,27 @@ def _check_arguments(
     positive = {
         "max_model_len": max_model_len,
         "max_in_flight_tokens": max_in_flight_tokens,
-        "tensor_parallel": tensor_parallel,
         "memory_bytes": 1 if memory_bytes is None else memory_bytes,
     }
     for name, value in positive.items():
         if value < 1:
             raise ValueError(f"expected {name} >= 1, got {value}")
+    if not 1 <= request_len <= max_model_len:
+        raise ValueError(f"expected request_len in [1, {max_model_len}] (max_model_len), got {request_len}")
+
+
+def _sizes_of_budget(
+    shape: CacheShape, needs: Sequence[PoolNeed], memory_bytes: int, max_model_len: int, in_flight_tokens: int
+) -> list[int]:
+    try:
+        return size_pools(needs, memory_bytes)
+    except MemoryBudgetError as error:
+        longest = shape.longest_request(memory_bytes, max_model_len, in_flight_tokens)
+        raise MemoryBudgetError(
+            f"{error}. The longest request that fits has {longest:,} tokens"
+            if longest
+            else f"{error}. No request fits with {in_flight_tokens:,} tokens in flight"
+        ) from None
 
 
 def _given_sizes(num_blocks: int | Sequence[int] | None, num_pools: int) -> list[int]:
@@ -197,8 +263,8 @@ def _given_sizes(num_blocks: int | Sequence[int] | None, num_pools: int) -> list
     return sizes
 
 
-def _check_ids_fit(num_blocks: int, groups: Sequence[GroupPlanSummary]) -> None:
-    slots = num_blocks * max(group.spec.block_size for group in groups)
+def _check_ids_fit(num_blocks: int, groups: Sequence[GroupShape]) -> None:
+    slots = num_blocks * max(shape.group.spec.block_size for shape in groups)
     if slots > MAX_SLOTS:
         raise ValueError(
             f"expected at most {MAX_SLOTS:,} slots in a pool (slot ids are int32), got {num_blocks:,} blocks with "
@@ -206,70 +272,48 @@ def _check_ids_fit(num_blocks: int, groups: Sequence[GroupPlanSummary]) -> None:
         )
 
 
-def _summarise(
-    group_id: int, group: LayerGroup, max_model_len: int, platform: str, tensor_parallel: int
-) -> GroupPlanSummary:
-    local = per_device(group.spec, tensor_parallel)
+def _summarise(shape: CacheShape, group_id: int, max_model_len: int) -> GroupPlanSummary:
+    group = shape.groups[group_id].group
     return GroupPlanSummary(
         group_id=group_id,
         pool_id=group.pool_id,
         layer_names=group.layer_names,
         spec=group.spec,
-        real_page_bytes=local.page_size_bytes,
-        page_bytes=local.page_layout(platform).page_bytes,
-        request_blocks=group.spec.max_blocks_per_request(max_model_len, 0),
-        table_bytes=TABLE_ENTRY_BYTES * cdiv(max_model_len, group.spec.block_size),
+        pages=shape.groups[group_id].pages,
+        request_blocks=shape.request_blocks(group.spec, max_model_len),
+        table_bytes=shape.table_bytes(group.spec, max_model_len),
     )
 
 
-def _pool_need(groups: Sequence[GroupPlanSummary], num_tokens: int, max_in_flight_tokens: int) -> PoolNeed:
-    """What the groups of one pool need for requests of `num_tokens` tokens.
-
-    A resident request holds `max_blocks_per_request` with nothing in flight; tokens in flight add the difference to
-    the bound with them, once per deployment, since steps share the token budget.
-    """
-    specs = [group.spec for group in groups]
-    resident = sum(spec.max_blocks_per_request(num_tokens, 0) for spec in specs)
-    in_flight = sum(spec.max_blocks_per_request(num_tokens, max_in_flight_tokens) for spec in specs) - resident
-    return PoolNeed(
-        bytes_per_block=max(len(group.layer_names) * group.page_bytes for group in groups),
-        request_blocks=resident,
-        in_flight_blocks=in_flight,
-        grows_with_length=any(_grows_with_length(spec) for spec in specs),
-    )
-
-
-def _grows_with_length(spec: KVCacheSpec) -> bool:
-    """Whether a request of 2**40 tokens holds more blocks than one of half that."""
-    return spec.max_blocks_per_request(2**40, 0) > spec.max_blocks_per_request(2**39, 0)
-
-
-def _pool_plan(pool_id: int, groups: Sequence[GroupPlanSummary], need: PoolNeed, num_blocks: int) -> PoolPlan:
-    widest = max(groups, key=lambda group: len(group.layer_names))
+def _pool_plan(shape: CacheShape, pool_id: int, num_blocks: int, max_model_len: int, in_flight_tokens: int) -> PoolPlan:
+    need = shape.needs(max_model_len, max_model_len, in_flight_tokens)[pool_id]
+    groups = shape.pool_groups(pool_id)
     return PoolPlan(
         pool_id=pool_id,
         num_blocks=num_blocks,
-        group_ids=tuple(group.group_id for group in groups),
-        num_columns=len(widest.layer_names),
-        real_bytes_per_block=len(widest.layer_names) * widest.real_page_bytes,
+        group_ids=tuple(i for i, group in enumerate(shape.groups) if group.group.pool_id == pool_id),
+        num_columns=max(len(group.group.layer_names) for group in groups),
+        real_bytes_per_block=max(group.real_bytes_per_block for group in groups),
         bytes_per_block=need.bytes_per_block,
         request_blocks=need.request_blocks,
         in_flight_blocks=need.in_flight_blocks,
+        reserved_blocks=need.reserved_blocks,
     )
 
 
-def _config(
-    groups: Sequence[GroupPlanSummary], sizes: Sequence[int], platform: str, tensor_parallel: int
-) -> KVCacheConfig:
-    """Columns have the whole model's shapes: sharding splits them, so replicated heads are written out."""
-    columns: list[tuple[PageLayout, ...]] = []
-    for pool_id in range(len(sizes)):
-        widest = max((g for g in groups if g.pool_id == pool_id), key=lambda g: len(g.layer_names))
-        layout = replicated(widest.spec, tensor_parallel).page_layout(platform)
-        columns.append((layout,) * len(widest.layer_names))
-    return KVCacheConfig(
-        pools=tuple(KVCachePoolSpec(size, cols) for size, cols in zip(sizes, columns, strict=True)),
-        kv_cache_groups=tuple(
-            KVCacheGroupSpec(g.layer_names, replicated(g.spec, tensor_parallel), g.pool_id) for g in groups
-        ),
-    )
+def _config(shape: CacheShape, sizes: Sequence[int], shared_layers: Mapping[str, str]) -> KVCacheConfig:
+    """For arrays that all tensor-parallel devices share."""
+    pools = []
+    for pool_id, size in enumerate(sizes):
+        widest = max((s.group for s in shape.pool_groups(pool_id)), key=lambda group: len(group.layer_names))
+        specs = [replicated(spec, shape.parallel.tensor) for spec in widest.layer_specs]
+        pools.append(KVCachePoolSpec(size, tuple(spec.page_layout(shape.platform) for spec in specs)))
+    groups = tuple(_config_group(s.group, shape.parallel.tensor) for s in shape.groups)
+    return KVCacheConfig(tuple(pools), groups, tuple(shared_layers.items()))
+
+
+def _config_group(group: LayerGroup, tensor_parallel: int) -> KVCacheGroupSpec:
+    specs = tuple(replicated(spec, tensor_parallel) for spec in group.layer_specs)
+    table = replicated(group.spec, tensor_parallel)
+    alike = all(spec == table for spec in specs)
+    return KVCacheGroupSpec(group.layer_names, table, group.pool_id, layer_specs=() if alike else specs)

@@ -9,7 +9,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.planning.plan import GroupPlanSummary, KVCachePlan, PoolPlan
+from kvjax.core.spec import KVCacheSpec
+from kvjax.planning.plan import SCALAR_MEMORY_BYTES, GroupPlanSummary, KVCachePlan, PoolPlan
+from kvjax.planning.shape import LayerPages
 from kvjax.text import align_table, format_bytes
 
 WORDS_WIDTH = 100
@@ -45,14 +47,15 @@ def plan_table(plan: KVCachePlan, lengths: Sequence[int]) -> str:
             [
                 _format_range(group_ids),
                 str(group.pool_id),
-                describe_kind(group),
-                str(len(group.layer_names)),
+                describe_kind(part.spec),
+                str(len(part.layer_names)),
                 str(group.spec.block_size),
-                f"{group.real_page_bytes:,}",
-                f"{group.page_bytes:,}",
+                f"{part.real_page_bytes:,}",
+                f"{part.page_bytes:,}",
                 f"{group.request_blocks:,}",
             ]
             for group_ids, group in _runs_of_like_groups(plan.groups)
+            for part in group.pages
         ],
         left={2},
     )
@@ -67,19 +70,18 @@ def plan_table(plan: KVCachePlan, lengths: Sequence[int]) -> str:
 
 
 def _runs_of_like_groups(groups: Sequence[GroupPlanSummary]) -> list[tuple[list[int], GroupPlanSummary]]:
-    """Neighbouring groups of one pool, spec and width, as (their ids, one of them)."""
+    """Neighbouring groups of one pool with as many layers of each spec, as (their ids, one of them)."""
     runs: list[tuple[list[int], GroupPlanSummary]] = []
     for group in groups:
-        last = runs[-1][1] if runs else None
-        if last and (last.pool_id, last.spec, len(last.layer_names)) == (
-            group.pool_id,
-            group.spec,
-            len(group.layer_names),
-        ):
+        if runs and runs[-1][1].pool_id == group.pool_id and _widths(runs[-1][1].pages) == _widths(group.pages):
             runs[-1][0].append(group.group_id)
         else:
             runs.append(([group.group_id], group))
     return runs
+
+
+def _widths(pages: Sequence[LayerPages]) -> list[tuple[KVCacheSpec, int]]:
+    return [(part.spec, len(part.layer_names)) for part in pages]
 
 
 def _format_range(ids: Sequence[int]) -> str:
@@ -87,10 +89,11 @@ def _format_range(ids: Sequence[int]) -> str:
     return str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
 
 
-def describe_kind(group: GroupPlanSummary) -> str:
-    """The group's kind and its window, such as "sliding_window 1,024"."""
-    window = getattr(group.spec, "sliding_window", None)
-    return group.spec.kind if window is None else f"{group.spec.kind} {window:,}"
+def describe_kind(spec: KVCacheSpec) -> str:
+    """The kind with its window or chunk and its compression, such as "sliding_window 1,024" or "mla_attention / 4"."""
+    seen = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    ratio = getattr(spec, "tokens_per_state", 1)
+    return spec.kind + (f" {seen:,}" if seen else "") + (f" / {ratio}" if ratio > 1 else "")
 
 
 def format_requests(requests: float) -> str:
@@ -101,8 +104,10 @@ def format_requests(requests: float) -> str:
 def plan_words(plan: KVCachePlan) -> str:
     """Why the numbers are what they are, a paragraph per decision."""
     parts = [_budget_words(plan), *(_pool_words(plan, pool) for pool in plan.pools), _fit_words(plan)]
-    if plan.tensor_parallel > 1:
+    if plan.parallel.num_devices > 1:
         parts.insert(1, _parallel_words(plan))
+    if plan.platform == "tpu":
+        parts.append(_scalar_memory_words(plan))
     return "\n".join(textwrap.fill(part, WORDS_WIDTH, break_on_hyphens=False) for part in parts)
 
 
@@ -115,22 +120,52 @@ def _budget_words(plan: KVCachePlan) -> str:
 
 
 def _parallel_words(plan: KVCachePlan) -> str:
-    return (
-        f"Tensor parallelism over {plan.tensor_parallel} devices splits the KV heads; with fewer heads than devices "
-        "each head lies on several. All bytes here are one device's."
+    parallel, words = plan.parallel, []
+    if parallel.tensor > 1:
+        words.append(
+            f"Tensor parallelism over {parallel.tensor} devices splits the KV heads; with fewer heads than devices "
+            "each head lies on several."
+        )
+    if parallel.context > 1:
+        words.append(
+            f"Context parallelism over {parallel.context} ranks splits the tokens of a head: a block id stands for "
+            f"{parallel.context} times the tokens of its page."
+        )
+    if parallel.data > 1:
+        total = format_requests(parallel.data * plan.concurrency)
+        words.append(
+            f"Each of {parallel.data} replicas has requests and a cache of its own: together {total} requests of "
+            f"{plan.max_model_len:,} tokens fit."
+        )
+    words.append("All bytes here are one device's, all other numbers of requests one replica's.")
+    return " ".join(words)
+
+
+def _scalar_memory_words(plan: KVCachePlan) -> str:
+    """What block tables take of the scalar memory that kernels read them from."""
+    widest = max(plan.groups, key=lambda group: group.table_bytes)
+    rows = widest.rows_in_scalar_memory
+    words = (
+        f"A kernel reads a group's block table from {format_bytes(SCALAR_MEMORY_BYTES)} of scalar memory. The widest, "
+        f"of group {widest.group_id}, takes {format_bytes(widest.table_bytes)} for a request of "
+        f"{plan.max_model_len:,} tokens: {rows:,} such requests fit in one launch."
     )
+    return words if rows else words + " Take larger blocks, or leave this table in HBM."
 
 
 def _pool_words(plan: KVCachePlan, pool: PoolPlan) -> str:
     groups = [plan.groups[group_id] for group_id in pool.group_ids]
     widest = max(groups, key=lambda group: len(group.layer_names))
+    pages = " or ".join(f"{part.page_bytes:,} bytes{_padding_words(part)}" for part in widest.pages)
     words = [
-        f"Pool {pool.pool_id}: a page holds {widest.spec.block_size} tokens of one layer in {widest.page_bytes:,} bytes"
-        f"{_padding_words(widest)}; a block is one page in each of {pool.num_columns} columns, "
+        f"Pool {pool.pool_id}: a page holds {widest.spec.block_size} tokens of one layer in {pages}; "
+        f"a block is one page in each of {pool.num_columns} columns, "
         f"{pool.bytes_per_block:,} bytes; {pool.num_blocks:,} blocks, one of them the null block."
     ]
     if len(groups) > 1:
         words.append(_sharing_words(groups))
+    if pool.reserved_blocks:
+        words.append(f"{pool.reserved_blocks:,} blocks hold the layers' own attention sinks.")
     if pool.in_flight_blocks:
         words.append(
             f"{pool.in_flight_blocks:,} blocks are set aside for {plan.max_in_flight_tokens:,} tokens in flight, which "
@@ -139,10 +174,10 @@ def _pool_words(plan: KVCachePlan, pool: PoolPlan) -> str:
     return " ".join(words)
 
 
-def _padding_words(group: GroupPlanSummary) -> str:
-    if group.page_bytes == group.real_page_bytes:
+def _padding_words(part: LayerPages) -> str:
+    if part.page_bytes == part.real_page_bytes:
         return ""
-    return f" ({group.real_page_bytes:,} without the device's padding)"
+    return f" ({part.real_page_bytes:,} without the device's padding)"
 
 
 def _sharing_words(groups: Sequence[GroupPlanSummary]) -> str:
@@ -155,12 +190,11 @@ def _sharing_words(groups: Sequence[GroupPlanSummary]) -> str:
 
 def _fit_words(plan: KVCachePlan) -> str:
     blocks = " + ".join(f"{pool.request_blocks:,} blocks of pool {pool.pool_id}" for pool in plan.pools)
-    usable = " and ".join(f"{pool.num_blocks - 1 - pool.in_flight_blocks:,}" for pool in plan.pools)
+    usable = " and ".join(f"{pool.free_blocks:,}" for pool in plan.pools)
     return (
         f"A request of {plan.max_model_len:,} tokens holds {blocks}; {usable} are free for requests, "
         f"so {format_requests(plan.concurrency)} of them fit at once. Requests that share a prefix take less. The "
-        f"block tables of one such request are {format_bytes(plan.table_bytes_per_request)} on the device (on TPU in "
-        "its scalar memory)."
+        f"block tables of one such request are {format_bytes(plan.table_bytes_per_request)} on the device."
     )
 
 
@@ -168,9 +202,14 @@ def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
     """The plan as JSON values. Bytes are one device's."""
     return {
         "platform": plan.platform,
-        "tensor_parallel": plan.tensor_parallel,
+        "tensor_parallel": plan.parallel.tensor,
+        "data_parallel": plan.parallel.data,
+        "decode_context_parallel": plan.parallel.decode_context,
+        "prefill_context_parallel": plan.parallel.prefill_context,
+        "num_devices": plan.parallel.num_devices,
         "hybrid": plan.hybrid,
         "max_model_len": plan.max_model_len,
+        "request_len": plan.request_len,
         "max_in_flight_tokens": plan.max_in_flight_tokens,
         "memory_bytes": plan.memory_bytes,
         "used_bytes": plan.used_bytes,
@@ -189,6 +228,7 @@ def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
                 "total_bytes": pool.total_bytes,
                 "request_blocks": pool.request_blocks,
                 "in_flight_blocks": pool.in_flight_blocks,
+                "reserved_blocks": pool.reserved_blocks,
                 "group_ids": list(pool.group_ids),
             }
             for pool in plan.pools
@@ -199,12 +239,23 @@ def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
                 "pool_id": group.pool_id,
                 "kind": group.spec.kind,
                 "sliding_window": getattr(group.spec, "sliding_window", None),
+                "attention_chunk_size": getattr(group.spec, "attention_chunk_size", None),
                 "block_size": group.spec.block_size,
                 "page_bytes": group.page_bytes,
                 "real_page_bytes": group.real_page_bytes,
                 "request_blocks": group.request_blocks,
                 "table_bytes": group.table_bytes,
+                "rows_in_scalar_memory": group.rows_in_scalar_memory,
                 "layer_names": list(group.layer_names),
+                "pages": [
+                    {
+                        "kind": describe_kind(part.spec),
+                        "page_bytes": part.page_bytes,
+                        "real_page_bytes": part.real_page_bytes,
+                        "layer_names": list(part.layer_names),
+                    }
+                    for part in group.pages
+                ],
             }
             for group in plan.groups
         ],

@@ -2,13 +2,13 @@
 
 Flow:    PoolNeed per pool, budget in bytes -> [size_pools] -> blocks per pool
 
-A pool p of `bytes_p` per block needs, for c resident requests of the planned length,
+A pool p of `bytes_p` per block needs, for c resident requests of the usual length,
 
-    n_p(c) = 1 (null) + reserved_p + in_flight_p + ceil(c * request_p)
+    n_p(c) = max(1 (null) + reserved_p + in_flight_p + ceil(c * request_p), least_p)
 
-blocks. The planner takes the largest real c with sum(bytes_p * n_p(c)) <= budget, so that no pool runs dry before
-the others, and gives what is left to the pools that grow with a request's length. With one pool this is simply
-budget // bytes_p blocks.
+blocks, where `least_p` holds one request of the longest length. The planner takes the largest real c with
+sum(bytes_p * n_p(c)) <= budget, so that no pool runs dry before the others, and gives what is left to the pools that
+grow with a request's length. With one pool this is simply budget // bytes_p blocks.
 """
 
 from __future__ import annotations
@@ -27,23 +27,29 @@ class PoolNeed:
     """What one pool costs and must hold. Blocks are counted over all groups of the pool."""
 
     bytes_per_block: int  # on one device, padding included
-    request_blocks: int  # blocks that one resident request of the planned length holds
+    request_blocks: int  # blocks that one resident request of the usual length holds
     in_flight_blocks: int  # further blocks for tokens in flight, once per deployment
     reserved_blocks: int = 0  # never handed to requests; the null block is not among them
+    least_blocks: int = 0  # for one request of the longest length, everything counted
     grows_with_length: bool = True  # whether longer requests hold more blocks
+
+    @property
+    def fixed_blocks(self) -> int:
+        """Blocks that no resident request holds, the null block included."""
+        return 1 + self.reserved_blocks + self.in_flight_blocks
 
     def num_blocks(self, requests: Fraction) -> int:
         """Blocks for `requests` resident requests, the null block included."""
-        return 1 + self.reserved_blocks + self.in_flight_blocks + math.ceil(requests * self.request_blocks)
+        return max(self.fixed_blocks + math.ceil(requests * self.request_blocks), self.least_blocks)
 
 
 def size_pools(needs: Sequence[PoolNeed], budget_bytes: int) -> list[int]:
     """Blocks of each pool, the null block included; together at most `budget_bytes`.
 
     Raises:
-        MemoryBudgetError: not even one request of the planned length fits; says how many bytes are missing.
+        MemoryBudgetError: not even one request fits; says how many bytes are missing.
     """
-    least = _total_bytes(needs, Fraction(1))
+    least = least_bytes(needs)
     if least > budget_bytes:
         raise MemoryBudgetError(
             f"the cache of one request of the planned length needs {least:,} bytes ({format_bytes(least)}), "
@@ -56,12 +62,14 @@ def size_pools(needs: Sequence[PoolNeed], budget_bytes: int) -> list[int]:
     return sizes
 
 
+def least_bytes(needs: Sequence[PoolNeed]) -> int:
+    """Bytes with which one request fits."""
+    return _total_bytes(needs, Fraction(1))
+
+
 def requests_that_fit(needs: Sequence[PoolNeed], sizes: Sequence[int]) -> float:
-    """Resident requests of the planned length that pools of these sizes hold; 0 where in-flight tokens fill one."""
-    return min(
-        max(size - need.num_blocks(Fraction(0)), 0) / need.request_blocks
-        for need, size in zip(needs, sizes, strict=True)
-    )
+    """Resident requests of the usual length that pools of these sizes hold; 0 where in-flight tokens fill one."""
+    return min(max(size - need.fixed_blocks, 0) / need.request_blocks for need, size in zip(needs, sizes, strict=True))
 
 
 def _total_bytes(needs: Sequence[PoolNeed], requests: Fraction) -> int:

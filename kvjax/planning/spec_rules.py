@@ -1,19 +1,21 @@
-"""Four questions that the planner asks a spec; a new attention kind registers its answer where the default is wrong.
+"""Questions that the planner asks a spec; a new attention kind registers its answer where the default is wrong.
 
-Flow:    KVCacheSpec -> [promoted | per_device | replicated | table_key] -> KVCacheSpec
+Flow:    KVCacheSpec -> [promoted | per_device | replicated] -> KVCacheSpec; [num_shards | table_columns] -> int
 Source:  promotion and merging of specs: vLLM v1/kv_cache_interface.py; head replication: its tensor parallelism
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import singledispatch
 
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
+from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.core.spec import AttentionSpec, KVCacheSpec
+from kvjax.core.spec import AttentionSpec, KVCacheSpec, cdiv
 
 
 @singledispatch
@@ -59,6 +61,31 @@ def _(spec: SlidingWindowMLASpec) -> KVCacheSpec:
     )
 
 
+def promoted_layers(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """All layers with every token kept; promoted ones take the block size of the others of their kind, if it is one."""
+    sizes: dict[type[KVCacheSpec], set[int]] = {}
+    wide = {name: promoted(spec) for name, spec in specs.items()}
+    for name, spec in specs.items():
+        if wide[name] is spec:
+            sizes.setdefault(type(spec), set()).add(spec.block_size)
+    for name, spec in specs.items():
+        found = sizes.get(type(wide[name]), set())
+        if wide[name] is not spec and len(found) == 1:
+            wide[name] = replace(wide[name], block_size=min(found))
+    return wide
+
+
+@singledispatch
+def num_shards(spec: KVCacheSpec) -> int:
+    """Most devices that tensor parallelism splits a layer's cache over; by default each holds all of it."""
+    return 1
+
+
+@num_shards.register
+def _(spec: AttentionSpec) -> int:
+    return spec.num_kv_heads
+
+
 @singledispatch
 def per_device(spec: KVCacheSpec, tensor_parallel: int) -> KVCacheSpec:
     """What one of `tensor_parallel` devices holds of a layer; by default all of it."""
@@ -67,18 +94,8 @@ def per_device(spec: KVCacheSpec, tensor_parallel: int) -> KVCacheSpec:
 
 @per_device.register
 def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
-    """KV heads are split over the devices; with more devices than heads each head lies on several.
-
-    Raises:
-        ValueError: neither number divides the other.
-    """
-    heads = spec.num_kv_heads
-    if heads % tensor_parallel and tensor_parallel % heads:
-        raise ValueError(
-            f"expected tensor_parallel to divide the {heads} KV heads or to be a multiple of them, "
-            f"got {tensor_parallel}"
-        )
-    return replace(spec, num_kv_heads=max(heads // tensor_parallel, 1))
+    """KV heads are split over the devices; with more devices than heads each head lies on several."""
+    return replace(spec, num_kv_heads=max(spec.num_kv_heads // tensor_parallel, 1))
 
 
 @singledispatch
@@ -93,18 +110,11 @@ def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
 
 
 @singledispatch
-def table_key(spec: KVCacheSpec) -> KVCacheSpec:
-    """Layers of equal keys hold the same blocks of a request, so one table serves them; by default the spec itself."""
-    return spec
+def table_columns(spec: KVCacheSpec, num_tokens: int, context_parallel: int) -> int:
+    """Entries of a request's row in the block table; given back blocks keep their (null) entries."""
+    return cdiv(num_tokens, spec.block_size * context_parallel)
 
 
-@table_key.register
-def _(spec: FullAttentionSpec) -> KVCacheSpec:
-    """Masks change what a layer reads, not what it keeps."""
-    return replace(spec, sliding_window=None, attention_chunk_size=None)
-
-
-@table_key.register
-def _(spec: MLAAttentionSpec) -> KVCacheSpec:
-    """Likewise."""
-    return replace(spec, sliding_window=None)
+@table_columns.register
+def _(spec: CrossAttentionSpec, num_tokens: int, context_parallel: int) -> int:
+    return spec.max_blocks_per_request(num_tokens, 0)

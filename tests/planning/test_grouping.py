@@ -50,20 +50,58 @@ def test_without_hybrid_a_common_window_stays_in_the_spec() -> None:
     assert group.spec.sliding_window == 512
 
 
-@given(
-    kinds=st.lists(st.sampled_from([full(), full(2), window(64), window(128), window(64, 2)]), min_size=1, max_size=40)
-)
-def test_groups_partition_the_layers(kinds: list[KVCacheSpec]) -> None:
+def test_layers_of_one_table_may_differ_in_heads() -> None:
+    """A table of two page shapes and no other layers: one group, one pool."""
+    groups = group_layers(layers((4, full()), (2, full(2))), platform="cpu")
+    assert [(len(group.layer_names), group.pool_id) for group in groups] == [(6, 0)]
+    assert groups[0].layer_specs == (full(),) * 4 + (full(2),) * 2
+
+
+def test_a_table_of_several_layouts_leads_with_the_one_it_shares() -> None:
+    """A drafting layer of fewer heads among the full layers costs the windows' ids an eighth of a page more."""
+    groups = group_layers(layers((1, full(2)), (4, full()), (20, window())), platform="cpu")
+    assert [(len(group.layer_names), group.pool_id) for group in groups] == [(5, 0)] + [(4, 0)] * 5
+    assert groups[0].layer_names == ("layers.1", "layers.2", "layers.3", "layers.4", "layers.0")
+
+
+def test_a_table_that_would_make_every_id_dearer_has_a_pool_of_its_own() -> None:
+    """Four pages of 8 heads and ten of 4 cost 9 pages of 8; a window would use 4 of them."""
+    groups = group_layers(layers((4, full()), (10, full(4)), (20, window())), platform="cpu")
+    assert [(len(group.layer_names), group.pool_id) for group in groups] == [(14, 0), (20, 1)]
+
+
+kinds_of_layers = st.sampled_from([full(), full(2), window(64), window(128), window(64, 2)])
+
+
+@given(kinds=st.lists(kinds_of_layers, min_size=1, max_size=40), platform=st.sampled_from(["cpu", "tpu"]))
+def test_groups_partition_the_layers(kinds: list[KVCacheSpec], platform: str) -> None:
     specs = {f"layers.{i}": spec for i, spec in enumerate(kinds)}
-    groups = group_layers(specs, platform="cpu")
+    groups = group_layers(specs, platform=platform)
     assert sorted(name for group in groups for name in group.layer_names) == sorted(specs)
+    columns: dict[tuple[int, int], object] = {}
     for group in groups:
-        assert {specs[name] for name in group.layer_names} == {group.spec}
-    layouts = {group.pool_id: set() for group in groups}
-    for group in groups:
-        layouts[group.pool_id].add(group.spec.page_layout("cpu"))
-    assert all(len(found) == 1 for found in layouts.values())
-    assert sorted(layouts) == list(range(len(layouts)))
+        assert group.layer_specs == tuple(specs[name] for name in group.layer_names)
+        assert {spec.table_key for spec in group.layer_specs} == {group.spec.table_key}
+        for place, spec in enumerate(group.layer_specs):
+            layout = spec.page_layout(platform)
+            assert columns.setdefault((group.pool_id, place), layout) == layout
+    assert sorted({group.pool_id for group in groups}) == list(range(1 + max(group.pool_id for group in groups)))
+
+
+def test_masks_in_which_layers_differ_are_none_of_the_table() -> None:
+    specs = layers((2, full()), (2, window(64)), (2, window(128)))
+    (group,) = group_layers(specs, platform="cpu", hybrid=False)
+    assert group.spec == full()
+    assert [getattr(spec, "sliding_window", None) for spec in group.layer_specs] == [None] * 2 + [64] * 2 + [128] * 2
+
+
+def test_promoted_layers_take_the_block_size_of_the_full_ones() -> None:
+    specs = layers((2, full(block_size=32)), (2, window(64, block_size=16)))
+    assert len(group_layers(specs, platform="cpu")) == 2
+    (group,) = group_layers(specs, platform="cpu", hybrid=False)
+    assert {spec.block_size for spec in group.layer_specs} == {32}
+    only_windows = group_layers(layers((2, window(64, block_size=16))), platform="cpu", hybrid=False)
+    assert only_windows[0].spec.block_size == 16
 
 
 def test_promoted_kinds_keep_every_token_and_their_mask() -> None:

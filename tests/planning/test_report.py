@@ -27,8 +27,8 @@ def test_words_name_groups_windows_padding_and_parallelism() -> None:
     arguments = {"memory_bytes": 8 * GIB, "max_model_len": 8_192, "tensor_parallel": 2}
     words = one_line(plan_words(plan_kv_cache(specs, platform="tpu", **arguments)))
     assert "Tensor parallelism over 2 devices" in words
-    assert "(16,384 without the device's padding)" in words
-    assert "Its 6 groups (4 + 4 + 4 + 4 + 4 + 4 layers)" in words
+    assert "in 32,768 bytes (16,384 without the device's padding) or 8,192 bytes;" in words
+    assert "Its 6 groups (6 + 4 + 4 + 4 + 4 + 4 layers)" in words
     assert "blocks are set aside for 8,192 tokens in flight" in words
 
 

@@ -19,6 +19,8 @@ from kvjax.core.spec import AttentionSpec, cdiv
 class FullAttentionSpec(AttentionSpec):
     """K and V of every token. `sliding_window` or `attention_chunk_size` is the mask of a promoted local kind."""
 
+    layer_fields: ClassVar[frozenset[str]] = AttentionSpec.layer_fields | {"sliding_window", "attention_chunk_size"}
+
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
 

@@ -22,6 +22,8 @@ from pallas_kernels.layouts import PageLayout, dtype_bits, latent_layout
 class LatentSpec(KVCacheSpec):
     """`head_size` numbers of `dtype` for every `tokens_per_state` tokens."""
 
+    layer_fields: ClassVar[frozenset[str]] = frozenset({"head_size", "dtype", "tokens_per_state", "page_alignment"})
+
     head_size: int
     dtype: str
     tokens_per_state: int = 1
@@ -60,6 +62,8 @@ class LatentSpec(KVCacheSpec):
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec(LatentSpec):
     """Latent vectors of every token. `sliding_window` is the mask of a promoted window."""
+
+    layer_fields: ClassVar[frozenset[str]] = LatentSpec.layer_fields | {"sliding_window"}
 
     sliding_window: int | None = None
 

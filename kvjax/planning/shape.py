@@ -1,0 +1,151 @@
+"""A deployment's cache before any length or budget: its groups, the bytes of their pages, and what a length needs.
+
+Flow:    specs of all layers -> [CacheShape.of] -> CacheShape.needs(length) -> `planning.sizing`, `planning.plan`
+
+Bytes are what one device takes: its share of the KV heads under tensor parallelism, and the padding of its platform
+(packed heads and 128 lanes on TPU). *Real* bytes leave the padding out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvjax.core.spec import KVCacheSpec, cdiv
+from kvjax.planning.grouping import LayerGroup, group_layers
+from kvjax.planning.parallel import Parallelism
+from kvjax.planning.sizing import PoolNeed, least_bytes
+from kvjax.planning.spec_rules import per_device, table_columns
+
+TABLE_ENTRY_BYTES = 4  # block tables are int32
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """Layers of one group that have equal specs, and the bytes of a page of each on one device."""
+
+    spec: KVCacheSpec
+    layer_names: tuple[str, ...]
+    real_page_bytes: int  # without padding
+    page_bytes: int
+
+    @classmethod
+    def of_group(cls, group: LayerGroup, platform: str, tensor_parallel: int) -> tuple[LayerPages, ...]:
+        """The group's layers by spec, in order of first appearance."""
+        names: dict[KVCacheSpec, list[str]] = {}
+        for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
+            names.setdefault(spec, []).append(name)
+        local = {spec: per_device(spec, tensor_parallel) for spec in names}
+        return tuple(
+            cls(spec, tuple(members), local[spec].page_size_bytes, local[spec].page_layout(platform).page_bytes)
+            for spec, members in names.items()
+        )
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """One block table and the pages that an id of it takes on one device."""
+
+    group: LayerGroup
+    pages: tuple[LayerPages, ...]
+
+    @property
+    def real_bytes_per_block(self) -> int:
+        """Bytes of the pages of one block id, without padding."""
+        return sum(len(part.layer_names) * part.real_page_bytes for part in self.pages)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of the pages of one block id."""
+        return sum(len(part.layer_names) * part.page_bytes for part in self.pages)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Groups, pool by pool, on one device of `parallel`."""
+
+    groups: tuple[GroupShape, ...]
+    platform: str
+    parallel: Parallelism
+
+    @classmethod
+    def of(
+        cls, specs: Mapping[str, KVCacheSpec], *, platform: str, parallel: Parallelism, hybrid: bool = True
+    ) -> CacheShape:
+        """The shape of the layers in `specs`.
+
+        Raises:
+            ValueError: there are no layers, or a layer's heads or tokens do not split over the devices.
+            NotImplementedError: a kind does not work with context parallelism.
+        """
+        groups = group_layers(specs, platform=platform, hybrid=hybrid)
+        for group in groups:
+            for spec in group.layer_specs:
+                parallel.check(spec)
+        return cls(
+            tuple(GroupShape(group, LayerPages.of_group(group, platform, parallel.tensor)) for group in groups),
+            platform,
+            parallel,
+        )
+
+    @property
+    def num_pools(self) -> int:
+        """Pools, numbered from 0."""
+        return 1 + self.groups[-1].group.pool_id
+
+    def pool_groups(self, pool_id: int) -> tuple[GroupShape, ...]:
+        """The groups of one pool."""
+        return tuple(shape for shape in self.groups if shape.group.pool_id == pool_id)
+
+    def request_blocks(self, spec: KVCacheSpec, num_tokens: int, in_flight_tokens: int = 0) -> int:
+        """Most block ids that a request of `num_tokens` tokens holds of one group of `spec`."""
+        context = self.parallel.context
+        return spec.max_blocks_per_request(cdiv(num_tokens, context), cdiv(in_flight_tokens, context))
+
+    def table_bytes(self, spec: KVCacheSpec, num_tokens: int) -> int:
+        """One request's row of the block table."""
+        return TABLE_ENTRY_BYTES * table_columns(spec, num_tokens, self.parallel.context)
+
+    def needs(self, request_len: int, max_model_len: int, in_flight_tokens: int) -> list[PoolNeed]:
+        """Per pool what requests of `request_len` tokens need, and one of `max_model_len`."""
+        return [
+            self._pool_need(self.pool_groups(pool_id), request_len, max_model_len, in_flight_tokens)
+            for pool_id in range(self.num_pools)
+        ]
+
+    def _pool_need(
+        self, groups: Sequence[GroupShape], request_len: int, max_model_len: int, in_flight_tokens: int
+    ) -> PoolNeed:
+        """A resident request holds its blocks with nothing in flight; tokens in flight add the difference to the bound
+        with them, once per deployment, since steps share the token budget.
+        """
+        specs = [shape.group.spec for shape in groups]
+        resident = sum(self.request_blocks(spec, request_len) for spec in specs)
+        with_in_flight = sum(self.request_blocks(spec, request_len, in_flight_tokens) for spec in specs)
+        reserved = sum(spec.num_reserved_blocks for spec in specs)
+        return PoolNeed(
+            bytes_per_block=max(shape.bytes_per_block for shape in groups),
+            request_blocks=resident,
+            in_flight_blocks=with_in_flight - resident,
+            reserved_blocks=reserved,
+            least_blocks=1
+            + reserved
+            + sum(self.request_blocks(spec, max_model_len, in_flight_tokens) for spec in specs),
+            grows_with_length=any(_grows_with_length(spec) for spec in specs),
+        )
+
+    def longest_request(self, memory_bytes: int, limit: int, in_flight_tokens: int) -> int:
+        """Largest `max_model_len` of at most `limit` with which one request fits; 0 if none does."""
+        low, high = 0, limit + 1  # low fits (or is 0), high does not (or is beyond the limit)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if least_bytes(self.needs(middle, middle, in_flight_tokens)) <= memory_bytes:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _grows_with_length(spec: KVCacheSpec) -> bool:
+    """Whether a request of 2**40 tokens holds more blocks than one of half that."""
+    return spec.max_blocks_per_request(2**40, 0) > spec.max_blocks_per_request(2**39, 0)

@@ -1,0 +1,88 @@
+"""Configs that cannot be: layers that hold other blocks in one group, pages that cannot share, sharing with nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvjax.core import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCachePoolSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+from kvjax.core.spec import KVCacheSpec
+
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
+FULL = FullAttentionSpec(block_size=16, **HEADS)
+WINDOW = SlidingWindowSpec(block_size=16, sliding_window=64, **HEADS)
+LATENT = MLAAttentionSpec(block_size=256, head_size=512, dtype="bfloat16", tokens_per_state=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "same"),
+    [
+        (FULL, {"num_kv_heads": 4}, True),
+        (FULL, {"head_size_v": 4, "dtype": "float32"}, True),
+        (FULL, {"sliding_window": 64}, True),
+        (FULL, {"block_size": 32}, False),
+        (WINDOW, {"head_size": 16}, True),
+        (WINDOW, {"sliding_window": 65}, False),
+        (LATENT, {"tokens_per_state": 128, "head_size": 128}, True),
+        (LATENT, {"cache_role": "draft"}, False),
+        (SlidingWindowMLASpec(block_size=4, head_size=8, dtype="float32", sliding_window=8), {"head_size": 2}, True),
+    ],
+)
+def test_layers_share_a_table_if_they_hold_the_same_blocks(spec: KVCacheSpec, change: dict, same: bool) -> None:
+    assert (spec.table_key == replace(spec, **change).table_key) == same
+    assert WINDOW.table_key != FULL.table_key
+
+
+def test_layers_of_a_group_hold_the_same_blocks() -> None:
+    two = KVCacheGroupSpec(("a", "b"), FULL, layer_specs=(FULL, replace(FULL, num_kv_heads=1)))
+    assert [two.spec_of(i).page_size_bytes for i in range(2)] == [1_024, 512]
+    assert KVCacheGroupSpec(("a", "b"), FULL).spec_of(1) == FULL
+    with pytest.raises(
+        ValueError, match=r"layer .b.: expected a spec that holds the same blocks as Full.*, got Sliding"
+    ):
+        KVCacheGroupSpec(("a", "b"), FULL, layer_specs=(FULL, WINDOW))
+    with pytest.raises(ValueError, match="expected 2 layer_specs or none, got 1"):
+        KVCacheGroupSpec(("a", "b"), FULL, layer_specs=(FULL,))
+
+
+def test_groups_with_other_pages_cannot_share_a_pool() -> None:
+    layout = FULL.page_layout("cpu")
+    pools = (KVCachePoolSpec(8, (layout, layout)), KVCachePoolSpec(8, (layout,)))
+    other = replace(WINDOW, num_kv_heads=1)
+    groups = KVCacheGroupSpec(("a", "b"), FULL), KVCacheGroupSpec(("c",), WINDOW)
+    assert KVCacheConfig(pools, groups).layer_index["c"] == (1, 0)
+    groups = KVCacheGroupSpec(("a", "b"), FULL), KVCacheGroupSpec(("c",), other)
+    with pytest.raises(ValueError, match="layers 'a' and 'c' cannot share column 0 of pool 0: expected equal pages"):
+        KVCacheConfig(pools, groups)
+    KVCacheConfig(pools, (groups[0], replace(groups[1], pool_id=1)))
+    KVCacheConfig((KVCachePoolSpec(8),), groups)  # ids alone may be shared by anything
+
+
+def test_layers_may_read_the_pages_of_others() -> None:
+    groups = (KVCacheGroupSpec(("a", "b"), FULL), KVCacheGroupSpec(("c",), WINDOW))
+    config = KVCacheConfig((KVCachePoolSpec(8),), groups, (("d", "b"), ("e", "c")))
+    assert (config.layer_index["d"], config.layer_index["e"]) == ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        ((("a", "b"),), "layer 'a' shares the pages of 'b'; expected it in no group"),
+        ((("d", "x"),), "layer 'd': expected to share the pages of a layer in a group, got 'x'"),
+        ((("d", "a"), ("e", "d")), "layer 'e': expected to share the pages of a layer in a group, got 'd'"),
+        ((("d", "a"), ("d", "b")), "layer 'd' shares the pages of 'b'; expected it in no group"),
+    ],
+)
+def test_sharing_with_nobody_is_refused(shared: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVCacheConfig((KVCachePoolSpec(8),), (KVCacheGroupSpec(("a", "b"), FULL),), shared)
