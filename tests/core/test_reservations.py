@@ -7,24 +7,27 @@ import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.errors import InvariantError
-from tests.core.manager_lockstep import FULL, HYBRID, SETUPS, WINDOW, Setup
-from tests.core.naive_manager import NaiveGroup
+from tests.core.manager_lockstep import FULL, HYBRIDS, KINDS, SETUPS, Setup
+from tests.core.naive_manager import MAX_ENCODER, NaiveGroup
 
 MAX_MODEL_LEN = 40
 IN_FLIGHT = 9
 HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
-KINDS = {
-    "full": FULL.groups,
-    "window": WINDOW.groups,
-    "hybrid": HYBRID.groups,
-    "sizes": SETUPS["hybrid_sizes"].groups,
+CHOSEN = {name: SETUPS[name].groups for name in (*KINDS, *HYBRIDS, "window_1", "hybrid_sizes")} | {
     "pools": (NaiveGroup(2), NaiveGroup(2, window=3, pool=1), NaiveGroup(4, pool=1)),
+    "many": (NaiveGroup(4), NaiveGroup(2, window=7), NaiveGroup(2, chunk=6, pool=1), NaiveGroup(2, cross=True)),
 }
+every_kind = pytest.mark.parametrize("groups", CHOSEN.values(), ids=CHOSEN)
 
 
-def manager_of(groups: tuple[NaiveGroup, ...], pool_size: int, **options: object) -> KVCacheManager:
+def manager_of(groups: tuple[NaiveGroup, ...], pool_sizes: int | list[int], **options: object) -> KVCacheManager:
     setup = Setup(groups, max_model_len=MAX_MODEL_LEN, max_in_flight=IN_FLIGHT)
-    return setup.manager([pool_size] * setup.num_pools, **options)
+    return setup.manager([pool_sizes] * setup.num_pools if isinstance(pool_sizes, int) else pool_sizes, **options)
+
+
+def worst_case(groups: tuple[NaiveGroup, ...]) -> list[int]:
+    """Blocks of a request of the longest length, per pool."""
+    return manager_of(groups, 1_000).coordinator.worst_case_blocks(MAX_MODEL_LEN)
 
 
 def request_of(name: str, rng: np.random.Generator, **options: object) -> Request:
@@ -41,14 +44,16 @@ class Simulation:
         self.manager = manager
         self.rng = np.random.default_rng(seed)
         self.running: list[Request] = []
+        self.lookahead: dict[str, int] = {}  # as at admission
         self.num_refused = self.num_finished = 0
 
     def try_to_admit(self, request: Request) -> bool:
         hit, length = self.manager.get_computed_blocks(request)
         new = min(request.num_tokens - length, int(self.rng.integers(1, IN_FLIGHT - 1)))
-        lookahead = int(self.rng.integers(0, 3))
+        lookahead = self.lookahead[request.request_id] = int(self.rng.integers(0, 3))
+        encoder = int(self.rng.integers(0, MAX_ENCODER + 1)) if self.manager.coordinator.reads_encoder else 0
         before = self.manager.snapshot()
-        if self.manager.allocate_slots(request, new, length, hit, lookahead) is None:
+        if self.manager.allocate_slots(request, new, length, hit, lookahead, num_encoder_tokens=encoder) is None:
             assert self.manager.snapshot() == before
             self.num_refused += 1
             return False
@@ -70,26 +75,31 @@ class Simulation:
         chosen = [request for request in self.running if self.rng.random() < 0.8]
         if not chosen:
             return
-        budget = self.rng.integers(1, IN_FLIGHT + 1, len(chosen))
+        lookahead = np.array([self.lookahead[request.request_id] for request in chosen])
         left = [request.num_tokens - request.num_computed_tokens for request in chosen]
-        new = np.minimum(budget, left)
+        new = np.minimum(self.rng.integers(1, IN_FLIGHT - 1, len(chosen)), left)
+        room = IN_FLIGHT - new - lookahead
+        in_flight = np.minimum(self.rng.integers(0, room + 1), [request.num_computed_tokens for request in chosen])
         if self.rng.random() < 0.7:
             rows = np.array([request.row for request in chosen])
-            assert self.manager.plan_step(rows, new).num_planned == len(chosen)
+            options = {"num_lookahead_tokens": lookahead, "num_in_flight_tokens": in_flight}
+            assert self.manager.plan_step(rows, new, **options).num_planned == len(chosen)
         else:
-            for request, count in zip(chosen, new.tolist(), strict=True):
-                assert self.manager.allocate_slots(request, count) is not None
+            for request, count, drafted, unread in zip(chosen, new, lookahead, in_flight, strict=True):
+                options = {"num_lookahead_tokens": int(drafted), "num_in_flight_tokens": int(unread)}
+                assert self.manager.allocate_slots(request, int(count), **options) is not None
         for request, count in zip(chosen, new.tolist(), strict=True):
             request.num_computed_tokens += count
             self.sample(request)
 
 
-@pytest.mark.parametrize("groups", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("seed", range(4))
+@every_kind
+@pytest.mark.parametrize("seed", range(2))
 def test_every_admitted_request_finishes(groups: tuple[NaiveGroup, ...], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    simulation = Simulation(manager_of(groups, int(rng.integers(30, 90)), reserve=True), seed)
-    for i in range(60):
+    sizes = [1 + int(worst * rng.uniform(1.0, 3.0)) for worst in worst_case(groups)]
+    simulation = Simulation(manager_of(groups, sizes, reserve=True), seed)
+    for i in range(40):
         request = request_of(f"r{i}", rng)
         while not simulation.try_to_admit(request) and simulation.running:
             simulation.step()
@@ -98,31 +108,31 @@ def test_every_admitted_request_finishes(groups: tuple[NaiveGroup, ...], seed: i
     while simulation.running:
         simulation.step()
     assert simulation.num_refused > 0
-    assert simulation.num_finished > 30
+    assert simulation.num_finished == 40
     assert simulation.manager.usage == 0.0
 
 
-def test_a_request_alone_finishes_by_vllms_rule() -> None:
+@every_kind
+def test_a_request_alone_finishes_by_vllms_rule(groups: tuple[NaiveGroup, ...]) -> None:
     """In every pool that can hold a request of the longest length, as start-up demands."""
-    for groups in KINDS.values():
-        worst = max(manager_of(groups, 1_000).coordinator.worst_case_blocks(MAX_MODEL_LEN))
-        for pool_size in range(worst + 1, worst + 4):
-            simulation = Simulation(manager_of(groups, pool_size), seed=pool_size)
-            request = Request("alone", [0] * 15, max_tokens=MAX_MODEL_LEN - 15, block_hasher=HASHER)
-            assert simulation.try_to_admit(request)
-            while simulation.running:
-                simulation.step()
+    for more in range(3):
+        simulation = Simulation(manager_of(groups, [worst + 1 + more for worst in worst_case(groups)]), seed=more)
+        request = Request("alone", [0] * 15, max_tokens=MAX_MODEL_LEN - 15, block_hasher=HASHER)
+        assert simulation.try_to_admit(request)
+        while simulation.running:
+            simulation.step()
+        assert simulation.num_finished == 1
 
 
-def test_a_pool_one_block_short_admits_nobody_of_the_longest_length() -> None:
-    for groups in KINDS.values():
-        setup = Setup(groups, max_model_len=MAX_MODEL_LEN, max_in_flight=IN_FLIGHT)
-        needs = manager_of(groups, 1_000).coordinator.worst_case_blocks(MAX_MODEL_LEN)
-        for pool_id in range(len(needs)):
-            sizes = [need + 1 - (pool_id == i) for i, need in enumerate(needs)]
-            manager = setup.manager(sizes, reserve=True)
-            assert manager.allocate_slots(Request("r", [1]), 1) is None
-            assert manager.allocate_slots(Request("s", [1], max_tokens=1), 1) is not None
+@every_kind
+def test_a_pool_one_block_short_admits_nobody_of_the_longest_length(groups: tuple[NaiveGroup, ...]) -> None:
+    needs, least = worst_case(groups), manager_of(groups, 1_000).coordinator.worst_case_blocks(2)
+    for short in range(len(needs)):
+        sizes = [max(need + (pool_id != short), 2) for pool_id, need in enumerate(needs)]
+        manager = manager_of(groups, sizes, reserve=True)
+        for request, blocks in ((Request("r", [1]), needs), (Request("s", [1], max_tokens=1), least)):
+            fits = all(size > count for size, count in zip(sizes, blocks, strict=True))
+            assert (manager.allocate_slots(request, 1) is not None) == fits
 
 
 def test_the_reservation_ends_with_the_request() -> None:
