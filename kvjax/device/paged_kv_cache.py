@@ -43,6 +43,7 @@ class PagedKVCache:
         self._placement = placement
         self._backend = backend
         self._attended: set[str] = set()
+        self._owners = dict(kv_cache_config.shared_layers)  # layer without pages of its own -> the layer it reads
 
     @property
     def unused_layers(self) -> tuple[str, ...]:
@@ -53,15 +54,17 @@ class PagedKVCache:
         self,
         layer_name: str,
         q: jax.Array,  # [T, num_q_heads, head_dim]
-        k: jax.Array,  # [T, num_kv_heads, head_dim]
-        v: jax.Array,  # [T, num_kv_heads, head_dim_v]
+        k: jax.Array | None,  # [T, num_kv_heads, head_dim]; None: the layer reads another's pages
+        v: jax.Array | None,  # [T, num_kv_heads, head_dim_v], likewise
         options: AttentionOptions,
     ) -> jax.Array:  # [T, num_q_heads, head_dim_v]
         """Writes the layer's K and V of this step, then attends over all that its requests have in the cache.
 
+        A layer of `shared_layers` comes without K and V, after the layer whose pages it reads.
+
         Raises:
-            ValueError: the layer is unknown or attended before, shapes are not its spec's, or the options look
-                further back than its group keeps.
+            ValueError: the layer is unknown or attended before, shapes are not its spec's, the options look further
+                back than its group keeps, or K and V are missing, or given for a layer that shares another's.
         """
         if layer_name not in self._config.layer_index:
             raise ValueError(f"expected a layer out of {tuple(self._config.layer_index)}, got {layer_name!r}")
@@ -69,18 +72,38 @@ class PagedKVCache:
             raise ValueError(f"layer {layer_name!r} attends twice in one step")
         group_id, column = self._config.layer_index[layer_name]
         group = self._config.kv_cache_groups[group_id]
-        _check_layer(layer_name, group.spec_of(column), q, k, v, options)
-        out, arrays = self._attend(group_id, q, k, v, self.pages.column(group.pool_id, column), options)
+        self._check_sharing(layer_name, k, v)
+        spec = _check_layer(layer_name, group.spec_of(column), q, k, v, options)
+        column_pages = self.pages.column(group.pool_id, column)
+        out, arrays = self._attend(group_id, spec.num_kv_heads, q, k, v, column_pages, options)
         self._attended.add(layer_name)
         self.pages = self.pages.with_column(group.pool_id, column, arrays)
         return out
 
+    def _check_sharing(self, layer_name: str, k: jax.Array | None, v: jax.Array | None) -> None:
+        owner = self._owners.get(layer_name)
+        if owner is not None and owner not in self._attended:
+            raise ValueError(f"layer {layer_name!r} reads what {owner!r} writes; expected that layer to attend first")
+        if owner is not None and (k is not None or v is not None):
+            raise ValueError(f"layer {layer_name!r} reads the pages of {owner!r}; expected no K and V")
+        if owner is None and (k is None or v is None):
+            raise ValueError(f"layer {layer_name!r}: expected K and V, got none; only shared_layers have none")
+
     def _attend(
-        self, group_id: int, q: jax.Array, k: jax.Array, v: jax.Array, pages: Column, options: AttentionOptions
+        self,
+        group_id: int,
+        num_kv_heads: int,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        pages: Column,
+        options: AttentionOptions,
     ) -> tuple[jax.Array, Column]:
         batch, group = self._batch, self._batch.groups[group_id]
         per_head = {"sinks": options.sinks, "k_scale": options.k_scale, "v_scale": options.v_scale}
         tables = (group.block_tables, group.seq_lens, batch.query_start_loc, batch.distribution, group.slot_mapping)
+        placement = self._placement
+        num_shards = 1 if placement is None else placement.num_shards
 
         def attend(q, k, v, pages, per_head, tables):  # type: ignore[no-untyped-def]
             block_tables, seq_lens, query_start_loc, distribution, slot_mapping = tables
@@ -91,21 +114,20 @@ class PagedKVCache:
                 seq_lens,
                 query_start_loc,
                 distribution,
-                new_kv=(k, v),
-                slot_mapping=slot_mapping,
+                new_kv=None if k is None else (k, v),
+                slot_mapping=None if k is None else slot_mapping,
                 sm_scale=options.sm_scale,
                 sliding_window=options.sliding_window,
                 attention_chunk_size=options.attention_chunk_size,
                 num_sink_tokens=options.num_sink_tokens,
                 soft_cap=options.soft_cap,
-                num_kv_heads=k.shape[1],
+                num_kv_heads=num_kv_heads // num_shards,
                 backend=self._backend,
                 **per_head,
             )
             return result.out, result.pages
 
-        placement = self._placement
-        if placement is None or placement.num_shards == 1:
+        if placement is None or num_shards == 1:
             return attend(q, k, v, pages, per_head, tables)
         heads = placement.head_spec(3, 1)
         page_specs = tuple(placement.head_spec(array.ndim, 2) for array in pages)
@@ -122,13 +144,14 @@ def _per_head_spec(placement: Placement, x: jax.Array | None) -> PartitionSpec |
 
 
 def _check_layer(
-    name: str, spec: KVCacheSpec, q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions
-) -> None:
+    name: str, spec: KVCacheSpec, q: jax.Array, k: jax.Array | None, v: jax.Array | None, options: AttentionOptions
+) -> AttentionSpec:
+    """The layer's spec, which is one of K and V."""
     if not isinstance(spec, AttentionSpec):
         raise NotImplementedError(f"layer {name!r}: expected a cache of K and V, got {spec.kind}")
     dims_v = spec.head_size if spec.head_size_v is None else spec.head_size_v
     wanted = ((spec.num_kv_heads, spec.head_size), (spec.num_kv_heads, dims_v))
-    if (k.shape[1:], v.shape[1:]) != wanted:
+    if k is not None and v is not None and (k.shape[1:], v.shape[1:]) != wanted:
         raise ValueError(f"layer {name!r}: expected K and V of {wanted} a token, got {k.shape[1:]} and {v.shape[1:]}")
     if q.shape[1] % spec.num_kv_heads or q.shape[2] != spec.head_size:
         raise ValueError(
@@ -137,3 +160,4 @@ def _check_layer(
     kept = getattr(spec, "sliding_window", None) if spec.kind == "sliding_window" else None
     if kept is not None and (options.sliding_window is None or options.sliding_window > kept):
         raise ValueError(f"layer {name!r}: keeps a window of {kept} tokens, asked for {options.sliding_window}")
+    return spec

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, create_pages
+from kvjax.core import KVCacheManager, Request
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
+from kvjax.core.step_builder import build_step_plan
+from kvjax.device import AttentionOptions, Bucket, DeviceBatch, KVPages, PagedKVCache, create_pages
 from tests.device.toy import HEAD_DIM, KV_HEADS, Q_HEADS, WINDOW, toy_config
 
 TOKENS = 4
@@ -90,3 +93,54 @@ def test_refuses_a_cache_without_k_and_v() -> None:
     cache = PagedKVCache(create_pages(config), batch, KVCacheConfig(config.pools, groups))
     with pytest.raises(NotImplementedError, match="layer 'state': expected a cache of K and V, got state"):
         cache("state", *states(), OPTIONS)
+
+
+def attend_twice(shares: bool) -> tuple[jax.Array, jax.Array]:
+    """Two layers over the same K and V of six tokens; the second keeps pages of its own, or reads the first's."""
+    spec = toy_config().kv_cache_groups[1].kv_cache_spec
+    names = ("a",) if shares else ("a", "b")
+    columns = (spec.page_layout("cpu"),) * len(names)
+    groups = (KVCacheGroupSpec(names, spec),)
+    config = KVCacheConfig((KVCachePoolSpec(8, columns),), groups, (("b", "a"),) if shares else ())
+    manager = KVCacheManager(config, 16, spec.block_size)
+    request = Request("r", range(6))
+    manager.allocate_slots(request, 6)
+    plan = build_step_plan(manager, np.array([request.row]), np.array([6]))
+    batch = DeviceBatch.from_plan(plan, Bucket(8, 2, 4))
+    draws = (jax.random.normal(jax.random.key(i), (8, heads, HEAD_DIM)) for i, heads in enumerate((8, 8, 4, 4)))
+    q_a, q_b, k, v = draws
+
+    def step(pages: KVPages) -> tuple[jax.Array, jax.Array]:
+        cache = PagedKVCache(pages, batch, config)
+        options = AttentionOptions(sm_scale=1.0)
+        return cache("a", q_a, k, v, options), cache("b", q_b, *((None, None) if shares else (k, v)), options)
+
+    return jax.jit(step)(create_pages(config))
+
+
+def test_a_layer_that_shares_reads_what_the_other_wrote() -> None:
+    for shared, own in zip(attend_twice(shares=True), attend_twice(shares=False), strict=True):
+        assert own[:6].any()
+        assert jnp.array_equal(shared, own)
+
+
+def test_refuses_kv_where_none_is_kept_and_none_where_it_is() -> None:
+    config = toy_config(num_blocks=4)
+    config = KVCacheConfig(config.pools, config.kv_cache_groups, (("layers.3", "layers.1"),))
+    q, k, v = states()
+
+    def cache() -> PagedKVCache:
+        return PagedKVCache(create_pages(config), DeviceBatch.empty(Bucket(TOKENS, 2, 2), 2), config)
+
+    with pytest.raises(ValueError, match=r"layer 'layers.1': expected K and V, got none; only shared_layers have none"):
+        cache()("layers.1", q, None, None, OPTIONS)
+    with pytest.raises(ValueError, match=r"layer 'layers.3' reads what 'layers.1' writes"):
+        cache()("layers.3", q, None, None, OPTIONS)
+
+    def step() -> None:
+        after = cache()
+        after("layers.1", q, k, v, OPTIONS)
+        after("layers.3", q, k, v, OPTIONS)
+
+    with pytest.raises(ValueError, match=r"layer 'layers.3' reads the pages of 'layers.1'; expected no K and V"):
+        jax.eval_shape(step)
