@@ -1,170 +1,37 @@
-"""Random lives of many requests: the manager and the naive model agree on every answer and every bit of state."""
+"""Random lives of many requests: the manager and the naive model agree on every answer and every bit of state.
+
+A few hundred steps of every deployment; ten thousand of every kind and of five hybrids in the nightly setting:
+
+    pytest -m sweep -s tests/core/test_kv_cache_manager_machine.py
+"""
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
+import time
+
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis import settings
 
-from tests.core.manager_lockstep import SETUPS, Lockstep, Pair, Setup
+from tests.core.manager_lockstep import HYBRIDS, KINDS, SETUPS, Setup
+from tests.core.manager_machine import run_machine
 
-TOKEN = st.integers(0, 1)
-COUNT = st.integers(0, 6)
-
-
-class ManagerMachine(RuleBasedStateMachine):
-    setup: Setup
-
-    @initialize(
-        sizes=st.lists(st.integers(2, 30), min_size=4, max_size=4), trunk=st.lists(TOKEN, min_size=24, max_size=24)
-    )
-    def start(self, sizes: list[int], trunk: list[int]) -> None:
-        self.both = Lockstep(self.setup, sizes[: self.setup.num_pools])
-        self.trunk = trunk  # most prompts are prefixes of it, so that they share blocks
-        self.waiting: list[Pair] = []
-        self.num_requests = 0
-
-    def running(self, data: st.DataObject) -> Pair:
-        return self.both.pairs[data.draw(st.sampled_from(sorted(self.both.pairs)))]
-
-    @rule(
-        shared=st.integers(0, 20),
-        own=st.lists(TOKEN, max_size=4),
-        salt=st.sampled_from([None, None, None, "salt"]),
-        new=st.integers(1, 20),
-        lookahead=st.integers(0, 3),
-        external=st.sampled_from([0, 0, 0, 3, 7]),
-        delay=st.booleans(),
-        must_fit=st.booleans(),
-        use_hit=st.booleans(),
-    )
-    def admit(self, shared, own, salt, new, lookahead, external, delay, must_fit, use_hit) -> None:
-        if self.waiting:
-            pair = self.waiting.pop()
-        else:
-            self.num_requests += 1
-            tokens = (self.trunk[:shared] + own) or [0]
-            pair = self.both.new_pair(f"r{self.num_requests}", tokens, salt)
-        options = {"lookahead": lookahead, "external": external, "delay": delay, "must_fit": must_fit}
-        before = self.both.manager.snapshot()
-        if not self.both.allocate_new(pair, new, use_hit=use_hit, **options):
-            assert self.both.manager.snapshot() == before
-            self.waiting.append(pair)
-
-    @precondition(lambda self: self.both.pairs)
-    @rule(data=st.data(), new=COUNT, lookahead=st.integers(0, 3), delay=st.booleans(), must_fit=st.booleans())
-    def step_one(self, data, new, lookahead, delay, must_fit) -> None:
-        pair = self.running(data)
-        new = self.next_tokens(pair, new)
-        if new:
-            options = {"lookahead": lookahead, "delay": delay, "must_fit": must_fit}
-            if not self.both.allocate_running(pair, new, **options):
-                refused = self.both.manager.snapshot()
-                assert not self.both.allocate_running(pair, new, **options)
-                assert self.both.manager.snapshot() == refused
-
-    @precondition(lambda self: self.both.pairs)
-    @rule(
-        data=st.data(),
-        counts=st.lists(COUNT, min_size=12, max_size=12),
-        lookahead=st.integers(0, 2),
-        delay=st.booleans(),
-    )
-    def step_many(self, data, counts, lookahead, delay) -> None:
-        names = data.draw(st.permutations(sorted(self.both.pairs)))
-        pairs = [self.both.pairs[name] for name in names[: len(counts)]]
-        new = [self.next_tokens(pair, count) for pair, count in zip(pairs, counts, strict=False)]
-        chosen = [(pair, count) for pair, count in zip(pairs, new, strict=True) if count]
-        if chosen:
-            self.both.plan_step([pair for pair, _ in chosen], [count for _, count in chosen], lookahead, delay)
-
-    def next_tokens(self, pair: Pair, wanted: int) -> int:
-        """At most what the request has left to compute, with up to two drafted tokens; 0 if it is at its end."""
-        left = len(pair.naive.tokens) - pair.naive.computed
-        room = self.setup.max_model_len - pair.naive.computed
-        return min(max(wanted, 1), max(left, 0) + 2, room)
-
-    @precondition(lambda self: self.both.pairs)
-    @rule(data=st.data(), tokens=st.lists(TOKEN, min_size=1, max_size=4))
-    def append(self, data, tokens) -> None:
-        pair = self.running(data)
-        self.both.append(pair, tokens[: self.setup.max_model_len - len(pair.naive.tokens)])
-
-    @precondition(lambda self: self.both.pairs)
-    @rule(data=st.data(), count=st.integers(0, 4))
-    def dispatch(self, data, count) -> None:
-        pair = self.running(data)
-        pair.unsettled = min(count, pair.naive.computed)
-
-    @precondition(lambda self: self.both.pairs)
-    @rule(data=st.data())
-    def reject_drafts(self, data) -> None:
-        pair = self.running(data)
-        self.both.take_back(pair, pair.unsettled)
-        pair.unsettled = 0
-
-    @precondition(lambda self: self.both.pairs)
-    @rule(data=st.data(), preempt=st.booleans())
-    def leave(self, data, preempt) -> None:
-        pair = self.running(data)
-        if preempt:
-            self.both.preempt(pair)
-            self.waiting.append(pair)
-        else:
-            self.both.free(pair)
-
-    @precondition(lambda self: self.both.pairs)
-    @rule(data=st.data())
-    def cache_delayed(self, data) -> None:
-        pair = self.running(data)
-        self.both.manager.cache_blocks(pair.request, pair.naive.computed)
-        self.both.naive.register(pair.naive, pair.naive.computed)
-
-    @precondition(lambda self: self.both.pairs)
-    @rule(data=st.data())
-    def release_early(self, data) -> None:
-        pair = self.running(data)
-        settled = pair.naive.computed - pair.unsettled
-        self.both.manager.remove_skipped_blocks(pair.name, settled)
-        self.both.naive.release_skipped(pair.name, settled)
-
-    @rule(data=st.data())
-    def evict(self, data) -> None:
-        pool_id = data.draw(st.integers(0, self.setup.num_pools - 1))
-        blocks = data.draw(st.sets(st.integers(0, self.both.pool_sizes[pool_id] - 1), max_size=3))
-        self.both.manager.evict_blocks(blocks, pool_id)
-        self.both.naive.evict(pool_id, sorted(blocks))
-
-    @rule()
-    def reset(self) -> None:
-        assert self.both.manager.reset_prefix_cache() == self.both.naive.reset()
-
-    @rule()
-    def new_step(self) -> None:
-        self.both.manager.new_step_starts()
-        self.both.naive.new_step_starts()
-
-    @invariant()
-    def same_state(self) -> None:
-        if hasattr(self, "both"):
-            self.both.compare()
+NIGHTLY_STEPS = 10_000
+NIGHTLY_EXAMPLES = 100  # of at most 50 steps; one seed each time
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_agrees_with_the_naive_model(setup: Setup) -> None:
-    class Machine(ManagerMachine):
-        pass
+    assert run_machine(setup, settings(max_examples=settings.default.max_examples // 12)) > 100
 
-    Machine.setup = setup
-    examples = settings.default.max_examples // 7  # of each of many deployments
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=examples, suppress_health_check=list(HealthCheck))
-    )
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3_000)
+@pytest.mark.parametrize("name", [*KINDS, *HYBRIDS])
+def test_agrees_with_the_naive_model_for_ten_thousand_steps(name: str) -> None:
+    start, steps, rounds = time.perf_counter(), 0, 0
+    while steps < NIGHTLY_STEPS:
+        run_settings = settings(max_examples=NIGHTLY_EXAMPLES, database=None)
+        steps += run_machine(SETUPS[name], run_settings, run_seed=rounds)
+        rounds += 1
+    taken = time.perf_counter() - start
+    print(f"{name:20} seeds 0 to {rounds - 1}, {rounds * NIGHTLY_EXAMPLES} lives, {steps:,} steps, {taken:.0f} s")
