@@ -12,6 +12,7 @@ addresses a token as `array[slot // page_size, slot % page_size]`.
              row 2h of the flattened head axis is K of head h, row 2h + 1 its V; padding rows and lanes are zero
     latent   [pages, page_size, head_dim]; on TPU [pages, ceil(page_size / packing), packing, ceil128(head_dim)], where
              state s of a page is at [s // packing, s % packing]
+    recurrent  [pages, *shape] for each array of a state, one state a page
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class ArrayLayout:
 class PageLayout:
     """One column: the arrays that hold one layer's pages. Equal layouts may share a pool."""
 
-    kind: str  # "split", "packed" or "latent"
+    kind: str  # "split", "packed", "latent" or "recurrent"
     page_size: int
     arrays: tuple[ArrayLayout, ...]
 
@@ -151,3 +152,26 @@ def latent_layout(*, head_dim: int, page_size: int, dtype: str, platform: str = 
     else:
         raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")
     return PageLayout("latent", page_size, (array,))
+
+
+def recurrent_layout(
+    *, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], platform: str = "cpu"
+) -> PageLayout:
+    """Layout of states of recurrent layers, one a page: an array per shape, the same on every platform.
+
+    Raises:
+        ValueError: not a dtype for each of one or more shapes, a size is not positive, or the platform is unknown.
+    """
+    if platform not in ("cpu", "gpu", "cuda", "rocm", "tpu"):
+        raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")
+    if not shapes or len(shapes) != len(dtypes):
+        raise ValueError(f"expected a dtype for each of one or more shapes, got {shapes} and {dtypes}")
+    if any(size < 1 for shape in shapes for size in shape):
+        raise ValueError(f"expected sizes >= 1 in shapes, got {shapes}")
+    for dtype in dtypes:
+        dtype_bits(dtype)
+    arrays = tuple(
+        ArrayLayout(f"state_{i}", shape, dtype, tuple(f"state_dim_{axis}" for axis in range(len(shape))))
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    )
+    return PageLayout("recurrent", 1, arrays)

@@ -24,6 +24,7 @@ from kvjax.core.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionManager, ChunkedLocalAttentionSpec
 from kvjax.core.kinds.cross_attention import CrossAttentionManager, CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionManager, FullAttentionSpec
+from kvjax.core.kinds.mamba import MambaManager, MambaSpec
 from kvjax.core.kinds.mla import (
     MLAAttentionManager,
     MLAAttentionSpec,
@@ -82,6 +83,8 @@ __all__ = [
     "LoRARequest",
     "MLAAttentionManager",
     "MLAAttentionSpec",
+    "MambaManager",
+    "MambaSpec",
     "MultiModalFeature",
     "PageCopies",
     "PrefixCacheStats",

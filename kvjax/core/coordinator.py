@@ -25,8 +25,9 @@ from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.kv_events import GroupInfo
 from kvjax.core.reservations import Reservations
-from kvjax.core.single_type_manager import ManagerSettings, PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.single_type_manager import NEVER, ManagerSettings, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
+from kvjax.core.state_steps import StateSteps
 from kvjax.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class KVCacheCoordinator(abc.ABC):
         self._releasing_managers = tuple(manager for manager in self.managers if manager.gives_blocks_back)
         self._cacheable_managers = tuple(manager for manager in self.managers if manager.is_prefix_cacheable)
         self.reads_encoder = any(manager.reads_encoder for manager in self.managers)
+        self.state_steps = StateSteps(tuple(m.state_blocks for m in self.managers if m.state_blocks is not None))
         self._place_of_group = {
             group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
         }
@@ -172,19 +174,27 @@ class KVCacheCoordinator(abc.ABC):
         total_computed: int,
         capped: bool,
         num_encoder_tokens: int = 0,
+        num_tokens: int = NEVER,
     ) -> list[int]:
-        """Per pool the free blocks that a first allocation takes; `hits` are int32[k] per group."""
+        """Per pool the free blocks that a first allocation takes; `hits` are int32[k] per group.
+
+        `num_tokens` are the slots without lookahead.
+        """
         needs = [0] * len(self.pools)
         for manager, pool_id, ids in zip(self.managers, self.pool_ids, self.by_manager(hits), strict=True):
-            slots = manager.slots_of(num_slots, num_encoder_tokens)
+            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            slots = manager.slots_of(slots, num_encoder_tokens)
             needs[pool_id] += manager.num_blocks_for_new(slots, ids, total_computed, capped)
         return needs
 
-    def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> list[int]:
-        """Per pool the free blocks that a row still needs."""
+    def num_blocks_for_running(
+        self, row: int, num_slots: int, capped: bool = False, num_tokens: int = NEVER
+    ) -> list[int]:
+        """Per pool the free blocks that a row still needs; `num_tokens` are the slots without lookahead."""
         needs = [0] * len(self.pools)
         for manager, pool_id in zip(self.managers, self.pool_ids, strict=True):
-            needs[pool_id] += manager.num_blocks_for_running(row, num_slots, capped)
+            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            needs[pool_id] += manager.num_blocks_for_running(row, slots, capped)
         return needs
 
     def worst_case_blocks(self, num_slots: int) -> list[int]:
@@ -232,11 +242,18 @@ class KVCacheCoordinator(abc.ABC):
             for manager in self._cacheable_managers:
                 manager.allocate_new_blocks(row, total_computed)
 
-    def allocate_new_blocks(self, row: int, num_slots: int, num_encoder_tokens: int = 0) -> tuple[np.ndarray, ...]:
-        """Per group int32[k] new blocks, until the row has `num_slots` slots; the encoder's are those of a new row."""
-        return self.by_group(
-            [m.allocate_new_blocks(row, m.slots_of(num_slots, num_encoder_tokens)) for m in self.managers]
-        )
+    def allocate_new_blocks(
+        self, row: int, num_slots: int, num_encoder_tokens: int = 0, num_tokens: int = NEVER
+    ) -> tuple[np.ndarray, ...]:
+        """Per group int32[k] new blocks, until the row has `num_slots` slots; the encoder's are those of a new row.
+
+        `num_tokens` are the slots without lookahead.
+        """
+        new_ids = []
+        for manager in self.managers:
+            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            new_ids.append(manager.allocate_new_blocks(row, manager.slots_of(slots, num_encoder_tokens)))
+        return self.by_group(new_ids)
 
     def cache_blocks(self, request: Request, row: int, num_tokens: int) -> None:
         """Registers the blocks that the first `num_tokens` tokens fill."""
@@ -256,20 +273,28 @@ class KVCacheCoordinator(abc.ABC):
             manager.free(row)
 
     def extend_row(
-        self, request: Request, row: int, settled_tokens: int, num_slots: int, num_cacheable: int
+        self,
+        request: Request,
+        row: int,
+        settled_tokens: int,
+        num_slots: int,
+        num_cacheable: int,
+        num_tokens: int = NEVER,
     ) -> tuple[np.ndarray, ...] | None:
         """One step of a running row: gives back, appends up to `num_slots` slots, registers `num_cacheable` tokens.
+
+        `num_tokens` are the slots without lookahead.
 
         Returns:
             Per group int32[k] new blocks; None if they do not fit, when only skipped blocks were given back.
         """
         self.remove_skipped_blocks(row, settled_tokens)
-        needs = self.num_blocks_for_running(row, num_slots)
+        needs = self.num_blocks_for_running(row, num_slots, num_tokens=num_tokens)
         new_ids = self.no_ids
         if any(needs):
             if not self.fits(needs):
                 return None
-            new_ids = self.allocate_new_blocks(row, num_slots)
+            new_ids = self.allocate_new_blocks(row, num_slots, num_tokens=num_tokens)
         self.cache_blocks(request, row, num_cacheable)
         self.note_quiet(row)
         return new_ids

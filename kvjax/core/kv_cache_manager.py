@@ -287,7 +287,8 @@ class KVCacheManager:
 
         Raises:
             ValueError: counts that are negative or do not fit together, more tokens than `max_model_len`, a hit for a
-                running request, another request of the same id.
+                running request, another request of the same id, a step that recurrent groups can not take
+                (`limit_step`).
             BlockStateError: a block of the hit is no longer cached.
         """
         row = request.row
@@ -336,10 +337,19 @@ class KVCacheManager:
         preempt a request, and call again with the rows from `num_planned` on.
 
         Raises:
-            ValueError: a row that no request owns or that comes twice, counts out of range, or more tokens than
-                `max_model_len`.
+            ValueError: a row that no request owns or that comes twice, counts out of range, more tokens than
+                `max_model_len`, or a step that recurrent groups can not take (`limit_step`).
         """
         return self._planner.plan(rows, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks)
+
+    def limit_step(self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0) -> int:
+        """Of that many new tokens, those that one step should take so that recurrent states are cached right.
+
+        All of them where no group is recurrent. Steps of a prompt end where blocks end; 0 if the tokens do not reach
+        the end of one: wait for a larger budget.
+        """
+        computed = request.num_computed_tokens + num_new_computed_tokens
+        return self.coordinator.state_steps.limit(computed, num_new_tokens, request.num_tokens)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Registers the full blocks of the first `num_computed_tokens` tokens, after `delay_cache_blocks`.
@@ -354,7 +364,7 @@ class KVCacheManager:
         for manager in self.coordinator.managers:
             if not manager.is_prefix_cacheable:
                 continue
-            slots = manager.num_blocks.item(row) * manager.block_size
+            slots = manager.held_slots(row)
             if not 0 <= num_computed_tokens <= slots:
                 raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")
         num_hashed = self.request_table.num_hashed_blocks.item(row) * self.hash_block_size

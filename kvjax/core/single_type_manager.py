@@ -17,7 +17,8 @@ Every operation exists twice with one meaning: for one row as ints (`allocate_sl
 Invariants (`check_invariants`):
 
     G1  0 <= first_live <= num_blocks <= columns, and num_cached_blocks <= num_blocks
-    G2  a row's entries are the null block outside [first_live, num_blocks) and a block of the pool inside
+    G2  a row's entries are the null block outside [first_live, num_blocks) and a block of the pool inside, where
+        positions are stable (else some are null inside, too)
     G3  a row that no request owns has all counts 0
 """
 
@@ -32,6 +33,7 @@ import numpy as np
 
 from kvjax.core.column_runs import NO_RUNS, Runs
 from kvjax.core.spec import KVCacheSpec, cdiv
+from kvjax.core.state_steps import StateBlocks
 from kvjax.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -101,6 +103,8 @@ class SingleTypeKVCacheManager(abc.ABC):
     hits_are_prefix_closed: ClassVar[bool]  # every shorter aligned prefix of a hit is a hit
     gives_blocks_back: ClassVar[bool]  # whether blocks are ever skipped before the request ends
     reads_encoder: ClassVar[bool] = False  # whether slots are the encoder's tokens
+    has_stable_positions: ClassVar[bool] = True  # False: tables have nulls between blocks, and blocks change column
+    takes_lookahead: ClassVar[bool] = True  # whether slots of lookahead tokens are blocks of these groups
     is_prefix_cacheable: ClassVar[bool] = True  # False: blocks are never registered, lookups pass the kind over
 
     def __init__(
@@ -188,6 +192,11 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.block_tables = np.pad(self.block_tables, ((0, 0), (0, 0), (0, grown - columns)))
 
     # One row.
+
+    @property
+    def state_blocks(self) -> StateBlocks | None:
+        """What these groups ask of steps, where their blocks hold states."""
+        return None
 
     @property
     def max_encoder_tokens(self) -> int:
@@ -317,10 +326,14 @@ class SingleTypeKVCacheManager(abc.ABC):
         """int32[G, k] copy of the row's blocks, nulls where they were given back."""
         return self.block_tables[:, row, : self.num_blocks.item(row)].copy()
 
+    def held_slots(self, row: int) -> int:
+        """Slots in the row's blocks."""
+        return self.num_blocks.item(row) * self.block_size
+
     def row_quiet_until(self, row: int) -> int:
         """Slots up to which a step of the row neither allocates, registers nor gives back in these groups."""
         size = self.block_size
-        quiet = min(self.num_blocks.item(row) * size, self.tokens_until_release(self.first_live.item(row)))
+        quiet = min(self.held_slots(row), self.tokens_until_release(self.first_live.item(row)))
         if self.settings.enable_caching:
             quiet = min(quiet, (self.num_cached_blocks.item(row) + 1) * size - 1)
         return quiet
@@ -364,11 +377,18 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.block_tables[:, rows, columns] = 0
         return ids
 
-    def attach(self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> None:
-        """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns."""
+    def attach(
+        self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns.
+
+        Returns:
+            Rows, columns and blocks of all entries that the rows gained.
+        """
         if self.block_tables.shape[2] < self._max_columns:
             self.reserve_columns(int(np.maximum.reduce(columns)) + 1)
         self.block_tables[:, rows, columns] = block_ids
+        return rows, columns, block_ids
 
     def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
         """Registers the blocks at int64[k] rows and columns under object[k] hashes. Null blocks are passed over."""
@@ -413,7 +433,8 @@ class SingleTypeKVCacheManager(abc.ABC):
             raise InvariantError(f"G1, {groups}: a row has more registered blocks than blocks")
         columns = np.arange(num_columns)
         inside = (columns >= self.first_live[:, None]) & (columns < self.num_blocks[:, None])
-        if not ((self.block_tables != 0) == inside).all():
+        is_block = self.block_tables != 0
+        if not (is_block == inside if self.has_stable_positions else is_block <= inside).all():
             raise InvariantError(f"G2, {groups}: expected null blocks exactly outside [first_live, num_blocks)")
         num_blocks = self.block_pool.num_blocks
         if self.block_tables.size and not 0 <= self.block_tables.min() <= self.block_tables.max() < num_blocks:

@@ -94,19 +94,22 @@ class SlotAllocator:
         """A request that runs in `row`; the counts are not negative.
 
         Raises:
-            ValueError: more tokens than `max_model_len`. Nothing is changed.
+            ValueError: more tokens than `max_model_len`, or a step that recurrent groups can not take. Nothing is
+                changed.
         """
         computed = self._table.num_computed_tokens.item(row)
         after = computed + new
         limit = self._settings.max_model_len
         if after > limit:
             self._check_length(request, after)
+        if self._coordinator.state_steps:
+            self._coordinator.state_steps.check(np.array([computed]), np.array([after]))
         settled = max(computed - in_flight, 0)
         num_slots = min(after + lookahead, limit)
         if self._reservations is not None:
             self._reservations.check_row(row, num_slots, settled)
         cacheable = self._cacheable(row, after, delay_caching)
-        return self._coordinator.extend_row(request, row, settled, num_slots, cacheable)
+        return self._coordinator.extend_row(request, row, settled, num_slots, cacheable, after)
 
     def _whole_fits(self, request: Request, row: int, counts: SlotCounts) -> bool:
         """Gives back what left the windows of a running row, and says whether the rest of its sequence fits."""
@@ -123,6 +126,8 @@ class SlotAllocator:
         total_computed = counts.new_computed + counts.external
         after = total_computed + counts.new
         self._check_new(request, after)
+        if coordinator.state_steps:
+            coordinator.state_steps.check(np.array([total_computed]), np.array([after]))
         self._check_hit(hit, counts.new_computed, total_computed)
         coordinator.check_encoder_tokens(counts.encoder)
         num_slots = min(after + counts.lookahead, self._settings.max_model_len)
@@ -138,7 +143,7 @@ class SlotAllocator:
             needs = coordinator.num_blocks_for_new(whole, hit.block_ids, total_computed, True, counts.encoder)
             if not coordinator.fits(needs):
                 return None
-        needs = coordinator.num_blocks_for_new(num_slots, hit.block_ids, total_computed, False, counts.encoder)
+        needs = coordinator.num_blocks_for_new(num_slots, hit.block_ids, total_computed, False, counts.encoder, after)
         if not coordinator.fits(needs):
             return None
         row = self._table.add(request)
@@ -148,7 +153,7 @@ class SlotAllocator:
         if total_computed:
             coordinator.add_computed_blocks(row, hit.block_ids, total_computed, has_external=counts.external > 0)
         self._table.num_encoder_tokens[row] = counts.encoder
-        new_ids = coordinator.allocate_new_blocks(row, num_slots, counts.encoder)
+        new_ids = coordinator.allocate_new_blocks(row, num_slots, counts.encoder, after)
         coordinator.cache_blocks(request, row, self._cacheable(row, after, delay_caching))
         coordinator.note_quiet(row)
         return new_ids

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
+from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import GroupPlan, PageCopies, StepPlan, TableUpdate
 
@@ -163,6 +164,9 @@ def _group_plans(
     places = {size: tokens.places(size) for size in {group.kv_cache_spec.block_size for group in groups}}
     plans = []
     for group_id, (group, update) in enumerate(zip(groups, updates, strict=True)):
+        if isinstance(group.kv_cache_spec, MambaSpec):
+            plans.append(_state_plan(tables, group_id, rows, seq_lens, tokens, update))
+            continue
         block_size = group.kv_cache_spec.block_size
         num_blocks = tables.num_blocks(group_id)[rows]
         table = tables.block_tables(group_id)
@@ -183,6 +187,37 @@ def _group_plans(
             )
         )
     return tuple(plans)
+
+
+def _state_plan(
+    tables: StepTables, group_id: int, rows: np.ndarray, seq_lens: np.ndarray, tokens: _Tokens, update: TableUpdate
+) -> GroupPlan:
+    """The part of a group of recurrent layers: the state to start from and where to leave it; tokens have no slots."""
+    group = tables.kv_cache_config.kv_cache_groups[group_id]
+    spec = group.kv_cache_spec
+    assert isinstance(spec, MambaSpec)
+    table, num_blocks = tables.block_tables(group_id), tables.num_blocks(group_id)
+    short = spec.most_tokens(num_blocks[rows]) < seq_lens
+    if short.any():
+        i = int(short.argmax())
+        raise ValueError(
+            f"row {rows[i]}, group {group_id}: expected the blocks of a state after {seq_lens[i]} tokens, got "
+            f"{num_blocks[rows[i]]} blocks; allocate them before the step is built"
+        )
+    computed = tables.request_table.num_computed_tokens[rows]
+    write = spec.pages_of_states(table, num_blocks, rows, seq_lens)
+    read = np.where(computed > 0, spec.pages_of_states(table, num_blocks, rows, computed), 0)
+    return GroupPlan(
+        pool_id=group.pool_id,
+        kind=spec.kind,
+        block_tables=table[rows, : int(num_blocks[rows].max(initial=0))],
+        new_blocks=update,
+        seq_lens=seq_lens.astype(np.int32),
+        slot_mapping=np.full(tokens.rows.size, -1, np.int32),
+        state_read=read.astype(np.int32),
+        state_write=write.astype(np.int32),
+        has_initial_state=computed > 0,
+    )
 
 
 def _request_ids(requests: Sequence[Any], rows: np.ndarray) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ class StepWork(NamedTuple):
 
     rows: np.ndarray  # int64[n]
     settled_tokens: np.ndarray  # int64[n] computed tokens that can not be taken back; any where no kind looks
+    num_tokens: np.ndarray  # int64[n] slots without lookahead
     num_slots: np.ndarray  # int64[n]
     num_cacheable: np.ndarray  # int64[n] tokens whose full blocks may be registered
     changes: list[RowChanges]  # per manager
@@ -51,6 +52,7 @@ class StepWork(NamedTuple):
         return StepWork(
             self.rows[start:end],
             self.settled_tokens[start:end],
+            self.num_tokens[start:end],
             self.num_slots[start:end],
             self.num_cacheable[start:end],
             [changes.part(start, end) for changes in self.changes],
@@ -95,6 +97,8 @@ class StepPlanner:
         rows_of_work, after_work = index[active], after[active]
         slots_of_work = after_work if num_slots is after else np.minimum(num_slots[active], self._max_model_len)
         self._check_active(rows_of_work, after_work)
+        if self._coordinator.state_steps:
+            self._coordinator.state_steps.check(self._table.num_computed_tokens[rows_of_work], after_work)
         if self._coordinator.reservations is not None:
             settled = np.maximum(self._table.num_computed_tokens[rows_of_work] - _at(in_flight, active), 0)
             self._coordinator.reservations.check_rows(rows_of_work, slots_of_work, settled)
@@ -149,8 +153,11 @@ class StepPlanner:
             num_cacheable = np.minimum(self._table.num_hashed_blocks[rows] * hash_block_size, after)
             if self._table.num_skipping:
                 num_cacheable[self._table.skips_registration[rows]] = 0
-        changes = [manager.plan_rows(rows, settled, num_slots, num_cacheable) for manager in self._managers]
-        return StepWork(rows, settled, num_slots, num_cacheable, changes)
+        changes = [
+            manager.plan_rows(rows, settled, num_slots if manager.takes_lookahead else after, num_cacheable)
+            for manager in self._managers
+        ]
+        return StepWork(rows, settled, after, num_slots, num_cacheable, changes)
 
     def _plan_work(self, work: StepWork) -> tuple[int, tuple[TableUpdate, ...]]:
         """Plans rows until one does not fit; how many did, and what was written per group."""
@@ -215,14 +222,16 @@ class StepPlanner:
 
     def _release(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]]) -> None:
         """Gives back what left the windows, of one pool's managers."""
-        detached, runs = [], []
+        detached, runs, is_dense = [], [], True
         for i, _ in of_pool:
             skipped = work.changes[i].skipped
             if skipped.num_columns:
+                is_dense &= self._managers[i].has_stable_positions
                 detached.append(self._managers[i].detach(skipped))
                 runs.append(skipped)
         if runs:
-            pool.free_held(merge(detached, runs, work.rows.size).astype(np.int64))
+            ids = merge(detached, runs, work.rows.size).astype(np.int64)
+            pool.free_held(ids if is_dense else ids[ids != 0])
 
     def _allocate(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]], updates: Updates) -> None:
         """Takes the new blocks of one pool's managers at once and deals them."""
@@ -239,7 +248,7 @@ class StepPlanner:
         shares = deal(pool.get_new_blocks(num_new), runs, groups, work.rows.size)
         for manager, run, block_ids in zip(managers, runs, shares, strict=True):
             rows, columns = run.entries()
-            manager.attach(rows, columns, block_ids)
+            rows, columns, block_ids = manager.attach(rows, columns, block_ids)
             for group_id, ids in zip(manager.group_ids, block_ids, strict=True):
                 updates[group_id].append(TableUpdate(rows, columns, ids))
 
@@ -277,7 +286,12 @@ class StepPlanner:
         assert request is not None  # the rows were checked
         firsts = self._coordinator.by_group([[m.num_blocks.item(row)] * m.num_groups for m in self._managers])
         new_ids = self._coordinator.extend_row(
-            request, row, work.settled_tokens.item(0), work.num_slots.item(0), work.num_cacheable.item(0)
+            request,
+            row,
+            work.settled_tokens.item(0),
+            work.num_slots.item(0),
+            work.num_cacheable.item(0),
+            work.num_tokens.item(0),
         )
         if new_ids is None:
             return False

@@ -18,6 +18,7 @@ from kvjax.core import (
     KVCacheManager,
     KVCachePoolSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     Request,
     SinkFullAttentionSpec,
@@ -28,6 +29,14 @@ from tests.core.naive_manager import MAX_ENCODER, NaiveGroup, NaiveManager, Naiv
 
 
 def spec_of(group: NaiveGroup, ranks: int = 1) -> KVCacheSpec:
+    if group.mamba is not None:
+        return MambaSpec(
+            block_size=group.block_size,
+            shapes=((4, 2),),
+            dtypes=("float32",),
+            mamba_cache_mode=group.mamba,
+            num_speculative_blocks=group.drafts,
+        )
     size: dict[str, Any] = {"block_size": group.block_size // ranks, "head_size": 8, "dtype": "float32"}
     if group.latent:
         if group.window is None:
@@ -149,6 +158,14 @@ SETUPS = {
         ),
         max_model_len=64,
     ),
+    "mamba_none": Setup((NaiveGroup(2, mamba="none"),)),
+    "mamba_none_drafts": Setup((NaiveGroup(2), NaiveGroup(2, mamba="none", drafts=2))),
+    "mamba_align": Setup((NaiveGroup(2, mamba="align"),)),
+    "mamba_align_drafts": Setup((NaiveGroup(2, mamba="align", drafts=2),), uncached_first=True),
+    "mamba_align_no_caching": Setup((NaiveGroup(2, mamba="align", drafts=1),), caching=False),
+    "full_mamba": Setup((NaiveGroup(2), NaiveGroup(4, mamba="align"), NaiveGroup(4, mamba="align"))),
+    "full_mamba_drafts": Setup((NaiveGroup(2), NaiveGroup(2, mamba="align", drafts=3)), eagle=True),
+    "full_mamba_pools": Setup((NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(4, mamba="align", pool=1, drafts=1))),
     "hybrid": HYBRID,
     "hybrid_next_step_hits": Setup(HYBRID.groups, same_step_hits=False, max_in_flight=4),
     "hybrid_windows": Setup((NaiveGroup(2, window=7), NaiveGroup(2, window=3), NaiveGroup(2))),
@@ -201,6 +218,13 @@ class Lockstep:
         origin, inserts = (request.lora, request.weight_version), not request.skip_writing_prefix_cache
         return Pair(request, NaiveRequest(name, list(tokens), salt, encoder=encoder, origin=origin, inserts=inserts))
 
+    def cut(self, computed: int, new: int) -> int:
+        """Of `new` tokens those that recurrent groups let one step take."""
+        for group in self.setup.groups:
+            if self.setup.caching and group.mamba == "align" and computed % group.block_size and new > 1 + group.drafts:
+                new = min(new, -computed % group.block_size)
+        return new
+
     # -- calls
 
     def lookup(self, pair: Pair) -> tuple[KVCacheBlocks, int]:
@@ -213,6 +237,7 @@ class Lockstep:
         hit, length = self.lookup(pair) if use_hit else (None, 0)
         external = min(external, len(pair.naive.tokens) - 1 - length)
         new = max(min(new, len(pair.naive.tokens) - length - external), 0 if external else 1)
+        new = self.cut(length + external, new)
         naive_hit = [list(ids) for ids in hit.get_block_ids()] if hit is not None and length else None
         ours = self.manager.allocate_slots(
             pair.request,
@@ -234,6 +259,7 @@ class Lockstep:
         return True
 
     def allocate_running(self, pair: Pair, new: int, **options: Any) -> bool:
+        new = self.cut(pair.naive.computed, new)
         ours = self.manager.allocate_slots(
             pair.request,
             new,
@@ -250,6 +276,7 @@ class Lockstep:
         return True
 
     def plan_step(self, pairs: list[Pair], new: list[int], lookahead: int = 0, delay: bool = False) -> int:
+        new = [self.cut(pair.naive.computed, count) for pair, count in zip(pairs, new, strict=True)]
         rows = np.array([pair.request.row for pair in pairs], np.int64)
         result = self.manager.plan_step(
             rows,

@@ -87,12 +87,17 @@ class NaiveGroup:
     latent: bool = False  # MLA
     cross: bool = False  # cross attention, of at most `MAX_ENCODER` tokens
 
+    mamba: str | None = None  # "none" or "align"
+    drafts: int = 0  # speculative blocks of Mamba
+
     @property
     def is_local(self) -> bool:
-        return self.window is not None or self.chunk is not None
+        return self.mamba is not None or self.window is not None or self.chunk is not None
 
     def first_seen(self, token: int) -> int:
         """The first token that `token` attends to."""
+        if self.mamba is not None:
+            return max(0, token - 1) if self.mamba == "align" else 0
         if self.window is not None:
             return max(0, token - self.window + 1)
         return 0 if self.chunk is None else token - token % self.chunk
@@ -106,7 +111,11 @@ class NaiveGroup:
         return range(first // self.block_size, length // self.block_size)
 
     def required(self, slots: int, encoder: int) -> int:
-        """Blocks of a new request."""
+        """Blocks of a new request, or columns of Mamba."""
+        if self.mamba == "none":
+            return 1 + self.drafts
+        if self.mamba == "align":
+            return ceil(slots / self.block_size) + self.drafts
         return ceil((encoder if self.cross else slots) / self.block_size)
 
     def most_blocks(self, in_flight: int, max_model_len: int) -> int:
@@ -171,11 +180,14 @@ class NaiveManager:
         group = self.groups[group_id]
         if group.cross:
             return []
+        if group.mamba == "none":
+            return None
         needed = set(group.needed_for_hit(length))
         if self._drops(group):
             if length + group.block_size > limit:
                 return None
-            needed.add(length // group.block_size)
+            if group.mamba is None:
+                needed.add(length // group.block_size)
         found = {i: self._cached_block(group_id, request.key((i + 1) * group.block_size)) for i in needed}
         if None in found.values():
             return None
@@ -223,9 +235,10 @@ class NaiveManager:
         slots = min(computed + new + lookahead, self.max_model_len)
         if must_fit:
             whole = min(max(len(request.tokens), computed + new), self.max_model_len)
-            if not self._fits(tables, hit, whole, computed, running, request.encoder, capped=True):
+            if not self._fits(tables, hit, whole, whole, computed, running, request.encoder, capped=True):
                 return None
-        if not self._fits(tables, hit, slots, computed, running, request.encoder, capped=False):
+        after = computed + new
+        if not self._fits(tables, hit, slots, after, computed, running, request.encoder, capped=False):
             return None
         if not running:
             self.cached[name] = [0] * len(self.groups)
@@ -238,17 +251,20 @@ class NaiveManager:
                 tables[i] += [0] * skipped + hit[i][skipped:]
                 self.cached[name][i] = len(tables[i])
             if external:
-                self._append(tables, computed, 0)
-        dealt = self._append(tables, slots, 0 if running else request.encoder)
+                self._append(tables, computed, computed, 0, is_first=True)
+        dealt = self._append(tables, slots, after, 0 if running else request.encoder, not (running or external))
         if not delay:
             self.register(request, computed + new)
         return dealt
 
     def _fits(
-        self, tables: list, hit: list, slots: int, computed: int, running: bool, encoder: int, capped: bool
+        self, tables: list, hit: list, slots: int, after: int, computed: int, running: bool, encoder: int, capped: bool
     ) -> bool:
         needs = [0] * len(self.pools)
         for i, group in enumerate(self.groups):
+            if group.mamba is not None:
+                needs[group.pool] += self._mamba_needs(i, tables[i], hit[i], after, computed, running)
+                continue
             required = group.required(slots, 0 if running else encoder)
             if capped:
                 required = min(required, group.most_blocks(self.max_in_flight, self.max_model_len))
@@ -261,10 +277,38 @@ class NaiveManager:
                 needs[group.pool] += sum(refs[block] == 0 for block in hit[i][skipped:])
         return all(need <= len(pool.free) for need, pool in zip(needs, self.pools, strict=True))
 
-    def _append(self, tables: list[list[int]], slots: int, encoder: int) -> list[list[int]]:
+    def _mamba_needs(self, i: int, table: list[int], hit: list[int], after: int, computed: int, running: bool) -> int:
+        group = self.groups[i]
+        if running:
+            return int(group.required(after, 0) > len(table))
+        states = 1 + group.drafts
+        if computed > len(hit) * group.block_size:  # the state of external tokens, and then that of the step
+            return states + (group.required(after, 0) > group.required(computed, 0))
+        return states + (self.pools[group.pool].refs[hit[-1]] == 0 if hit else 0)
+
+    def _advance_mamba(self, i: int, table: list[int], after: int, is_first: bool) -> list[int]:
+        """Moves a table on to the column of `after` tokens; what the columns after its old end hold."""
+        group, pool = self.groups[i], self.pools[self.groups[i].pool]
+        columns, held = group.required(after, 0), len(table)
+        if columns <= held:
+            return []
+        blocks = [pool.take() for _ in range(1 + group.drafts if is_first else 1)]
+        moved: list[int] = []
+        if not is_first:
+            running = columns - group.drafts - 1
+            for column in range(held - group.drafts, min(held, running)):
+                moved.append(table[column])
+                table[column] = 0
+        table += [0] * (columns - held - len(moved) - len(blocks)) + moved + blocks
+        return table[held:]
+
+    def _append(self, tables: list[list[int]], slots: int, after: int, encoder: int, is_first: bool) -> list[list[int]]:
         dealt: list[list[int]] = [[] for _ in self.groups]
         for i in self.order:
             group = self.groups[i]
+            if group.mamba is not None:
+                dealt[i] = self._advance_mamba(i, tables[i], after, is_first)
+                continue
             missing = group.required(slots, encoder) - len(tables[i])
             dealt[i] = [self.pools[group.pool].take() for _ in range(missing)]
             tables[i] += dealt[i]
@@ -274,7 +318,7 @@ class NaiveManager:
         if not self.caching or not request.inserts or request.request_id in self.stopped:
             return
         for i, group in enumerate(self.groups):
-            if group.cross:
+            if group.cross or group.mamba == "none":
                 continue
             table = self.tables[request.request_id][i]
             full = min(num_tokens, len(request.tokens)) // group.block_size
@@ -282,14 +326,15 @@ class NaiveManager:
                 if table[column]:
                     key = request.key((column + 1) * group.block_size)
                     self.pools[group.pool].register(table[column], i, key)
-                    if not self.same_step_hits:
+                    if group.mamba is not None or not self.same_step_hits:
                         self.fresh[group.pool].add(table[column])
             self.cached[request.request_id][i] = max(self.cached[request.request_id][i], full)
 
     def release_skipped(self, name: str, settled: int) -> None:
         for i in self.order:
             group, table = self.groups[i], self.tables[name][i]
-            columns = range(min(group.skipped_blocks(settled), len(table)))
+            kept = 0 if group.mamba is None else 1 + group.drafts
+            columns = range(min(group.skipped_blocks(settled), len(table) - kept))
             self.pools[group.pool].release([table[column] for column in reversed(columns)])
             for column in columns:
                 table[column] = 0

@@ -1,0 +1,66 @@
+"""Where steps must end so that recurrent states are cached right.
+
+Source:  the law behind vLLM v1/core/sched/scheduler.py (`_mamba_block_aligned_split`)
+
+A block of a recurrent layer is a prefix hit once its tokens are computed, and holds the state where the last step in it
+ended. So a step that leaves a block it began inside has to end where that block ends, and another goes on from there.
+A step of at most one token and the drafts that the kind keeps states of may cross: the device knows the state at the
+end. A step from the start of a block may end anywhere: blocks passed over are not kept.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+
+class StateBlocks(NamedTuple):
+    """What one kind of recurrent layer asks of steps."""
+
+    block_size: int  # tokens
+    num_speculative: int  # drafts that have a state of their own
+
+
+class StateSteps:
+    """The rules of all recurrent groups of one manager; none if there are none."""
+
+    def __init__(self, kinds: tuple[StateBlocks, ...]) -> None:
+        self._kinds = kinds
+        self._block_size = lcm(*(kind.block_size for kind in kinds))
+
+    def __bool__(self) -> bool:
+        return bool(self._kinds)
+
+    def check(self, num_computed: np.ndarray, after: np.ndarray) -> None:
+        """Checks steps from int64[n] computed tokens to int64[n] tokens after them.
+
+        Raises:
+            ValueError: a step leaves a block that it began inside, and does not end there.
+        """
+        for size, num_speculative in self._kinds:
+            end = -(-num_computed // size) * size
+            bad = (num_computed < end) & (end < after) & (after - num_computed > 1 + num_speculative)
+            if bad.any():
+                computed, last, block_end = num_computed[bad][0], after[bad][0], end[bad][0]
+                raise ValueError(
+                    f"expected a step from {computed} computed tokens to end at {block_end}, where the block of its "
+                    f"recurrent state ends, got {last - computed} new tokens; split it (`limit_step`)"
+                )
+
+    def limit(self, num_computed: int, num_new: int, num_tokens: int) -> int:
+        """Of `num_new` tokens after `num_computed` of a request of `num_tokens`, those that one step should take.
+
+        Steps of a prompt end where a block of every recurrent group ends, those after the last such place apart; 0 if
+        the tokens do not reach one: wait for a larger budget. Steps of decoding stay as they are.
+        """
+        if not self._kinds or num_computed >= num_tokens - 1:
+            return num_new
+        after, last = num_computed + num_new, num_tokens // self._block_size * self._block_size
+        if num_computed < last:
+            after = min(after // self._block_size * self._block_size, last)
+        for size, _ in self._kinds:
+            if num_computed % size:
+                after = min(after, -(-num_computed // size) * size)
+        return max(after - num_computed, 0)
