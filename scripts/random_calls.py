@@ -30,6 +30,7 @@ from kvjax.core import (
     KVCacheManager,
     KVCachePoolSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     Request,
     SinkFullAttentionSpec,
@@ -73,6 +74,16 @@ def latent_window(block_size: int, width: int) -> KVCacheSpec:
     return SlidingWindowMLASpec(block_size=block_size, head_size=8, dtype="float32", sliding_window=width)
 
 
+def recurrent(block_size: int, mode: str = "align", drafts: int = 0) -> KVCacheSpec:
+    return MambaSpec(
+        block_size=block_size,
+        shapes=((4, 2),),
+        dtypes=("float32",),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=drafts,
+    )
+
+
 @dataclass(frozen=True)
 class Deployment:
     """Groups as (spec, pool), and options of the manager."""
@@ -108,6 +119,12 @@ DEPLOYMENTS = {
     "MLA of several ratios + windows": Deployment(
         ((latent(8, 4), 0), (latent(8, 8), 1), (latent_window(4, 8), 0), (latent_window(2, 3), 1)), {"reserve": True}
     ),
+    "Mamba": Deployment(((recurrent(4), 0),)),
+    "full + Mamba, drafts, reserved": Deployment(((full(2), 0), (recurrent(4, drafts=2), 0)), {"reserve": True}),
+    "full + window + Mamba, two pools, EAGLE": Deployment(
+        ((full(2), 0), (window(4, 5), 1), (recurrent(2), 0), (recurrent(2), 0)), {"use_eagle": True}
+    ),
+    "full + Mamba without caching": Deployment(((full(2), 0), (recurrent(4, "none", drafts=1), 0))),
     "full + window, hits from the next step": Deployment(
         ((full(2), 0), (window(2, 5), 0)), {"same_step_hits": False, "enable_kv_cache_events": True}
     ),
@@ -145,6 +162,12 @@ class RandomCalls:
     def some(self, least: int, most: int) -> int:
         return int(self.rng.integers(least, most + 1))
 
+    def step_of(self, request: Request, left: int, num_hit: int = 0) -> int:
+        """New tokens of a step: at most those left, and what recurrent groups take at once."""
+        return self.manager.limit_step(request, self.some(1, left), num_hit) or self.manager.limit_step(
+            request, left, num_hit
+        )
+
     def new_request(self) -> Request:
         self.num_requests += 1
         prompt = self.trunk[: self.some(1, MAX_MODEL_LEN - 8)].copy()
@@ -158,7 +181,7 @@ class RandomCalls:
             return
         request = self.waiting.pop() if self.waiting else self.new_request()
         blocks, num_hit = self.manager.get_computed_blocks(request)
-        new = self.some(1, request.num_tokens - num_hit)
+        new = self.step_of(request, request.num_tokens - num_hit, num_hit)
         before = self.manager.snapshot()
         must_fit = self.rng.random() < 0.5
         options = {"full_sequence_must_fit": must_fit, "num_encoder_tokens": self.some(0, MAX_ENCODER_TOKENS)}
@@ -183,7 +206,7 @@ class RandomCalls:
 
     def plan_step(self) -> None:
         chosen = [request for request in self.running if self.rng.random() < 0.8]
-        new = [self.some(1, request.num_tokens - request.num_computed_tokens) for request in chosen]
+        new = [self.step_of(request, request.num_tokens - request.num_computed_tokens) for request in chosen]
         planned = self.manager.plan_step([request.row for request in chosen], new).num_planned
         assert planned == len(chosen) or self.may_refuse_steps, "a step was refused in spite of the reservations"
         for request, count in zip(chosen[:planned], new, strict=False):
@@ -194,7 +217,7 @@ class RandomCalls:
         if not self.running:
             return
         request = self.running[self.some(0, len(self.running) - 1)]
-        new = self.some(1, request.num_tokens - request.num_computed_tokens)
+        new = self.step_of(request, request.num_tokens - request.num_computed_tokens)
         if self.manager.allocate_slots(request, new) is not None:
             request.num_computed_tokens += new
             self.sample(request)

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
+from kvjax.core.kinds.mla import LatentSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import GroupPlan, PageCopies, StepPlan, TableUpdate
 
@@ -60,6 +61,8 @@ def build_step_plan(
     Requests come out as decode (one new token), prefill (empty), mixed, each in scheduling order; `plan.rows` tells.
     With `last_token_source` the last new token of a request need not be in the table yet. Groups of cross attention
     have lengths and slots of encoder tokens: the lengths of every request, slots where the encoder runs in this step.
+    Groups of compressed caches have lengths and slots of states, a slot for each state that the new tokens complete.
+    Groups of recurrent layers have no slots but the pages of the states to start from and to leave.
 
     Raises:
         ValueError: a row repeats or holds no request, a request has no new tokens or more than it has tokens, or its
@@ -125,6 +128,11 @@ class _Tokens(NamedTuple):
         positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], num_new)
         return cls(np.repeat(rows, num_new), positions)
 
+    def states(self, tokens_per_state: int) -> _Tokens:
+        """The compressed states that these tokens complete, in place of tokens."""
+        completes = (self.positions + 1) % tokens_per_state == 0
+        return _Tokens(self.rows[completes], self.positions[completes] // tokens_per_state)
+
     def places(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
         """(table column, offset in the block) of every token, int64[T] each."""
         columns = self.positions // block_size
@@ -175,6 +183,10 @@ def _group_plans(
             written, lengths = encoder.tokens, encoder.lengths
             columns, offsets = written.places(block_size)
         _check_blocks(rows, group_id, num_blocks, block_size, lengths)
+        ratio = group.kv_cache_spec.tokens_per_state if isinstance(group.kv_cache_spec, LatentSpec) else 1
+        if ratio > 1:
+            written, lengths, block_size = tokens.states(ratio), seq_lens // ratio, block_size // ratio
+            columns, offsets = written.places(block_size)
         block_ids = table[written.rows, columns]
         plans.append(
             GroupPlan(

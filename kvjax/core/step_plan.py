@@ -41,7 +41,7 @@ class GroupPlan:
     block_tables: np.ndarray  # int32[S, P] copies of the requests' rows, 0 beyond their blocks
     new_blocks: TableUpdate  # what changed since the last step, for a table mirrored on the device
     seq_lens: np.ndarray  # int32[S] states visible after this step's writes
-    slot_mapping: np.ndarray  # int32[T] slot of each new state, -1: not written
+    slot_mapping: np.ndarray  # int32 slot of each new state, of T tokens unless the group's are others; -1: not written
     state_read: np.ndarray | None = None  # int32[S] page of the recurrent state to start from
     state_write: np.ndarray | None = None  # int32[S] page to leave it in
     has_initial_state: np.ndarray | None = None  # bool[S]

@@ -22,6 +22,7 @@ class PlainGroup:
     """Full attention, or a window of `window` tokens."""
 
     key: bytes  # keeps the groups' hashes apart
+    block_size: int
     window: int | None = None
     tables: dict[str, list[PlainBlock | None]] = field(default_factory=dict)  # None: given back
     num_cached: dict[str, int] = field(default_factory=dict)
@@ -30,18 +31,18 @@ class PlainGroup:
 class PlainManager:
     """What a scheduler calls for each request of each step."""
 
-    def __init__(self, num_blocks: int, groups: list[PlainGroup], block_size: int) -> None:
+    def __init__(self, num_blocks: int, groups: list[PlainGroup]) -> None:
         self.groups = groups
-        self.block_size = block_size
         self.pool = PlainPool(num_blocks)
 
     def allocate_slots(self, request: PlainRequest, num_new: int) -> list[list[PlainBlock]] | None:
         after = request.num_computed + num_new
-        required = -(-after // self.block_size)
         for group in self.groups:
             self.release_skipped(group, request)
         tables = [group.tables.setdefault(request.name, []) for group in self.groups]
-        needs = [max(required - len(table), 0) for table in tables]
+        needs = [
+            max(-(-after // group.block_size) - len(table), 0) for group, table in zip(self.groups, tables, strict=True)
+        ]
         if sum(needs) > len(self.pool.free):
             return None
         dealt = []
@@ -49,8 +50,8 @@ class PlainManager:
             blocks = self.pool.get(need)
             table += blocks
             dealt.append(blocks)
-        full = min(after, request.num_tokens) // self.block_size
         for group, table in zip(self.groups, tables, strict=True):
+            full = min(after, request.num_tokens) // group.block_size
             for column in range(group.num_cached.get(request.name, 0), full):
                 block = table[column]
                 if block is not None:
@@ -63,7 +64,7 @@ class PlainManager:
             return
         table = group.tables[request.name]
         released = []
-        for column in range(max(request.num_computed - group.window + 1, 0) // self.block_size - 1, -1, -1):
+        for column in range(max(request.num_computed - group.window + 1, 0) // group.block_size - 1, -1, -1):
             block = table[column]
             if block is None:
                 break
@@ -91,8 +92,8 @@ class PlainManager:
 class PlainCrossManager(PlainManager):
     """One group of cross attention: `fixed_blocks` blocks from the first call on."""
 
-    def __init__(self, num_blocks: int, fixed_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, [PlainGroup(b"\0")], block_size)
+    def __init__(self, num_blocks: int, fixed_blocks: int) -> None:
+        super().__init__(num_blocks, [PlainGroup(b"\0", 1)])
         self.fixed_blocks = fixed_blocks
 
     def allocate_slots(self, request: PlainRequest, num_new: int) -> list[list[PlainBlock]] | None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mla import MLAAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.kv_cache_manager import KVCacheManager
 from kvjax.core.request import Request
@@ -142,6 +143,31 @@ def test_wanted_logits_updates_and_page_edits_are_passed_on() -> None:
     assert plan.groups[0].new_blocks is update
     assert plan.page_copies == copies
     assert plan.pages_to_zero == zeros
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_compressed_caches_have_slots_of_states(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    specs = [MLAAttentionSpec(block_size=16, head_size=4, dtype="float32", tokens_per_state=r) for r in (1, 4, 16)]
+    manager = KVCacheManager(KVCacheConfig.single_pool(200, *specs), 200, 16, enable_caching=False)
+    rows, counts = [], []
+    for name in "abc":
+        computed, new = int(rng.integers(0, 40)), int(rng.integers(1, 40))
+        rows.append(start(manager, name, computed + new, computed, new))
+        manager.request_table.num_computed_tokens[rows[-1]] = computed
+        counts.append(new)
+    plan = build_step_plan(manager, np.array(rows), np.array(counts))
+    ends = plan.num_computed_tokens + plan.num_new_tokens
+    for group_id, (group, spec) in enumerate(zip(plan.groups, specs, strict=True)):
+        ratio, size, slots = spec.tokens_per_state, spec.states_per_block, []
+        for name, computed, end in zip(plan.request_ids, plan.num_computed_tokens, ends, strict=True):
+            ids = manager.get_block_ids(name)[group_id]
+            states = range(computed // ratio, end // ratio)  # those whose last token is new
+            slots += [
+                ids[i // spec.states_per_block] * spec.states_per_block + i % spec.states_per_block for i in states
+            ]
+        assert group.slot_mapping.tolist() == slots
+        assert group.seq_lens.tolist() == (ends // ratio).tolist()
 
 
 def test_a_step_without_requests_is_empty() -> None:

@@ -20,6 +20,7 @@ from pallas_kernels.layouts import (
     cdiv,
     dtype_bits,
     latent_layout,
+    recurrent_layout,
 )
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
@@ -149,3 +150,29 @@ def test_latent_pages(platform: str, dtype: str, shape: tuple[int, ...]) -> None
 def test_latent_pages_that_can_not_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         latent_layout(**({"head_dim": 8, "page_size": 4, "dtype": "float32"} | options))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "cuda", "rocm", "tpu"])
+def test_a_page_of_a_recurrent_layer_is_one_state(platform: str) -> None:
+    layout = recurrent_layout(shapes=((4, 3), (2, 5, 7)), dtypes=("bfloat16", "float32"), platform=platform)
+    assert (layout.kind, layout.page_size) == ("recurrent", 1)
+    assert [(array.page_shape, array.dtype) for array in layout.arrays] == [
+        ((4, 3), "bfloat16"),
+        ((2, 5, 7), "float32"),
+    ]
+    assert layout.page_bytes == 4 * 3 * 2 + 2 * 5 * 7 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shapes": ()}, "expected a dtype for each of one or more shapes"),
+        ({"dtypes": ()}, "expected a dtype for each of one or more shapes"),
+        ({"shapes": ((2, 0),)}, "expected sizes >= 1 in shapes"),
+        ({"dtypes": ("int3",)}, "expected a KV-cache dtype"),
+        ({"platform": "abacus"}, "expected platform 'cpu', 'gpu' or 'tpu', got 'abacus'"),
+    ],
+)
+def test_recurrent_layouts_that_can_not_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recurrent_layout(**({"shapes": ((2, 3),), "dtypes": ("float32",)} | options))

@@ -54,6 +54,8 @@ class MambaSpec(KVCacheSpec):
             raise ValueError(f"expected a dtype for each of one or more shapes, got {self.shapes} and {self.dtypes}")
         if any(size < 1 for shape in self.shapes for size in shape):
             raise ValueError(f"expected sizes >= 1 in shapes, got {self.shapes}")
+        for dtype in self.dtypes:
+            dtype_bits(dtype)
         if self.mamba_cache_mode not in MODES:
             raise ValueError(f"expected mamba_cache_mode none or align, got {self.mamba_cache_mode!r}")
         if self.num_speculative_blocks < 0:

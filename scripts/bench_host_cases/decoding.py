@@ -1,0 +1,267 @@
+"""Cases of decoding steps: every kind of attention alone, and models of several groups.
+
+Request i starts from `prompt + i mod spread` tokens, so that every step fills blocks of some requests; spread is the
+largest block size. Prompts reach past the windows that release; the samples are whole steps. The baseline is
+`PlainManager`, called once per request, with a window of two tokens for recurrent states.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from bench_host_cases.case import BenchCase, collector_off, sample_us, time_us
+from bench_host_cases.plain_manager import PlainCrossManager, PlainGroup, PlainManager, PlainRequest
+from kvjax.core import (
+    BlockHasher,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheManager,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    Request,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
+
+NUM_STEPS = 64
+WARM_UP_STEPS = 2
+VOCABULARY = 150_000
+NUM_ENCODER_TOKENS = 1_500  # 30 s of audio
+HEADS: dict[str, Any] = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
+FULL = FullAttentionSpec(**HEADS)
+SLIDING = SlidingWindowSpec(sliding_window=1_024, **HEADS)
+CROSS = CrossAttentionSpec(
+    block_size=16, num_kv_heads=20, head_size=64, dtype="bfloat16", max_num_encoder_tokens=NUM_ENCODER_TOKENS
+)
+STATE = MambaSpec(
+    block_size=16, shapes=((3, 8_192), (8_192, 16)), dtypes=("bfloat16", "float32"), mamba_cache_mode="align"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Groups of one pool and the tokens that requests start from."""
+
+    specs: tuple[KVCacheSpec, ...]
+    prompt: int = 1_024
+
+    @property
+    def spread(self) -> int:
+        return max(spec.block_size for spec in self.specs)
+
+    @property
+    def hash_block_size(self) -> int:
+        return gcd(*(spec.block_size for spec in self.specs))
+
+    @property
+    def most_tokens(self) -> int:
+        return self.prompt + self.spread + WARM_UP_STEPS + NUM_STEPS
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        return NUM_ENCODER_TOKENS if any(isinstance(spec, CrossAttentionSpec) for spec in self.specs) else 0
+
+    def num_blocks(self, num_requests: int) -> int:
+        """Enough that no step of a case evicts a cached block: those are the pool's cases."""
+        return 2 + sum(
+            num_requests * self._blocks_of_request(spec) + self.most_tokens // spec.block_size for spec in self.specs
+        )
+
+    def _blocks_of_request(self, spec: KVCacheSpec) -> int:
+        if isinstance(spec, CrossAttentionSpec):
+            return -(-NUM_ENCODER_TOKENS // spec.block_size)
+        seen = min(window_of(spec) or self.prompt, self.prompt)
+        return (seen + self.spread + WARM_UP_STEPS + NUM_STEPS) // spec.block_size + 3
+
+    def plain_manager(self, num_requests: int) -> PlainManager:
+        if self.num_encoder_tokens:
+            [spec] = self.specs
+            return PlainCrossManager(self.num_blocks(num_requests), -(-NUM_ENCODER_TOKENS // spec.block_size))
+        groups = [PlainGroup(bytes([i]), spec.block_size, window_of(spec)) for i, spec in enumerate(self.specs)]
+        return PlainManager(self.num_blocks(num_requests), groups)
+
+
+def window_of(spec: KVCacheSpec) -> int | None:
+    """Tokens whose blocks a request keeps; None: all, or all within these prompts."""
+    return 2 if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None)
+
+
+SHAPES = {
+    "full": Shape((FULL,)),
+    "hybrid": Shape((FULL, *[SLIDING] * 5), prompt=2_048),
+    "mla": Shape((MLAAttentionSpec(block_size=16, head_size=576, dtype="bfloat16"),)),
+    "chunked": Shape((ChunkedLocalAttentionSpec(attention_chunk_size=8_192, **HEADS),)),
+    "sink": Shape((SinkFullAttentionSpec(sink_len=16, **HEADS),)),
+    "cross": Shape((CROSS,)),
+    "mamba_align": Shape((STATE,)),
+}
+
+
+class Decoding:
+    """`num_requests` requests past their prompts, with a block hash per full block."""
+
+    def __init__(self, shape: Shape, num_requests: int) -> None:
+        hasher = BlockHasher(shape.hash_block_size, seed="bench")
+        self.rng = np.random.default_rng(0)
+        self.manager = KVCacheManager(
+            KVCacheConfig.single_pool(shape.num_blocks(num_requests), *shape.specs),
+            shape.most_tokens + 1,
+            shape.hash_block_size,
+            max_num_reqs=num_requests,
+        )
+        self.requests = []
+        for i in range(num_requests):
+            tokens = self.rng.integers(0, VOCABULARY, shape.prompt + i % shape.spread).astype(np.int32)
+            request = Request(f"r{i}", tokens, block_hasher=hasher)
+            options = {"delay_cache_blocks": True, "num_encoder_tokens": shape.num_encoder_tokens}
+            if self.manager.allocate_slots(request, tokens.size, **options) is None:
+                raise AssertionError("the pool is too small")
+            request.num_computed_tokens = tokens.size
+            self.manager.remove_skipped_blocks(request.request_id, tokens.size)
+            self.manager.cache_blocks(request, tokens.size)
+            self.requests.append(request)
+        self.rows = np.array([request.row for request in self.requests])
+        for _ in range(WARM_UP_STEPS):
+            self.append()
+            self.plan()
+            self.advance()
+
+    def append(self) -> None:
+        self.manager.request_table.append_tokens(self.rows, self.tokens())
+
+    def tokens(self) -> np.ndarray:
+        return self.rng.integers(0, VOCABULARY, self.rows.size).astype(np.int32)
+
+    def plan(self) -> None:
+        if self.manager.plan_step(self.rows, 1).num_planned != self.rows.size:
+            raise AssertionError("a row did not fit")
+
+    def advance(self) -> None:
+        self.manager.request_table.advance(self.rows, 1)
+
+
+def step_samples(shape: Shape, num_requests: int) -> list[float]:
+    decoding = Decoding(shape, num_requests)
+    samples = []
+    with collector_off():
+        for _ in range(NUM_STEPS):
+            decoding.append()
+            samples.append(time_us(decoding.plan))
+            decoding.advance()
+    return samples
+
+
+def step_with_tokens_samples(num_requests: int) -> list[float]:
+    decoding = Decoding(SHAPES["full"], num_requests)
+    table, rows = decoding.manager.request_table, decoding.rows
+    samples = []
+    with collector_off():
+        for _ in range(NUM_STEPS):
+            tokens = decoding.tokens()
+
+            def step(tokens: np.ndarray = tokens) -> None:
+                table.append_tokens(rows, tokens)
+                decoding.plan()
+
+            samples.append(time_us(step))
+            decoding.advance()
+    return samples
+
+
+def allocate_slots_samples() -> list[float]:
+    """Microseconds a call, over a step of 1,024 requests."""
+    decoding = Decoding(SHAPES["full"], 1_024)
+    allocate, requests = decoding.manager.allocate_slots, decoding.requests
+
+    def step() -> None:
+        for request in requests:
+            allocate(request, 1)
+
+    samples = []
+    with collector_off():
+        for _ in range(NUM_STEPS):
+            decoding.append()
+            samples.append(time_us(step) / len(requests))
+            decoding.advance()
+    return samples
+
+
+class PlainDecoding:
+    """The same requests in the plain manager; hashes are random, since nothing is shared."""
+
+    def __init__(self, shape: Shape, num_requests: int) -> None:
+        blocks_per_row = shape.most_tokens // shape.hash_block_size + 1
+        self.manager = shape.plain_manager(num_requests)
+        self.requests = [
+            PlainRequest(f"r{i}", shape.prompt + i % shape.spread, [os.urandom(32) for _ in range(blocks_per_row)])
+            for i in range(num_requests)
+        ]
+        for request in self.requests:
+            self.manager.allocate_slots(request, request.num_tokens)
+            request.num_computed = request.num_tokens
+            for group in self.manager.groups:
+                self.manager.release_skipped(group, request)
+        self.step()
+
+    def step(self) -> None:
+        for request in self.requests:
+            request.num_tokens += 1
+            self.manager.allocate_slots(request, 1)
+            request.num_computed += 1
+
+
+def plain_step_samples(shape: Shape, num_requests: int) -> list[float]:
+    decoding = PlainDecoding(shape, num_requests)
+    return sample_us(decoding.step, NUM_STEPS // 4)
+
+
+def plain_step_with_tokens_samples(num_requests: int) -> list[float]:
+    decoding = PlainDecoding(SHAPES["full"], num_requests)
+    rng, hasher = np.random.default_rng(0), BlockHasher(block_size := 16, seed="bench")
+    tokens = [rng.integers(0, VOCABULARY, 1_024 + i % block_size).tolist() for i in range(num_requests)]
+
+    def step() -> None:
+        for request, own in zip(decoding.requests, tokens, strict=True):
+            own.append(7)
+            if len(own) % block_size == 0:
+                parent, column = request.hashes[len(own) // block_size - 2], len(own) // block_size - 1
+                [request.hashes[column]] = hasher.hash_tokens(np.array(own[-block_size:]), parent)
+        decoding.step()
+
+    return sample_us(step, NUM_STEPS // 4)
+
+
+Samples = Callable[..., list[float]]
+
+
+def case(name: str, run: Samples, baseline: Samples, *arguments: object) -> BenchCase:
+    return BenchCase(name, partial(run, *arguments), partial(baseline, *arguments))
+
+
+def cases() -> list[BenchCase]:
+    sizes = (256, 1_024, 4_096)
+    steps = [
+        case(f"decode_step/{name}/{n}", step_samples, plain_step_samples, shape, n)
+        for name, shape in SHAPES.items()
+        for n in (sizes if name in ("full", "hybrid") else (1_024,))
+    ]
+    with_tokens = [
+        case(f"decode_step_with_tokens/full/{n}", step_with_tokens_samples, plain_step_with_tokens_samples, n)
+        for n in sizes[:2]
+    ]
+    one_call = BenchCase(
+        "allocate_slots/decode",
+        allocate_slots_samples,
+        lambda: [sample / 1_024 for sample in plain_step_samples(SHAPES["full"], 1_024)],
+    )
+    return [*steps, *with_tokens, one_call]
