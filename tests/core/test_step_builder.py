@@ -163,9 +163,7 @@ def test_compressed_caches_have_slots_of_states(seed: int) -> None:
         for name, computed, end in zip(plan.request_ids, plan.num_computed_tokens, ends, strict=True):
             ids = manager.get_block_ids(name)[group_id]
             states = range(computed // ratio, end // ratio)  # those whose last token is new
-            slots += [
-                ids[i // spec.states_per_block] * spec.states_per_block + i % spec.states_per_block for i in states
-            ]
+            slots += [ids[i // size] * size + i % size for i in states]
         assert group.slot_mapping.tolist() == slots
         assert group.seq_lens.tolist() == (ends // ratio).tolist()
 
