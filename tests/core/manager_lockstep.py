@@ -88,6 +88,13 @@ class Setup:
         """The sizes with room for the sinks, so that requests have as many blocks as asked for."""
         return [size + sum(g.sinks for g in self.groups if g.pool == i) for i, size in enumerate(pool_sizes)]
 
+    def cut(self, computed: int, new: int) -> int:
+        """Of `new` tokens those that recurrent groups let one step take."""
+        for group in self.groups:
+            if self.caching and group.mamba == "align" and computed % group.block_size and new > 1 + group.drafts:
+                new = min(new, -computed % group.block_size)
+        return new
+
     def manager(self, pool_sizes: list[int], **options: Any) -> KVCacheManager:
         return KVCacheManager(
             config_of(list(self.groups), self.with_sinks(pool_sizes), self.dcp * self.pcp),
@@ -218,13 +225,6 @@ class Lockstep:
         origin, inserts = (request.lora, request.weight_version), not request.skip_writing_prefix_cache
         return Pair(request, NaiveRequest(name, list(tokens), salt, encoder=encoder, origin=origin, inserts=inserts))
 
-    def cut(self, computed: int, new: int) -> int:
-        """Of `new` tokens those that recurrent groups let one step take."""
-        for group in self.setup.groups:
-            if self.setup.caching and group.mamba == "align" and computed % group.block_size and new > 1 + group.drafts:
-                new = min(new, -computed % group.block_size)
-        return new
-
     # -- calls
 
     def lookup(self, pair: Pair) -> tuple[KVCacheBlocks, int]:
@@ -237,7 +237,7 @@ class Lockstep:
         hit, length = self.lookup(pair) if use_hit else (None, 0)
         external = min(external, len(pair.naive.tokens) - 1 - length)
         new = max(min(new, len(pair.naive.tokens) - length - external), 0 if external else 1)
-        new = self.cut(length + external, new)
+        new = self.setup.cut(length + external, new)
         naive_hit = [list(ids) for ids in hit.get_block_ids()] if hit is not None and length else None
         ours = self.manager.allocate_slots(
             pair.request,
@@ -259,7 +259,7 @@ class Lockstep:
         return True
 
     def allocate_running(self, pair: Pair, new: int, **options: Any) -> bool:
-        new = self.cut(pair.naive.computed, new)
+        new = self.setup.cut(pair.naive.computed, new)
         ours = self.manager.allocate_slots(
             pair.request,
             new,
@@ -276,7 +276,7 @@ class Lockstep:
         return True
 
     def plan_step(self, pairs: list[Pair], new: list[int], lookahead: int = 0, delay: bool = False) -> int:
-        new = [self.cut(pair.naive.computed, count) for pair, count in zip(pairs, new, strict=True)]
+        new = [self.setup.cut(pair.naive.computed, count) for pair, count in zip(pairs, new, strict=True)]
         rows = np.array([pair.request.row for pair in pairs], np.int64)
         result = self.manager.plan_step(
             rows,

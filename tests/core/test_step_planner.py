@@ -47,7 +47,7 @@ def live_together(rng: np.random.Generator, setup: Setup, sides: list[Side], num
             for side in sides:
                 request = Request(f"r{i}", prompt, block_hasher=hasher)
                 hit, length = side.manager.get_computed_blocks(request)
-                count = min(new, len(prompt) - length)
+                count = setup.cut(length, min(new, len(prompt) - length))
                 if side.manager.allocate_slots(request, count, length, hit, lookahead, 0, bool(delay)) is not None:
                     request.num_computed_tokens = length + count
                     side.requests[request.request_id] = request
@@ -73,6 +73,7 @@ def one_call(setup: Setup, side: Side, action: str, name: str, count: int, token
         side.manager.free(side.requests.pop(name))
     else:
         count = min(count, setup.max_model_len - request.num_computed_tokens)
+        count = setup.cut(request.num_computed_tokens, count)
         if count and side.manager.allocate_slots(request, count, num_in_flight_tokens=1) is not None:
             request.num_computed_tokens += count
 
@@ -93,7 +94,7 @@ def random_step(rng: np.random.Generator, setup: Setup, side: Side) -> Step:
         room = setup.max_model_len - request.num_computed_tokens
         if room:
             names.append(name)
-            new.append(min(int(rng.choice([1, 1, 1, 2, 5])), room))
+            new.append(setup.cut(request.num_computed_tokens, min(int(rng.choice([1, 1, 1, 2, 5])), room)))
             lookahead.append(int(rng.choice([0, 0, 0, 1, 3])))
             in_flight.append(int(rng.choice([0, 0, 1, 4])))
     return Step(names, new, lookahead, in_flight, bool(rng.random() < 0.2))
