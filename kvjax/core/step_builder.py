@@ -10,6 +10,7 @@ the tables may change while the step is on its way to the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,8 +18,8 @@ import numpy as np
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import LatentSpec
-from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step_plan import GroupPlan, PageCopies, StepPlan, TableUpdate
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec
+from kvjax.core.step_plan import CompressedStates, GroupPlan, PageCopies, StepPlan, TableUpdate
 
 _NO_IDS = np.zeros(0, np.int32)
 _NO_IDS.flags.writeable = False
@@ -61,7 +62,8 @@ def build_step_plan(
     Requests come out as decode (one new token), prefill (empty), mixed, each in scheduling order; `plan.rows` tells.
     With `last_token_source` the last new token of a request need not be in the table yet. Groups of cross attention
     have lengths and slots of encoder tokens: the lengths of every request, slots where the encoder runs in this step.
-    Groups of compressed caches have lengths and slots of states, a slot for each state that the new tokens complete.
+    Groups of compressed caches have lengths and slots of states, a slot for each state that the new tokens complete,
+    and where layers differ in tokens per state `GroupPlan.compressed` has them for each number.
     Groups of recurrent layers have no slots but the pages of the states to start from and to leave.
 
     Raises:
@@ -183,22 +185,39 @@ def _group_plans(
             written, lengths = encoder.tokens, encoder.lengths
             columns, offsets = written.places(block_size)
         _check_blocks(rows, group_id, num_blocks, block_size, lengths)
-        ratio = group.kv_cache_spec.tokens_per_state if isinstance(group.kv_cache_spec, LatentSpec) else 1
-        if ratio > 1:
-            written, lengths, block_size = tokens.states(ratio), seq_lens // ratio, block_size // ratio
-            columns, offsets = written.places(block_size)
         block_ids = table[written.rows, columns]
-        plans.append(
-            GroupPlan(
-                pool_id=group.pool_id,
-                kind=group.kv_cache_spec.kind,
-                block_tables=table[rows, : int(num_blocks.max(initial=0))],
-                new_blocks=update,
-                seq_lens=lengths.astype(np.int32),
-                slot_mapping=np.where(block_ids > 0, block_ids * block_size + offsets, -1).astype(np.int32),
-            )
+        plan = GroupPlan(
+            pool_id=group.pool_id,
+            kind=group.kv_cache_spec.kind,
+            block_tables=table[rows, : int(num_blocks.max(initial=0))],
+            new_blocks=update,
+            seq_lens=lengths.astype(np.int32),
+            slot_mapping=np.where(block_ids > 0, block_ids * block_size + offsets, -1).astype(np.int32),
         )
+        plans.append(_compressed(plan, group, table, tokens, seq_lens) if _ratios(group) != {1} else plan)
     return tuple(plans)
+
+
+def _ratios(group: KVCacheGroupSpec) -> set[int]:
+    """Tokens per state of the group's layers."""
+    specs = group.layer_specs or (group.kv_cache_spec,)
+    return {spec.tokens_per_state if isinstance(spec, LatentSpec) else 1 for spec in specs}
+
+
+def _compressed(
+    plan: GroupPlan, group: KVCacheGroupSpec, table: np.ndarray, tokens: _Tokens, seq_lens: np.ndarray
+) -> GroupPlan:
+    """The plan of a group with states of several tokens: lengths and slots of them, for each number of tokens."""
+    compressed = []
+    for ratio in sorted(_ratios(group)):
+        states, size = tokens.states(ratio), group.kv_cache_spec.block_size // ratio
+        columns, offsets = states.places(size)
+        block_ids = table[states.rows, columns]
+        slots = np.where(block_ids > 0, block_ids * size + offsets, -1)
+        compressed.append(CompressedStates(ratio, (seq_lens // ratio).astype(np.int32), slots.astype(np.int32)))
+    if len(compressed) == 1:
+        return replace(plan, seq_lens=compressed[0].seq_lens, slot_mapping=compressed[0].slot_mapping)
+    return replace(plan, compressed=tuple(compressed))
 
 
 def _state_plan(

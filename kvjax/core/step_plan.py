@@ -33,6 +33,15 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class CompressedStates:
+    """The states of those layers of a group that keep one for `tokens_per_state` tokens."""
+
+    tokens_per_state: int
+    seq_lens: np.ndarray  # int32[S] states after this step
+    slot_mapping: np.ndarray  # int32 slot of each state that the new tokens complete, request by request
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """One group's part of a step."""
 
@@ -45,6 +54,7 @@ class GroupPlan:
     state_read: np.ndarray | None = None  # int32[S] page of the recurrent state to start from
     state_write: np.ndarray | None = None  # int32[S] page to leave it in
     has_initial_state: np.ndarray | None = None  # bool[S]
+    compressed: tuple[CompressedStates, ...] = ()  # where layers differ in tokens per state: each number, ascending
 
 
 @dataclass(frozen=True)

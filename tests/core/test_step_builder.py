@@ -147,9 +147,13 @@ def test_wanted_logits_updates_and_page_edits_are_passed_on() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_compressed_caches_have_slots_of_states(seed: int) -> None:
+    """Groups of one ratio each, and one whose layers differ."""
     rng = np.random.default_rng(seed)
     specs = [MLAAttentionSpec(block_size=16, head_size=4, dtype="float32", tokens_per_state=r) for r in (1, 4, 16)]
-    manager = KVCacheManager(KVCacheConfig.single_pool(200, *specs), 200, 16, enable_caching=False)
+    groups = [KVCacheGroupSpec((f"layers.{i}",), spec) for i, spec in enumerate(specs)]
+    mixed = KVCacheGroupSpec(("a", "b", "c", "d"), specs[1], layer_specs=(specs[1], specs[2], specs[0], specs[1]))
+    config = KVCacheConfig((KVCachePoolSpec(200),), (*groups, mixed))
+    manager = KVCacheManager(config, 200, 16, enable_caching=False)
     rows, counts = [], []
     for name in "abc":
         computed, new = int(rng.integers(0, 40)), int(rng.integers(1, 40))
@@ -157,15 +161,23 @@ def test_compressed_caches_have_slots_of_states(seed: int) -> None:
         manager.request_table.num_computed_tokens[rows[-1]] = computed
         counts.append(new)
     plan = build_step_plan(manager, np.array(rows), np.array(counts))
-    ends = plan.num_computed_tokens + plan.num_new_tokens
-    for group_id, (group, spec) in enumerate(zip(plan.groups, specs, strict=True)):
-        ratio, size, slots = spec.tokens_per_state, spec.states_per_block, []
+
+    def check(group_id: int, ratio: int, seq_lens: np.ndarray, slot_mapping: np.ndarray) -> None:
+        ends, size, slots = plan.num_computed_tokens + plan.num_new_tokens, 16 // ratio, []
         for name, computed, end in zip(plan.request_ids, plan.num_computed_tokens, ends, strict=True):
             ids = manager.get_block_ids(name)[group_id]
             states = range(computed // ratio, end // ratio)  # those whose last token is new
             slots += [ids[i // size] * size + i % size for i in states]
-        assert group.slot_mapping.tolist() == slots
-        assert group.seq_lens.tolist() == (ends // ratio).tolist()
+        assert slot_mapping.tolist() == slots
+        assert seq_lens.tolist() == (ends // ratio).tolist()
+
+    for group_id, spec in enumerate(specs):
+        group = plan.groups[group_id]
+        check(group_id, spec.tokens_per_state, group.seq_lens, group.slot_mapping)
+        assert group.compressed == ()
+    assert [states.tokens_per_state for states in plan.groups[3].compressed] == [1, 4, 16]
+    for states in plan.groups[3].compressed:
+        check(3, states.tokens_per_state, states.seq_lens, states.slot_mapping)
 
 
 def test_a_step_without_requests_is_empty() -> None:

@@ -42,6 +42,8 @@ MODES = ("none", "align")
 class MambaSpec(KVCacheSpec):
     """Arrays of one state: `shapes` and `dtypes` side by side, for example of convolution and recurrence."""
 
+    layer_fields: ClassVar[frozenset[str]] = frozenset({"shapes", "dtypes", "page_size_padded"})
+
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     mamba_cache_mode: str = "none"
