@@ -20,20 +20,15 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
 import numpy.typing as npt
 
-from kvjax.core.block import KVCacheBlock
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.coordinator import BlockHashing, get_kv_cache_coordinator
-from kvjax.core.extra_keys import LoRARequest
 from kvjax.core.hasher_check import HasherCheck
-from kvjax.core.invalidation import OriginPredicate, invalidate, origin_filter, stop_registering
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
-from kvjax.core.kv_events import KVCacheEvent, KVEventLog
-from kvjax.core.manager_snapshot import KVCacheManagerSnapshot, describe_manager, take_snapshot
+from kvjax.core.kv_events import KVEventLog
+from kvjax.core.manager_reader import ManagerReader
+from kvjax.core.prefix_cache_control import PrefixCacheControl
 from kvjax.core.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.request import Request
 from kvjax.core.request_table import RequestTable
@@ -46,7 +41,7 @@ from kvjax.core.step_planner import StepPlanner
 from kvjax.errors import UnknownRequestError
 
 
-class KVCacheManager:
+class KVCacheManager(ManagerReader, PrefixCacheControl):
     """Block tables and prefix cache of all groups. Used from one thread; a call that raises has changed nothing."""
 
     def __init__(
@@ -153,68 +148,6 @@ class KVCacheManager:
             )
             for pool_id, pool in enumerate(self.kv_cache_config.pools)
         )
-
-    # -- reading ----------------------------------------------------------------------------------------------------
-
-    @property
-    def block_pool(self) -> BlockPool:
-        """The first pool; the only one of most configs."""
-        return self.block_pools[0]
-
-    @property
-    def usage(self) -> float:
-        """Held share of the fullest pool, 0 to 1."""
-        return max(pool.get_usage() for pool in self.block_pools)
-
-    def block_tables(self, group_id: int) -> np.ndarray:  # int32[rows, columns]
-        """The group's live block table: for reading only, and replaced when it grows."""
-        manager, place = self.coordinator.place_of_group(group_id)
-        return manager.block_tables[place]
-
-    def num_blocks(self, group_id: int) -> np.ndarray:  # int64[rows]
-        """Blocks in each row of the group's table, nulls included: for reading only."""
-        return self.coordinator.place_of_group(group_id)[0].num_blocks
-
-    def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """All blocks of a running request.
-
-        Raises:
-            UnknownRequestError: the manager holds no such request.
-        """
-        return KVCacheBlocks(self.coordinator.row_block_ids(self.request_table.row_of(request_id)), self._pool_of_group)
-
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Per group the ids of a running request's blocks.
-
-        Raises:
-            UnknownRequestError: the manager holds no such request.
-        """
-        return tuple(ids.tolist() for ids in self.coordinator.row_block_ids(self.request_table.row_of(request_id)))
-
-    def create_kv_cache_blocks(self, blocks: Sequence[Iterable[int | KVCacheBlock]]) -> KVCacheBlocks:
-        """Per group ids or blocks as a value; the shared empty one if there are none.
-
-        Raises:
-            ValueError: not one sequence per group.
-        """
-        if len(blocks) != self.num_kv_cache_groups:
-            raise ValueError(f"expected blocks of {self.num_kv_cache_groups} groups, got {len(blocks)}")
-        ids = tuple(
-            np.array([block.block_id if isinstance(block, KVCacheBlock) else block for block in group], np.int32)
-            for group in blocks
-        )
-        return self._blocks(ids)
-
-    def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
-        """Per group the leading blocks of a running request that all running requests share.
-
-        Raises:
-            UnknownRequestError: the manager holds no such request.
-        """
-        row = self.request_table.row_of(request_id)
-        running = len(self.request_table)
-        managers = self.coordinator.managers
-        return list(self.coordinator.by_group([m.get_num_common_prefix_blocks(row, running) for m in managers]))
 
     # -- hits -------------------------------------------------------------------------------------------------------
 
@@ -393,104 +326,7 @@ class KVCacheManager:
         self.coordinator.free(row)
         self.request_table.release(request)
 
-    # -- the cache as a whole ---------------------------------------------------------------------------------------
-
-    def evict_blocks(self, block_ids: npt.ArrayLike | Iterable[int], pool_id: int = 0) -> None:
-        """Forgets the hashes of blocks, held or free; who holds them stays.
-
-        Raises:
-            ValueError: an id or the pool is out of range.
-        """
-        if not 0 <= pool_id < len(self.block_pools):
-            raise ValueError(f"expected pool_id in [0, {len(self.block_pools)}), got {pool_id}")
-        ids = sorted(block_ids) if isinstance(block_ids, set | frozenset) else block_ids
-        self.block_pools[pool_id].evict_blocks(ids)  # type: ignore[arg-type]
-
-    def invalidate(
-        self,
-        *,
-        cache_salt: str | None = None,
-        lora: LoRARequest | str | None = None,
-        weight_version: int | str | None = None,
-        predicate: OriginPredicate | None = None,
-    ) -> int:
-        """Forgets what was computed under a salt, an adapter (or all of a name) or a weight version: all that is given.
-
-        Matching blocks are no hits any more; requests that hold them go on, but register no more blocks. Needs
-        `track_origins=True`.
-
-        Returns:
-            How many blocks ceased to be hits.
-
-        Raises:
-            ValueError: no condition is given, or origins are not tracked.
-        """
-        matches = origin_filter(cache_salt, lora, weight_version, predicate)
-        return invalidate(self.block_pools, self.request_table, matches)
-
-    def stop_registering(self, predicate: OriginPredicate | None = None) -> int:
-        """No block that requests running now fill from here on becomes a hit: other weights compute them, for example.
-
-        Args:
-            predicate: which requests, by their origin; None: all.
-
-        Returns:
-            How many requests that concerns.
-        """
-        return stop_registering(self.request_table, predicate)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""
-        if any(pool.num_free_blocks != pool.num_usable_blocks for pool in self.block_pools):
-            return False
-        for pool in self.block_pools:
-            pool.reset_prefix_cache()
-        self.coordinator.new_step_starts()
-        if self._stats is not None:
-            self._stats.reset = True
-        return True
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """KV events of all pools since the last call, oldest first."""
-        return self._event_log.take()
-
-    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Lookups since the last call; None without `log_stats`."""
-        stats = self._stats
-        if stats is not None:
-            self._stats = PrefixCacheStats()
-        return stats
-
-    # -- for people and tests ---------------------------------------------------------------------------------------
-
-    def snapshot(self) -> KVCacheManagerSnapshot:
-        """The whole state as values. O(blocks + tokens)."""
-        return take_snapshot(self.block_pools, self.coordinator, self.request_table)
-
-    def check_invariants(self) -> None:
-        """Checks M1 to M3 and the laws of pools, groups and request table. O(blocks + table).
-
-        Raises:
-            InvariantError: one of them is broken.
-        """
-        self.request_table.check_invariants()
-        for pool in self.block_pools:
-            pool.check_invariants()
-        self.coordinator.check_invariants([row for row, r in enumerate(self.request_table.requests) if r is not None])
-
-    def describe(self) -> str:
-        """A few lines for a person: groups, pools, requests."""
-        return describe_manager(self.block_pools, self.coordinator, self.request_table)
-
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:
-        if ids is self.coordinator.no_ids:
-            return self.empty_kv_cache_blocks
-        for group_ids in ids:
-            if group_ids.size:
-                return KVCacheBlocks(ids, self._pool_of_group)
-        return self.empty_kv_cache_blocks
 
     def _row(self, request: Request) -> int:
         row = request.row
