@@ -1,6 +1,6 @@
 """Model configs and deployments by name or path, found from any directory.
 
-Flow:    name | folder | file -> [load_model_config | load_deployment] -> ModelConfig | Deployment
+Flow:    name | folder | file -> [load_model_config | load_deployment] -> ModelConfig or PlannedModel | Deployment
 
 `configs/` of a source checkout and `kvjax/_configs` of an installed wheel are the same tree: `models/*.json` with
 Hugging Face's config.json keys, `deployments/*.toml` with the fields of `Deployment`. Unknown keys are errors.
@@ -16,6 +16,9 @@ from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
+from kvjax.models.hf_architectures import ARCHITECTURES
+from kvjax.models.hf_planned import PLANNED_ARCHITECTURES, parse_planned
+from kvjax.models.planned import PlannedModel
 from kvjax.text import parse_bytes
 
 _INSTALLED = Path(__file__).parent / "_configs"
@@ -32,9 +35,13 @@ class Deployment:
     block_size: int | None = None
     dtype: str | None = None
     max_model_len: int | None = None
+    request_len: int | None = None
     max_in_flight_tokens: int | None = None
     platform: str | None = None
     tensor_parallel: int | None = None
+    data_parallel: int | None = None
+    decode_context_parallel: int | None = None
+    prefill_context_parallel: int | None = None
     hybrid: bool | None = None
 
 
@@ -57,8 +64,10 @@ def known_deployments() -> list[str]:
     return sorted(path.stem for path in (config_root() / "deployments").glob("*.toml"))
 
 
-def load_model_config(model: str | Path) -> ModelConfig:
+def load_model_config(model: str | Path) -> ModelConfig | PlannedModel:
     """The config of a shipped name, of a Hugging Face folder, or of a path to a config.json.
+
+    A `PlannedModel` where no decoder here runs the architecture.
 
     A folder or file of a shipped name's own spelling goes first; a folder without a config.json does not hide it.
 
@@ -66,15 +75,27 @@ def load_model_config(model: str | Path) -> ModelConfig:
         ConfigError: nothing of that name or path (the message lists the names), or a bad config.
     """
     path, shipped = Path(model), config_root() / "models" / f"{model}.json"
-    if (path / "config.json").is_file() or (path.is_dir() and not shipped.is_file()):
-        return ModelConfig.from_folder(path)
+    if path.is_dir() and not (path / "config.json").is_file() and not shipped.is_file():
+        raise ConfigError(f"expected a Hugging Face model folder with config.json, found no {path / 'config.json'}")
+    if (path / "config.json").is_file():
+        path = path / "config.json"
     file = path if path.is_file() else shipped
     if not file.is_file():
         raise ConfigError(
             f"expected a model's name ({', '.join(known_models())}), a folder with a config.json or a path to one, "
             f"got {str(model)!r}"
         )
-    return ModelConfig.from_dict(_read_json(file), where=str(file))
+    return _parse_model(_read_json(file), str(file))
+
+
+def _parse_model(data: dict[str, Any], where: str) -> ModelConfig | PlannedModel:
+    names = data.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in {*ARCHITECTURES, *PLANNED_ARCHITECTURES}:
+        known = ", ".join([*ARCHITECTURES, *PLANNED_ARCHITECTURES])
+        raise ConfigError(f"{where}: expected one of the architectures {known}, got {names!r}")
+    if names[0] in PLANNED_ARCHITECTURES:
+        return parse_planned(data, names[0], where)
+    return ModelConfig.from_dict(data, where=where)
 
 
 def load_deployment(deployment: str | Path) -> Deployment:

@@ -15,6 +15,7 @@ STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 
 # Package prefix -> what its modules may import beside the standard library. The longest matching prefix decides.
 HOST = ("numpy", "kvjax.core", "kvjax.errors", "pallas_kernels.layouts")
+CONFIGS = tuple(f"kvjax.models.{name}" for name in ("config", "hf_architectures", "hf_keys", "hf_planned", "planned"))
 ALLOWED = {
     "pallas_kernels.layouts": (),
     "pallas_kernels": ("jax", "jaxlib", "numpy", "pallas_kernels"),
@@ -27,9 +28,11 @@ ALLOWED = {
     "kvjax.events": ("kvjax.core", "kvjax.errors", "kvjax.events", "kvjax.extras", "msgspec", "zmq"),
     "kvjax.metrics": ("kvjax.core", "kvjax.errors", "kvjax.extras", "kvjax.metrics", "numpy", "prometheus_client"),
     "kvjax.planning": (*HOST, "kvjax.planning", "kvjax.text"),
-    "kvjax.configs": (*HOST, "kvjax.planning", "kvjax.models.config", "kvjax.text"),
+    "kvjax.configs": (*HOST, *CONFIGS, "kvjax.planning", "kvjax.text"),
     "kvjax.models": (*HOST, "jax", "flax", "safetensors", "tokenizers", "kvjax.device", "kvjax.extras", "kvjax.models"),
     "kvjax.models.config": (*HOST, "kvjax.models"),
+    "kvjax.models.hf_planned": (*HOST, *CONFIGS, "kvjax.models.hf_planned_keys"),
+    "kvjax.models.planned": (*HOST, *CONFIGS),
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
     "kvjax.replay": (*HOST, "kvjax.replay", "kvjax.planning", "kvjax.models.config", "kvjax.configs", "kvjax.text"),

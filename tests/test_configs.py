@@ -10,6 +10,7 @@ import pytest
 
 from kvjax.configs import known_deployments, known_models, load_deployment, load_model_config
 from kvjax.errors import ConfigError
+from kvjax.models.planned import PlannedModel
 from kvjax.planning import plan_kv_cache
 
 SHAPES = {  # layers, KV heads, head size, full-attention layers, window
@@ -28,6 +29,25 @@ SIZES = {  # query heads, hidden and MLP size, vocabulary, longest request, rota
     "qwen3-vl-235b-a22b": (64, 4_096, 12_288, 151_936, 262_144, 5_000_000),
     "gemma-3-27b": (32, 5_376, 21_504, 262_208, 131_072, 1_000_000),
 }
+
+
+PLANNED = {  # layers, caches of their own, longest request, dtype of the cache
+    "deepseek-v3": (61, 61, 163_840, "bfloat16"),
+    "deepseek-v4-flash": (43, 43 + 41 + 21 + 41 + 21, 1_048_576, "float8_e4m3fn"),
+    "deepseek-v4-pro": (61, 61 + 61 + 30 + 61 + 30, 1_048_576, "float8_e4m3fn"),
+    "gemma-3n-e4b": (35, 20, 32_768, "bfloat16"),
+    "gpt-oss-120b": (36, 36, 131_072, "bfloat16"),
+    "llama-4-maverick": (48, 48, 1_048_576, "bfloat16"),
+    "llama-4-scout": (48, 48, 10_485_760, "bfloat16"),
+    "whisper-large-v3": (32, 64, 448, "float16"),
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_models_that_are_planned_only_have_their_caches(name: str) -> None:
+    model = load_model_config(name)
+    assert isinstance(model, PlannedModel)
+    assert (model.num_layers, len(model.kv_cache_specs()), model.max_model_len, model.dtype) == PLANNED[name]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -52,12 +72,12 @@ def test_windows_and_rotary_embeddings_of_gemma_alternate() -> None:
 
 
 def test_nothing_else_is_shipped() -> None:
-    assert known_models() == sorted(SHAPES)
+    assert known_models() == sorted([*SHAPES, *PLANNED])
 
 
 def test_unknown_models_are_listed() -> None:
     with pytest.raises(
-        ConfigError, match=r"expected a model's name \(gemma-3-27b, .*qwen3-vl-235b-a22b\), .*got 'gpt'"
+        ConfigError, match=r"expected a model's name \(deepseek-v3, .*qwen3-vl-235b-a22b, .*\), .*got 'gpt'"
     ):
         load_model_config("gpt")
 
@@ -96,10 +116,32 @@ def test_unknown_keys_of_a_model_are_refused(tmp_path: Path) -> None:
         load_model_config(file)
 
 
+@pytest.mark.parametrize("name", PLANNED)
+def test_unknown_keys_of_a_planned_model_are_refused(tmp_path: Path, name: str) -> None:
+    source = Path(__file__).parent.parent / "configs" / "models" / f"{name}.json"
+    file = tmp_path / "config.json"
+    data = json.loads(source.read_text())
+    file.write_text(json.dumps(data | {"surprise": 1}))
+    with pytest.raises(ConfigError, match=f"{re.escape(str(file))}: unknown keys surprise"):
+        load_model_config(tmp_path)
+    if "text_config" in data:
+        data["text_config"]["kv_lora_rank"] = 512
+        file.write_text(json.dumps(data))
+        with pytest.raises(ConfigError, match="text_config: unknown keys kv_lora_rank"):
+            load_model_config(file)
+
+
+def test_unknown_architectures_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"architectures": ["BertModel"]}')
+    with pytest.raises(ConfigError, match=r"the architectures Llama.*, Gemma3.*, DeepseekV3.*, got \['BertModel'\]"):
+        load_model_config(file)
+
+
 @pytest.mark.parametrize("name", known_deployments())
 def test_shipped_deployments_can_be_planned(name: str) -> None:
     deployment = load_deployment(name)
-    specs = load_model_config(deployment.model).kv_cache_specs(deployment.block_size or 16, deployment.dtype)
+    specs = load_model_config(deployment.model).kv_cache_specs(deployment.block_size, deployment.dtype)
     plan = plan_kv_cache(
         specs,
         memory_bytes=deployment.memory_bytes,
@@ -119,7 +161,7 @@ def test_unknown_deployments_are_listed() -> None:
     ("text", "message"),
     [
         ("memory = ", "expected TOML, got"),
-        ("memry = '1GiB'", r"unknown keys memry; expected some of block_size, dtype, .*memory, model"),
+        ("memry = '1GiB'", r"unknown keys memry; expected some of block_size, .*dtype, .*memory, model"),
         ("block_size = 0", "expected block_size >= 1, got 0"),
         ("max_model_len = -1", "expected max_model_len >= 1, got -1"),
         ("block_size = '16'", "expected block_size to be of type int, got '16'"),

@@ -13,11 +13,12 @@ from kvjax.cli.arguments import byte_size, int_list, positive_int
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.planning import KVCachePlan, plan_kv_cache
+from kvjax.models.planned import PlannedModel
+from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
 
-DEFAULT_BLOCK_SIZE = 16
+AUTO = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +43,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-blocks", type=positive_int, metavar="N", help="blocks of every pool, null block included, not a budget"
     )
     parser.add_argument(
-        "--max-model-len", type=positive_int, metavar="N", help="longest request (default: the model's)"
+        "--max-model-len",
+        type=_length,
+        metavar="N",
+        help="longest request (default: the model's); auto: the longest of at most that which fits in --memory",
     )
-    parser.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: 16)")
+    parser.add_argument(
+        "--request-len",
+        type=positive_int,
+        metavar="N",
+        help="usual request, for which several pools are balanced (default: the longest)",
+    )
+    parser.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: the model's)")
     parser.add_argument("--dtype", help="of the cache, such as bfloat16 or float8_e4m3fn (default: the model's)")
     parser.add_argument("--platform", choices=["cpu", "gpu", "tpu"], help="whose padding to count (default: gpu)")
     parser.add_argument("--tensor-parallel", type=positive_int, metavar="N", help="devices that share the KV heads")
+    parser.add_argument(
+        "--decode-context-parallel",
+        type=positive_int,
+        metavar="N",
+        help="of the tensor-parallel devices with the same heads, those that share the tokens",
+    )
+    parser.add_argument(
+        "--prefill-context-parallel", type=positive_int, metavar="N", help="further devices that share the tokens"
+    )
+    parser.add_argument("--data-parallel", type=positive_int, metavar="N", help="replicas, each with its own requests")
     parser.add_argument(
         "--max-in-flight-tokens",
         type=positive_int,
@@ -76,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if deployment.model is None:
         raise ConfigError(f"expected a MODEL or a deployment that names one; shipped: {', '.join(known_models())}")
     model = load_model_config(deployment.model)
+    if deployment.max_model_len == 0:
+        deployment = replace(deployment, max_model_len=_longest(model, deployment))
     plan = _plan(model, deployment)
     lengths = args.lengths or default_lengths(plan.max_model_len)
     if args.json:
@@ -99,28 +121,58 @@ def _deployment(args: argparse.Namespace) -> Deployment:
     return replace(base, **given)
 
 
-def _plan(model: ModelConfig, deployment: Deployment) -> KVCachePlan:
+def _length(text: str) -> int:
+    """A positive integer; 0 for "auto"."""
+    return 0 if text == AUTO else positive_int(text)
+
+
+def _parallel(deployment: Deployment) -> Parallelism:
+    return Parallelism(
+        tensor=deployment.tensor_parallel or 1,
+        data=deployment.data_parallel or 1,
+        decode_context=deployment.decode_context_parallel or 1,
+        prefill_context=deployment.prefill_context_parallel or 1,
+    )
+
+
+def _longest(model: ModelConfig | PlannedModel, deployment: Deployment) -> int:
+    """The largest `max_model_len` that the memory holds, at most the model's; 1 if none does, for the error of it."""
+    if deployment.memory_bytes is None:
+        raise ConfigError("expected --memory with --max-model-len auto, got none")
+    shape = CacheShape.of(
+        model.kv_cache_specs(deployment.block_size, deployment.dtype),
+        platform=deployment.platform or "gpu",
+        parallel=_parallel(deployment),
+        hybrid=deployment.hybrid is not False,
+    )
+    in_flight = deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS
+    return shape.longest_request(deployment.memory_bytes, model.max_model_len, in_flight) or 1
+
+
+def _plan(model: ModelConfig | PlannedModel, deployment: Deployment) -> KVCachePlan:
     if deployment.memory_bytes is None and deployment.num_blocks is None:
         raise ConfigError("expected --memory or --num-blocks, got none")
     return plan_kv_cache(
-        model.kv_cache_specs(deployment.block_size or DEFAULT_BLOCK_SIZE, deployment.dtype),
+        model.kv_cache_specs(deployment.block_size, deployment.dtype),
         max_model_len=deployment.max_model_len or model.max_model_len,
         memory_bytes=deployment.memory_bytes,
         num_blocks=deployment.num_blocks,
         max_in_flight_tokens=deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS,
+        request_len=deployment.request_len,
         platform=deployment.platform or "gpu",
-        tensor_parallel=deployment.tensor_parallel or 1,
+        parallel=_parallel(deployment),
         hybrid=deployment.hybrid is not False,
+        shared_layers=model.shared_layers,
     )
 
 
-def _headline(deployment: Deployment, model: ModelConfig, plan: KVCachePlan) -> str:
+def _headline(deployment: Deployment, model: ModelConfig | PlannedModel, plan: KVCachePlan) -> str:
     """What is planned, in one line."""
     parts = [
         f"{deployment.model}: {model.num_layers} layers",
-        f"{model.num_kv_heads} KV heads of {model.head_dim}",
+        model.cache_words,
         deployment.dtype or model.dtype,
-        plan.platform if plan.tensor_parallel == 1 else f"{plan.tensor_parallel} x {plan.platform}",
+        plan.platform if plan.parallel.num_devices == 1 else f"{plan.parallel.num_devices} x {plan.platform}",
         f"requests of up to {plan.max_model_len:,} tokens",
     ]
     return ", ".join(parts)

@@ -19,6 +19,8 @@ from kvjax.errors import ConfigError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
+DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,16 @@ class ModelConfig:
         return config
 
     @property
+    def cache_words(self) -> str:
+        """What a token's cache is made of."""
+        return f"{self.num_kv_heads} KV heads of {self.head_dim}"
+
+    @property
+    def shared_layers(self) -> dict[str, str]:
+        """None: every layer has pages of its own."""
+        return {}
+
+    @property
     def is_planning_only(self) -> bool:
         """True if only memory can be planned for it: the decoders here have no experts and no image positions."""
         return self.num_experts > 0 or bool(self.rope.mrope_section)
@@ -120,11 +132,11 @@ class ModelConfig:
         """Sliding window of decoder layer `layer`, None for full attention."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
-    def kv_cache_specs(self, block_size: int, dtype: str | None = None) -> dict[str, KVCacheSpec]:
+    def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
         """Cache of every layer by its name, `layers.{i}`, in layer order; `dtype` None: the model's own."""
         specs: dict[str, KVCacheSpec] = {}
         common: dict[str, Any] = {
-            "block_size": block_size,
+            "block_size": block_size or DEFAULT_BLOCK_SIZE,
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_dim,
             "dtype": self.dtype if dtype is None else dtype,

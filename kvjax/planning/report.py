@@ -191,11 +191,17 @@ def _sharing_words(groups: Sequence[GroupPlanSummary]) -> str:
 def _fit_words(plan: KVCachePlan) -> str:
     blocks = " + ".join(f"{pool.request_blocks:,} blocks of pool {pool.pool_id}" for pool in plan.pools)
     usable = " and ".join(f"{pool.free_blocks:,}" for pool in plan.pools)
-    return (
+    words = (
         f"A request of {plan.max_model_len:,} tokens holds {blocks}; {usable} are free for requests, "
         f"so {format_requests(plan.concurrency)} of them fit at once. Requests that share a prefix take less. The "
         f"block tables of one such request are {format_bytes(plan.table_bytes_per_request)} on the device."
     )
+    if len(plan.pools) > 1:
+        words += (
+            f" The pools are balanced for requests of {plan.request_len:,} tokens: where most are shorter, the pools "
+            "that do not grow with their length run out first."
+        )
+    return words
 
 
 def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:

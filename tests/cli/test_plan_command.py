@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli.main import main
+from kvjax.configs import known_models
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -56,6 +57,42 @@ def test_hybrid_models_show_their_groups(capsys: pytest.CaptureFixture[str]) -> 
     assert "sliding_window" not in together
 
 
+def test_the_longest_request_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("llama-4-scout", "--memory", "60GiB", "--json")
+    data = json.loads(run(capsys, *argv, "--max-model-len", "auto"))
+    longest = data["max_model_len"]
+    assert 1_000_000 < longest < 10_485_760
+    assert data["concurrency"] >= 1
+    assert "bytes short" in error(capsys, *argv, "--max-model-len", str(longest + 1))
+    assert f"The longest request that fits has {longest:,} tokens" in error(capsys, *argv)
+
+
+@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_every_shipped_model_can_be_planned(capsys: pytest.CaptureFixture[str], name: str, platform: str) -> None:
+    out = run(capsys, name, "--memory", "141GiB", "--max-model-len", "auto", "--platform", platform)
+    assert out.startswith(f"{name}: ")
+    assert ("scalar memory" in out) == (platform == "tpu")
+
+
+def test_parallel_deployments_show_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = ("--tensor-parallel", "8", "--decode-context-parallel", "8", "--data-parallel", "2")
+    out = run(capsys, "deepseek-v3", "--memory", "60GiB", *ranks)
+    assert "16 x gpu" in out
+    words = " ".join(out.split())
+    assert "Context parallelism over 8 ranks splits the tokens of a head" in words
+    assert "Each of 2 replicas has requests and a cache of its own: together 89.5 requests of 163,840" in words
+    data = json.loads(run(capsys, "deepseek-v3", "--memory", "60GiB", *ranks, "--json"))
+    assert (data["num_devices"], data["decode_context_parallel"], data["data_parallel"]) == (16, 8, 2)
+
+
+def test_a_usual_length_balances_the_pools(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("deepseek-v4-flash", "--memory", "60GiB", "--lengths", "8192", "--json")
+    longest, usual = (json.loads(run(capsys, *argv, *more)) for more in ((), ("--request-len", "8192")))
+    assert (longest["request_len"], usual["request_len"]) == (1_048_576, 8_192)
+    assert usual["requests_that_fit"]["8192"] > 10 * longest["requests_that_fit"]["8192"]
+
+
 def test_configs_are_found_from_any_directory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,9 +103,25 @@ def test_configs_are_found_from_any_directory(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "expected a MODEL or a deployment that names one; shipped: gemma-3-27b"),
-        (("gpt-5",), "expected a model's name (gemma-3-27b, llama-3-70b, llama-3-8b"),
+        ((), "expected a MODEL or a deployment that names one; shipped: deepseek-v3"),
+        (("gpt-5",), "expected a model's name (deepseek-v3, deepseek-v4-flash, deepseek-v4-pro"),
         (("qwen3-8b",), "expected --memory or --num-blocks, got none"),
+        (
+            ("qwen3-8b", "--num-blocks", "9", "--max-model-len", "auto"),
+            "expected --memory with --max-model-len auto, got none",
+        ),
+        (
+            ("qwen3-8b", "--memory", "1MiB", "--max-model-len", "auto"),
+            "of the planned length needs 4,718,592 bytes (4.50 MiB), got 1,048,576",
+        ),
+        (
+            ("deepseek-v4-flash", "--memory", "40GiB", "--block-size", "64"),
+            "expected block_size to be a multiple of 128 (all compression ratios), got 64",
+        ),
+        (
+            ("gpt-oss-120b", "--memory", "40GiB", "--decode-context-parallel", "2"),
+            "expected decode_context_parallel to divide the 1 tensor ranks that hold the same KV heads, got 2",
+        ),
         (
             ("qwen3-8b", "--memory", "1GiB", "--num-blocks", "9"),
             "expected one of memory_bytes and num_blocks, got both",

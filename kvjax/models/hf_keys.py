@@ -1,0 +1,120 @@
+"""The keys of one config.json object, each to be taken once and checked; what nobody takes is unknown.
+
+Flow:    dict -> [ConfigKeys] -> hf_config, hf_planned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.errors import ConfigError
+from kvjax.models.hf_architectures import INHERITED_KEYS
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_REQUIRED = object()
+
+
+class ConfigKeys:
+    """A config's keys, each to be taken once; what is left over at the end is unknown."""
+
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        self._data = data
+        self._defaults = defaults
+        self._taken: set[str] = set()
+
+    def take(self, key: str, default: Any = _REQUIRED) -> Any:
+        """The value; a missing or null one is the architecture's default, else `default`."""
+        self._taken.add(key)
+        value = self._data.get(key)
+        if value is None:
+            value = self._defaults.get(key, default)
+        if value is _REQUIRED:
+            raise ConfigError(f"{self.where}: expected the key {key!r}, got none")
+        return value
+
+    def take_nullable(self, key: str) -> Any:
+        """The value, where an explicit null means none and only a missing key means the architecture's default."""
+        self._taken.add(key)
+        return self._data[key] if key in self._data else self._defaults.get(key)
+
+    def take_int(self, key: str, default: Any = _REQUIRED) -> int:
+        """A positive integer."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.where}: expected {key!r} to be a positive integer, got {value!r}")
+        return value
+
+    def take_float(self, key: str, default: Any = _REQUIRED) -> float:
+        """A positive number."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{self.where}: expected {key!r} to be a positive number, got {value!r}")
+        return float(value)
+
+    def take_flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: expected {key!r} to be true or false, got {value!r}")
+        return value
+
+    def take_object(self, key: str) -> Mapping[str, Any] | None:
+        """A JSON object, or None."""
+        value = self.take(key, None)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{self.where}: expected {key!r} to be an object, got {value!r}")
+        return value
+
+    def finish(self, informational: frozenset[str]) -> None:
+        """Raises ConfigError where keys are left."""
+        unknown = sorted(set(self._data) - self._taken - informational)
+        if unknown:
+            raise ConfigError(
+                f"{self.where}: unknown keys {', '.join(unknown)}; expected none beyond those this version reads: "
+                f"remove them only if they do not change what the model computes"
+            )
+
+    def take_ints(self, key: str) -> tuple[int, ...]:
+        """A list of non-negative integers."""
+        value = self.take(key)
+        if not isinstance(value, list) or any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in value):
+            raise ConfigError(f"{self.where}: expected {key!r} to be a list of integers >= 0, got {value!r}")
+        return tuple(value)
+
+    def take_layer_types(self, default: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+        """`layer_types`, one of `known` names for each layer of `default`."""
+        types = tuple(self.take("layer_types", default))
+        if len(types) != len(default):
+            raise ConfigError(f"{self.where}: expected {len(default)} layer_types, got {len(types)}")
+        unknown = sorted(set(types) - set(known))
+        if unknown:
+            raise ConfigError(f"{self.where}: expected layer_types among {', '.join(known)}, got {', '.join(unknown)}")
+        return types
+
+    def take_dtype(self) -> str:
+        """`dtype`, or `torch_dtype` of older files; float32 where neither is."""
+        old = self.take("torch_dtype", "float32")
+        name = self.take("dtype", old)
+        if name not in _DTYPES:
+            raise ConfigError(f"{self.where}: expected 'dtype' among {', '.join(_DTYPES)}, got {name!r}")
+        return str(name)
+
+
+def text_keys(
+    data: Mapping[str, Any], defaults: Mapping[str, Any], where: str, informational: frozenset[str]
+) -> ConfigKeys:
+    """The language model's keys of a multimodal config, with those that it has from the outer object.
+
+    Raises:
+        ConfigError: there is no `text_config`, or the outer object has keys that are not `informational`.
+    """
+    outer = ConfigKeys(data, {}, where)
+    outer.take("architectures")
+    text = outer.take_object("text_config")
+    if text is None:
+        raise ConfigError(f"{where}: expected the key 'text_config', got none")
+    inherited = {key: outer.take_nullable(key) for key in INHERITED_KEYS if key in data and key not in text}
+    outer.finish(informational)
+    return ConfigKeys({**text, **inherited}, defaults, f"{where}: text_config")

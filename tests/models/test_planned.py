@@ -1,0 +1,220 @@
+"""Models that are planned only: bytes and groups by hand or as published, and configs that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvjax.configs import load_model_config
+from kvjax.core import ChunkedLocalAttentionSpec, CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvjax.errors import ConfigError
+from kvjax.models.hf_planned import PLANNED_ARCHITECTURES, parse_planned
+from kvjax.models.planned import PlannedModel
+from kvjax.planning import plan_kv_cache
+
+
+def bytes_a_token(name: str) -> int:
+    """Of all layers, every token kept."""
+    return sum(spec.page_size_bytes // spec.block_size for spec in load_model_config(name).kv_cache_specs().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        # "Insights into DeepSeek-V3" (arXiv 2505.09343), table 1: 70.272 KB a token.
+        ("deepseek-v3", 70_272),
+        # 36 layers * 8 heads * (64 + 64) * 2 bytes; half of it in windows of 128 tokens (gpt-oss model card, arXiv
+        # 2508.10925: 36 layers, 8 KV heads of 64, alternately full and banded of 128).
+        ("gpt-oss-120b", 73_728),
+        # 48 layers * 8 heads * (128 + 128) * 2 bytes, of both.
+        ("llama-4-scout", 196_608),
+        ("llama-4-maverick", 196_608),
+        # 20 of 35 layers * 2 heads * (256 + 256) * 2 bytes.
+        ("gemma-3n-e4b", 40_960),
+    ],
+)
+def test_bytes_of_a_token(name: str, published: int) -> None:
+    assert bytes_a_token(name) == published
+
+
+def counts(name: str, **arguments: Any) -> list[tuple[str, int, int, int]]:
+    """Per group its kind, layers, block size and pool."""
+    model = load_model_config(name)
+    plan = plan_kv_cache(model.kv_cache_specs(), num_blocks=999, max_model_len=448, platform="gpu", **arguments)
+    return [(g.spec.kind, len(g.layer_names), g.spec.block_size, g.pool_id) for g in plan.groups]
+
+
+def test_layers_of_gpt_oss_slide_in_turn() -> None:
+    specs = list(load_model_config("gpt-oss-120b").kv_cache_specs().values())
+    heads: dict[str, Any] = {"block_size": 16, "num_kv_heads": 8, "head_size": 64, "dtype": "bfloat16"}
+    assert specs == [SlidingWindowSpec(**heads, sliding_window=128), FullAttentionSpec(**heads)] * 18
+    assert counts("gpt-oss-120b") == [("sliding_window", 18, 16, 0), ("full_attention", 18, 16, 0)]
+
+
+@pytest.mark.parametrize("name", ["llama-4-scout", "llama-4-maverick"])
+def test_three_of_four_layers_of_llama_4_are_chunked(name: str) -> None:
+    specs = list(load_model_config(name).kv_cache_specs(32, "float8_e4m3fn").values())
+    heads: dict[str, Any] = {"block_size": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "float8_e4m3fn"}
+    chunked = ChunkedLocalAttentionSpec(**heads, attention_chunk_size=8_192)
+    assert specs == [chunked, chunked, chunked, FullAttentionSpec(**heads)] * 12
+    assert counts(name) == [("chunked_local_attention", 12, 16, 0)] * 3 + [("full_attention", 12, 16, 0)]
+
+
+def test_a_whisper_request_holds_its_encoder_tokens() -> None:
+    """1,500 encoder tokens in 94 blocks of 16, 448 decoder tokens in 28; a page is 16 * 20 * (64 + 64) * 2 bytes."""
+    model = load_model_config("whisper-large-v3")
+    plan = plan_kv_cache(model.kv_cache_specs(), num_blocks=16_384, max_model_len=model.max_model_len)
+    assert counts("whisper-large-v3") == [("full_attention", 32, 16, 0), ("cross_attention", 32, 16, 0)]
+    assert isinstance(plan.groups[1].spec, CrossAttentionSpec)
+    assert [group.request_blocks for group in plan.groups] == [28, 94]
+    assert [group.table_bytes for group in plan.groups] == [4 * 28, 4 * 94]
+    assert plan.groups[0].page_bytes == 81_920
+    assert int(plan.concurrency) == 16_383 // (28 + 94)
+
+
+def test_the_last_layers_of_gemma_3n_read_the_pages_of_others() -> None:
+    """15 of 35: the windowed ones those of layer 18, the full ones those of layer 19."""
+    model = load_model_config("gemma-3n-e4b")
+    specs = model.kv_cache_specs()
+    assert list(specs) == [f"layers.{i}" for i in range(20)]
+    assert model.shared_layers == {f"layers.{i}": f"layers.{19 if i % 5 == 4 else 18}" for i in range(20, 35)}
+    plan = plan_kv_cache(specs, num_blocks=99, max_model_len=64, shared_layers=model.shared_layers)
+    index = plan.config.layer_index
+    assert len(index) == 35
+    assert (index["layers.34"], index["layers.33"]) == (index["layers.19"], index["layers.18"])
+    alone = plan_kv_cache(specs, num_blocks=99, max_model_len=64)
+    assert plan.used_bytes == alone.used_bytes
+
+
+# Of ARCHITECTURE.md, "DeepSeek V4": layers of the caches in each table, and their bytes by hand.
+ENTRY, INDEX_ENTRY = 448 + 2 * 64 + 8, 128 + 4
+V4_TABLES = {  # ratio 4, ratio 128 and all layers
+    "deepseek-v4-flash": (21, 20, 43, 985_664, 1_607_168, 860_160, 655_360),
+    "deepseek-v4-pro": (30, 31, 61, 1_410_928, 2_279_936, 1_228_800, 1_015_808),
+}
+
+
+@pytest.mark.parametrize("name", V4_TABLES)
+def test_the_pool_table_of_deepseek_v4(name: str) -> None:
+    ratio_4, ratio_128, num_layers, *block_bytes = V4_TABLES[name]
+    by_hand = [
+        ratio_4 * 64 * ENTRY + ratio_128 * 2 * ENTRY + ratio_4 * 64 * INDEX_ENTRY,
+        num_layers * 64 * ENTRY,
+        ratio_4 * 4 * (2 * 2 * 512 + 2 * 2 * 128) * 4,
+        ratio_128 * 8 * 2 * 512 * 4,
+    ]
+    assert by_hand == block_bytes
+    specs = load_model_config(name).kv_cache_specs()
+    plan = plan_kv_cache(specs, num_blocks=2**12, max_model_len=2**20, platform="gpu")
+    assert [pool.bytes_per_block for pool in plan.pools] == block_bytes
+    assert [pool.group_ids for pool in plan.pools] == [(0,), (1,), (2,), (3,)]
+    assert [len(group.layer_names) for group in plan.groups] == [
+        2 * ratio_4 + ratio_128,
+        num_layers,
+        2 * ratio_4,
+        ratio_128,
+    ]
+    assert [(group.spec.block_size, getattr(group.spec, "sliding_window", None)) for group in plan.groups] == [
+        (256, None),
+        (64, 128),
+        (4, 8),
+        (8, 128),
+    ]
+    assert [group.request_blocks for group in plan.groups] == [4_096, 3, 3, 17]
+    # With 576-byte alignment, as vLLM lays bytes out, there would be three page sizes: 37,440, 8,640 and 1,728.
+    pages = {part.page_bytes for group in plan.groups for part in group.pages}
+    assert {-(-page // 576) * 576 for page in pages if page < 30_000} == {8_640, 1_728}
+    assert max(pages) <= 37_440
+
+
+def test_deepseek_v4_without_hybrid_is_one_table() -> None:
+    specs = load_model_config("deepseek-v4-flash").kv_cache_specs()
+    plan = plan_kv_cache(specs, num_blocks=99, max_model_len=512, platform="gpu", hybrid=False)
+    (group,) = plan.groups
+    assert (group.spec.kind, group.spec.block_size, len(group.layer_names)) == ("mla_attention", 256, len(specs))
+    masks = {spec.sliding_window for spec in plan.shape.groups[0].group.layer_specs}
+    assert masks == {None, 8, 128}
+
+
+def test_deepseek_v4_in_bfloat16() -> None:
+    specs = load_model_config("deepseek-v4-flash").kv_cache_specs(512, "bfloat16")
+    assert specs["layers.2.compressed"].page_size_bytes == 128 * 512 * 2
+    assert specs["layers.2.indexer"].page_size_bytes == 128 * 128 * 2
+    assert specs["layers.2.states"] == load_model_config("deepseek-v4-flash").kv_cache_specs()["layers.2.states"]
+    with pytest.raises(ValueError, match=r"block_size to be a multiple of 128 \(all compression ratios\), got 192"):
+        load_model_config("deepseek-v4-flash").kv_cache_specs(192)
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "GptOssForCausalLM": {"num_hidden_layers": 2, "max_position_embeddings": 64, "num_attention_heads": 2,
+                          "hidden_size": 8, "sliding_window": 4},
+    "DeepseekV4ForCausalLM": {"num_hidden_layers": 2, "max_position_embeddings": 64, "head_dim": 512,
+                              "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 8,
+                              "compress_ratios": [0, 4, 0]},
+    "Llama4ForConditionalGeneration": {"num_hidden_layers": 8, "max_position_embeddings": 64,
+                                       "num_attention_heads": 2, "hidden_size": 8, "attention_chunk_size": 4},
+    "Gemma3nForConditionalGeneration": {"num_hidden_layers": 10, "num_attention_heads": 2, "hidden_size": 8,
+                                        "num_kv_shared_layers": 5},
+}  # fmt: skip
+
+
+def small(name: str, **changes: Any) -> PlannedModel:
+    """A small config of the architecture; a change to `...` removes the key."""
+    data = {key: value for key, value in (SMALL[name] | changes).items() if value is not ...}
+    outer = {"text_config": data} if PLANNED_ARCHITECTURES[name].has_text_config else data
+    return parse_planned({"architectures": [name], **outer}, name, "here")
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    kinds = [spec.kind for spec in small("GptOssForCausalLM").kv_cache_specs().values()]
+    assert kinds == ["sliding_window", "full_attention"]
+    kinds = [spec.kind for spec in small("Llama4ForConditionalGeneration").kv_cache_specs().values()]
+    assert kinds == (["chunked_local_attention"] * 3 + ["full_attention"]) * 2
+    gemma = small("Gemma3nForConditionalGeneration")
+    assert (gemma.max_model_len, len(gemma.kv_cache_specs()), gemma.shared_layers["layers.9"]) == (
+        32_768,
+        5,
+        "layers.4",
+    )
+    assert gemma.shared_layers["layers.5"] == "layers.3"
+    assert set(small("DeepseekV4ForCausalLM").kv_cache_specs()) == {
+        "layers.0.window", "layers.1.window", "layers.1.compressed", "layers.1.indexer", "layers.1.states",
+        "layers.1.indexer_states",
+    }  # fmt: skip
+    uncompressed = small("DeepseekV4ForCausalLM", compress_ratios=[0, 0])
+    assert set(uncompressed.kv_cache_specs(100)) == {"layers.0.window", "layers.1.window"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("GptOssForCausalLM", {"layer_types": ["full_attention"]}, "here: expected 2 layer_types, got 1"),
+        (
+            "GptOssForCausalLM",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "here: expected layer_types among full_attention, sliding_attention, got chunked_attention",
+        ),
+        ("GptOssForCausalLM", {"sliding_window": ...}, "here: expected the key 'sliding_window', got none"),
+        ("GptOssForCausalLM", {"dtype": "int8"}, "here: expected 'dtype' among .*, got 'int8'"),
+        ("DeepseekV4ForCausalLM", {"compress_ratios": [0]}, r"among \[0, 4, 128\] for each of 2 layers, got \[0\]"),
+        ("DeepseekV4ForCausalLM", {"compress_ratios": [0, 8]}, r"among \[0, 4, 128\] for each of 2 layers, got \[0, 8"),
+        ("DeepseekV4ForCausalLM", {"compress_ratios": "4"}, "'compress_ratios' to be a list of integers >= 0, got '4'"),
+        ("DeepseekV4ForCausalLM", {"compress_ratios": [-1, 4]}, "a list of integers >= 0, got"),
+        ("Llama4ForConditionalGeneration", {"no_rope_layers": [1, 0]}, "text_config: expected 8 no_rope_layers, got 2"),
+        (
+            "Gemma3nForConditionalGeneration",
+            {"num_kv_shared_layers": 6},
+            "expected num_kv_shared_layers to leave a layer of each type with pages, got 6",
+        ),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(name: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        small(name, **changes)
+
+
+def test_a_multimodal_config_needs_its_text_part() -> None:
+    name = "Llama4ForConditionalGeneration"
+    with pytest.raises(ConfigError, match="here: expected the key 'text_config', got none"):
+        parse_planned({"architectures": [name]}, name, "here")
