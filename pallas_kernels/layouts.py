@@ -159,6 +159,8 @@ def recurrent_layout(
 ) -> PageLayout:
     """Layout of states of recurrent layers, one a page: an array per shape, the same on every platform.
 
+    Heads, or whatever tensor parallelism splits, are the first dimension of every shape.
+
     Raises:
         ValueError: not a dtype for each of one or more shapes, a size is not positive, or the platform is unknown.
     """
@@ -171,7 +173,7 @@ def recurrent_layout(
     for dtype in dtypes:
         dtype_bits(dtype)
     arrays = tuple(
-        ArrayLayout(f"state_{i}", shape, dtype, tuple(f"state_dim_{axis}" for axis in range(len(shape))))
+        ArrayLayout(f"state_{i}", shape, dtype, (HEAD_AXIS, *(f"state_dim_{axis}" for axis in range(1, len(shape)))))
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     )
     return PageLayout("recurrent", 1, arrays)

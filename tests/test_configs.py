@@ -37,8 +37,11 @@ PLANNED = {  # layers, caches of their own, longest request, dtype of the cache
     "deepseek-v4-pro": (61, 61 + 61 + 30 + 61 + 30, 1_048_576, "float8_e4m3fn"),
     "gemma-3n-e4b": (35, 20, 32_768, "bfloat16"),
     "gpt-oss-120b": (36, 36, 131_072, "bfloat16"),
+    "jamba-1.5-large": (72, 72, 262_144, "bfloat16"),
+    "jamba-1.5-mini": (32, 32, 262_144, "bfloat16"),
     "llama-4-maverick": (48, 48, 1_048_576, "bfloat16"),
     "llama-4-scout": (48, 48, 10_485_760, "bfloat16"),
+    "qwen3-next-80b-a3b": (48, 48, 262_144, "bfloat16"),
     "whisper-large-v3": (32, 64, 448, "float16"),
 }
 

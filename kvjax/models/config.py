@@ -20,6 +20,7 @@ from kvjax.errors import ConfigError
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
+RECURRENT = "linear_attention"
 DEFAULT_BLOCK_SIZE = 16
 
 

@@ -46,6 +46,13 @@ class ConfigKeys:
             raise ConfigError(f"{self.where}: expected {key!r} to be a positive integer, got {value!r}")
         return value
 
+    def take_index(self, key: str) -> int:
+        """An integer from 0 on."""
+        value = self.take(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"{self.where}: expected {key!r} to be an integer >= 0, got {value!r}")
+        return value
+
     def take_float(self, key: str, default: Any = _REQUIRED) -> float:
         """A positive number."""
         value = self.take(key, default)

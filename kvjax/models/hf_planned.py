@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvjax.errors import ConfigError
-from kvjax.models.config import CHUNKED, FULL, SLIDING
+from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING
 from kvjax.models.hf_architectures import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
 from kvjax.models.hf_keys import ConfigKeys, text_keys
 from kvjax.models.hf_planned_keys import (
@@ -23,10 +23,20 @@ from kvjax.models.hf_planned_keys import (
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
     GPT_OSS_KEYS,
+    JAMBA_KEYS,
     LLAMA4_KEYS,
+    QWEN3_NEXT_KEYS,
     WHISPER_KEYS,
 )
-from kvjax.models.planned import FP8, AttentionModel, CompressedModel, EncoderDecoderModel, LatentModel, PlannedModel
+from kvjax.models.planned import (
+    FP8,
+    AttentionModel,
+    CompressedModel,
+    EncoderDecoderModel,
+    LatentModel,
+    PlannedModel,
+    StateShapes,
+)
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,41 @@ def _parse_gemma3n(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     )
 
 
+def _parse_jamba(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
+    """Attention every `attn_layer_period` layers, Mamba 1 between; states in the model's dtype."""
+    sizes = _sizes(keys)
+    period, offset = keys.take_int("attn_layer_period"), keys.take_index("attn_layer_offset")
+    inner = keys.take_int("mamba_expand") * keys.take_int("hidden_size")
+    shapes = ((inner, keys.take_int("mamba_d_conv") - 1), (inner, keys.take_int("mamba_d_state")))
+    if keys.take("sliding_window", None) is not None:
+        raise ConfigError(f"{keys.where}: expected 'sliding_window' to be null, got {keys.take('sliding_window')!r}")
+    return AttentionModel(
+        **common,
+        **sizes,
+        **_heads(keys),
+        layer_types=tuple(FULL if i % period == offset else RECURRENT for i in range(sizes["num_layers"])),
+        state=StateShapes(shapes, (common["dtype"],) * 2),
+    )
+
+
+def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
+    """Attention every `full_attention_interval` layers, gated delta nets between; states in the model's dtype."""
+    sizes = _sizes(keys)
+    interval = keys.take_int("full_attention_interval")
+    default = tuple(RECURRENT if (i + 1) % interval else FULL for i in range(sizes["num_layers"]))
+    key_heads, value_heads = keys.take_int("linear_num_key_heads"), keys.take_int("linear_num_value_heads")
+    key_dim, value_dim = keys.take_int("linear_key_head_dim"), keys.take_int("linear_value_head_dim")
+    convolved = 2 * key_heads * key_dim + value_heads * value_dim
+    shapes = ((convolved, keys.take_int("linear_conv_kernel_dim") - 1), (value_heads, value_dim, key_dim))
+    return AttentionModel(
+        **common,
+        **sizes,
+        **_heads(keys),
+        layer_types=keys.take_layer_types(default, (FULL, RECURRENT)),
+        state=StateShapes(shapes, (common["dtype"],) * 2),
+    )
+
+
 def _parse_deepseek_v3(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     latent_dim = keys.take_int("kv_lora_rank") + keys.take_int("qk_rope_head_dim")
     return LatentModel(**common, **_sizes(keys), latent_dim=latent_dim)
@@ -171,6 +216,10 @@ PLANNED_ARCHITECTURES: dict[str, _Planned] = {
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
     ),
     "GptOssForCausalLM": _Planned(_parse_gpt_oss, DECODER_KEYS | GPT_OSS_KEYS),
+    "JambaForCausalLM": _Planned(_parse_jamba, DECODER_KEYS | JAMBA_KEYS),
     "Llama4ForConditionalGeneration": _Planned(_parse_llama4, DECODER_KEYS | LLAMA4_KEYS, has_text_config=True),
+    "Qwen3NextForCausalLM": _Planned(
+        _parse_qwen3_next, DECODER_KEYS | QWEN3_NEXT_KEYS, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
+    ),
     "WhisperForConditionalGeneration": _Planned(_parse_whisper, DECODER_KEYS | WHISPER_KEYS),
 }

@@ -142,3 +142,28 @@ WHISPER_KEYS = frozenset(
         "use_weighted_layer_sum",
     ]
 )
+JAMBA_KEYS = frozenset(
+    [
+        "calc_logits_for_entire_prompt",
+        "expert_layer_offset",
+        "expert_layer_period",
+        "mamba_conv_bias",
+        "mamba_dt_rank",
+        "mamba_inner_layernorms",
+        "mamba_proj_bias",
+        "num_experts",
+        "num_logits_to_keep",
+        "use_mamba_kernels",
+    ]
+)
+QWEN3_NEXT_KEYS = frozenset(
+    [
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts",
+        "partial_rotary_factor",
+        "shared_expert_intermediate_size",
+    ]
+)

@@ -7,17 +7,18 @@ Source:  the cache of each layer as vLLM's model files declare it; sizes of Deep
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, ClassVar
 
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.core.spec import KVCacheSpec
-from kvjax.models.config import CHUNKED, DEFAULT_BLOCK_SIZE, FULL, SLIDING
+from kvjax.core.spec import KVCacheSpec, cdiv
+from kvjax.models.config import CHUNKED, DEFAULT_BLOCK_SIZE, FULL, RECURRENT, SLIDING
 from pallas_kernels.layouts import dtype_bits
 
 FP8 = "float8_e4m3fn"
@@ -49,9 +50,29 @@ class PlannedModel(abc.ABC):
         return {}
 
 
+@dataclass(frozen=True)
+class StateShapes:
+    """Arrays of a recurrent layer's state; heads, or what tensor parallelism splits, come first."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+    def spec(self, block_size: int, attention_bytes: int) -> MambaSpec:
+        """A state per block, of the fewest multiples of `block_size` tokens that take as much in an attention layer.
+
+        vLLM's rule, which keeps a cached state from costing more than the attention of its tokens; `attention_bytes`
+        are those of one token.
+        """
+        state = MambaSpec(block_size=block_size, shapes=self.shapes, dtypes=self.dtypes, mamba_cache_mode="align")
+        return replace(state, block_size=block_size * cdiv(state.state_bytes, block_size * attention_bytes))
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionModel(PlannedModel):
-    """Layers of K and V per head: full, sliding or chunked; the last ones may read the pages of earlier ones."""
+    """Layers of K and V per head: full, sliding or chunked; the last ones may read the pages of earlier ones.
+
+    Recurrent layers among them have a state instead.
+    """
 
     num_kv_heads: int
     head_dim: int
@@ -59,11 +80,14 @@ class AttentionModel(PlannedModel):
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     num_shared_layers: int = 0  # at the end, without pages of their own
+    state: StateShapes | None = None  # of recurrent layers
 
     @property
     def cache_words(self) -> str:
         """Heads of a layer."""
-        return f"{self.num_kv_heads} KV heads of {self.head_dim}"
+        recurrent = self.layer_types.count(RECURRENT)
+        states = f", {recurrent} layers with states" if recurrent else ""
+        return f"{self.num_kv_heads} KV heads of {self.head_dim}{states}"
 
     @property
     def num_own_layers(self) -> int:
@@ -78,7 +102,10 @@ class AttentionModel(PlannedModel):
             "head_size": self.head_dim,
             "dtype": dtype or self.dtype,
         }
-        of_type = {FULL: FullAttentionSpec(**common)} | self._local_specs(common)
+        full = FullAttentionSpec(**common)
+        of_type = {FULL: full} | self._local_specs(common)
+        if self.state is not None:
+            of_type[RECURRENT] = self.state.spec(full.block_size, full.page_size_bytes // full.block_size)
         return {f"layers.{i}": of_type[kind] for i, kind in enumerate(self.layer_types[: self.num_own_layers])}
 
     def _local_specs(self, common: dict[str, Any]) -> dict[str, KVCacheSpec]:

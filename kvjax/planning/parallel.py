@@ -65,13 +65,14 @@ class Parallelism:
         heads = num_shards(spec)
         if heads % self.tensor and self.tensor % heads:
             raise ValueError(
-                f"expected tensor_parallel to divide the {heads} KV heads or to be a multiple of them, "
+                f"expected tensor_parallel to divide the {heads} {_parts_of(spec)} or to be a multiple of them, "
                 f"got {self.tensor}"
             )
         copies = max(self.tensor // heads, 1)
         if copies % self.decode_context:
             raise ValueError(
-                f"expected decode_context_parallel to divide the {copies} tensor ranks that hold the same KV heads, "
+                f"expected decode_context_parallel to divide the {copies} tensor ranks that hold the same "
+                f"{_parts_of(spec)}, "
                 f"got {self.decode_context}"
             )
         if self.context > 1 and not manager_class_of(spec).supports_context_parallelism:
@@ -91,3 +92,7 @@ class Parallelism:
             first_token=prefill_rank * self.decode_context + tensor_rank % self.decode_context,
             token_stride=self.context,
         )
+
+
+def _parts_of(spec: KVCacheSpec) -> str:
+    return "parts of a state" if spec.kind == "mamba" else "KV heads"

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import singledispatch
+from math import gcd
 
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import AttentionSpec, KVCacheSpec, cdiv
@@ -86,6 +88,12 @@ def _(spec: AttentionSpec) -> int:
     return spec.num_kv_heads
 
 
+@num_shards.register
+def _(spec: MambaSpec) -> int:
+    """All arrays of a state are split along their first dimension."""
+    return gcd(*(shape[0] for shape in spec.shapes))
+
+
 @singledispatch
 def per_device(spec: KVCacheSpec, tensor_parallel: int) -> KVCacheSpec:
     """What one of `tensor_parallel` devices holds of a layer; by default all of it."""
@@ -96,6 +104,12 @@ def per_device(spec: KVCacheSpec, tensor_parallel: int) -> KVCacheSpec:
 def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
     """KV heads are split over the devices; with more devices than heads each head lies on several."""
     return replace(spec, num_kv_heads=max(spec.num_kv_heads // tensor_parallel, 1))
+
+
+@per_device.register
+def _(spec: MambaSpec, tensor_parallel: int) -> KVCacheSpec:
+    parts = min(tensor_parallel, num_shards(spec))
+    return replace(spec, shapes=tuple((shape[0] // parts, *shape[1:]) for shape in spec.shapes), page_size_padded=None)
 
 
 @singledispatch
@@ -109,6 +123,12 @@ def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
     return replace(spec, num_kv_heads=max(spec.num_kv_heads, tensor_parallel))
 
 
+@replicated.register
+def _(spec: MambaSpec, tensor_parallel: int) -> KVCacheSpec:
+    copies = max(tensor_parallel // num_shards(spec), 1)
+    return replace(spec, shapes=tuple((shape[0] * copies, *shape[1:]) for shape in spec.shapes), page_size_padded=None)
+
+
 @singledispatch
 def table_columns(spec: KVCacheSpec, num_tokens: int, context_parallel: int) -> int:
     """Entries of a request's row in the block table; given back blocks keep their (null) entries."""
@@ -118,3 +138,10 @@ def table_columns(spec: KVCacheSpec, num_tokens: int, context_parallel: int) -> 
 @table_columns.register
 def _(spec: CrossAttentionSpec, num_tokens: int, context_parallel: int) -> int:
     return spec.max_blocks_per_request(num_tokens, 0)
+
+
+@table_columns.register
+def _(spec: MambaSpec, num_tokens: int, context_parallel: int) -> int:
+    """Speculative blocks follow the running one; without cached states that is in the first column."""
+    columns = cdiv(num_tokens, spec.block_size) if spec.mamba_cache_mode == "align" else 1
+    return columns + spec.num_speculative_blocks

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from kvjax.configs import load_model_config
-from kvjax.core import ChunkedLocalAttentionSpec, CrossAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from kvjax.core import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kvjax.errors import ConfigError
 from kvjax.models.hf_planned import PLANNED_ARCHITECTURES, parse_planned
 from kvjax.models.planned import PlannedModel
@@ -36,6 +42,56 @@ def bytes_a_token(name: str) -> int:
 )
 def test_bytes_of_a_token(name: str, published: int) -> None:
     assert bytes_a_token(name) == published
+
+
+# Mamba 1: convolution over inner * (4 - 1), recurrence inner * 16. Gated delta net: convolution over (2 * 16 * 128 +
+# 32 * 128) * (4 - 1), recurrence 32 * 128 * 128. All in two bytes. A block is the fewest multiples of 16 tokens whose
+# attention takes as much: 8 * (128 + 128) * 2 and 2 * (256 + 256) * 2 bytes a token. For Qwen3-Next vLLM logs "Setting
+# attention block size to 544 tokens" and "Padding mamba page size by 1.49%": 544 * 2,048 / 1,097,728 = 1.0149.
+STATES = {  # layers with states, of attention, bytes of a state, tokens of its block
+    "jamba-1.5-large": (63, 9, 16_384 * (3 + 16) * 2, 160),
+    "jamba-1.5-mini": (28, 4, 8_192 * (3 + 16) * 2, 80),
+    "qwen3-next-80b-a3b": (36, 12, (8_192 * 3 + 32 * 128 * 128) * 2, 544),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_recurrent_layers_have_a_state_a_block(name: str) -> None:
+    recurrent, attention, state_bytes, block_size = STATES[name]
+    model = load_model_config(name)
+    specs = model.kv_cache_specs()
+    states = [spec for spec in specs.values() if isinstance(spec, MambaSpec)]
+    full = [spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)]
+    assert (len(states), len(full)) == (recurrent, attention)
+    assert {(spec.state_bytes, spec.block_size, spec.mamba_cache_mode) for spec in states} == {
+        (state_bytes, block_size, "align")
+    }
+    per_token = full[0].page_size_bytes // 16
+    assert (block_size - 16) * per_token < state_bytes <= block_size * per_token
+    plan = plan_kv_cache(specs, num_blocks=99, max_model_len=1_024, platform="gpu")
+    by_kind = {group.spec.kind: group for group in plan.groups}
+    assert by_kind["mamba"].request_blocks == 2
+    assert by_kind["mamba"].table_bytes == 4 * -(-1_024 // block_size)
+    assert {pool.bytes_per_block for pool in plan.pools} == {recurrent * state_bytes, attention * 16 * per_token}
+    # A wider attention cache holds as much in fewer tokens.
+    wider = model.kv_cache_specs(32, "float32")
+    assert {spec.block_size for spec in wider.values() if isinstance(spec, MambaSpec)} == {
+        -(-state_bytes // (2 * per_token) // 32) * 32
+    }
+
+
+@pytest.mark.parametrize(("tensor_parallel", "parts"), [(2, 2), (32, 32), (64, 32)])
+def test_states_split_over_devices(tensor_parallel: int, parts: int) -> None:
+    """Qwen3-Next has 32 heads of values, and convolves 8,192 numbers: up to 32 devices share them."""
+    specs = load_model_config("qwen3-next-80b-a3b").kv_cache_specs()
+    plan = plan_kv_cache(specs, num_blocks=99, max_model_len=64, tensor_parallel=tensor_parallel)
+    pool = next(pool for pool in plan.pools if plan.groups[pool.group_ids[0]].spec.kind == "mamba")
+    assert pool.bytes_per_block == 36 * STATES["qwen3-next-80b-a3b"][2] // parts
+    arrays = plan.config.pools[pool.pool_id].columns[0].arrays
+    copies = tensor_parallel // parts
+    assert [array.page_shape for array in arrays] == [(8_192 * copies, 3), (32 * copies, 128, 128)]
+    with pytest.raises(ValueError, match=r"tensor_parallel to divide the 32 parts of a state or .* got 3"):
+        plan_kv_cache(specs, num_blocks=99, max_model_len=64, tensor_parallel=3)
 
 
 def counts(name: str, **arguments: Any) -> list[tuple[str, int, int, int]]:
@@ -152,6 +208,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "DeepseekV4ForCausalLM": {"num_hidden_layers": 2, "max_position_embeddings": 64, "head_dim": 512,
                               "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 8,
                               "compress_ratios": [0, 4, 0]},
+    "JambaForCausalLM": {"num_hidden_layers": 4, "max_position_embeddings": 64, "num_attention_heads": 2,
+                         "hidden_size": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_expand": 2,
+                         "mamba_d_conv": 4, "mamba_d_state": 16},
     "Llama4ForConditionalGeneration": {"num_hidden_layers": 8, "max_position_embeddings": 64,
                                        "num_attention_heads": 2, "hidden_size": 8, "attention_chunk_size": 4},
     "Gemma3nForConditionalGeneration": {"num_hidden_layers": 10, "num_attention_heads": 2, "hidden_size": 8,
@@ -171,6 +230,8 @@ def test_defaults_are_those_of_transformers() -> None:
     assert kinds == ["sliding_window", "full_attention"]
     kinds = [spec.kind for spec in small("Llama4ForConditionalGeneration").kv_cache_specs().values()]
     assert kinds == (["chunked_local_attention"] * 3 + ["full_attention"]) * 2
+    kinds = [spec.kind for spec in small("JambaForCausalLM").kv_cache_specs().values()]
+    assert kinds == ["mamba", "full_attention"] * 2
     gemma = small("Gemma3nForConditionalGeneration")
     assert (gemma.max_model_len, len(gemma.kv_cache_specs()), gemma.shared_layers["layers.9"]) == (
         32_768,
@@ -197,6 +258,12 @@ def test_defaults_are_those_of_transformers() -> None:
         ),
         ("GptOssForCausalLM", {"sliding_window": ...}, "here: expected the key 'sliding_window', got none"),
         ("GptOssForCausalLM", {"dtype": "int8"}, "here: expected 'dtype' among .*, got 'int8'"),
+        ("JambaForCausalLM", {"sliding_window": 8}, "here: expected 'sliding_window' to be null, got 8"),
+        (
+            "JambaForCausalLM",
+            {"attn_layer_offset": -1},
+            "'attn_layer_offset' to be an integer >= 0, got -1",
+        ),
         ("DeepseekV4ForCausalLM", {"compress_ratios": [0]}, r"among \[0, 4, 128\] for each of 2 layers, got \[0\]"),
         ("DeepseekV4ForCausalLM", {"compress_ratios": [0, 8]}, r"among \[0, 4, 128\] for each of 2 layers, got \[0, 8"),
         ("DeepseekV4ForCausalLM", {"compress_ratios": "4"}, "'compress_ratios' to be a list of integers >= 0, got '4'"),
