@@ -24,12 +24,15 @@ from kvjax.core import (
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheManager,
+    KVCachePoolSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     Request,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -48,12 +51,25 @@ STATE = MambaSpec(
 )
 
 
+def latent_window(block_size: int, window: int, **options: Any) -> SlidingWindowMLASpec:
+    return SlidingWindowMLASpec(block_size=block_size, sliding_window=window, **options)
+
+
+DEEPSEEK_V4 = (
+    MLAAttentionSpec(block_size=256, head_size=512, dtype="bfloat16", tokens_per_state=4),
+    latent_window(64, 128, head_size=512, dtype="bfloat16"),
+    latent_window(4, 8, head_size=2_048, dtype="float32"),  # states of the compressor of ratio 4
+    latent_window(8, 128, head_size=1_024, dtype="float32"),  # and of ratio 128
+)
+
+
 @dataclass(frozen=True)
 class Shape:
-    """Groups of one pool and the tokens that requests start from."""
+    """Groups, in one pool or in one each, and the tokens that requests start from."""
 
     specs: tuple[KVCacheSpec, ...]
     prompt: int = 1_024
+    pools_apart: bool = False
 
     @property
     def spread(self) -> int:
@@ -71,11 +87,20 @@ class Shape:
     def num_encoder_tokens(self) -> int:
         return NUM_ENCODER_TOKENS if any(isinstance(spec, CrossAttentionSpec) for spec in self.specs) else 0
 
-    def num_blocks(self, num_requests: int) -> int:
-        """Enough that no step of a case evicts a cached block: those are the pool's cases."""
-        return 2 + sum(
-            num_requests * self._blocks_of_request(spec) + self.most_tokens // spec.block_size for spec in self.specs
-        )
+    def config(self, num_requests: int) -> KVCacheConfig:
+        """Pools so large that no step of a case evicts a cached block: those are the pool's cases."""
+        sizes = self._pool_sizes(num_requests)
+        if not self.pools_apart:
+            return KVCacheConfig.single_pool(sum(sizes), *self.specs)
+        groups = tuple(KVCacheGroupSpec((f"layers.{i}",), spec, pool_id=i) for i, spec in enumerate(self.specs))
+        return KVCacheConfig(tuple(KVCachePoolSpec(size) for size in sizes), groups)
+
+    def _pool_sizes(self, num_requests: int) -> list[int]:
+        """Per group, the null block and a sink included."""
+        return [
+            2 + num_requests * self._blocks_of_request(spec) + self.most_tokens // spec.block_size
+            for spec in self.specs
+        ]
 
     def _blocks_of_request(self, spec: KVCacheSpec) -> int:
         if isinstance(spec, CrossAttentionSpec):
@@ -84,11 +109,13 @@ class Shape:
         return (seen + self.spread + WARM_UP_STEPS + NUM_STEPS) // spec.block_size + 3
 
     def plain_manager(self, num_requests: int) -> PlainManager:
+        """Of one pool."""
+        num_blocks = sum(self._pool_sizes(num_requests))
         if self.num_encoder_tokens:
             [spec] = self.specs
-            return PlainCrossManager(self.num_blocks(num_requests), -(-NUM_ENCODER_TOKENS // spec.block_size))
+            return PlainCrossManager(num_blocks, -(-NUM_ENCODER_TOKENS // spec.block_size))
         groups = [PlainGroup(bytes([i]), spec.block_size, window_of(spec)) for i, spec in enumerate(self.specs)]
-        return PlainManager(self.num_blocks(num_requests), groups)
+        return PlainManager(num_blocks, groups)
 
 
 def window_of(spec: KVCacheSpec) -> int | None:
@@ -104,6 +131,7 @@ SHAPES = {
     "sink": Shape((SinkFullAttentionSpec(sink_len=16, **HEADS),)),
     "cross": Shape((CROSS,)),
     "mamba_align": Shape((STATE,)),
+    "deepseek_v4": Shape(DEEPSEEK_V4, pools_apart=True),
 }
 
 
@@ -114,7 +142,7 @@ class Decoding:
         hasher = BlockHasher(shape.hash_block_size, seed="bench")
         self.rng = np.random.default_rng(0)
         self.manager = KVCacheManager(
-            KVCacheConfig.single_pool(shape.num_blocks(num_requests), *shape.specs),
+            shape.config(num_requests),
             shape.most_tokens + 1,
             shape.hash_block_size,
             max_num_reqs=num_requests,
