@@ -14,7 +14,7 @@ import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -54,6 +54,17 @@ class BlockHashing:
         if block_size == self.hash_block_size:
             return block_hashes
         return BlockHashListWithBlockSize(block_hashes, self.hash_block_size, block_size, self.coarse_mode)
+
+    def of_blocks(
+        self, block_hashes: Iterable[Sequence[BlockHash]], block_size: int, columns: Iterable[int]
+    ) -> list[BlockHash]:
+        """Of each request's hashes that of one block of `block_size` tokens, without a view of the others."""
+        scale = block_size // self.hash_block_size
+        pairs = zip(block_hashes, columns, strict=True)
+        if scale > 1 and self.coarse_mode == "concat":
+            join: Any = b"".join
+            return [join(hashes[column * scale : (column + 1) * scale]) for hashes, column in pairs]
+        return [hashes[(column + 1) * scale - 1] for hashes, column in pairs]
 
 
 class KVCacheCoordinator(abc.ABC):

@@ -17,7 +17,6 @@ alone, and the first that does not fit ends the step.
 
 from __future__ import annotations
 
-from operator import getitem
 from typing import NamedTuple
 
 import numpy as np
@@ -274,8 +273,8 @@ class StepPlanner:
             table.num_hashed_blocks[rows] == columns + 1
         ):
             return table.last_hashes[rows]
-        views = (hashing.of_block_size(table.block_hashes[row], block_size) for row in rows.tolist())
-        return np.fromiter(map(getitem, views, columns.tolist()), np.object_, rows.size)
+        hashes = hashing.of_blocks((table.block_hashes[row] for row in rows.tolist()), block_size, columns.tolist())
+        return np.fromiter(hashes, np.object_, rows.size)
 
     # -- planning one row -------------------------------------------------------------------------------------------
 
