@@ -20,6 +20,8 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import numpy.typing as npt
 
 from kvjax.core.block_pool import BlockPool
@@ -28,6 +30,7 @@ from kvjax.core.hasher_check import HasherCheck
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
 from kvjax.core.kv_events import KVEventLog
 from kvjax.core.manager_reader import ManagerReader
+from kvjax.core.manager_state import SavableManager
 from kvjax.core.prefix_cache_control import PrefixCacheControl
 from kvjax.core.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.request import Request
@@ -41,7 +44,7 @@ from kvjax.core.step_planner import StepPlanner
 from kvjax.errors import UnknownRequestError
 
 
-class KVCacheManager(ManagerReader, PrefixCacheControl):
+class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
     """Block tables and prefix cache of all groups. Used from one thread; a call that raises has changed nothing."""
 
     def __init__(
@@ -94,6 +97,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl):
             ValueError: a size is below 1, `hash_block_size` does not divide a block size, or a spec has no manager.
             NotImplementedError: a kind does not work with EAGLE or context parallelism.
         """
+        self.arguments = MappingProxyType({name: value for name, value in locals().items() if name != "self"})
         if max_in_flight_tokens is None:
             max_in_flight_tokens = max_model_len
         _check_sizes(
