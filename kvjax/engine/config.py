@@ -17,7 +17,8 @@ class EngineConfig:
     the first request of an idle step. `async_scheduling` starts a step before the tokens of the one before it are
     read: the host then works while the device does, at the cost of one step's delay and of steps in vain for requests
     that end by a stop token. `max_buckets` bounds the programs that warm-up compiles. `dtype` is the cache's,
-    None that of the loaded weights. `num_step_stats` steps are remembered.
+    None that of the loaded weights. `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every
+    token, in the full layers' table: simpler, and more memory for the same tokens.
 
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
@@ -32,6 +33,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     watermark: float = 0.01
     dtype: str | None = None
+    hybrid: bool = True
     seed: int = 0
     hash_algorithm: str = "sha256_cbor"
     async_scheduling: bool = False

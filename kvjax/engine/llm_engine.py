@@ -89,6 +89,7 @@ class LLMEngine:
             max_in_flight_tokens=config.max_in_flight_tokens,
             platform=jax.default_backend(),
             tensor_parallel=self._placement.num_shards,
+            hybrid=config.hybrid,
         )
         self.manager = KVCacheManager(
             self.plan.config,
