@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvjax.core import (
     register_kv_cache_manager,
 )
 from kvjax.core.kv_events import BlockStored
+from kvjax.core.single_type_manager import PrefixLookup
 from tests.core.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
 from tests.core.naive_manager import NaiveGroup
 
@@ -42,6 +44,51 @@ def test_a_lookup_that_misses_asks_few_blocks_of_a_window() -> None:
     request = both.new_pair("r", list(range(4_000))).request
     assert manager.get_computed_blocks(request)[1] == 0
     assert len(probes) <= 4_000 // 2 // 64 + 1
+
+
+def ask(setup: Setup, monkeypatch: pytest.MonkeyPatch, evicted: tuple[int, ...] = ()) -> list[tuple[int, int, int]]:
+    """Looks up a computed prompt of 48 tokens: (manager, longest length asked for, alignment) of each question.
+
+    `evicted` are columns whose blocks of the last group are not cached any more.
+    """
+    both = Lockstep(setup, [200] * setup.num_pools)
+    tokens = list(range(setup.max_model_len))
+    pair = both.new_pair("r", tokens)
+    both.allocate_new(pair, len(tokens))
+    lost = [both.naive.tables["r"][-1][column] for column in evicted]
+    both.manager.evict_blocks(lost, setup.groups[-1].pool)
+    both.naive.evict(setup.groups[-1].pool, lost)
+    questions: list[tuple[int, int, int]] = []
+    for i, manager in enumerate(both.manager.coordinator.managers):
+        find = manager.find_longest_cache_hit
+
+        def counted(lookup: PrefixLookup, i: int = i, find: Callable = find) -> np.ndarray:
+            questions.append((i, lookup.max_length, lookup.alignment))
+            return find(lookup)
+
+        monkeypatch.setattr(manager, "find_longest_cache_hit", counted)
+    both.lookup(both.new_pair("s", tokens))
+    return questions
+
+
+def test_full_attention_is_asked_once_and_first_however_the_groups_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup((NaiveGroup(4, window=6), NaiveGroup(6), NaiveGroup(2, window=3)), max_model_len=48)
+    questions = ask(setup, monkeypatch, evicted=(20,))
+    assert questions[0] == (1, 47, 12)
+    assert [manager for manager, _, _ in questions].count(1) == 1
+
+
+def test_with_one_other_kind_each_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the window's answer is shorter: nobody can shorten it further."""
+    setup = Setup((NaiveGroup(4), NaiveGroup(2, window=5)), max_model_len=48)
+    assert ask(setup, monkeypatch, evicted=(21,)) == [(0, 47, 4), (1, 44, 4)]
+
+
+def test_several_other_kinds_are_asked_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last window lost what 44 and 46 tokens need: the first is asked again from 42."""
+    setup = Setup((NaiveGroup(2), NaiveGroup(2, window=5), NaiveGroup(2, window=3)), max_model_len=48)
+    assert ask(setup, monkeypatch, evicted=(21, 22)) == [(0, 47, 2), (1, 46, 2), (2, 46, 2), (1, 42, 2)]
+    assert ask(setup, monkeypatch) == [(0, 47, 2), (1, 46, 2), (2, 46, 2)]
 
 
 @pytest.mark.parametrize(
