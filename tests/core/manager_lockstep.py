@@ -187,8 +187,19 @@ SETUPS = {
     "hybrid_no_caching": Setup((NaiveGroup(4), NaiveGroup(2, window=5)), caching=False),
 }
 
-KINDS = ("full", "window", "chunked_straddling", "mla", "mla_window", "sink", "cross")  # one of each, where it can be
-HYBRIDS = ("hybrid", "full_chunked", "full_cross", "deepseek_v4")
+KINDS = (  # one of each; MLA's windows beside its full layers
+    "full",
+    "window",
+    "chunked_straddling",
+    "mla",
+    "mla_window",
+    "sink",
+    "cross",
+    "mamba_none",
+    "mamba_align",
+    "mamba_align_drafts",
+)
+HYBRIDS = ("hybrid", "full_chunked", "full_mamba", "full_cross", "deepseek_v4")
 
 
 @dataclass

@@ -50,6 +50,7 @@ class Simulation:
     def try_to_admit(self, request: Request) -> bool:
         hit, length = self.manager.get_computed_blocks(request)
         new = min(request.num_tokens - length, int(self.rng.integers(1, IN_FLIGHT - 1)))
+        new = self.step_of(request, new, length)
         lookahead = self.lookahead[request.request_id] = int(self.rng.integers(0, 3))
         encoder = int(self.rng.integers(0, MAX_ENCODER + 1)) if self.manager.coordinator.reads_encoder else 0
         before = self.manager.snapshot()
@@ -61,6 +62,10 @@ class Simulation:
         self.running.append(request)
         self.sample(request)
         return True
+
+    def step_of(self, request: Request, new: int, num_hit: int = 0) -> int:
+        """As many new tokens as one step may take; one it always may."""
+        return max(self.manager.limit_step(request, new, num_hit), 1)
 
     def sample(self, request: Request) -> None:
         if request.num_computed_tokens == request.num_tokens:
@@ -77,7 +82,8 @@ class Simulation:
             return
         lookahead = np.array([self.lookahead[request.request_id] for request in chosen])
         left = [request.num_tokens - request.num_computed_tokens for request in chosen]
-        new = np.minimum(self.rng.integers(1, IN_FLIGHT - 1, len(chosen)), left)
+        most = np.minimum(self.rng.integers(1, IN_FLIGHT - 1, len(chosen)), left)
+        new = np.array([self.step_of(request, count) for request, count in zip(chosen, most.tolist(), strict=True)])
         room = IN_FLIGHT - new - lookahead
         in_flight = np.minimum(self.rng.integers(0, room + 1), [request.num_computed_tokens for request in chosen])
         if self.rng.random() < 0.7:
@@ -129,10 +135,9 @@ def test_a_pool_one_block_short_admits_nobody_of_the_longest_length(groups: tupl
     needs, least = worst_case(groups), manager_of(groups, 1_000).coordinator.worst_case_blocks(2)
     for short in range(len(needs)):
         sizes = [max(need + (pool_id != short), 2) for pool_id, need in enumerate(needs)]
-        manager = manager_of(groups, sizes, reserve=True)
         for request, blocks in ((Request("r", [1]), needs), (Request("s", [1], max_tokens=1), least)):
             fits = all(size > count for size, count in zip(sizes, blocks, strict=True))
-            assert (manager.allocate_slots(request, 1) is not None) == fits
+            assert (manager_of(groups, sizes, reserve=True).allocate_slots(request, 1) is not None) == fits
 
 
 def test_the_reservation_ends_with_the_request() -> None:

@@ -47,6 +47,10 @@ class World:
     def pick(self) -> Request:
         return self.running[self.some(0, len(self.running) - 1)]
 
+    def step_of(self, request: Request, new: int, num_hit: int = 0) -> int:
+        """As many new tokens as one step may take; one it always may."""
+        return max(self.manager.limit_step(request, new, num_hit), 1)
+
     def new_request(self) -> Request:
         self.num_requests += 1
         prompt = self.trunk[: self.some(1, MAX_MODEL_LEN)].copy()
@@ -57,10 +61,11 @@ class World:
         """The blocks that it took from the free ones, or None: refused. Checks need and refusal."""
         request = self.new_request()
         hit, length = self.manager.get_computed_blocks(request)
-        new, encoder = self.some(1, request.num_tokens - length), self.some(0, 7) if self.kind.reads_encoder else 0
+        new = self.step_of(request, self.some(1, request.num_tokens - length), length)
+        encoder = self.some(0, 7) if self.kind.reads_encoder else 0
         after, lookahead = length + new, self.some(0, 3)
         slots = min(after + lookahead, MAX_MODEL_LEN)
-        [needed] = self.manager.coordinator.num_blocks_for_new(slots, hit.block_ids, length, False, encoder)
+        [needed] = self.manager.coordinator.num_blocks_for_new(slots, hit.block_ids, length, False, encoder, after)
         before, num_free = self.manager.snapshot(), self.num_free
         options |= {"num_lookahead_tokens": lookahead, "num_encoder_tokens": encoder}
         if self.manager.allocate_slots(request, new, length, hit, **options) is None:
@@ -78,14 +83,14 @@ class World:
         room = MAX_MODEL_LEN - request.num_computed_tokens
         if not room:
             return None
-        missing = request.num_computed_tokens + 1 - request.num_tokens
-        if missing > 0:
-            request.append_output_token_ids([self.some(0, 1)] * missing)
-        new = min(self.some(1, 3), room)
-        lookahead = self.some(0, 2)
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids([self.some(0, 1)] * min(self.some(1, 3), room))
+        left = request.num_tokens - request.num_computed_tokens
+        new, lookahead = self.step_of(request, min(self.some(1, 3), left)), self.some(0, 2)
         self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
-        slots = min(request.num_computed_tokens + new + lookahead, MAX_MODEL_LEN)
-        [needed] = self.manager.coordinator.num_blocks_for_running(request.row, slots)
+        after = request.num_computed_tokens + new
+        slots = min(after + lookahead, MAX_MODEL_LEN)
+        [needed] = self.manager.coordinator.num_blocks_for_running(request.row, slots, num_tokens=after)
         before, num_free = self.manager.snapshot(), self.num_free
         if self.manager.allocate_slots(request, new, num_lookahead_tokens=lookahead) is None:
             assert needed > num_free

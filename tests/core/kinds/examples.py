@@ -13,6 +13,7 @@ from kvjax.core import (
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
@@ -24,6 +25,7 @@ from kvjax.core.single_type_manager import IntOrArray
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
 LATENT: dict[str, Any] = {"head_size": 8, "dtype": "float32"}
+STATE: dict[str, Any] = {"shapes": ((4, 2), (3,)), "dtypes": ("float32", "bfloat16")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,5 +69,8 @@ EXAMPLES: dict[str, KVCacheSpec] = {
     "mla_window": SlidingWindowMLASpec(block_size=2, sliding_window=5, **LATENT),
     "sink": SinkFullAttentionSpec(block_size=2, sink_len=4, **HEADS),
     "cross": CrossAttentionSpec(block_size=2, max_num_encoder_tokens=7, **HEADS),
+    "mamba_none": MambaSpec(block_size=2, num_speculative_blocks=1, **STATE),
+    "mamba_align": MambaSpec(block_size=4, mamba_cache_mode="align", **STATE),
+    "mamba_drafts": MambaSpec(block_size=2, mamba_cache_mode="align", num_speculative_blocks=2, **STATE),
     "own": HalfAttentionSpec(block_size=2, **HEADS),
 }
