@@ -13,6 +13,7 @@ from kvjax.core.block_hash import (
 from kvjax.core.block_hash_map import BlockHashToBlockMap
 from kvjax.core.block_origins import BlockOrigin
 from kvjax.core.block_pool import BlockPool
+from kvjax.core.context_parallel import lengths_of_rank, slots_of_rank
 from kvjax.core.coordinator import (
     HybridKVCacheCoordinator,
     KVCacheCoordinator,
@@ -104,8 +105,10 @@ __all__ = [
     "get_block_hash",
     "get_group_id",
     "get_kv_cache_coordinator",
+    "lengths_of_rank",
     "make_block_hash_with_group_id",
     "manager_class_of",
     "register_kv_cache_manager",
     "registered_specs",
+    "slots_of_rank",
 ]

@@ -42,6 +42,10 @@ class ManagerReader:
         manager, place = self.coordinator.place_of_group(group_id)
         return manager.block_tables[place]
 
+    def block_size(self, group_id: int) -> int:
+        """Tokens of one of the group's blocks, those on all ranks of context parallelism."""
+        return self.coordinator.place_of_group(group_id)[0].block_size
+
     def num_blocks(self, group_id: int) -> np.ndarray:  # int64[rows]
         """Blocks in each row of the group's table, nulls included: for reading only."""
         return self.coordinator.place_of_group(group_id)[0].num_blocks

@@ -44,6 +44,9 @@ class StepTables(Protocol):
     def num_blocks(self, group_id: int) -> np.ndarray:
         """Blocks in each row of the group's table."""
 
+    def block_size(self, group_id: int) -> int:
+        """Tokens of one of the group's blocks, those on all ranks of context parallelism."""
+
 
 def build_step_plan(
     tables: StepTables,
@@ -64,7 +67,8 @@ def build_step_plan(
     have lengths and slots of encoder tokens: the lengths of every request, slots where the encoder runs in this step.
     Groups of compressed caches have lengths and slots of states, a slot for each state that the new tokens complete,
     and where layers differ in tokens per state `GroupPlan.compressed` has them for each number.
-    Groups of recurrent layers have no slots but the pages of the states to start from and to leave.
+    Groups of recurrent layers have no slots but the pages of the states to start from and to leave. Under context
+    parallelism lengths and slots count those of all ranks (`context_parallel`).
 
     Raises:
         ValueError: a row repeats or holds no request, a request has no new tokens or more than it has tokens, or its
@@ -171,13 +175,14 @@ def _group_plans(
 ) -> tuple[GroupPlan, ...]:
     """Every group's part; what depends on the block size alone is computed once for each."""
     groups = tables.kv_cache_config.kv_cache_groups
-    places = {size: tokens.places(size) for size in {group.kv_cache_spec.block_size for group in groups}}
+    sizes = [tables.block_size(group_id) for group_id in range(len(groups))]
+    places = {size: tokens.places(size) for size in set(sizes)}
     plans = []
     for group_id, (group, update) in enumerate(zip(groups, updates, strict=True)):
         if isinstance(group.kv_cache_spec, MambaSpec):
             plans.append(_state_plan(tables, group_id, rows, seq_lens, tokens, update))
             continue
-        block_size = group.kv_cache_spec.block_size
+        block_size = sizes[group_id]
         num_blocks = tables.num_blocks(group_id)[rows]
         table = tables.block_tables(group_id)
         written, lengths, (columns, offsets) = tokens, seq_lens, places[block_size]
@@ -194,7 +199,8 @@ def _group_plans(
             seq_lens=lengths.astype(np.int32),
             slot_mapping=np.where(block_ids > 0, block_ids * block_size + offsets, -1).astype(np.int32),
         )
-        plans.append(_compressed(plan, group, table, tokens, seq_lens) if _ratios(group) != {1} else plan)
+        ratios = _ratios(group)
+        plans.append(plan if ratios == {1} else _compressed(plan, ratios, block_size, table, tokens, seq_lens))
     return tuple(plans)
 
 
@@ -205,12 +211,12 @@ def _ratios(group: KVCacheGroupSpec) -> set[int]:
 
 
 def _compressed(
-    plan: GroupPlan, group: KVCacheGroupSpec, table: np.ndarray, tokens: _Tokens, seq_lens: np.ndarray
+    plan: GroupPlan, ratios: set[int], block_size: int, table: np.ndarray, tokens: _Tokens, seq_lens: np.ndarray
 ) -> GroupPlan:
     """The plan of a group with states of several tokens: lengths and slots of them, for each number of tokens."""
     compressed = []
-    for ratio in sorted(_ratios(group)):
-        states, size = tokens.states(ratio), group.kv_cache_spec.block_size // ratio
+    for ratio in sorted(ratios):
+        states, size = tokens.states(ratio), block_size // ratio
         columns, offsets = states.places(size)
         block_ids = table[states.rows, columns]
         slots = np.where(block_ids > 0, block_ids * size + offsets, -1)

@@ -149,6 +149,9 @@ class ToyHost:
     def block_tables(self, group_id: int) -> np.ndarray:
         return self._tables[group_id]
 
+    def block_size(self, group_id: int) -> int:
+        return self.kv_cache_config.kv_cache_groups[group_id].kv_cache_spec.block_size
+
     def num_blocks(self, group_id: int) -> np.ndarray:
         return self._num_blocks[group_id]
 
