@@ -16,7 +16,7 @@ Invariants (`check_invariants`; the tests run it after every test):
 
     P1  a block other than null is in the free queue iff its ref_count is 0; no ref_count is negative
     P2  the null block is never in the free queue, never hashed, and its ref_count stays 0
-    P3  of `PrefixIndex`, Q1 and Q2 of `FreeKVCacheBlockQueue`
+    P3  of `PrefixIndex`, Q1 and Q2 of `FreeKVCacheBlockQueue`, E1 and E2 of `PageEdits`
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvjax.core.block_hash import BlockHash
 from kvjax.core.block_origins import BlockOrigin, BlockOrigins
 from kvjax.core.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
+from kvjax.core.page_edits import PageEdits, PageEditsSnapshot
 from kvjax.core.prefix_index import PrefixIndex
 from kvjax.core.residency_metrics import KVCacheMetricsCollector
 from kvjax.errors import BlockStateError, InvariantError
@@ -46,6 +47,7 @@ class BlockPoolSnapshot:
     free_order: tuple[int, ...]
     ref_count: tuple[int, ...]  # by block id
     blocks_by_hash: dict[int, dict[bytes, tuple[int, ...]]]  # group -> hash -> blocks as registered
+    page_edits: PageEditsSnapshot
     origins: dict[int, BlockOrigin] | None = None  # by hashed block
 
 
@@ -71,6 +73,7 @@ class BlockPool:
         free_order: str = "append",
         event_log: KVEventLog | None = None,  # shared with other pools; None: the pool has its own
         track_origins: bool = False,  # remember salt, adapter and weight version of hashed blocks: 4 bytes a block
+        zero_new_pages: bool = False,
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {num_blocks}")
@@ -84,6 +87,7 @@ class BlockPool:
         self.enable_kv_cache_events = enable_kv_cache_events
         self.free_order = free_order
         self.ref_count = np.zeros(num_blocks, np.int32)
+        self.num_outside_refs = np.zeros(num_blocks, np.int32)  # those of them that no block table holds
         self.free_block_queue = FreeKVCacheBlockQueue(num_blocks)
         self.free_block_queue.remove(self.NULL_BLOCK_ID)
         self.prefix_index = PrefixIndex(num_blocks, group_ids)
@@ -93,6 +97,7 @@ class BlockPool:
         self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in group_ids}
         self.num_usable_blocks = num_blocks - 1  # neither null nor taken for good
         self.blocks = BlockViews(self)
+        self.page_edits = PageEdits(self, zero_new_pages)
         self._scratch = np.empty(num_blocks, np.int32)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
         self._event_log = KVEventLog() if event_log is None else event_log
@@ -166,6 +171,8 @@ class BlockPool:
         if self.prefix_index.num_hashed and np.count_nonzero(self.is_hashed[ids]):
             self._forget_hashes(self.prefix_index.hashed_of(ids))
         self.ref_count[ids] = 1
+        if self.page_edits.watches:
+            self.page_edits.on_new_blocks(ids.tolist())
         if self._residency is not None:
             self._residency.on_blocks_evicted(ids)
             self._residency.on_blocks_allocated(ids)
@@ -183,6 +190,8 @@ class BlockPool:
         if self.is_hashed.item(block_id):
             self._forget_hashes(np.array([block_id]))
         self.ref_count[block_id] = 1
+        if self.page_edits.watches:
+            self.page_edits.on_new_blocks((block_id,))
         return block_id
 
     def take_for_good(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
@@ -432,6 +441,7 @@ class BlockPool:
             ref_count=tuple(self.ref_count.tolist()),
             blocks_by_hash=self.prefix_index.snapshot(),
             origins=None if self.origins is None else self.origins.snapshot(),
+            page_edits=self.page_edits.snapshot(),
         )
 
     def check_invariants(self) -> None:
@@ -442,6 +452,7 @@ class BlockPool:
         """
         self.free_block_queue.check_invariants()
         self.prefix_index.check_invariants()
+        self.page_edits.check_invariants()
         null = self.NULL_BLOCK_ID
         if null in self.free_block_queue or self.is_hashed[null] or self.ref_count[null] != 0:
             raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")

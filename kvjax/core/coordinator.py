@@ -20,6 +20,7 @@ import numpy as np
 
 from kvjax.core.block_hash import BlockHashListWithBlockSize
 from kvjax.core.block_pool import BlockPool
+from kvjax.core.copy_on_write import CopyOnWrite
 from kvjax.core.fresh_blocks import FreshBlocks
 from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
@@ -94,6 +95,7 @@ class KVCacheCoordinator(abc.ABC):
             group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
         }
         self.quiet_until = np.zeros(0, np.int64)  # [rows], -1: no request
+        self.copy_on_write = CopyOnWrite(self.managers, self.pool_ids, pools)
         self._drops_last_block = self._find_eagle_managers(kv_cache_config)  # per manager
         self._check_kinds()
         self.reservations = Reservations(self) if settings.reserve else None
@@ -232,6 +234,7 @@ class KVCacheCoordinator(abc.ABC):
         missing = num_rows - self.quiet_until.size
         if missing > 0:
             self.quiet_until = np.pad(self.quiet_until, (0, missing), constant_values=-1)
+            self.copy_on_write.reserve_rows(num_rows)
             for manager in self.managers:
                 manager.reserve_rows(num_rows)
 
@@ -278,10 +281,40 @@ class KVCacheCoordinator(abc.ABC):
     def free(self, row: int) -> None:
         """Gives all blocks of the row back."""
         self.quiet_until[row] = -1
+        self.copy_on_write.unmark(row)
         if self.reservations is not None:
             self.reservations.release(row)
         for manager in self.managers:
             manager.free(row)
+
+    def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
+        """Checks that other rows could go on from the first `num_tokens` tokens of a row, with its blocks.
+
+        Raises:
+            ValueError: it has no blocks for them, or has given back some that those rows would need.
+            NotImplementedError: a kind can not tell its tokens in flight from the others.
+        """
+        for manager in self.managers:
+            manager.check_share(row, num_tokens, num_in_flight)
+
+    def num_blocks_for_share(self, num_rows: int) -> list[int]:
+        """Per pool the free blocks that so many new rows take when they are given what another holds."""
+        needs = [0] * len(self.pools)
+        for manager, pool_id in zip(self.managers, self.pool_ids, strict=True):
+            needs[pool_id] += manager.num_blocks_for_share(num_rows)
+        return needs
+
+    def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
+        """Gives int64[n] new rows what a row holds of its first `num_tokens` tokens, and what it has reserved."""
+        for manager in self.managers:
+            manager.share_row(row, new_rows, num_tokens)
+        for each in [row, *new_rows.tolist()]:
+            if self.copy_on_write.writes_to_its_blocks(each, num_tokens):
+                self.copy_on_write.mark(each)
+            self.note_quiet(each)
+        if self.reservations is not None:
+            for new_row in new_rows.tolist():
+                self.reservations.add(new_row, self.reservations.slots_of(row), self.reservations.blocks_of(row))
 
     def extend_row(
         self,
@@ -302,6 +335,11 @@ class KVCacheCoordinator(abc.ABC):
         self.remove_skipped_blocks(row, settled_tokens)
         needs = self.num_blocks_for_running(row, num_slots, num_tokens=num_tokens)
         new_ids = self.no_ids
+        if self.copy_on_write.is_sharing[row]:
+            copies = self.copy_on_write.num_copies(row, request.num_computed_tokens)
+            if not self.fits([need + more for need, more in zip(needs, copies, strict=True)]):
+                return None
+            self.copy_on_write.make_exclusive(row, request.num_computed_tokens)
         if any(needs):
             if not self.fits(needs):
                 return None
@@ -314,7 +352,7 @@ class KVCacheCoordinator(abc.ABC):
 
     def note_quiet(self, row: int) -> None:
         """Renews one row's entry of `quiet_until`."""
-        quiet_until = self.settings.max_model_len
+        quiet_until = 0 if self.copy_on_write.is_sharing[row] else self.settings.max_model_len
         for manager in self.managers:
             quiet_until = min(quiet_until, manager.row_quiet_until(row))
         self.quiet_until[row] = quiet_until
@@ -336,7 +374,7 @@ class KVCacheCoordinator(abc.ABC):
             if self.quiet_until[row] > min(manager.row_quiet_until(row) for manager in self.managers):
                 raise InvariantError(f"M3: row {row} sleeps past its next allocation, registration or release")
         for pool_id, pool in enumerate(self.pools):
-            owners = np.zeros(pool.num_blocks, np.int64)
+            owners = pool.num_outside_refs.astype(np.int64)
             for manager, of_pool in zip(self.managers, self.pool_ids, strict=True):
                 if of_pool == pool_id:
                     owners[manager.reserved_block_ids] += 1
@@ -345,7 +383,7 @@ class KVCacheCoordinator(abc.ABC):
             if wrong.size:
                 block_id = int(wrong[0])
                 raise InvariantError(
-                    f"M1: pool {pool_id}, block {block_id}: {owners[block_id]} table entries, "
+                    f"M1: pool {pool_id}, block {block_id}: {owners[block_id]} owners, "
                     f"ref_count {pool.ref_count[block_id]}"
                 )
 

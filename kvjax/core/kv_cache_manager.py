@@ -12,7 +12,7 @@ A request's life, each arrow one call:
 
 Invariants (`check_invariants`):
 
-    M1  a block's references are its entries in all block tables
+    M1  a block's references are its entries in all block tables, and those that copies and pins hold outside them
     M2  every row with blocks is owned by a request of the table
     M3  a row that sleeps (`quiet_until`) has nothing to allocate, register or give back
     and those of the pools, the groups and the request table
@@ -25,6 +25,7 @@ from types import MappingProxyType
 import numpy.typing as npt
 
 from kvjax.core.block_pool import BlockPool
+from kvjax.core.block_sharing import BlockSharing
 from kvjax.core.coordinator import BlockHashing, get_kv_cache_coordinator
 from kvjax.core.hasher_check import HasherCheck
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
@@ -41,10 +42,9 @@ from kvjax.core.slot_allocator import SlotAllocator, SlotCounts
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import StepResult
 from kvjax.core.step_planner import StepPlanner
-from kvjax.errors import UnknownRequestError
 
 
-class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
+class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableManager):
     """Block tables and prefix cache of all groups. Used from one thread; a call that raises has changed nothing."""
 
     def __init__(
@@ -67,6 +67,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         coarse_hash_mode: str = "concat",
         reserve: bool = False,
         track_origins: bool = False,
+        zero_new_pages: bool = False,
     ) -> None:
         """An empty cache.
 
@@ -92,6 +93,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             reserve: admit a new request only if the worst cases of all that run and of it fit together (its final
                 length is its prompt and `max_tokens`); then no later call of a running request is refused.
             track_origins: remember what each cached block was computed under, for `invalidate`: 4 bytes a block.
+            zero_new_pages: have the device zero every page before a request first uses it (`take_pages_to_zero`), so
+                that nobody can ever read what another request left there, nor a NaN.
 
         Raises:
             ValueError: a size is below 1, `hash_block_size` does not divide a block size, or a spec has no manager.
@@ -114,7 +117,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         self.enable_kv_cache_events = enable_kv_cache_events
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self._event_log = KVEventLog()
-        self.block_pools = self._make_pools(metrics_collector, free_order, track_origins)
+        self.block_pools = self._make_pools(metrics_collector, free_order, track_origins, zero_new_pages)
         settings = ManagerSettings(
             enable_caching=enable_caching,
             max_model_len=max_model_len,
@@ -135,7 +138,11 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         self._hasher_check = HasherCheck(hash_block_size, publishes_hashes=enable_kv_cache_events)
 
     def _make_pools(
-        self, metrics_collector: KVCacheMetricsCollector | None, free_order: str, track_origins: bool
+        self,
+        metrics_collector: KVCacheMetricsCollector | None,
+        free_order: str,
+        track_origins: bool,
+        zero_new_pages: bool,
     ) -> tuple[BlockPool, ...]:
         groups = self.kv_cache_config.kv_cache_groups
         return tuple(
@@ -149,6 +156,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
                 free_order=free_order,
                 event_log=self._event_log,
                 track_origins=track_origins,
+                zero_new_pages=zero_new_pages,
             )
             for pool_id, pool in enumerate(self.kv_cache_config.pools)
         )
@@ -329,16 +337,6 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         row = self._row(request)
         self.coordinator.free(row)
         self.request_table.release(request)
-
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _row(self, request: Request) -> int:
-        row = request.row
-        if 0 <= row < self.request_table.capacity and self.request_table.requests[row] is request:
-            return row
-        raise UnknownRequestError(
-            f"expected a request that runs here, got {request.request_id!r}, which was freed already or never allocated"
-        )
 
 
 def _check_sizes(**sizes: int) -> None:

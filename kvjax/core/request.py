@@ -12,6 +12,7 @@ pass no view to jax, which reads its arguments after the call returns.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -206,6 +207,18 @@ class Request:
     def names_input(self, block_size: int) -> bool:
         """Whether the hash of the first block covers a multimodal item or a salt."""
         return self._extra_keys is not None and self._extra_keys.names_input(block_size)
+
+    def fork(self, request_id: str) -> Request:
+        """A request of another id with the same tokens, keys and hashes, in no table and with nothing computed."""
+        child = copy.copy(self)
+        child.request_id = request_id
+        child.num_preemptions = 0
+        child.block_hashes = list(self.block_hashes)
+        child._table, child._row = None, NO_ROW
+        child._tokens = self.token_ids.copy()
+        child._num_tokens, child._num_prompt_tokens = self.num_tokens, self.num_prompt_tokens
+        child._num_computed_tokens = 0
+        return child
 
     def extra_keys_of_block(self, start: int, end: int) -> tuple[Any, ...] | None:
         """What the hash of the block of tokens [start, end) covers beside its tokens and its parent."""

@@ -35,9 +35,9 @@ class Reservations:
         self.totals = [0] * len(coordinator.pools)  # per pool
 
     def admits(self, num_blocks: Sequence[int]) -> bool:
-        """Whether every pool can reserve as many blocks more."""
+        """Whether every pool can reserve as many blocks more, beside those that it holds outside block tables."""
         return all(
-            total + more <= pool.num_usable_blocks
+            total + more + np.count_nonzero(pool.num_outside_refs) <= pool.num_usable_blocks
             for total, more, pool in zip(self.totals, num_blocks, self._coordinator.pools, strict=True)
         )
 
@@ -50,6 +50,14 @@ class Reservations:
         self._slots[row] = num_slots
         self._blocks[:, row] = num_blocks
         self.totals = [total + more for total, more in zip(self.totals, num_blocks, strict=True)]
+
+    def slots_of(self, row: int) -> int:
+        """Slots that the row may have."""
+        return self._slots.item(row)
+
+    def blocks_of(self, row: int) -> list[int]:
+        """Per pool what the row has reserved."""
+        return self._blocks[:, row].tolist()  # type: ignore[no-any-return]
 
     def release(self, row: int) -> None:
         """Gives up what a row has reserved."""

@@ -322,6 +322,37 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
         self.block_pool.free_held(ids)
 
+    def written_column(self, row: int, num_tokens: int) -> int | None:
+        """The column of a block that a row of `num_tokens` computed tokens has and writes to next; None: a new one."""
+        column = num_tokens // self.block_size
+        return column if num_tokens % self.block_size and column < self.num_blocks[row] else None
+
+    def num_blocks_for_share(self, num_rows: int) -> int:
+        """Free blocks that `share_row` takes for so many new rows."""
+        return 0
+
+    def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
+        """Raises ValueError unless a row has the blocks that go on from its first `num_tokens` tokens."""
+        if num_tokens > self.held_slots(row):
+            raise ValueError(
+                f"row {row}: expected blocks of the {num_tokens} tokens to share, got {self.held_slots(row)} slots"
+            )
+        if self.first_live[row] > self.get_num_skipped_tokens(num_tokens) // self.block_size:
+            raise ValueError(
+                f"row {row}: blocks that token {num_tokens} attends to were given back; expected fewer "
+                "num_in_flight_tokens, or as many when the slots were allocated"
+            )
+
+    def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
+        """Gives int64[n] new rows the blocks of the row's first `num_tokens` tokens, by reference."""
+        count = cdiv(num_tokens, self.block_size)
+        entries = self.block_tables[:, row, :count]
+        self.block_pool.touch(np.tile(entries.ravel(), new_rows.size))
+        self.block_tables[:, new_rows, :count] = entries[:, None]
+        self.num_blocks[new_rows] = count
+        self.num_cached_blocks[new_rows] = min(self.num_cached_blocks.item(row), num_tokens // self.block_size)
+        self.first_live[new_rows] = min(self.first_live.item(row), count)
+
     def row_block_ids(self, row: int) -> np.ndarray:
         """int32[G, k] copy of the row's blocks, nulls where they were given back."""
         return self.block_tables[:, row, : self.num_blocks.item(row)].copy()

@@ -117,7 +117,11 @@ class SlotAllocator:
         self._check_length(request, computed + counts.new)
         self._coordinator.remove_skipped_blocks(row, max(computed - counts.in_flight, 0))
         whole = min(max(request.num_tokens, computed + counts.new), self._settings.max_model_len)
-        return self._coordinator.fits(self._coordinator.num_blocks_for_running(row, whole, capped=True))
+        needs = self._coordinator.num_blocks_for_running(row, whole, capped=True)
+        if self._coordinator.copy_on_write.is_sharing[row]:
+            copies = self._coordinator.copy_on_write.num_copies(row, computed)
+            needs = [need + more for need, more in zip(needs, copies, strict=True)]
+        return self._coordinator.fits(needs)
 
     def _allocate_new(
         self, request: Request, counts: SlotCounts, hit: KVCacheBlocks, delay_caching: bool, must_fit: bool

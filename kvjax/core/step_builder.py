@@ -24,7 +24,6 @@ from kvjax.core.step_plan import CompressedStates, GroupPlan, PageCopies, StepPl
 _NO_IDS = np.zeros(0, np.int32)
 _NO_IDS.flags.writeable = False
 NO_UPDATE = TableUpdate(_NO_IDS.astype(np.int64), _NO_IDS.astype(np.int64), _NO_IDS)
-NO_COPIES = PageCopies(_NO_IDS, _NO_IDS)
 
 
 class StepTables(Protocol):
@@ -47,6 +46,12 @@ class StepTables(Protocol):
     def block_size(self, group_id: int) -> int:
         """Tokens of one of the group's blocks, those on all ranks of context parallelism."""
 
+    def take_page_copies(self) -> tuple[PageCopies, ...]:
+        """Per pool the pages that this step copies first."""
+
+    def take_pages_to_zero(self) -> tuple[np.ndarray, ...]:
+        """Per pool int32[Z] the pages that it zeroes then."""
+
 
 def build_step_plan(
     tables: StepTables,
@@ -56,8 +61,8 @@ def build_step_plan(
     wants_logits: np.ndarray | None = None,  # bool[S]; None: requests that reach their last known token
     last_token_source: np.ndarray | None = None,  # int[S] -1: known, else index into the tokens sampled a step before
     new_blocks: Sequence[TableUpdate] | None = None,  # per group, since the last step
-    page_copies: Sequence[PageCopies] | None = None,  # per pool
-    pages_to_zero: Sequence[np.ndarray] | None = None,  # per pool
+    page_copies: Sequence[PageCopies] | None = None,  # per pool; None: taken from `tables`
+    pages_to_zero: Sequence[np.ndarray] | None = None,  # per pool; None: taken from `tables`
     writes_encoder: np.ndarray | None = None,  # bool[S] whose encoder runs now; None: of requests with nothing computed
 ) -> StepPlan:
     """The plan of one step. Call it after the blocks are allocated and before `num_computed_tokens` advances.
@@ -99,8 +104,10 @@ def build_step_plan(
     num_decode = int(np.count_nonzero(num_new == 1))
     config = tables.kv_cache_config
     updates = [NO_UPDATE] * len(config.kv_cache_groups) if new_blocks is None else new_blocks
+    request_ids = _request_ids(table.requests, rows)
+    groups = _group_plans(tables, rows, seq_lens, tokens, updates, encoder)  # the last check: now edits may be taken
     return StepPlan(
-        request_ids=_request_ids(table.requests, rows),
+        request_ids=request_ids,
         rows=rows,
         num_new_tokens=num_new.astype(np.int32),
         num_computed_tokens=computed.astype(np.int32),
@@ -110,9 +117,9 @@ def build_step_plan(
         logits_indices=(starts[1:] - 1)[wanted].astype(np.int32),
         distribution=np.array([num_decode, num_decode, rows.size], np.int32),
         token_source=token_source,
-        page_copies=(NO_COPIES,) * len(config.pools) if page_copies is None else tuple(page_copies),
-        pages_to_zero=(_NO_IDS,) * len(config.pools) if pages_to_zero is None else tuple(pages_to_zero),
-        groups=_group_plans(tables, rows, seq_lens, tokens, updates, encoder),
+        page_copies=tables.take_page_copies() if page_copies is None else tuple(page_copies),
+        pages_to_zero=tables.take_pages_to_zero() if pages_to_zero is None else tuple(pages_to_zero),
+        groups=groups,
     )
 
 
@@ -298,4 +305,4 @@ def _check_tokens(rows: np.ndarray, seq_lens: np.ndarray, available: np.ndarray)
         )
 
 
-__all__ = ["NO_COPIES", "NO_UPDATE", "StepTables", "build_step_plan", "logits_requests"]
+__all__ = ["NO_UPDATE", "StepTables", "build_step_plan", "logits_requests"]

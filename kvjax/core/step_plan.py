@@ -17,7 +17,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TableUpdate:
-    """Entries that one step wrote into a group's block table, in the order in which ids were dealt."""
+    """Entries that one step wrote into a group's block table, in the order in which ids were dealt.
+
+    A column may have held another block before: a copy takes the place of a block that a fork shares.
+    """
 
     rows: np.ndarray  # int64[K] rows of the request table
     columns: np.ndarray  # int64[K]

@@ -10,6 +10,8 @@ The rest are planned in stretches, each as
     2  take all new blocks at once            dealt in the same order
     3  register the blocks that filled        rows in order, group by group
 
+A row that shares a partly filled block since a fork is planned alone.
+
 This equals the row-by-row sequence while a stretch's blocks come from those free before its own releases, and no
 release goes to the head of the free queue. `_stretch_length` cuts by that rule; a row that begins no stretch is planned
 alone, and the first that does not fit ends the step.
@@ -180,6 +182,9 @@ class StepPlanner:
     def _stretch_length(self, work: StepWork) -> int:
         """Rows of the longest leading stretch for which bulk equals sequential; 0: there is none."""
         length = work.rows.size
+        if self._coordinator.copy_on_write.num_sharing:
+            sharing = self._coordinator.copy_on_write.is_sharing[work.rows]
+            length = int(sharing.argmax()) if sharing.any() else length
         for pool, of_pool in zip(self._coordinator.pools, self._managers_of_pool, strict=True):
             num_needed = 0
             for i, num_groups in of_pool:
@@ -284,6 +289,8 @@ class StepPlanner:
         request = self._table.requests[row]
         assert request is not None  # the rows were checked
         firsts = self._coordinator.by_group([[m.num_blocks.item(row)] * m.num_groups for m in self._managers])
+        is_sharing = self._coordinator.copy_on_write.is_sharing[row]
+        before = self._coordinator.row_block_ids(row) if is_sharing else self._coordinator.no_ids
         new_ids = self._coordinator.extend_row(
             request,
             row,
@@ -294,10 +301,19 @@ class StepPlanner:
         )
         if new_ids is None:
             return False
+        if is_sharing:
+            self._note_copies(row, before, updates)
         for parts, first, ids in zip(updates, firsts, new_ids, strict=True):
             if ids.size:
                 parts.append(TableUpdate(np.full(ids.size, row), np.arange(first, first + ids.size), ids))
         return True
+
+    def _note_copies(self, row: int, before: tuple[np.ndarray, ...], updates: Updates) -> None:
+        """Tells of the blocks of the row that copies took the place of."""
+        for parts, old, now in zip(updates, before, self._coordinator.row_block_ids(row), strict=True):
+            columns = ((now[: old.size] != old) & (now[: old.size] != 0)).nonzero()[0]
+            if columns.size:
+                parts.append(TableUpdate(np.full(columns.size, row), columns, now[columns]))
 
 
 def _checked_counts(name: str, values: npt.ArrayLike, rows: np.ndarray, least: int) -> np.ndarray | int:

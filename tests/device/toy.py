@@ -12,9 +12,10 @@ from flax import nnx
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
+from kvjax.core.page_edits import NO_COPIES, NO_PAGES
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, cdiv
 from kvjax.core.step_builder import build_step_plan
-from kvjax.core.step_plan import StepPlan
+from kvjax.core.step_plan import PageCopies, StepPlan
 from kvjax.device import AttentionOptions
 
 BLOCK_SIZE, WINDOW, VOCAB, NUM_BLOCKS = 4, 6, 31, 600
@@ -154,6 +155,12 @@ class ToyHost:
 
     def num_blocks(self, group_id: int) -> np.ndarray:
         return self._num_blocks[group_id]
+
+    def take_page_copies(self) -> tuple[PageCopies, ...]:
+        return (NO_COPIES,) * len(self.kv_cache_config.pools)
+
+    def take_pages_to_zero(self) -> tuple[np.ndarray, ...]:
+        return (NO_PAGES,) * len(self.kv_cache_config.pools)
 
     def add(self, row: int, token_ids: np.ndarray) -> None:
         table = self.request_table

@@ -108,6 +108,17 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         """None: decoding takes no blocks."""
         return 0
 
+    def written_column(self, row: int, num_tokens: int) -> int | None:
+        """None: decoding writes nothing."""
+        return None
+
+    def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
+        """Nothing to check: the encoder's blocks serve any number of tokens."""
+
+    def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
+        """Gives int64[n] new rows all of the row's blocks, by reference."""
+        super().share_row(row, new_rows, self.held_slots(row))
+
     def row_quiet_until(self, row: int) -> int:
         """For ever: nothing happens until the request ends."""
         return NEVER

@@ -247,6 +247,44 @@ class MambaManager(SingleTypeKVCacheManager):
         """Slots up to the end of the running column; speculative columns have none."""
         return (self.num_blocks.item(row) - self._num_speculative) * self.block_size
 
+    def written_column(self, row: int, num_tokens: int) -> int | None:
+        """That of the state after `num_tokens` tokens, unless it is the one at the end of its column."""
+        column = self._state_column(row, num_tokens)
+        return None if num_tokens == (column + 1) * self.block_size else column
+
+    def num_blocks_for_share(self, num_rows: int) -> int:
+        """Those of drafts."""
+        return num_rows * self.num_groups * self._num_speculative
+
+    def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
+        """Raises NotImplementedError for tokens in flight, which the state holds already."""
+        if num_in_flight:
+            raise NotImplementedError(
+                f"groups {self.group_ids}: a recurrent state holds the tokens in flight too; expected "
+                f"num_in_flight_tokens = 0, got {num_in_flight}"
+            )
+        super().check_share(row, num_tokens, num_in_flight)
+
+    def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
+        """Gives int64[n] new rows the state after `num_tokens` tokens, by reference, and new blocks for drafts."""
+        column = cdiv(num_tokens, self.block_size) - 1
+        state = self.block_tables[:, row, self._state_column(row, num_tokens)]
+        self.reserve_columns(column + 1 + self._num_speculative)
+        self.block_pool.touch(np.tile(state, new_rows.size))
+        self.block_tables[:, new_rows, column] = state[:, None]
+        new_ids = self.block_pool.get_new_blocks(self.num_blocks_for_share(new_rows.size))
+        by_row = new_ids.reshape(new_rows.size, self.num_groups, -1)
+        self.block_tables[:, new_rows, column + 1 : column + 1 + self._num_speculative] = by_row.swapaxes(0, 1)
+        self.num_blocks[new_rows] = column + 1 + self._num_speculative
+        self.num_cached_blocks[new_rows] = min(self.num_cached_blocks.item(row), num_tokens // self.block_size)
+        self.first_live[new_rows] = column
+        self._has_running[new_rows] = True
+
+    def _state_column(self, row: int, num_tokens: int) -> int:
+        """The column of the state after `num_tokens` tokens; the running one where that has no block."""
+        column = max(num_tokens - 1, 0) // self.block_size
+        return column if self.block_tables[0, row, column] else self.num_blocks.item(row) - 1 - self._num_speculative
+
     def _columns_for(self, num_slots: int) -> int:
         return cdiv(num_slots, self.block_size) + self._num_speculative
 
