@@ -33,7 +33,6 @@ from kvjax.replay import (
 
 DEFAULT_MODEL = "llama-3-8b"
 DEFAULT_MEMORY_BYTES = 52 * 2**30  # what an H100 has left beside the weights of the default model
-DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_REQUESTS = 2_000
 
 
@@ -69,9 +68,7 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         default=DEFAULT_MODEL,
         help=f"{', '.join(known_models())}, a Hugging Face folder, or a config.json (default: {DEFAULT_MODEL})",
     )
-    group.add_argument(
-        "--block-size", type=positive_int, default=DEFAULT_BLOCK_SIZE, metavar="N", help="tokens a block (default: 16)"
-    )
+    group.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: the model's)")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--memory", type=byte_size, metavar="BYTES", help="of one device (default: 52GiB)")
     size.add_argument("--num-blocks", type=positive_int, metavar="N", help="usable blocks, the null block not counted")

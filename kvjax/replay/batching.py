@@ -91,6 +91,7 @@ class BatchedReplay:
 
     def _step(self) -> None:
         start = thread_time_ns()
+        self.manager.new_step_starts()
         rows, num_new, preempted = self._schedule_running()
         host_ns = thread_time_ns() - start
         if not preempted:
@@ -114,6 +115,8 @@ class BatchedReplay:
         pending = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
         before = np.cumsum(pending) - pending
         num_new = np.clip(self.batching.max_num_batched_tokens - before, 0, pending)
+        if self.manager.coordinator.state_steps:
+            self._limit_steps(rows, num_new)
         rows, num_new = rows[num_new > 0], num_new[num_new > 0]
         planned, preempted = 0, False
         while planned < len(rows):
@@ -123,6 +126,11 @@ class BatchedReplay:
                 if self._preempt_youngest() == rows[-1]:
                     rows, num_new = rows[:-1], num_new[:-1]
         return rows, num_new, preempted
+
+    def _limit_steps(self, rows: np.ndarray, num_new: np.ndarray) -> None:
+        """Ends prompts' steps where recurrent layers cache their states."""
+        for i in np.flatnonzero(num_new > 1).tolist():
+            num_new[i] = self.manager.limit_step(self._table.requests[rows[i]], int(num_new[i]))
 
     def _preempt_youngest(self) -> int:
         """Makes the youngest running request wait again, with nothing computed; its row."""
@@ -169,7 +177,9 @@ class BatchedReplay:
     def _try_to_admit(self, job: Job, request: Request, budget: int) -> int | None:
         """New tokens of the request's first step, or None where it does not fit now."""
         blocks, hit = self.manager.get_computed_blocks(request)
-        num_new = min(request.num_tokens - hit, budget)
+        num_new = self.manager.limit_step(request, min(request.num_tokens - hit, budget), hit)
+        if not num_new:
+            return None
         allocated = self.manager.allocate_slots(request, num_new, hit, blocks, full_sequence_must_fit=True)
         if allocated is None:
             return None

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import gcd, lcm
 from time import perf_counter
 
 from kvjax.core.block_hash import BlockHasher
@@ -47,8 +48,13 @@ class ReplayConfig:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
-        return next(iter(self.specs.values())).block_size
+        """Tokens a block; of several sizes the LCM, whose multiples are hits."""
+        return lcm(*(spec.block_size for spec in self.specs.values()))
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens a hash: the blocks of every layer are multiples."""
+        return gcd(*(spec.block_size for spec in self.specs.values()))
 
 
 @dataclass(frozen=True)
@@ -81,13 +87,13 @@ def run_replay(
     manager = KVCacheManager(
         plan.config,
         plan.max_model_len,
-        config.block_size,
+        config.hash_block_size,
         metrics_collector=collector,
         max_in_flight_tokens=plan.max_in_flight_tokens,
         free_order=config.free_order,
     )
     recorder = Recorder(manager.block_pools, config.block_size)
-    hasher = BlockHasher(config.block_size, config.hash_algorithm, seed=SEED_TEXT)
+    hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
     prompts = PromptMaker(trace, hasher)
     infinite = InfiniteCache(config.block_size)
     with _no_garbage_collection():

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import thread_time_ns
 
+from kvjax.core.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.kv_cache_manager import KVCacheManager
+from kvjax.core.request import Request
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker
@@ -34,10 +36,11 @@ def replay_serial(
         infinite_hit = infinite.lookup_and_add(source)
         request = prompts.make(str(index), source)
         start = thread_time_ns()
+        manager.new_step_starts()
         blocks, hit = manager.get_computed_blocks(request)
-        allocated = manager.allocate_slots(request, source.input_length - hit, hit, blocks)
+        fits = _compute(manager, request, hit, blocks)
         spent = thread_time_ns() - start
-        if allocated is None:
+        if not fits:
             recorder.refused += 1
         else:
             recorder.count_admission(source.input_length, hit, infinite_hit)
@@ -48,3 +51,21 @@ def replay_serial(
             spent += thread_time_ns() - start
         recorder.host_ns.append(spent)
         on_progress(1)
+
+
+def _compute(manager: KVCacheManager, request: Request, hit: int, blocks: KVCacheBlocks) -> bool:
+    """Computes the prompt behind its hit, in one step unless states have to be cached on the way.
+
+    False if it does not fit, when the request holds nothing.
+    """
+    step = manager.limit_step(request, request.num_tokens - hit, hit)
+    if manager.allocate_slots(request, step, hit, blocks) is None:
+        return False
+    request.num_computed_tokens = hit + step
+    while left := request.num_tokens - request.num_computed_tokens:
+        step = manager.limit_step(request, left)
+        if manager.allocate_slots(request, step) is None:
+            manager.free(request)
+            return False
+        request.num_computed_tokens += step
+    return True

@@ -31,6 +31,38 @@ def run(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return capsys.readouterr().out
 
 
+def test_a_long_prompt_of_recurrent_layers_ends_steps_at_states(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Prompts longer than a step's budget, beside each other: a step never leaves a state's block half way."""
+    ids = tuple(range(50))
+    trace = [TraceRequest(i * 10, 20_000 + 300 * i, 5, ids[: -(-(20_000 + 300 * i) // 512)]) for i in range(4)]
+    write_trace(trace, tmp_path / "long.jsonl")
+    arguments = (tmp_path / "long.jsonl", "--model", "qwen3-next-80b-a3b", "--memory", "60GiB")
+    out = run(capsys, *arguments, "--max-num-batched-tokens", "2048", "--json", tmp_path / "out.json")
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["refused_requests"] == 0
+    assert data["output_tokens"] == 20
+    assert "4 requests" in out
+
+
+@pytest.mark.parametrize(
+    ("model", "block_size", "hit_tokens"),
+    [
+        ("deepseek-v4-flash", 256, 1_024 + 512),  # blocks of 256, 64, 8 and 4 tokens
+        ("qwen3-next-80b-a3b", 544, 544),  # a state each 544 tokens: one at 544 of the first, the third shares 512
+        ("gpt-oss-120b", 16, 1_024 + 512),
+    ],
+)
+def test_models_of_several_block_sizes(
+    capsys: pytest.CaptureFixture[str], trace: str, tmp_path: Path, model: str, block_size: int, hit_tokens: int
+) -> None:
+    path = tmp_path / "out.json"
+    run(capsys, trace, "--serial", "--model", model, "--memory", "60GiB", "--json", path)
+    data = json.loads(path.read_text())
+    assert (data["block_size"], data["hit_tokens"]) == (block_size, hit_tokens)
+
+
 def test_serial_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
     arguments = (trace, "--serial", "--num-blocks", 1_000, "--json", data_path, "--plot", plot_path)
