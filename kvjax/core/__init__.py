@@ -39,6 +39,7 @@ from kvjax.core.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.kv_cache_manager import KVCacheManager
 from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvjax.core.manager_snapshot import KVCacheManagerSnapshot
+from kvjax.core.pins import PinnedPrefix
 from kvjax.core.prefix_cache_stats import CachingMetrics, PrefixCacheStats
 from kvjax.core.request import LoRARequest, MultiModalFeature, Request
 from kvjax.core.request_table import RequestTable
@@ -88,6 +89,7 @@ __all__ = [
     "MambaSpec",
     "MultiModalFeature",
     "PageCopies",
+    "PinnedPrefix",
     "PrefixCacheStats",
     "Request",
     "RequestTable",

@@ -1,7 +1,7 @@
-"""What a `KVCacheManager` offers beyond a request's own blocks: forks and the page edits that they cause.
+"""What a `KVCacheManager` offers beyond a request's own blocks: forks, the page edits that they cause, and pins.
 
 Flow:    running request -> [BlockSharing.fork] -> child requests; take_page_copies, take_pages_to_zero -> StepPlan
-Source:  DESIGN, "Beyond vLLM"; when a shared block is copied: copy_on_write.py
+Source:  DESIGN, "Beyond vLLM"; when a shared block is copied: copy_on_write.py; what pins hold: pins.py
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.coordinator import KVCacheCoordinator
+from kvjax.core.hasher_check import HasherCheck
+from kvjax.core.pins import PinnedPrefix
 from kvjax.core.request import Request
 from kvjax.core.request_table import RequestTable
 from kvjax.core.step_plan import PageCopies
@@ -26,6 +28,8 @@ class BlockSharing(abc.ABC):
     coordinator: KVCacheCoordinator
     request_table: RequestTable
     block_pools: tuple[BlockPool, ...]
+    hash_block_size: int
+    _hasher_check: HasherCheck
 
     @abc.abstractmethod
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -96,6 +100,43 @@ class BlockSharing(abc.ABC):
         None without `zero_new_pages`; else those of all new blocks that no copy fills.
         """
         return tuple(pool.page_edits.take_pages_to_zero() for pool in self.block_pools)
+
+    def pin(self, request: Request, longest_request: int | None = None) -> PinnedPrefix | None:
+        """Keeps the longest cached prefix of a request's tokens in the cache until `unpin`, running or not.
+
+        Requests that start with the same tokens, and have more, hit it. Pinned blocks count as held: while there are
+        any, `reset_prefix_cache` refuses. `evict_blocks` and `invalidate` make them no hits, and they stay held.
+
+        Args:
+            request: with all the tokens that are to be hit.
+            longest_request: tokens of the longest request that must find room beside all pins; None: `max_model_len`.
+
+        Returns:
+            What is pinned, or None: nothing of it is cached.
+
+        Raises:
+            ValueError: `longest_request` is below 1, or the request was hashed with another block size.
+            OutOfBlocksError: a pool would have fewer blocks left than such a request may need, or than the running
+                requests have reserved. Nothing is changed.
+        """
+        longest = self.coordinator.settings.max_model_len if longest_request is None else longest_request
+        if longest < 1:
+            raise ValueError(f"expected longest_request >= 1, got {longest}")
+        self._hasher_check.check(request)
+        if self.coordinator.reads_encoder and not request.names_input(self.hash_block_size):
+            return None
+        hits, num_tokens = self.coordinator.find_pinnable(request.block_hashes, request.num_tokens)
+        if not num_tokens:
+            return None
+        return self.coordinator.pins.add(tuple(tuple(ids.tolist()) for ids in hits), num_tokens, longest)
+
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        """Lets a pinned prefix go; what no request holds may be evicted, its last block first.
+
+        Raises:
+            BlockStateError: the prefix is not pinned here. Nothing is changed.
+        """
+        self.coordinator.pins.remove(prefix)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

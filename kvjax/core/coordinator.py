@@ -25,6 +25,7 @@ from kvjax.core.fresh_blocks import FreshBlocks
 from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.kv_events import GroupInfo
+from kvjax.core.pins import Pins
 from kvjax.core.reservations import Reservations
 from kvjax.core.single_type_manager import NEVER, ManagerSettings, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
@@ -99,6 +100,7 @@ class KVCacheCoordinator(abc.ABC):
         self._drops_last_block = self._find_eagle_managers(kv_cache_config)  # per manager
         self._check_kinds()
         self.reservations = Reservations(self) if settings.reserve else None
+        self.pins = Pins(self)
 
     def _make_managers(
         self, kv_cache_config: KVCacheConfig
@@ -173,6 +175,21 @@ class KVCacheCoordinator(abc.ABC):
     @abc.abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """The longest prefix of at most `max_length` tokens that every group can resume from."""
+
+    def find_pinnable(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> Hit:
+        """The hit that a longer request than these tokens would get, and the blocks that EAGLE drops from it."""
+        hits, length = self.find_longest_cache_hit(block_hashes, num_tokens)
+        if not length:
+            return hits, length
+        blocks = list(hits)
+        for manager, drops in zip(self.managers, self._drops_last_block, strict=True):
+            if drops and manager.is_prefix_cacheable:
+                column = length // manager.block_size
+                hashes = self.hashing.of_block_size(block_hashes, manager.block_size)[column : column + 1]
+                for group_id in manager.group_ids:
+                    dropped = manager.block_pool.find_run(hashes, group_id)
+                    blocks[group_id] = np.concatenate([hits[group_id], dropped])
+        return tuple(blocks), length
 
     # One request.
 
@@ -370,6 +387,7 @@ class KVCacheCoordinator(abc.ABC):
             manager.check_invariants(owned_rows)
         if self.reservations is not None:
             self.reservations.check_invariants(owned_rows)
+        self.pins.check_invariants()
         for row in owned_rows:
             if self.quiet_until[row] > min(manager.row_quiet_until(row) for manager in self.managers):
                 raise InvariantError(f"M3: row {row} sleeps past its next allocation, registration or release")

@@ -26,6 +26,7 @@ class KVCacheManagerSnapshot:
     num_cached_blocks: dict[str, tuple[int, ...]]  # request -> per group
     fresh_blocks: tuple[tuple[int, ...], ...]  # per pool, registered in this step and not yet to be hit
     sharing_requests: tuple[str, ...]  # in ascending order, those that share a partly filled block since a fork
+    pins: dict[int, tuple[tuple[int, ...], ...]]  # pin -> per group
 
 
 def take_snapshot(
@@ -43,6 +44,7 @@ def take_snapshot(
         num_cached_blocks={name: tuple(counts.item(row) for counts in num_cached) for name, row in rows.items()},
         fresh_blocks=tuple(tuple(fresh.block_ids()) for fresh in coordinator.fresh_blocks),
         sharing_requests=tuple(sorted(name for name, row in rows.items() if coordinator.copy_on_write.is_sharing[row])),
+        pins=coordinator.pins.snapshot(),
     )
 
 
