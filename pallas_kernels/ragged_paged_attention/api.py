@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.kv_write import kv_write
@@ -60,22 +61,20 @@ def ragged_paged_attention(
     """
     chosen = resolve_backend(validate.OP, backend)
     mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
-    validate.check_mask(mask)
-    validate.check_scalars(sm_scale, soft_cap, schedule, backend)
+    attention_checks.check_mask(validate.OP, mask)
+    attention_checks.check_scalars(validate.OP, sm_scale, soft_cap, schedule, backend)
     validate.check_new_kv(q, new_kv, slot_mapping)
     num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
     page_size = pages[0].shape[1]
-    validate.check_batch(q.shape[0], page_size, block_tables, seq_lens, query_start_loc, distribution)
+    step = (block_tables, seq_lens, query_start_loc, distribution)
+    attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
     if new_kv is not None and slot_mapping is not None:
         pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=chosen)
     out, lse = reference.ragged_paged_attention(
         q,
         tuple(pages),
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        distribution,
+        *step,
         mask=mask,
         num_kv_heads=num_kv_heads,
         sm_scale=float(sm_scale),

@@ -24,6 +24,12 @@ class Batch(NamedTuple):
     starts: jax.Array  # int32[S] first query token
     q_lens: jax.Array  # int32[S] query tokens, 0 for padding rows
 
+    @classmethod
+    def of_step(cls, seq_lens: jax.Array, query_start_loc: jax.Array, distribution: jax.Array) -> Batch:
+        """From int32[S] `seq_lens`, int32[S + 1] `query_start_loc` and int32[3] `distribution`."""
+        real = jnp.arange(seq_lens.shape[0], dtype=jnp.int32) < distribution[2]
+        return cls(seq_lens, query_start_loc[:-1], jnp.where(real, jnp.diff(query_start_loc), 0))
+
 
 class QueryTile(NamedTuple):
     """One query tile, int32[] each; or all tiles of a step, int32[N] each."""

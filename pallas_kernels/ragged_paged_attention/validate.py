@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from typing import Any
 
 import jax
 import numpy as np
 
 from pallas_kernels import checks
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
 OP = "ragged_paged_attention"
-
-
-def check_mask(mask: MaskRule) -> None:
-    """Raises ValueError for an option that is no mask."""
-    if not isinstance(mask.causal, bool):
-        raise ValueError(f"{OP}: expected causal to be True or False, got {mask.causal!r}")
-    for name in ("sliding_window", "attention_chunk_size"):
-        if getattr(mask, name) is not None:
-            checks.check_at_least(OP, name, getattr(mask, name), 1)
-    checks.check_at_least(OP, "num_sink_tokens", mask.num_sink_tokens, 0)
-
-
-def check_scalars(sm_scale: Any, soft_cap: Any, schedule: Any, backend: str) -> None:
-    """Raises ValueError unless the scale is a finite number, the cap None or positive, and no schedule is lost."""
-    if not isinstance(sm_scale, numbers.Real) or not math.isfinite(float(sm_scale)):
-        raise ValueError(f"{OP}: expected sm_scale to be a finite number, got {sm_scale!r}")
-    if soft_cap is not None and (not isinstance(soft_cap, numbers.Real) or not 0 < float(soft_cap) < math.inf):
-        raise ValueError(f"{OP}: expected soft_cap to be None or a finite number > 0, got {soft_cap!r}")
-    if schedule is not None and backend == "reference":
-        raise ValueError(
-            f"{OP}: expected schedule None, since the reference has no plan(), got {type(schedule).__name__}"
-        )
 
 
 def check_heads(
@@ -63,52 +38,6 @@ def check_heads(
     if num_tokens < 1:
         raise ValueError(f"{OP}: expected at least one query token, got q of shape {q.shape}; pad the batch")
     return num_kv_heads
-
-
-def check_batch(
-    num_tokens: int,
-    num_slots_per_page: int,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_start_loc: jax.Array,
-    distribution: jax.Array,
-) -> None:
-    """Raises ValueError where the arrays that describe the step do not fit each other."""
-    checks.check_array(OP, "block_tables", block_tables, (None, None), "[num_seqs, pages_per_seq]")
-    num_seqs, num_columns = block_tables.shape
-    if num_seqs < 1 or num_columns < 1:
-        raise ValueError(f"{OP}: expected at least one row and column, got block_tables {block_tables.shape}")
-    checks.check_array(OP, "seq_lens", seq_lens, (num_seqs,), "[num_seqs]")
-    checks.check_array(OP, "query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
-    checks.check_array(OP, "distribution", distribution, (3,), "[3]")
-    named = {
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        "query_start_loc": query_start_loc,
-        "distribution": distribution,
-    }
-    for name, array in named.items():
-        checks.check_int32(OP, name, array)
-    known = checks.concrete(seq_lens, query_start_loc, distribution)
-    if known is not None:
-        _check_values(num_tokens, num_columns * num_slots_per_page, *known)
-
-
-def _check_values(
-    num_tokens: int, max_len: int, seq_lens: np.ndarray, starts: np.ndarray, distribution: np.ndarray
-) -> None:
-    """Raises ValueError where lengths, starts and distribution contradict each other or the shapes."""
-    ends = distribution.tolist()
-    if not 0 <= ends[0] <= ends[1] <= ends[2] <= seq_lens.size:
-        raise ValueError(f"{OP}: expected distribution to rise within [0, {seq_lens.size}], got {ends}")
-    starts, seq_lens = starts[: ends[2] + 1], seq_lens[: ends[2]]
-    q_lens = np.diff(starts)
-    if starts[0] != 0 or (q_lens < 0).any() or starts[-1] > num_tokens:
-        raise ValueError(f"{OP}: expected query_start_loc to rise from 0 to at most {num_tokens}, got {starts}")
-    if (q_lens[: ends[0]] > 1).any():
-        raise ValueError(f"{OP}: expected one query token per decode sequence, got {q_lens[: ends[0]]}")
-    if (seq_lens < q_lens).any() or (seq_lens > max_len).any():
-        raise ValueError(f"{OP}: expected seq_lens from the query lengths {q_lens} to {max_len}, got {seq_lens}")
 
 
 def check_per_head(num_q_heads: int, num_kv_heads: int, sinks: Any, k_scale: Any, v_scale: Any) -> None:
