@@ -44,3 +44,7 @@ class CheckpointError(KVCacheError, ValueError):
 
 class TraceError(KVCacheError, ValueError):
     """A trace file has a bad line; the message starts with `path:line`."""
+
+
+class CallLogError(KVCacheError, ValueError):
+    """A file of recorded calls is none, damaged or of another version, or an answer differs from the recorded one."""

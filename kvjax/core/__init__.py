@@ -13,6 +13,8 @@ from kvjax.core.block_hash import (
 from kvjax.core.block_hash_map import BlockHashToBlockMap
 from kvjax.core.block_origins import BlockOrigin
 from kvjax.core.block_pool import BlockPool
+from kvjax.core.call_recorder import CallRecorder
+from kvjax.core.call_replay import ReplayedCalls, replay_calls
 from kvjax.core.context_parallel import lengths_of_rank, slots_of_rank
 from kvjax.core.coordinator import (
     HybridKVCacheCoordinator,
@@ -61,6 +63,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "CachingMetrics",
+    "CallRecorder",
     "ChunkedLocalAttentionManager",
     "ChunkedLocalAttentionSpec",
     "CrossAttentionManager",
@@ -91,6 +94,7 @@ __all__ = [
     "PageCopies",
     "PinnedPrefix",
     "PrefixCacheStats",
+    "ReplayedCalls",
     "Request",
     "RequestTable",
     "SingleTypeKVCacheManager",
@@ -112,5 +116,6 @@ __all__ = [
     "manager_class_of",
     "register_kv_cache_manager",
     "registered_specs",
+    "replay_calls",
     "slots_of_rank",
 ]

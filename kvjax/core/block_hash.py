@@ -88,6 +88,16 @@ class BlockHasher:
         none_hash = os.urandom(32) if seed is None else self._digest(encoding.dumps(seed))
         object.__setattr__(self, "none_hash", none_hash)
 
+    @classmethod
+    def with_none_hash(
+        cls, block_size: int, algorithm: str, extra_key_style: str, none_hash: bytes, has_seed: bool
+    ) -> BlockHasher:
+        """A hasher that goes on with the NONE_HASH of another, whose seed nobody knows."""
+        hasher = cls(block_size, algorithm, seed="", extra_key_style=extra_key_style)
+        object.__setattr__(hasher, "none_hash", none_hash)
+        object.__setattr__(hasher, "has_seed", has_seed)
+        return hasher
+
     @property
     def is_cbor(self) -> bool:
         """Whether hashes are meant to be computed by other programs too (canonical CBOR, not pickle)."""

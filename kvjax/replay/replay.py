@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd, lcm
+from pathlib import Path
 from time import perf_counter
 
 from kvjax.core.block_hash import BlockHasher
+from kvjax.core.call_recorder import CallRecorder
 from kvjax.core.kv_cache_manager import KVCacheManager
 from kvjax.core.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
 from kvjax.core.spec import KVCacheSpec
@@ -70,13 +72,19 @@ class ReplayResult:
 
 
 def run_replay(
-    trace: Sequence[TraceRequest], config: ReplayConfig, on_progress: Callable[[int], object] = lambda count: None
+    trace: Sequence[TraceRequest],
+    config: ReplayConfig,
+    on_progress: Callable[[int], object] = lambda count: None,
+    record_to: Path | None = None,
 ) -> ReplayResult:
     """Replays `trace`; `on_progress` is called with the number of requests that were finished.
+
+    With `record_to` all calls of the manager are written there, for `kvjax.core.replay_calls`; host times include it.
 
     Raises:
         ValueError: the trace is empty, or the config has neither or both of blocks and memory, or bad values.
         MemoryBudgetError: the memory does not hold the cache of the longest request.
+        OSError: the record cannot be written.
     """
     if not trace:
         raise ValueError("expected a trace of at least one request, got none")
@@ -96,12 +104,12 @@ def run_replay(
     hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
     prompts = PromptMaker(trace, hasher)
     infinite = InfiniteCache(config.block_size)
-    with _no_garbage_collection():
+    with _no_garbage_collection(), _recorded(manager, record_to) as called:
         if config.serial:
-            replay_serial(trace, manager, prompts, infinite, recorder, clock, on_progress)
+            replay_serial(trace, called, prompts, infinite, recorder, clock, on_progress)
         else:
             batching = config.batching
-            args = (trace, manager, prompts, infinite, recorder, clock, config.speed, batching, on_progress)
+            args = (trace, called, prompts, infinite, recorder, clock, config.speed, batching, on_progress)
             BatchedReplay(*args).run()
     return ReplayResult(
         config=config,
@@ -128,6 +136,16 @@ def _plan(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePlan:
         tensor_parallel=config.tensor_parallel,
         hybrid=config.hybrid,
     )
+
+
+@contextmanager
+def _recorded(manager: KVCacheManager, path: Path | None) -> Iterator[KVCacheManager]:
+    """The manager, or what records its calls."""
+    if path is None:
+        yield manager
+    else:
+        with CallRecorder(manager, path) as recorder:
+            yield recorder.manager
 
 
 @contextmanager
