@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(title: str, total: int, unit: str, *, enabled: bool = True) -> Iterator[Callable[[int], object]]:
+def progress(title: str, total: int | None, unit: str, *, enabled: bool = True) -> Iterator[Callable[[int], object]]:
     """A bar of `total` units for the block; call what it yields with the units done since the last call.
 
-    Without tqdm (extra "cli"), or where stderr is no terminal, there is no bar.
+    A total of None is unknown. Without tqdm (extra "cli"), or where stderr is no terminal, there is no bar.
     """
     if not enabled or importlib.util.find_spec("tqdm") is None:
         yield lambda count: None

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvjax.cli.arguments import byte_size, non_negative_float, positive_float, positive_int
 from kvjax.cli.output_files import output_file, require_matplotlib
 from kvjax.cli.progress import progress
+from kvjax.cli.replay_calls import make_calls
 from kvjax.configs import known_models, load_model_config
 from kvjax.core.block_hash import ALGORITHMS
 from kvjax.core.block_pool import FREE_ORDERS
@@ -39,6 +40,7 @@ DEFAULT_NUM_REQUESTS = 2_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax replay`."""
     parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines in Mooncake's format")
+    parser.add_argument("--calls", metavar="FILE", help="recorded calls instead: make them again, compare answers")
     _add_workload_arguments(parser.add_argument_group("workload"))
     _add_cache_arguments(parser.add_argument_group("cache"))
     _add_speed_arguments(parser.add_argument_group("continuous batching in virtual time"))
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--plot", type=output_file, metavar="FILE", help="PNG of hits, occupancy, queue and block lifetimes"
     )
+    output.add_argument("--record", type=output_file, metavar="FILE", help="write the manager's calls, for --calls")
     output.add_argument("--no-progress", action="store_true", help="no progress bar (there is none off a terminal)")
 
 
@@ -134,7 +137,12 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: neither or both of a trace and --generate, or a bad model.
         MemoryBudgetError: the cache does not hold the longest request.
         MissingExtraError: --plot without matplotlib.
+        CallLogError: --calls with a file of none, or an answer that differs.
     """
+    if args.calls is not None:
+        if args.trace is not None or args.generate is not None:
+            raise ConfigError("expected --calls without a TRACE or --generate, got both: a record has its own requests")
+        return make_calls(args.calls, with_progress=not args.no_progress)
     trace = _trace(args)
     if args.write is not None:
         write_trace(trace, args.write)
@@ -144,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         require_matplotlib("--plot")  # before minutes of work
     config = _config(args)
     with progress("Replaying", len(trace), "request", enabled=not args.no_progress) as advance:
-        result = run_replay(trace, config, advance)
+        result = run_replay(trace, config, advance, args.record)
     print(result_text(result))
     if args.json is not None:
         args.json.write_text(json.dumps(_source(args) | result_json(result), indent=2) + "\n", encoding="utf-8")

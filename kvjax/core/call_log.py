@@ -38,6 +38,7 @@ from kvjax.errors import CallLogError
 
 FORMAT, VERSION = "kvjax-calls", 1
 LENGTH_BYTES = 4
+INLINE = (bool, int, float, str, bytes)
 
 
 class CallLogWriter:
@@ -113,8 +114,12 @@ class CallEncoding:
         Raises:
             NotImplementedError: it is of a class that no call has among its arguments.
         """
-        if value is None or isinstance(value, bool | int | float | str | bytes):
+        if value is None or type(value) in INLINE:
             return value
+        if isinstance(value, np.ndarray):
+            return {"array": [value.dtype.str, list(value.shape), value.tobytes()]}
+        if isinstance(value, TableUpdate):
+            return {"value": ["TableUpdate", *self._update(value)]}
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, list | tuple):
@@ -123,17 +128,12 @@ class CallEncoding:
             return sorted(value)
         if isinstance(value, dict):
             return {"dict": [[self.encode(key), self.encode(part)] for key, part in value.items()]}
-        if isinstance(value, np.ndarray):
-            return {"array": [value.dtype.str, list(value.shape), value.tobytes()]}
         if isinstance(value, Request):
             return {"request": value.request_id}
         if isinstance(value, KVCacheBlocks):
             return {"blocks": [ids.astype("<i4").tobytes() for ids in value.block_ids]}
         if isinstance(value, LoRARequest):
             return {"lora": [value.name, value.path]}
-        if isinstance(value, TableUpdate):
-            columns, block_ids = self.encode(value.columns), self.encode(value.block_ids)
-            return {"value": ["TableUpdate", self.rows(value.rows), columns, block_ids]}
         if is_dataclass(value):
             parts = [self.encode(getattr(value, field.name)) for field in fields(value)]
             return {"value": [type(value).__name__, *parts]}
@@ -141,6 +141,12 @@ class CallEncoding:
             matching = [origin for origin in self._known_origins() if value(origin)]
             return {"origins": [self.encode([o.cache_salt, o.lora, o.weight_version]) for o in matching]}
         raise NotImplementedError(f"a {type(value).__name__} cannot be recorded as part of a call")
+
+    def _update(self, update: TableUpdate) -> list[Any]:
+        """The parts of an update, none if it is empty."""
+        if not update.rows.size:
+            return []
+        return [self.rows(update.rows), update.columns.tolist(), update.block_ids.tolist()]
 
     def rows(self, rows: Any) -> Any:
         """Rows by the requests that own them; as they are where one is owned by none."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.core.kinds.registry import managed_spec_classes
+from kvjax.core.kinds.registry import registered_specs
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from pallas_kernels.layouts import ArrayLayout, PageLayout
 
@@ -38,7 +38,7 @@ def decode_config(plain: Any) -> Any:
         return plain
     fields = dict(plain)
     name = fields.pop("class", None)
-    classes: dict[str, type] = {cls.__name__: cls for cls in (*CONFIG_CLASSES, *managed_spec_classes())}
+    classes: dict[str, type] = {cls.__name__: cls for cls in (*CONFIG_CLASSES, *registered_specs())}
     if name not in classes:
         raise ValueError(f"expected a class of {', '.join(sorted(classes))}, got {name!r}; register its manager first")
     try:

@@ -21,6 +21,7 @@ from kvjax.core import (
     KVCacheSpec,
     Request,
 )
+from kvjax.core.kinds import registry
 from kvjax.core.kinds.full_attention import FullAttentionManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
 from kvjax.core.manager_state import open_state
@@ -171,7 +172,9 @@ def test_observers_start_anew() -> None:
     assert len(observed.drain_events()) == 4
 
 
-def test_a_kind_of_the_user_is_restored() -> None:
+def test_a_kind_of_the_user_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_MANAGERS", dict(registry._MANAGERS))
+
     class OwnSpec(FullAttentionSpec):
         pass
 

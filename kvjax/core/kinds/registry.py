@@ -51,8 +51,3 @@ def manager_class_of(spec: KVCacheSpec) -> type[SingleTypeKVCacheManager]:
             return _MANAGERS[spec_class]
     known = ", ".join(sorted(spec_class.__name__ for spec_class in _MANAGERS))
     raise ValueError(f"no manager for {type(spec).__name__}; known: {known}. Register one: register_kv_cache_manager")
-
-
-def managed_spec_classes() -> tuple[type[KVCacheSpec], ...]:
-    """The spec classes that have a manager."""
-    return tuple(_MANAGERS)
