@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.cli.main import main
 
-WORKLOAD = ("--generate", "documents", "--num-requests", "6", "--model", "gemma-3-27b", "--num-blocks", "4000")
+WORKLOAD = ("--generate", "agents", "--num-requests", "12", "--model", "gemma-3-27b", "--num-blocks", "20000")
 
 
 @pytest.mark.parametrize("mode", [(), ("--serial",)])
@@ -24,7 +24,7 @@ def test_a_recorded_replay_is_made_again(mode: tuple[str, ...], tmp_path: Path, 
     assert main(["replay", "--calls", str(record)]) == 0
     out = capsys.readouterr().out
     assert "every answer as recorded" in out
-    assert "6 free, " in out
+    assert "12 free, " in out
     assert "0 running requests" in out
 
 
