@@ -151,6 +151,7 @@ def test_shipped_deployments_can_be_planned(name: str) -> None:
         max_model_len=deployment.max_model_len,
         platform=deployment.platform,
         tensor_parallel=deployment.tensor_parallel or 1,
+        request_len=deployment.request_len,
     )
     assert plan.concurrency >= 1
 

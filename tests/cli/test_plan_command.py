@@ -133,7 +133,7 @@ def test_configs_are_found_from_any_directory(
             "expected tensor_parallel to divide the 8 KV heads",
         ),
         (("qwen3-8b", "--memory", "9GiB", "--lengths", "50000"), "expected a length in [1, 40960] (max_model_len)"),
-        (("--deployment", "moon"), "expected a deployment's name (gemma-3-27b-v6e-4"),
+        (("--deployment", "moon"), "expected a deployment's name (deepseek-v4-flash-h200-8, gemma-3-27b-v6e-4"),
     ],
 )
 def test_bad_input_is_one_clear_line(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str) -> None:

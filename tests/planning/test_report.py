@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
-from kvjax.planning import plan_kv_cache
+from kvjax.core import ChunkedLocalAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec
+from kvjax.planning import Parallelism, plan_kv_cache
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
 from tests.planning.test_plan import GIB, full, layers, window
 
@@ -30,6 +32,43 @@ def test_words_name_groups_windows_padding_and_parallelism() -> None:
     assert "in 32,768 bytes (16,384 without the device's padding) or 8,192 bytes;" in words
     assert "Its 6 groups (6 + 4 + 4 + 4 + 4 + 4 layers)" in words
     assert "blocks are set aside for 8,192 tokens in flight" in words
+
+
+def test_words_name_what_scalar_memory_holds() -> None:
+    """On TPU a row of 2,048 blocks is 8 KiB; one of 2**20 / 4 blocks fills the megabyte."""
+    plan = plan_kv_cache(layers((2, full())), num_blocks=9_000, max_model_len=32_768, platform="tpu")
+    words = one_line(plan_words(plan))
+    assert "of group 0, takes 8.00 KiB for a request of 32,768 tokens: 126 such requests fit in one launch." in words
+    plan = plan_kv_cache(layers((2, full(block_size=4))), num_blocks=9_000, max_model_len=2**20, platform="tpu")
+    words = one_line(plan_words(plan))
+    assert "takes 1.00 MiB for a request of 1,048,576 tokens: 0 such requests fit in one launch. Take larger" in words
+    assert "scalar memory" not in plan_words(plan_kv_cache(layers((2, full())), num_blocks=9, max_model_len=32))
+
+
+def test_words_name_sinks_ranks_and_the_usual_request() -> None:
+    sinks = SinkFullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16", sink_len=64)
+    parallel = Parallelism(tensor=16, decode_context=2, data=3)
+    arguments = {"memory_bytes": GIB, "max_model_len": 8_192, "request_len": 1_024}
+    words = one_line(plan_words(plan_kv_cache(layers((2, sinks)), parallel=parallel, **arguments)))
+    assert "4 blocks hold the layers' own attention sinks." in words
+    assert "Context parallelism over 2 ranks splits the tokens of a head: a block id stands for 2 times" in words
+    assert "Each of 3 replicas has requests and a cache of its own: together" in words
+    assert "balanced" not in words
+    words = one_line(plan_words(plan_kv_cache(layers((2, sinks), (4, window(num_kv_heads=1))), **arguments)))
+    assert "The pools are balanced for requests of 1,024 tokens:" in words
+
+
+def test_tables_have_a_line_for_each_kind_of_page() -> None:
+    latent = MLAAttentionSpec(block_size=256, head_size=512, dtype="bfloat16", tokens_per_state=4)
+    other = replace(latent, tokens_per_state=128)
+    chunked = ChunkedLocalAttentionSpec(
+        block_size=256, num_kv_heads=1, head_size=128, dtype="bfloat16", attention_chunk_size=8_192
+    )
+    plan = plan_kv_cache(layers((3, latent), (2, other), (1, chunked)), num_blocks=99, max_model_len=8_192)
+    lines = [line.split() for line in plan_table(plan, [8_192]).splitlines()]
+    assert ["0", "0", "mla_attention", "/", "4", "3", "256", "65,536", "65,536", "32"] in lines
+    assert ["0", "0", "mla_attention", "/", "128", "2", "256", "2,048", "2,048", "32"] in lines
+    assert ["1", "1", "chunked_local_attention", "8,192", "1", "256", "131,072", "131,072", "32"] in lines
 
 
 def test_words_say_that_blocks_were_given() -> None:
