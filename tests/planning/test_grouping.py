@@ -70,6 +70,20 @@ def test_a_table_that_would_make_every_id_dearer_has_a_pool_of_its_own() -> None
     assert [(len(group.layer_names), group.pool_id) for group in groups] == [(14, 0), (20, 1)]
 
 
+def test_the_narrowest_group_decides_whether_a_table_of_several_layouts_joins() -> None:
+    """Windows of 128 tokens in one layer only: each of its ids would take four pages more."""
+    specs = layers((1, full(2)), (4, full()), (4, window(64)), (1, window(128)))
+    groups = group_layers(specs, platform="cpu")
+    assert [(len(group.layer_names), group.pool_id) for group in groups] == [(5, 0)] + [(1, 1)] * 5
+
+
+def test_one_table_of_several_layouts_joins_a_pool() -> None:
+    """Behind the columns that both have in common, two would want different pages of one column."""
+    specs = layers((4, full()), (1, full(2)), (4, window(64)), (1, window(64, 4)), (4, window(128)))
+    groups = group_layers(specs, platform="cpu")
+    assert [(len(group.layer_names), group.pool_id) for group in groups] == [(5, 0), (4, 0), (5, 1)]
+
+
 kinds_of_layers = st.sampled_from([full(), full(2), window(64), window(128), window(64, 2)])
 
 
@@ -100,6 +114,9 @@ def test_promoted_layers_take_the_block_size_of_the_full_ones() -> None:
     assert len(group_layers(specs, platform="cpu")) == 2
     (group,) = group_layers(specs, platform="cpu", hybrid=False)
     assert {spec.block_size for spec in group.layer_specs} == {32}
+    two_sizes = layers((2, full(block_size=32)), (2, full(block_size=8)), (2, window(64, block_size=16)))
+    groups = group_layers(two_sizes, platform="cpu", hybrid=False)
+    assert [group.spec.block_size for group in groups] == [32, 8, 16]
     only_windows = group_layers(layers((2, window(64, block_size=16))), platform="cpu", hybrid=False)
     assert only_windows[0].spec.block_size == 16
 

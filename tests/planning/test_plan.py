@@ -96,6 +96,20 @@ def test_shortfall_is_named_in_bytes() -> None:
     assert plan.concurrency == 1
 
 
+@given(
+    counts=st.lists(st.integers(1, 6), min_size=4, max_size=4),
+    platform=st.sampled_from(["cpu", "tpu"]),
+    num_blocks=st.integers(2, 99),
+)
+def test_bytes_are_those_of_the_arrays(counts: list[int], platform: str, num_blocks: int) -> None:
+    kinds = (full(), full(2), window(64), window(128, 2))
+    specs = layers(*zip(counts, kinds, strict=True))
+    plan = plan_kv_cache(specs, num_blocks=num_blocks, max_model_len=64, platform=platform)
+    arrays = [array for pool in plan.config.pools for column in pool.columns for array in column.arrays]
+    assert plan.used_bytes == sum(array.page_bytes for array in arrays) * num_blocks
+    assert [len(pool.columns) for pool in plan.config.pools] == [pool.num_columns for pool in plan.pools]
+
+
 def test_longer_requests_fit_less_often() -> None:
     plan = plan_kv_cache(layers((4, full()), (20, window())), memory_bytes=GIB, max_model_len=8_192)
     fits = [plan.requests_of(length) for length in (1, 16, 1024, 4096, 8192)]
