@@ -115,6 +115,9 @@ DEPLOYMENTS = {
     "full + cross": Deployment(((full(2), 0), (cross(4), 0))),
     "window + cross, two pools, reserved": Deployment(((window(2, 5), 0), (cross(2), 1)), {"reserve": True}),
     "sinks, EAGLE": Deployment(((sink(2, 4), 0),), {"use_eagle": True}),
+    "full + sinks + MLA on four ranks": Deployment(
+        ((full(2), 0), (sink(2, 16), 0), (latent(4), 1)), {"dcp_world_size": 2, "pcp_world_size": 2}
+    ),
     "MLA": Deployment(((latent(2), 0),), {"free_order": "uncached_first"}),
     "MLA of several ratios + windows": Deployment(
         ((latent(8, 4), 0), (latent(8, 8), 1), (latent_window(4, 8), 0), (latent_window(2, 3), 1)), {"reserve": True}
@@ -143,6 +146,7 @@ class RandomCalls:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.num_requests = 0
+        self.lookahead: dict[str, int] = {}  # drafted tokens of each step of a request
         self.calls: list[tuple[Callable[[], object], float]] = [
             (self.admit, 0.25),
             (self.plan_step, 0.3),
@@ -183,8 +187,12 @@ class RandomCalls:
         blocks, num_hit = self.manager.get_computed_blocks(request)
         new = self.step_of(request, request.num_tokens - num_hit, num_hit)
         before = self.manager.snapshot()
-        must_fit = self.rng.random() < 0.5
-        options = {"full_sequence_must_fit": must_fit, "num_encoder_tokens": self.some(0, MAX_ENCODER_TOKENS)}
+        lookahead = self.lookahead[request.request_id] = self.some(0, 2)
+        options = {
+            "num_lookahead_tokens": lookahead,
+            "full_sequence_must_fit": bool(self.rng.random() < 0.5),
+            "num_encoder_tokens": self.some(0, MAX_ENCODER_TOKENS),
+        }
         if self.manager.allocate_slots(request, new, num_hit, blocks, **options) is None:
             assert self.manager.snapshot() == before, "a refused admission changed the state"
             if len(self.waiting) < MAX_RUNNING:
@@ -207,7 +215,8 @@ class RandomCalls:
     def plan_step(self) -> None:
         chosen = [request for request in self.running if self.rng.random() < 0.8]
         new = [self.step_of(request, request.num_tokens - request.num_computed_tokens) for request in chosen]
-        planned = self.manager.plan_step([request.row for request in chosen], new).num_planned
+        rows, lookahead = [request.row for request in chosen], [self.lookahead[r.request_id] for r in chosen]
+        planned = self.manager.plan_step(rows, new, num_lookahead_tokens=lookahead).num_planned
         assert planned == len(chosen) or self.may_refuse_steps, "a step was refused in spite of the reservations"
         for request, count in zip(chosen[:planned], new, strict=False):
             request.num_computed_tokens += count
@@ -218,12 +227,14 @@ class RandomCalls:
             return
         request = self.running[self.some(0, len(self.running) - 1)]
         new = self.step_of(request, request.num_tokens - request.num_computed_tokens)
-        if self.manager.allocate_slots(request, new) is not None:
+        options = {"num_lookahead_tokens": self.lookahead[request.request_id]}
+        if self.manager.allocate_slots(request, new, **options) is not None:
             request.num_computed_tokens += new
             self.sample(request)
             return
+        assert self.may_refuse_steps, "a step was refused in spite of the reservations"
         refused = self.manager.snapshot()
-        assert self.manager.allocate_slots(request, new) is None, "a refused call was granted"
+        assert self.manager.allocate_slots(request, new, **options) is None, "a refused call was granted"
         assert self.manager.snapshot() == refused, "a call refused twice changed the state"
 
     def finish_or_preempt(self) -> None:
