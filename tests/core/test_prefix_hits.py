@@ -41,7 +41,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"mamba": "align", "drafts": 2},
 )
 BLOCK_SIZES = (2, 4, 6)
-NUM_HYBRIDS = settings.default.max_examples
+NUM_HYBRIDS = settings.default.max_examples * 3 // 5
 
 
 def check_hits(setup: Setup, seed: int) -> int:
@@ -74,7 +74,7 @@ def check_hits(setup: Setup, seed: int) -> int:
 
 @pytest.mark.parametrize("setup", [*CACHING.values(), MANY_WINDOWS], ids=[*CACHING, "many_windows"])
 def test_hits_agree_with_brute_force(setup: Setup) -> None:
-    assert sum(check_hits(setup, seed) for seed in range(12)) > 20
+    assert sum(check_hits(setup, seed) for seed in range(9)) > 20
 
 
 def random_hybrid(rng: np.random.Generator) -> Setup:

@@ -12,6 +12,7 @@ from tests.core.naive_manager import MAX_ENCODER, NaiveGroup
 
 MAX_MODEL_LEN = 40
 IN_FLIGHT = 9
+NUM_REQUESTS = 30
 HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
 CHOSEN = {name: SETUPS[name].groups for name in (*KINDS, *HYBRIDS, "window_1", "hybrid_sizes")} | {
     "pools": (NaiveGroup(2), NaiveGroup(2, window=3, pool=1), NaiveGroup(4, pool=1)),
@@ -105,7 +106,7 @@ def test_every_admitted_request_finishes(groups: tuple[NaiveGroup, ...], seed: i
     rng = np.random.default_rng(seed)
     sizes = [1 + int(worst * rng.uniform(1.0, 3.0)) for worst in worst_case(groups)]
     simulation = Simulation(manager_of(groups, sizes, reserve=True), seed)
-    for i in range(40):
+    for i in range(NUM_REQUESTS):
         request = request_of(f"r{i}", rng)
         while not simulation.try_to_admit(request) and simulation.running:
             simulation.step()
@@ -114,7 +115,7 @@ def test_every_admitted_request_finishes(groups: tuple[NaiveGroup, ...], seed: i
     while simulation.running:
         simulation.step()
     assert simulation.num_refused > 0
-    assert simulation.num_finished == 40
+    assert simulation.num_finished == NUM_REQUESTS
     assert simulation.manager.usage == 0.0
 
 
@@ -128,6 +129,21 @@ def test_a_request_alone_finishes_by_vllms_rule(groups: tuple[NaiveGroup, ...]) 
         while simulation.running:
             simulation.step()
         assert simulation.num_finished == 1
+
+
+@every_kind
+def test_the_largest_steps_fit_wherever_they_begin(groups: tuple[NaiveGroup, ...]) -> None:
+    """Steps of `max_in_flight_tokens`, in pools of exactly the worst case of one request."""
+    for first in range(1, IN_FLIGHT + 1):
+        manager = manager_of(groups, [worst + 1 for worst in worst_case(groups)], reserve=True)
+        request, new = Request("r", [1] * MAX_MODEL_LEN), first
+        encoder = MAX_ENCODER if manager.coordinator.reads_encoder else 0
+        while request.num_computed_tokens < MAX_MODEL_LEN:
+            new = min(new, MAX_MODEL_LEN - request.num_computed_tokens)
+            new = max(manager.limit_step(request, new), 1)
+            assert manager.allocate_slots(request, new, num_encoder_tokens=encoder) is not None
+            request.num_computed_tokens += new
+            new, encoder = IN_FLIGHT, 0
 
 
 @every_kind

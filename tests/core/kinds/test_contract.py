@@ -82,8 +82,7 @@ def test_one_token_count_and_many_are_skipped_alike(spec: KVCacheSpec) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("num_blocks", [8, 16, 40])
+@pytest.mark.parametrize(("num_groups", "num_blocks"), [(1, 8), (2, 16), (2, 40)])
 def test_needed_blocks_are_taken_and_a_refusal_lacks_them(spec: KVCacheSpec, num_groups: int, num_blocks: int) -> None:
     """`World` asserts it at every call, and that a refused call changes nothing."""
     for seed in range(2):
@@ -259,9 +258,9 @@ def test_the_common_prefix_agrees_with_brute_force(spec: KVCacheSpec) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("num_blocks", [10, 18, 40])
+@pytest.mark.parametrize("num_blocks", [12, 40])
 def test_a_planned_step_equals_its_calls(spec: KVCacheSpec, num_blocks: int) -> None:
-    for seed in range(6):
+    for seed in range(5):
         one, many = (World(spec, seed, 2, num_blocks) for _ in range(2))
         for world in (one, many):
             world.live(25)
