@@ -6,9 +6,10 @@ No jax: the planner runs where no accelerator is.
 
 from kvjax.planning.grouping import LayerGroup, group_layers
 from kvjax.planning.parallel import Parallelism, RankShare
-from kvjax.planning.plan import GroupPlanSummary, KVCachePlan, PoolPlan, plan_kv_cache
+from kvjax.planning.plan import KVCachePlan, plan_kv_cache
 from kvjax.planning.shape import CacheShape
 from kvjax.planning.spec_rules import per_device, promoted
+from kvjax.planning.summary import GroupPlanSummary, PoolPlan
 
 __all__ = [
     "CacheShape",

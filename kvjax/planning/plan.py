@@ -24,69 +24,13 @@ from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KV
 from kvjax.errors import MemoryBudgetError
 from kvjax.planning.grouping import LayerGroup
 from kvjax.planning.parallel import Parallelism
-from kvjax.planning.shape import CacheShape, GroupShape, LayerPages
+from kvjax.planning.shape import CacheShape, GroupShape
 from kvjax.planning.sizing import PoolNeed, requests_that_fit, size_pools
 from kvjax.planning.spec_rules import replicated
+from kvjax.planning.summary import GroupPlanSummary, PoolPlan, group_summaries, pool_plans
 
 DEFAULT_MAX_IN_FLIGHT_TOKENS = 8_192
 MAX_SLOTS = 2**31  # slot mappings are int32
-# Of a TPU core; a kernel's launch needs a few KiB of it beside the block table.
-SCALAR_MEMORY_BYTES = 2**20
-KERNEL_SCALAR_BYTES = 8 * 2**10
-ROW_SCALAR_BYTES = 8  # a row's entries of seq_lens and query_start_loc
-
-
-@dataclass(frozen=True)
-class GroupPlanSummary:
-    """One block table: its layers and what a request holds of it."""
-
-    group_id: int
-    pool_id: int
-    layer_names: tuple[str, ...]
-    spec: KVCacheSpec
-    pages: tuple[LayerPages, ...]  # by spec, where the layers' pages differ
-    request_blocks: int  # blocks that a request of `max_model_len` tokens holds, tokens in flight not counted
-    table_bytes: int  # one request's row of the table, int32
-
-    @property
-    def real_page_bytes(self) -> int:
-        """One layer's page on one device, without padding; the largest where they differ."""
-        return max(part.real_page_bytes for part in self.pages)
-
-    @property
-    def page_bytes(self) -> int:
-        """As `real_page_bytes`, with padding."""
-        return max(part.page_bytes for part in self.pages)
-
-    @property
-    def rows_in_scalar_memory(self) -> int:
-        """Requests of `max_model_len` tokens whose rows a TPU core's scalar memory holds in one kernel launch."""
-        return (SCALAR_MEMORY_BYTES - KERNEL_SCALAR_BYTES) // (self.table_bytes + ROW_SCALAR_BYTES)
-
-
-@dataclass(frozen=True)
-class PoolPlan:
-    """One space of block ids over `num_columns` columns. Bytes are one device's."""
-
-    pool_id: int
-    num_blocks: int  # the null block included
-    group_ids: tuple[int, ...]
-    num_columns: int
-    real_bytes_per_block: int
-    bytes_per_block: int
-    request_blocks: int  # blocks that one request of `max_model_len` tokens holds over the pool's groups
-    in_flight_blocks: int  # blocks set aside for tokens in flight, once
-    reserved_blocks: int  # blocks that groups take for good
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all blocks on one device."""
-        return self.num_blocks * self.bytes_per_block
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks for resident requests."""
-        return max(self.num_blocks - 1 - self.in_flight_blocks - self.reserved_blocks, 0)
 
 
 @dataclass(frozen=True)
@@ -168,7 +112,7 @@ def plan_kv_cache(
     max_in_flight_tokens: int = DEFAULT_MAX_IN_FLIGHT_TOKENS,
     request_len: int | None = None,
     platform: str | None = None,
-    tensor_parallel: int = 1,
+    tensor_parallel: int | None = None,
     parallel: Parallelism | None = None,
     hybrid: bool = True,
     shared_layers: Mapping[str, str] | None = None,
@@ -192,13 +136,16 @@ def plan_kv_cache(
     Raises:
         MemoryBudgetError: the budget does not hold one request of `max_model_len` tokens; has the missing bytes and
             the longest request that fits.
-        ValueError: an argument is out of range, both or none of budget and blocks are given, heads or tokens do not
-            split over the devices, or ids overflow int32.
+        ValueError: an argument is out of range, both or none of budget and blocks are given, both ways of
+            parallelism, heads or tokens do not split over the devices, or ids overflow int32.
         NotImplementedError: a kind does not work with context parallelism.
     """
     request_len = max_model_len if request_len is None else request_len
     _check_arguments(max_model_len, request_len, memory_bytes, num_blocks, max_in_flight_tokens)
-    parallel = Parallelism(tensor=tensor_parallel) if parallel is None else parallel
+    if parallel is None:
+        parallel = Parallelism(tensor=1 if tensor_parallel is None else tensor_parallel)
+    elif tensor_parallel is not None:
+        raise ValueError(f"expected tensor_parallel or parallel, got both: {tensor_parallel} and {parallel}")
     shape = CacheShape.of(specs, platform=platform or "cpu", parallel=parallel, hybrid=hybrid)
     needs = shape.needs(request_len, max_model_len, max_in_flight_tokens)
     if memory_bytes is not None:
@@ -209,8 +156,8 @@ def plan_kv_cache(
         _check_ids_fit(size, shape.pool_groups(pool_id))
     return KVCachePlan(
         config=_config(shape, sizes, shared_layers or {}),
-        pools=tuple(_pool_plan(shape, p, size, max_model_len, max_in_flight_tokens) for p, size in enumerate(sizes)),
-        groups=tuple(_summarise(shape, group_id, max_model_len) for group_id in range(len(shape.groups))),
+        pools=pool_plans(shape, sizes, max_model_len, max_in_flight_tokens),
+        groups=group_summaries(shape, max_model_len),
         shape=shape,
         max_model_len=max_model_len,
         request_len=request_len,
@@ -270,35 +217,6 @@ def _check_ids_fit(num_blocks: int, groups: Sequence[GroupShape]) -> None:
             f"expected at most {MAX_SLOTS:,} slots in a pool (slot ids are int32), got {num_blocks:,} blocks with "
             f"{slots:,} slots; give less memory to a device"
         )
-
-
-def _summarise(shape: CacheShape, group_id: int, max_model_len: int) -> GroupPlanSummary:
-    group = shape.groups[group_id].group
-    return GroupPlanSummary(
-        group_id=group_id,
-        pool_id=group.pool_id,
-        layer_names=group.layer_names,
-        spec=group.spec,
-        pages=shape.groups[group_id].pages,
-        request_blocks=shape.request_blocks(group.spec, max_model_len),
-        table_bytes=shape.table_bytes(group.spec, max_model_len),
-    )
-
-
-def _pool_plan(shape: CacheShape, pool_id: int, num_blocks: int, max_model_len: int, in_flight_tokens: int) -> PoolPlan:
-    need = shape.needs(max_model_len, max_model_len, in_flight_tokens)[pool_id]
-    groups = shape.pool_groups(pool_id)
-    return PoolPlan(
-        pool_id=pool_id,
-        num_blocks=num_blocks,
-        group_ids=tuple(i for i, group in enumerate(shape.groups) if group.group.pool_id == pool_id),
-        num_columns=max(len(group.group.layer_names) for group in groups),
-        real_bytes_per_block=max(group.real_bytes_per_block for group in groups),
-        bytes_per_block=need.bytes_per_block,
-        request_blocks=need.request_blocks,
-        in_flight_blocks=need.in_flight_blocks,
-        reserved_blocks=need.reserved_blocks,
-    )
 
 
 def _config(shape: CacheShape, sizes: Sequence[int], shared_layers: Mapping[str, str]) -> KVCacheConfig:

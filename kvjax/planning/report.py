@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.core.spec import KVCacheSpec
-from kvjax.planning.plan import SCALAR_MEMORY_BYTES, GroupPlanSummary, KVCachePlan, PoolPlan
+from kvjax.planning.plan import KVCachePlan
 from kvjax.planning.shape import LayerPages
+from kvjax.planning.summary import SCALAR_MEMORY_BYTES, GroupPlanSummary, PoolPlan
 from kvjax.text import align_table, format_bytes
 
 WORDS_WIDTH = 100
@@ -106,6 +107,10 @@ def plan_words(plan: KVCachePlan) -> str:
     parts = [_budget_words(plan), *(_pool_words(plan, pool) for pool in plan.pools), _fit_words(plan)]
     if plan.parallel.num_devices > 1:
         parts.insert(1, _parallel_words(plan))
+    if plan.config.shared_layers:
+        parts.append(
+            f"{len(plan.config.shared_layers)} more layers have no pages of their own: they read those of other layers."
+        )
     if plan.platform == "tpu":
         parts.append(_scalar_memory_words(plan))
     return "\n".join(textwrap.fill(part, WORDS_WIDTH, break_on_hyphens=False) for part in parts)
@@ -223,6 +228,7 @@ def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
         "concurrency": plan.concurrency,
         "resident_tokens": plan.resident_tokens,
         "table_bytes_per_request": plan.table_bytes_per_request,
+        "shared_layers": dict(plan.config.shared_layers),
         "requests_that_fit": {str(length): plan.requests_of(length) for length in lengths},
         "pools": [
             {

@@ -86,6 +86,12 @@ def test_parallel_deployments_show_their_ranks(capsys: pytest.CaptureFixture[str
     assert (data["num_devices"], data["decode_context_parallel"], data["data_parallel"]) == (16, 8, 2)
 
 
+def test_layers_that_share_pages_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "15 more layers have no pages of their own" in run(capsys, "gemma-3n-e4b", "--memory", "4GiB")
+    data = json.loads(run(capsys, "gemma-3n-e4b", "--memory", "4GiB", "--json"))
+    assert data["shared_layers"]["layers.34"] == "layers.19"
+
+
 def test_a_usual_length_balances_the_pools(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("deepseek-v4-flash", "--memory", "60GiB", "--lengths", "8192", "--json")
     longest, usual = (json.loads(run(capsys, *argv, *more)) for more in ((), ("--request-len", "8192")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from kvjax.core import KVCacheManager, Request
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from kvjax.core.step_builder import build_step_plan
 from kvjax.device import AttentionOptions, Bucket, DeviceBatch, KVPages, PagedKVCache, create_pages
+from kvjax.planning import plan_kv_cache
 from tests.device.toy import HEAD_DIM, KV_HEADS, Q_HEADS, WINDOW, toy_config
 
 TOKENS = 4
@@ -122,6 +125,40 @@ def test_a_layer_that_shares_reads_what_the_other_wrote() -> None:
     for shared, own in zip(attend_twice(shares=True), attend_twice(shares=False), strict=True):
         assert own[:6].any()
         assert jnp.array_equal(shared, own)
+
+
+def attend_with_heads(heads: dict[str, int]) -> dict[str, jax.Array]:
+    """Layers over six tokens, each with KV heads of its own, planned together."""
+    spec = toy_config().kv_cache_groups[1].kv_cache_spec
+    specs = {name: replace(spec, num_kv_heads=kv_heads) for name, kv_heads in heads.items()}
+    config = plan_kv_cache(specs, num_blocks=8, max_model_len=16).config
+    assert len(config.kv_cache_groups) == 1
+    manager = KVCacheManager(config, 16, spec.block_size)
+    request = Request("r", range(6))
+    manager.allocate_slots(request, 6)
+    batch = DeviceBatch.from_plan(build_step_plan(manager, np.array([request.row]), np.array([6])), Bucket(8, 2, 4))
+
+    def draw(seed: int, num_heads: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), (8, num_heads, HEAD_DIM))
+
+    def step(pages: KVPages) -> dict[str, jax.Array]:
+        cache = PagedKVCache(pages, batch, config)
+        options = AttentionOptions(sm_scale=1.0)
+        return {
+            name: cache(name, draw(0, Q_HEADS), draw(1, kv_heads), draw(2, kv_heads), options)
+            for name, kv_heads in heads.items()
+        }
+
+    return jax.jit(step)(create_pages(config))
+
+
+def test_layers_of_one_table_may_differ_in_heads() -> None:
+    together = attend_with_heads({"a": 4, "b": 2, "c": 4})
+    for name, heads in (("a", 4), ("b", 2)):
+        alone = attend_with_heads({name: heads})[name]
+        assert alone[:6].any()
+        assert jnp.array_equal(together[name], alone)
+    assert jnp.array_equal(together["c"], together["a"])
 
 
 def test_refuses_kv_where_none_is_kept_and_none_where_it_is() -> None:

@@ -10,8 +10,8 @@ from kvjax.core import SinkFullAttentionSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import MemoryBudgetError
 from kvjax.planning import CacheShape, Parallelism, plan_kv_cache
-from kvjax.planning.plan import KERNEL_SCALAR_BYTES, SCALAR_MEMORY_BYTES
 from kvjax.planning.sizing import least_bytes
+from kvjax.planning.summary import KERNEL_SCALAR_BYTES, SCALAR_MEMORY_BYTES
 from tests.planning.test_plan import GIB, full, layers, window
 
 KINDS = st.sampled_from([full(), full(2), window(64), window(300, 2)])

@@ -105,6 +105,11 @@ def test_ranks_that_cannot_be_are_refused(spec: KVCacheSpec, sizes: dict[str, An
         plan_kv_cache(layers((2, spec)), num_blocks=9, max_model_len=64, parallel=Parallelism(**sizes))
 
 
+def test_parallelism_is_said_once() -> None:
+    with pytest.raises(ValueError, match="expected tensor_parallel or parallel, got both: 2 and Parallelism"):
+        plan_kv_cache({"a": LATENT}, num_blocks=9, max_model_len=64, tensor_parallel=2, parallel=Parallelism(tensor=4))
+
+
 class SplitlessSpec(FullAttentionSpec):
     """Full attention whose manager cannot split tokens over ranks."""
 
