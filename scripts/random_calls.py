@@ -4,9 +4,9 @@ Flow:    deployments x random calls -> [random_calls] -> a line per deployment; 
 
     scripts/random_calls.py --calls 1000000 --seed 0        the whole of it; a thousand calls take about a second
 
-Pools are small, prompts share prefixes, and admissions, steps, rejections, preemptions, evictions, resets and refusals
-alternate; a refused call must leave the snapshot as it was, refused twice or released windows excepted. A failure names
-the deployment and the seed that repeat it.
+Pools are small, prompts share prefixes, and admissions, steps, rejections, forks, pins, preemptions, evictions,
+invalidations, resets and refusals alternate; a refused call must leave the snapshot as it was, refused twice or
+released windows excepted. A failure names the deployment and the seed that repeat it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from kvjax.core import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    PinnedPrefix,
     Request,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from kvjax.errors import OutOfBlocksError
 
 MAX_MODEL_LEN = 64
 HASH_BLOCK_SIZE = 2
@@ -105,7 +107,9 @@ DEPLOYMENTS = {
     "full, no caching": Deployment(((full(2), 0),), {"enable_caching": False}),
     "full, reserved": Deployment(((full(2), 0),), {"reserve": True}),
     "window": Deployment(((window(2, 7), 0),)),
-    "full + 2 windows": Deployment(((full(2), 0), (window(2, 7), 0), (window(2, 7), 0))),
+    "full + 2 windows": Deployment(
+        ((full(2), 0), (window(2, 7), 0), (window(2, 7), 0)), {"track_origins": True, "zero_new_pages": True}
+    ),
     "full + window, two sizes, EAGLE": Deployment(((full(4), 0), (window(6, 9), 0)), {"use_eagle": True}),
     "full + windows, two pools, reserved": Deployment(
         ((full(2), 0), (window(2, 3), 1), (window(4, 9), 1)), {"reserve": True, "free_order": "uncached_first"}
@@ -140,17 +144,21 @@ class RandomCalls:
     def __init__(self, deployment: Deployment, rng: np.random.Generator) -> None:
         self.rng = rng
         self.manager = deployment.manager(rng)
+        self.tracks_origins = deployment.options.get("track_origins", False)
         self.may_refuse_steps = not deployment.options.get("reserve", False)
         self.hasher = BlockHasher(HASH_BLOCK_SIZE, "xxhash_cbor", seed="0")
         self.trunk = rng.integers(0, 2, MAX_MODEL_LEN).astype(np.int32)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.num_requests = 0
+        self.pins: list[PinnedPrefix] = []
         self.lookahead: dict[str, int] = {}  # drafted tokens of each step of a request
         self.calls: list[tuple[Callable[[], object], float]] = [
             (self.admit, 0.25),
-            (self.plan_step, 0.3),
-            (self.allocate_one, 0.2),
+            (self.plan_step, 0.25),
+            (self.allocate_one, 0.15),
+            (self.fork, 0.06),
+            (self.pin_or_unpin, 0.04),
             (self.finish_or_preempt, 0.1),
             (self.step_in_flight, 0.05),
             (self.evict, 0.05),
@@ -237,6 +245,33 @@ class RandomCalls:
         assert self.manager.allocate_slots(request, new, **options) is None, "a refused call was granted"
         assert self.manager.snapshot() == refused, "a call refused twice changed the state"
 
+    def fork(self) -> None:
+        num_children = self.some(1, 3)
+        if not self.running or len(self.running) + num_children > MAX_RUNNING:
+            return
+        request = self.running[self.some(0, len(self.running) - 1)]
+        names = [f"r{self.num_requests + 1 + i}" for i in range(num_children)]
+        before = self.manager.snapshot()
+        children = self.manager.fork(request, num_children, request_ids=names)
+        if children is None:
+            assert self.manager.snapshot() == before, "a refused fork changed the state"
+            return
+        self.num_requests += num_children
+        self.running += children
+        self.lookahead.update(dict.fromkeys(names, self.lookahead[request.request_id]))
+
+    def pin_or_unpin(self) -> None:
+        if self.pins and self.rng.random() < 0.5:
+            self.manager.unpin(self.pins.pop(self.some(0, len(self.pins) - 1)))
+            return
+        before = self.manager.snapshot()
+        try:
+            pinned = self.manager.pin(self.new_request(), longest_request=self.some(1, 16))
+        except OutOfBlocksError:
+            assert self.manager.snapshot() == before, "a refused pin changed the state"
+        else:
+            self.pins += [] if pinned is None else [pinned]
+
     def finish_or_preempt(self) -> None:
         if not self.running:
             return
@@ -258,13 +293,19 @@ class RandomCalls:
         pool_id = self.some(0, len(self.manager.block_pools) - 1)
         num_blocks = self.manager.block_pools[pool_id].num_blocks
         self.manager.evict_blocks(self.rng.integers(0, num_blocks, self.some(0, 3)), pool_id)
+        if self.tracks_origins:
+            self.manager.invalidate(cache_salt="salt")
 
     def new_step(self) -> None:
         self.manager.new_step_starts()
         self.manager.take_events()
+        self.manager.take_page_copies()
+        self.manager.take_pages_to_zero()
 
     def reset(self) -> None:
-        assert self.manager.reset_prefix_cache() == (not self.running), "a reset while blocks are held, or none"
+        self.manager.take_page_copies()
+        is_idle = not self.running and not self.pins
+        assert self.manager.reset_prefix_cache() == is_idle, "a reset while blocks are held, or none"
 
 
 def run(name: str, num_calls: int, seed: int) -> None:

@@ -288,6 +288,19 @@ def test_the_common_prefix_is_what_all_running_requests_hold() -> None:
     assert manager.get_num_common_prefix_blocks("b") == [0, 0]
 
 
+def test_references_outside_tables_make_no_common_prefix() -> None:
+    """A pin beside one of two requests is no second request; and takes none away from both."""
+    manager = make_manager(30, FULL)
+    first = run_prompt(manager, "a", 12)
+    assert manager.pin(first, longest_request=8) is not None
+    other = run_prompt(manager, "b", 12, cache_salt="other")
+    assert manager.get_num_common_prefix_blocks("a") == [0]
+    manager.free(other)
+    assert manager.get_num_common_prefix_blocks("a") == [3]
+    assert manager.fork(first, 2) is not None
+    assert manager.get_num_common_prefix_blocks("a.2") == [3]
+
+
 # -- the cache as a whole
 
 
