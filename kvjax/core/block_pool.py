@@ -98,7 +98,7 @@ class BlockPool:
         self.num_usable_blocks = num_blocks - 1  # neither null nor taken for good
         self.blocks = BlockViews(self)
         self.page_edits = PageEdits(self, zero_new_pages)
-        self._scratch = np.empty(num_blocks, np.int32)
+        self._scratch = np.zeros(num_blocks, np.int32)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
         self._event_log = KVEventLog() if event_log is None else event_log
 

@@ -41,7 +41,7 @@ class FreeKVCacheBlockQueue:
             raise ValueError(f"expected num_blocks >= 1, got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks
-        self._ring = np.empty(2 * num_blocks, np.int64)
+        self._ring = np.zeros(2 * num_blocks, np.int64)
         self._ring[:num_blocks] = np.arange(num_blocks)
         self._position = np.arange(num_blocks, dtype=np.int32)
         self._cells = np.arange(

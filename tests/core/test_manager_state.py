@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import zlib
 from hashlib import sha256
@@ -227,6 +228,16 @@ def test_every_attribute_of_every_object_is_state() -> None:
     assert num_changed > 100
 
 
+@pytest.mark.parametrize("setup", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_a_state_holds_no_memory_that_was_never_written(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = []
+    for filler in (0, 7):
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "empty", lambda shape, dtype=float, filler=filler, **_: np.full(shape, filler, dtype))
+            states.append(setup.manager([30]).save_state())
+    assert states[0] == states[1]
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +281,7 @@ OTHER_CONFIG = HYBRID.manager([30]).kv_cache_config
         (with_body(STATE, config={"class": "Unknown"}), {}, "expected a class of .*KVCacheConfig.*, got 'Unknown'"),
         (with_body(STATE, config={"class": "KVCacheConfig"}), {}, "expected the fields of a KVCacheConfig"),
     ],
+    ids=itertools.count(),  # of states they would be long
 )
 def test_what_is_no_state_of_this_manager_is_refused(state: bytes, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
