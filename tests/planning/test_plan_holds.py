@@ -1,0 +1,93 @@
+"""What a plan promises its pools hold: as many requests as it says run to their length, and none is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.core import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheManager,
+    MambaSpec,
+    MLAAttentionSpec,
+    Request,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+from kvjax.core.spec import KVCacheSpec
+from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
+from kvjax.planning.sizing import least_bytes
+
+STEP_TOKENS = 32
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}
+LATENT: dict[str, Any] = {"head_size": 16, "dtype": "bfloat16"}
+KINDS: tuple[KVCacheSpec, ...] = (
+    FullAttentionSpec(block_size=8, **HEADS),
+    FullAttentionSpec(block_size=4, **HEADS | {"num_kv_heads": 1}),
+    SlidingWindowSpec(block_size=8, sliding_window=20, **HEADS),
+    SlidingWindowSpec(block_size=4, sliding_window=7, **HEADS | {"num_kv_heads": 1}),
+    ChunkedLocalAttentionSpec(block_size=8, attention_chunk_size=24, **HEADS),
+    SinkFullAttentionSpec(block_size=8, sink_len=16, **HEADS),
+    CrossAttentionSpec(block_size=8, max_num_encoder_tokens=30, **HEADS),
+    MLAAttentionSpec(block_size=16, tokens_per_state=4, **LATENT),
+    SlidingWindowMLASpec(block_size=4, sliding_window=8, **LATENT),
+    MambaSpec(block_size=16, shapes=((4, 8),), dtypes=("float32",), mamba_cache_mode="align"),
+    MambaSpec(block_size=16, shapes=((4, 8),), dtypes=("float32",)),
+)
+# Two modes of one recurrent layout, and two kinds that reserve, are not mixed in one model.
+MODELS = [
+    tuple(KINDS[i] for i in np.random.default_rng(seed).permutation(len(KINDS) - 1)[: 1 + seed % 4])
+    for seed in range(24)
+]
+MODELS.append((KINDS[-1], KINDS[0]))
+
+
+def planned(kinds: tuple[KVCacheSpec, ...], request_len: int) -> KVCachePlan:
+    """Three layers of each kind, and memory for about four longest requests."""
+    specs = {f"{name}.{i}": spec for name, spec in zip("abcdefgh", kinds, strict=False) for i in range(3)}
+    least = least_bytes(CacheShape.of(specs, platform="cpu", parallel=Parallelism()).needs(200, 200, STEP_TOKENS))
+    return plan_kv_cache(
+        specs, memory_bytes=3 * least, max_model_len=200, request_len=request_len, max_in_flight_tokens=STEP_TOKENS
+    )
+
+
+def run_together(manager: KVCacheManager, num_requests: int, length: int, rng: np.random.Generator) -> None:
+    """Continuous batching: running requests first, a new one as soon as tokens of the step are left, no preemption."""
+    encoder = 30 if manager.coordinator.reads_encoder else 0
+    waiting = [Request(f"r{i}", rng.integers(0, 9, int(rng.integers(1, length))).tolist()) for i in range(num_requests)]
+    running: list[Request] = []
+    while waiting or any(request.num_computed_tokens < length for request in running):
+        manager.new_step_starts()
+        budget = STEP_TOKENS
+        for request in [*running, *waiting]:
+            new = min(request.num_tokens - request.num_computed_tokens, budget)
+            new = manager.limit_step(request, new) if new else 0
+            if not new or request.num_computed_tokens >= length:
+                continue
+            first = request in waiting
+            got = manager.allocate_slots(request, new, num_encoder_tokens=encoder if first else 0)
+            assert got is not None, f"{request} of {num_requests} does not fit"
+            request.num_computed_tokens += new
+            budget -= new
+            if first:
+                waiting.remove(request)
+                running.append(request)
+            if request.num_computed_tokens == request.num_tokens < length:
+                request.append_output_token_ids(int(rng.integers(0, 9)))
+        manager.check_invariants()
+
+
+@pytest.mark.parametrize("kinds", MODELS, ids=lambda kinds: "-".join(spec.kind for spec in kinds))
+@pytest.mark.parametrize("request_len", [200, 60])
+def test_as_many_requests_as_planned_run_to_their_length(kinds: tuple[KVCacheSpec, ...], request_len: int) -> None:
+    plan = planned(kinds, request_len)
+    num_requests = min(int(plan.requests_of(request_len)), STEP_TOKENS)
+    assert num_requests >= 1
+    hash_block_size = int(np.gcd.reduce([spec.block_size for spec in kinds]))
+    manager = KVCacheManager(plan.config, 200, hash_block_size, max_in_flight_tokens=STEP_TOKENS)
+    run_together(manager, num_requests, request_len, np.random.default_rng(0))
