@@ -24,12 +24,12 @@ def kv_write(
     num_pages, page_size = pages[0].shape[:2]
     page = jnp.where(slot_mapping < page_size, num_pages, slot_mapping // page_size)  # out of range: dropped
     offset = slot_mapping % page_size
-    k, v = _stored(new_k, k_scale, pages[0].dtype), _stored(new_v, v_scale, pages[-1].dtype)
+    k, v = stored(new_k, k_scale, pages[0].dtype), stored(new_v, v_scale, pages[-1].dtype)
     rows = (k, v) if len(pages) == 2 else (_packed(k, v, pages[0].shape[2:]),)
     return tuple(p.at[page, offset].set(x, mode="drop") for p, x in zip(pages, rows, strict=True))
 
 
-def _stored(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def stored(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """`x / scale` in the pages' dtype, saturated to it where it has 8 bits; scale is [] or [num_kv_heads]."""
     if scale is not None:
         x = x.astype(jnp.float32) / jnp.asarray(scale, jnp.float32).reshape(1, -1, 1)
