@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvjax.core.block_pool import BlockPoolSnapshot
+from kvjax.core.page_edits import PageEditsSnapshot
 
 
 class PlainPool:
@@ -88,4 +89,5 @@ class PlainPool:
                 group_id: {block_hash: tuple(ids) for block_hash, ids in blocks_by_hash.items()}
                 for group_id, blocks_by_hash in self.index.items()
             },
+            page_edits=PageEditsSnapshot(copies=(), held_sources=(), pages_to_zero=()),
         )
