@@ -16,9 +16,10 @@ from kvjax.cli.progress import progress
 from kvjax.cli.replay_calls import make_calls
 from kvjax.configs import known_models, load_model_config
 from kvjax.core.block_hash import ALGORITHMS
-from kvjax.core.block_pool import FREE_ORDERS
+from kvjax.core.eviction import FREE_ORDERS
 from kvjax.errors import ConfigError
 from kvjax.replay import (
+    REPLAY_POLICIES,
     WORKLOADS,
     BatchingConfig,
     ReplayConfig,
@@ -84,7 +85,13 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--no-hybrid", action="store_true", help="windowed layers keep every token")
     group.add_argument("--hash-algorithm", choices=ALGORITHMS, default="sha256_cbor", help="default: sha256_cbor")
-    group.add_argument("--free-order", choices=FREE_ORDERS, default="append", help="default: append")
+    group.add_argument(
+        "--policy",
+        choices=REPLAY_POLICIES,
+        default="lru",
+        help="which free block to reuse next; belady looks ahead in the trace, a bound for --serial (default: lru)",
+    )
+    group.add_argument("--free-order", choices=FREE_ORDERS, default="append", help="of lru (default: append)")
 
 
 def _add_speed_arguments(group: argparse._ArgumentGroup) -> None:
@@ -184,6 +191,7 @@ def _config(args: argparse.Namespace) -> ReplayConfig:
         memory_bytes=memory,
         hash_algorithm=args.hash_algorithm,
         free_order=args.free_order,
+        eviction_policy=args.policy,
         serial=args.serial,
         platform=args.platform,
         tensor_parallel=args.tensor_parallel,

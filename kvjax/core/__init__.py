@@ -23,6 +23,7 @@ from kvjax.core.coordinator import (
     UnitaryKVCacheCoordinator,
     get_kv_cache_coordinator,
 )
+from kvjax.core.eviction import CostAwarePolicy, EvictionPolicy, LRUPolicy, SegmentedLRUPolicy, StepFlow
 from kvjax.core.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionManager, ChunkedLocalAttentionSpec
 from kvjax.core.kinds.cross_attention import CrossAttentionManager, CrossAttentionSpec
@@ -66,8 +67,10 @@ __all__ = [
     "CallRecorder",
     "ChunkedLocalAttentionManager",
     "ChunkedLocalAttentionSpec",
+    "CostAwarePolicy",
     "CrossAttentionManager",
     "CrossAttentionSpec",
+    "EvictionPolicy",
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",
     "FullAttentionSpec",
@@ -85,6 +88,7 @@ __all__ = [
     "KVCacheMetricsCollector",
     "KVCachePoolSpec",
     "KVCacheSpec",
+    "LRUPolicy",
     "LoRARequest",
     "MLAAttentionManager",
     "MLAAttentionSpec",
@@ -97,6 +101,7 @@ __all__ = [
     "ReplayedCalls",
     "Request",
     "RequestTable",
+    "SegmentedLRUPolicy",
     "SingleTypeKVCacheManager",
     "SinkFullAttentionManager",
     "SinkFullAttentionSpec",
@@ -104,6 +109,7 @@ __all__ = [
     "SlidingWindowMLASpec",
     "SlidingWindowManager",
     "SlidingWindowSpec",
+    "StepFlow",
     "StepPlan",
     "StepResult",
     "TableUpdate",

@@ -5,50 +5,38 @@ Source:  semantics of vLLM v1/core/block_pool.py on arrays instead of objects; w
 
 A block is in exactly one state, and a free or held one may also be hashed (a prefix-cache hit):
 
-    free   ref_count == 0, in the free queue     -> held by get_new_blocks (which forgets its hash) or touch
-    held   ref_count >= 1, not in the free queue -> free by free_blocks, when its last reference goes
+    free   ref_count == 0, with the policy     -> held by get_new_blocks (which forgets its hash) or touch
+    held   ref_count >= 1, not with the policy -> free by free_blocks, when its last reference goes
     null   block 0: never handed out, freed, hashed or evicted; calls that contain it skip it
 
-Free order: "append" puts every released block at the tail of the queue; "uncached_first" puts blocks without a hash at
-its head, since nothing is lost by reusing them. Callers give blocks in eviction order: a request's last block first.
+An `EvictionPolicy` holds the free blocks and decides which is reused next. "lru", the default, puts every released
+block at the tail of a queue, or with the free order "uncached_first" blocks without a hash at its head, since nothing
+is lost by reusing them. Callers give blocks in eviction order: a request's last block first.
 
 Invariants (`check_invariants`; the tests run it after every test):
 
-    P1  a block other than null is in the free queue iff its ref_count is 0; no ref_count is negative
-    P2  the null block is never in the free queue, never hashed, and its ref_count stays 0
-    P3  of `PrefixIndex`, Q1 and Q2 of `FreeKVCacheBlockQueue`, E1 and E2 of `PageEdits`
+    P1  a block other than null is with the policy iff its ref_count is 0; no ref_count is negative
+    P2  the null block is never with the policy, never hashed, and its ref_count stays 0
+    P3  of `PrefixIndex`, and the policy's own, such as Q1 and Q2 of `FreeKVCacheBlockQueue`; E1 and E2 of `PageEdits`
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.block import BlockViews, KVCacheBlock
 from kvjax.core.block_hash import BlockHash
-from kvjax.core.block_origins import BlockOrigin, BlockOrigins
-from kvjax.core.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.block_origins import BlockOrigins
+from kvjax.core.block_pool_snapshot import BlockPoolSnapshot, describe_pool, take_pool_snapshot
+from kvjax.core.eviction import EvictionPolicyFactory, make_eviction_policy
 from kvjax.core.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
-from kvjax.core.page_edits import PageEdits, PageEditsSnapshot
+from kvjax.core.page_edits import PageEdits
 from kvjax.core.prefix_index import PrefixIndex
 from kvjax.core.residency_metrics import KVCacheMetricsCollector
 from kvjax.errors import BlockStateError, InvariantError
-
-FREE_ORDERS = ("append", "uncached_first")
-
-
-@dataclass(frozen=True)
-class BlockPoolSnapshot:
-    """The state of a pool, comparable: equal snapshots answer every further sequence of calls equally."""
-
-    free_order: tuple[int, ...]
-    ref_count: tuple[int, ...]  # by block id
-    blocks_by_hash: dict[int, dict[bytes, tuple[int, ...]]]  # group -> hash -> blocks as registered
-    page_edits: PageEditsSnapshot
-    origins: dict[int, BlockOrigin] | None = None  # by hashed block
 
 
 class BlockPool:
@@ -71,14 +59,13 @@ class BlockPool:
         enable_kv_cache_events: bool = False,
         metrics_collector: KVCacheMetricsCollector | None = None,
         free_order: str = "append",
+        eviction_policy: str | EvictionPolicyFactory = "lru",
         event_log: KVEventLog | None = None,  # shared with other pools; None: the pool has its own
         track_origins: bool = False,  # remember salt, adapter and weight version of hashed blocks: 4 bytes a block
         zero_new_pages: bool = False,
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {num_blocks}")
-        if free_order not in FREE_ORDERS:
-            raise ValueError(f"expected free_order of {', '.join(FREE_ORDERS)}, got {free_order!r}")
         if not group_ids or len(set(group_ids)) != len(group_ids):
             raise ValueError(f"expected distinct group ids, at least one, got {group_ids}")
         self.num_blocks = num_blocks
@@ -88,9 +75,8 @@ class BlockPool:
         self.free_order = free_order
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.num_outside_refs = np.zeros(num_blocks, np.int32)  # those of them that no block table holds
-        self.free_block_queue = FreeKVCacheBlockQueue(num_blocks)
-        self.free_block_queue.remove(self.NULL_BLOCK_ID)
         self.prefix_index = PrefixIndex(num_blocks, group_ids)
+        self.eviction_policy = make_eviction_policy(eviction_policy, self.prefix_index, free_order)
         self.is_hashed = self.prefix_index.is_hashed
         self.hash_maps = self.prefix_index.hash_maps
         self.origins = BlockOrigins(self.is_hashed) if track_origins else None
@@ -112,11 +98,11 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that `get_new_blocks` can hand out, cached ones included."""
-        return self.free_block_queue.num_free_blocks
+        return self.eviction_policy.num_free
 
     def get_num_free_blocks(self) -> int:
         """`num_free_blocks`."""
-        return self.free_block_queue.num_free_blocks
+        return self.eviction_policy.num_free
 
     @property
     def num_hashed_blocks(self) -> int:
@@ -167,7 +153,7 @@ class BlockPool:
         Raises:
             OutOfBlocksError: fewer are free. The pool is unchanged.
         """
-        ids = self.free_block_queue.take(num_blocks)
+        ids = self.eviction_policy.take(num_blocks)
         if self.prefix_index.num_hashed and np.count_nonzero(self.is_hashed[ids]):
             self._forget_hashes(self.prefix_index.hashed_of(ids))
         self.ref_count[ids] = 1
@@ -186,7 +172,7 @@ class BlockPool:
         """
         if self._residency is not None:
             return self.get_new_blocks(1).item()
-        block_id = self.free_block_queue.popleft()
+        block_id = self.eviction_policy.take_one()
         if self.is_hashed.item(block_id):
             self._forget_hashes(np.array([block_id]))
         self.ref_count[block_id] = 1
@@ -209,8 +195,10 @@ class BlockPool:
         ids = _without_null(self._checked_ids(block_ids))
         distinct, repeats = self._count_repeats(ids)
         counts = self.ref_count[distinct]
-        self.free_block_queue.remove_n(distinct[counts == 0])
+        self.eviction_policy.remove(distinct[counts == 0])
         self.ref_count[distinct] = counts + repeats
+        if self.eviction_policy.is_told_of_use:
+            self.eviction_policy.note_hit(distinct)
         if self._residency is not None:
             self._residency.on_blocks_accessed(ids)
 
@@ -223,7 +211,7 @@ class BlockPool:
         """
         ids, counts = self._ids_and_counts(block_ids_in_eviction_order)
         is_last_reference = np.count_nonzero(counts == 1) == len(ids)
-        if is_last_reference and self.free_order == "append" and self.free_block_queue.append_absent(ids):
+        if is_last_reference and self.eviction_policy.try_release(ids):
             self.ref_count[ids] = 0
         else:
             self._free_shared(_without_null(ids))
@@ -233,14 +221,14 @@ class BlockPool:
 
         A block with one reference therefore occurs once.
         """
-        if self.free_order == "append" and np.maximum.reduce(self.ref_count[ids], initial=0) == 1:
-            self.free_block_queue.append_distinct(ids)
+        if np.maximum.reduce(self.ref_count[ids], initial=0) == 1:
+            self.eviction_policy.release(ids)
             self.ref_count[ids] = 0
         else:
             self._free_shared(ids)
 
     def _free_shared(self, ids: np.ndarray) -> None:
-        """`free_blocks` where blocks may keep references, occur more than once, or join the queue at either end."""
+        """`free_blocks` where blocks may keep references or occur more than once."""
         distinct, repeats = self._count_repeats(ids)
         before = self.ref_count[distinct]
         counts = before - repeats
@@ -251,12 +239,7 @@ class BlockPool:
                 f"block {distinct[bad]} has {before[bad]} references, {given} given back; free each reference once"
             )
         self.ref_count[distinct] = counts
-        freed = distinct[counts == 0]
-        if self.free_order == "uncached_first":
-            hashed = self.is_hashed[freed]
-            self.free_block_queue.prepend_absent(freed[~hashed])
-            freed = freed[hashed]
-        self.free_block_queue.append_absent(freed)
+        self.eviction_policy.release(distinct[counts == 0])
 
     def free_block(self, block_id: int) -> None:
         """`free_blocks` of one block, without the cost of arrays; same errors."""
@@ -268,10 +251,7 @@ class BlockPool:
             raise BlockStateError(f"block {block_id} has {count} references, 1 given back; free each reference once")
         self.ref_count[block_id] = count - 1
         if count == 1:
-            if self.free_order == "uncached_first" and not self.is_hashed.item(block_id):
-                self.free_block_queue.prepend_n([block_id])
-            else:
-                self.free_block_queue.append(block_id)
+            self.eviction_policy.release_one(block_id)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
@@ -304,12 +284,18 @@ class BlockPool:
         real = np.flatnonzero(ids)
         if len(real) < len(ids):
             ids, hashes = ids[real], [hashes[i] for i in real.tolist()]
-        self._register(ids, hashes, group_id)
+        self._register(ids, hashes, real + first_block, group_id)
         if self.enable_kv_cache_events:
             info = self.group_infos[group_id]
             self._event_log.extend(stored_events(request, block_hashes, real + first_block, group_id, info))
 
-    def register_many(self, block_ids: npt.ArrayLike, block_hashes: Sequence[BlockHash], group_id: int) -> None:
+    def register_many(
+        self,
+        block_ids: npt.ArrayLike,
+        block_hashes: Sequence[BlockHash],
+        group_id: int,
+        columns: npt.ArrayLike = 0,  # which block of its request each is, for policies that weigh it
+    ) -> None:
         """Makes one full block (not null) of each of many requests a prefix-cache hit.
 
         Raises:
@@ -320,21 +306,32 @@ class BlockPool:
             raise ValueError("expected cache_full_blocks per request while KV events are on, got register_many")
         ids = self._checked_ids(block_ids)
         _check_aligned(ids, block_hashes)
-        self._register(ids, block_hashes, group_id)
+        self._register(ids, block_hashes, np.broadcast_to(columns, ids.shape), group_id)
 
-    def register_rows(self, block_ids: np.ndarray, block_hashes: np.ndarray, group_ids: Sequence[int]) -> None:
+    def register_rows(
+        self, block_ids: np.ndarray, block_hashes: np.ndarray, columns: np.ndarray, group_ids: Sequence[int]
+    ) -> None:
         """`register_many` of int32[groups, n] blocks under the same n hashes, an array of objects, unchecked.
 
-        For the owner of block tables, who knows its blocks to be held, distinct, not null and not hashed.
+        For the owner of block tables, who knows its blocks to be held, distinct, not null and not hashed. The groups
+        are of one block size.
         """
         self.prefix_index.register(block_ids, block_hashes, group_ids)
+        if self.eviction_policy.is_told_of_use:
+            block_size = self.group_infos[group_ids[0]].block_size
+            starts = np.broadcast_to(columns * block_size, block_ids.shape)
+            self.eviction_policy.note_registered(block_ids.ravel().astype(np.int64), starts.ravel(), block_size)
 
-    def register_block(self, block_id: int, block_hash: BlockHash, group_id: int) -> None:
+    def register_block(self, block_id: int, block_hash: BlockHash, column: int, group_id: int) -> None:
         """`register_rows` of one block, without the cost of arrays."""
-        self.prefix_index.register_one(block_id, block_hash, group_id)
+        if self.eviction_policy.is_told_of_use:
+            hashes = np.fromiter((block_hash,), np.object_, 1)
+            self.register_rows(np.array([[block_id]], np.int32), hashes, np.array([column]), (group_id,))
+        else:
+            self.prefix_index.register_one(block_id, block_hash, group_id)
 
     def evict_blocks(self, block_ids: npt.ArrayLike) -> None:
-        """Forgets the hashes of blocks; who holds them, and the free order, stay as they are.
+        """Forgets the hashes of blocks; who holds them stays, and under "lru" the free order.
 
         Raises:
             ValueError: an id is none of the pool. The pool is unchanged.
@@ -342,6 +339,8 @@ class BlockPool:
         ids, _ = self._count_repeats(_without_null(self._checked_ids(block_ids)))
         ids = self.prefix_index.hashed_of(ids)
         self._forget_hashes(ids)
+        if self.eviction_policy.is_told_of_use:
+            self.eviction_policy.note_forgotten(ids)
         if self._residency is not None:
             self._residency.on_blocks_evicted(ids)
 
@@ -349,7 +348,10 @@ class BlockPool:
         """Forgets all hashes (new weights make them wrong). False, and no change, while any block is held."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
+        hashed = np.flatnonzero(self.is_hashed)
         self.prefix_index.clear()
+        if self.eviction_policy.is_told_of_use:
+            self.eviction_policy.note_forgotten(hashed)
         if self._residency is not None:
             self._residency.reset()
         if self.enable_kv_cache_events:
@@ -360,12 +362,12 @@ class BlockPool:
         """The events since the last call, oldest first, with those of the pools that share the log."""
         return self._event_log.take()
 
-    def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], group_id: int) -> None:
+    def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], columns: np.ndarray, group_id: int) -> None:
         self._check_group(group_id)
         if not self.enable_caching:
             raise ValueError("expected a pool with enable_caching=True to register hashes, got one without")
         self._check_registrable(ids)
-        self.prefix_index.register(ids[None], np.fromiter(hashes, np.object_, len(hashes)), (group_id,))
+        self.register_rows(ids[None], np.fromiter(hashes, np.object_, len(hashes)), columns, (group_id,))
 
     def _check_registrable(self, ids: np.ndarray) -> None:
         hashed = self.is_hashed[ids]
@@ -436,28 +438,24 @@ class BlockPool:
 
     def snapshot(self) -> BlockPoolSnapshot:
         """The whole state as values. O(num_blocks)."""
-        return BlockPoolSnapshot(
-            free_order=tuple(self.free_block_queue.get_all_free_blocks().tolist()),
-            ref_count=tuple(self.ref_count.tolist()),
-            blocks_by_hash=self.prefix_index.snapshot(),
-            origins=None if self.origins is None else self.origins.snapshot(),
-            page_edits=self.page_edits.snapshot(),
-        )
+        return take_pool_snapshot(self)
 
     def check_invariants(self) -> None:
-        """Checks P1 to P3, Q1 and Q2. O(num_blocks).
+        """Checks P1 to P3 and the policy. O(num_blocks).
 
         Raises:
             InvariantError: one of them is broken.
         """
-        self.free_block_queue.check_invariants()
+        self.eviction_policy.check_invariants()
         self.prefix_index.check_invariants()
         self.page_edits.check_invariants()
         null = self.NULL_BLOCK_ID
-        if null in self.free_block_queue or self.is_hashed[null] or self.ref_count[null] != 0:
-            raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")
         is_free = np.zeros(self.num_blocks, np.bool_)
-        is_free[self.free_block_queue.get_all_free_blocks()] = True
+        is_free[self.eviction_policy.order()] = True
+        if is_free[null] or self.is_hashed[null] or self.ref_count[null] != 0:
+            raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")
+        if np.count_nonzero(is_free) != self.num_free_blocks:
+            raise InvariantError(f"P1: {self.num_free_blocks} blocks counted as free, {np.count_nonzero(is_free)} are")
         broken = np.flatnonzero((is_free != (self.ref_count == 0)) | (self.ref_count < 0))
         if (broken != null).any():
             block_id = broken[broken != null][0]
@@ -467,19 +465,7 @@ class BlockPool:
 
     def describe(self) -> str:
         """A few lines for a person."""
-        held = self.num_usable_blocks - self.num_free_blocks
-        cached_free = int(np.count_nonzero(self.is_hashed & (self.ref_count == 0)))
-        shared = int(np.count_nonzero(self.ref_count > 1))
-        following = self.free_block_queue.get_all_free_blocks()[:8].tolist()
-        return "\n".join(
-            [
-                f"pool of {self.num_blocks} blocks (null block included), groups {tuple(self.hash_maps)}, "
-                f"free order {self.free_order}, prefix caching {'on' if self.enable_caching else 'off'}",
-                f"  held    {held} ({self.get_usage():.1%}), {shared} of them shared",
-                f"  free    {self.num_free_blocks}, {cached_free} of them cached; next {following}",
-                f"  hashed  {self.num_hashed_blocks}, {sum(map(len, self.hash_maps.values()))} distinct hashes",
-            ]
-        )
+        return describe_pool(self)
 
 
 def _without_null(ids: np.ndarray) -> np.ndarray:

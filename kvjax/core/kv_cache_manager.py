@@ -27,6 +27,7 @@ import numpy.typing as npt
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.block_sharing import BlockSharing
 from kvjax.core.coordinator import BlockHashing, get_kv_cache_coordinator
+from kvjax.core.eviction import EvictionPolicyFactory
 from kvjax.core.hasher_check import HasherCheck
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
 from kvjax.core.kv_events import KVEventLog
@@ -63,6 +64,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         max_num_reqs: int | None = None,
         max_in_flight_tokens: int | None = None,
         free_order: str = "append",
+        eviction_policy: str | EvictionPolicyFactory = "lru",
         same_step_hits: bool = True,
         coarse_hash_mode: str = "concat",
         reserve: bool = False,
@@ -86,7 +88,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             max_num_reqs: first size of the request table, a hint.
             max_in_flight_tokens: most tokens that steps in flight add to one request (the admission cap of windows);
                 None: no better bound than `max_model_len`.
-            free_order: "append" or "uncached_first" (blocks without a hash are reused first).
+            free_order: "append" or "uncached_first" (blocks without a hash are reused first), of the policy "lru".
+            eviction_policy: which free block to reuse next: "lru", "slru", "cost", or a callable that makes the
+                `EvictionPolicy` of a pool from its `PrefixIndex`.
             same_step_hits: whether a block may be hit in the step that computes it; right only if a step writes all
                 its KV before any attention. False: not before `new_step_starts`.
             coarse_hash_mode: "concat" or "last": the hash of a block made of several hash blocks.
@@ -117,7 +121,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         self.enable_kv_cache_events = enable_kv_cache_events
         self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self._event_log = KVEventLog()
-        self.block_pools = self._make_pools(metrics_collector, free_order, track_origins, zero_new_pages)
+        self.block_pools = self._make_pools(
+            metrics_collector, free_order, eviction_policy, track_origins, zero_new_pages
+        )
         settings = ManagerSettings(
             enable_caching=enable_caching,
             max_model_len=max_model_len,
@@ -141,6 +147,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         self,
         metrics_collector: KVCacheMetricsCollector | None,
         free_order: str,
+        eviction_policy: str | EvictionPolicyFactory,
         track_origins: bool,
         zero_new_pages: bool,
     ) -> tuple[BlockPool, ...]:
@@ -154,6 +161,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
                 enable_kv_cache_events=self.enable_kv_cache_events,
                 metrics_collector=metrics_collector,
                 free_order=free_order,
+                eviction_policy=eviction_policy,
                 event_log=self._event_log,
                 track_origins=track_origins,
                 zero_new_pages=zero_new_pages,

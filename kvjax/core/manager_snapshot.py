@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvjax.core.block_pool import BlockPool, BlockPoolSnapshot
+from kvjax.core.block_pool import BlockPool
+from kvjax.core.block_pool_snapshot import BlockPoolSnapshot
 from kvjax.core.coordinator import KVCacheCoordinator
 from kvjax.core.request_table import RequestState, RequestTable
 

@@ -308,7 +308,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         for place, group_id in enumerate(self.group_ids):
             block_id = self.block_tables.item(place, row, column)
             if block_id:
-                self.block_pool.register_block(block_id, block_hash, group_id)
+                self.block_pool.register_block(block_id, block_hash, column, group_id)
 
     def _note_registered(self, block_ids: np.ndarray) -> None:
         """Remembers int32[...] blocks as not to be hit in this step."""
@@ -426,8 +426,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         ids = self.block_tables[:, rows, columns]
         if self.gives_blocks_back and np.count_nonzero(ids) < ids.size:
             real = np.flatnonzero(ids[0])
-            ids, block_hashes = ids[:, real], block_hashes[real]
-        self.block_pool.register_rows(ids, block_hashes, self.group_ids)
+            ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
+        self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
         if not self.settings.same_step_hits:
             self._note_registered(ids)
 

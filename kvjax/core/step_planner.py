@@ -13,8 +13,8 @@ The rest are planned in stretches, each as
 A row that shares a partly filled block since a fork is planned alone.
 
 This equals the row-by-row sequence while a stretch's blocks come from those free before its own releases, and no
-release goes to the head of the free queue. `_stretch_length` cuts by that rule; a row that begins no stretch is planned
-alone, and the first that does not fit ends the step.
+release goes to the head of the free queue; each eviction policy says how many rows that holds for (`bulk_equivalent`).
+A row that begins no stretch is planned alone, and the first that does not fit ends the step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy.typing as npt
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.column_runs import Runs, deal, merge
 from kvjax.core.coordinator import KVCacheCoordinator
+from kvjax.core.eviction import StepFlow
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.request_table import RequestTable
 from kvjax.core.single_type_manager import RowChanges, SingleTypeKVCacheManager
@@ -186,28 +187,9 @@ class StepPlanner:
             sharing = self._coordinator.copy_on_write.is_sharing[work.rows]
             length = int(sharing.argmax()) if sharing.any() else length
         for pool, of_pool in zip(self._coordinator.pools, self._managers_of_pool, strict=True):
-            num_needed = 0
-            for i, num_groups in of_pool:
-                num_needed += work.changes[i].needed.num_columns * num_groups
-            if num_needed > pool.num_free_blocks:
-                by_row = np.zeros(work.rows.size, np.int64)
-                for i, num_groups in of_pool:
-                    needed = work.changes[i].needed
-                    by_row[needed.positions] += needed.counts * num_groups
-                length = min(length, int(np.searchsorted(by_row.cumsum(), pool.num_free_blocks, side="right")))
-            if pool.free_order == "uncached_first":
-                length = min([length] + [self._num_before_unhashed_release(work, i) for i, _ in of_pool])
+            flow = StepFlow(work.rows.size, [(self._managers[i], work.changes[i]) for i, _ in of_pool])
+            length = min(length, pool.eviction_policy.bulk_equivalent(flow))
         return length
-
-    def _num_before_unhashed_release(self, work: StepWork, i: int) -> int:
-        """Rows before the first of which manager i gives back a block without a hash; all, if there is none."""
-        manager, skipped = self._managers[i], work.changes[i].skipped
-        if skipped.num_columns:
-            rows, columns = skipped.entries()
-            unhashed = ~manager.block_pool.is_hashed[manager.block_tables[:, rows, columns]].all(axis=0)
-            if unhashed.any():
-                return int(skipped.spread(skipped.positions)[unhashed.argmax()])
-        return work.rows.size
 
     # -- planning a stretch -----------------------------------------------------------------------------------------
 

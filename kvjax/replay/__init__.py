@@ -4,13 +4,14 @@ Flow:    read_trace | generate_workload -> [run_replay] -> ReplayResult -> resul
 """
 
 from kvjax.replay.batching import BatchingConfig
-from kvjax.replay.replay import ReplayConfig, ReplayResult, run_replay
+from kvjax.replay.replay import REPLAY_POLICIES, ReplayConfig, ReplayResult, run_replay
 from kvjax.replay.report import result_json, result_text
 from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, read_trace, write_trace
 from kvjax.replay.workloads import WORKLOADS, generate_workload
 
 __all__ = [
+    "REPLAY_POLICIES",
     "TRACE_BLOCK_SIZE",
     "WORKLOADS",
     "BatchingConfig",

@@ -143,7 +143,7 @@ class BatchedReplay:
         if self._running:
             self._waiting.appendleft(job)
         else:
-            self._refuse()  # it had the pool to itself
+            self._refuse(was_admitted=True)  # it had the pool to itself
         return row
 
     # -- 2. waiting requests ------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class BatchedReplay:
                 break
             self._waiting.popleft()
             if tokens is None:
-                self._refuse()  # the pool is empty but for it
+                self._refuse(job.request.num_preemptions > 0)  # the pool is empty but for it
                 continue
             jobs.append(job)
             num_new.append(tokens)
@@ -188,8 +188,8 @@ class BatchedReplay:
             self.recorder.count_admission(job.source.input_length, hit, job.infinite_hit)
         return num_new
 
-    def _refuse(self) -> None:
-        self.recorder.refused += 1
+    def _refuse(self, was_admitted: bool) -> None:
+        self.recorder.count_refusal(was_admitted)
         self.on_progress(1)
 
     # -- 3. time and tokens -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ trace will name the id again. What the managers do with the hashes is not affect
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class PromptMaker:
 
     def __init__(self, trace: Iterable[TraceRequest], hasher: BlockHasher) -> None:
         self.hasher = hasher
+        self.on_made: Callable[[TraceRequest, list[BlockHash]], object] = lambda source, block_hashes: None
         self._uses_left = Counter(hash_id for request in trace for hash_id in request.hash_ids)
         self._known: dict[tuple[BlockHash | None, int], list[BlockHash]] = {}
 
@@ -35,6 +36,7 @@ class PromptMaker:
         request = Request(request_id, tokens)
         request.block_hashes += self._hash_prompt(source, tokens)
         request.block_hasher = self.hasher
+        self.on_made(source, request.block_hashes)
         return request
 
     def _hash_prompt(self, source: TraceRequest, tokens: np.ndarray) -> list[BlockHash]:

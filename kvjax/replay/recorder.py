@@ -5,6 +5,7 @@ Flow:    simulators -> [Recorder] -> ReplayResult
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,7 @@ class Recorder:
 
     pools: tuple[BlockPool, ...]
     block_size: int
+    on_decision: Callable[[], object] = lambda: None  # called when a request is admitted first, or refused instead
     requests: int = 0  # admitted
     refused: int = 0  # larger than the cache; one that outgrows it while it runs was admitted too
     prompt_tokens: int = 0
@@ -45,6 +47,7 @@ class Recorder:
     output_tokens: int = 0
     hit_tokens: int = 0
     infinite_hit_tokens: int = 0
+    hits: list[tuple[int, int]] = field(default_factory=list)  # prompt and hit tokens of each request as admitted first
     computed_tokens: int = 0
     preemptions: int = 0
     max_held_blocks: int = 0
@@ -63,6 +66,14 @@ class Recorder:
         self.prompt_blocks += prompt_tokens // self.block_size
         self.hit_tokens += hit_tokens
         self.infinite_hit_tokens += infinite_hit_tokens
+        self.hits.append((prompt_tokens, hit_tokens))
+        self.on_decision()
+
+    def count_refusal(self, was_admitted: bool = False) -> None:
+        """Adds a request that is larger than the cache, or has outgrown it."""
+        self.refused += 1
+        if not was_admitted:
+            self.on_decision()
 
     def sample(self, time_s: float, running: int, waiting: int) -> None:
         """Notes the state after a step: the maxima always, the rest for one step in `_stride`."""

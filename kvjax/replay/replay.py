@@ -9,17 +9,20 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import gcd, lcm
 from pathlib import Path
 from time import perf_counter
 
 from kvjax.core.block_hash import BlockHasher
 from kvjax.core.call_recorder import CallRecorder
+from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kv_cache_manager import KVCacheManager
 from kvjax.core.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
 from kvjax.core.spec import KVCacheSpec
 from kvjax.planning import KVCachePlan, plan_kv_cache
 from kvjax.replay.batching import BatchedReplay, BatchingConfig
+from kvjax.replay.belady import BeladyPolicy, LookAhead
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker
@@ -28,6 +31,7 @@ from kvjax.replay.serial import replay_serial
 from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.trace import TraceRequest
 
+REPLAY_POLICIES = (*EVICTION_POLICIES, "belady")
 SEED_TEXT = "kvjax-replay"  # fixed, so that two runs compute the same hashes
 
 
@@ -40,6 +44,7 @@ class ReplayConfig:
     memory_bytes: int | None = None
     hash_algorithm: str = "sha256_cbor"
     free_order: str = "append"
+    eviction_policy: str = "lru"  # of REPLAY_POLICIES
     serial: bool = False
     platform: str = "gpu"
     tensor_parallel: int = 1
@@ -86,11 +91,14 @@ def run_replay(
         MemoryBudgetError: the memory does not hold the cache of the longest request.
         OSError: the record cannot be written.
     """
+    if config.eviction_policy not in REPLAY_POLICIES:
+        raise ValueError(f"expected eviction_policy of {', '.join(REPLAY_POLICIES)}, got {config.eviction_policy!r}")
     if not trace:
         raise ValueError("expected a trace of at least one request, got none")
     start = perf_counter()
     plan = _plan(trace, config)
     clock = VirtualClock()
+    look_ahead = _look_ahead(trace, config, plan)
     collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
     manager = KVCacheManager(
         plan.config,
@@ -99,10 +107,13 @@ def run_replay(
         metrics_collector=collector,
         max_in_flight_tokens=plan.max_in_flight_tokens,
         free_order=config.free_order,
+        eviction_policy=config.eviction_policy if look_ahead is None else partial(BeladyPolicy, look_ahead=look_ahead),
     )
     recorder = Recorder(manager.block_pools, config.block_size)
     hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
     prompts = PromptMaker(trace, hasher)
+    if look_ahead is not None:
+        recorder.on_decision, prompts.on_made = look_ahead.advance, look_ahead.learn
     infinite = InfiniteCache(config.block_size)
     with _no_garbage_collection(), _recorded(manager, record_to) as called:
         if config.serial:
@@ -119,6 +130,13 @@ def run_replay(
         virtual_seconds=clock.now_s,
         wall_seconds=perf_counter() - start,
     )
+
+
+def _look_ahead(trace: Sequence[TraceRequest], config: ReplayConfig, plan: KVCachePlan) -> LookAhead | None:
+    """What Belady's rule knows; None for other policies."""
+    if config.eviction_policy != "belady":
+        return None
+    return LookAhead(trace, config.block_size, num_blocks=min(pool.num_blocks for pool in plan.pools) - 1)
 
 
 def _plan(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePlan:

@@ -27,6 +27,7 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "max_model_len": result.plan.max_model_len,
         "hash_algorithm": config.hash_algorithm,
         "free_order": config.free_order,
+        "eviction_policy": config.eviction_policy,
         "requests": recorder.requests,
         "refused_requests": recorder.refused,
         "prompt_tokens": recorder.prompt_tokens,
@@ -76,7 +77,7 @@ def _what(result: ReplayResult) -> str:
         f"{count_of(recorder.requests, 'request')}, {mode}; {recorder.prompt_tokens:,} prompt tokens"
         + ("" if config.serial else f", {recorder.output_tokens:,} output tokens"),
         f"cache: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
-        f"{config.hash_algorithm}, {config.free_order}",
+        f"{config.hash_algorithm}, {config.eviction_policy} eviction, free order {config.free_order}",
     ]
     if not config.serial:
         lines.append(f"speed model: {config.speed.describe()}")

@@ -41,7 +41,7 @@ def replay_serial(
         fits = _compute(manager, request, hit, blocks)
         spent = thread_time_ns() - start
         if not fits:
-            recorder.refused += 1
+            recorder.count_refusal()
         else:
             recorder.count_admission(source.input_length, hit, infinite_hit)
             recorder.computed_tokens += source.input_length - hit

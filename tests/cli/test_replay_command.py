@@ -203,3 +203,33 @@ def test_a_plot_without_matplotlib_names_the_extra(trace: str, monkeypatch: pyte
         MissingExtraError, match=r"--plot needs matplotlib, which is not installed: pip install 'kvjax\[plots\]'"
     ):
         main(["--debug", "replay", trace, "--plot", "x.png"])
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "cost", "belady"])
+def test_every_policy_can_be_asked_for(
+    policy: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_path = tmp_path / "out.json"
+    out = run(capsys, trace, "--policy", policy, "--serial", "--num-blocks", 200, "--json", data_path)
+    assert f"sha256_cbor, {policy} eviction, free order append" in out
+    assert json.loads(data_path.read_text())["eviction_policy"] == policy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--policy", "belady", "--block-size", 48),
+            "expected a block size that divides 512, the trace's, to look ahead",
+        ),
+        (
+            ("--policy", "slru", "--free-order", "uncached_first"),
+            "expected free_order='append' with eviction_policy='slru'",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_together_are_refused(
+    options: tuple[object, ...], message: str, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", trace, "--serial", "--num-blocks", "500", *map(str, options)]) == 2
+    assert message in capsys.readouterr().err

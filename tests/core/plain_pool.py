@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvjax.core.block_pool import BlockPoolSnapshot
+from kvjax.core.block_pool_snapshot import BlockPoolSnapshot
 from kvjax.core.page_edits import PageEditsSnapshot
 
 

@@ -27,7 +27,7 @@ def filled_pool(num_blocks: int = 9, **options) -> BlockPool:
 
 def free_order(pool: BlockPool) -> list[int]:
     pool.check_invariants()
-    return pool.free_block_queue.get_all_free_blocks().tolist()
+    return pool.eviction_policy.order().tolist()
 
 
 def test_blocks_are_handed_out_in_id_order_at_first() -> None:
@@ -131,8 +131,8 @@ def test_every_way_of_registering_leaves_the_same_state() -> None:
     for group_id, of_group in zip((3, 7), ids, strict=True):
         many.register_many(of_group, names, group_id)
         for block_id, name in zip(of_group.tolist(), names, strict=True):
-            single.register_block(block_id, name, group_id)
-    rows.register_rows(ids, np.fromiter(names, np.object_), (3, 7))
+            single.register_block(block_id, name, 0, group_id)
+    rows.register_rows(ids, np.fromiter(names, np.object_), np.zeros(len(names), np.int64), (3, 7))
     assert many.snapshot() == rows.snapshot() == single.snapshot()
     for pool in pools:
         pool.check_invariants()
@@ -303,7 +303,7 @@ def test_a_copy_goes_its_own_way() -> None:
         (lambda p: p.ref_count.__setitem__(8, 0), "P1: block 8"),
         (lambda p: p.ref_count.__setitem__(8, -1), "P1: block 8"),
         (lambda p: p.ref_count.__setitem__(0, 1), "P2"),
-        (lambda p: p.free_block_queue.append(0), "P2"),
+        (lambda p: p.eviction_policy.queue.append(0), "P2"),
         (lambda p: p.is_hashed.__setitem__(1, False), "P3"),
         (lambda p: p.is_hashed.__setitem__(8, True), "P3"),
         (lambda p: p.hash_maps[0].insert(b"other", 8), "P3"),

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvjax.core.block_pool import FREE_ORDERS, BlockPool
+from kvjax.core.block_pool import BlockPool
+from kvjax.core.eviction import FREE_ORDERS
 from kvjax.errors import BlockStateError, OutOfBlocksError
 
 from .plain_pool import PlainPool
@@ -102,7 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
         ids = self.registrable(picks)
         if one_by_one:
             for block_id, block_hash in zip(ids, hashes, strict=False):
-                self.pool.register_block(block_id, block_hash, group_id)
+                self.pool.register_block(block_id, block_hash, 0, group_id)
         else:
             self.pool.register_many(np.array(ids, np.int32), hashes[: len(ids)], group_id)
         self.plain.register(ids, hashes[: len(ids)], group_id)
@@ -113,7 +114,9 @@ class PoolMachine(RuleBasedStateMachine):
         ids = self.registrable(picks)
         count = len(ids) // len(self.group_ids)
         by_group = np.array(ids[: count * len(self.group_ids)], np.int32).reshape(len(self.group_ids), count)
-        self.pool.register_rows(by_group, np.fromiter(hashes[:count], np.object_, count), self.group_ids)
+        self.pool.register_rows(
+            by_group, np.fromiter(hashes[:count], np.object_, count), np.arange(count), self.group_ids
+        )
         for group_id, of_group in zip(self.group_ids, by_group.tolist(), strict=True):
             self.plain.register(of_group, hashes[:count], group_id)
 

@@ -162,7 +162,7 @@ def test_a_block_may_be_pinned_more_than_once_and_while_it_is_held() -> None:
     manager.unpin(first)
     assert manager.block_pool.num_free_blocks == 25
     manager.unpin(second)
-    assert manager.block_pool.free_block_queue.get_all_free_blocks()[-4:].tolist() == [4, 3, 2, 1]
+    assert manager.block_pool.eviction_policy.order()[-4:].tolist() == [4, 3, 2, 1]
 
 
 def test_a_window_pins_what_it_sees() -> None:

@@ -29,9 +29,10 @@ class Side:
         return sorted(name for name, request in self.requests.items() if request.row >= 0)
 
 
-def make_side(setup: Setup, pool_sizes: list[int], events: bool) -> Side:
+def make_side(setup: Setup, pool_sizes: list[int], events: bool, options: dict[str, Any]) -> Side:
     collector = KVCacheMetricsCollector(sample_rate=0.5, seed=7, clock=lambda: 0)
-    return Side(setup.manager(pool_sizes, enable_kv_cache_events=events, metrics_collector=collector), collector)
+    manager = setup.manager(pool_sizes, enable_kv_cache_events=events, metrics_collector=collector, **options)
+    return Side(manager, collector)
 
 
 def live_together(rng: np.random.Generator, setup: Setup, sides: list[Side], num_calls: int) -> None:
@@ -145,10 +146,10 @@ def residencies(side: Side) -> Counter[Any]:
     return Counter(side.collector.drain_events())
 
 
-def check_step(setup: Setup, seed: int, events: bool) -> None:
+def check_step(setup: Setup, seed: int, events: bool, **options: Any) -> None:
     rng = np.random.default_rng(seed)
     pool_sizes = [int(rng.integers(3, 45)) for _ in range(setup.num_pools)]
-    sides = [make_side(setup, pool_sizes, events) for _ in range(2)]
+    sides = [make_side(setup, pool_sizes, events, options) for _ in range(2)]
     live_together(rng, setup, sides, num_calls=int(rng.integers(5, 60)))
     bulk, sequence = sides
     assert bulk.manager.snapshot() == sequence.manager.snapshot()

@@ -32,7 +32,7 @@ def test_a_planted_bug_is_found(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def free_without_reference(self: BlockPool, ids: np.ndarray) -> None:
-        self.free_block_queue.append_distinct(ids)
+        self.eviction_policy.release(ids)
 
     monkeypatch.setattr(BlockPool, "free_held", free_without_reference)
     with pytest.raises(InvariantError):

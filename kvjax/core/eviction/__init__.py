@@ -1,0 +1,28 @@
+"""Which free block to reuse next: one interface, and a file per policy.
+
+Flow:    BlockPool -> [EvictionPolicy] -> block ids; names of policies -> [make_eviction_policy]
+"""
+
+from kvjax.core.eviction.cost_aware import CostAwarePolicy
+from kvjax.core.eviction.lru import LRUPolicy
+from kvjax.core.eviction.policy import EvictionPolicy
+from kvjax.core.eviction.registry import (
+    EVICTION_POLICIES,
+    FREE_ORDERS,
+    EvictionPolicyFactory,
+    make_eviction_policy,
+)
+from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
+from kvjax.core.eviction.step_flow import StepFlow
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "FREE_ORDERS",
+    "CostAwarePolicy",
+    "EvictionPolicy",
+    "EvictionPolicyFactory",
+    "LRUPolicy",
+    "SegmentedLRUPolicy",
+    "StepFlow",
+    "make_eviction_policy",
+]

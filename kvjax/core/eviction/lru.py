@@ -1,0 +1,81 @@
+"""Least recently used: the block that was released longest ago goes first.
+
+Source:  eviction order of vLLM v1/core/block_pool.py (free_blocks, get_new_blocks), v1/core/kv_cache_utils.py
+
+A released block joins the tail of one queue, a hit leaves it from the middle. With `uncached_first`, as in vLLM since
+0.24, blocks without a hash join the head instead, since nothing is lost by reusing them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvjax.core.eviction.policy import EvictionPolicy
+from kvjax.core.eviction.step_flow import StepFlow
+from kvjax.core.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.prefix_index import PrefixIndex
+
+
+class LRUPolicy(EvictionPolicy):
+    """A `FreeKVCacheBlockQueue`. Costs are its costs: some 10 ns a block."""
+
+    def __init__(self, index: PrefixIndex, uncached_first: bool = False) -> None:
+        super().__init__(index)
+        self.uncached_first = uncached_first
+        self.queue = FreeKVCacheBlockQueue(self.num_blocks)
+        self.queue.remove(0)
+
+    @property
+    def num_free(self) -> int:
+        """Queued blocks."""
+        return self.queue.num_free_blocks
+
+    def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
+        """From the head."""
+        return self.queue.take(num_blocks)
+
+    def take_one(self) -> int:
+        """From the head."""
+        return self.queue.popleft()
+
+    def release(self, ids: np.ndarray) -> None:
+        """To the tail; with `uncached_first` unhashed blocks to the head, the first given first."""
+        if self.uncached_first:
+            hashed = self.index.is_hashed[ids]
+            self.queue.prepend_absent(ids[~hashed])
+            ids = ids[hashed]
+        self.queue.append_distinct(ids)
+
+    def release_one(self, block_id: int) -> None:
+        """`release` of one block."""
+        if self.uncached_first and not self.index.is_hashed.item(block_id):
+            self.queue.prepend_n([block_id])
+        else:
+            self.queue.append(block_id)
+
+    def try_release(self, ids: np.ndarray) -> bool:
+        """The queue sees a repeated block while it writes."""
+        return not self.uncached_first and self.queue.append_absent(ids)
+
+    def remove(self, ids: np.ndarray) -> None:
+        """From the middle of the queue."""
+        self.queue.remove_n(ids)
+
+    def order(self) -> np.ndarray:  # int32[num_free]
+        """The queue from its head."""
+        return self.queue.get_all_free_blocks()
+
+    def bulk_equivalent(self, flow: StepFlow) -> int:
+        """Takes at the head and releases at the tail do not meet while no row needs a block that the step released.
+
+        A release to the head would be taken next by its own row, so rows end before the first.
+        """
+        length = flow.rows_within(self.num_free)
+        if self.uncached_first:
+            ids, positions = flow.released()
+            length = min(length, flow.rows_before(positions[~self.index.is_hashed[ids]]))
+        return length
+
+    def check_invariants(self) -> None:
+        """Q1 and Q2 of the queue."""
+        self.queue.check_invariants()

@@ -1,0 +1,47 @@
+"""Policies by name.
+
+Flow:    "lru" | "slru" | "cost" | a user's factory -> [make_eviction_policy] -> EvictionPolicy of one pool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvjax.core.eviction.cost_aware import CostAwarePolicy
+from kvjax.core.eviction.lru import LRUPolicy
+from kvjax.core.eviction.policy import EvictionPolicy
+from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
+from kvjax.core.prefix_index import PrefixIndex
+
+FREE_ORDERS = ("append", "uncached_first")
+EVICTION_POLICIES = ("lru", "slru", "cost")
+EvictionPolicyFactory = Callable[[PrefixIndex], EvictionPolicy]
+
+
+def make_eviction_policy(
+    policy: str | EvictionPolicyFactory, index: PrefixIndex, free_order: str = "append"
+) -> EvictionPolicy:
+    """The policy of the pool whose hashes `index` knows.
+
+    Raises:
+        ValueError: no such name, no policy from the factory, or a free order with another policy than "lru".
+    """
+    if free_order not in FREE_ORDERS:
+        raise ValueError(f"expected free_order of {', '.join(FREE_ORDERS)}, got {free_order!r}")
+    if policy == "lru":
+        return LRUPolicy(index, uncached_first=free_order == "uncached_first")
+    if free_order != "append":
+        raise ValueError(
+            f"expected free_order='append' with eviction_policy={policy!r}, got {free_order!r}: only 'lru' has a choice"
+        )
+    if policy == "slru":
+        return SegmentedLRUPolicy(index)
+    if policy == "cost":
+        return CostAwarePolicy(index)
+    made = policy(index) if callable(policy) else None
+    if not isinstance(made, EvictionPolicy):
+        raise ValueError(
+            f"expected eviction_policy of {', '.join(EVICTION_POLICIES)}, or a callable that makes an EvictionPolicy "
+            f"from a PrefixIndex, got {policy!r}"
+        )
+    return made

@@ -1,0 +1,64 @@
+"""What a step takes from one pool and gives back to it, row by row: the question of `EvictionPolicy.bulk_equivalent`.
+
+Flow:    StepPlanner -> [StepFlow] -> EvictionPolicy.bulk_equivalent -> rows that are planned at once
+
+Totals are ready; what a policy may not need is computed when it asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvjax.core.single_type_manager import RowChanges, SingleTypeKVCacheManager
+
+
+class StepFlow:
+    """The n rows of a step in scheduling order, in one pool. Nothing of the step has happened yet."""
+
+    __slots__ = ("_parts", "num_rows", "num_taken")
+
+    def __init__(self, num_rows: int, parts: Sequence[tuple[SingleTypeKVCacheManager, RowChanges]]) -> None:
+        self.num_rows = num_rows
+        self._parts = parts  # the managers of the pool, and what the step changes in their tables
+        self.num_taken = 0  # blocks that all rows take
+        for manager, changes in parts:
+            self.num_taken += changes.needed.num_columns * manager.num_groups
+
+    def rows_within(self, num_blocks: int) -> int:
+        """Leading rows that take at most `num_blocks` together."""
+        if self.num_taken <= num_blocks:
+            return self.num_rows
+        return int(np.searchsorted(self._taken_by_row().cumsum(), num_blocks, side="right"))
+
+    def _taken_by_row(self) -> np.ndarray:  # int64[n]
+        taken = np.zeros(self.num_rows, np.int64)
+        for manager, changes in self._parts:
+            taken[changes.needed.positions] += changes.needed.counts * manager.num_groups
+        return taken
+
+    def released(self) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks that the rows give a reference of back, and which of the n rows each: int64[k], int64[k], any order.
+
+        A block that is shared need not become free.
+        """
+        ids, positions = [_NONE], [_NONE]
+        for manager, changes in self._parts:
+            skipped = changes.skipped
+            if skipped.num_columns:
+                rows, columns = skipped.entries()
+                entries = manager.block_tables[:, rows, columns]
+                real = entries != 0
+                ids.append(entries[real])
+                positions.append(np.broadcast_to(skipped.spread(skipped.positions), entries.shape)[real])
+        return np.concatenate(ids).astype(np.int64, copy=False), np.concatenate(positions)
+
+    def rows_before(self, positions: np.ndarray) -> int:
+        """Rows before the first of `positions`; all, if there is none."""
+        return int(positions.min()) if positions.size else self.num_rows
+
+
+_NONE = np.empty(0, np.int64)
