@@ -131,6 +131,12 @@ DEPLOYMENTS = {
     "full + window + Mamba, two pools, EAGLE": Deployment(
         ((full(2), 0), (window(4, 5), 1), (recurrent(2), 0), (recurrent(2), 0)), {"use_eagle": True}
     ),
+    "full + window, segmented LRU": Deployment(
+        ((full(2), 0), (window(2, 5), 0)), {"eviction_policy": "slru", "zero_new_pages": True}
+    ),
+    "full + chunked + Mamba, by cost": Deployment(
+        ((full(2), 0), (chunked(2, 8), 0), (recurrent(4), 1)), {"eviction_policy": "cost", "track_origins": True}
+    ),
     "full + Mamba without caching": Deployment(((full(2), 0), (recurrent(4, "none", drafts=1), 0))),
     "full + window, hits from the next step": Deployment(
         ((full(2), 0), (window(2, 5), 0)), {"same_step_hits": False, "enable_kv_cache_events": True}

@@ -31,6 +31,7 @@ import numpy as np
 from kvjax.core.block_origins import BlockOrigin
 from kvjax.core.extra_keys import LoRARequest
 from kvjax.core.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.pins import PinnedPrefix
 from kvjax.core.request import Request
 from kvjax.core.request_table import RequestTable
 from kvjax.core.step_plan import TableUpdate
@@ -181,4 +182,7 @@ class CallEncoding:
         if kind == "origins":
             triples = [self.decode(triple, requests, no_blocks) for triple in content]
             return {BlockOrigin(*triple) for triple in triples}.__contains__
+        if kind == "value" and content[0] == "PinnedPrefix":
+            pin_id, num_tokens, block_ids = content[1:]
+            return PinnedPrefix(pin_id, num_tokens, tuple(map(tuple, block_ids)))
         raise CallLogError(f"expected an argument of a known kind, got {kind!r}")

@@ -88,11 +88,17 @@ def run_replay(
 
     Raises:
         ValueError: the trace is empty, or the config has neither or both of blocks and memory, or bad values.
+        NotImplementedError: a record of Belady's rule.
         MemoryBudgetError: the memory does not hold the cache of the longest request.
         OSError: the record cannot be written.
     """
     if config.eviction_policy not in REPLAY_POLICIES:
         raise ValueError(f"expected eviction_policy of {', '.join(REPLAY_POLICIES)}, got {config.eviction_policy!r}")
+    if record_to is not None and config.eviction_policy == "belady":
+        raise NotImplementedError(
+            "expected eviction_policy of lru, slru, cost to record calls, got 'belady': it decides by the trace, which "
+            "a record of calls does not hold"
+        )
     if not trace:
         raise ValueError("expected a trace of at least one request, got none")
     start = perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from tests.core.manager_lockstep import FULL, SETUPS
 from tests.core.random_forks import RandomForks
 from tests.core.random_lockstep import RandomLockstep
 from tests.core.test_invalidation import RandomInvalidation
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from random_calls import Deployment, RandomCalls, full, window
 
 HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
 
@@ -45,6 +50,22 @@ def test_recorded_runs_replay_to_the_same_ids(name: str, tmp_path: Path) -> None
             calls.call()
     num_calls = check_replay(tmp_path / "calls", manager)
     assert {"allocate_slots", "free", "get_num_common_prefix_blocks"} <= num_calls.keys()
+
+
+@pytest.mark.parametrize("policy", ["slru", "cost"])
+def test_runs_under_other_policies_replay(policy: str, tmp_path: Path) -> None:
+    """The naive model knows LRU only, so random calls of the script are recorded; from the middle of a run."""
+    deployment = Deployment(((full(2), 0), (window(2, 5), 0)), {"eviction_policy": policy})
+    calls = RandomCalls(deployment, np.random.default_rng(4))
+    for _ in range(60):
+        calls.call()
+    manager = calls.manager
+    with CallRecorder(manager, tmp_path / "calls") as recorder:
+        calls.manager = recorder.manager
+        for _ in range(300):
+            calls.call()
+    assert manager.block_pool.num_evicted_blocks > 50
+    assert check_replay(tmp_path / "calls", manager)["allocate_slots"] > 50
 
 
 def test_invalidations_and_requests_of_every_sort_replay(tmp_path: Path) -> None:

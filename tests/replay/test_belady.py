@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,6 +123,13 @@ def test_a_lookahead_counts_only_what_can_be_hit() -> None:
 def test_block_sizes_that_cut_across_the_traces_are_refused() -> None:
     with pytest.raises(ValueError, match="expected a block size that divides 512, the trace's, to look ahead, got 48"):
         hit_tokens(random_trace(0, 5), "belady", 100, block_size=48)
+
+
+def test_it_is_not_recorded(tmp_path: Path) -> None:
+    config = ReplayConfig(specs(64), num_blocks=100, eviction_policy="belady")
+    with pytest.raises(NotImplementedError, match=r"expected eviction_policy of lru, slru, cost to record .*'belady'"):
+        run_replay(random_trace(0, 5), config, record_to=tmp_path / "calls")
+    assert not (tmp_path / "calls").exists()
 
 
 def test_an_unknown_policy_is_refused() -> None:
