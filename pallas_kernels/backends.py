@@ -8,33 +8,51 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 
 BACKENDS = ("auto", "reference", "tpu", "gpu")
+_PLATFORMS = ("tpu", "gpu")
+_NONE: Mapping[str, str | None] = MappingProxyType({})
 
 
-def resolve_backend(op: str, backend: str) -> str:
+def resolve_backend(op: str, backend: str, kernels: Mapping[str, str | None] = _NONE) -> str:
     """The backend that runs `op` when the caller asks for `backend`.
+
+    `kernels` names the platforms that have a kernel, each with what of this call it cannot do, in words, or None.
 
     Raises:
         ValueError: `backend` names none.
-        NotImplementedError: `backend` is a platform that has no kernel for `op`.
+        NotImplementedError: `backend` is a platform that has no kernel for `op`, or whose kernel cannot do the call.
     """
     if backend not in BACKENDS:
         raise ValueError(f"{op}: expected backend out of {BACKENDS}, got {backend!r}")
-    if backend in ("tpu", "gpu"):
-        raise NotImplementedError(f"{op}: there is no {backend} kernel; use backend='auto' or 'reference'")
-    if backend == "auto" and jax.default_backend() != "cpu":
-        _warn_of_fallback(op, jax.default_backend())
+    if backend in _PLATFORMS:
+        reason = _reason(backend, kernels)
+        if reason is not None:
+            raise NotImplementedError(f"{op}: {reason}; use backend='auto' or 'reference'")
+        return backend
+    platform = jax.default_backend()
+    if backend == "reference" or platform == "cpu":
+        return "reference"
+    reason = _reason(platform, kernels)
+    if reason is None:
+        return platform
+    _warn_of_fallback(op, reason)
     return "reference"
 
 
+def _reason(platform: str, kernels: Mapping[str, str | None]) -> str | None:
+    return kernels.get(platform, f"there is no {platform} kernel")
+
+
 @functools.cache
-def _warn_of_fallback(op: str, platform: str) -> None:
-    """Warns once per op and platform."""
+def _warn_of_fallback(op: str, reason: str) -> None:
+    """Warns once per op and reason."""
     warnings.warn(
-        f"{op}: there is no kernel for {platform}; the reference runs instead (backend='reference' silences this)",
+        f"{op}: {reason}; the reference runs instead (backend='reference' silences this)",
         RuntimeWarning,
         stacklevel=4,
     )

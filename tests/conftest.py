@@ -8,7 +8,9 @@ from pathlib import Path
 
 import hypothesis
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Where there is a TPU, the tests of its kernels run on it (tests/pallas_kernels/on_tpu.py); the CPU stays the default.
+HAS_TPU = any(Path("/dev").glob("accel*")) or Path("/dev/vfio/0").exists()
+os.environ.setdefault("JAX_PLATFORMS", "cpu,tpu" if HAS_TPU else "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"kvjax-jax-cache-{os.getuid()}"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 

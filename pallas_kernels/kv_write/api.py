@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.kv_write import reference, validate
+from pallas_kernels.kv_write import kernel_tpu, reference, validate
 
 
 def kv_write(
@@ -28,8 +28,10 @@ def kv_write(
 
     Raises:
         ValueError: a shape, dtype or (outside `jit`) slot does not fit; nothing is written.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    resolve_backend(validate.OP, backend)
     validate.check(new_k, new_v, pages, slot_mapping, k_scale, v_scale)
-    return reference.kv_write(new_k, new_v, tuple(pages), slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    kernels = {"tpu": kernel_tpu.reason_not_supported(pages, new_k.shape[0])}
+    chosen = resolve_backend(validate.OP, backend, kernels)
+    run = kernel_tpu.kv_write if chosen == "tpu" else reference.kv_write
+    return run(new_k, new_v, tuple(pages), slot_mapping, k_scale=k_scale, v_scale=v_scale)

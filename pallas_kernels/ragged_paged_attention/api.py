@@ -16,7 +16,7 @@ from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.kv_write import kv_write
-from pallas_kernels.ragged_paged_attention import reference, validate
+from pallas_kernels.ragged_paged_attention import kernel_tpu, reference, validate
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
 
@@ -57,9 +57,8 @@ def ragged_paged_attention(
 
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    chosen = resolve_backend(validate.OP, backend)
     mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
     attention_checks.check_mask(validate.OP, mask)
     attention_checks.check_scalars(validate.OP, sm_scale, soft_cap, schedule, backend)
@@ -69,18 +68,21 @@ def ragged_paged_attention(
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
+    chosen = resolve_backend(validate.OP, backend, {"tpu": kernel_tpu.reason_not_supported(pages, mask)})
     if new_kv is not None and slot_mapping is not None:
-        pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=chosen)
-    out, lse = reference.ragged_paged_attention(
-        q,
-        tuple(pages),
-        *step,
-        mask=mask,
-        num_kv_heads=num_kv_heads,
-        sm_scale=float(sm_scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+        pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
+    arguments = (q, tuple(pages), *step)
+    options = {
+        "mask": mask,
+        "num_kv_heads": num_kv_heads,
+        "sm_scale": float(sm_scale),
+        "soft_cap": None if soft_cap is None else float(soft_cap),
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    if chosen == "tpu":
+        out, lse = kernel_tpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse)
+    else:
+        out, lse = reference.ragged_paged_attention(*arguments, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

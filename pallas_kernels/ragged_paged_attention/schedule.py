@@ -76,18 +76,25 @@ def make_schedule(
     page_size: int,
 ) -> Schedule:
     """The schedule of one step and one kind of layer."""
-    num_seqs = batch.seq_lens.shape[0]
-    room = min(num_tokens, num_tokens // queries + num_seqs)
+    room = min(num_tokens, num_tokens // queries + batch.seq_lens.shape[0])
+    tiles, _ = query_tiles(batch, mask, room=room, queries=queries, page_size=page_size)
+    kv_tiles = jnp.stack([-(-tiles.num_pages // pages) for pages in tile_pages])
+    single = (batch.q_lens == 1)[tiles.seq]
+    counts = jnp.where(single[None] == jnp.array([[True], [False]]), kv_tiles, 0)
+    item_ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
+    return Schedule(jnp.stack(tiles, axis=1), item_ends - counts, item_ends)
+
+
+def query_tiles(
+    batch: Batch, mask: MaskRule, *, room: int, queries: int, page_size: int
+) -> tuple[QueryTile, jax.Array]:
+    """(all query tiles of a step, in order of sequences and tokens, how many of the `room` there are)."""
     ends = jnp.cumsum(-(-batch.q_lens // queries), dtype=jnp.int32)
     n = jnp.arange(room, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), num_seqs - 1)
+    seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), batch.seq_lens.shape[0] - 1)
     seq_len, start, q_len, end = jnp.stack([*batch, ends])[:, seq]
     first = (n - end) * queries + -(-q_len // queries) * queries
     first_pos = seq_len - q_len + first
     last_pos = jnp.where(n < end, seq_len - q_len + jnp.minimum(first + queries, q_len) - 1, -1)
     run = mask.page_run(first_pos, last_pos, seq_len, page_size)
-    tiles = QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run)
-    kv_tiles = jnp.stack([-(-run.num_pages // pages) for pages in tile_pages])
-    counts = jnp.where((q_len == 1)[None] == jnp.array([[True], [False]]), kv_tiles, 0)
-    item_ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
-    return Schedule(jnp.stack(tiles, axis=1), item_ends - counts, item_ends)
+    return QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run), ends[-1]

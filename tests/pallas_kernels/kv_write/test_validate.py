@@ -66,10 +66,9 @@ def test_bad_arguments(name: str) -> None:
         kv_write(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"kv_write: there is no {backend} kernel; use backend='auto'"):
-        kv_write(**GOOD, backend=backend)
+def test_a_platform_without_a_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="kv_write: there is no gpu kernel; use backend='auto'"):
+        kv_write(**GOOD, backend="gpu")
 
 
 def test_good_arguments() -> None:

@@ -96,7 +96,8 @@ def test_bad_arguments(name: str) -> None:
         merge_states(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"merge_states: there is no {backend} kernel"):
-        merge_states(**GOOD, backend=backend)
+def test_backends() -> None:
+    """On TPU XLA's fusion is the kernel; there is none for GPU."""
+    assert merge_states(**GOOD, backend="tpu").out.shape == merge_states(**GOOD).out.shape
+    with pytest.raises(NotImplementedError, match="merge_states: there is no gpu kernel"):
+        merge_states(**GOOD, backend="gpu")

@@ -98,11 +98,10 @@ def test_bad_arguments(name: str) -> None:
         ragged_paged_attention(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    message = f"ragged_paged_attention: there is no {backend} kernel; use backend='auto' or 'reference'"
+def test_a_platform_without_a_kernel() -> None:
+    message = "ragged_paged_attention: there is no gpu kernel; use backend='auto' or 'reference'"
     with pytest.raises(NotImplementedError, match=message):
-        ragged_paged_attention(**GOOD, backend=backend)
+        ragged_paged_attention(**GOOD, backend="gpu")
 
 
 def test_good_arguments() -> None:

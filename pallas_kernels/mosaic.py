@@ -1,0 +1,49 @@
+"""What differs between compiling a TPU kernel and interpreting it, and between versions of Pallas.
+
+Flow:    kernel_tpu.py of every op -> [mosaic] -> jax.experimental.pallas
+
+A kernel reads 16- and 8-bit arrays as 32-bit words through `pl.Ref.bitcast` and `reshape`, which the TPU interpreter
+(jax 0.10 to 0.12) does not know; `is_interpreted` lets the few functions that do so read the same elements plainly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import config as _config
+from jax.experimental.pallas import tpu as pltpu
+
+# Types of a kernel's references and DMAs, which Pallas does not export for annotations.
+Ref = Any
+Copy = Any
+
+LANES = 128
+SUBLANES = 8
+
+
+def is_interpreted() -> bool:
+    """Whether `pallas_call` is interpreted here: inside `pltpu.force_tpu_interpret_mode`."""
+    return _config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def compiler_params(vmem_limit_bytes: int) -> pltpu.CompilerParams:
+    """Parameters of every kernel: grid steps in order, a limit of its own, no check of each DMA's bounds."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("arbitrary",),
+        vmem_limit_bytes=vmem_limit_bytes,
+        disable_bounds_checks=True,
+    )
+
+
+def packing(dtype: jnp.dtype) -> int:
+    """Elements of `dtype` in a 32-bit word."""
+    return 4 // jnp.dtype(dtype).itemsize
+
+
+def words(ref: Ref, *leading: jax.Array | int) -> Ref:
+    """`ref[leading]` of shape [n, rows, packing, lanes] as uint32[n * rows, lanes]; only where compiled."""
+    view = ref.bitcast(jnp.uint32)
+    view = view.at[leading] if leading else view
+    return view.reshape(view.shape[0] * view.shape[1], view.shape[-1])

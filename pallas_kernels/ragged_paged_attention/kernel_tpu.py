@@ -1,0 +1,430 @@
+"""ragged_paged_attention for TPU, in Pallas: one kernel source, launched for decode and for tiles of several queries.
+
+Flow:    api -> [kernel_tpu] -> (out, lse)
+Source:  the split by `distribution` and the packed pages follow ragged paged attention v3 (vllm-project/tpu-inference)
+
+Grid: one step per item of the launch's table (`tpu_plan`), as many as the step really has. An item reads
+
+    its queries      decode: by the grid's pipeline; tiles: one DMA, the next item's under way meanwhile
+    its KV blocks    one DMA a page into a double buffer; the next block's, or the next item's first, under way
+                     meanwhile; bytes: pages seen * page_size * padded rows * lanes
+    and writes       its own rows of the output
+
+Blocks that every row sees whole run first, in a loop without any mask; then those that cut the interval. KV is read
+from the page of the first visible key on, never from position 0. Flops: 4 * queries * Hq * D per key.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.layouts import KV_CACHE_DTYPES
+from pallas_kernels.mosaic import LANES, Copy, compiler_params
+from pallas_kernels.ragged_paged_attention import tpu_rows
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
+from pallas_kernels.ragged_paged_attention.tpu_plan import (
+    TABLE_ALIGNMENT,
+    Field,
+    TpuConfig,
+    block_slots,
+    plan_items,
+)
+from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention
+
+SMALLEST_TILE = 8  # query tokens
+LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
+_BUFFER_BYTES = 12 << 20  # of VMEM, at most, for the double buffer
+_VMEM_LIMIT_BYTES = {1: 32 << 20, 2: 64 << 20}
+
+
+class Tuning(NamedTuple):
+    """Sizes that a tuner may choose; None: by the shapes."""
+
+    queries: int | None = None  # query tokens of a tile, a power of two, at least 8
+    decode_block: int | None = None  # slots of a KV block, a power of two, at least 128
+    tile_block: int | None = None
+    max_unrolled: int = 8  # matrix products of a block that are unrolled
+
+
+def reason_not_supported(pages: tuple[jax.Array, ...], mask: MaskRule) -> str | None:
+    """What of a call the kernel cannot do, in words; None if it can do it all."""
+    if len(pages) != 1:
+        return "TPU kernels read packed pages (kv,); make them by attention_layout(platform='tpu')"
+    dtype, page_size = pages[0].dtype.name, pages[0].shape[1]
+    if dtype not in KV_CACHE_DTYPES or dtype == "float16":
+        return f"TPU has no arithmetic on {dtype} pages; use bfloat16"
+    if page_size & (page_size - 1) or not 8 <= page_size <= 512:
+        return f"TPU kernels take page sizes that are powers of two from 8 to 512, got {page_size}"
+    chunk = mask.attention_chunk_size
+    if chunk is not None and chunk < SMALLEST_TILE:
+        return f"TPU kernels take attention chunks of at least {SMALLEST_TILE} tokens, got {chunk}"
+    return None
+
+
+@functools.partial(
+    jax.jit, static_argnames=("mask", "num_kv_heads", "sm_scale", "soft_cap", "return_lse", "tuning", "tables_in_hbm")
+)
+def ragged_paged_attention(
+    q: jax.Array,  # [T, Hq, D]
+    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size, rows, packing, lanes],)
+    block_tables: jax.Array,  # int32[S, P]
+    seq_lens: jax.Array,  # int32[S]
+    query_start_loc: jax.Array,  # int32[S + 1]
+    distribution: jax.Array,  # int32[3]
+    *,
+    mask: MaskRule,
+    num_kv_heads: int,
+    sm_scale: float,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    return_lse: bool,
+    tuning: Tuning = Tuning(),  # noqa: B008
+    tables_in_hbm: bool | None = None,  # None: where they exceed scalar memory
+) -> tuple[jax.Array, jax.Array | None]:
+    """(out [T, Hq, D] in q's dtype, lse float32[T, Hq] or None) as `AttentionOutput` says."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_seqs = seq_lens.shape[0]
+    sequence = jnp.arange(num_seqs, dtype=jnp.int32)
+    q_lens = jnp.diff(query_start_loc)
+    is_decode = sequence < distribution[0]
+    is_tiled = ~is_decode & (sequence < distribution[2])
+    if tables_in_hbm is None:
+        tables_in_hbm = block_tables.size * 4 > LARGEST_TABLE_BYTES
+    tables = _flat_tables(block_tables, tables_in_hbm)
+    group = num_q_heads // num_kv_heads
+    common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables_in_hbm)
+
+    def launch(queries: int, block: int | None, q: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        config = _config(common, pages[0], q.dtype, block_tables.shape[1], queries, block, tuning.max_unrolled)
+        batch = Batch(seq_lens, query_start_loc[:-1], jnp.where(rows, q_lens, 0))
+        return _launch(config, batch, tables, q, pages[0], common)
+
+    num_decode = min(num_tokens, num_seqs)
+    out, lse = launch(1, tuning.decode_block, q[:num_decode], is_decode)
+    out, lse = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
+    if num_tokens > 1:
+        queries = tuning.queries or _tile_queries(group, mask)
+        padded = q if num_tokens >= queries else jnp.pad(q, [(0, queries - num_tokens), (0, 0), (0, 0)])
+        tiled = launch(queries, tuning.tile_block, padded, is_tiled)
+        first = query_start_loc[distribution[0]]
+        token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+        out = jnp.where((token < first)[..., None], out, tiled[0][:num_tokens])
+        if lse is not None and tiled[1] is not None:
+            lse = jnp.where(token < first, lse, tiled[1][:num_tokens])
+    real = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] < query_start_loc[distribution[2]]
+    out = jnp.where(real[..., None], out[..., :head_dim], 0).astype(q.dtype)
+    return out, None if lse is None else jnp.where(real, lse, -jnp.inf)
+
+
+class _Common(NamedTuple):
+    """What both launches share."""
+
+    mask: MaskRule
+    sm_scale: float
+    soft_cap: float | None
+    num_kv_heads: int
+    group: int
+    sinks: jax.Array | None
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    return_lse: bool
+    tables_in_hbm: bool
+
+
+def _flat_tables(block_tables: jax.Array, in_hbm: bool) -> jax.Array:
+    """int32[S * stride]; rows padded to the tiling of HBM where they are read from there."""
+    if in_hbm:
+        extra = -block_tables.shape[1] % TABLE_ALIGNMENT
+        block_tables = jnp.pad(block_tables, [(0, 0), (0, extra)])
+    return block_tables.reshape(-1)
+
+
+def _tile_queries(group: int, mask: MaskRule) -> int:
+    """Query tokens of a tile: about 128 rows, from 8 to 64 tokens, no longer than a chunk."""
+    queries = max(SMALLEST_TILE, min(64, 128 // group))
+    if mask.attention_chunk_size is not None:
+        queries = min(queries, mask.attention_chunk_size)
+    return 1 << (queries.bit_length() - 1)
+
+
+def _config(
+    common: _Common,
+    pages: jax.Array,
+    q_dtype: jnp.dtype,
+    num_columns: int,
+    queries: int,
+    block: int | None,
+    max_unrolled: int,
+) -> TpuConfig:
+    """Static sizes of one launch."""
+    page_size, rows, _, lanes = pages.shape[1:]
+    is_short = q_dtype == jnp.bfloat16 and pages.dtype.itemsize <= 2
+    token_bytes = (rows | 1) * 4 * lanes
+    if block is None:
+        block = block_slots(common.mask, queries, num_columns, page_size, token_bytes, _BUFFER_BYTES)
+    stride = num_columns if not common.tables_in_hbm else num_columns + -num_columns % TABLE_ALIGNMENT
+    return TpuConfig(
+        mask=common.mask,
+        sm_scale=common.sm_scale,
+        soft_cap=common.soft_cap,
+        num_kv_heads=common.num_kv_heads,
+        group=common.group,
+        lanes=lanes,
+        page_size=page_size,
+        compute_dtype="bfloat16" if is_short else "float32",
+        queries=queries,
+        block=block,
+        part=min(block, 512 if queries == 1 else 256),
+        heads=2 if queries == 1 and lanes == LANES and common.num_kv_heads % 2 == 0 else 1,
+        has_sinks=common.sinks is not None,
+        has_k_scale=common.k_scale is not None,
+        has_v_scale=common.v_scale is not None,
+        return_lse=common.return_lse,
+        table_stride=stride,
+        tables_in_hbm=common.tables_in_hbm,
+        max_unrolled=max_unrolled,
+    )
+
+
+def _fit(x: jax.Array, num_tokens: int) -> jax.Array:
+    return jnp.pad(x, [(0, num_tokens - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+
+def _per_row_arrays(common: _Common, config: TpuConfig) -> dict[str, jax.Array]:
+    """Arrays float32[products, rows, 128] by name: a number for each row, in every lane."""
+    arrays = {}
+    if common.sinks is not None:
+        largest = float(jnp.finfo(jnp.float32).max) / 2  # finite times log2(e)
+        sinks = jnp.clip(common.sinks.astype(jnp.float32), -largest, largest)
+        arrays["sinks"] = tpu_rows.per_row(sinks, config, fill=-1e30)
+    for name, scale in (("k_scale", common.k_scale), ("v_scale", common.v_scale)):
+        if scale is not None:
+            heads = jnp.broadcast_to(jnp.asarray(scale, jnp.float32).reshape(-1), (common.num_kv_heads,))
+            arrays[name] = tpu_rows.per_row(jnp.repeat(heads, common.group), config, fill=0.0)
+    return arrays
+
+
+class _Operands(NamedTuple):
+    """Names, specs and values or shapes of a kernel's references."""
+
+    names: list[str]
+    specs: list[Any]
+    values: list[Any]
+
+    def add(self, name: str, spec: Any, value: Any) -> None:
+        """One more reference."""
+        self.names.append(name)
+        self.specs.append(spec)
+        self.values.append(value)
+
+
+def _launch(
+    config: TpuConfig, batch: Batch, tables: jax.Array, q: jax.Array, pages: jax.Array, common: _Common
+) -> tuple[jax.Array, jax.Array | None]:
+    """(out [T, Hq, lanes], lse [T, Hq] or None) of the sequences with queries in `batch`; the rest is undefined."""
+    num_tokens, is_decode = q.shape[0], config.queries == 1
+    items, count = plan_items(batch, config, num_tokens)
+    room = items.shape[0] // len(Field)
+    q_rows = (tpu_rows.decode_queries if is_decode else tpu_rows.tile_queries)(q, config)
+    scalars = _Operands([], [], [])
+    scalars.add("items", None, items)
+    inputs, outputs = _Operands([], [], []), _Operands([], [], [])
+    if config.tables_in_hbm:
+        inputs.add("tables", pl.BlockSpec(memory_space=pl.ANY), tables)
+    else:
+        scalars.add("tables", None, tables)
+    inputs.add("q", _rows_spec(q_rows, config, room), q_rows)
+    for name, array in _per_row_arrays(common, config).items():
+        inputs.add(name, pl.BlockSpec(array.shape, lambda w, *_: (0, 0, 0)), array)
+    inputs.add("pages", pl.BlockSpec(memory_space=pl.ANY), pages)
+    out_shape = (*q_rows.shape[:3], config.lanes)
+    out = jax.ShapeDtypeStruct(out_shape, q_rows.dtype)
+    outputs.add("out", _rows_spec(out, config, room), out)
+    if config.return_lse:
+        shape = out_shape[:3] if is_decode else (num_tokens, config.num_kv_heads * config.padded_group)
+        lse = jax.ShapeDtypeStruct((*shape, LANES), jnp.float32)
+        outputs.add("lse", _rows_spec(lse, config, room), lse)
+    scratch = _scratch(config, q_rows, pages)
+    results = pl.pallas_call(
+        functools.partial(
+            _kernel, names=(*scalars.names, *inputs.names, *outputs.names, *scratch), config=config, room=room
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars.names),
+            grid=(count,),
+            in_specs=inputs.specs,
+            out_specs=outputs.specs,
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=outputs.values,
+        compiler_params=compiler_params(_VMEM_LIMIT_BYTES[1 if is_decode else 2]),
+        name=f"rpa_q{config.queries}_b{config.block}_p{config.page_size}",
+    )(*scalars.values, *inputs.values)
+    restore = tpu_rows.decode_results if is_decode else tpu_rows.tile_results
+    attended = restore(results[0], config)
+    if not config.return_lse:
+        return attended, None
+    if is_decode:
+        return attended, restore(results[1], config)[..., 0]
+    heads = results[1][..., 0].reshape(num_tokens, config.num_kv_heads, config.padded_group)
+    return attended, heads[..., : config.group].reshape(num_tokens, -1)
+
+
+def _rows_spec(array: Any, config: TpuConfig, room: int) -> pl.BlockSpec:
+    """Decode: the item's token, by the grid's pipeline. Tiles: in HBM, moved by the kernel."""
+    if config.queries > 1:
+        return pl.BlockSpec(memory_space=pl.ANY)
+    zeros = (0,) * (len(array.shape) - 1)
+    return pl.BlockSpec((1, *array.shape[1:]), lambda w, items, *_: (items[Field.TOKEN * room + w], *zeros))
+
+
+def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str, Any]:
+    """Scratch references by name."""
+    shape = (config.num_products, config.rows)
+    scratch: dict[str, Any] = {
+        "buffer": pltpu.VMEM(buffer_shape(config, pages), pages.dtype),
+        "arrived": pltpu.SemaphoreType.DMA((2,)),
+        "m": pltpu.VMEM((*shape, LANES), jnp.float32),
+        "l": pltpu.VMEM((*shape, LANES), jnp.float32),
+        "acc": pltpu.VMEM((*shape, config.heads * config.lanes), jnp.float32),
+    }
+    if config.tables_in_hbm:
+        scratch["row"] = pltpu.SMEM((2 * config.table_stride,), jnp.int32)
+        scratch["row_arrived"] = pltpu.SemaphoreType.DMA
+    if config.queries > 1:
+        tile = (config.queries, *q_rows.shape[1:])
+        scratch["rows"] = pltpu.VMEM((*shape, config.lanes), q_rows.dtype)
+        scratch["scores"] = pltpu.VMEM((2, config.rows, config.part), jnp.float32)
+        scratch["q_tile"] = pltpu.VMEM(tile, q_rows.dtype)
+        scratch["q_arrived"] = pltpu.SemaphoreType.DMA
+        scratch["out_tile"] = pltpu.VMEM(tile, q_rows.dtype)
+        if config.return_lse:
+            heads = config.num_kv_heads * config.padded_group
+            scratch["lse_tile"] = pltpu.VMEM((config.queries, heads, LANES), jnp.float32)
+        scratch["left"] = pltpu.SemaphoreType.DMA
+    return scratch
+
+
+def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) -> None:
+    """One item."""
+    refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
+    row, row_arrived = (refs.row, refs.row_arrived) if config.tables_in_hbm else (None, None)
+    kv = KVBlocks(config, refs.items, room, refs.tables, refs.pages, refs.buffer, refs.arrived, row, row_arrived)
+    item, num_items = pl.program_id(0), pl.num_programs(0)
+    attention = BlockAttention(config, kv, refs, item)
+    tile = _QueryTiles(config, kv, refs) if config.queries > 1 else None
+
+    @pl.when(item == 0)
+    def _() -> None:
+        if config.tables_in_hbm:
+            kv.fetch_row(item).start()
+            kv.fetch_row(item).wait()
+        kv.start(item, jnp.int32(0), jnp.int32(0))
+        if tile is not None:
+            tile.fetch(item).start()
+
+    has_next = item + 1 < num_items
+    if config.tables_in_hbm:
+        pl.when(has_next)(lambda: kv.fetch_row(item + 1).start())
+    if tile is not None:
+        tile.fetch(item).wait()
+        tpu_rows.unpack_tile(refs.q_tile, refs.rows, config)
+        pl.when(has_next)(lambda: tile.fetch(item + 1).start())
+    attention.reset()
+    _attend_blocks(config, kv, attention, item, has_next)
+    if tile is None:
+        for i, out in attention.finish():
+            refs.out[0, i] = out.astype(refs.out.dtype)
+            if config.return_lse:
+                refs.lse[0, i] = refs.m[i]
+        return
+    pl.when(item > 0)(lambda: tile.wait_for_results(item - 1))
+    for i, out in attention.finish():
+        tpu_rows.pack_head(out, i, refs.out_tile, config)
+        if config.return_lse:
+            tpu_rows.pack_head_lanes(refs.m, i, refs.lse_tile, config)
+    tile.start_results(item)
+    pl.when(item + 1 == num_items)(lambda: tile.wait_for_results(item))
+
+
+def _attend_blocks(
+    config: TpuConfig, kv: KVBlocks, attention: BlockAttention, item: jax.Array, has_next: jax.Array
+) -> None:
+    """All blocks of an item, each loaded while the one before is attended.
+
+    The last full block runs with the masked ones, since what follows it need not be full.
+    """
+    num_blocks = kv.field(Field.NUM_BLOCKS, item)
+    num_whole = jnp.maximum(kv.field(Field.NUM_FULL, item) - 1, 0)
+    step_0, entry_0 = kv.field(Field.STEP, item), kv.full_entries(item)
+
+    def whole(step: jax.Array, carry: None) -> None:
+        slot = lax.rem(step_0 + step, 2)
+        kv.start_full(entry_0 + (step + 1) * config.block_pages, 1 - slot)
+        kv.wait_full(slot)
+        attention.attend(slot, None)
+        return carry
+
+    def cut(step: jax.Array, carry: None) -> None:
+        slot = lax.rem(step_0 + step, 2)
+        is_last = step + 1 == num_blocks
+        if config.tables_in_hbm:
+            pl.when(is_last & has_next)(lambda: kv.fetch_row(item + 1).wait())
+
+        @pl.when(~is_last | has_next)
+        def _() -> None:
+            kv.start(jnp.where(is_last, item + 1, item), jnp.where(is_last, 0, step + 1), 1 - slot)
+
+        kv.wait(item, step, slot)
+        attention.attend(slot, kv.block_of(item, step))
+        return carry
+
+    lax.fori_loop(0, num_whole, whole, None)
+    lax.fori_loop(num_whole, num_blocks, cut, None)
+
+
+class _QueryTiles(NamedTuple):
+    """Moves tiles of several queries in and their results out."""
+
+    config: TpuConfig
+    kv: KVBlocks
+    refs: Any
+
+    def fetch(self, item: jax.Array) -> Copy:
+        """The copy of an item's queries into VMEM."""
+        token = self.kv.field(Field.TOKEN, item)
+        source = self.refs.q.at[pl.ds(token, self.config.queries)]
+        return pltpu.make_async_copy(source, self.refs.q_tile, self.refs.q_arrived)
+
+    def start_results(self, item: jax.Array) -> None:
+        """Starts the copies of an item's own rows to HBM."""
+        for copy in self._results(item):
+            copy.start()
+
+    def wait_for_results(self, item: jax.Array) -> None:
+        """Waits for them."""
+        for copy in self._results(item):
+            copy.wait()
+
+    def _results(self, item: jax.Array) -> list[Copy]:
+        skip, count = self.kv.field(Field.SKIP, item), self.kv.field(Field.NUM_QUERIES, item)
+        token = self.kv.field(Field.TOKEN, item) + skip
+        pairs = [(self.refs.out_tile, self.refs.out)]
+        if self.config.return_lse:
+            pairs.append((self.refs.lse_tile, self.refs.lse))
+        return [
+            pltpu.make_async_copy(tile.at[pl.ds(skip, count)], target.at[pl.ds(token, count)], self.refs.left)
+            for tile, target in pairs
+        ]

@@ -1,0 +1,148 @@
+"""KV blocks of the TPU kernel: DMA of their pages into a double buffer, and reading K or V of one head.
+
+Flow:    item table + block tables + pages in HBM -> [KVBlocks.start / wait] -> VMEM -> [KVBlocks.load] -> [n, lanes]
+
+A page is one DMA. The buffer has one spare row a token where a token has an even number of rows, so that the stride
+of a head's load is odd: with a stride of 8 or 16 the compiler splits each load.
+
+Tables that fit scalar memory come as scalar prefetch. Larger ones stay in HBM, and the row of the next item is
+fetched while the current item computes (`fetch_row`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mosaic import Copy, Ref, is_interpreted, packing, words
+from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig
+
+
+def buffer_shape(config: TpuConfig, pages: jax.Array) -> tuple[int, ...]:
+    """Shape of the double buffer for `pages` [pages, page_size, rows, packing, lanes]."""
+    rows, pack, lanes = pages.shape[2:]
+    return (2, config.block, rows | 1, pack, lanes)
+
+
+@dataclass(frozen=True)
+class KVBlocks:
+    """References of one launch."""
+
+    config: TpuConfig
+    items: Ref  # SMEM int32[fields * num_items]
+    num_items: int  # room of the item table
+    tables: Ref  # int32[num_seqs * table_stride], SMEM or HBM
+    pages: Ref  # HBM [num_pages, page_size, rows, packing, lanes]
+    buffer: Ref  # VMEM, `buffer_shape`
+    arrived: Ref  # DMA semaphores, one a buffer
+    row: Ref | None  # SMEM int32[2 * table_stride], for tables in HBM
+    row_arrived: Ref | None  # DMA semaphore
+
+    def field(self, field: Field, item: jax.Array) -> jax.Array:
+        """A scalar of an item."""
+        return self.items[field * self.num_items + item]
+
+    def fetch_row(self, item: jax.Array) -> Copy:
+        """The copy of an item's table row into scalar memory, to start or to wait for."""
+        assert self.row is not None
+        stride = self.config.table_stride
+        source = self.tables.at[pl.ds(pl.multiple_of(self.field(Field.TABLE, item), stride), stride)]
+        target = self.row.at[pl.ds(pl.multiple_of(lax.rem(item, 2) * stride, stride), stride)]
+        return pltpu.make_async_copy(source, target, self.row_arrived)
+
+    def start(self, item: jax.Array, step: jax.Array, slot: jax.Array) -> None:
+        """Starts the DMAs of the pages of any step of an item."""
+        block = self.block_of(item, step)
+        first = block * self.config.block_pages
+        base, shift = self._table_start(item), self.field(Field.SHIFT, item)
+        num_sink_pages = self.field(Field.SINK_PAGES, item)
+
+        def page(j: jax.Array, carry: None) -> None:
+            i = first + j
+            column = i + shift
+            if self.config.mask.num_sink_tokens:
+                column = jnp.where(i < num_sink_pages, i, column)
+            self._copy(base + column, j, slot).start()
+            return carry
+
+        lax.fori_loop(0, self._num_pages(item, block), page, None)
+
+    def wait(self, item: jax.Array, step: jax.Array, slot: jax.Array) -> None:
+        """Waits for what `start` started."""
+
+        def page(j: jax.Array, carry: None) -> None:
+            self._wait_for(self._window(slot, j, 1), slot)
+            return carry
+
+        lax.fori_loop(0, self._num_pages(item, self.block_of(item, step)), page, None)
+
+    def full_entries(self, item: jax.Array) -> jax.Array:
+        """Table entry of the first page of step 0, if that is a full block."""
+        first = self.field(Field.NUM_LEAD, item) * self.config.block_pages
+        return self._table_start(item) + self.field(Field.SHIFT, item) + first
+
+    def start_full(self, entry: jax.Array, slot: jax.Array) -> None:
+        """Starts the DMAs of a whole block of the contiguous run, from its first table entry on."""
+        for j in range(self.config.block_pages):
+            self._copy(entry + j, j, slot).start()
+
+    def wait_full(self, slot: jax.Array) -> None:
+        """Waits for a whole block."""
+        self._wait_for(self._window(slot, 0, self.config.block_pages), slot)
+
+    def block_of(self, item: jax.Array, step: jax.Array) -> jax.Array:
+        """Number of the block, in order of positions, that step `step` of an item attends."""
+        full, lead = self.field(Field.NUM_FULL, item), self.field(Field.NUM_LEAD, item)
+        return jnp.where(step < full, step + lead, jnp.where(step < full + lead, step - full, step))
+
+    def load(
+        self, slot: jax.Array, base: jax.Array | int, offset: int, value: int, first: int, count: int
+    ) -> jax.Array:
+        """K (`value` 0) or V (1) of head `base + offset`, [count, lanes] in the compute dtype.
+
+        `base`, which may be traced, is a multiple of the heads that share a word.
+        """
+        dtype = self.buffer.dtype
+        pack = packing(dtype)
+        row, place = base * 2 // pack + (2 * offset + value) // pack, (2 * offset + value) % pack
+        if is_interpreted():
+            return self.buffer[slot, pl.ds(first, count), row, place].astype(self.config.compute_dtype)
+        stride = self.buffer.shape[2]
+        word = words(self.buffer, slot)[pl.ds(first * stride + row, count, stride=stride), :]
+        return _element(word, place, dtype).astype(self.config.compute_dtype)
+
+    def _table_start(self, item: jax.Array) -> jax.Array:
+        if self.config.tables_in_hbm:
+            return lax.rem(item, 2) * self.config.table_stride
+        return self.field(Field.TABLE, item)
+
+    def _num_pages(self, item: jax.Array, block: jax.Array) -> jax.Array:
+        left = self.field(Field.NUM_PAGES, item) - block * self.config.block_pages
+        return jnp.minimum(left, self.config.block_pages)
+
+    def _window(self, slot: jax.Array, page: jax.Array | int, count: int) -> Ref:
+        """The part of the buffer that `count` pages of a block fill."""
+        size = self.config.page_size
+        return self.buffer.at[slot, pl.ds(page * size, count * size), pl.ds(0, self.pages.shape[2])]
+
+    def _copy(self, entry: jax.Array, j: jax.Array | int, slot: jax.Array) -> Copy:
+        table = self.tables if self.row is None else self.row
+        return pltpu.make_async_copy(self.pages.at[table[entry]], self._window(slot, j, 1), self.arrived.at[slot])
+
+    def _wait_for(self, window: Ref, slot: jax.Array) -> None:
+        """Waits for as many bytes as `window` has."""
+        pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait()
+
+
+def _element(word: jax.Array, place: int, dtype: jnp.dtype) -> jax.Array:
+    """Element `place` of each 32-bit word, in `dtype`."""
+    bits = 8 * jnp.dtype(dtype).itemsize
+    if bits == 32:
+        return pltpu.bitcast(word, dtype)
+    unsigned = jnp.uint16 if bits == 16 else jnp.uint8
+    return pltpu.bitcast((word >> (bits * place)).astype(unsigned), dtype)

@@ -1,0 +1,159 @@
+"""What one launch of the TPU kernel does: its static sizes, and its table of items.
+
+Flow:    shapes + options -> [TpuConfig];  lengths of the step + mask rule -> [plan_items] -> int32 table in SMEM
+
+An *item* is up to `queries` successive query tokens of one sequence. Its KV is the page run of the mask rule (sink
+pages, then a contiguous run), read in *blocks* of `block` slots. Steps of an item, in the order they run:
+
+    0 ... num_full              blocks that every row sees whole, without a mask
+    ... num_full + num_lead     leading blocks, which sink tokens or lower bounds cut
+    ... num_blocks              trailing blocks, which upper bounds or the end cut
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic import LANES, SUBLANES, packing
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.schedule import Batch, query_tiles
+
+TABLE_ALIGNMENT = 1024  # int32s: tiling of a one-dimensional array in HBM
+
+
+class Field(enum.IntEnum):
+    """Scalars of an item."""
+
+    TABLE = 0  # first entry of its block table
+    TOKEN = 1  # first query token that its tile of queries reads
+    SKIP = 2  # tokens of the tile before the item's own
+    NUM_QUERIES = 3  # its own tokens
+    POS = 4  # position of the tile's first token
+    LOWER = 5  # first key that any of its queries sees, sink tokens apart
+    UPPER = 6  # last key that any of its queries sees
+    BORDER = 7  # first chunk border after its first query
+    SINK_PAGES = 8  # pages of its run before the contiguous part
+    SHIFT = 9  # column of a page of the contiguous part, less its number in the run
+    NUM_PAGES = 10
+    NUM_BLOCKS = 11
+    NUM_FULL = 12
+    NUM_LEAD = 13
+    STEP = 14  # blocks of all items before: its parity names the buffer of the first block
+
+
+@dataclass(frozen=True)
+class TpuConfig:
+    """Static description of one launch."""
+
+    mask: MaskRule
+    sm_scale: float
+    soft_cap: float | None
+    num_kv_heads: int
+    group: int  # query heads per KV head
+    lanes: int  # head dimension as pages hold it, a multiple of 128
+    page_size: int
+    compute_dtype: str  # of the matrix products' operands: bfloat16 or float32
+    queries: int  # most query tokens of an item; 1: decode
+    block: int  # slots of a KV block
+    part: int  # slots of one softmax update
+    heads: int  # KV heads of one matrix product
+    has_sinks: bool
+    has_k_scale: bool
+    has_v_scale: bool
+    return_lse: bool
+    table_stride: int  # entries from one row of the block tables to the next
+    tables_in_hbm: bool
+    max_unrolled: int  # matrix products of a block that are unrolled
+
+    @property
+    def packing(self) -> int:
+        """Query rows of one 32-bit word."""
+        return packing(jnp.dtype(self.compute_dtype))
+
+    @property
+    def padded_group(self) -> int:
+        """Query heads per KV head in a tile of several queries: whole words."""
+        return -(-self.group // self.packing) * self.packing
+
+    @property
+    def num_products(self) -> int:
+        """Matrix products that cover all KV heads."""
+        return self.num_kv_heads // self.heads
+
+    @property
+    def rows(self) -> int:
+        """Rows of one matrix product's queries."""
+        if self.queries > 1:
+            return self.queries * self.padded_group
+        return -(-self.heads * self.group // SUBLANES) * SUBLANES
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a KV block."""
+        return self.block // self.page_size
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether the next scores are computed before the softmax of the last: pays where rows fill the unit."""
+        return self.queries > 1
+
+
+def plan_items(batch: Batch, config: TpuConfig, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """(table int32[fields * room], number of items int32[]) of the sequences with queries in `batch`.
+
+    `num_tokens` is the length of the array of queries.
+    """
+    mask, queries, block = config.mask, config.queries, config.block
+    room = min(num_tokens, num_tokens // queries + batch.seq_lens.shape[0])
+    tile, count = query_tiles(batch, mask, room=room, queries=queries, page_size=config.page_size)
+    live = tile.last_pos >= 0
+    token = jnp.clip(tile.token, 0, num_tokens - queries)
+    skip = tile.token - token
+    run_start = (tile.first_page - tile.num_sink_pages) * config.page_size  # position of slot 0, sink pages apart
+    upper = mask.upper(tile.last_pos, tile.seq_len)
+    num_blocks = -(-tile.num_pages * config.page_size // block)
+    cut = jnp.maximum(mask.lower(tile.last_pos) - run_start, tile.num_sink_pages * config.page_size)
+    num_lead = jnp.clip(-(-cut // block), 0, num_blocks)
+    whole = mask.upper(tile.first_pos, tile.seq_len) + 1 - run_start
+    num_full = jnp.clip(whole // block - num_lead, 0, num_blocks)
+    chunk = mask.attention_chunk_size
+    fields = {
+        Field.TABLE: tile.seq * config.table_stride,
+        Field.TOKEN: token,
+        Field.SKIP: skip,
+        Field.NUM_QUERIES: tile.last_pos - tile.first_pos + 1,
+        Field.POS: tile.first_pos - skip,
+        Field.LOWER: mask.lower(tile.first_pos),
+        Field.UPPER: upper,
+        Field.BORDER: jnp.zeros_like(token) if chunk is None else (tile.first_pos // chunk + 1) * chunk,
+        Field.SINK_PAGES: tile.num_sink_pages,
+        Field.SHIFT: tile.first_page - tile.num_sink_pages,
+        Field.NUM_PAGES: tile.num_pages,
+        Field.NUM_BLOCKS: num_blocks,
+        Field.NUM_FULL: num_full,
+        Field.NUM_LEAD: num_lead,
+        Field.STEP: jnp.cumsum(num_blocks) - num_blocks,
+    }
+    table = jnp.stack([jnp.where(live, fields[field], 0) for field in Field])
+    return table.reshape(-1).astype(jnp.int32), count
+
+
+def block_slots(
+    mask: MaskRule, queries: int, num_columns: int, page_size: int, token_bytes: int, vmem_bytes: int
+) -> int:
+    """Slots of a KV block: a power of two, at least a page and 128.
+
+    As many as a tile can see, at most 512; fewer if two blocks exceed `vmem_bytes`; for decoding up to 2,048 where a
+    block of 512 would be small (few KV heads), so that a DMA's fixed costs spread over more bytes.
+    """
+    most = 2048 if queries == 1 and 2048 * token_bytes <= 2 << 20 else 512
+    if queries == 1 and most == 512 and 1024 * token_bytes <= 2 << 20:
+        most = 1024
+    while most > LANES and 2 * most * token_bytes > vmem_bytes:
+        most //= 2
+    seen = mask.max_pages(queries, num_columns, page_size) * page_size
+    return max(LANES, page_size, min(most, 1 << (seen - 1).bit_length()))

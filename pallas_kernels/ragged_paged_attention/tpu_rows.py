@@ -1,0 +1,111 @@
+"""How queries and outputs lie for the matrix products of the TPU kernel.
+
+Flow:    q [T, Hq, D] -> [decode_queries / tile_queries] -> kernel -> [decode_results / tile_results] -> [T, Hq, ...]
+
+Decode: one product covers `heads` KV heads. Their rows stand below each other, and the queries are block-diagonal over
+the concatenated head dimensions, [tokens, products, rows, heads * lanes]; the rows of head h keep columns h of the
+result.
+
+Tiles of several queries: [tokens, 32-bit words of all heads, packing, lanes], which is q itself but for padding, so
+that a tile of tokens is one contiguous DMA. The kernel rearranges it once per item to rows of one KV head, which it
+reads with strides of whole words: row = (word of the group * queries + token) * packing + place in the word.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mosaic import LANES, Ref, is_interpreted, words
+from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
+
+
+def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+
+def decode_queries(q: jax.Array, config: TpuConfig) -> jax.Array:
+    """q [T, Hq, D] as [T, products, rows, heads * lanes]."""
+    num_tokens, heads = q.shape[0], config.heads
+    x = _pad(q, 2, config.lanes).astype(config.compute_dtype)
+    x = x.reshape(num_tokens, config.num_products, heads, config.group, config.lanes)
+    x = jnp.einsum("tphgd,hk->tphgkd", x, jnp.eye(heads, dtype=x.dtype))
+    x = x.reshape(num_tokens, config.num_products, heads * config.group, heads * config.lanes)
+    return _pad(x, 2, config.rows)
+
+
+def decode_results(x: jax.Array, config: TpuConfig) -> jax.Array:
+    """[T, products, rows, n] as [T, Hq, n]."""
+    rows = x[:, :, : config.heads * config.group]
+    return rows.reshape(x.shape[0], config.num_kv_heads * config.group, x.shape[-1])
+
+
+def tile_queries(q: jax.Array, config: TpuConfig) -> jax.Array:
+    """q [T, Hq, D] as [T, words, packing, lanes]."""
+    x = _pad(q, 2, config.lanes).astype(config.compute_dtype)
+    x = _pad(x.reshape(q.shape[0], config.num_kv_heads, config.group, config.lanes), 2, config.padded_group)
+    return x.reshape(q.shape[0], -1, config.packing, config.lanes)
+
+
+def tile_results(x: jax.Array, config: TpuConfig) -> jax.Array:
+    """[T, words, packing, n] as [T, Hq, n]."""
+    x = x.reshape(x.shape[0], config.num_kv_heads, config.padded_group, x.shape[-1])
+    return x[:, :, : config.group].reshape(x.shape[0], -1, x.shape[-1])
+
+
+def per_row(x: jax.Array, config: TpuConfig, fill: float) -> jax.Array:
+    """x float32[Hq] as float32[products, rows, 128], the same in every lane."""
+    x = jnp.asarray(x, jnp.float32).reshape(config.num_kv_heads, config.group)
+    if config.queries == 1:
+        x = x.reshape(config.num_products, config.heads * config.group)
+        x = jnp.pad(x, [(0, 0), (0, config.rows - x.shape[1])], constant_values=fill)
+    else:
+        x = jnp.pad(x, [(0, 0), (0, config.padded_group - config.group)], constant_values=fill)
+        x = jnp.repeat(x.reshape(config.num_kv_heads, -1, 1, config.packing), config.queries, axis=2)
+        x = x.reshape(config.num_kv_heads, config.rows)
+    return jnp.broadcast_to(x[..., None], (*x.shape, LANES))
+
+
+def unpack_tile(staged: Ref, rows: Ref, config: TpuConfig) -> None:
+    """Rows [Hkv, rows, lanes] of a tile [queries, words, packing, lanes]."""
+    per_head = config.padded_group // config.packing
+    size = config.queries * config.packing
+    for word in range(config.num_kv_heads * per_head):
+        if is_interpreted():
+            x = staged[:, word].reshape(size, config.lanes)
+        else:
+            strided = pl.ds(word, config.queries, stride=staged.shape[1])
+            x = pltpu.bitcast(words(staged)[strided, :], staged.dtype)
+        rows[word // per_head, pl.ds(word % per_head * size, size)] = x
+
+
+def pack_head(x: jax.Array, head: int, staged: Ref, config: TpuConfig) -> None:
+    """Puts the rows [rows, lanes] of one KV head into a tile [queries, words, packing, lanes]."""
+    per_head = config.padded_group // config.packing
+    size = config.queries * config.packing
+    for i in range(per_head):
+        part = x[i * size : (i + 1) * size].astype(staged.dtype)
+        if is_interpreted():
+            staged[:, head * per_head + i] = part.reshape(config.queries, config.packing, config.lanes)
+        else:
+            strided = pl.ds(head * per_head + i, config.queries, stride=staged.shape[1])
+            words(staged)[strided, :] = pltpu.bitcast(part, jnp.uint32)
+
+
+def pack_head_lanes(rows: Ref, head: int, staged: Ref, config: TpuConfig) -> None:
+    """Puts float32 rows [rows, 128] of one KV head, a reference, into a tile [queries, Hkv * padded_group, 128]."""
+    size = config.queries * config.packing
+    for i in range(config.padded_group):
+        first, place = i // config.packing * size, i % config.packing
+        column = head * config.padded_group + i
+        if is_interpreted():
+            x = rows[head, pl.ds(first, size)].reshape(config.queries, config.packing, LANES)
+            staged[:, column] = x[:, place]
+        else:
+            strided = pl.ds(first + place, config.queries, stride=config.packing)
+            view = staged.reshape(config.queries * staged.shape[1], LANES)
+            view[pl.ds(column, config.queries, stride=staged.shape[1]), :] = rows.at[head][strided, :]

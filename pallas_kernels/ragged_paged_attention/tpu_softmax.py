@@ -1,0 +1,225 @@
+"""Attention of an item's rows over one KV block of the TPU kernel: scores, mask, online softmax, weighted values.
+
+Flow:    queries and KV block in VMEM -> [BlockAttention.attend] -> m, l, acc in VMEM -> [finish] -> out, lse
+
+Logits are in base 2. A row's largest logit `m` stands in all 128 lanes and its weight `l` is a sum per lane, so that
+the loop needs neither a broadcast nor a sum over lanes. `m` starts above the score of a hidden key, so that a row
+that has seen nothing keeps weight 0; or at the sink, with weight 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic import LANES, packing
+from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
+from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig
+
+HIDDEN = -1e30  # score of a key that a row does not see
+NOTHING = -1e29  # m of a row that has seen nothing: exp2(HIDDEN - NOTHING) is 0
+LOG2E = math.log2(math.e)
+
+
+class _Mask(NamedTuple):
+    """Of one part of a block."""
+
+    seen: jax.Array  # bool[rows, part] the row sees the key
+    kept: jax.Array  # bool[part, heads * lanes] some row of the item sees the key
+
+
+class _Product(NamedTuple):
+    """Which matrix product: `base` (traced, or 0) plus `offset` (static)."""
+
+    base: Any
+    offset: int
+
+    @property
+    def index(self) -> Any:
+        return self.base + self.offset
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """One item's attention; `refs` are the kernel's references by name."""
+
+    config: TpuConfig
+    kv: KVBlocks
+    refs: Any
+    item: jax.Array
+
+    def reset(self) -> None:
+        """State of rows that have seen nothing, or only their sink."""
+        refs = self.refs
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        if self.config.has_sinks:
+            sinks = refs.sinks[...] * LOG2E
+            refs.m[...] = jnp.maximum(sinks, NOTHING)
+            refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
+        else:
+            refs.m[...] = jnp.full_like(refs.m, NOTHING)
+            refs.l[...] = jnp.zeros_like(refs.l)
+
+    def attend(self, slot: jax.Array, block: jax.Array | None) -> None:
+        """One block for all heads; `block` None: every row sees all of it."""
+        config = self.config
+        parts = config.block // config.part
+        masks = [None] * parts if block is None else [self._mask(block, part) for part in range(parts)]
+        unrolled = _unrolled(config, self.kv.buffer.dtype)
+
+        def some(base: Any) -> None:
+            work = [(_Product(base, i), part) for i in range(unrolled) for part in range(parts)]
+            for product, part, scores in self._scores_ahead(work, slot):
+                self._update(product, part, scores, slot, masks[part])
+
+        if unrolled == config.num_products:
+            some(0)
+        else:
+            lax.fori_loop(0, config.num_products // unrolled, lambda i, _: some(i * unrolled), None)
+
+    def finish(self) -> Iterator[tuple[int, jax.Array]]:
+        """(product, float32[rows, lanes] results) of each product; leaves its LSE in `m` if that is wanted."""
+        config, refs = self.config, self.refs
+        for i in range(config.num_products):
+            total = jnp.broadcast_to(jnp.sum(refs.l[i], axis=1, keepdims=True), refs.l.shape[1:])
+            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            if config.has_v_scale:
+                factor = factor * refs.v_scale[i]
+            if config.return_lse:
+                refs.m[i] = (refs.m[i] + jnp.log2(total)) * (1 / LOG2E)
+            yield i, self._own_columns(refs.acc[i]) * _lanes(factor, config.lanes)
+
+    def _scores_ahead(
+        self, work: list[tuple[_Product, int]], slot: jax.Array
+    ) -> Iterator[tuple[_Product, int, jax.Array]]:
+        """(product, part, scores); with two score buffers, the next are computed before the last are used."""
+        if not self.config.is_pipelined:
+            for product, part in work:
+                yield product, part, self._scores(product, part, slot)
+            return
+        buffers = self.refs.scores
+        buffers[0] = self._scores(*work[0], slot)
+        for n, (product, part) in enumerate(work):
+            if n + 1 < len(work):
+                buffers[(n + 1) % 2] = self._scores(*work[n + 1], slot)
+            yield product, part, buffers[n % 2]
+
+    def _load(self, product: _Product, part: int, slot: jax.Array, value: int) -> jax.Array:
+        """K or V of the product's heads side by side, [part, heads * lanes]."""
+        heads, count = self.config.heads, self.config.part
+        base, first = product.base * heads, product.offset * heads
+        columns = [self.kv.load(slot, base, first + h, value, part * count, count) for h in range(heads)]
+        return columns[0] if heads == 1 else jnp.concatenate(columns, axis=1)
+
+    def _scores(self, product: _Product, part: int, slot: jax.Array) -> jax.Array:
+        """float32[rows, part]"""
+        q = self.refs.rows[product.index] if self.config.queries > 1 else self.refs.q[0, product.index]
+        k = self._load(product, part, slot, 0)
+        return _dot(q, k, (((1,), (1,)), ((), ())))
+
+    def _update(self, product: _Product, part: int, s: jax.Array, slot: jax.Array, mask: _Mask | None) -> None:
+        """Merges a part's scores and values into m, l and acc."""
+        config, refs, i = self.config, self.refs, product.index
+        s = self._logits(s, i)
+        v = self._load(product, part, slot, 1)
+        if mask is not None:
+            s = jnp.where(mask.seen, s, HIDDEN)
+            v = jnp.where(mask.kept, v, jnp.zeros_like(v))
+        old = refs.m[i]
+        new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
+        refs.m[i] = new
+        p = jnp.exp2(s - _lanes(new, config.part))
+        shrink = jnp.exp2(old - new)
+        refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, config.part, LANES))
+        weighted = _dot(p.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+        refs.acc[i] = refs.acc[i] * _lanes(shrink, weighted.shape[1]) + weighted
+
+    def _logits(self, s: jax.Array, i: Any) -> jax.Array:
+        """Base-2 logits of raw scores."""
+        config = self.config
+        scale = config.sm_scale * LOG2E if config.soft_cap is None else config.sm_scale / config.soft_cap
+        s = s * (_lanes(self.refs.k_scale[i] * scale, s.shape[1]) if config.has_k_scale else scale)
+        return s if config.soft_cap is None else jnp.tanh(s) * (config.soft_cap * LOG2E)
+
+    def _mask(self, block: jax.Array, part: int) -> _Mask:
+        config, kv, item = self.config, self.kv, self.item
+        row_lower, row_upper = self._row_bounds()
+        first = block * config.block + part * config.part
+        lower, upper = kv.field(Field.LOWER, item), kv.field(Field.UPPER, item)
+        across = self._key_positions(first + lax.broadcasted_iota(jnp.int32, (config.rows, config.part), 1))
+        shape = (config.part, config.heads * config.lanes)
+        down = self._key_positions(first + lax.broadcasted_iota(jnp.int32, shape, 0))
+        return _Mask(self._visible(across, row_lower, row_upper), self._visible(down, lower, upper))
+
+    def _visible(self, key: jax.Array, lower: jax.Array, upper: jax.Array) -> jax.Array:
+        mask = self.config.mask
+        if mask.sliding_window is None and mask.attention_chunk_size is None:
+            return key <= upper
+        inside = key >= lower
+        if mask.num_sink_tokens:
+            inside = inside | (key < mask.num_sink_tokens)
+        return inside & (key <= upper)
+
+    def _key_positions(self, place: jax.Array) -> jax.Array:
+        """Positions of slots of the item's page run."""
+        config, kv = self.config, self.kv
+        position = place + kv.field(Field.SHIFT, self.item) * config.page_size
+        if config.mask.num_sink_tokens:
+            num_sink_slots = kv.field(Field.SINK_PAGES, self.item) * config.page_size
+            position = jnp.where(place < num_sink_slots, place, position)
+        return position
+
+    def _row_bounds(self) -> tuple[jax.Array, jax.Array]:
+        """(first, last) key that each row sees, sink tokens apart: scalars or int32[rows, 1]."""
+        config, kv, item, mask = self.config, self.kv, self.item, self.config.mask
+        lower, upper = kv.field(Field.LOWER, item), kv.field(Field.UPPER, item)
+        if config.queries == 1:
+            return lower, upper
+        row = lax.broadcasted_iota(jnp.int32, (config.rows, 1), 0)
+        token = (row & (config.queries * config.packing - 1)) >> (config.packing.bit_length() - 1)
+        pos = kv.field(Field.POS, item) + token
+        row_lower = jnp.zeros_like(pos)
+        if mask.sliding_window is not None:
+            row_lower = jnp.maximum(row_lower, pos - mask.sliding_window + 1)
+        if mask.attention_chunk_size is not None:  # no longer than a chunk, a tile crosses at most one border
+            border = kv.field(Field.BORDER, item)
+            row_lower = jnp.maximum(row_lower, jnp.where(pos >= border, border, border - mask.attention_chunk_size))
+        return row_lower, jnp.minimum(pos, upper) if mask.causal else jnp.full_like(pos, upper)
+
+    def _own_columns(self, acc: jax.Array) -> jax.Array:
+        """The results of each row with the V of its own head, [rows, lanes]."""
+        config = self.config
+        out = acc[:, : config.lanes]
+        row = lax.broadcasted_iota(jnp.int32, out.shape, 0)
+        for head in range(1, config.heads):
+            own = acc[:, head * config.lanes : (head + 1) * config.lanes]
+            out = jnp.where(row >= head * config.group, own, out)
+        return out
+
+
+def _unrolled(config: TpuConfig, dtype: jnp.dtype) -> int:
+    """Products of one trip of the loop over heads: all, or a divisor whose heads fill whole words."""
+    if config.num_products <= config.max_unrolled:
+        return config.num_products
+    fits = [
+        n
+        for n in range(1, config.max_unrolled + 1)
+        if config.num_products % n == 0 and n * config.heads * 2 % packing(dtype) == 0
+    ]
+    return max(fits, default=config.num_products)
+
+
+def _lanes(x: jax.Array, count: int) -> jax.Array:
+    """x [rows, 128], equal in all lanes, as [rows, count]."""
+    return x if count == LANES else jnp.concatenate([x] * (count // LANES), axis=1)
+
+
+def _dot(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,98 @@
+"""What can be compiled: (op, shape) -> a function and the shapes of its arguments.
+
+Imported in the process that compiles, after `prepare_environment`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts import attention_layout
+from pallas_kernels.ragged_paged_attention import kernel_tpu
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Sizes and features of one compilation of ragged_paged_attention."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page: int = 128
+    dtype: str = "bfloat16"  # of the pages
+    q_dtype: str = "bfloat16"
+    seqs: int = 64
+    tokens: int = 512
+    context: int = 8192  # tokens of the longest sequence
+    num_pages: int = 4096
+    window: int = 0
+    chunk: int = 0
+    sink_tokens: int = 0
+    soft_cap: float = 0.0
+    sinks: int = 0
+    scales: int = 0
+    lse: int = 0
+    causal: int = 1
+    hbm_tables: int = 0
+    queries: int = 0  # 0: by the shapes
+    decode_block: int = 0
+    tile_block: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in HBM."""
+        layout = attention_layout(
+            num_kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=1, dtype=self.dtype, platform="tpu"
+        )
+        return layout.page_bytes
+
+
+def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The kernel itself, without the write of new KV."""
+    layout = attention_layout(
+        num_kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page, dtype=case.dtype, platform="tpu"
+    )
+    pages = tuple(_array(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
+    columns = -(-case.context // case.page)
+    q = _array((case.tokens, case.heads, case.head_dim), case.q_dtype)
+    ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
+    per_head = [_array((case.heads,), "float32")] * bool(case.sinks)
+    per_head += [_array((case.kv_heads,), "float32")] * 2 * bool(case.scales)
+
+    def call(q: Any, pages: Any, tables: Any, lens: Any, starts: Any, distribution: Any, *per_head: Any) -> Any:
+        given = list(per_head)
+        return kernel_tpu.ragged_paged_attention(
+            q,
+            pages,
+            tables,
+            lens,
+            starts,
+            distribution,
+            mask=MaskRule(bool(case.causal), case.window or None, case.chunk or None, case.sink_tokens),
+            num_kv_heads=case.kv_heads,
+            sm_scale=case.head_dim**-0.5,
+            soft_cap=case.soft_cap or None,
+            sinks=given.pop(0) if case.sinks else None,
+            k_scale=given.pop(0) if case.scales else None,
+            v_scale=given.pop(0) if case.scales else None,
+            return_lse=bool(case.lse),
+            tuning=kernel_tpu.Tuning(case.queries or None, case.decode_block or None, case.tile_block or None),
+            tables_in_hbm=True if case.hbm_tables else None,
+        )
+
+    return call, (q, pages, *ints, *per_head)
+
+
+def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]]] = {
+    "attention": (AttentionCase, attention),
+}

@@ -1,0 +1,91 @@
+"""The TPU kernel of kv_write against the reference: slots in runs and scattered, every dtype of pages."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dma_runs import copy_runs
+from pallas_kernels.kv_write import kernel_tpu, kv_write
+from pallas_kernels.layouts import KV_CACHE_DTYPES, attention_layout
+from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.on_tpu import compile_on_tpu
+
+PAGES, PAGE_SIZE, HEADS, DIM, TOKENS = 9, 16, 3, 80, 50
+
+
+def slots_of(seed: int) -> np.ndarray:
+    """Runs of slots of random lengths in random pages, some tokens skipped, some in the null page."""
+    rng = np.random.default_rng(seed)
+    slots = np.full(TOKENS, -1, np.int32)
+    free = iter(rng.permutation(np.arange(0, PAGES)))
+    t = 0
+    while t < TOKENS:
+        length = int(rng.integers(1, PAGE_SIZE + 1))
+        first = int(rng.integers(0, PAGE_SIZE - length + 1))
+        page = next(free, None)
+        if page is None:
+            break
+        length = min(length, TOKENS - t)
+        slots[t : t + length] = page * PAGE_SIZE + first + np.arange(length)
+        t += length + int(rng.integers(0, 2))
+    return slots if seed % 2 else rng.permutation(slots)
+
+
+@pytest.mark.parametrize("dtype", [name for name in KV_CACHE_DTYPES if name != "float16"])
+def test_equals_the_reference(dtype: str) -> None:
+    """Bit for bit, with a scale for each head."""
+    (array,) = attention_layout(
+        num_kv_heads=HEADS, head_dim=DIM, page_size=PAGE_SIZE, dtype=dtype, platform="tpu"
+    ).arrays
+    scale = jnp.array([0.5, 2.0, 1.0])
+
+    def write(k, v, pages, slots):  # type: ignore[no-untyped-def]
+        return kv_write(k, v, pages, slots, k_scale=scale, v_scale=scale, backend="tpu")
+
+    run = None
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        pages = (jnp.asarray(random_values(rng, array.shape(PAGES), dtype)).at[0].set(0),)
+        k, v = (jnp.asarray(random_values(rng, (TOKENS, HEADS, DIM), "bfloat16")) for _ in range(2))
+        slots = jnp.asarray(slots_of(seed) if seed else np.full(TOKENS, -1, np.int32))
+        run = run or compile_on_tpu(write, k, v, pages, slots)
+        expected = kv_write(k, v, pages, slots, k_scale=scale, v_scale=scale, backend="reference")
+        np.testing.assert_array_equal(run(k, v, pages, slots)[0].view(np.uint8), np.asarray(expected[0]).view(np.uint8))
+
+
+def test_runs_end_at_pages() -> None:
+    """Runs: successive slots of one page; skipped tokens cut them."""
+    slots = jnp.array([20, 21, 15, -1, 22, 30, 31, 32, 33, 5], jnp.int32)
+    assert np.asarray(kernel_tpu.write_runs(slots, 16)).reshape(-1)[-1] == 4
+    table = np.asarray(kernel_tpu.write_runs(slots, 16))[:-1].reshape(3, 10)[:, :4]
+    assert table.tolist() == [[0, 4, 5, 7], [20, 22, 30, 32], [2, 1, 2, 2]]
+
+
+def test_runs_follow_both_sides() -> None:
+    """A run goes on while source and target go up together."""
+    source, target = jnp.array([3, 4, 5, 9]), jnp.array([7, 8, 2, 3])
+    table = np.asarray(copy_runs(jnp.ones(4, bool), source, target))
+    assert table[-1] == 3
+    assert table[:-1].reshape(3, 4)[:, :3].tolist() == [[3, 5, 9], [7, 2, 3], [2, 1, 1]]
+
+
+BAD = {
+    "split": ("float32", "cpu", 5, "TPU kernels write packed pages"),
+    "float16": ("float16", "tpu", 5, "TPU has no arithmetic on float16 pages"),
+    "tokens": ("float32", "tpu", 32769, "writes up to 32768 tokens a call, got 32769"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_kernel_cannot_do(name: str) -> None:
+    dtype, platform, tokens, message = BAD[name]
+    layout = attention_layout(num_kv_heads=1, head_dim=8, page_size=16, dtype=dtype, platform=platform)
+    pages = tuple(jnp.zeros(array.shape(3), array.dtype) for array in layout.arrays)
+    new = jnp.zeros((tokens, 1, 8))
+    with pytest.raises(NotImplementedError, match=f"kv_write: .*{message}"):
+        jax.eval_shape(
+            lambda *a: kv_write(*a, backend="tpu"), new, new, pages, jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        )

@@ -1,0 +1,55 @@
+"""Runs a TPU kernel: compiled where there is a TPU, else interpreted on CPU with races watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+# Optimising the interpreter's program costs more than it saves.
+_QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def tpu_device() -> jax.Device | None:
+    """A TPU, if this machine has one that JAX_PLATFORMS lets tests see."""
+    try:
+        return jax.devices("tpu")[0]
+    except RuntimeError:
+        return None
+
+
+class RaceError(AssertionError):
+    """The interpreter saw two accesses that nothing orders."""
+
+
+def _races_found() -> bool:
+    """Whether the interpreter saw a race in the last kernel that it ran."""
+    return bool(interpret_pallas_call.races.races_found)
+
+
+def compile_on_tpu(function: Callable[..., Any], *arguments: Any, watch_races: bool = True) -> Callable[..., Any]:
+    """`function` compiled for arguments of these shapes; calls give numpy arrays or raise RaceError."""
+    device = tpu_device()
+    if device is not None:
+        with jax.default_device(device):
+            return jax.jit(function)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=watch_races)):
+        compiled = jax.jit(function).lower(*arguments).compile(compiler_options=_QUICK_COMPILE)
+
+    def call(*arguments: Any) -> Any:
+        try:
+            result = jax.tree.map(np.asarray, compiled(*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            pltpu.reset_tpu_interpret_mode_state()
+            if "RACE DETECTED" in str(error):  # as jax 0.12 tells; 0.10 goes on and remembers
+                raise RaceError(str(error)[-2000:]) from error
+            raise
+        if watch_races and _races_found():
+            raise RaceError("the interpreter saw a race")
+        return result
+
+    return call

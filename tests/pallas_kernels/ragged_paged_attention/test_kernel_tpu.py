@@ -1,0 +1,244 @@
+"""The TPU kernel against the float64 oracle: features crossed pairwise, ragged steps, NaN wherever unseen, races."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
+from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case, pairwise, random_values
+from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
+from tests.pallas_kernels.oracle import Options
+from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import shape_and_options
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "mask": (
+        {},
+        {"sliding_window": 37},
+        {"attention_chunk_size": 24},
+        {"sliding_window": 20, "num_sink_tokens": 21},
+        {"causal": False},
+    ),
+    "cache": tuple(
+        {"kv_dtype": name, "platform": "tpu"}
+        for name in ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2", "float32")
+    ),
+    "sizes": tuple(
+        {"page_size": page, "num_columns": columns, "num_tokens": tokens, "num_rows": 4}
+        for page, columns, tokens in ((16, 20, 24), (64, 5, 70), (32, 10, 1), (256, 2, 5))
+    ),
+    "heads": ((4, 2), (2, 2), (5, 1), (9, 3)),
+    "head_dim": (64, 128, 80, 192),
+    "q_dtype": ("bfloat16", "float32"),
+    "soft_cap": (None, 1.5),
+    "sinks": (False, True),
+    "scales": (None, "scalar", "per_head"),
+    "tables_in_hbm": (False, True),
+    "max_unrolled": (8, 1),
+}
+SMALL_BLOCKS = kernel_tpu.Tuning(queries=8, decode_block=128, tile_block=128)
+
+
+def compiled(shape: Shape, options: Options, tuning: kernel_tpu.Tuning = SMALL_BLOCKS, tables_in_hbm: bool = False):  # type: ignore[no-untyped-def]
+    """The kernel for steps of one shape: (arrays of a case) -> (out, lse)."""
+    mask = MaskRule(options.causal, options.sliding_window, options.attention_chunk_size, options.num_sink_tokens)
+    given = {name: getattr(options, name) for name in ("sinks", "k_scale", "v_scale")}
+    call = functools.partial(
+        kernel_tpu.ragged_paged_attention,
+        mask=mask,
+        num_kv_heads=shape.num_kv_heads,
+        sm_scale=options.sm_scale,
+        soft_cap=options.soft_cap,
+        **{name: None if x is None else jnp.asarray(x) for name, x in given.items()},
+        return_lse=True,
+        tuning=tuning,
+        tables_in_hbm=tables_in_hbm,
+    )
+    return compile_on_tpu(call, *make_case(0, shape, []).arrays)
+
+
+def assert_right(result: tuple[np.ndarray, np.ndarray], case: Case, options: Options) -> None:
+    out, lse = case.expected(options)
+    assert_close(result[0], out, case.shape.q_dtype, "out")
+    assert_close(result[1], lse, "float32", "lse")
+
+
+@pytest.mark.parametrize("index", range(len(pairwise(FACTORS))))
+def test_every_pair_of_features(index: int) -> None:
+    """Each choice of features over the empty step and two random ones."""
+    choice = pairwise(FACTORS)[index]
+    shape, options = shape_and_options(choice, index)
+    tuning = SMALL_BLOCKS._replace(
+        decode_block=max(128, shape.page_size),
+        tile_block=max(128, shape.page_size),
+        max_unrolled=choice["max_unrolled"],
+    )
+    run = compiled(shape, options, tuning, choice["tables_in_hbm"])
+    for seed, rows in ((0, []), (100 * index, None), (100 * index + 1, None)):
+        case = make_case(seed, shape, rows, options)
+        assert_right(run(*case.arrays), case, options)
+
+
+LONG = Shape(
+    num_tokens=40, num_rows=4, num_columns=22, page_size=64, head_dim=128, q_dtype="bfloat16", kv_dtype="bfloat16",
+    platform="tpu",
+)  # fmt: skip
+SHORT = dataclasses.replace(LONG, num_columns=12, page_size=16)
+ROWS = [(1, 130), (1, 1), (17, 190), (13, 13)]
+
+
+@pytest.mark.parametrize("options", [Options(), Options(sliding_window=700)], ids=["full", "window"])
+def test_blocks_of_the_default_size(options: Options) -> None:
+    """Several blocks that every row sees whole, more queries than a tile, tiles that end in the middle of a page."""
+    run = compiled(LONG, options, kernel_tpu.Tuning())
+    for seed, rows in ((1, [(1, 1400), (1, 1408), (38, 1300)]), (2, [(1, 513), (0, 0), (9, 1025), (30, 600)])):
+        case = make_case(seed, LONG, rows, options)
+        assert_right(run(*case.arrays), case, options)
+
+
+@pytest.fixture(scope="module")
+def run_short():  # type: ignore[no-untyped-def]
+    """The kernel for steps of SHORT with a window and sink tokens."""
+    return compiled(SHORT, WINDOW)
+
+
+WINDOW = Options(sliding_window=50, num_sink_tokens=3)
+
+
+def test_order_of_pages_does_not_matter(run_short) -> None:  # type: ignore[no-untyped-def]
+    """Pages in another order under a table that names them so: equal bits."""
+    case = make_case(1, SHORT, ROWS, WINDOW)
+    order = np.concatenate([[0], 1 + np.random.default_rng(2).permutation(case.pages[0].shape[0] - 1)])
+    where = np.argsort(order).astype(np.int32)
+    moved = dataclasses.replace(case, pages=tuple(p[order] for p in case.pages), block_tables=where[case.block_tables])
+    for a, b in zip(run_short(*case.arrays), run_short(*moved.arrays), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_nan_stays_in_its_sequence(run_short) -> None:  # type: ignore[no-untyped-def]
+    """A NaN that one sequence sees comes out as NaN there, and leaves the others' bits alone."""
+    case = make_case(4, SHORT, ROWS, WINDOW)
+    clean = run_short(*case.arrays)[0]
+    for row in range(4):
+        pages = tuple(p.copy() for p in case.pages)
+        last = int(case.seq_lens[row]) - 1
+        pages[0][case.block_tables[row, last // 16], last % 16] = np.nan
+        start, end = case.query_start_loc[row : row + 2]
+        out = run_short(*dataclasses.replace(case, pages=pages).arrays)[0]
+        assert np.isnan(out[end - 1].astype(np.float32)).all()
+        others = np.delete(np.arange(out.shape[0]), np.arange(start, end))
+        np.testing.assert_array_equal(out[others], clean[others])
+
+
+def test_padding_is_silent(run_short) -> None:  # type: ignore[no-untyped-def]
+    """Tokens and rows of padding give 0 and -inf, whatever stands in their places."""
+    case = make_case(5, SHORT, [(1, 5), (7, 7)], WINDOW)
+    case.q[8:] = np.nan
+    case.seq_lens[2:] = 48
+    case.block_tables[2:] = 7
+    case.query_start_loc[3:] = 40  # row 2 would hold all the rest, but is not real
+    out, lse = run_short(*case.arrays)
+    assert_right((out, lse), case, WINDOW)
+    assert (out[8:] == 0).all()
+    assert (lse[8:] == -np.inf).all()
+
+
+def test_the_split_of_rows_does_not_matter(run_short) -> None:  # type: ignore[no-untyped-def]
+    """`distribution` may call every sequence mixed."""
+    case = make_case(8, SHORT, ROWS, WINDOW)
+    mixed = dataclasses.replace(case, distribution=np.array([0, 0, 4], np.int32))
+    assert_right(run_short(*mixed.arrays), mixed, WINDOW)
+
+
+@pytest.mark.parametrize("sink", [-1e30, 1e4, 1e38])
+def test_extreme_sinks_do_not_overflow(sink: float) -> None:
+    """A sink far above the logits takes all the weight, far below none."""
+    options = Options(sinks=np.full(4, sink, np.float32))
+    shape = dataclasses.replace(SHORT, num_tokens=1)
+    case = make_case(7, shape, [(1, 130)])
+    assert_right(compiled(shape, options)(*case.arrays), case, options)
+
+
+@pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
+@pytest.mark.parametrize("step", ["whole", "any"])
+def test_a_planted_race_is_found(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages loaded into the buffer in use, in the loop over whole blocks or in the other: a race is reported."""
+    copy = KVBlocks._copy
+
+    def into_the_buffer_in_use(self: KVBlocks, entry: Any, j: Any, slot: Any) -> Any:
+        if (step == "whole") != isinstance(j, int):
+            return copy(self, entry, j, slot)
+        table = self.tables if self.row is None else self.row
+        window = self._window(1 - slot, j, 1)
+        return pltpu.make_async_copy(self.pages.at[table[entry]], window, self.arrived.at[slot])
+
+    monkeypatch.setattr(KVBlocks, "_copy", into_the_buffer_in_use)
+    jax.clear_caches()
+    shape = dataclasses.replace(SHORT, num_tokens=1, num_columns=40)
+    run = compiled(shape, Options())
+    case = make_case(9, shape, [(1, 600)])
+    with pytest.raises(RaceError, match=r"race|RACE"):
+        run(*case.arrays)
+    jax.clear_caches()
+
+
+def test_the_op_writes_new_kv_and_attends() -> None:
+    """backend="tpu" on packed pages: two requests share a prefix that the step itself writes, in both orders."""
+    new_kv = tuple(random_values(np.random.default_rng(0), (40, 2, 128), "bfloat16") for _ in range(2))
+
+    def step(q, pages, tables, lens, starts, distribution, k, v, slots):  # type: ignore[no-untyped-def]
+        arrays = (q, pages, tables, lens, starts, distribution)
+        extra = {"new_kv": (k, v), "slot_mapping": slots, "num_kv_heads": 2, "sm_scale": 0.125, "return_lse": True}
+        return ragged_paged_attention(*arrays, **extra, backend="tpu")
+
+    run = None
+    for writer, rows in ((1, [(1, 17), (21, 21)]), (0, [(21, 21), (19, 35)])):
+        case = make_case(11, SHORT, rows)
+        case.distribution[:2] = int(writer == 1)
+        case.block_tables[1 - writer, :1] = case.block_tables[writer, :1]  # the first page is shared
+        slots = np.full(40, -1, np.int32)
+        start, own = int(case.query_start_loc[writer]), np.arange(21)
+        slots[start : start + 21] = case.block_tables[writer, own // 16] * 16 + own % 16
+        arguments = (*case.arrays, *(jnp.asarray(x) for x in (*new_kv, slots)))
+        run = run or compile_on_tpu(step, *arguments)
+        out, lse, pages = run(*arguments)
+        written = dataclasses.replace(case, pages=tuple(p.copy() for p in case.pages))
+        for t in np.flatnonzero(slots >= 0):
+            written.pages[0][slots[t] // 16, slots[t] % 16] = np.stack([new_kv[0][t], new_kv[1][t]], axis=1)
+        np.testing.assert_array_equal(pages[0].view(np.uint8), written.pages[0].view(np.uint8))
+        assert_right((out, lse), written, Options())
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "split": ({"platform": "cpu"}, "TPU kernels read packed pages"),
+    "float16": ({"kv_dtype": "float16"}, "TPU has no arithmetic on float16 pages"),
+    "page": ({"page_size": 24}, "page sizes that are powers of two from 8 to 512, got 24"),
+    "small page": ({"page_size": 4}, "page sizes that are powers of two from 8 to 512, got 4"),
+    "chunk": ({}, "attention chunks of at least 8 tokens, got 7"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="tpu" refuses; "auto" on a TPU warns once and gives what the reference gives."""
+    change, message = BAD[name]
+    shape = dataclasses.replace(SHORT, **change)
+    case = make_case(12, shape, [(1, 5), (3, 9)])
+    arguments = {"sm_scale": 0.1, "num_kv_heads": 2, "attention_chunk_size": 7 if name == "chunk" else None}
+    with pytest.raises(NotImplementedError, match=f"ragged_paged_attention: .*{message}"):
+        ragged_paged_attention(*case.arrays, **arguments, backend="tpu")
+    expected = ragged_paged_attention(*case.arrays, **arguments, backend="reference")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.warns(RuntimeWarning, match="the reference runs instead"):
+        result = ragged_paged_attention(*case.arrays, **arguments)
+    np.testing.assert_array_equal(np.asarray(result.out), np.asarray(expected.out))
+    ragged_paged_attention(*case.arrays, **arguments)  # no second warning
