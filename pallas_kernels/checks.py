@@ -39,13 +39,24 @@ def check_floating(op: str, name: str, array: Any) -> None:
         raise ValueError(f"{op}: expected {name} of dtype float32, bfloat16 or float16, got {dtype}")
 
 
-def check_scale(op: str, name: str, scale: Any, num_kv_heads: int) -> None:
-    """Raises ValueError unless `scale` is None or floating of shape [] or [num_kv_heads]."""
+def check_scale(op: str, name: str, scale: Any, num_kv_heads: int | None = None) -> None:
+    """Raises ValueError unless `scale` is None or floating of shape [] or, if heads are given, [num_kv_heads]."""
     if scale is None:
         return
     check_floating(op, name, scale)
-    if np.shape(scale) not in ((), (num_kv_heads,)):
-        raise ValueError(f"{op}: expected {name} of shape () or ({num_kv_heads},), got {np.shape(scale)}")
+    shapes = ((),) if num_kv_heads is None else ((), (num_kv_heads,))
+    if np.shape(scale) not in shapes:
+        raise ValueError(f"{op}: expected {name} of shape {' or '.join(map(str, shapes))}, got {np.shape(scale)}")
+
+
+def check_slots(op: str, slots: np.ndarray, num_slots: int) -> None:
+    """Raises ValueError for slots outside the pages, -1 apart, and for two new entries in one slot."""
+    if slots.size and (slots.min() < -1 or slots.max() >= num_slots):
+        raise ValueError(f"{op}: expected slots in [-1, {num_slots}), got {slots.min()} ... {slots.max()}")
+    used = np.sort(slots[slots >= 0])
+    twice = used[1:][used[1:] == used[:-1]]
+    if twice.size:
+        raise ValueError(f"{op}: expected one token per slot, got two for slot {twice[0]}")
 
 
 def check_at_least(op: str, name: str, value: Any, least: int) -> None:
@@ -57,7 +68,7 @@ def check_at_least(op: str, name: str, value: Any, least: int) -> None:
 def check_pages(op: str, pages: Any) -> None:
     """Raises ValueError unless `pages` are arrays of one of the attention layouts (`pallas_kernels.layouts`)."""
     if not isinstance(pages, tuple | list) or len(pages) not in (1, 2):
-        raise ValueError(f"{op}: expected pages to be a tuple (k, v) or (kv,), got {_describe(pages)}")
+        raise ValueError(f"{op}: expected pages to be a tuple (k, v) or (kv,), got {describe(pages)}")
     for array in pages:
         if jnp.result_type(array).name not in KV_CACHE_DTYPES:
             raise ValueError(f"{op}: expected pages of a dtype out of {KV_CACHE_DTYPES}, got {jnp.result_type(array)}")
@@ -103,5 +114,6 @@ def concrete(*arrays: Any) -> list[np.ndarray] | None:
     return [np.asarray(array) for array in arrays]
 
 
-def _describe(pages: Any) -> str:
+def describe(pages: Any) -> str:
+    """What `pages` are, for a message: how many arrays, or the type."""
     return f"{len(pages)} arrays" if isinstance(pages, tuple | list) else type(pages).__name__

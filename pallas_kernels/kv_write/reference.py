@@ -25,7 +25,7 @@ def kv_write(
     page = jnp.where(slot_mapping < page_size, num_pages, slot_mapping // page_size)  # out of range: dropped
     offset = slot_mapping % page_size
     if len(pages) == 2:
-        rows: tuple[jax.Array, ...] = (_stored(new_k, k_scale, pages[0].dtype), _stored(new_v, v_scale, pages[1].dtype))
+        rows: tuple[jax.Array, ...] = (stored(new_k, k_scale, pages[0].dtype), stored(new_v, v_scale, pages[1].dtype))
     else:
         rows = (packed_rows(new_k, new_v, pages[0], k_scale, v_scale),)
     return tuple(p.at[page, offset].set(x, mode="drop") for p, x in zip(pages, rows, strict=True))
@@ -35,11 +35,11 @@ def packed_rows(
     new_k: jax.Array, new_v: jax.Array, pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None
 ) -> jax.Array:
     """New K and V as packed pages hold them, [num_tokens, rows, packing, lanes]."""
-    k, v = _stored(new_k, k_scale, pages.dtype), _stored(new_v, v_scale, pages.dtype)
+    k, v = stored(new_k, k_scale, pages.dtype), stored(new_v, v_scale, pages.dtype)
     return _packed(k, v, pages.shape[2:])
 
 
-def _stored(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+def stored(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """`x / scale` in the pages' dtype, saturated to it where it has 8 bits; scale is [] or [num_kv_heads]."""
     if scale is not None:
         x = x.astype(jnp.float32) / jnp.asarray(scale, jnp.float32).reshape(1, -1, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import numpy as np
 
 from pallas_kernels import checks
 
@@ -39,14 +38,4 @@ def check(
     checks.check_scale(OP, "v_scale", v_scale, heads)
     known = checks.concrete(slot_mapping)
     if known is not None:
-        _check_slots(known[0], pages[0].shape[0] * pages[0].shape[1])
-
-
-def _check_slots(slots: np.ndarray, num_slots: int) -> None:
-    """Raises ValueError for slots outside the pages and for two tokens in one slot."""
-    if slots.size and (slots.min() < -1 or slots.max() >= num_slots):
-        raise ValueError(f"{OP}: expected slots in [-1, {num_slots}), got {slots.min()} ... {slots.max()}")
-    used = np.sort(slots[slots >= 0])
-    twice = used[1:][used[1:] == used[:-1]]
-    if twice.size:
-        raise ValueError(f"{OP}: expected one token per slot, got two for slot {twice[0]}")
+        checks.check_slots(OP, known[0], pages[0].shape[0] * pages[0].shape[1])

@@ -50,14 +50,9 @@ class PagedTiles:
 
     def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
         """The `tile_pages` pages of sequence `seq` from page `first` of its run on; all arguments int32[]."""
-        i = first + jnp.arange(tile_pages, dtype=jnp.int32)
-        column = run.column(i)
-        named = i < run.num_pages
-        ids = jnp.where(named, self.block_tables.at[seq, column].get(mode=_CLIP), 0)
-        offsets = jnp.arange(self.page_size, dtype=jnp.int32)[None]
-        key_pos = jnp.where(named[:, None], column[:, None] * self.page_size + offsets, _NO_KEY)
+        ids, key_pos = locate(self.block_tables, self.page_size, seq, run, first, tile_pages)
         k, v = self._gather(ids)
-        return KVTile(k, v, key_pos.reshape(-1))
+        return KVTile(k, v, key_pos)
 
     def _gather(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """K and V of pages `ids` int32[tile_pages], head-major."""
@@ -69,6 +64,24 @@ class PagedTiles:
             k = rows[:, :, 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
             v = rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
         return _head_major(k), _head_major(v)
+
+
+def locate(
+    block_tables: jax.Array,  # int32[S, P]
+    page_size: int,
+    seq: jax.Array,  # int32[], as are the next ones
+    run: PageRun,
+    first: jax.Array,
+    tile_pages: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(ids int32[tile_pages], key positions int32[slots]) of the pages of sequence `seq` from page `first` of `run`."""
+    i = first + jnp.arange(tile_pages, dtype=jnp.int32)
+    column = run.column(i)
+    named = i < run.num_pages
+    ids = jnp.where(named, block_tables.at[seq, column].get(mode=_CLIP), 0)
+    offsets = jnp.arange(page_size, dtype=jnp.int32)[None]
+    key_pos = jnp.where(named[:, None], column[:, None] * page_size + offsets, _NO_KEY)
+    return ids, key_pos.reshape(-1)
 
 
 def _head_major(x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from kvjax.core.call_log import CallLogWriter, read_call_log
 from kvjax.core.recorded_request import decode_request, encode_request
 from kvjax.errors import BlockStateError, CallLogError, UnknownRequestError
 from tests.core.manager_lockstep import FULL, SETUPS
+from tests.core.random_forks import RandomForks
 from tests.core.random_lockstep import RandomLockstep
 from tests.core.test_invalidation import RandomInvalidation
 
@@ -76,6 +77,17 @@ def test_invalidations_and_requests_of_every_sort_replay(tmp_path: Path) -> None
             calls.call()
     num_calls = check_replay(tmp_path / "calls", manager)
     assert {"invalidate", "stop_registering", "plan_step", "reset_prefix_cache"} <= num_calls.keys()
+
+
+def test_forks_and_their_page_edits_replay(tmp_path: Path) -> None:
+    forks = RandomForks(SETUPS["hybrid_sizes"], 11, options={"zero_new_pages": True})
+    manager = forks.manager
+    with CallRecorder(manager, tmp_path / "calls") as recorder:
+        forks.manager = forks.device.manager = recorder.manager
+        for _ in range(30):
+            forks.step()
+    num_calls = check_replay(tmp_path / "calls", manager)
+    assert {"fork", "take_page_copies", "take_pages_to_zero"} <= num_calls.keys()
 
 
 def test_whatever_changes_a_request_between_calls_is_recorded(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from kvjax.core.state_filling import fill_graph
 from kvjax.core.state_graph import _Encoder, attributes_of, encode_graph
 from kvjax.errors import UnknownRequestError
 from tests.core.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
+from tests.core.random_forks import RandomForks
 from tests.core.random_lockstep import RandomLockstep
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -95,6 +96,26 @@ def run_deployment(deployment: Deployment, seed: int, restore_every: int) -> lis
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_deployments_with_reservations_and_more_continue_alike(name: str) -> None:
     assert run_deployment(DEPLOYMENTS[name], 3, restore_every=50) == run_deployment(DEPLOYMENTS[name], 3, 0)
+
+
+def run_forks(setup: Setup, restore_every: int) -> list[Any]:
+    """Snapshots of 20 steps with forks; the simulated device asserts that every request reads its own tokens."""
+    forks = RandomForks(setup, 11, options={"zero_new_pages": True})
+    for i in range(20):
+        if restore_every and i % restore_every == 0:
+            forks.manager = forks.device.manager = restore(forks.manager)
+            table = forks.manager.request_table
+            forks.running = [table.requests[table.row_of(request.request_id)] for request in forks.running]
+            for name, writes in forks.unsettled.items():
+                writes.request = table.requests[table.row_of(name)]
+        forks.step()
+    assert forks.num_forks > 3
+    return forks.snapshots
+
+
+@pytest.mark.parametrize("name", ["full", "hybrid_sizes", "deepseek_v4", "full_mamba"])
+def test_forks_and_their_page_edits_continue_alike(name: str) -> None:
+    assert run_forks(SETUPS[name], restore_every=3) == run_forks(SETUPS[name], restore_every=0)
 
 
 def test_everything_of_a_request_is_restored() -> None:

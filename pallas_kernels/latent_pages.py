@@ -1,0 +1,105 @@
+"""Pages that hold one vector per state (`layouts.latent_layout`), read and written in jnp whatever the platform.
+
+Flow:    latent pages + block tables or slots -> [LatentPages] -> vectors in float32, KV tiles, new pages
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import checks
+from pallas_kernels.kv_write.reference import stored
+from pallas_kernels.layouts import KV_CACHE_DTYPES
+from pallas_kernels.ragged_paged_attention.mask import PageRun
+from pallas_kernels.ragged_paged_attention.paged_tiles import KVTile, locate
+
+_CLIP = "promise_in_bounds"
+
+
+@dataclass(frozen=True)
+class LatentPages:
+    """The pages of one layer. A slot is `page * page_size + offset`."""
+
+    array: jax.Array  # [pages, page_size, lanes], or packed [pages, rows, packing, lanes]
+    page_size: int  # states of a page
+    head_dim: int  # numbers of a state; lanes beyond are padding
+
+    def at_pages(self, ids: jax.Array) -> jax.Array:
+        """[N, page_size, head_dim] in the pages' dtype: the states of pages `ids` int32[N]."""
+        rows = self.array.at[ids].get(mode=_CLIP)
+        return rows.reshape(ids.shape[0], -1, rows.shape[-1])[:, : self.page_size, : self.head_dim]
+
+    def at_slots(self, slots: jax.Array) -> jax.Array:
+        """[..., head_dim] in the pages' dtype: the states in `slots` int32[...], each >= 0."""
+        return self.array.at[self._index(slots)].get(mode=_CLIP)[..., : self.head_dim]
+
+    def write(self, states: jax.Array, slots: jax.Array, scale: jax.Array | None) -> jax.Array:
+        """The array with `states / scale` [N, head_dim] in `slots` int32[N]; slots of page 0 and -1 are skipped."""
+        rows = stored(states[:, None], scale, self.array.dtype)[:, 0]
+        rows = jnp.pad(rows, [(0, 0), (0, self.array.shape[-1] - self.head_dim)])
+        beyond = self.array.shape[0] * self.page_size
+        index = self._index(jnp.where(slots < self.page_size, beyond, slots))
+        return self.array.at[index].set(rows, mode="drop")
+
+    def _index(self, slots: jax.Array) -> tuple[jax.Array, ...]:
+        page, offset = slots // self.page_size, slots % self.page_size
+        if self.array.ndim == 3:
+            return page, offset
+        packing = self.array.shape[2]
+        return page, offset // packing, offset % packing
+
+
+@dataclass(frozen=True)
+class LatentTiles:
+    """`LatentPages` behind block tables, as one KV head whose values are the first numbers of its keys."""
+
+    latent: LatentPages
+    block_tables: jax.Array  # int32[S, P]
+    head_dim_v: int
+
+    @property
+    def pages(self) -> tuple[jax.Array, ...]:
+        """The page array."""
+        return (self.latent.array,)
+
+    @property
+    def page_size(self) -> int:
+        """States of a page."""
+        return self.latent.page_size
+
+    def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
+        """The `tile_pages` pages of sequence `seq` from page `first` of its run on; all arguments int32[]."""
+        ids, key_pos = locate(self.block_tables, self.page_size, seq, run, first, tile_pages)
+        k = self.latent.at_pages(ids).astype(jnp.float32).reshape(1, -1, self.latent.head_dim)
+        return KVTile(k, k[..., : self.head_dim_v], key_pos)
+
+
+def check_latent_pages(op: str, name: str, pages: Any, head_dim: int, page_size: int | None) -> LatentPages:
+    """The pages behind the tuple `pages` of one array; `page_size` None means as many states as a page has room for.
+
+    Raises:
+        ValueError: they are no latent pages of `head_dim` numbers and `page_size` states.
+    """
+    if not isinstance(pages, tuple | list) or len(pages) != 1:
+        raise ValueError(f"{op}: expected {name} to be a tuple (latent,) of one array, got {checks.describe(pages)}")
+    array = pages[0]
+    if jnp.result_type(array).name not in KV_CACHE_DTYPES:
+        raise ValueError(f"{op}: expected {name} of a dtype out of {KV_CACHE_DTYPES}, got {jnp.result_type(array)}")
+    shape = jnp.shape(array)
+    packing = shape[2] if len(shape) == 4 else 1
+    if len(shape) not in (3, 4) or (len(shape) == 3 and shape[-1] != head_dim) or shape[-1] < head_dim:
+        raise ValueError(
+            f"{op}: expected {name}[0] [pages, page_size, {head_dim}] or [pages, rows, packing, >= {head_dim}], "
+            f"got {shape}"
+        )
+    room = shape[1] * packing
+    if page_size is None:
+        page_size = room
+    checks.check_at_least(op, f"page_size of {name}", page_size, 1)
+    if not room - packing < page_size <= room:
+        raise ValueError(f"{op}: expected page_size of {name} in ({room - packing}, {room}], got {page_size}")
+    return LatentPages(jnp.asarray(array), page_size, head_dim)

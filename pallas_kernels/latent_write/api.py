@@ -1,0 +1,33 @@
+"""Writes new states into latent pages, one slot per state: MLA's latents, compressed entries, compressor states.
+
+Flow:    new states of a step + slot mapping -> [latent_write] -> pages, updated in place when donated
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.backends import resolve_backend
+from pallas_kernels.latent_write import reference, validate
+
+
+def latent_write(
+    states: jax.Array,  # [num_states, head_dim]
+    pages: tuple[jax.Array, ...],  # as pallas_kernels.layouts: (latent,)
+    slot_mapping: jax.Array,  # int32[num_states] page * page_size + offset, -1: skip
+    *,
+    scale: jax.Array | None = None,  # float32[]: pages hold states / scale
+    page_size: int | None = None,  # states of a page; None: as many as there is room for, packing included
+    backend: str = "auto",
+) -> tuple[jax.Array, ...]:
+    """Pages with `states[n]` at slot `slot_mapping[n]`. Slots of one call differ, -1 apart.
+
+    Page 0, the null page, is never written: slots of page 0 are skipped as -1 is. Saturation is that of `kv_write`.
+
+    Raises:
+        ValueError: a shape, dtype or (outside `jit`) slot does not fit; nothing is written.
+        NotImplementedError: `backend` is a platform without a kernel.
+    """
+    resolve_backend(validate.OP, backend)
+    page_size = validate.check(states, pages, slot_mapping, scale, page_size)
+    return reference.latent_write(states, tuple(pages), slot_mapping, scale, page_size=page_size)

@@ -1,0 +1,22 @@
+"""latent_write in plain jnp: the specification, and the CPU path; in place as `kv_write.reference` is."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from pallas_kernels.latent_pages import LatentPages
+
+
+@functools.partial(jax.jit, static_argnames="page_size")
+def latent_write(
+    states: jax.Array,  # [num_states, head_dim]
+    pages: tuple[jax.Array, ...],
+    slot_mapping: jax.Array,  # int32[num_states]
+    scale: jax.Array | None,
+    *,
+    page_size: int,
+) -> tuple[jax.Array, ...]:
+    """As `pallas_kernels.latent_write.latent_write`."""
+    return (LatentPages(pages[0], page_size, states.shape[-1]).write(states, slot_mapping, scale),)

@@ -1,0 +1,82 @@
+"""Multi-head latent attention of ragged queries over paged latents: decode, prefill and mixed in one call.
+
+Flow:    absorbed queries, latent pages, block tables, lengths -> [mla_paged_attention] -> AttentionOutput
+Source:  DeepSeek-V2 (arXiv 2405.04434, section 2.1 and appendix B) in its absorbed form; masks, sinks and the order of
+         sequences are those of ragged_paged_attention
+
+The cache holds one vector per token, the normed latent c and the rotated key r side by side. With the key projection
+absorbed into the query and the value projection left to the caller, a head's logit is `q_nope . c + q_pe . r` and its
+value is c: attention with one KV head whose values are the first numbers of its keys.
+
+Axis names: as ragged_paged_attention; Dl latent dimension (512 in DeepSeek V3), Dr rotary dimension (64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import attention_checks
+from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.backends import resolve_backend
+from pallas_kernels.mla_paged_attention import reference, validate
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+
+
+def mla_paged_attention(
+    q_nope: jax.Array,  # [T, Hq, Dl] queries times the key projection of their head
+    q_pe: jax.Array,  # [T, Hq, Dr] rotated
+    pages: tuple[jax.Array, ...],  # as pallas_kernels.layouts: (latent,) of Dl + Dr numbers a state
+    block_tables: jax.Array,  # int32[S, P] page ids, padded with 0
+    seq_lens: jax.Array,  # int32[S] tokens visible to the last query of each sequence, 0 for empty rows
+    query_start_loc: jax.Array,  # int32[S + 1] first query token of each sequence; last: number of real tokens
+    distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
+    *,
+    new_kv: tuple[jax.Array, jax.Array] | None = None,  # [T, Dl], [T, Dr]: written before attention
+    slot_mapping: jax.Array | None = None,  # int32[T] slots of new_kv, -1: skip
+    sm_scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+    num_sink_tokens: int = 0,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # float32[Hq] natural-log logits, -inf: none
+    k_scale: jax.Array | None = None,  # float32[]: pages hold the vectors / k_scale, keys and values alike
+    schedule: Any = None,  # what `plan()` of the backend returned for this step, or None
+    return_lse: bool = False,
+    page_size: int | None = None,  # states of a page; None: as many as there is room for, packing included
+    backend: str = "auto",
+) -> AttentionOutput:
+    """Attention over latents of all query tokens: `out` is [T, Hq, Dl], to be multiplied by the value projection.
+
+    Who sees what, padding, NaN in hidden slots and the order of `new_kv` are as of `ragged_paged_attention`.
+
+    Raises:
+        ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
+        NotImplementedError: `backend` is a platform without a kernel.
+    """
+    resolve_backend(validate.OP, backend)
+    mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
+    attention_checks.check_mask(validate.OP, mask)
+    attention_checks.check_scalars(validate.OP, sm_scale, soft_cap, schedule, backend)
+    latent = validate.check_latents(q_nope, q_pe, pages, page_size)
+    validate.check_new_kv(q_nope, q_pe, new_kv, slot_mapping, latent)
+    step = (block_tables, seq_lens, query_start_loc, distribution)
+    attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
+    validate.check_per_head(q_nope.shape[1], sinks, k_scale)
+    if new_kv is not None and slot_mapping is not None:
+        pages = reference.write(new_kv, tuple(pages), slot_mapping, k_scale, page_size=latent.page_size)
+    out, lse = reference.mla_paged_attention(
+        q_nope,
+        q_pe,
+        tuple(pages),
+        *step,
+        mask=mask,
+        sm_scale=float(sm_scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=sinks,
+        k_scale=k_scale,
+        page_size=latent.page_size,
+    )
+    return AttentionOutput(out, lse if return_lse else None, tuple(pages))
