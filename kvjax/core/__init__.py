@@ -23,6 +23,7 @@ from kvjax.core.coordinator import (
     UnitaryKVCacheCoordinator,
     get_kv_cache_coordinator,
 )
+from kvjax.core.evicted_blocks import EvictedBlock
 from kvjax.core.eviction import CostAwarePolicy, EvictionPolicy, LRUPolicy, SegmentedLRUPolicy, StepFlow
 from kvjax.core.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionManager, ChunkedLocalAttentionSpec
@@ -42,6 +43,7 @@ from kvjax.core.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.kv_cache_manager import KVCacheManager
 from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvjax.core.manager_snapshot import KVCacheManagerSnapshot
+from kvjax.core.miss_reasons import LookupReport, MissReason, MissReasons
 from kvjax.core.pins import PinnedPrefix
 from kvjax.core.prefix_cache_stats import CachingMetrics, PrefixCacheStats
 from kvjax.core.request import LoRARequest, MultiModalFeature, Request
@@ -70,6 +72,7 @@ __all__ = [
     "CostAwarePolicy",
     "CrossAttentionManager",
     "CrossAttentionSpec",
+    "EvictedBlock",
     "EvictionPolicy",
     "FreeKVCacheBlockQueue",
     "FullAttentionManager",
@@ -90,10 +93,13 @@ __all__ = [
     "KVCacheSpec",
     "LRUPolicy",
     "LoRARequest",
+    "LookupReport",
     "MLAAttentionManager",
     "MLAAttentionSpec",
     "MambaManager",
     "MambaSpec",
+    "MissReason",
+    "MissReasons",
     "MultiModalFeature",
     "PageCopies",
     "PinnedPrefix",

@@ -338,7 +338,7 @@ class BlockPool:
         """
         ids, _ = self._count_repeats(_without_null(self._checked_ids(block_ids)))
         ids = self.prefix_index.hashed_of(ids)
-        self._forget_hashes(ids)
+        self._forget_hashes(ids, was_reused=False)
         if self.eviction_policy.is_told_of_use:
             self.eviction_policy.note_forgotten(ids)
         if self._residency is not None:
@@ -380,11 +380,11 @@ class BlockPool:
         if len(distinct) != len(ids):
             raise BlockStateError(f"block {distinct[np.argmax(repeats)]} is given {np.max(repeats)} times")
 
-    def _forget_hashes(self, ids: np.ndarray) -> None:
+    def _forget_hashes(self, ids: np.ndarray, was_reused: bool = True) -> None:
         """Removes hashed, distinct blocks from the index."""
         if not len(ids):
             return
-        hashes, groups = self.prefix_index.forget(ids)
+        hashes, groups = self.prefix_index.forget(ids, was_reused)
         if self.enable_kv_cache_events:
             pairs = zip(hashes, groups.tolist(), strict=True)
             self._event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in pairs)

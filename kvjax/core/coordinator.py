@@ -97,7 +97,7 @@ class KVCacheCoordinator(abc.ABC):
         }
         self.quiet_until = np.zeros(0, np.int64)  # [rows], -1: no request
         self.copy_on_write = CopyOnWrite(self.managers, self.pool_ids, pools)
-        self._drops_last_block = self._find_eagle_managers(kv_cache_config)  # per manager
+        self.drops_last_block = self._find_eagle_managers(kv_cache_config)  # per manager
         self._check_kinds()
         self.reservations = Reservations(self) if settings.reserve else None
         self.pins = Pins(self)
@@ -131,7 +131,7 @@ class KVCacheCoordinator(abc.ABC):
             manager.block_pool.register_group(group_id, info)
 
     def _check_kinds(self) -> None:
-        for manager, drops in zip(self.managers, self._drops_last_block, strict=True):
+        for manager, drops in zip(self.managers, self.drops_last_block, strict=True):
             kind = manager.kv_cache_spec.kind
             if drops and not manager.supports_eagle:
                 raise NotImplementedError(f"{kind} attention does not work with use_eagle=True")
@@ -182,7 +182,7 @@ class KVCacheCoordinator(abc.ABC):
         if not length:
             return hits, length
         blocks = list(hits)
-        for manager, drops in zip(self.managers, self._drops_last_block, strict=True):
+        for manager, drops in zip(self.managers, self.drops_last_block, strict=True):
             if drops and manager.is_prefix_cacheable:
                 column = length // manager.block_size
                 hashes = self.hashing.of_block_size(block_hashes, manager.block_size)[column : column + 1]
@@ -421,7 +421,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         """The group's longest hit; any number of whole blocks will do."""
         manager = self.managers[0]
         hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
-        drops = self._drops_last_block[0]
+        drops = self.drops_last_block[0]
         hit = manager.find_longest_cache_hit(PrefixLookup(hashes, max_length, manager.block_size, drops))
         return tuple(hit), hit.shape[1] * manager.block_size
 
@@ -446,7 +446,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
         def ask(index: int) -> int:
             """The manager's longest hit of at most `length` tokens; one that drops a block may look a block further."""
-            manager, drops = self.managers[index], self._drops_last_block[index]
+            manager, drops = self.managers[index], self.drops_last_block[index]
             limit = min(length + manager.block_size, max_length) if drops else length
             hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
             found[index] = manager.find_longest_cache_hit(PrefixLookup(hashes, limit, alignment, drops))

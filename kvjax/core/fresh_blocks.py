@@ -32,6 +32,10 @@ class FreshBlocks:
         fresh = self._is_fresh[block_ids]
         return int(fresh.argmax()) if fresh.any() else int(block_ids.size)
 
+    def are_fresh(self, block_ids: np.ndarray) -> np.ndarray:  # bool[k]
+        """Which of int32[k] `block_ids` were registered in this step."""
+        return self._is_fresh[block_ids]
+
     def clear(self) -> None:
         """Forgets all: a new step starts."""
         for ids in self._ids:

@@ -33,6 +33,7 @@ from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
 from kvjax.core.kv_events import KVEventLog
 from kvjax.core.manager_reader import ManagerReader
 from kvjax.core.manager_state import SavableManager
+from kvjax.core.miss_reasons import MissReasons
 from kvjax.core.prefix_cache_control import PrefixCacheControl
 from kvjax.core.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.request import Request
@@ -69,6 +70,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         coarse_hash_mode: str = "concat",
         reserve: bool = False,
         track_origins: bool = False,
+        miss_reasons: MissReasons | None = None,
         zero_new_pages: bool = False,
     ) -> None:
         """An empty cache.
@@ -97,6 +99,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             reserve: admit a new request only if the worst cases of all that run and of it fit together (its final
                 length is its prompt and `max_tokens`); then no later call of a running request is refused.
             track_origins: remember what each cached block was computed under, for `invalidate`: 4 bytes a block.
+            miss_reasons: explains every lookup, see there.
             zero_new_pages: have the device zero every page before a request first uses it (`take_pages_to_zero`), so
                 that nobody can ever read what another request left there, nor a NaN.
 
@@ -141,6 +144,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         self.empty_kv_cache_blocks = KVCacheBlocks((NO_BLOCK_IDS,) * self.num_kv_cache_groups, self._pool_of_group)
         self._slots = SlotAllocator(self.coordinator, self.request_table, self.empty_kv_cache_blocks)
         self._stats = PrefixCacheStats() if log_stats else None
+        self.miss_reasons = miss_reasons
+        if miss_reasons is not None:
+            miss_reasons.attach(self.coordinator)
         self._hasher_check = HasherCheck(hash_block_size, publishes_hashes=enable_kv_cache_events)
 
     def _make_pools(
@@ -183,14 +189,21 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             ValueError: the request was hashed with another block size.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
-            return self.empty_kv_cache_blocks, 0
+            return self._not_looked_up(request)
         self._hasher_check.check(request)
         if self.coordinator.reads_encoder and not request.names_input(self.hash_block_size):
-            return self.empty_kv_cache_blocks, 0
+            return self._not_looked_up(request)
         hits, num_tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         if self._stats is not None:
             self._stats.record(request.num_tokens, num_tokens, preempted=request.num_preemptions > 0)
+        if self.miss_reasons is not None:
+            self.miss_reasons.explain(request, num_tokens)
         return self._blocks(hits), num_tokens
+
+    def _not_looked_up(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        if self.miss_reasons is not None:
+            self.miss_reasons.explain_off(request)
+        return self.empty_kv_cache_blocks, 0
 
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps computed; call it once before each step with `same_step_hits=False`."""

@@ -32,7 +32,7 @@ from kvjax.core.state_filling import fill_graph
 from kvjax.core.state_graph import INLINE, Node, encode_graph
 
 FORMAT, VERSION = "kvjax-manager-state", 1
-OBSERVERS = ("metrics_collector",)  # arguments that may be others, or none, after a restore
+OBSERVERS = ("metrics_collector", "miss_reasons")  # arguments that may be others, or none, after a restore
 KEYS = {"format", "version", "digest", "body"}
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvjax.core.block_hash import BlockHash
 from kvjax.core.block_hash_map import BlockHashToBlockMap
+from kvjax.core.evicted_blocks import EvictedBlocks
 from kvjax.errors import InvariantError
 
 
@@ -33,6 +34,7 @@ class PrefixIndex:
         self.is_hashed = np.zeros(num_blocks, np.bool_)
         self.num_hashed = 0
         self.num_forgotten = 0  # blocks that lost their hash to reuse or eviction so far; a counter, not state
+        self.evicted: EvictedBlocks | None = None  # remembers what was forgotten, where someone asks why lookups miss
         self._hash_of = np.full(num_blocks, None, np.object_)  # an object array is no work for the garbage collector
         self._group_of = np.full(num_blocks, group_ids[0], np.int32)  # meant where is_hashed
 
@@ -68,8 +70,8 @@ class PrefixIndex:
         self.is_hashed[block_id] = True
         self.num_hashed += 1
 
-    def forget(self, ids: np.ndarray) -> tuple[list[BlockHash], np.ndarray]:
-        """Removes hashed blocks.
+    def forget(self, ids: np.ndarray, was_reused: bool) -> tuple[list[BlockHash], np.ndarray]:
+        """Removes hashed blocks, whose contents go (`was_reused`) or stay.
 
         Returns:
             Their hashes and their groups, int32[n].
@@ -87,10 +89,15 @@ class PrefixIndex:
         self.is_hashed[ids] = False
         self.num_hashed -= len(ids)
         self.num_forgotten += len(ids)
+        if self.evicted is not None:
+            self.evicted.add(hashes, groups.tolist(), was_reused)
         return hashes, groups
 
     def clear(self) -> None:
         """Forgets everything."""
+        if self.evicted is not None:
+            ids = np.flatnonzero(self.is_hashed)
+            self.evicted.add(self._hash_of[ids].tolist(), self._group_of[ids].tolist(), was_reused=False)
         for hash_map in self.hash_maps.values():
             hash_map.clear()
         self._hash_of[:] = None

@@ -97,7 +97,7 @@ class Request:
         self.block_hasher = block_hasher
         self.num_preemptions = 0
         self.block_hashes: list[BlockHash] = []
-        self._extra_keys = self._make_extra_keys()
+        self._extra_keys = self._make_extra_keys(self.origin)
         self.has_extra_keys = self._extra_keys is not None  # whether a hash may cover more than tokens and parent
         self._table: RequestTable | None = None
         self._row = NO_ROW
@@ -199,10 +199,18 @@ class Request:
             raise ValueError(f"request {self.request_id!r} runs; free it before its weight_version changes")
         ExtraKeys(weight_version=weight_version)  # checks it
         self.weight_version = weight_version
-        self._extra_keys = self._make_extra_keys()
+        self._extra_keys = self._make_extra_keys(self.origin)
         self.has_extra_keys = self._extra_keys is not None
         self.block_hashes.clear()
         self._extend_block_hashes()
+
+    def block_hashes_under(self, origin: BlockOrigin, max_blocks: int | None = None) -> list[BlockHash]:
+        """The first hashes that the request would have under another origin; none without a hasher."""
+        hashes: list[BlockHash] = []
+        if self.block_hasher is not None:
+            end = None if max_blocks is None else max_blocks * self.block_hasher.block_size
+            self.block_hasher.extend(hashes, self.token_ids[:end], self._make_extra_keys(origin))
+        return hashes
 
     def names_input(self, block_size: int) -> bool:
         """Whether the hash of the first block covers a multimodal item or a salt."""
@@ -232,14 +240,14 @@ class Request:
         starts = range(first_block * block_size, end_block * block_size, block_size)
         return [to_event_extra_keys(keys.of_block(start, start + block_size)) for start in starts]
 
-    def _make_extra_keys(self) -> ExtraKeys | None:
+    def _make_extra_keys(self, origin: BlockOrigin) -> ExtraKeys | None:
         style = "tagged" if self.block_hasher is None else self.block_hasher.extra_key_style
         keys = ExtraKeys(
             mm_features=self.mm_features,
-            lora=self.lora,
-            cache_salt=self.cache_salt,
+            lora=origin.lora,
+            cache_salt=origin.cache_salt,
             prompt_embeds=self.prompt_embeds,
-            weight_version=self.weight_version,
+            weight_version=origin.weight_version,
             style=style,
         )
         return None if keys.is_empty else keys

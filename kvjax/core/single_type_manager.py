@@ -105,6 +105,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     reads_encoder: ClassVar[bool] = False  # whether slots are the encoder's tokens
     has_stable_positions: ClassVar[bool] = True  # False: tables have nulls between blocks, and blocks change column
     takes_lookahead: ClassVar[bool] = True  # whether slots of lookahead tokens are blocks of these groups
+    needs_dropped_block: ClassVar[bool] = True  # whether the block behind a hit that EAGLE drops must be cached
     is_prefix_cacheable: ClassVar[bool] = True  # False: blocks are never registered, lookups pass the kind over
 
     def __init__(

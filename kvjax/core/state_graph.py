@@ -35,15 +35,17 @@ import numpy as np
 from kvjax.core.block_hash import BlockHasher
 from kvjax.core.block_origins import BlockOrigin
 from kvjax.core.cbor_encoding import CborEncoding
+from kvjax.core.evicted_blocks import EvictedBlocks
 from kvjax.core.extra_keys import ExtraKeys, LoRARequest, MultiModalFeature
 from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvjax.core.miss_reasons import MissReasons
 from kvjax.core.pickle_encoding import PickleEncoding
 from kvjax.core.request import Request
 from kvjax.core.residency_metrics import KVCacheMetricsCollector, PoolResidency
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 
 KEPT_CLASSES: tuple[type, ...] = (KVCacheConfig, KVCacheSpec, MappingProxyType)
-OBSERVER_CLASSES: tuple[type, ...] = (KVCacheMetricsCollector, PoolResidency)
+OBSERVER_CLASSES: tuple[type, ...] = (EvictedBlocks, KVCacheMetricsCollector, MissReasons, PoolResidency)
 MADE_CLASSES: tuple[type, ...] = (
     AllBlocksCleared,
     BlockHasher,

@@ -32,6 +32,7 @@ class NaivePool:
     refs: dict[int, int] = field(default_factory=dict)
     key_of: dict[int, tuple] = field(default_factory=dict)  # cached block -> (group, key)
     holders: dict[tuple, list[int]] = field(default_factory=dict)  # (group, key) -> blocks, oldest first
+    forgotten: list[tuple[tuple, bool]] = field(default_factory=list)  # (group, key), and whether its block was reused
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.num_blocks))
@@ -39,7 +40,7 @@ class NaivePool:
 
     def take(self) -> int:
         block = self.free.pop(0)
-        self.forget(block)
+        self.forget(block, was_reused=True)
         self.refs[block] = 1
         return block
 
@@ -65,9 +66,10 @@ class NaivePool:
         self.key_of[block] = (group, key)
         self.holders.setdefault((group, key), []).append(block)
 
-    def forget(self, block: int) -> None:
+    def forget(self, block: int, was_reused: bool = False) -> None:
         if block in self.key_of:
             name = self.key_of.pop(block)
+            self.forgotten.append((name, was_reused))
             self.holders[name].remove(block)
             if not self.holders[name]:
                 del self.holders[name]
@@ -356,8 +358,8 @@ class NaiveManager:
         if any(any(table) for tables in self.tables.values() for table in tables):
             return False
         for pool in self.pools:
-            pool.key_of.clear()
-            pool.holders.clear()
+            for block in sorted(pool.key_of):
+                pool.forget(block)
         self.new_step_starts()
         return True
 

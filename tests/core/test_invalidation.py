@@ -34,8 +34,8 @@ def hit(manager: KVCacheManager, **options: Any) -> int:
 class RandomInvalidation(RandomLockstep):
     """Beside the usual calls: invalidation by each key and by predicate, and requests that stop registering."""
 
-    def __init__(self, setup: Setup, seed: Any) -> None:
-        super().__init__(setup, seed, track_origins=True)
+    def __init__(self, setup: Setup, seed: Any, **options: Any) -> None:
+        super().__init__(setup, seed, track_origins=True, **options)
         self.actions += [self.invalidate] * 2 + [self.stop]
 
     def request_options(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class RandomInvalidation(RandomLockstep):
         naive = self.both.naive
         dropped = 0
         for pool in naive.pools:
-            for block, (_, (salt, origin, _)) in list(pool.key_of.items()):
+            for block, (_, (salt, origin, _)) in sorted(pool.key_of.items(), key=lambda item: item[0]):
                 if holds(salt, *origin):
                     pool.forget(block)
                     dropped += 1

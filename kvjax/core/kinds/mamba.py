@@ -123,6 +123,7 @@ class MambaManager(SingleTypeKVCacheManager):
     gives_blocks_back: ClassVar[bool] = True
     has_stable_positions: ClassVar[bool] = False
     takes_lookahead: ClassVar[bool] = False
+    needs_dropped_block: ClassVar[bool] = False
 
     kv_cache_spec: MambaSpec
 
