@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, PinnedPrefix, Request
-from kvjax.errors import BlockStateError, OutOfBlocksError
+from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
 from tests.core.manager_lockstep import FULL, SETUPS, WINDOW, Setup
 from tests.core.naive_manager import MAX_ENCODER, NaiveGroup
 from tests.core.page_contents import PageContents, Writes
@@ -217,3 +217,13 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="expected a block_hasher of hash_block_size = 2"):
         manager.pin(Request("r", range(8), block_hasher=BlockHasher(4, seed="0")))
     assert manager.snapshot() == before
+
+
+def test_the_checker_finds_references_that_nobody_holds() -> None:
+    manager = FULL.manager([30])
+    assert manager.pin(computed(manager, 8)) is not None
+    outside = manager.block_pool.num_outside_refs
+    outside[1] -= 1
+    with pytest.raises(InvariantError, match=r"N1: pool 0: pins and copies hold \[1, 2, 3, 4\]"):
+        manager.coordinator.pins.check_invariants()
+    outside[1] += 1

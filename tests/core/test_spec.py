@@ -55,6 +55,29 @@ def test_layers_of_a_group_hold_the_same_blocks() -> None:
         KVCacheGroupSpec(("a", "b"), FULL, layer_specs=(FULL,))
 
 
+@pytest.mark.parametrize("name", ["num_kv_heads", "head_size"])
+def test_heads_have_a_number_and_a_size(name: str) -> None:
+    with pytest.raises(ValueError, match=f"expected {name} >= 1, got 0"):
+        replace(FULL, **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ((), "expected at least one KV-cache group, got none"),
+        ((KVCacheGroupSpec(("a",), FULL, 1),), r"group 0: expected pool_id in \[0, 1\), got 1"),
+        ((KVCacheGroupSpec(("a",), FULL, -1),), r"group 0: expected pool_id in \[0, 1\), got -1"),
+        (
+            (KVCacheGroupSpec(("a",), FULL), KVCacheGroupSpec(("b", "a"), WINDOW)),
+            "layer 'a' is in groups 0 and 1; expected one group",
+        ),
+    ],
+)
+def test_groups_that_can_not_be(groups: tuple[KVCacheGroupSpec, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVCacheConfig((KVCachePoolSpec(8),), groups)
+
+
 def test_groups_with_other_pages_cannot_share_a_pool() -> None:
     layout = FULL.page_layout("cpu")
     pools = (KVCachePoolSpec(8, (layout, layout)), KVCachePoolSpec(8, (layout,)))
