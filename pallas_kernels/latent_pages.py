@@ -1,6 +1,6 @@
 """Pages that hold one vector per state (`layouts.latent_layout`), read and written in jnp whatever the platform.
 
-Flow:    latent pages + block tables or slots -> [LatentPages] -> vectors in float32, KV tiles, new pages
+Flow:    latent pages + block tables or slots -> [LatentPages, EntryCache] -> vectors in float32, KV tiles, new pages
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks
 from pallas_kernels.kv_write.reference import stored
+from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.layouts import KV_CACHE_DTYPES
 from pallas_kernels.ragged_paged_attention.mask import PageRun
 from pallas_kernels.ragged_paged_attention.paged_tiles import KVTile, locate
 
 _CLIP = "promise_in_bounds"
+
+
+def state_slots(block_tables: jax.Array, page_size: int, seq: jax.Array, state: jax.Array) -> jax.Array:
+    """Slots of states number `state` of sequences `seq`, int32[...] each, through `block_tables` int32[S, P]."""
+    page = block_tables.at[seq, state // page_size].get(mode=_CLIP)
+    return page * page_size + state % page_size
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,9 @@ class LatentPages:
 
     def write(self, states: jax.Array, slots: jax.Array, scale: jax.Array | None) -> jax.Array:
         """The array with `states / scale` [N, head_dim] in `slots` int32[N]; slots of page 0 and -1 are skipped."""
-        rows = stored(states[:, None], scale, self.array.dtype)[:, 0]
+        rows = states
+        if scale is not None or states.dtype != self.array.dtype:
+            rows = stored(states[:, None], scale, self.array.dtype)[:, 0]
         rows = jnp.pad(rows, [(0, 0), (0, self.array.shape[-1] - self.head_dim)])
         beyond = self.array.shape[0] * self.page_size
         index = self._index(jnp.where(slots < self.page_size, beyond, slots))
@@ -78,6 +87,28 @@ class LatentTiles:
         return KVTile(k, k[..., : self.head_dim_v], key_pos)
 
 
+@dataclass(frozen=True)
+class EntryCache:
+    """Latent pages whose states are vectors in a format."""
+
+    latent: LatentPages
+    entries: EntryFormat
+    dim: int
+
+    @classmethod
+    def of(cls, pages: tuple[jax.Array, ...], entries: EntryFormat, dim: int, page_size: int) -> EntryCache:
+        """Of latent pages that hold vectors of `dim` numbers."""
+        return cls(LatentPages(pages[0], page_size, entries.width(dim)), entries, dim)
+
+    def read(self, slots: jax.Array) -> jax.Array:
+        """float32[..., dim] in `slots` int32[...]; slots of -1 read the null page."""
+        return self.entries.decode(self.latent.at_slots(jnp.maximum(slots, 0)), self.dim)
+
+    def slots(self, block_tables: jax.Array, seq: jax.Array, entry: jax.Array) -> jax.Array:
+        """As `state_slots`."""
+        return state_slots(block_tables, self.latent.page_size, seq, entry)
+
+
 def check_latent_pages(op: str, name: str, pages: Any, head_dim: int, page_size: int | None) -> LatentPages:
     """The pages behind the tuple `pages` of one array; `page_size` None means as many states as a page has room for.
 
@@ -103,3 +134,21 @@ def check_latent_pages(op: str, name: str, pages: Any, head_dim: int, page_size:
     if not room - packing < page_size <= room:
         raise ValueError(f"{op}: expected page_size of {name} in ({room - packing}, {room}], got {page_size}")
     return LatentPages(jnp.asarray(array), page_size, head_dim)
+
+
+def check_entry_pages(
+    op: str, name: str, pages: Any, dim: int, entries: EntryFormat, page_size: int | None
+) -> LatentPages:
+    """As `check_latent_pages`, for pages of vectors of `dim` numbers in the format `entries`.
+
+    Raises:
+        ValueError: the format has no such vectors, or the pages do not hold it.
+    """
+    try:
+        width = entries.width(dim)
+    except ValueError as error:
+        raise ValueError(f"{op}: {name}: {error}") from None
+    latent = check_latent_pages(op, name, pages, width, page_size)
+    if not entries.fits(latent.array.dtype):
+        raise ValueError(f"{op}: expected {name} of dtype int8 for entries {entries}, got {latent.array.dtype}")
+    return latent

@@ -8,15 +8,17 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import reference, validate
 
 
 def latent_write(
-    states: jax.Array,  # [num_states, head_dim]
+    states: jax.Array,  # [num_states, dim]
     pages: tuple[jax.Array, ...],  # as pallas_kernels.layouts: (latent,)
     slot_mapping: jax.Array,  # int32[num_states] page * page_size + offset, -1: skip
     *,
-    scale: jax.Array | None = None,  # float32[]: pages hold states / scale
+    scale: jax.Array | None = None,  # float32[]: pages hold states / scale; plain entries only
+    entries: EntryFormat = Plain(),  # noqa: B008
     page_size: int | None = None,  # states of a page; None: as many as there is room for, packing included
     backend: str = "auto",
 ) -> tuple[jax.Array, ...]:
@@ -29,5 +31,5 @@ def latent_write(
         NotImplementedError: `backend` is a platform without a kernel.
     """
     resolve_backend(validate.OP, backend)
-    page_size = validate.check(states, pages, slot_mapping, scale, page_size)
-    return reference.latent_write(states, tuple(pages), slot_mapping, scale, page_size=page_size)
+    page_size = validate.check(states, pages, slot_mapping, scale, entries, page_size)
+    return reference.latent_write(states, tuple(pages), slot_mapping, scale, entries=entries, page_size=page_size)

@@ -6,17 +6,20 @@ import functools
 
 import jax
 
+from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_pages import LatentPages
 
 
-@functools.partial(jax.jit, static_argnames="page_size")
+@functools.partial(jax.jit, static_argnames=("entries", "page_size"))
 def latent_write(
-    states: jax.Array,  # [num_states, head_dim]
+    states: jax.Array,  # [num_states, dim]
     pages: tuple[jax.Array, ...],
     slot_mapping: jax.Array,  # int32[num_states]
     scale: jax.Array | None,
     *,
+    entries: EntryFormat = Plain(),  # noqa: B008
     page_size: int,
 ) -> tuple[jax.Array, ...]:
     """As `pallas_kernels.latent_write.latent_write`."""
-    return (LatentPages(pages[0], page_size, states.shape[-1]).write(states, slot_mapping, scale),)
+    rows = entries.encode(states)
+    return (LatentPages(pages[0], page_size, rows.shape[-1]).write(rows, slot_mapping, scale),)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
+from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8
 from pallas_kernels.layouts import latent_layout
 from tests.pallas_kernels.cases import random_values
 
@@ -30,23 +32,45 @@ def random_tables(rng: np.random.Generator, live: list[set[int]], num_columns: i
     return tables
 
 
-def random_pages(rng: np.random.Generator, shape: LatentShape, seen: np.ndarray) -> np.ndarray:
-    """Random pages; slots not `seen` (bool[pages, page_size]) and padding hold NaN (int8: 127), page 0 is zero."""
+def laid_out(rows: np.ndarray, shape: LatentShape, seen: np.ndarray) -> np.ndarray:
+    """Pages of states [pages, page_size, head_dim] where `seen` (bool[pages, page_size]), NaN (int8: 127) elsewhere.
+
+    Padding holds NaN too; page 0 is zero.
+    """
     layout = latent_layout(
         head_dim=shape.head_dim, page_size=shape.page_size, dtype=shape.dtype, platform=shape.platform
     )
     array = layout.arrays[0]
-    values = random_values(rng, array.shape(seen.shape[0]), array.dtype)
-    hidden = np.array(127 if array.dtype == "int8" else np.nan).astype(values.dtype)
-    rows = values.reshape(seen.shape[0], -1, values.shape[-1])
-    rows[:, : shape.page_size][~seen] = hidden
-    rows[:, shape.page_size :] = hidden
-    rows[..., shape.head_dim :] = hidden
-    rows[0] = 0
-    return rows.reshape(values.shape)
+    hidden = np.array(127 if array.dtype == "int8" else np.nan).astype(rows.dtype)
+    pages = np.full(array.shape(seen.shape[0]), hidden)
+    flat = pages.reshape(seen.shape[0], -1, pages.shape[-1])
+    flat[:, : shape.page_size, : shape.head_dim] = np.where(seen[..., None], rows, hidden)
+    flat[0] = 0
+    return pages
+
+
+def random_pages(rng: np.random.Generator, shape: LatentShape, seen: np.ndarray) -> np.ndarray:
+    """Random states where `seen`, laid out."""
+    return laid_out(random_values(rng, (*seen.shape, shape.head_dim), shape.dtype), shape, seen)
 
 
 def unpacked(pages: np.ndarray, shape: LatentShape) -> np.ndarray:
     """float64[pages, page_size, head_dim] of either layout."""
     rows = pages.reshape(pages.shape[0], -1, pages.shape[-1])
     return rows[:, : shape.page_size, : shape.head_dim].astype(np.float64)
+
+
+def decoded(rows: np.ndarray, entries: EntryFormat, dim: int) -> np.ndarray:
+    """float64[..., dim] of states [..., width], read byte by byte."""
+    if isinstance(entries, IndexFp8):
+        scale = np.ascontiguousarray(rows[..., dim:]).view(np.float32).astype(np.float64)
+        return np.ascontiguousarray(rows[..., :dim]).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    if isinstance(entries, LatentFp8):
+        nope = dim - entries.rope_dim
+        numbers = np.ascontiguousarray(rows[..., :nope]).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        rope = np.ascontiguousarray(rows[..., nope : nope + 2 * entries.rope_dim]).view(ml_dtypes.bfloat16)
+        scales = rows[..., nope + 2 * entries.rope_dim :].view(np.uint8).astype(np.float64)
+        for number in range(nope):
+            numbers[..., number] *= 2.0 ** (scales[..., number // entries.group] - 127)
+        return np.concatenate([numbers, rope.astype(np.float64)], axis=-1)
+    return rows.astype(np.float64)

@@ -1,0 +1,47 @@
+"""Picks for each query token the compressed entries that it will attend to.
+
+Flow:    index queries and weights, pages of index keys -> [indexer_topk] -> int32[T, K] -> sparse_mla_attention
+Source:  the lightning indexer of DeepSeek V3.2 and V4: score of an entry = sum over heads of weight * relu(q . k)
+
+Axis names: as ragged_paged_attention; Hi index heads (64 in DeepSeek V4), Di their dimension (128), K entries picked.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.backends import resolve_backend
+from pallas_kernels.indexer_topk import reference, validate
+from pallas_kernels.latent_entries import EntryFormat, Plain
+
+
+def indexer_topk(
+    q: jax.Array,  # [T, Hi, Di]
+    weights: jax.Array,  # [T, Hi]
+    pages: tuple[jax.Array, ...],  # index keys, as pallas_kernels.layouts: (latent,)
+    block_tables: jax.Array,  # int32[S, P] padded with 0
+    seq_lens: jax.Array,  # int32[S] tokens up to the last query of each sequence, 0 for empty rows
+    query_start_loc: jax.Array,  # int32[S + 1] first query token of each sequence; last: number of real tokens
+    distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
+    *,
+    topk: int,
+    tokens_per_state: int,  # tokens of an entry
+    entries: EntryFormat = Plain(),  # noqa: B008
+    page_size: int | None = None,  # entries of a page; None: as many as there is room for, packing included
+    backend: str = "auto",
+) -> jax.Array:
+    """int32[T, topk]: per token the entries of the highest scores, highest first, -1 after the last.
+
+    A query at `pos` picks among the entries `e < (pos + 1) // tokens_per_state`; where there are no more than `topk` it
+    picks all. Equal scores: the smaller entry first. Scores are float32, any common positive factor of them may be
+    left out, and they must be finite. Padding picks none.
+
+    Raises:
+        ValueError: shapes, dtypes, options or (outside `jit`) values do not fit.
+        NotImplementedError: `backend` is a platform without a kernel.
+    """
+    resolve_backend(validate.OP, backend)
+    step = (block_tables, seq_lens, query_start_loc, distribution)
+    latent = validate.check(q, weights, pages, step, topk, tokens_per_state, entries, page_size)
+    sizes = {"topk": int(topk), "tokens_per_state": int(tokens_per_state), "page_size": latent.page_size}
+    return reference.indexer_topk(q, weights, tuple(pages), *step, **sizes, entries=entries)

@@ -1,0 +1,92 @@
+"""Attention of DeepSeek V4's layers: a sliding window of latents, and compressed latents, in one softmax.
+
+Flow:    queries, window pages, compressed pages, indices -> [sparse_mla_attention] -> AttentionOutput
+Source:  DeepSeek V4 (deepseek-ai/DeepSeek-V4-Flash): one latent per token is key and value of all heads; layers of
+         ratio 4 see the compressed entries that their indexer picks, of ratio 128 all, of ratio 0 none; with sinks
+
+Axis names: as ragged_paged_attention; D latent dimension (512), Pc columns of the compressed cache's table, K indices.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels import attention_checks
+from pallas_kernels.attention_output import AttentionOutput
+from pallas_kernels.backends import resolve_backend
+from pallas_kernels.latent_entries import EntryFormat, Plain
+from pallas_kernels.latent_write import reference as latent_write
+from pallas_kernels.sparse_mla_attention import reference, validate
+from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
+
+
+def sparse_mla_attention(
+    q: jax.Array,  # [T, Hq, D]
+    pages: tuple[jax.Array, ...],  # window cache, as pallas_kernels.layouts: (latent,)
+    block_tables: jax.Array,  # int32[S, P] of the window cache, padded with 0
+    seq_lens: jax.Array,  # int32[S] tokens up to the last query of each sequence, 0 for empty rows
+    query_start_loc: jax.Array,  # int32[S + 1] first query token of each sequence; last: number of real tokens
+    distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
+    *,
+    compressed_pages: tuple[jax.Array, ...] | None = None,  # (latent,); None: the layer has its window only
+    compressed_tables: jax.Array | None = None,  # int32[S, Pc]
+    tokens_per_state: int | None = None,  # tokens of a compressed entry
+    topk_indices: jax.Array | None = None,  # int32[T, K] entries of the token's sequence, -1: none; None: all
+    new_kv: jax.Array | None = None,  # [T, D]: written to the window cache before attention
+    slot_mapping: jax.Array | None = None,  # int32[T] slots of new_kv, -1: skip
+    sm_scale: float,
+    sliding_window: int,
+    sinks: jax.Array | None = None,  # float32[Hq] natural-log logits, -inf: none
+    schedule: SparseSchedule | None = None,  # what `plan` returned for this step and window cache
+    return_lse: bool = False,
+    entries: EntryFormat = Plain(),  # noqa: B008  of both caches
+    page_size: int | None = None,  # states of a page; None: as many as there is room for, packing included
+    compressed_page_size: int | None = None,
+    backend: str = "auto",
+) -> AttentionOutput:
+    """Attention of all query tokens over their window and their compressed entries; `out` is [T, Hq, D].
+
+    Query i of sequence s is at `pos = seq_lens[s] - q_len[s] + i`. It sees the latents of tokens
+    `max(0, pos - sliding_window + 1) ... pos` and those entries e, named by `topk_indices` if given, with
+    `0 <= e < (pos + 1) // tokens_per_state`; indices outside count as none, and no entry is named twice. New entries
+    of the step must be in the compressed pages already (`latent_write`). A sink is one more logit of the one softmax.
+
+    Slots that a query does not see are never read, so they may hold anything. Padding gives out 0 and LSE -inf.
+
+    Raises:
+        ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
+        NotImplementedError: `backend` is a platform without a kernel.
+    """
+    resolve_backend(validate.OP, backend)
+    attention_checks.check_scalars(validate.OP, sm_scale, None, None, backend)
+    latent = validate.check_window(q, pages, sliding_window, entries, page_size)
+    compressed = validate.check_compressed(
+        q, compressed_pages, compressed_tables, tokens_per_state, topk_indices, entries, compressed_page_size
+    )
+    validate.check_new_kv(q, new_kv, slot_mapping, latent)
+    step = (block_tables, seq_lens, query_start_loc, distribution)
+    validate.check_step(q, latent, compressed, step, compressed_tables, tokens_per_state)
+    validate.check_sinks(q, sinks)
+    validate.check_schedule(q, schedule, sliding_window)
+    if schedule is None:
+        sizes = {"num_tokens": q.shape[0], "sliding_window": int(sliding_window), "page_size": latent.page_size}
+        schedule = plan(*step, **sizes)
+    if new_kv is not None and slot_mapping is not None:
+        pages = latent_write.latent_write(
+            new_kv, tuple(pages), slot_mapping, None, entries=entries, page_size=latent.page_size
+        )
+    out, lse = reference.sparse_mla_attention(
+        q,
+        tuple(pages),
+        schedule,
+        None if compressed_pages is None else tuple(compressed_pages),
+        compressed_tables,
+        topk_indices,
+        sinks,
+        sm_scale=float(sm_scale),
+        tokens_per_state=tokens_per_state or 1,
+        entries=entries,
+        page_size=latent.page_size,
+        entry_page_size=1 if compressed is None else compressed.page_size,
+    )
+    return AttentionOutput(out, lse if return_lse else None, tuple(pages))

@@ -1,0 +1,125 @@
+"""Compressor against a loop over the whole sequence, however it is cut into steps, over pages that come and go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.compressor_update import CompressorOutput, compressor_update, max_new_entries
+from pallas_kernels.layouts import cdiv, latent_layout
+from tests.pallas_kernels.cases import assert_close, random_values
+from tests.pallas_kernels.sparse_oracle import compressed
+
+DIM, NUM_TOKENS, NUM_ROWS, MAX_LEN = 5, 24, 3, 64
+
+
+class Steps:
+    """Sequences that advance by any number of tokens a step, in states of a window of pages.
+
+    Pages behind the window are filled with NaN and handed out again, as a manager would hand them out.
+    """
+
+    def __init__(self, seed: int, ratio: int, overlap: bool, page_size: int, platform: str = "cpu") -> None:
+        self.rng = np.random.default_rng(seed)
+        self.ratio, self.overlap, self.page_size = ratio, overlap, page_size
+        self.width = (1 + overlap) * DIM
+        shape = (NUM_ROWS, MAX_LEN, self.width)
+        self.kv, self.scores = (random_values(self.rng, shape, "float32") * 3 for _ in range(2))
+        self.bias = random_values(self.rng, (ratio, self.width), "float32")
+        columns = cdiv(MAX_LEN, page_size)
+        layout = latent_layout(head_dim=2 * self.width, page_size=page_size, dtype="float32", platform=platform)
+        self.pages = np.full(layout.arrays[0].shape(1 + NUM_ROWS * columns), np.nan, np.float32)
+        self.pages[0] = 0
+        self.tables = np.zeros((NUM_ROWS, columns), np.int32)
+        self.free = self.rng.permutation(np.arange(1, self.pages.shape[0])).tolist()
+        self.done = np.zeros(NUM_ROWS, np.int64)
+        self.op = jax.jit(functools.partial(compressor_update, overlap=overlap, page_size=page_size))
+
+    def step(self, counts: Sequence[int]) -> None:
+        """New tokens of each row; the entries that come out are those of the whole sequence."""
+        slots = np.full(NUM_TOKENS, -1, np.int32)
+        kv, scores = (random_values(self.rng, (NUM_TOKENS, self.width), "float32") for _ in range(2))
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        for row, count in enumerate(counts):
+            first, end = int(self.done[row]), int(self.done[row]) + count
+            self._release(row, first - (1 + self.overlap) * self.ratio + 1)
+            self._allocate(row, first, end)
+            tokens, at = np.arange(first, end), slice(starts[row], starts[row + 1])
+            slots[at] = self.tables[row, tokens // self.page_size] * self.page_size + tokens % self.page_size
+            kv[at], scores[at] = self.kv[row, first:end], self.scores[row, first:end]
+            self.done[row] = end
+        ends = np.array([0, 0, NUM_ROWS], np.int32)
+        output = self.op(
+            kv,
+            scores,
+            (self.pages,),
+            self.tables,
+            self.done.astype(np.int32),
+            starts,
+            ends,
+            slots,
+            position_bias=self.bias,
+        )
+        self._check(output, counts)
+        self.pages = np.array(output.pages[0])
+        assert not self.pages[0].any()
+
+    def _check(self, output: CompressorOutput, counts: Sequence[int]) -> None:
+        positions, entries = [], []
+        for row, count in enumerate(counts):
+            numbers = np.arange((self.done[row] - count) // self.ratio, self.done[row] // self.ratio)
+            whole = compressed(self.kv[row, : self.done[row]], self.scores[row], self.bias, self.overlap)
+            positions += (numbers * self.ratio).tolist()
+            entries += list(whole[numbers])
+        room = max_new_entries(NUM_TOKENS, NUM_ROWS, self.ratio)
+        assert output.entries.shape == (room, DIM)
+        padding = room - len(positions)
+        assert output.positions.tolist() == positions + [-1] * padding
+        assert_close(output.entries, np.array(entries + [np.zeros(DIM)] * padding), "float32", "entries")
+
+    def _release(self, row: int, first_token: int) -> None:
+        for column in range(max(first_token, 0) // self.page_size):
+            page, self.tables[row, column] = int(self.tables[row, column]), 0
+            if page:
+                self.pages[page] = np.nan
+                self.free.append(page)
+
+    def _allocate(self, row: int, first: int, end: int) -> None:
+        for column in range(first // self.page_size, cdiv(end, self.page_size)):
+            if not self.tables[row, column]:
+                self.tables[row, column] = self.free.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "overlap", "page_size", "platform"),
+    [
+        (4, True, 4, "cpu"),  # DeepSeek V4, layers of ratio 4
+        (16, False, 8, "tpu"),  # as those of ratio 128, smaller
+        pytest.param(1, True, 3, "cpu", marks=pytest.mark.sweep),
+        pytest.param(3, False, 1, "cpu", marks=pytest.mark.sweep),
+        pytest.param(5, True, 16, "tpu", marks=pytest.mark.sweep),
+    ],
+)
+def test_entries_are_those_of_the_whole_sequence(ratio: int, overlap: bool, page_size: int, platform: str) -> None:
+    """Steps of any cut: whole prompts, chunks, one token at a time, rows without tokens."""
+    for seed in range(3):
+        steps = Steps(seed, ratio, overlap, page_size, platform)
+        steps.step([7, 1, 0])
+        while (left := MAX_LEN - steps.done).any():
+            most = np.minimum(left, steps.rng.choice([1, 2, 8, 12]))
+            steps.step(np.minimum(steps.rng.integers(0, most + 1), NUM_TOKENS // NUM_ROWS).tolist())
+
+
+def test_room_for_entries() -> None:
+    """No step completes more entries than `max_new_entries`, wherever its rows stand; some complete as many."""
+    rng = np.random.default_rng(0)
+    slack = []
+    for _ in range(200):
+        ratio, counts = int(rng.integers(1, 6)), rng.integers(0, 9, rng.integers(1, 5))
+        most = int((-(-counts // ratio)).sum())
+        slack.append(max_new_entries(int(counts.sum()), counts.size, ratio) - most)
+    assert min(slack) == 0
