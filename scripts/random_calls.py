@@ -141,6 +141,18 @@ DEPLOYMENTS = {
     "full + window, hits from the next step": Deployment(
         ((full(2), 0), (window(2, 5), 0)), {"same_step_hits": False, "enable_kv_cache_events": True}
     ),
+    "full + window, hits inside blocks": Deployment(
+        ((full(4), 0), (window(6, 7), 0)),
+        {"same_step_hits": False, "sub_block_hits": True, "enable_kv_cache_events": True, "zero_new_pages": True},
+    ),
+    "full + chunked + Mamba, hits inside blocks, reserved": Deployment(
+        ((full(8), 0), (chunked(6, 10), 1), (recurrent(4), 1)),
+        {"same_step_hits": False, "sub_block_hits": True, "reserve": True},
+    ),
+    "MLA of several ratios, hits inside blocks": Deployment(
+        ((latent(8, 2), 0), (latent(8, 4), 0), (latent_window(4, 9), 1)),
+        {"same_step_hits": False, "sub_block_hits": True, "track_origins": True, "free_order": "uncached_first"},
+    ),
 }
 
 

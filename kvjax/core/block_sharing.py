@@ -125,7 +125,7 @@ class BlockSharing(abc.ABC):
         self._hasher_check.check(request)
         if self.coordinator.reads_encoder and not request.names_input(self.hash_block_size):
             return None
-        hits, num_tokens = self.coordinator.find_pinnable(request.block_hashes, request.num_tokens)
+        hits, num_tokens = self.coordinator.pins.find(request.block_hashes, request.num_tokens)
         if not num_tokens:
             return None
         return self.coordinator.pins.add(tuple(tuple(ids.tolist()) for ids in hits), num_tokens, longest)

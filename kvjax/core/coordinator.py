@@ -30,6 +30,7 @@ from kvjax.core.reservations import Reservations
 from kvjax.core.single_type_manager import NEVER, ManagerSettings, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.core.state_steps import StateSteps
+from kvjax.core.sub_block_hits import SubBlockHits
 from kvjax.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class KVCacheCoordinator(abc.ABC):
         self._check_kinds()
         self.reservations = Reservations(self) if settings.reserve else None
         self.pins = Pins(self)
+        self.sub_block_hits = SubBlockHits(self, kv_cache_config) if settings.sub_block_hits else None
 
     def _make_managers(
         self, kv_cache_config: KVCacheConfig
@@ -172,24 +174,18 @@ class KVCacheCoordinator(abc.ABC):
         """Per manager int32[G, k], from per group int32[k]."""
         return [np.stack([hits[group_id] for group_id in manager.group_ids]) for manager in self.managers]
 
+    @property
+    def smallest_reusable_prefix(self) -> int:
+        """Tokens of the shortest hit that there can be; 0 without prefix caching."""
+        if not self.settings.enable_caching or not self._cacheable_managers:
+            return 0
+        if self.sub_block_hits is not None:
+            return self.sub_block_hits.granularity
+        return lcm(*(manager.block_size for manager in self._cacheable_managers))
+
     @abc.abstractmethod
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """The longest prefix of at most `max_length` tokens that every group can resume from."""
-
-    def find_pinnable(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> Hit:
-        """The hit that a longer request than these tokens would get, and the blocks that EAGLE drops from it."""
-        hits, length = self.find_longest_cache_hit(block_hashes, num_tokens)
-        if not length:
-            return hits, length
-        blocks = list(hits)
-        for manager, drops in zip(self.managers, self.drops_last_block, strict=True):
-            if drops and manager.is_prefix_cacheable:
-                column = length // manager.block_size
-                hashes = self.hashing.of_block_size(block_hashes, manager.block_size)[column : column + 1]
-                for group_id in manager.group_ids:
-                    dropped = manager.block_pool.find_run(hashes, group_id)
-                    blocks[group_id] = np.concatenate([hits[group_id], dropped])
-        return tuple(blocks), length
 
     # One request.
 

@@ -72,6 +72,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         track_origins: bool = False,
         miss_reasons: MissReasons | None = None,
         zero_new_pages: bool = False,
+        sub_block_hits: bool = False,
     ) -> None:
         """An empty cache.
 
@@ -102,10 +103,12 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             miss_reasons: explains every lookup, see there.
             zero_new_pages: have the device zero every page before a request first uses it (`take_pages_to_zero`), so
                 that nobody can ever read what another request left there, nor a NaN.
+            sub_block_hits: let hits end inside a block, where a cached block begins with the same tokens: its page is
+                copied. Not inside the states of recurrent layers. Needs `same_step_hits=False`.
 
         Raises:
             ValueError: a size is below 1, `hash_block_size` does not divide a block size, or a spec has no manager.
-            NotImplementedError: a kind does not work with EAGLE or context parallelism.
+            NotImplementedError: a kind does not work with EAGLE or context parallelism, or `sub_block_hits` with EAGLE.
         """
         self.arguments = MappingProxyType({name: value for name, value in locals().items() if name != "self"})
         if max_in_flight_tokens is None:
@@ -117,6 +120,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             pcp_world_size=pcp_world_size,
             max_in_flight_tokens=max_in_flight_tokens,
         )
+        if sub_block_hits:
+            _check_sub_block_hits(enable_caching, same_step_hits, use_eagle)
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.hash_block_size = hash_block_size
@@ -134,6 +139,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             context_parallel_size=dcp_world_size * pcp_world_size,
             same_step_hits=same_step_hits,
             reserve=reserve,
+            sub_block_hits=sub_block_hits,
         )
         hashing = BlockHashing(hash_block_size, coarse_hash_mode)
         self.coordinator = get_kv_cache_coordinator(kv_cache_config, self.block_pools, settings, hashing, use_eagle)
@@ -183,7 +189,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         Nothing is held yet: pass the result to `allocate_slots` before any other call that allocates.
 
         Returns:
-            Its blocks per group, and its tokens.
+            Its blocks per group, and its tokens; with `sub_block_hits` the last blocks may be used in part.
 
         Raises:
             ValueError: the request was hashed with another block size.
@@ -193,7 +199,10 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         self._hasher_check.check(request)
         if self.coordinator.reads_encoder and not request.names_input(self.hash_block_size):
             return self._not_looked_up(request)
-        hits, num_tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        if self.coordinator.sub_block_hits is not None:
+            hits, num_tokens = self.coordinator.sub_block_hits.find(request, request.num_tokens - 1)
+        else:
+            hits, num_tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         if self._stats is not None:
             self._stats.record(request.num_tokens, num_tokens, preempted=request.num_preemptions > 0)
         if self.miss_reasons is not None:
@@ -240,7 +249,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             num_new_computed_tokens: of a new request, tokens of the hit.
             new_computed_blocks: of a new request, blocks of the hit.
             num_lookahead_tokens: drafted tokens that need slots too, as far as `max_model_len` allows.
-            num_external_computed_tokens: of a new request, tokens after the hit that come from outside.
+            num_external_computed_tokens: of a new request, tokens after the hit that come from outside; where the hit
+                ends inside a block, they are to be written there after the step's page copies.
             delay_cache_blocks: register no block (its KV arrives later; then call `cache_blocks`).
             num_encoder_tokens: of a new request, tokens of the encoder, for kinds that attend to them.
             num_in_flight_tokens: computed tokens of steps not read yet: they may be taken back, so windows keep what
@@ -364,3 +374,13 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"expected {name} >= 1, got {size}")
+
+
+def _check_sub_block_hits(enable_caching: bool, same_step_hits: bool, use_eagle: bool) -> None:
+    if not enable_caching or same_step_hits:
+        raise ValueError(
+            f"expected enable_caching=True and same_step_hits=False with sub_block_hits=True, got {enable_caching} and "
+            f"{same_step_hits}; a page is copied before the step writes"
+        )
+    if use_eagle:
+        raise NotImplementedError("sub_block_hits does not work with use_eagle=True, which drops whole blocks")

@@ -37,6 +37,11 @@ class ManagerReader:
         """Held share of the fullest pool, 0 to 1."""
         return max(pool.get_usage() for pool in self.block_pools)
 
+    @property
+    def smallest_reusable_prefix(self) -> int:
+        """Tokens of the shortest hit that there can be: hits are multiples of it; 0 without prefix caching."""
+        return self.coordinator.smallest_reusable_prefix
+
     def block_tables(self, group_id: int) -> np.ndarray:  # int32[rows, columns]
         """The group's live block table: for reading only, and replaced when it grows."""
         manager, place = self.coordinator.place_of_group(group_id)

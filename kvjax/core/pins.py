@@ -13,6 +13,7 @@ Invariant (`check_invariants`):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ import numpy as np
 from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
 
 if TYPE_CHECKING:
-    from kvjax.core.coordinator import KVCacheCoordinator
+    from kvjax.core.block_hash import BlockHash
+    from kvjax.core.coordinator import Hit, KVCacheCoordinator
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,20 @@ class Pins:
         self._coordinator = coordinator
         self._block_ids: dict[int, tuple[tuple[int, ...], ...]] = {}  # pin -> per group
         self._num_made = 0
+
+    def find(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> Hit:
+        """The hit that a longer request than these tokens would get, with the blocks that EAGLE drops from it."""
+        coordinator = self._coordinator
+        hits, length = coordinator.find_longest_cache_hit(block_hashes, num_tokens)
+        blocks = list(hits)
+        for manager, drops in zip(coordinator.managers, coordinator.drops_last_block, strict=True):
+            if length and drops and manager.is_prefix_cacheable:
+                column = length // manager.block_size
+                dropped = coordinator.hashing.of_block_size(block_hashes, manager.block_size)[column : column + 1]
+                for group_id in manager.group_ids:
+                    block = manager.block_pool.find_run(dropped, group_id)
+                    blocks[group_id] = np.concatenate([hits[group_id], block])
+        return tuple(blocks), length
 
     def add(self, block_ids: tuple[tuple[int, ...], ...], num_tokens: int, longest_request: int) -> PinnedPrefix:
         """Holds the blocks that are not null, free ones included.

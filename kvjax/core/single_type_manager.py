@@ -34,6 +34,7 @@ import numpy as np
 from kvjax.core.column_runs import NO_RUNS, Runs
 from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.core.state_steps import StateBlocks
+from kvjax.core.sub_block_index import SubBlockIndex
 from kvjax.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class ManagerSettings:
     context_parallel_size: int = 1
     same_step_hits: bool = True
     reserve: bool = False
+    sub_block_hits: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     takes_lookahead: ClassVar[bool] = True  # whether slots of lookahead tokens are blocks of these groups
     needs_dropped_block: ClassVar[bool] = True  # whether the block behind a hit that EAGLE drops must be cached
     is_prefix_cacheable: ClassVar[bool] = True  # False: blocks are never registered, lookups pass the kind over
+    supports_sub_block_hits: ClassVar[bool] = False  # whether the first part of a block is of use without the rest
 
     def __init__(
         self,
@@ -132,6 +135,9 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.num_blocks = np.zeros(0, np.int64)  # [rows]
         self.num_cached_blocks = np.zeros(0, np.int64)  # [rows]
         self.first_live = np.zeros(0, np.int64)  # [rows] leading null blocks
+        self.sub_blocks: SubBlockIndex | None = None
+        if settings.sub_block_hits and self.supports_sub_block_hits:
+            self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
 
     # What a kind decides.
 
@@ -302,6 +308,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.block_pool.origins is not None:
             self.block_pool.origins.note(self.block_tables[:, row, cached:full], request.origin)
         self.num_cached_blocks[row] = full
+        if self.sub_blocks is not None:
+            self.sub_blocks.add(request, block_hashes, cached, full)
         if not self.settings.same_step_hits:
             self._note_registered(self.block_tables[:, row, cached:full])
 
@@ -456,7 +464,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     # Checks.
 
     def check_invariants(self, owned_rows: Sequence[int]) -> None:
-        """Raises InvariantError if G1 to G3 do not hold for these groups."""
+        """Raises InvariantError if G1 to G3 do not hold for these groups, or S1 of `SubBlockIndex`."""
         groups = f"groups {self.group_ids}"
         num_columns = self.block_tables.shape[2]
         if not np.all((self.first_live >= 0) & (self.first_live <= self.num_blocks) & (self.num_blocks <= num_columns)):
@@ -475,3 +483,5 @@ class SingleTypeKVCacheManager(abc.ABC):
         unowned[list(owned_rows)] = False
         if self.num_blocks[unowned].any() or self.num_cached_blocks[unowned].any():
             raise InvariantError(f"G3, {groups}: a row that no request owns holds blocks")
+        if self.sub_blocks is not None:
+            self.sub_blocks.check_invariants()

@@ -12,6 +12,7 @@ Source:  order of work of vLLM v1/core/kv_cache_manager.py (allocate_slots)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from kvjax.core.coordinator import KVCacheCoordinator
 from kvjax.core.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.request import Request
 from kvjax.core.request_table import RequestTable
+from kvjax.core.spec import cdiv
+from kvjax.core.sub_block_hits import PartialBlocks
 from kvjax.errors import BlockStateError
 
 GroupIds = tuple[np.ndarray, ...]  # per group int32[k]
@@ -64,6 +67,8 @@ class SlotAllocator:
         self._no_blocks = no_blocks
         self._settings = coordinator.settings
         self._reservations = coordinator.reservations
+        none = (0,) * len(coordinator.pools)
+        self._no_partial_blocks = PartialBlocks((), none, none)
 
     def allocate(
         self, request: Request, counts: SlotCounts, hit: KVCacheBlocks | None, delay_caching: bool, must_fit: bool
@@ -119,8 +124,7 @@ class SlotAllocator:
         whole = min(max(request.num_tokens, computed + counts.new), self._settings.max_model_len)
         needs = self._coordinator.num_blocks_for_running(row, whole, capped=True)
         if self._coordinator.copy_on_write.is_sharing[row]:
-            copies = self._coordinator.copy_on_write.num_copies(row, computed)
-            needs = [need + more for need, more in zip(needs, copies, strict=True)]
+            needs = _sums(needs, self._coordinator.copy_on_write.num_copies(row, computed))
         return self._coordinator.fits(needs)
 
     def _allocate_new(
@@ -135,27 +139,36 @@ class SlotAllocator:
         self._check_hit(hit, counts.new_computed, total_computed)
         coordinator.check_encoder_tokens(counts.encoder)
         num_slots = min(after + counts.lookahead, self._settings.max_model_len)
-        reserved_slots, reserved_blocks = 0, [0]
+        reserved_slots, reserved_blocks = 0, [0] * len(coordinator.pools)
         if self._reservations is not None:
             self._reservations.check_step(num_slots, total_computed)
             reserved_slots = self._final_slots(request, after, counts.lookahead)
             reserved_blocks = coordinator.worst_case_blocks(reserved_slots)
             if not self._reservations.admits(reserved_blocks):
                 return None
+        partial = self._no_partial_blocks
+        if coordinator.sub_block_hits is not None:
+            partial = coordinator.sub_block_hits.partial_blocks(hit.block_ids, counts.new_computed, total_computed)
         if must_fit:
             whole = min(max(request.num_tokens, after), self._settings.max_model_len)
             needs = coordinator.num_blocks_for_new(whole, hit.block_ids, total_computed, True, counts.encoder)
-            if not coordinator.fits(needs):
+            if not coordinator.fits(_sums(needs, partial.num_held)):
                 return None
         needs = coordinator.num_blocks_for_new(num_slots, hit.block_ids, total_computed, False, counts.encoder, after)
+        needs = _sums(needs, partial.num_held)
         if not coordinator.fits(needs):
             return None
+        copies = coordinator.fits(_sums(needs, partial.num_free)) and (
+            self._reservations is None or self._reservations.admits(_sums(reserved_blocks, partial.num_free))
+        )
         row = self._table.add(request)
         coordinator.reserve_rows(self._table.capacity)
         if self._reservations is not None:
             self._reservations.add(row, reserved_slots, reserved_blocks)
         if total_computed:
             coordinator.add_computed_blocks(row, hit.block_ids, total_computed, has_external=counts.external > 0)
+        if coordinator.sub_block_hits is not None:
+            coordinator.sub_block_hits.split(row, partial, copies)
         self._table.num_encoder_tokens[row] = counts.encoder
         new_ids = coordinator.allocate_new_blocks(row, num_slots, counts.encoder, after)
         coordinator.cache_blocks(request, row, self._cacheable(row, after, delay_caching))
@@ -206,6 +219,7 @@ class SlotAllocator:
             raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
         if num_tokens and not self._coordinator.has_cacheable_groups:
             raise ValueError(f"expected no hit, got {num_tokens} computed tokens: no group has a prefix cache")
+        sub_block_hits = self._coordinator.sub_block_hits
         for group_id, ids in enumerate(hit.block_ids):
             manager, _ = self._coordinator.place_of_group(group_id)
             pool = manager.block_pool
@@ -213,10 +227,11 @@ class SlotAllocator:
                 if ids.size:
                     raise ValueError(f"group {group_id}: expected no hit: its kind has no prefix cache")
                 continue
-            if ids.size * manager.block_size != num_tokens:
+            cut = manager.block_size if sub_block_hits is None else sub_block_hits.granularity
+            if ids.size != cdiv(num_tokens, manager.block_size) or num_tokens % cut:
                 raise ValueError(
-                    f"group {group_id}: expected {num_tokens} computed tokens in whole blocks of {manager.block_size}, "
-                    f"got {ids.size} blocks"
+                    f"group {group_id}: expected {num_tokens} computed tokens, a multiple of {cut}, in blocks of "
+                    f"{manager.block_size}, got {ids.size} blocks"
                 )
             live = ids[manager.get_num_skipped_tokens(total_computed) // manager.block_size :]
             if live.size and not 0 < live.min() <= live.max() < pool.num_blocks:
@@ -228,3 +243,7 @@ class SlotAllocator:
                 raise BlockStateError(
                     f"group {group_id}: block {stale} of the hit is no longer cached; look it up again"
                 )
+
+
+def _sums(needs: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [need + other for need, other in zip(needs, more, strict=True)]

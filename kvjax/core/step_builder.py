@@ -17,8 +17,8 @@ import numpy as np
 
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
-from kvjax.core.kinds.mla import LatentSpec
-from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec
+from kvjax.core.kinds.mla import tokens_per_state_of
+from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import CompressedStates, GroupPlan, PageCopies, StepPlan, TableUpdate
 
 _NO_IDS = np.zeros(0, np.int32)
@@ -206,15 +206,9 @@ def _group_plans(
             seq_lens=lengths.astype(np.int32),
             slot_mapping=np.where(block_ids > 0, block_ids * block_size + offsets, -1).astype(np.int32),
         )
-        ratios = _ratios(group)
+        ratios = tokens_per_state_of(group)
         plans.append(plan if ratios == {1} else _compressed(plan, ratios, block_size, table, tokens, seq_lens))
     return tuple(plans)
-
-
-def _ratios(group: KVCacheGroupSpec) -> set[int]:
-    """Tokens per state of the group's layers."""
-    specs = group.layer_specs or (group.kv_cache_spec,)
-    return {spec.tokens_per_state if isinstance(spec, LatentSpec) else 1 for spec in specs}
 
 
 def _compressed(

@@ -240,7 +240,7 @@ class StepPlanner:
 
     def _register(self, manager: SingleTypeKVCacheManager, filled: Runs, num_cacheable: np.ndarray) -> None:
         """Registers the blocks of the manager's groups that filled."""
-        if manager.block_pool.enable_kv_cache_events:  # they tell of each request's tokens and parents
+        if manager.block_pool.enable_kv_cache_events or manager.sub_blocks is not None:  # they want tokens and parents
             for row, num_tokens in zip(filled.rows.tolist(), num_cacheable[filled.positions].tolist(), strict=True):
                 request = self._table.requests[row]
                 assert request is not None  # the rows were checked

@@ -20,7 +20,7 @@ from tests.core.test_invalidation import RandomInvalidation
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from random_calls import Deployment, RandomCalls, full, window
+from random_calls import DEPLOYMENTS, Deployment, RandomCalls, full, window
 
 HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
 
@@ -66,6 +66,18 @@ def test_runs_under_other_policies_replay(policy: str, tmp_path: Path) -> None:
             calls.call()
     assert manager.block_pool.num_evicted_blocks > 50
     assert check_replay(tmp_path / "calls", manager)["allocate_slots"] > 50
+
+
+@pytest.mark.parametrize("name", [name for name in DEPLOYMENTS if "hits inside blocks" in name])
+def test_hits_inside_blocks_replay_to_the_same_ids(name: str, tmp_path: Path) -> None:
+    calls = RandomCalls(DEPLOYMENTS[name], np.random.default_rng(4))
+    manager = calls.manager
+    with CallRecorder(manager, tmp_path / "calls") as recorder:
+        calls.manager = recorder.manager
+        for _ in range(300):
+            calls.call()
+        calls.new_step()  # a call after the last change of a request
+    assert {"fork", "take_page_copies"} <= check_replay(tmp_path / "calls", manager).keys()
 
 
 def test_invalidations_and_requests_of_every_sort_replay(tmp_path: Path) -> None:

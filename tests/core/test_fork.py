@@ -256,6 +256,55 @@ def test_a_block_that_the_parent_filled_is_no_hit_once_a_child_writes_there() ->
     assert manager.get_computed_blocks(same)[1] == 4
 
 
+def test_a_block_that_a_request_filled_itself_stays_a_hit() -> None:
+    """Forked while its step is planned; the child is gone when the step is planned again."""
+    manager = FULL.manager([20])
+    request = Request("parent", range(4), block_hasher=BlockHasher(2, seed="0"))
+    assert manager.allocate_slots(request, 3) is not None
+    request.num_computed_tokens = 3
+    assert manager.allocate_slots(request, 1) is not None
+    (child,) = manager.fork(request, 1) or ()
+    manager.free(child)
+    assert manager.allocate_slots(request, 1) is not None
+    assert manager.block_pool.num_hashed_blocks == 2
+
+
+def test_admission_of_a_whole_sequence_counts_the_copy() -> None:
+    manager = FULL.manager([6])
+    request = Request("parent", range(8))
+    assert manager.allocate_slots(request, 3) is not None
+    request.num_computed_tokens = 3
+    (child,) = manager.fork(request, 1) or ()
+    manager.block_pool.get_new_block()  # 2 of 5 are free; the child lacks 2, and a copy
+    assert manager.allocate_slots(child, 1, full_sequence_must_fit=True) is None
+    assert manager.allocate_slots(child, 1) is not None
+    manager.block_pool.free_block(3)
+
+
+def test_children_have_their_parents_encoder_tokens() -> None:
+    manager = SETUPS["full_cross"].manager([20])
+    (child,) = manager.fork(running(manager, 3, salt="input"), 1) or ()
+    decode(manager, [child])
+    plan = build_step_plan(manager, np.array([child.row]), np.array([1]))
+    assert plan.groups[1].seq_lens.tolist() == [MAX_ENCODER]
+
+
+def test_a_state_left_in_the_running_column_is_copied_at_a_block_end_too() -> None:
+    """Drafts took the row to column 3, were rejected up to the end of column 2, which has no block of its own."""
+    manager = Setup((NaiveGroup(2, mamba="align", drafts=3),), caching=False).manager([30])
+    request = running(manager, 4)
+    request.append_output_token_ids(1)
+    assert manager.allocate_slots(request, 4) is not None
+    request.append_output_token_ids([2, 3])
+    request.num_computed_tokens = 6
+    (child,) = manager.fork(request, 1) or ()
+    (state,) = manager.get_block_ids(child.request_id)
+    assert state[2] == manager.get_block_ids("parent")[0][3] > 0
+    assert manager.allocate_slots(request, 1) is not None
+    (copies,) = manager.take_page_copies()
+    assert copies.sources.tolist() == [state[2]]
+
+
 def test_children_register_and_hit_like_any_request() -> None:
     manager = FOUR.manager([100, 100])
     request = running(manager, 6)
@@ -314,9 +363,9 @@ def test_reserve_counts_a_source_that_only_a_copy_holds() -> None:
     decode(manager, [child])
     manager.free(request)  # block 2 is held for the copy
     late = Request("late", range(7), max_tokens=1)  # 4 blocks
-    assert manager.allocate_slots(late, 7) is None
+    assert manager.allocate_slots(late, 1) is None
     manager.take_page_copies()
-    assert manager.allocate_slots(late, 7) is not None
+    assert manager.allocate_slots(late, 1) is not None
 
 
 def test_step_plans_take_the_copies_once_and_tell_of_replaced_blocks() -> None:

@@ -442,7 +442,10 @@ def test_windows_do_not_work_with_context_parallelism() -> None:
         ({"num_in_flight_tokens": -1}, "expected num_in_flight_tokens >= 0, got -1"),
         ({"num_new_tokens": 41}, "request 'b': expected at most max_model_len = 40 tokens, got 41"),
         ({"num_external_computed_tokens": 40}, "request 'b': expected at most max_model_len = 40 tokens, got 41"),
-        ({"num_new_computed_tokens": 4}, "group 0: expected 4 computed tokens in whole blocks of 4, got 0 blocks"),
+        (
+            {"num_new_computed_tokens": 4},
+            "group 0: expected 4 computed tokens, a multiple of 4, in blocks of 4, got 0 ",
+        ),
     ],
 )
 def test_counts_that_can_not_be(counts: dict[str, int], message: str) -> None:
@@ -521,7 +524,7 @@ def test_a_hit_must_be_whole_and_of_this_manager() -> None:
         manager,
         lambda: allocate(hit, 12),
         ValueError,
-        "group 0: expected 12 computed tokens in whole blocks of 4, got 4",
+        "group 0: expected 12 computed tokens, a multiple of 4, in blocks of 4, got 4",
     )
     holes = manager.create_kv_cache_blocks([hit.block_ids[0], [0, 0, 0, hit.block_ids[1][3]]])
     unchanged(manager, lambda: allocate(holes), ValueError, r"group 1: expected ids in \(0, 20\) inside the window")

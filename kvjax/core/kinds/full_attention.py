@@ -42,6 +42,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     supports_eagle: ClassVar[bool] = True
     hits_are_prefix_closed: ClassVar[bool] = True
     gives_blocks_back: ClassVar[bool] = False
+    supports_sub_block_hits: ClassVar[bool] = True
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """None: every token is attended to for ever."""

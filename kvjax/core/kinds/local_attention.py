@@ -18,6 +18,7 @@ class LocalAttentionManager(SingleTypeKVCacheManager):
 
     hits_are_prefix_closed: ClassVar[bool] = False
     gives_blocks_back: ClassVar[bool] = True
+    supports_sub_block_hits: ClassVar[bool] = True
 
     def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
         """Right to left: the rightmost aligned edge before which every block is cached that the next token sees.
