@@ -51,6 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot", type=output_file, metavar="FILE", help="PNG of hits, occupancy, queue and block lifetimes"
     )
     output.add_argument("--record", type=output_file, metavar="FILE", help="write the manager's calls, for --calls")
+    output.add_argument(
+        "--miss-reasons", action="store_true", help="say why prompt tokens missed; its time counts as the managers'"
+    )
+    output.add_argument(
+        "--remember-evicted",
+        type=positive_int,
+        default=ReplayConfig.max_evicted_blocks,
+        metavar="N",
+        help=f"evicted blocks of a pool that --miss-reasons knows (default: {ReplayConfig.max_evicted_blocks:,})",
+    )
     output.add_argument("--no-progress", action="store_true", help="no progress bar (there is none off a terminal)")
 
 
@@ -192,6 +202,8 @@ def _config(args: argparse.Namespace) -> ReplayConfig:
         hash_algorithm=args.hash_algorithm,
         free_order=args.free_order,
         eviction_policy=args.policy,
+        explain_misses=args.miss_reasons,
+        max_evicted_blocks=args.remember_evicted,
         serial=args.serial,
         platform=args.platform,
         tensor_parallel=args.tensor_parallel,

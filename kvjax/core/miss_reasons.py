@@ -77,8 +77,13 @@ class LookupReport:
     @property
     def limited_by(self) -> tuple[int, ...]:
         """Groups that alone accept fewer tokens than another one; none where all lack the same."""
+        return tuple(self.num_tokens_short)
+
+    @property
+    def num_tokens_short(self) -> dict[int, int]:
+        """By group that limits the hit: how many tokens less than the best group it accepts."""
         most = max(self.group_hit_tokens.values(), default=0)
-        return tuple(group_id for group_id, tokens in self.group_hit_tokens.items() if tokens < most)
+        return {group_id: most - tokens for group_id, tokens in self.group_hit_tokens.items() if tokens < most}
 
 
 class MissReasons:
@@ -120,7 +125,7 @@ class MissReasons:
         self.num_lookups = 0
         self.num_hit_tokens = 0
         self.num_missed_tokens: Counter[MissReason] = Counter()
-        self.num_tokens_short: Counter[int] = Counter()  # by group: how much less than the best group it accepted
+        self.num_tokens_short: Counter[int] = Counter()  # by group: less than the best group accepted
 
     @property
     def last(self) -> LookupReport | None:
@@ -171,9 +176,7 @@ class MissReasons:
         self.num_lookups += 1
         self.num_hit_tokens += report.num_hit_tokens
         self.num_missed_tokens.update(report.num_missed_tokens)
-        most = max(report.group_hit_tokens.values(), default=0)
-        for group_id in report.limited_by:
-            self.num_tokens_short[group_id] += most - report.group_hit_tokens[group_id]
+        self.num_tokens_short.update(report.num_tokens_short)
 
 
 def _missed_tokens(states: LookupStates, num_tokens: int, num_hit_tokens: int) -> dict[MissReason, int]:

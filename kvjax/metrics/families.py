@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SECONDS = (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800)
 POOL_LABELS = ("pool",)
 BLOCK_LABELS = ("pool", "state")
+REASON_LABELS = ("reason",)
+GROUP_LABELS = ("group",)
 CONFIG_LABELS = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
 
 
@@ -49,7 +51,7 @@ class MetricFamilies:
                 the registry has a metric of a name.
             MissingExtraError: prometheus_client is not installed.
         """
-        own = {*BLOCK_LABELS, *CONFIG_LABELS}
+        own = {*BLOCK_LABELS, *REASON_LABELS, *GROUP_LABELS, *CONFIG_LABELS}
         if taken := own.intersection(label_names):
             raise ValueError(f"expected labels other than the metrics' own, got {', '.join(sorted(taken))}")
         if len(set(label_names)) < len(label_names):
@@ -69,6 +71,9 @@ class MetricFamilies:
         self.evicted = made(counter, "kv_cache_evicted_blocks", "Cached blocks that ceased to be hits.", POOL_LABELS)
         self.queries = made(counter, "prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self.hits = made(counter, "prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.missed = made(counter, "prefix_cache_missed_tokens", "Tokens not found, by reason.", REASON_LABELS)
+        self.short = made(counter, "prefix_cache_short_tokens", "Less than the best group's hit.", GROUP_LABELS)
+        self.evicted_ago = made(histogram, "prefix_cache_evicted_ago_seconds", "Eviction to the lookup that missed it.")
         self.preemptions = made(counter, "num_preemptions", "Requests that lost their blocks to others.")
         self.config = made(gauge, "cache_config_info", "Settings of the KV cache, as labels.", CONFIG_LABELS)
         self.lifetime = made(histogram, "kv_block_lifetime_seconds", "Allocation to eviction, sampled blocks.")

@@ -16,13 +16,16 @@ The scheduler's thread observes, any other scrapes: a scrape reads numbers of on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.kv_cache_manager import KVCacheManager
+from kvjax.core.miss_reasons import MissReason, MissReasons
 from kvjax.core.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.residency_metrics import KVCacheMetricsCollector
 from kvjax.metrics.families import MetricFamilies
@@ -45,7 +48,8 @@ class KVCacheMetrics:
         """Series that start at what the manager shows now.
 
         Args:
-            manager: made with `log_stats=True`, otherwise queries and hits stay 0.
+            manager: made with `log_stats=True`, otherwise queries and hits stay 0; made with `miss_reasons`, their
+                series are here too.
             labels: one value for each of the families' label names.
             families: the metrics of several engines; None: metrics of its own, in a registry of its own.
             residency: the manager's `metrics_collector`; its events are drained. None: no histograms.
@@ -74,6 +78,9 @@ class KVCacheMetrics:
             self._lifetime = series(families.lifetime)
             self._idle = series(families.idle)
             self._reuse_gap = series(families.reuse_gap)
+        self._misses = None
+        if manager.miss_reasons is not None:
+            self._misses = _MissSeries(series, families, manager.miss_reasons, manager.num_kv_cache_groups)
         series(families.config, **_config_labels(manager)).set(1)
         self.observe()
 
@@ -96,6 +103,8 @@ class KVCacheMetrics:
             series.observe(pool)
         self._observe_lookups(prefix_cache_stats)
         self._observe_residency()
+        if self._misses is not None:
+            self._misses.observe()
 
     def _observe_lookups(self, stats: PrefixCacheStats | None) -> None:
         stats = self._manager.make_prefix_cache_stats() if stats is None else stats
@@ -132,6 +141,32 @@ class _PoolSeries:
         self._free.set(pool.num_free_blocks - num_cached)
         self._evicted.inc(pool.num_evicted_blocks - self._num_evicted)
         self._num_evicted = pool.num_evicted_blocks
+
+
+class _MissSeries:
+    """Why lookups missed. Lookups since the last observation count in full, the histogram knows the reports kept."""
+
+    def __init__(self, series: Any, families: MetricFamilies, reasons: MissReasons, num_groups: int) -> None:
+        self._reasons = reasons
+        self._missed = {reason: series(families.missed, reason=reason.value) for reason in MissReason}
+        self._short = [series(families.short, group=str(group_id)) for group_id in range(num_groups)]
+        self._evicted_ago = series(families.evicted_ago)
+        self._seen_missed: Counter[MissReason] = Counter()  # at the last observation, as all that follow
+        self._seen_short: Counter[int] = Counter()
+        self._num_seen = 0
+
+    def observe(self) -> None:
+        """Adds what is new."""
+        reasons = self._reasons
+        for reason, count in (reasons.num_missed_tokens - self._seen_missed).items():
+            self._missed[reason].inc(count)
+        for group_id, count in (reasons.num_tokens_short - self._seen_short).items():
+            self._short[group_id].inc(count)
+        for report in islice(reversed(reasons.reports), reasons.num_lookups - self._num_seen):
+            if MissReason.EVICTED in report.num_missed_tokens and report.evicted is not None:
+                self._evicted_ago.observe(report.evicted.seconds_since)
+        self._seen_missed, self._seen_short = reasons.num_missed_tokens.copy(), reasons.num_tokens_short.copy()
+        self._num_seen = reasons.num_lookups
 
 
 def _config_labels(manager: KVCacheManager) -> dict[str, str]:

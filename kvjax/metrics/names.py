@@ -9,6 +9,9 @@ Source:  vLLM 0.33 v1/metrics/loggers.py; those that vLLM lacks are marked (own)
     kv_cache_evicted_blocks      own  counter    pool                             cached blocks that ceased to be hits
     prefix_cache_queries              counter                                     tokens looked up
     prefix_cache_hits                 counter                                     tokens found
+    prefix_cache_missed_tokens   own  counter    reason                           tokens not found, see MissReason
+    prefix_cache_short_tokens    own  counter    group                            tokens less than the best group's hit
+    prefix_cache_evicted_ago_seconds own histogram                                eviction to the lookup that missed it
     num_preemptions                   counter                                     as told by the caller
     kv_block_lifetime_seconds         histogram                                   allocation to eviction, sampled
     kv_block_idle_before_evict_seconds histogram                                  last access to eviction, sampled
@@ -29,6 +32,9 @@ KEYS = (
     "kv_cache_evicted_blocks",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "prefix_cache_missed_tokens",
+    "prefix_cache_short_tokens",
+    "prefix_cache_evicted_ago_seconds",
     "num_preemptions",
     "kv_block_lifetime_seconds",
     "kv_block_idle_before_evict_seconds",

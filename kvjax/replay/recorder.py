@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvjax.core.block_pool import BlockPool
+from kvjax.core.miss_reasons import MissReasons
+from kvjax.replay.misses import MissCounts
 
 MAX_SAMPLES = 500  # a sample reads every block's state, 0.3 ms for 320,000 blocks
 
@@ -40,6 +42,8 @@ class Recorder:
     pools: tuple[BlockPool, ...]
     block_size: int
     on_decision: Callable[[], object] = lambda: None  # called when a request is admitted first, or refused instead
+    miss_reasons: MissReasons | None = None  # the manager's, if it has any
+    misses: MissCounts = field(default_factory=MissCounts)  # empty without
     requests: int = 0  # admitted
     refused: int = 0  # larger than the cache; one that outgrows it while it runs was admitted too
     prompt_tokens: int = 0
@@ -67,6 +71,8 @@ class Recorder:
         self.hit_tokens += hit_tokens
         self.infinite_hit_tokens += infinite_hit_tokens
         self.hits.append((prompt_tokens, hit_tokens))
+        if self.miss_reasons is not None and self.miss_reasons.last is not None:
+            self.misses.count(self.miss_reasons.last)
         self.on_decision()
 
     def count_refusal(self, was_admitted: bool = False) -> None:

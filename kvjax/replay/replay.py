@@ -18,6 +18,7 @@ from kvjax.core.block_hash import BlockHasher
 from kvjax.core.call_recorder import CallRecorder
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kv_cache_manager import KVCacheManager
+from kvjax.core.miss_reasons import MissReasons
 from kvjax.core.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
 from kvjax.core.spec import KVCacheSpec
 from kvjax.planning import KVCachePlan, plan_kv_cache
@@ -52,6 +53,8 @@ class ReplayConfig:
     speed: SpeedModel = field(default_factory=SpeedModel)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     residency_sample_rate: float = 0.01
+    explain_misses: bool = False  # costs time, which counts as the managers'
+    max_evicted_blocks: int = 1_000_000  # of each pool, that explanations remember: 250 bytes each
 
     @property
     def block_size(self) -> int:
@@ -106,6 +109,7 @@ def run_replay(
     clock = VirtualClock()
     look_ahead = _look_ahead(trace, config, plan)
     collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
+    reasons = MissReasons(config.max_evicted_blocks, clock=clock.now_ns) if config.explain_misses else None
     manager = KVCacheManager(
         plan.config,
         plan.max_model_len,
@@ -114,8 +118,9 @@ def run_replay(
         max_in_flight_tokens=plan.max_in_flight_tokens,
         free_order=config.free_order,
         eviction_policy=config.eviction_policy if look_ahead is None else partial(BeladyPolicy, look_ahead=look_ahead),
+        miss_reasons=reasons,
     )
-    recorder = Recorder(manager.block_pools, config.block_size)
+    recorder = Recorder(manager.block_pools, config.block_size, miss_reasons=reasons)
     hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
     prompts = PromptMaker(trace, hasher)
     if look_ahead is not None:

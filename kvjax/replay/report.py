@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.core.miss_reasons import MissReason
 from kvjax.replay.replay import ReplayResult
 from kvjax.text import align_table, count_of, format_bytes
 
@@ -50,6 +51,8 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "occupancy": _occupancy(result),
         "block_residency": _residency(result),
     }
+    if config.explain_misses:
+        values["misses"] = _miss_values(result)
     if not config.serial:
         values["speed_model"] = vars(config.speed)
         values["batching"] = vars(config.batching)
@@ -66,6 +69,8 @@ def result_text(result: ReplayResult) -> str:
     parts = [_what(result), _hits(values), _pool(values), _host(result, values)]
     if not result.config.serial:
         parts.insert(2, _service(values))
+    if result.config.explain_misses:
+        parts.insert(2, _misses(result, values["misses"]))
     return "\n\n".join(parts)
 
 
@@ -97,6 +102,31 @@ def _hits(values: Mapping[str, Any]) -> str:
         )
     ]
     return align_table(["prefix hits of", "hit", "of", "rate"], rows, left={0})
+
+
+def _misses(result: ReplayResult, misses: Mapping[str, Any]) -> str:
+    total = result.recorder.prompt_tokens
+    tokens = {"found": result.recorder.hit_tokens} | misses["tokens"]
+    rows = [[name.replace("_", " "), f"{count:,}", f"{_ratio(count, total):.2%}"] for name, count in tokens.items()]
+    remembered = count_of(result.config.max_evicted_blocks, "block")
+    parts = [
+        align_table(["prompt tokens", "number", "share"], rows, left={0}),
+        f"(never seen: by this cache, as far as it remembers {remembered} that a pool evicted)",
+    ]
+    if misses["evicted_seconds_ago"]:
+        rows = [
+            [name, *(f"{value:,.1f}" for value in misses[key].values())]
+            for name, key in (("seconds", "evicted_seconds_ago"), ("evictions", "evicted_blocks_ago"))
+        ]
+        parts.append(align_table(["evicted how long ago", "mean", "median", "90 %", "99 %", "most"], rows, left={0}))
+    if misses["tokens_short"]:
+        groups = result.plan.config.kv_cache_groups
+        rows = [
+            [f"{group_id} ({groups[int(group_id)].kv_cache_spec.kind})", f"{count:,}"]
+            for group_id, count in misses["tokens_short"].items()
+        ]
+        parts.append(align_table(["group that limits hits", "tokens less than the best"], rows, left={0}))
+    return "\n".join(parts)
 
 
 def _service(values: Mapping[str, Any]) -> str:
@@ -163,6 +193,16 @@ def _occupancy(result: ReplayResult) -> dict[str, float]:
     cached = np.array([sample.cached_blocks for sample in result.recorder.samples] or [0]) / total
     most = result.recorder.max_held_blocks / total
     return {"mean_held": float(held.mean()), "max_held": most, "mean_cached": float(cached.mean())}
+
+
+def _miss_values(result: ReplayResult) -> dict[str, Any]:
+    misses = result.recorder.misses
+    return {
+        "tokens": {reason.value: misses.tokens[reason] for reason in MissReason if misses.tokens[reason]},
+        "evicted_seconds_ago": _quantiles(misses.evicted_seconds_ago),
+        "evicted_blocks_ago": _quantiles(misses.evicted_blocks_ago),
+        "tokens_short": {str(group_id): count for group_id, count in sorted(misses.tokens_short.items())},
+    }
 
 
 def _residency(result: ReplayResult) -> dict[str, Any]:

@@ -107,6 +107,26 @@ def test_batched_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.Captur
     assert plot_path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_reasons_of_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """110 blocks: the second prompt takes 94 of them, and leaves 16 of the first one's 64."""
+    path, data_path = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    ids = [(0, 1), (2, 3, 4), (0, 1)]
+    write_trace([TraceRequest(1_000 * i, 1_024 if i != 1 else 1_500, 1, ids[i]) for i in range(3)], path)
+    arguments = (path, "--serial", "--num-blocks", 110)
+    out = run(capsys, *arguments, "--miss-reasons", "--json", data_path)
+    assert "evicted               752  21.20%" in out
+    data = json.loads(data_path.read_text())
+    tokens = {"evicted": 752, "never_seen": 1_008 + 1_488, "last_token": 16 + 16, "below_granularity": 12}
+    assert data["misses"]["tokens"] == tokens
+    assert data["hit_tokens"] + sum(tokens.values()) == data["prompt_tokens"]
+    assert data["misses"]["evicted_seconds_ago"]["max"] == 1.0
+    assert data["misses"]["evicted_blocks_ago"]["max"] == 46  # its 48th block, the first to go, is no hit
+    out = run(capsys, *arguments, "--miss-reasons", "--remember-evicted", 1)
+    assert "as far as it remembers 1 block that" in out
+    assert "evicted                16   0.45%" in out
+    assert "never seen" not in run(capsys, *arguments)
+
+
 @pytest.mark.parametrize("kind", ["chat", "agents", "documents"])
 def test_workloads_are_generated_and_replayed(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--generate", kind, "--num-requests", 20, "--serial", "--model", "gemma-3-27b", "--seed", 4)

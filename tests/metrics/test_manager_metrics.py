@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvjax.core import BlockRemoved, KVCacheManager, KVCacheMetricsCollector
+from kvjax.core import BlockRemoved, KVCacheManager, KVCacheMetricsCollector, MissReason, MissReasons
 from kvjax.errors import MissingExtraError
 from kvjax.metrics import KVCacheMetrics, MetricFamilies
 from tests.events.workload import FULL, TWO_POOLS, Workload, make_manager
@@ -124,6 +124,35 @@ def test_a_manager_without_statistics_leaves_the_counters_at_0() -> None:
     manager.get_computed_blocks(Workload(manager, 0).request(list(range(9))))
     metrics.observe()
     assert value(metrics.registry, "prefix_cache_queries_total") == 0
+
+
+@pytest.mark.parametrize("groups", [FULL, TWO_POOLS], ids=["full", "two_pools"])
+def test_missed_tokens_follow_the_reasons(groups: Any) -> None:
+    clock = Clock()
+    reasons = MissReasons(clock=clock)
+    work = Workload(make_manager(groups, 30, miss_reasons=reasons), 1)
+    metrics = KVCacheMetrics(work.manager, LABELS)
+    ago: list[float] = []
+    num_seen = 0
+    for step in range(120):
+        clock.now_ns = step * 10**9
+        work.step()
+        new = list(reasons.reports)[num_seen:]
+        num_seen += len(new)
+        ago += [r.evicted.seconds_since for r in new if r.evicted and MissReason.EVICTED in r.num_missed_tokens]
+        metrics.observe()
+    missed = {
+        reason: value(metrics.registry, "prefix_cache_missed_tokens_total", reason=reason, **LABELS)
+        for reason in MissReason
+    }
+    assert {reason: count for reason, count in missed.items() if count} == reasons.num_missed_tokens
+    found = value(metrics.registry, "prefix_cache_hits_total", **LABELS)
+    assert found + sum(missed.values()) == value(metrics.registry, "prefix_cache_queries_total", **LABELS)
+    for group_id in range(work.manager.num_kv_cache_groups):
+        short = value(metrics.registry, "prefix_cache_short_tokens_total", group=str(group_id), **LABELS)
+        assert short == reasons.num_tokens_short[group_id]
+    assert value(metrics.registry, "prefix_cache_evicted_ago_seconds_count", **LABELS) == len(ago) > 0
+    assert value(metrics.registry, "prefix_cache_evicted_ago_seconds_sum", **LABELS) == sum(ago)
 
 
 def test_settings_are_labels() -> None:

@@ -1,0 +1,62 @@
+"""Why prompts of a trace missed: against the infinite cache, which has everything that was ever evicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvjax.core import FullAttentionSpec, MissReason, SlidingWindowSpec
+from kvjax.replay import ReplayConfig, ReplayResult, SpeedModel, generate_workload, result_json, result_text, run_replay
+
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float32")
+
+WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=16, dtype="float32", sliding_window=64)
+
+
+def replay(seed: int, num_blocks: int, **options: object) -> ReplayResult:
+    trace = generate_workload("chat", 150, seed)
+    config = ReplayConfig({"layer": SPEC}, num_blocks, explain_misses=True, **options)  # type: ignore[arg-type]
+    return run_replay(trace, config)
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "cost", "belady"])
+def test_what_the_infinite_cache_hits_besides_was_evicted(policy: str) -> None:
+    for seed in range(2):
+        recorder = replay(seed, 800, serial=True, eviction_policy=policy).recorder
+        assert recorder.refused == 0
+        tokens = recorder.misses.tokens
+        assert recorder.hit_tokens + tokens.total() == recorder.prompt_tokens
+        assert tokens[MissReason.EVICTED] == recorder.infinite_hit_tokens - recorder.hit_tokens > 0
+        assert len(recorder.misses.evicted_seconds_ago) == len(recorder.misses.evicted_blocks_ago) > 0
+
+
+def test_what_is_evicted_too_long_ago_counts_as_never_seen() -> None:
+    known = replay(0, 1_500, serial=True).recorder.misses
+    longest_ago = max(known.evicted_blocks_ago)
+    forgetful = replay(0, 1_500, serial=True, max_evicted_blocks=longest_ago // 4).recorder.misses
+    assert 0 < forgetful.tokens[MissReason.EVICTED] < known.tokens[MissReason.EVICTED]
+    assert forgetful.tokens.total() == known.tokens.total()
+    assert max(forgetful.evicted_blocks_ago) < longest_ago // 4
+
+
+def test_a_request_counts_once_however_often_it_is_looked_up() -> None:
+    result = replay(1, 800, speed=SpeedModel(prefill_tokens_per_s=2_000))
+    recorder = result.recorder
+    assert recorder.miss_reasons is not None
+    assert recorder.miss_reasons.num_lookups > recorder.requests
+    assert recorder.hit_tokens + recorder.misses.tokens.total() == recorder.prompt_tokens
+    assert "evicted how long ago" in result_text(result)
+
+
+def test_groups_that_limit_are_counted() -> None:
+    """A pool of its own for the window, too small to keep what the full layers keep."""
+    trace = generate_workload("chat", 60, 0)
+    config = ReplayConfig(
+        {"full": SPEC, "window": WINDOW},
+        memory_bytes=6 * 2**20,
+        serial=True,
+        explain_misses=True,
+    )
+    result = run_replay(trace, config)
+    assert set(result.recorder.misses.tokens_short) == {1}
+    assert "1 (sliding_window)" in result_text(result)
+    assert result_json(result)["misses"]["tokens_short"] == {"1": result.recorder.misses.tokens_short[1]}
