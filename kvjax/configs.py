@@ -8,14 +8,13 @@ Hugging Face's config.json keys, `deployments/*.toml` with the fields of `Deploy
 
 from __future__ import annotations
 
-import json
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kvjax.errors import ConfigError
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import ModelConfig, read_json_object
 from kvjax.models.hf_architectures import ARCHITECTURES
 from kvjax.models.hf_planned import PLANNED_ARCHITECTURES, parse_planned
 from kvjax.models.planned import PlannedModel
@@ -85,7 +84,7 @@ def load_model_config(model: str | Path) -> ModelConfig | PlannedModel:
             f"expected a model's name ({', '.join(known_models())}), a folder with a config.json or a path to one, "
             f"got {str(model)!r}"
         )
-    return _parse_model(_read_json(file), str(file))
+    return _parse_model(read_json_object(file), str(file))
 
 
 def _parse_model(data: dict[str, Any], where: str) -> ModelConfig | PlannedModel:
@@ -116,16 +115,6 @@ def load_deployment(deployment: str | Path) -> Deployment:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: expected TOML, got {error}") from error
     return _parse_deployment(data, str(file))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file}: expected JSON, got {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}: expected a JSON object, got {type(data).__name__}")
-    return data
 
 
 def _parse_deployment(data: dict[str, Any], where: str) -> Deployment:

@@ -30,6 +30,7 @@ from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, SamplingParams
 from kvjax.engine.pool_picture import pool_picture
+from kvjax.errors import ConfigError
 from kvjax.planning import plan_kv_cache
 from kvjax.text import format_bytes
 
@@ -153,12 +154,31 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     if args.devices > 1:
         with suppress(RuntimeError):  # jax runs already: its devices are what they are
             jax.config.update("jax_num_cpu_devices", args.devices)
+    check_platform()
     mesh = Placement.over_heads(args.devices).mesh if args.devices > 1 else None
     folder = demo_model_path() if args.model is None else args.model
     model = load_model(folder, mesh=mesh)
     if model.tokenizer is None:
         raise ValueError(f"expected a tokenizer.json in {folder}, found none; prompts are text")
     return model, model.tokenizer, mesh
+
+
+def check_platform() -> None:
+    """Starts jax.
+
+    Raises:
+        ConfigError: jax is told of a platform that it has no package for, where it would fail an assertion of its own.
+        RuntimeError: it has a package, but no device.
+    """
+    import jax
+
+    try:
+        jax.devices()
+    except AssertionError as error:
+        raise ConfigError(
+            f"expected JAX_PLATFORMS of a platform that jax can run on here, got {jax.config.jax_platforms!r}; install "
+            "jax for it, such as pip install 'kvjax[cuda]', or set JAX_PLATFORMS=cpu"
+        ) from error
 
 
 def use_compilation_cache() -> None:

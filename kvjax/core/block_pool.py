@@ -330,15 +330,17 @@ class BlockPool:
         else:
             self.prefix_index.register_one(block_id, block_hash, group_id)
 
-    def evict_blocks(self, block_ids: npt.ArrayLike) -> None:
+    def evict_blocks(self, block_ids: npt.ArrayLike, was_reused: bool = False) -> None:
         """Forgets the hashes of blocks; who holds them stays, and under "lru" the free order.
+
+        `was_reused`: who holds them writes other contents there, which `MissReasons` tells from dropping them.
 
         Raises:
             ValueError: an id is none of the pool. The pool is unchanged.
         """
         ids, _ = self._count_repeats(_without_null(self._checked_ids(block_ids)))
         ids = self.prefix_index.hashed_of(ids)
-        self._forget_hashes(ids, was_reused=False)
+        self._forget_hashes(ids, was_reused)
         if self.eviction_policy.is_told_of_use:
             self.eviction_policy.note_forgotten(ids)
         if self._residency is not None:

@@ -80,7 +80,7 @@ class CopyOnWrite:
                 new_ids = pool.page_edits.exchange_for_copies([entry.block_id])
                 manager.block_tables[entry.group, row, entry.column] = new_ids[0]
             elif pool.is_hashed[entry.block_id] and entry.column >= manager.num_cached_blocks[row]:
-                pool.evict_blocks([entry.block_id])
+                pool.evict_blocks([entry.block_id], was_reused=True)
         self.unmark(row)
 
     def _written_entries(self, row: int, num_computed: int) -> Iterator[TableEntry]:

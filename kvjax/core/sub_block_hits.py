@@ -133,7 +133,7 @@ class SubBlockHits:
             pool, block_id = manager.block_pool, manager.block_tables.item(place, row, column)
             manager.num_cached_blocks[row] = column
             if not copies and pool.ref_count[block_id] == 1:
-                pool.evict_blocks([block_id])
+                pool.evict_blocks([block_id], was_reused=True)
             else:
                 manager.block_tables[place, row, column] = pool.page_edits.exchange_for_copies([block_id])[0]
 

@@ -102,10 +102,13 @@ class ModelConfig:
             ConfigError: no config.json, one that is not a JSON object, or as `from_dict`.
         """
         folder = Path(folder)
-        config = cls.from_dict(_read_json(folder / "config.json"), where=str(folder / "config.json"))
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"expected a Hugging Face model folder with {path.name}, found no {path}")
+        config = cls.from_dict(read_json_object(path), where=str(path))
         generation = folder / "generation_config.json"
         if generation.is_file():
-            eos = _read_json(generation).get("eos_token_id")
+            eos = read_json_object(generation).get("eos_token_id")
             if eos is not None:
                 config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
         return config
@@ -151,10 +154,13 @@ class ModelConfig:
         return specs
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`."""
-    if not path.is_file():
-        raise ConfigError(f"expected a Hugging Face model folder with {path.name}, found no {path}")
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: it holds no JSON, or other than an object.
+        OSError: it cannot be read.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

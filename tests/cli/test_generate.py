@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -18,8 +21,10 @@ from kvjax.cli.generate_stream import OrderedTextPrinter, prompt_tail
 from kvjax.cli.main import main
 from kvjax.demo import demo_model_path, demo_requests
 from kvjax.engine import LLMEngine, SamplingParams
+from kvjax.errors import ConfigError
 from kvjax.models import load_model
 
+CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 SMALL = [
     "--num-blocks",
     "200",
@@ -246,3 +251,24 @@ def test_long_prompts_show_their_end() -> None:
     assert prompt_tail("x" * 300 + "\n\nQuestion: why?\nAnswer:") == "[...] Question: why?\nAnswer:"
     assert prompt_tail("word " * 100).startswith("[...] word")
     assert len(prompt_tail("x" * 1000)) < 300
+
+
+@pytest.mark.skipif(any(map(importlib.util.find_spec, CUDA_PLUGINS)), reason="jax has a package for CUDA here")
+def test_a_platform_that_jax_lacks_is_one_clear_line() -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    command = [sys.executable, "-m", "kvjax", "generate", *SMALL]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "kvjax generate: error: expected JAX_PLATFORMS of a platform that jax can run on here, got 'cuda'; install jax "
+        "for it, such as pip install 'kvjax[cuda]', or set JAX_PLATFORMS=cpu\n"
+    )
+
+
+def test_the_assertion_that_jax_fails_is_shown_with_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", fail)
+    with pytest.raises(ConfigError, match="expected JAX_PLATFORMS of a platform that jax can run on here"):
+        main(["generate", *SMALL, "--no-compilation-cache", "--debug"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
 import pytest
 
-from kvjax.core import EvictedBlock, KVCacheBlocks, KVCacheManager, LookupReport, MissReason, MissReasons
+from kvjax.core import EvictedBlock, KVCacheBlocks, KVCacheManager, LookupReport, MissReason, MissReasons, Request
 from kvjax.core import MultiModalFeature as Item
 from kvjax.core.call_recorder import CallRecorder
 from kvjax.core.call_replay import replay_calls
@@ -15,7 +16,7 @@ from kvjax.core.lookup_states import CACHED, ELSEWHERE, EVICTED, FRESH, INVALIDA
 from kvjax.core.seen_origins import MAX_ORIGINS
 from tests.core.manager_lockstep import FULL, HYBRID, SETUPS, Pair, Setup
 from tests.core.naive_manager import NaiveRequest
-from tests.core.test_invalidation import RandomInvalidation, compute, request
+from tests.core.test_invalidation import HASHER, RandomInvalidation, compute, request
 
 R = MissReason
 
@@ -155,9 +156,12 @@ def test_random_calls_meet_every_reason() -> None:
 # -- one at a time ----------------------------------------------------------------------------------------------------
 
 
-def manager_of(setup: Setup, num_blocks: int, **options: Any) -> tuple[KVCacheManager, MissReasons]:
+def manager_of(
+    setup: Setup, num_blocks: int, sub_block_hits: bool = False, **options: Any
+) -> tuple[KVCacheManager, MissReasons]:
     reasons = MissReasons(**options)
-    return setup.manager([num_blocks], miss_reasons=reasons, track_origins=True), reasons
+    manager = setup.manager([num_blocks], miss_reasons=reasons, track_origins=True, sub_block_hits=sub_block_hits)
+    return manager, reasons
 
 
 def look_up(manager: KVCacheManager, **options: Any) -> LookupReport:
@@ -230,6 +234,29 @@ def test_the_groups_that_limit_are_named() -> None:
     assert reasons.num_tokens_short == {2: 2}
     assert look_up(manager, cache_salt="other").limited_by == ()
     assert reasons.num_tokens_short == {2: 2}
+
+
+def test_a_block_that_its_last_holder_writes_to_is_evicted() -> None:
+    """The child of a fork goes on from inside a block that the parent filled and registered, and outlives it."""
+    manager, _ = manager_of(FULL, 40)
+    parent = request("parent", num_tokens=8)
+    compute(manager, parent)
+    (child,) = manager.fork(parent, 1, num_in_flight_tokens=1) or ()
+    manager.free(parent)
+    assert missed(manager) == {R.BELOW_GRANULARITY: 1}
+    assert manager.allocate_slots(child, 1, delay_cache_blocks=True) is not None
+    assert missed(manager) == {R.EVICTED: 2, R.BELOW_GRANULARITY: 1}
+
+
+def test_a_block_that_a_sub_block_hit_takes_over_is_evicted() -> None:
+    manager, _ = manager_of(replace(FULL, same_step_hits=False), 2, sub_block_hits=True)
+    first = request("first", num_tokens=2)
+    compute(manager, first)
+    manager.new_step_starts()
+    manager.free(first)
+    second = Request("second", [0, 7], block_hasher=HASHER)
+    assert compute(manager, second) == 1
+    assert missed(manager, num_tokens=3) == {R.EVICTED: 2, R.BELOW_GRANULARITY: 1}
 
 
 def test_other_input_is_no_other_salt() -> None:
