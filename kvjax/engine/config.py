@@ -18,7 +18,9 @@ class EngineConfig:
     read: the host then works while the device does, at the cost of one step's delay and of steps in vain for requests
     that end by a stop token. `max_buckets` bounds the programs that warm-up compiles. `dtype` is the cache's,
     None that of the loaded weights. `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every
-    token, in the full layers' table: simpler, and more memory for the same tokens.
+    token, in the full layers' table: simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit
+    may end inside a block, whose page is then copied. With `zero_new_pages` a page is zeroed before a request first
+    uses it, so that nothing that another left there can be read.
 
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
@@ -31,6 +33,8 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
+    sub_block_hits: bool = False
+    zero_new_pages: bool = False
     watermark: float = 0.01
     dtype: str | None = None
     hybrid: bool = True
@@ -63,6 +67,8 @@ class EngineConfig:
             raise ValueError(
                 f"expected one of num_blocks and memory_bytes, got {self.num_blocks} and {self.memory_bytes}"
             )
+        if self.sub_block_hits and not self.enable_prefix_caching:
+            raise ValueError("expected enable_prefix_caching=True with sub_block_hits=True, got False")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
         if not 0 <= self.seed < 2**32:

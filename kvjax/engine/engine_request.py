@@ -50,6 +50,7 @@ class EngineRequest:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list)  # one per output token
+    first_sample: EngineRequest | None = None  # of the same prompt, which that one computes for both
 
     @property
     def request_id(self) -> str:
@@ -61,6 +62,21 @@ class EngineRequest:
         """Prompt and output at most."""
         return self.request.num_prompt_tokens + self.params.max_tokens
 
+    @property
+    def is_at_its_prompts_end(self) -> bool:
+        """Whether it runs, has computed just its prompt, and has no token more."""
+        request = self.request
+        is_computed = request.num_tokens == request.num_computed_tokens == request.num_prompt_tokens
+        return self.status is RequestStatus.RUNNING and is_computed
+
+    @property
+    def waits_for_first_sample(self) -> bool:
+        """Whether the first sample of its prompt is still at computing it."""
+        first = self.first_sample
+        if first is None or first.status is not RequestStatus.RUNNING:
+            return False
+        return first.request.num_computed_tokens < first.request.num_prompt_tokens
+
     def finish_reason_after(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
         """Why the request ends with `token_id`, its output token number `num_output_tokens`; None: it goes on."""
         if token_id in self.stop_token_ids:
@@ -70,3 +86,8 @@ class EngineRequest:
     def output_token_ids(self) -> np.ndarray:  # int32[num_output_tokens]
         """A copy of the tokens sampled so far."""
         return np.array(self.request.output_token_ids, np.int32)
+
+
+def sample_ids(request_id: str, n: int) -> list[str]:
+    """Ids of the `n` samples of a prompt that is queued as `request_id`."""
+    return [request_id, *(f"{request_id}.{i}" for i in range(1, n))]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -25,10 +25,10 @@ from kvjax.core.step_builder import build_step_plan
 from kvjax.device import Buckets, Placement, UpdateStep, create_pages, make_update_step
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.engine_request import EngineRequest, FinishReason
+from kvjax.engine.engine_request import EngineRequest, FinishReason, sample_ids
 from kvjax.engine.outputs import GenerationResult, StepOutput
 from kvjax.engine.sampler import sample
-from kvjax.engine.sampling_params import SamplingParams
+from kvjax.engine.sampling_params import MAX_SEED, SamplingParams
 from kvjax.engine.sampling_table import SamplingTable
 from kvjax.engine.scheduler import NewToken, ScheduledStep, Scheduler, SchedulerConfig
 from kvjax.engine.stats import PoolUse, RequestStats, StepStats
@@ -96,6 +96,9 @@ class LLMEngine:
             config.max_model_len,
             config.block_size,
             enable_caching=config.enable_prefix_caching,
+            same_step_hits=not config.sub_block_hits,
+            sub_block_hits=config.sub_block_hits,
+            zero_new_pages=config.zero_new_pages,
             log_stats=True,
             max_num_reqs=config.max_num_seqs,
             max_in_flight_tokens=config.max_in_flight_tokens,
@@ -161,15 +164,18 @@ class LLMEngine:
     ) -> str:
         """Queues a prompt, text or token ids, behind all others; its id.
 
+        With `params.n` > 1 it is that of the first sample; the others have the ids of `sample_ids`.
+
         Raises:
-            ValueError: the id is taken, the prompt is empty or has ids outside the vocabulary, text comes without a
+            ValueError: an id is taken, the prompt is empty or has ids outside the vocabulary, text comes without a
                 tokenizer, or the request can never run. Nothing is changed.
         """
-        engine_request = self._make_request(prompt, params, request_id)
-        self.scheduler.add(engine_request)
-        self._requests[engine_request.request_id] = engine_request
-        self._num_added += 1
-        return engine_request.request_id
+        samples = self._make_samples(prompt, params, request_id)
+        for one in samples:
+            self.scheduler.add(one)
+            self._requests[one.request_id] = one
+        self._num_added += len(samples)
+        return samples[0].request_id
 
     def check_request(
         self,
@@ -178,7 +184,7 @@ class LLMEngine:
         request_id: str | None = None,
     ) -> None:
         """Raises ValueError if `add_request` would refuse the prompt: to know before a long warm-up."""
-        self.scheduler.check_fits(self._make_request(prompt, params, request_id))
+        self.scheduler.check_fits(self._make_samples(prompt, params, request_id)[0])
 
     def abort(self, request_id: str) -> GenerationResult:
         """Ends a request now; what it has so far.
@@ -208,6 +214,8 @@ class LLMEngine:
     ) -> list[GenerationResult]:
         """Runs all prompts to their ends, one `params` for all or one each; results in the order of the prompts.
 
+        Of a prompt with `params.n` > 1 there are as many results, one after another.
+
         Raises:
             ValueError: other requests are unfinished, there is not one `params` a prompt, or `add_request` refuses
                 one. Nothing is left queued.
@@ -220,7 +228,7 @@ class LLMEngine:
         request_ids: list[str] = []
         try:
             for prompt, one in zip(prompts, each, strict=True):
-                request_ids.append(self.add_request(prompt, one))
+                request_ids += sample_ids(self.add_request(prompt, one), 1 if one is None else one.n)
         except ValueError:
             for request_id in request_ids:
                 self.abort(request_id)
@@ -264,26 +272,40 @@ class LLMEngine:
                 )
         return like._update_step
 
-    def _make_request(
+    def _make_samples(
         self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None, request_id: str | None
-    ) -> EngineRequest:
+    ) -> list[EngineRequest]:
         params = SamplingParams() if params is None else params
-        request_id = f"request-{self._num_added}" if request_id is None else request_id
-        if request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is in use; expected a new one")
-        request = Request(request_id, self._token_ids(prompt), block_hasher=self._hasher)
+        names = sample_ids(f"request-{self._num_added}" if request_id is None else request_id, params.n)
+        for name in names:
+            if name in self._requests:
+                raise ValueError(f"request id {name!r} is in use; expected a new one")
+        request = Request(names[0], self._token_ids(prompt), block_hasher=self._hasher)
         largest = int(request.prompt_token_ids.max())
         if largest >= self.model.config.vocab_size:
             raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {largest}")
         stop = frozenset(params.stop_token_ids)
-        return EngineRequest(
+        first = EngineRequest(
             request=request,
             params=params,
-            seed=self._seed(params),
+            seed=self._seed(params, 0),
             stop_token_ids=stop if params.ignore_eos else stop | frozenset(self.model.config.eos_token_ids),
             priority=self._num_added,
-            stats=RequestStats(request_id, request.num_prompt_tokens, self._clock()),
+            stats=RequestStats(names[0], request.num_prompt_tokens, self._clock()),
         )
+        others = [
+            replace(
+                first,
+                request=request.fork(name),
+                seed=self._seed(params, place),
+                priority=self._num_added + place,
+                stats=replace(first.stats, request_id=name),
+                logprobs=[],
+                first_sample=first,
+            )
+            for place, name in enumerate(names[1:], start=1)
+        ]
+        return [first, *others]
 
     def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
         if not isinstance(prompt, str):
@@ -292,10 +314,11 @@ class LLMEngine:
             raise ValueError("expected token ids, got text: the model has no tokenizer")
         return self.model.tokenizer.encode(prompt)
 
-    def _seed(self, params: SamplingParams) -> int:
+    def _seed(self, params: SamplingParams, place: int) -> int:
+        """Of the prompt's sample number `place`."""
         if params.seed is not None:
-            return params.seed
-        return int(np.random.SeedSequence((self.config.seed, self._num_added)).generate_state(1)[0])
+            return (params.seed + place) % (MAX_SEED + 1)
+        return int(np.random.SeedSequence((self.config.seed, self._num_added + place)).generate_state(1)[0])
 
     def _dispatch(self) -> _Flight | None:
         """Schedules the next step and hands it to the device; None: nothing can run now."""
@@ -317,7 +340,8 @@ class LLMEngine:
         positions = table.num_computed_tokens[rows] + step.num_new_tokens[step.samples]
         sampling = self._sampling.batch(rows, positions)
         fence = table.open_step(step.rows)
-        self.scheduler.start(step)
+        for request in self.scheduler.start(step):
+            self._sampling.set(request.request.row, request.params, request.seed)
         host_us = (time.thread_time() - start) * 1e6
         output: DeviceOutput = self._update_step(self._pages, plan, previous=self._previous, sampling=sampling)
         self._pages, self._previous = output.pages, output.sampled

@@ -19,12 +19,14 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep every token. A request without a `seed` gets one from the
     engine's seed and its place in the order of submission. A request ends with the first of `max_tokens` tokens, a
     token of `stop_token_ids`, or the model's end-of-sequence token unless `ignore_eos`; the token that ends it is
-    part of the output.
+    part of the output. `n` samples of a prompt are as many requests, of the seeds `seed`, `seed + 1`, ...; the prompt
+    is computed once for those that find room when it is.
 
     Raises:
         ValueError: a value is outside its range.
     """
 
+    n: int = 1
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -34,6 +36,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        if operator.index(self.n) < 1:
+            raise ValueError(f"expected n >= 1, got {self.n}")
         if operator.index(self.max_tokens) < 1:
             raise ValueError(f"expected max_tokens >= 1, got {self.max_tokens}")
         if not 0.0 <= self.temperature < float("inf"):

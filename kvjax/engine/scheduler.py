@@ -9,6 +9,10 @@ chunk of prompt each; then waiting requests are admitted while tokens, rows and 
 running request of the lowest priority is preempted: it gives back its blocks, waits at the head of the queue, and on
 readmission computes again what the prefix cache no longer holds.
 
+Samples of one prompt wait in a row. The first computes the prompt; once that step is dispatched, as many of the others
+as there are rows for are forked from it: they share its blocks of all prompt tokens but the last, which each computes
+for itself, to draw its own first token. The rest are admitted like other requests.
+
 Invariants (`check_invariants`):
 
     I1  priorities rise through `running`, then `waiting`: preemption moves the last of one to the front of the other
@@ -188,13 +192,18 @@ class Scheduler:
             num_released=num_released,
         )
 
-    def start(self, step: ScheduledStep) -> None:
-        """Counts the step's tokens as computed: it is dispatched, and steps run in order."""
+    def start(self, step: ScheduledStep) -> list[EngineRequest]:
+        """Counts the step's tokens as computed: it is dispatched, and steps run in order.
+
+        Returns:
+            The samples that run from now on, as the step has computed their prompts.
+        """
         self._table.advance(step.rows, step.num_new_tokens)
         sampling = step.rows[step.samples]
         self._by_row.num_in_flight[step.rows] += step.num_new_tokens
         self._by_row.num_pending[sampling] += 1
         self._by_row.sample_index[sampling] = np.arange(sampling.size)
+        return self._fork_samples()
 
     def update(
         self,
@@ -278,6 +287,8 @@ class Scheduler:
         """Admits waiting requests in order, until one does not fit."""
         while self.waiting and draft.budget and len(self.running) < self._config.max_num_seqs:
             engine_request = self.waiting[0]
+            if engine_request.waits_for_first_sample:
+                return
             request = engine_request.request
             blocks, num_hit = self._manager.get_computed_blocks(request)
             num_new_tokens = min(request.num_tokens - num_hit, draft.budget)
@@ -295,6 +306,21 @@ class Scheduler:
             draft.admitted.append(engine_request)
             draft.num_queried_tokens += request.num_tokens
             draft.num_hit_tokens += num_hit
+
+    def _fork_samples(self) -> list[EngineRequest]:
+        """Starts the waiting samples whose first one has just computed the prompt, while there are rows."""
+        forked: list[EngineRequest] = []
+        while self.waiting and len(self.running) < self._config.max_num_seqs:
+            sample, first = self.waiting[0], self.waiting[0].first_sample
+            if first is None or not first.is_at_its_prompts_end or first.request.num_prompt_tokens == 1:
+                break
+            children = self._manager.fork(first.request, 1, request_ids=[sample.request_id], num_in_flight_tokens=1)
+            if children is None:
+                break
+            sample.request = children[0]
+            self._start_running(self.waiting.popleft(), sample.request.num_computed_tokens)
+            forked.append(sample)
+        return forked
 
     def _start_running(self, engine_request: EngineRequest, num_hit_tokens: int) -> None:
         engine_request.status = RequestStatus.RUNNING

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_builder import build_step_plan
 from kvjax.core.step_plan import StepPlan
-from kvjax.engine.engine_request import EngineRequest
+from kvjax.engine.engine_request import EngineRequest, sample_ids
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import NewToken, ScheduledStep, Scheduler, SchedulerConfig
 from kvjax.engine.stats import RequestStats
@@ -40,14 +41,12 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def make_manager(num_blocks: int, *, enable_caching: bool = True, max_in_flight_tokens: int = 64) -> KVCacheManager:
+def make_manager(num_blocks: int, **options: Any) -> KVCacheManager:
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
     config = KVCacheConfig.single_pool(
         num_blocks, FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW)
     )
-    return KVCacheManager(
-        config, 256, BLOCK_SIZE, enable_caching=enable_caching, max_in_flight_tokens=max_in_flight_tokens
-    )
+    return KVCacheManager(config, 256, BLOCK_SIZE, **{"max_in_flight_tokens": 64} | options)
 
 
 @dataclass
@@ -56,9 +55,15 @@ class FakeDevice:
 
     slots: np.ndarray
     previous: np.ndarray
+    num_copies: int = 0
 
     def run(self, plan: StepPlan) -> np.ndarray:  # int32[N]
-        """Writes the step's tokens, then reads each sampling request's context back from its blocks."""
+        """Edits pages, writes the step's tokens, then reads each sampling request's context back from its blocks."""
+        pages = self.slots.reshape(-1, BLOCK_SIZE)
+        (copies,), (pages_to_zero,) = plan.page_copies, plan.pages_to_zero
+        pages[copies.destinations] = pages[copies.sources]
+        pages[pages_to_zero] = -1
+        self.num_copies += copies.sources.size
         tokens = np.where(plan.token_source >= 0, self.previous[plan.token_source], plan.token_ids)
         for group in plan.groups:
             self.slots[group.slot_mapping] = tokens
@@ -87,12 +92,21 @@ class FakeEngine:
         *,
         depth: int = 1,
         enable_caching: bool = True,
+        sub_block_hits: bool = False,
+        zero_new_pages: bool = False,
         watermark: float = 0.0,
         **limits: int,
     ) -> None:
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 128, **limits}
         in_flight = sizes["max_num_batched_tokens"] * depth
-        self.manager = make_manager(num_blocks, enable_caching=enable_caching, max_in_flight_tokens=in_flight)
+        self.manager = make_manager(
+            num_blocks,
+            enable_caching=enable_caching,
+            max_in_flight_tokens=in_flight,
+            same_step_hits=not sub_block_hits,
+            sub_block_hits=sub_block_hits,
+            zero_new_pages=zero_new_pages,
+        )
         config = SchedulerConfig(**sizes, watermark=watermark, max_steps_in_flight=depth)
         self.scheduler = Scheduler(self.manager, config)
         self.hasher = BlockHasher(BLOCK_SIZE, seed="0") if enable_caching else None
@@ -103,19 +117,23 @@ class FakeEngine:
         self._flights: deque[tuple[ScheduledStep, int, np.ndarray]] = deque()
         self._depth = depth
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> None:
+    def add(
+        self, request_id: str, prompt: list[int], max_tokens: int, stop_token_ids: tuple[int, ...] = (), n: int = 1
+    ) -> None:
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-        request = EngineRequest(
-            request=Request(request_id, prompt, block_hasher=self.hasher),
-            params=params,
-            seed=0,
-            stop_token_ids=frozenset(stop_token_ids),
-            priority=len(self.requests),
-            stats=RequestStats(request_id, len(prompt), 0.0),
-        )
-        self.scheduler.add(request)
-        self.requests[request_id] = request
-        self.outputs[request_id] = []
+        for name in sample_ids(request_id, n):
+            request = EngineRequest(
+                request=Request(name, prompt, block_hasher=self.hasher),
+                params=params,
+                seed=0,
+                stop_token_ids=frozenset(stop_token_ids),
+                priority=len(self.requests),
+                stats=RequestStats(name, len(prompt), 0.0),
+                first_sample=self.requests.get(request_id),
+            )
+            self.scheduler.add(request)
+            self.requests[name] = request
+            self.outputs[name] = []
 
     def step(self) -> list[NewToken]:
         step = self.scheduler.schedule()
