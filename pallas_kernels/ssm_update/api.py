@@ -1,0 +1,100 @@
+"""The two recurrences of a Mamba layer over ragged sequences, each from the state in a page to that in another.
+
+Flow:    inputs of the new tokens, states to read -> [causal_conv1d], [selective_scan] -> outputs, states written
+Source:  Mamba (arXiv 2312.00752, section 3), Mamba-2 (arXiv 2405.21060, section 7); pages as `GroupPlan` names them
+
+A page of a recurrent layer holds one state of everything before it (`layouts.recurrent_layout`): the array of the
+convolution and that of the scan. Each op takes one of them. A sequence reads page `state_read[s]` where
+`has_initial_state[s]`, else it starts from zero, and leaves its state after its last new token in `state_write[s]`.
+Both may be one page (decode), or not: a state that is a prefix hit is read and kept.
+
+Axis names: T new tokens (padded), S sequences (padded), C channels, W taps, H heads (Mamba 1: channels), P numbers of a
+head, N numbers of a state, G groups of heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.backends import resolve_backend
+from pallas_kernels.ssm_update import reference, validate
+
+
+class SsmOutput(NamedTuple):
+    """Outputs of the new tokens, 0 for padding, in the dtype of `x`; and the states, those of the step written."""
+
+    out: jax.Array
+    states: jax.Array
+
+
+def causal_conv1d(
+    x: jax.Array,  # [T, C]
+    states: jax.Array,  # [pages, C, W - 1] the last inputs, oldest first
+    weight: jax.Array,  # [C, W], the last tap is the token's own
+    query_start_loc: jax.Array,  # int32[S + 1] first new token of each sequence; last: number of real tokens
+    distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
+    state_read: jax.Array,  # int32[S] page to start from
+    state_write: jax.Array,  # int32[S] page to leave the state in; page 0 is never written
+    has_initial_state: jax.Array,  # bool[S]
+    *,
+    bias: jax.Array | None = None,  # [C]
+    activation: str | None = "silu",
+    backend: str = "auto",
+) -> SsmOutput:
+    """Convolution of every channel over its last W inputs, then the activation: `out` is [T, C].
+
+    `out[t] = activation(bias + sum_j weight[:, j] * x[t - W + 1 + j])`, where inputs before the sequence's new tokens
+    are those of its state, and zero before its first token. Accumulation is float32.
+
+    A page that one sequence writes is read by no other. Sequences without new tokens write nothing.
+
+    Raises:
+        ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
+        NotImplementedError: `backend` is a platform without a kernel.
+    """
+    resolve_backend(validate.CONV, backend)
+    validate.check_conv(x, states, weight, bias, activation)
+    step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
+    validate.check_step(validate.CONV, x.shape[0], states.shape[0], *step)
+    return SsmOutput(*reference.causal_conv1d(x, states, weight, *step, bias=bias, activation=activation))
+
+
+def selective_scan(
+    x: jax.Array,  # Mamba 1: [T, H]; Mamba 2: [T, H, P]
+    states: jax.Array,  # Mamba 1: [pages, H, N]; Mamba 2: [pages, H, P, N]
+    dt: jax.Array,  # [T, H] before softplus
+    a: jax.Array,  # Mamba 1: [H, N]; Mamba 2: [H]; negative
+    b: jax.Array,  # Mamba 1: [T, N]; Mamba 2: [T, G, N]
+    c: jax.Array,  # as b
+    query_start_loc: jax.Array,  # int32[S + 1] first new token of each sequence; last: number of real tokens
+    distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
+    state_read: jax.Array,  # int32[S] page to start from
+    state_write: jax.Array,  # int32[S] page to leave the state in; page 0 is never written
+    has_initial_state: jax.Array,  # bool[S]
+    *,
+    d: jax.Array | None = None,  # [H] factor of the input added to the output
+    dt_bias: jax.Array | None = None,  # [H]
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    backend: str = "auto",
+) -> SsmOutput:
+    """The recurrence of a Mamba layer: `out` is as `x`. With `step = clip(softplus(dt + dt_bias), dt_limit)`:
+
+    Mamba 1, for channel h:   `state[n] = exp(step * a[n]) * state[n] + step * b[n] * x`,   `out = c . state + d * x`
+    Mamba 2, for head h:      `state[p, n] = exp(step * a) * state[p, n] + step * b[g, n] * x[p]`,
+                              `out[p] = c[g] . state[p] + d * x[p]`,   with `g = h // (H / G)`
+
+    States are computed in float32, from the pages' dtype and back to it. What else the layer does (gate, norm) is the
+    caller's. A page that one sequence writes is read by no other. Sequences without new tokens write nothing.
+
+    Raises:
+        ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
+        NotImplementedError: `backend` is a platform without a kernel.
+    """
+    resolve_backend(validate.SCAN, backend)
+    validate.check_scan(x, states, dt, a, b, c, d, dt_bias, dt_limit)
+    step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
+    validate.check_step(validate.SCAN, x.shape[0], states.shape[0], *step)
+    limits = (float(dt_limit[0]), float(dt_limit[1]))
+    return SsmOutput(*reference.selective_scan(x, states, dt, a, b, c, *step, d=d, dt_bias=dt_bias, dt_limit=limits))

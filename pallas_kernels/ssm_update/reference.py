@@ -1,0 +1,182 @@
+"""causal_conv1d and selective_scan in plain jnp: the specification, and the CPU path.
+
+The convolution takes each tap of all tokens at once. The scan goes over the new tokens of all sequences in chunks of a
+few, whatever sequences they belong to: inside a chunk a segmented scan, whose segments begin where sequences do, and
+between chunks the state of the last token. Its cost follows the real tokens; in a chunk of decode tokens, each a
+sequence of its own, there is nothing to scan. What is not finite stays within its sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.token_places import TokenPlaces
+from pallas_kernels.varying import vary_like
+
+_CHUNK_TOKENS = 64
+_CHUNK_NUMBERS = 1 << 22  # of the states of all tokens of a chunk: 16 MiB
+
+
+class StateStep(NamedTuple):
+    """Where the new tokens stand in their sequences, and the pages of these."""
+
+    seq: jax.Array  # int32[T]
+    place: jax.Array  # int32[T] among the new tokens of its sequence, -1 for padding
+    q_lens: jax.Array  # int32[S] new tokens
+    starts: jax.Array  # int32[S] first new token
+    read: jax.Array  # int32[S] page of the initial state, 0 (the null page, zero) where there is none
+    write: jax.Array  # int32[S] page to write, beyond all pages where none is
+
+    @classmethod
+    def of(
+        cls,
+        num_tokens: int,
+        num_pages: int,
+        query_start_loc: jax.Array,
+        distribution: jax.Array,
+        state_read: jax.Array,
+        state_write: jax.Array,
+        has_initial_state: jax.Array,
+    ) -> StateStep:
+        """From the arguments of the ops."""
+        batch = Batch.of_step(jnp.diff(query_start_loc), query_start_loc, distribution)
+        seq, place = TokenPlaces.of_batch(batch, num_tokens)
+        write = jnp.where((batch.q_lens > 0) & (state_write > 0), state_write, num_pages)
+        return cls(seq, place, batch.q_lens, batch.starts, jnp.where(has_initial_state, state_read, 0), write)
+
+
+@functools.partial(jax.jit, static_argnames="activation")
+def causal_conv1d(
+    x: jax.Array,  # [T, C]
+    states: jax.Array,  # [pages, C, W - 1]
+    weight: jax.Array,  # [C, W]
+    query_start_loc: jax.Array,  # int32[S + 1]
+    distribution: jax.Array,  # int32[3]
+    state_read: jax.Array,  # int32[S]
+    state_write: jax.Array,  # int32[S]
+    has_initial_state: jax.Array,  # bool[S]
+    *,
+    bias: jax.Array | None,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, states) as `SsmOutput`."""
+    num_taps = weight.shape[1]
+    pages = (state_read, state_write, has_initial_state)
+    step = StateStep.of(x.shape[0], states.shape[0], query_start_loc, distribution, *pages)
+    new = x.astype(jnp.float32)
+    old = states[step.read].swapaxes(1, 2).astype(jnp.float32)  # [S, W - 1, C]
+
+    def inputs(seq: jax.Array, place: jax.Array) -> jax.Array:
+        """float32[..., C] at int32[...] places of sequences; those from -(W - 1) to -1 are in the states."""
+        from_new = new[jnp.clip(step.starts[seq] + place, 0, x.shape[0] - 1)]
+        from_old = old[seq, jnp.minimum(place, -1) + num_taps - 1]
+        return jnp.where((place >= 0)[..., None], from_new, from_old)
+
+    out = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
+    for tap in range(num_taps):
+        place = jnp.maximum(step.place, 0) + tap - (num_taps - 1)
+        out = out + weight[:, tap].astype(jnp.float32) * inputs(step.seq, place)
+    out = jax.nn.silu(out) if activation == "silu" else out
+    seq = jnp.arange(step.q_lens.shape[0])[:, None]
+    last = inputs(seq, step.q_lens[:, None] + jnp.arange(-(num_taps - 1), 0))  # [S, W - 1, C]
+    states = states.at[step.write].set(last.swapaxes(1, 2).astype(states.dtype), mode="drop")
+    return jnp.where((step.place >= 0)[:, None], out, 0.0).astype(x.dtype), states
+
+
+@functools.partial(jax.jit, static_argnames="dt_limit")
+def selective_scan(
+    x: jax.Array,  # [T, H] or [T, H, P]
+    states: jax.Array,  # [pages, H, N] or [pages, H, P, N]
+    dt: jax.Array,  # [T, H]
+    a: jax.Array,  # [H, N] or [H]
+    b: jax.Array,  # [T, N] or [T, G, N]
+    c: jax.Array,
+    query_start_loc: jax.Array,  # int32[S + 1]
+    distribution: jax.Array,  # int32[3]
+    state_read: jax.Array,  # int32[S]
+    state_write: jax.Array,  # int32[S]
+    has_initial_state: jax.Array,  # bool[S]
+    *,
+    d: jax.Array | None,
+    dt_bias: jax.Array | None,
+    dt_limit: tuple[float, float],
+) -> tuple[jax.Array, jax.Array]:
+    """(out, states) as `SsmOutput`."""
+    num_tokens, num_heads = dt.shape
+    pages = (state_read, state_write, has_initial_state)
+    step = StateStep.of(num_tokens, states.shape[0], query_start_loc, distribution, *pages)
+    dt = dt.astype(jnp.float32) + (0.0 if dt_bias is None else dt_bias.astype(jnp.float32))
+    tokens = (
+        x.astype(jnp.float32).reshape(num_tokens, num_heads, -1),  # [T, H, P], P = 1 in Mamba 1
+        jnp.clip(jax.nn.softplus(dt), *dt_limit),
+        *(_per_head(y, num_heads) for y in (b, c)),
+        step.seq,
+        step.place,
+    )
+    shape = (num_heads, tokens[0].shape[2], states.shape[-1])
+    paged = states.reshape(-1, *shape)
+    out, paged = _scan(tokens, paged, a.astype(jnp.float32).reshape(num_heads, 1, -1), step)
+    if d is not None:
+        out = out + d.astype(jnp.float32)[:, None] * tokens[0]
+    out = jnp.where((step.place >= 0)[:, None, None], out, 0.0)
+    return out.reshape(x.shape).astype(x.dtype), paged.reshape(states.shape)
+
+
+def _per_head(x: jax.Array, num_heads: int) -> jax.Array:
+    """float32[T, H or 1, N] of [T, N], the same for all heads, or of [T, G, N]."""
+    x = x.astype(jnp.float32)
+    return x[:, None] if x.ndim == 2 else jnp.repeat(x, num_heads // x.shape[1], axis=1)
+
+
+def _scan(
+    tokens: tuple[jax.Array, ...],  # x [T, H, P], dt [T, H], b and c [T, H or 1, N], seq and place [T]
+    states: jax.Array,  # [pages, H, P, N]
+    a: jax.Array,  # float32[H, 1, N or 1]
+    step: StateStep,
+) -> tuple[jax.Array, jax.Array]:
+    """(c . state float32[T, H, P] of every token, the states with those after the last tokens written)."""
+    num_tokens = tokens[0].shape[0]
+    size = min(num_tokens, _CHUNK_TOKENS, max(1, _CHUNK_NUMBERS // math.prod(states.shape[1:])))
+    padded = [jnp.pad(y, [(0, -num_tokens % size), *[(0, 0)] * (y.ndim - 1)]) for y in tokens]
+
+    def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        states, state, out = carry
+        x, dt, b, c, seq, place = (lax.dynamic_slice_in_dim(y, i * size, size) for y in padded)
+        first = (place == 0)[:, None, None, None]
+        decay = jnp.exp(dt[..., None, None] * a)  # [size, H, 1, N or 1]
+        initial = states[step.read[seq]].astype(jnp.float32)
+        initial = initial.at[0].set(jnp.where(first[0], initial[0], state))  # others continue from the chunk before
+        begins = first.at[0].set(True)
+        inflow = dt[..., None, None] * x[..., None] * b[:, :, None]
+        inflow = inflow + jnp.where(begins, decay * initial, 0.0)
+        after = lax.cond(begins.all(), lambda: inflow, lambda: _segmented_scan(begins, decay, inflow))
+        write = jnp.where(place == step.q_lens[seq] - 1, step.write[seq], states.shape[0])
+        states = states.at[write].set(after.astype(states.dtype), mode="drop")
+        c = jnp.broadcast_to(c, (size, *after.shape[1::2]))
+        seen = jnp.einsum("thpn,thn->thp", after, c, precision=lax.Precision.HIGHEST)
+        return states, after[-1], lax.dynamic_update_slice_in_dim(out, seen, i * size, axis=0)
+
+    state = jnp.zeros(states.shape[1:], jnp.float32)
+    out = jnp.zeros(padded[0].shape, jnp.float32)
+    carry = vary_like((states, state, out), *padded, a, *step)
+    num_chunks = -(-jnp.sum(step.q_lens) // size)
+    states, _, out = lax.fori_loop(0, num_chunks, chunk, carry)
+    return out[:num_tokens], states
+
+
+def _segmented_scan(begins: jax.Array, decay: jax.Array, inflow: jax.Array) -> jax.Array:
+    """`state[t] = decay[t] * state[t - 1] + inflow[t]` along axis 0, and `inflow[t]` where a segment begins."""
+
+    def combine(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        begins, decay, inflow = right
+        carried = jnp.where(begins, inflow, decay * left[2] + inflow)
+        return left[0] | begins, left[1] * decay, carried
+
+    return lax.associative_scan(combine, (begins, decay, inflow))[2]

@@ -1,0 +1,147 @@
+"""Checks of the arguments of causal_conv1d and selective_scan: static ones always, values where they are known."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import checks
+
+CONV, SCAN = "causal_conv1d", "selective_scan"
+
+
+def check_conv(x: jax.Array, states: jax.Array, weight: jax.Array, bias: Any, activation: Any) -> None:
+    """Raises ValueError where inputs, states and weights do not go together."""
+    checks.check_array(CONV, "x", x, (None, None), "[num_tokens, channels]")
+    channels = x.shape[1]
+    checks.check_array(CONV, "weight", weight, (channels, None), "[channels, taps]")
+    if not x.size or weight.shape[1] < 2:
+        raise ValueError(
+            f"{CONV}: expected at least one token, one channel and two taps, got {x.shape}, {weight.shape}"
+        )
+    checks.check_array(CONV, "states", states, (None, channels, weight.shape[1] - 1), "[pages, channels, taps - 1]")
+    named = {"x": x, "states": states, "weight": weight}
+    if bias is not None:
+        checks.check_array(CONV, "bias", bias, (channels,), "[channels]")
+        named["bias"] = bias
+    for name, array in named.items():
+        checks.check_floating(CONV, name, array)
+    if activation not in (None, "silu"):
+        raise ValueError(f"{CONV}: expected activation 'silu' or None, got {activation!r}")
+
+
+def check_scan(
+    x: jax.Array,
+    states: jax.Array,
+    dt: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    d: Any,
+    dt_bias: Any,
+    dt_limit: Any,
+) -> None:
+    """Raises ValueError where the arguments are neither those of Mamba 1 nor those of Mamba 2."""
+    if np.ndim(x) not in (2, 3):
+        raise ValueError(
+            f"{SCAN}: expected x [num_tokens, channels] of Mamba 1 or [num_tokens, heads, head_dim] of Mamba 2, got "
+            f"shape {np.shape(x)}"
+        )
+    num_tokens, num_heads = x.shape[:2]
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int | None, ...]
+    if x.ndim == 2:
+        checks.check_array(SCAN, "states", states, (None, num_heads, None), "[pages, channels, state_dim]")
+        a_shape, a_axes = (num_heads, states.shape[-1]), "[channels, state_dim]"
+        b_shape, b_axes = (num_tokens, states.shape[-1]), "[num_tokens, state_dim]"
+    else:
+        axes = "[pages, heads, head_dim, state_dim]"
+        checks.check_array(SCAN, "states", states, (None, num_heads, x.shape[2], None), axes)
+        a_shape, a_axes = (num_heads,), "[heads]"
+        groups = np.shape(b)[1] if np.ndim(b) == 3 else None
+        b_shape, b_axes = (num_tokens, groups, states.shape[-1]), "[num_tokens, groups, state_dim]"
+        if groups is not None and (groups < 1 or num_heads % groups):
+            raise ValueError(f"{SCAN}: expected groups that divide {num_heads} heads, got {groups}")
+    if not x.size or not states.size:
+        raise ValueError(f"{SCAN}: expected at least one token, head, page and number, got {x.shape}, {states.shape}")
+    checks.check_array(SCAN, "dt", dt, (num_tokens, num_heads), "[num_tokens, heads]")
+    checks.check_array(SCAN, "a", a, a_shape, a_axes)
+    checks.check_array(SCAN, "b", b, b_shape, b_axes)
+    checks.check_array(SCAN, "c", c, b_shape, b_axes)
+    named = {"x": x, "states": states, "dt": dt, "a": a, "b": b, "c": c}
+    for name, array in {"d": d, "dt_bias": dt_bias}.items():
+        if array is not None:
+            checks.check_array(SCAN, name, array, (num_heads,), "[heads]")
+            named[name] = array
+    for name, array in named.items():
+        checks.check_floating(SCAN, name, array)
+    _check_limits(dt_limit)
+
+
+def _check_limits(dt_limit: Any) -> None:
+    pair = isinstance(dt_limit, tuple | list) and len(dt_limit) == 2
+    if not pair or not all(isinstance(x, numbers.Real) for x in dt_limit) or not 0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"{SCAN}: expected dt_limit to be a pair 0 <= least <= most, got {dt_limit!r}")
+
+
+def check_step(
+    op: str,
+    num_tokens: int,
+    num_pages: int,
+    query_start_loc: jax.Array,
+    distribution: jax.Array,
+    state_read: jax.Array,
+    state_write: jax.Array,
+    has_initial_state: jax.Array,
+) -> None:
+    """Raises ValueError where the arrays that describe the step do not fit each other and the pages."""
+    checks.check_array(op, "state_read", state_read, (None,), "[num_seqs]")
+    num_seqs = state_read.shape[0]
+    checks.check_array(op, "state_write", state_write, (num_seqs,), "[num_seqs]")
+    checks.check_array(op, "has_initial_state", has_initial_state, (num_seqs,), "[num_seqs]")
+    checks.check_array(op, "query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
+    checks.check_array(op, "distribution", distribution, (3,), "[3]")
+    named = {
+        "state_read": state_read,
+        "state_write": state_write,
+        "query_start_loc": query_start_loc,
+        "distribution": distribution,
+    }
+    for name, array in named.items():
+        checks.check_int32(op, name, array)
+    if jnp.result_type(has_initial_state) != jnp.bool_:
+        raise ValueError(f"{op}: expected has_initial_state of dtype bool, got {jnp.result_type(has_initial_state)}")
+    known = checks.concrete(query_start_loc, distribution, state_read, state_write, has_initial_state)
+    if known is not None:
+        num_real = int(known[1][2])
+        if not 0 <= num_real <= num_seqs:
+            raise ValueError(f"{op}: expected distribution to end within [0, {num_seqs}], got {num_real}")
+        _check_starts(op, num_tokens, known[0][: num_real + 1])
+        _check_pages(op, num_pages, np.diff(known[0][: num_real + 1]) > 0, *(x[:num_real] for x in known[2:]))
+
+
+def _check_starts(op: str, num_tokens: int, starts: np.ndarray) -> None:
+    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > num_tokens:
+        raise ValueError(f"{op}: expected query_start_loc to rise from 0 to at most {num_tokens}, got {starts}")
+
+
+def _check_pages(
+    op: str, num_pages: int, has_tokens: np.ndarray, read: np.ndarray, write: np.ndarray, has_initial: np.ndarray
+) -> None:
+    """Raises ValueError for pages that are none, written twice, or written and read by another sequence."""
+    reads = has_tokens & has_initial
+    for name, ids in (("state_read", read[reads]), ("state_write", write[has_tokens])):
+        if ids.size and (ids.min() < 0 or ids.max() >= num_pages):
+            raise ValueError(f"{op}: expected {name} in [0, {num_pages}), got {ids.min()} ... {ids.max()}")
+    written = np.sort(write[has_tokens & (write > 0)])
+    twice = written[1:][written[1:] == written[:-1]]
+    if twice.size:
+        raise ValueError(f"{op}: expected each page in state_write once, got page {twice[0]} twice")
+    foreign = reads & (read != write) & np.isin(read, written)
+    if foreign.any():
+        page = read[foreign][0]
+        raise ValueError(f"{op}: expected no page read and written by two sequences, got page {page}; copy it first")

@@ -1,0 +1,222 @@
+"""Selective scan over states in pages against numpy's recurrence (Mamba 1) and dual form (Mamba 2), and its laws."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ssm_update import SsmOutput, reference, selective_scan
+from pallas_kernels.ssm_update.shapes import SHAPES
+from tests.pallas_kernels.cases import TOLERANCE, assert_close
+from tests.pallas_kernels.ssm_update.ssm_cases import (
+    Step,
+    assert_states,
+    mamba1_oracle,
+    mamba2_oracle,
+    on_device,
+    random_states,
+    random_step,
+    scan_arrays,
+)
+
+NO_LIMIT = (0.0, float("inf"))
+NUM_ROWS, NUM_PAGES = 5, 12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static shape of a call; `head_dim` None is Mamba 1."""
+
+    heads: int = 6
+    head_dim: int | None = None
+    state_dim: int = 4
+    groups: int = 1
+    num_tokens: int = 150
+    dtype: str = "float32"
+    state_dtype: str = "float32"
+    limit: tuple[float, float] = NO_LIMIT
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.heads, *(() if self.head_dim is None else (self.head_dim,)), self.state_dim)
+
+    def arrays(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return scan_arrays(rng, self.num_tokens, self.heads, self.head_dim, self.state_dim, self.groups, self.dtype)
+
+    def oracle(self, arrays: dict[str, np.ndarray], step: Step) -> tuple[np.ndarray, np.ndarray]:
+        oracle = mamba1_oracle if self.head_dim is None else mamba2_oracle
+        return oracle(arrays, self.limit, step)
+
+
+MAMBA1, MAMBA2 = Shape(), Shape(head_dim=3, groups=2)
+
+
+@functools.cache
+def jitted(limit: tuple[float, float] = NO_LIMIT) -> Callable[..., SsmOutput]:
+    return jax.jit(functools.partial(selective_scan, dt_limit=limit, backend="reference"))
+
+
+def run(arrays: dict[str, Any], step: Step, limit: tuple[float, float] = NO_LIMIT) -> SsmOutput:
+    names = ("x", "states", "dt", "a", "b", "c")
+    options = {name: arrays[name] for name in ("d", "dt_bias") if name in arrays}
+    return jitted(limit)(*(arrays[name] for name in names), *on_device(step), **options)
+
+
+def check(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
+    """One random step; padding tokens hold NaN, as do all pages that nobody starts from."""
+    rng = np.random.default_rng(seed)
+    step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
+    arrays = shape.arrays(rng)
+    for name in ("x", "dt", "b", "c"):
+        arrays[name][step.query_start_loc[-1] :] = np.nan
+    arrays["states"] = random_states(rng, step, shape.state_shape, NUM_PAGES, shape.state_dtype)
+    got = run(arrays, step, shape.limit)
+    out, after = shape.oracle(arrays, step)
+    assert_close(got.out, out, shape.dtype, "out")
+    assert got.out.dtype == arrays["x"].dtype
+    tolerance = TOLERANCE[shape.state_dtype]
+    assert_states(np.asarray(got.states), after, arrays["states"], step, tolerance)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MAMBA1,
+        MAMBA2,
+        Shape(num_tokens=5, dtype="bfloat16", state_dtype="bfloat16", limit=(0.1, 2.0)),
+        pytest.param(Shape(head_dim=4, groups=6, dtype="bfloat16", limit=(0.0, 0.7)), marks=pytest.mark.sweep),
+        pytest.param(Shape(heads=1, head_dim=1, state_dim=1), marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_random_steps(shape: Shape) -> None:
+    """Decode, prefill longer than a chunk, mixed, lengths 0 and 1, no sequence at all."""
+    lengths = ([1, 1, 1, 0, 1], [1, 1, 0, 130, 18], [3, 0, 60, 4, 70], [150], [])
+    if shape.num_tokens < 150:
+        lengths = ([1, 1, 1, 1, 1], [1, 0, 4], [2, 3])
+    for seed, q_lens in enumerate(lengths):
+        check(shape, seed, q_lens)
+
+
+@pytest.mark.parametrize("tokens_of_a_chunk", [1, 7])
+def test_the_size_of_a_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch, tokens_of_a_chunk: int) -> None:
+    """Sequences end inside chunks, with them and beyond them."""
+    shape = Shape(num_tokens=20 + tokens_of_a_chunk)  # of its own, so that it is traced anew
+    monkeypatch.setattr(reference, "_CHUNK_NUMBERS", tokens_of_a_chunk * 24)
+    check(shape, 0, [1, 2, 4, 7, 6])
+
+
+@pytest.mark.parametrize("shape", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
+def test_chunked_prefill_and_decode_equal_the_whole(shape: Shape) -> None:
+    """Steps of any cut, each from the page that the one before wrote, over pages of NaN."""
+    rng = np.random.default_rng(1)
+    arrays = shape.arrays(rng)
+
+    def in_steps(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        states = jnp.full((4, *shape.state_shape), jnp.nan).at[0].set(0)
+        outs, done, read, write = [], 0, 1, 2
+        for count in counts:
+            new = {name: np.full_like(array, 5) for name, array in arrays.items()} | {"a": arrays["a"]}
+            for name in ("x", "dt", "b", "c"):
+                new[name][:count] = arrays[name][done : done + count]
+            ends = [int(count == 1), int(count == 1), 1]
+            step = Step(*(np.array(y, np.int32) for y in ([0, count], ends, [read], [write])), np.array([done > 0]))
+            result = run(new | {"states": states, "d": arrays["d"], "dt_bias": arrays["dt_bias"]}, step)
+            states, done, read, write = result.states, done + count, write, read
+            outs.append(result.out[:count])
+        return np.concatenate(outs), np.asarray(states[read])
+
+    whole, last = in_steps([shape.num_tokens])
+    for counts in ([1, 1, 64, 65, 1, 18], [7] * 21 + [3]):
+        out, state = in_steps(counts)
+        assert_close(out, whole.astype(np.float64), "float32", "out")
+        assert_close(state, last.astype(np.float64), "float32", "state")
+
+
+@pytest.mark.parametrize("shape", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
+def test_what_is_not_finite_stays_in_its_sequence(shape: Shape) -> None:
+    """A sequence whose inputs or state are NaN changes no bit of the others, also where they share a chunk."""
+    rng = np.random.default_rng(2)
+    step = random_step(rng, [1, 5, 80, 30, 1], NUM_ROWS, NUM_PAGES)
+    arrays = shape.arrays(rng)
+    arrays["states"] = random_states(rng, step, shape.state_shape, NUM_PAGES, "float32")
+    clean = run(arrays, step)
+    for row in (1, 2):
+        tokens = step.tokens(row)
+        dirty = dict(arrays, x=arrays["x"].copy(), dt=arrays["dt"].copy())
+        dirty["x"][tokens.start], dirty["dt"][tokens.stop - 1] = np.nan, np.inf
+        got = run(dirty, step)
+        others = np.setdiff1d(np.arange(117), np.arange(shape.num_tokens)[tokens])
+        np.testing.assert_array_equal(got.out[others], clean.out[others])
+        pages = np.setdiff1d(np.arange(NUM_PAGES), step.state_write[row])
+        np.testing.assert_array_equal(got.states[pages], clean.states[pages])
+        assert np.isnan(np.asarray(got.out)[tokens]).any()
+
+
+def test_the_null_page_is_never_written() -> None:
+    """A row without a page to write computes its outputs all the same."""
+    rng = np.random.default_rng(4)
+    step = random_step(rng, [4, 1], NUM_ROWS, NUM_PAGES)
+    arrays = MAMBA1.arrays(rng) | {"states": random_states(rng, step, MAMBA1.state_shape, NUM_PAGES, "float32")}
+    got = run(arrays, step._replace(state_write=np.zeros_like(step.state_write)))
+    np.testing.assert_array_equal(got.out, run(arrays, step).out)
+    np.testing.assert_array_equal(got.states, arrays["states"])
+
+
+def test_without_options() -> None:
+    """No d and no bias are zeros."""
+    rng = np.random.default_rng(3)
+    step = random_step(rng, [4, 1], NUM_ROWS, NUM_PAGES)
+    arrays = MAMBA1.arrays(rng) | {"states": random_states(rng, step, MAMBA1.state_shape, NUM_PAGES, "float32")}
+    bare = {name: array for name, array in arrays.items() if name not in ("d", "dt_bias")}
+    zeros = {name: np.zeros_like(arrays[name]) for name in ("d", "dt_bias")}
+    np.testing.assert_array_equal(run(bare, step).out, run(bare | zeros, step).out)
+
+
+def test_states_are_updated_in_place() -> None:
+    """The states' array is aliased to the result, and no temporary is as large."""
+    states = jax.ShapeDtypeStruct((1000, 64, 16), jnp.float32)
+    step = random_step(np.random.default_rng(0), [1, 1, 5], 3, NUM_PAGES)
+    per_token = (
+        jnp.zeros((8, 64)),
+        states,
+        jnp.zeros((8, 64)),
+        jnp.zeros((64, 16)),
+        jnp.zeros((8, 16)),
+        jnp.zeros((8, 16)),
+    )
+    memory = jax.jit(selective_scan, donate_argnums=1).lower(*per_token, *on_device(step)).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 1000 * 64 * 16 * 4
+    assert memory.temp_size_in_bytes < 1000 * 64 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(m.name, marks=() if m.name in ("jamba-1.5-large", "mamba-codestral-7b") else pytest.mark.sweep)
+        for m in SHAPES
+    ],
+)
+def test_model_shape(name: str) -> None:
+    """bfloat16 inputs over float32 states, one shard of eight; a decode and a prefill row."""
+    (model,) = (shape for shape in SHAPES if shape.name == name)
+    heads, groups = model.per_shard(8)
+    shape = Shape(heads, model.head_dim, model.state_dim, groups, num_tokens=7, dtype="bfloat16")
+    assert model.state_shapes(8)[1] == shape.state_shape
+    check(shape, 0, [1, 6])
+
+
+def test_state_shapes() -> None:
+    by_name = {shape.name: shape for shape in SHAPES}
+    assert by_name["jamba-1.5-large"].state_shapes() == ((16384, 3), (16384, 16))
+    assert by_name["mamba-codestral-7b"].state_shapes() == ((8192 + 2 * 8 * 128, 3), (128, 64, 128))
+    assert by_name["mamba-codestral-7b"].state_shapes(16) == ((512 + 2 * 128, 3), (8, 64, 128))
+    with pytest.raises(ValueError, match=r"mamba2-2.7b: expected shards that divide 80 heads .* got 3"):
+        by_name["mamba2-2.7b"].per_shard(3)

@@ -1,0 +1,79 @@
+"""References inside `jax.shard_map`: per-head arguments sharded, pages and tables not; loop carries must vary alike.
+
+Tracing is what checks that, so nothing is compiled, and a mesh of one device does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels.indexer_topk import indexer_topk
+from pallas_kernels.mla_paged_attention import mla_paged_attention
+from pallas_kernels.sparse_mla_attention import sparse_mla_attention
+from pallas_kernels.ssm_update import causal_conv1d, selective_scan
+from tests.pallas_kernels.ssm_update import test_validate as ssm
+
+HEADS = PartitionSpec(None, "tp")
+NONE = PartitionSpec()
+TABLES = jnp.zeros((3, 2), jnp.int32)
+STEP = (TABLES, jnp.int32([3, 8, 0]), jnp.int32([0, 1, 4, 4]), jnp.int32([1, 1, 2]))
+PAGES = (jnp.zeros((5, 4, 24)),)
+
+
+def traced(call: Callable[..., Any], specs: tuple, out: Any, *arrays: Any) -> Any:
+    """Shapes of what `call(*arrays)` gives with these specs."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    return jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out), *arrays)
+
+
+def test_mla_paged_attention() -> None:
+    def call(q_nope: jax.Array, q_pe: jax.Array, pages: tuple[jax.Array, ...]) -> jax.Array:
+        return mla_paged_attention(q_nope, q_pe, pages, *STEP, sm_scale=1.0).out
+
+    out = traced(call, (HEADS, HEADS, NONE), HEADS, jnp.zeros((6, 3, 16)), jnp.zeros((6, 3, 8)), PAGES)
+    assert out.shape == (6, 3, 16)
+
+
+def test_sparse_mla_attention() -> None:
+    def call(q: jax.Array, pages: tuple[jax.Array, ...], sinks: jax.Array, indices: jax.Array | None) -> jax.Array:
+        compressed = {"compressed_pages": pages, "compressed_tables": TABLES, "tokens_per_state": 2}
+        options = {"sm_scale": 1.0, "sliding_window": 3, "sinks": sinks, "topk_indices": indices}
+        return sparse_mla_attention(q, pages, *STEP, **compressed, **options).out
+
+    q, sinks = jnp.zeros((6, 3, 24)), jnp.zeros(3)
+    for indices in (None, jnp.zeros((6, 2), jnp.int32)):
+        specs = (HEADS, NONE, PartitionSpec("tp"), NONE)
+        assert traced(call, specs, HEADS, q, PAGES, sinks, indices).shape == (6, 3, 24)
+
+
+def test_indexer_topk_is_the_same_on_all() -> None:
+    def call(q: jax.Array, weights: jax.Array, pages: tuple[jax.Array, ...]) -> jax.Array:
+        return indexer_topk(q, weights, pages, *STEP, topk=2, tokens_per_state=2)
+
+    assert traced(call, (NONE,) * 3, NONE, jnp.zeros((6, 3, 24)), jnp.zeros((6, 3)), PAGES).shape == (6, 2)
+
+
+def test_recurrent_layers() -> None:
+    head, paged = PartitionSpec("tp"), PartitionSpec(None, "tp")
+    conv = traced(
+        lambda x, states, weight: causal_conv1d(x, states, weight, **ssm.STEP).states,
+        (paged, paged, head),
+        paged,
+        *(ssm.CONV[name] for name in ("x", "states", "weight")),
+    )
+    assert conv.shape == (5, 8, 3)
+    for case, a in ((ssm.MAMBA1, head), (ssm.MAMBA2, head)):
+        groups = NONE if case is ssm.MAMBA1 else paged
+        out = traced(
+            lambda *arrays: tuple(selective_scan(*arrays, **ssm.STEP)),
+            (paged, paged, paged, a, groups, groups),
+            paged,
+            *(case[name] for name in ("x", "states", "dt", "a", "b", "c")),
+        )
+        assert out[0].shape == case["x"].shape
