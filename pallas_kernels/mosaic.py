@@ -37,6 +37,14 @@ def compiler_params(vmem_limit_bytes: int) -> pltpu.CompilerParams:
     )
 
 
+def matrix_unit_lanes() -> int:
+    """Columns of the matrix unit of the chip that is compiled for; 256, as v6e has, where that is unknown."""
+    try:
+        return pltpu.get_tpu_info().mxu_column_size
+    except (ValueError, NotImplementedError, RuntimeError):  # no TPU, as where the kernel is interpreted
+        return 256
+
+
 def packing(dtype: jnp.dtype) -> int:
     """Elements of `dtype` in a 32-bit word."""
     return 4 // jnp.dtype(dtype).itemsize

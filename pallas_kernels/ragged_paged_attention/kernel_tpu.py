@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layouts import KV_CACHE_DTYPES
-from pallas_kernels.mosaic import LANES, Copy, compiler_params
+from pallas_kernels.mosaic import LANES, Copy, compiler_params, matrix_unit_lanes
 from pallas_kernels.ragged_paged_attention import tpu_rows
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
@@ -39,7 +39,7 @@ from pallas_kernels.ragged_paged_attention.tpu_plan import (
     block_slots,
     plan_items,
 )
-from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention
+from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
 
 SMALLEST_TILE = 8  # query tokens
 LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
@@ -188,6 +188,7 @@ def _config(
         block=block,
         part=min(block, 512 if queries == 1 else 256),
         heads=2 if queries == 1 and lanes == LANES and common.num_kv_heads % 2 == 0 else 1,
+        sums_by_matmul=queries > 1 and is_short and lanes % matrix_unit_lanes() != 0,
         has_sinks=common.sinks is not None,
         has_k_scale=common.k_scale is not None,
         has_v_scale=common.v_scale is not None,
@@ -270,7 +271,7 @@ def _launch(
         ),
         out_shape=outputs.values,
         compiler_params=compiler_params(_VMEM_LIMIT_BYTES[1 if is_decode else 2]),
-        name=f"rpa_q{config.queries}_b{config.block}_p{config.page_size}",
+        name=f"rpa_q{config.queries}_b{config.block}_p{config.page_size}_t{head_trips(config, pages.dtype)}",
     )(*scalars.values, *inputs.values)
     restore = tpu_rows.decode_results if is_decode else tpu_rows.tile_results
     attended = restore(results[0], config)
@@ -297,9 +298,10 @@ def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str
         "buffer": pltpu.VMEM(buffer_shape(config, pages), pages.dtype),
         "arrived": pltpu.SemaphoreType.DMA((2,)),
         "m": pltpu.VMEM((*shape, LANES), jnp.float32),
-        "l": pltpu.VMEM((*shape, LANES), jnp.float32),
-        "acc": pltpu.VMEM((*shape, config.heads * config.lanes), jnp.float32),
+        "acc": pltpu.VMEM((*shape, config.columns), jnp.float32),
     }
+    if not config.sums_by_matmul:
+        scratch["l"] = pltpu.VMEM((*shape, LANES), jnp.float32)
     if config.tables_in_hbm:
         scratch["row"] = pltpu.SMEM((2 * config.table_stride,), jnp.int32)
         scratch["row_arrived"] = pltpu.SemaphoreType.DMA
@@ -331,7 +333,7 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) ->
         if config.tables_in_hbm:
             kv.fetch_row(item).start()
             kv.fetch_row(item).wait()
-        kv.start(item, jnp.int32(0), jnp.int32(0))
+        kv.start(item, *kv.block(item, jnp.int32(0)), jnp.int32(0))
         if tile is not None:
             tile.fetch(item).start()
 
@@ -343,7 +345,7 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) ->
         tpu_rows.unpack_tile(refs.q_tile, refs.rows, config)
         pl.when(has_next)(lambda: tile.fetch(item + 1).start())
     attention.reset()
-    _attend_blocks(config, kv, attention, item, has_next)
+    _attend_blocks(config, kv, attention, item, num_items)
     if tile is None:
         for i, out in attention.finish():
             refs.out[0, i] = out.astype(refs.out.dtype)
@@ -360,7 +362,7 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) ->
 
 
 def _attend_blocks(
-    config: TpuConfig, kv: KVBlocks, attention: BlockAttention, item: jax.Array, has_next: jax.Array
+    config: TpuConfig, kv: KVBlocks, attention: BlockAttention, item: jax.Array, num_items: jax.Array | int
 ) -> None:
     """All blocks of an item, each loaded while the one before is attended.
 
@@ -369,30 +371,29 @@ def _attend_blocks(
     num_blocks = kv.field(Field.NUM_BLOCKS, item)
     num_whole = jnp.maximum(kv.field(Field.NUM_FULL, item) - 1, 0)
     step_0, entry_0 = kv.field(Field.STEP, item), kv.full_entries(item)
+    has_next = item + 1 < num_items
 
     def whole(step: jax.Array, carry: None) -> None:
-        slot = lax.rem(step_0 + step, 2)
+        slot = (step_0 + step) & 1
         kv.start_full(entry_0 + (step + 1) * config.block_pages, 1 - slot)
-        kv.wait_full(slot)
+        kv.wait(config.block_pages, slot)
         attention.attend(slot, None)
         return carry
 
-    def cut(step: jax.Array, carry: None) -> None:
-        slot = lax.rem(step_0 + step, 2)
+    def cut(step: jax.Array, this: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        slot = (step_0 + step) & 1
         is_last = step + 1 == num_blocks
         if config.tables_in_hbm:
             pl.when(is_last & has_next)(lambda: kv.fetch_row(item + 1).wait())
-
-        @pl.when(~is_last | has_next)
-        def _() -> None:
-            kv.start(jnp.where(is_last, item + 1, item), jnp.where(is_last, 0, step + 1), 1 - slot)
-
-        kv.wait(item, step, slot)
-        attention.attend(slot, kv.block_of(item, step))
-        return carry
+        next_item = jnp.where(is_last, jnp.minimum(item + 1, num_items - 1), item)
+        following = kv.block(next_item, jnp.where(is_last, 0, step + 1))
+        pl.when(~is_last | has_next)(lambda: kv.start(next_item, *following, 1 - slot))
+        kv.wait(this[1], slot)
+        attention.attend(slot, this[0])
+        return following
 
     lax.fori_loop(0, num_whole, whole, None)
-    lax.fori_loop(num_whole, num_blocks, cut, None)
+    lax.fori_loop(num_whole, num_blocks, cut, kv.block(item, num_whole))
 
 
 class _QueryTiles(NamedTuple):

@@ -22,6 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.mosaic import Copy, Ref, is_interpreted, packing, words
 from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig
 
+_UNROLLED_PAGES = 4  # DMAs of a trip of the loop that starts them
+
 
 def buffer_shape(config: TpuConfig, pages: jax.Array) -> tuple[int, ...]:
     """Shape of the double buffer for `pages` [pages, page_size, rows, packing, lanes]."""
@@ -55,31 +57,41 @@ class KVBlocks:
         target = self.row.at[pl.ds(pl.multiple_of(lax.rem(item, 2) * stride, stride), stride)]
         return pltpu.make_async_copy(source, target, self.row_arrived)
 
-    def start(self, item: jax.Array, step: jax.Array, slot: jax.Array) -> None:
-        """Starts the DMAs of the pages of any step of an item."""
-        block = self.block_of(item, step)
+    def block(self, item: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(number of the block, in order of positions, that step `step` of an item attends, its pages)."""
+        full, lead = self.field(Field.NUM_FULL, item), self.field(Field.NUM_LEAD, item)
+        block = jnp.where(step < full, step + lead, jnp.where(step < full + lead, step - full, step))
+        left = self.field(Field.NUM_PAGES, item) - block * self.config.block_pages
+        return block, jnp.minimum(left, self.config.block_pages)
+
+    def start(self, item: jax.Array, block: jax.Array, num_pages: jax.Array, slot: jax.Array) -> None:
+        """Starts the DMAs of the pages of any block of an item."""
         first = block * self.config.block_pages
-        base, shift = self._table_start(item), self.field(Field.SHIFT, item)
-        num_sink_pages = self.field(Field.SINK_PAGES, item)
+        base = self._table_start(item)
+        entry, num_sink_pages = base + first + self.field(Field.SHIFT, item), self.field(Field.SINK_PAGES, item) - first
 
-        def page(j: jax.Array, carry: None) -> None:
-            i = first + j
-            column = i + shift
+        def page(j: jax.Array) -> None:
+            at = entry + j
             if self.config.mask.num_sink_tokens:
-                column = jnp.where(i < num_sink_pages, i, column)
-            self._copy(base + column, j, slot).start()
+                at = jnp.where(j < num_sink_pages, base + first + j, at)
+            self._copy(at, j, slot).start()
+
+        def some(i: jax.Array, carry: None) -> None:
+            for j in range(_UNROLLED_PAGES):
+                page(i * _UNROLLED_PAGES + j)
             return carry
 
-        lax.fori_loop(0, self._num_pages(item, block), page, None)
-
-    def wait(self, item: jax.Array, step: jax.Array, slot: jax.Array) -> None:
-        """Waits for what `start` started."""
-
-        def page(j: jax.Array, carry: None) -> None:
-            self._wait_for(self._window(slot, j, 1), slot)
+        def one(j: jax.Array, carry: None) -> None:
+            page(j)
             return carry
 
-        lax.fori_loop(0, self._num_pages(item, self.block_of(item, step)), page, None)
+        num_groups = num_pages // _UNROLLED_PAGES
+        lax.fori_loop(0, num_groups, some, None)
+        lax.fori_loop(num_groups * _UNROLLED_PAGES, num_pages, one, None)
+
+    def wait(self, num_pages: jax.Array | int, slot: jax.Array) -> None:
+        """Waits for the first pages of a block."""
+        self._wait_for(self._window(slot, 0, num_pages), slot)
 
     def full_entries(self, item: jax.Array) -> jax.Array:
         """Table entry of the first page of step 0, if that is a full block."""
@@ -90,15 +102,6 @@ class KVBlocks:
         """Starts the DMAs of a whole block of the contiguous run, from its first table entry on."""
         for j in range(self.config.block_pages):
             self._copy(entry + j, j, slot).start()
-
-    def wait_full(self, slot: jax.Array) -> None:
-        """Waits for a whole block."""
-        self._wait_for(self._window(slot, 0, self.config.block_pages), slot)
-
-    def block_of(self, item: jax.Array, step: jax.Array) -> jax.Array:
-        """Number of the block, in order of positions, that step `step` of an item attends."""
-        full, lead = self.field(Field.NUM_FULL, item), self.field(Field.NUM_LEAD, item)
-        return jnp.where(step < full, step + lead, jnp.where(step < full + lead, step - full, step))
 
     def load(
         self, slot: jax.Array, base: jax.Array | int, offset: int, value: int, first: int, count: int
@@ -121,11 +124,7 @@ class KVBlocks:
             return lax.rem(item, 2) * self.config.table_stride
         return self.field(Field.TABLE, item)
 
-    def _num_pages(self, item: jax.Array, block: jax.Array) -> jax.Array:
-        left = self.field(Field.NUM_PAGES, item) - block * self.config.block_pages
-        return jnp.minimum(left, self.config.block_pages)
-
-    def _window(self, slot: jax.Array, page: jax.Array | int, count: int) -> Ref:
+    def _window(self, slot: jax.Array, page: jax.Array | int, count: jax.Array | int) -> Ref:
         """The part of the buffer that `count` pages of a block fill."""
         size = self.config.page_size
         return self.buffer.at[slot, pl.ds(page * size, count * size), pl.ds(0, self.pages.shape[2])]

@@ -61,6 +61,7 @@ class TpuConfig:
     block: int  # slots of a KV block
     part: int  # slots of one softmax update
     heads: int  # KV heads of one matrix product
+    sums_by_matmul: bool  # columns of ones beside the values
     has_sinks: bool
     has_k_scale: bool
     has_v_scale: bool
@@ -90,6 +91,11 @@ class TpuConfig:
         if self.queries > 1:
             return self.queries * self.padded_group
         return -(-self.heads * self.group // SUBLANES) * SUBLANES
+
+    @property
+    def columns(self) -> int:
+        """Columns of a product's result."""
+        return self.heads * self.lanes + (LANES if self.sums_by_matmul else 0)
 
     @property
     def block_pages(self) -> int:

@@ -3,8 +3,9 @@
 Flow:    queries and KV block in VMEM -> [BlockAttention.attend] -> m, l, acc in VMEM -> [finish] -> out, lse
 
 Logits are in base 2. A row's largest logit `m` stands in all 128 lanes and its weight `l` is a sum per lane, so that
-the loop needs neither a broadcast nor a sum over lanes. `m` starts above the score of a hidden key, so that a row
-that has seen nothing keeps weight 0; or at the sink, with weight 1.
+the loop needs neither a broadcast nor a sum over lanes. Where values leave half of a matrix unit idle
+(`sums_by_matmul`), columns of ones beside them make the product sum the weights too. `m` starts above the score of a
+hidden key, so that a row that has seen nothing keeps weight 0; or at the sink, with weight 1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Mask(NamedTuple):
     """Of one part of a block."""
 
     seen: jax.Array  # bool[rows, part] the row sees the key
-    kept: jax.Array  # bool[part, heads * lanes] some row of the item sees the key
+    kept: jax.Array  # bool[part, lanes] some row of the item sees the key
 
 
 class _Product(NamedTuple):
@@ -57,14 +58,19 @@ class BlockAttention:
     def reset(self) -> None:
         """State of rows that have seen nothing, or only their sink."""
         refs = self.refs
+        config = self.config
         refs.acc[...] = jnp.zeros_like(refs.acc)
-        if self.config.has_sinks:
-            sinks = refs.sinks[...] * LOG2E
-            refs.m[...] = jnp.maximum(sinks, NOTHING)
-            refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
-        else:
-            refs.m[...] = jnp.full_like(refs.m, NOTHING)
+        if not config.sums_by_matmul:
             refs.l[...] = jnp.zeros_like(refs.l)
+        if not config.has_sinks:
+            refs.m[...] = jnp.full_like(refs.m, NOTHING)
+            return
+        sinks = refs.sinks[...] * LOG2E
+        refs.m[...] = jnp.maximum(sinks, NOTHING)
+        if config.sums_by_matmul:
+            refs.acc[:, :, config.lanes :] = jnp.where(sinks > NOTHING, 1.0, 0.0)
+        else:
+            refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
 
     def attend(self, slot: jax.Array, block: jax.Array | None) -> None:
         """One block for all heads; `block` None: every row sees all of it."""
@@ -81,13 +87,16 @@ class BlockAttention:
         if unrolled == config.num_products:
             some(0)
         else:
-            lax.fori_loop(0, config.num_products // unrolled, lambda i, _: some(i * unrolled), None)
+            lax.fori_loop(0, head_trips(config, self.kv.buffer.dtype), lambda i, _: some(i * unrolled), None)
 
     def finish(self) -> Iterator[tuple[int, jax.Array]]:
         """(product, float32[rows, lanes] results) of each product; leaves its LSE in `m` if that is wanted."""
         config, refs = self.config, self.refs
         for i in range(config.num_products):
-            total = jnp.broadcast_to(jnp.sum(refs.l[i], axis=1, keepdims=True), refs.l.shape[1:])
+            if config.sums_by_matmul:
+                total = refs.acc[i][:, config.lanes :]
+            else:
+                total = jnp.broadcast_to(jnp.sum(refs.l[i], axis=1, keepdims=True), refs.m.shape[1:])
             factor = jnp.where(total == 0, 0.0, 1.0 / total)
             if config.has_v_scale:
                 factor = factor * refs.v_scale[i]
@@ -110,11 +119,15 @@ class BlockAttention:
                 buffers[(n + 1) % 2] = self._scores(*work[n + 1], slot)
             yield product, part, buffers[n % 2]
 
-    def _load(self, product: _Product, part: int, slot: jax.Array, value: int) -> jax.Array:
-        """K or V of the product's heads side by side, [part, heads * lanes]."""
+    def _load(
+        self, product: _Product, part: int, slot: jax.Array, value: int, kept: jax.Array | None = None
+    ) -> jax.Array:
+        """K or V of the product's heads side by side, [part, heads * lanes]; zero where not `kept`."""
         heads, count = self.config.heads, self.config.part
         base, first = product.base * heads, product.offset * heads
         columns = [self.kv.load(slot, base, first + h, value, part * count, count) for h in range(heads)]
+        if kept is not None:
+            columns = [jnp.where(kept, x, jnp.zeros_like(x)) for x in columns]
         return columns[0] if heads == 1 else jnp.concatenate(columns, axis=1)
 
     def _scores(self, product: _Product, part: int, slot: jax.Array) -> jax.Array:
@@ -127,16 +140,18 @@ class BlockAttention:
         """Merges a part's scores and values into m, l and acc."""
         config, refs, i = self.config, self.refs, product.index
         s = self._logits(s, i)
-        v = self._load(product, part, slot, 1)
         if mask is not None:
             s = jnp.where(mask.seen, s, HIDDEN)
-            v = jnp.where(mask.kept, v, jnp.zeros_like(v))
         old = refs.m[i]
         new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
         refs.m[i] = new
         p = jnp.exp2(s - _lanes(new, config.part))
         shrink = jnp.exp2(old - new)
-        refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, config.part, LANES))
+        v = self._load(product, part, slot, 1, None if mask is None else mask.kept)  # here: later or sooner costs more
+        if config.sums_by_matmul:
+            v = jnp.concatenate([v, jnp.ones((config.part, LANES), v.dtype)], axis=1)
+        else:
+            refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, config.part, LANES))
         weighted = _dot(p.astype(v.dtype), v, (((1,), (0,)), ((), ())))
         refs.acc[i] = refs.acc[i] * _lanes(shrink, weighted.shape[1]) + weighted
 
@@ -148,32 +163,28 @@ class BlockAttention:
         return s if config.soft_cap is None else jnp.tanh(s) * (config.soft_cap * LOG2E)
 
     def _mask(self, block: jax.Array, part: int) -> _Mask:
+        """Of slots numbered from the block's first: position less `start`, sink pages apart."""
         config, kv, item = self.config, self.kv, self.item
+        start = block * config.block + kv.field(Field.SHIFT, item) * config.page_size
+        num_sinks = config.mask.num_sink_tokens - block * config.block
+        first = part * config.part
+        across = first + lax.broadcasted_iota(jnp.int32, (config.rows, config.part), 1)
+        down = first + lax.broadcasted_iota(jnp.int32, (config.part, config.lanes), 0)
         row_lower, row_upper = self._row_bounds()
-        first = block * config.block + part * config.part
         lower, upper = kv.field(Field.LOWER, item), kv.field(Field.UPPER, item)
-        across = self._key_positions(first + lax.broadcasted_iota(jnp.int32, (config.rows, config.part), 1))
-        shape = (config.part, config.heads * config.lanes)
-        down = self._key_positions(first + lax.broadcasted_iota(jnp.int32, shape, 0))
-        return _Mask(self._visible(across, row_lower, row_upper), self._visible(down, lower, upper))
+        return _Mask(
+            self._visible(across, row_lower - start, row_upper - start, num_sinks),
+            self._visible(down, lower - start, upper - start, num_sinks),
+        )
 
-    def _visible(self, key: jax.Array, lower: jax.Array, upper: jax.Array) -> jax.Array:
+    def _visible(self, slot: jax.Array, lower: jax.Array, upper: jax.Array, num_sinks: jax.Array) -> jax.Array:
         mask = self.config.mask
         if mask.sliding_window is None and mask.attention_chunk_size is None:
-            return key <= upper
-        inside = key >= lower
+            return slot <= upper
+        inside = slot >= lower
         if mask.num_sink_tokens:
-            inside = inside | (key < mask.num_sink_tokens)
-        return inside & (key <= upper)
-
-    def _key_positions(self, place: jax.Array) -> jax.Array:
-        """Positions of slots of the item's page run."""
-        config, kv = self.config, self.kv
-        position = place + kv.field(Field.SHIFT, self.item) * config.page_size
-        if config.mask.num_sink_tokens:
-            num_sink_slots = kv.field(Field.SINK_PAGES, self.item) * config.page_size
-            position = jnp.where(place < num_sink_slots, place, position)
-        return position
+            inside = inside | (slot < num_sinks)
+        return inside & (slot <= upper)
 
     def _row_bounds(self) -> tuple[jax.Array, jax.Array]:
         """(first, last) key that each row sees, sink tokens apart: scalars or int32[rows, 1]."""
@@ -201,6 +212,11 @@ class BlockAttention:
             own = acc[:, head * config.lanes : (head + 1) * config.lanes]
             out = jnp.where(row >= head * config.group, own, out)
         return out
+
+
+def head_trips(config: TpuConfig, dtype: jnp.dtype) -> int:
+    """Trips of the loop over the heads of a block."""
+    return config.num_products // _unrolled(config, dtype)
 
 
 def _unrolled(config: TpuConfig, dtype: jnp.dtype) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from typing import Any
@@ -14,7 +15,11 @@ prepare_environment()
 
 
 def parse_case(case_type: type, settings: list[str]) -> Any:
-    """A case with some fields set by name=value."""
+    """A case with some fields set by name=value.
+
+    Raises:
+        ValueError: a name is none of the case's, or a value is not of its type.
+    """
     fields = {field.name: field for field in dataclasses.fields(case_type)}
     values = {}
     for setting in settings:
@@ -25,10 +30,33 @@ def parse_case(case_type: type, settings: list[str]) -> Any:
     return case_type(**values)
 
 
-def scoped_memory(text: str) -> list[int]:
-    """Bytes of VMEM of each kernel in the compiled module's text."""
-    pattern = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
-    return [int(x) for x in re.findall(pattern, text)]
+def vmem_bytes(text: str) -> dict[str, int]:
+    """Bytes of VMEM of each Pallas kernel in the compiled module's text."""
+    pattern = (
+        r'%(\S+) = \S.* custom-call\(.*custom_call_target="tpu_custom_call".*'
+        r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+    )
+    return {re.sub(r"\.\d+$", "", name): int(size) for name, size in re.findall(pattern, text)}
+
+
+def smem_bytes(jaxpr: Any) -> dict[str, int]:
+    """Bytes of scalar-prefetch operands of each Pallas kernel in a jaxpr, which lie in scalar memory."""
+    found = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            mapping = equation.params["grid_mapping"]
+            first = mapping.num_dynamic_grid_bounds
+            scalars = equation.invars[first : first + mapping.num_index_operands]
+            found[_kernel_name(equation.params)] = sum(4 * math.prod(x.aval.shape) for x in scalars)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns") and equation.primitive.name != "pallas_call":
+                found.update(smem_bytes(inner))
+    return found
+
+
+def _kernel_name(params: dict[str, Any]) -> str:
+    return params["name"] if "name" in params else params["name_and_src_info"].name
 
 
 def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
@@ -39,22 +67,25 @@ def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
     from scripts.tpu_aot.operations import OPERATIONS
 
     case_type, build = OPERATIONS[op]
-    call, arguments = build(parse_case(case_type, settings))
+    case = parse_case(case_type, settings)
+    call, arguments = build(case)
     device = topologies.get_topology_desc(topology_name=CHIPS[chip].topology, platform="tpu").devices[0]
     mesh = jax.sharding.Mesh([device], ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     with jax.set_mesh(mesh):
+        smem = smem_bytes(jax.make_jaxpr(call)(*arguments).jaxpr)
         compiled = jax.jit(call).lower(*arguments).compile()
     memory = compiled.memory_analysis()
     try:
-        vmem = scoped_memory(compiled.as_text())
+        vmem = vmem_bytes(compiled.as_text())
     except jax.errors.JaxRuntimeError:  # some modules for v7x: libtpu's HLO is newer than jaxlib's reader
-        vmem = []
+        vmem = {}
     return {
-        "vmem_bytes": max(vmem, default=None),
+        "kernels": {name: {"smem_bytes": size, "vmem_bytes": vmem.get(name)} for name, size in smem.items()},
         "temp_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
+        "token_bytes": getattr(case, "token_bytes", None),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import attention_layout
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
@@ -89,10 +90,33 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
     return call, (q, pages, *ints, *per_head)
 
 
+@dataclass(frozen=True)
+class WriteCase:
+    """Sizes of one compilation of kv_write."""
+
+    kv_heads: int = 8
+    head_dim: int = 128
+    page: int = 128
+    dtype: str = "bfloat16"
+    tokens: int = 512
+    num_pages: int = 4096
+
+
+def write(case: WriteCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """kv_write, with the pages donated by its caller."""
+    layout = attention_layout(
+        num_kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page, dtype=case.dtype, platform="tpu"
+    )
+    pages = tuple(_array(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
+    new = _array((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
+    return write_kernel.kv_write, (new, new, pages, _array((case.tokens,), "int32"))
+
+
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]]] = {
     "attention": (AttentionCase, attention),
+    "kv_write": (WriteCase, write),
 }

@@ -19,7 +19,8 @@ from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from tests.pallas_kernels.oracle import Options, attention, unpacked, visible_keys
 
 # Largest difference from the float64 oracle, relative to the largest value of the result, by dtype of q.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
+# The last: of an LSE whose weights were rounded before they were summed.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3, "bfloat16 weights": 2e-3}
 
 _NUMPY_DTYPES = {
     "float32": np.float32,

@@ -68,8 +68,9 @@ def compiled(shape: Shape, options: Options, tuning: kernel_tpu.Tuning = SMALL_B
 
 def assert_right(result: tuple[np.ndarray, np.ndarray], case: Case, options: Options) -> None:
     out, lse = case.expected(options)
+    exact = "float32" in (case.shape.q_dtype, case.shape.kv_dtype)  # else weights are summed as bfloat16
     assert_close(result[0], out, case.shape.q_dtype, "out")
-    assert_close(result[1], lse, "float32", "lse")
+    assert_close(result[1], lse, "float32" if exact else "bfloat16 weights", "lse")
 
 
 @pytest.mark.parametrize("index", range(len(pairwise(FACTORS))))

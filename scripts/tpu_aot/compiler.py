@@ -1,0 +1,61 @@
+"""Runs one compilation in a process of its own, with the compiler's dumps read back.
+
+Flow:    chip + op + settings -> [compile_and_dump] -> Compilation
+
+A process of its own, because libtpu reads its flags once, when it is loaded, and because a dump may abort or hang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.tpu_aot.bundles import Kernel, read_dumps
+from scripts.tpu_aot.chips import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+_DUMP_FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_.*"
+
+
+class CompilationError(RuntimeError):
+    """The compiler refused, died or ran out of time."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What came back."""
+
+    memory: dict[str, Any]  # of compile_one
+    kernels: list[Kernel]  # empty without dumps
+
+
+def compile_and_dump(
+    chip: str, op: str, settings: list[str], *, kernels: str | None, timeout_s: float = 300
+) -> Compilation:
+    """Compiles `op` for `chip`; `kernels`: pattern of names of those whose dumps are read, None: no dumps.
+
+    Raises:
+        CompilationError: with the last lines that the compiler said.
+    """
+    command = [sys.executable, "-m", "scripts.tpu_aot.compile_one", chip, op, *settings]
+    with tempfile.TemporaryDirectory(prefix="kvjax-tpu-dump-") as folder:
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        if kernels is not None:
+            environment["LIBTPU_INIT_ARGS"] = _DUMP_FLAGS.format(folder)
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CompilationError(f"{chip} {op} {settings}: no end after {timeout_s} s") from error
+        if done.returncode:
+            said = "\n".join(done.stderr.splitlines()[-12:])
+            raise CompilationError(f"{chip} {op} {settings}: exit status {done.returncode}\n{said}")
+        memory = json.loads(done.stdout.splitlines()[-1])
+        return Compilation(memory, [] if kernels is None else read_dumps(Path(folder), kernels))
