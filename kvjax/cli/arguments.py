@@ -16,6 +16,11 @@ def positive_int(text: str) -> int:
     return _checked(text, lambda: int(text.replace(",", "_")), lambda value: value >= 1, "an integer >= 1")
 
 
+def non_negative_int(text: str) -> int:
+    """An integer >= 0; thousands may be grouped with `_` or `,`."""
+    return _checked(text, lambda: int(text.replace(",", "_")), lambda value: value >= 0, "an integer >= 0")
+
+
 def positive_float(text: str) -> float:
     """A finite number > 0."""
     return _checked(text, lambda: float(text), lambda value: 0 < value < float("inf"), "a number > 0")

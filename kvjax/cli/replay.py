@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.cli.arguments import byte_size, non_negative_float, positive_float, positive_int
+from kvjax.cli.arguments import byte_size, non_negative_float, non_negative_int, positive_float, positive_int
 from kvjax.cli.output_files import output_file, require_matplotlib
 from kvjax.cli.progress import progress
 from kvjax.cli.replay_calls import make_calls
@@ -100,6 +100,13 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         choices=REPLAY_POLICIES,
         default="lru",
         help="which free block to reuse next; belady looks ahead in the trace, a bound for --serial (default: lru)",
+    )
+    group.add_argument(
+        "--retention-interval",
+        type=non_negative_int,
+        metavar="N",
+        help="cache windows and recurrent states only where requests end or part, and every N tokens (0: nowhere else; "
+        "default: everywhere)",
     )
     group.add_argument("--free-order", choices=FREE_ORDERS, default="append", help="of lru (default: append)")
 
@@ -204,6 +211,7 @@ def _config(args: argparse.Namespace) -> ReplayConfig:
         eviction_policy=args.policy,
         explain_misses=args.miss_reasons,
         max_evicted_blocks=args.remember_evicted,
+        retention_interval=args.retention_interval,
         serial=args.serial,
         platform=args.platform,
         tensor_parallel=args.tensor_parallel,

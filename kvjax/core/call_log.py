@@ -132,7 +132,7 @@ class CallEncoding:
         if isinstance(value, Request):
             return {"request": value.request_id}
         if isinstance(value, KVCacheBlocks):
-            return {"blocks": [ids.astype("<i4").tobytes() for ids in value.block_ids]}
+            return {"blocks": [value.num_shared_tokens, *(ids.astype("<i4").tobytes() for ids in value.block_ids)]}
         if isinstance(value, LoRARequest):
             return {"lora": [value.name, value.path]}
         if is_dataclass(value):
@@ -171,7 +171,9 @@ class CallEncoding:
         if kind == "rows":
             return np.array([self._table.row_of(request_id) for request_id in content], np.int64)
         if kind == "blocks":
-            return KVCacheBlocks(tuple(np.frombuffer(ids, "<i4").astype(np.int32) for ids in content), no_blocks.pools)
+            num_shared, *by_group = content
+            ids = tuple(np.frombuffer(of_group, "<i4").astype(np.int32) for of_group in by_group)
+            return KVCacheBlocks(ids, no_blocks.pools, num_shared)
         if kind == "array":
             dtype, shape, data = content
             return np.frombuffer(data, dtype).reshape(shape)

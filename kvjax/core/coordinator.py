@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from kvjax.core.block_hash import BlockHashListWithBlockSize
+from kvjax.core.block_hashing import BlockHashing
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.copy_on_write import CopyOnWrite
 from kvjax.core.fresh_blocks import FreshBlocks
@@ -27,6 +26,7 @@ from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.kv_events import GroupInfo
 from kvjax.core.pins import Pins
 from kvjax.core.reservations import Reservations
+from kvjax.core.retention import Retention
 from kvjax.core.single_type_manager import NEVER, ManagerSettings, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.core.state_steps import StateSteps
@@ -39,35 +39,6 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 Hit = tuple[tuple[np.ndarray, ...], int]  # per group int32[k] ids, and the hit's tokens
-
-
-@dataclass(frozen=True)
-class BlockHashing:
-    """How hashes of requests become hashes of a group's blocks."""
-
-    hash_block_size: int
-    coarse_mode: str = "concat"
-
-    def __post_init__(self) -> None:
-        if self.coarse_mode not in ("concat", "last"):
-            raise ValueError(f"expected coarse_hash_mode concat or last, got {self.coarse_mode!r}")
-
-    def of_block_size(self, block_hashes: Sequence[BlockHash], block_size: int) -> Sequence[BlockHash]:
-        """The hashes themselves, or a live view with one entry per `block_size` tokens."""
-        if block_size == self.hash_block_size:
-            return block_hashes
-        return BlockHashListWithBlockSize(block_hashes, self.hash_block_size, block_size, self.coarse_mode)
-
-    def of_blocks(
-        self, block_hashes: Iterable[Sequence[BlockHash]], block_size: int, columns: Iterable[int]
-    ) -> list[BlockHash]:
-        """Of each request's hashes that of one block of `block_size` tokens, without a view of the others."""
-        scale = block_size // self.hash_block_size
-        pairs = zip(block_hashes, columns, strict=True)
-        if scale > 1 and self.coarse_mode == "concat":
-            join: Any = b"".join
-            return [join(hashes[column * scale : (column + 1) * scale]) for hashes, column in pairs]
-        return [hashes[(column + 1) * scale - 1] for hashes, column in pairs]
 
 
 class KVCacheCoordinator(abc.ABC):
@@ -103,6 +74,7 @@ class KVCacheCoordinator(abc.ABC):
         self.reservations = Reservations(self) if settings.reserve else None
         self.pins = Pins(self)
         self.sub_block_hits = SubBlockHits(self, kv_cache_config) if settings.sub_block_hits else None
+        self.retention = self._make_retention()
 
     def _make_managers(
         self, kv_cache_config: KVCacheConfig
@@ -144,7 +116,28 @@ class KVCacheCoordinator(abc.ABC):
                     f"{self.hashing.hash_block_size} and {kind} blocks of {manager.block_size} tokens"
                 )
 
+    def _make_retention(self) -> Retention | None:
+        """Checkpoints for all managers that can do with them; None: everything is registered."""
+        interval = self.settings.retention_interval
+        if interval is None:
+            return None
+        if not self.settings.enable_caching:
+            raise ValueError(f"expected enable_caching=True with retention_interval, got {interval} without caching")
+        if self.settings.sub_block_hits:
+            raise NotImplementedError(f"retention_interval={interval} does not work with sub_block_hits=True")
+        pairs = list(zip(self.managers, self.drops_last_block, strict=True))
+        dropped = [manager.block_size * drops for manager, drops in pairs if manager.is_prefix_cacheable]
+        retention = Retention(interval, self.alignment, max(dropped, default=0))
+        for manager, drops in pairs:
+            manager.retain(retention, drops)
+        return retention
+
     # Groups and managers.
+
+    @property
+    def alignment(self) -> int:
+        """Tokens of which every hit is a multiple."""
+        return lcm(*(manager.block_size for manager in self._cacheable_managers))
 
     @property
     def gives_blocks_back(self) -> bool:
@@ -248,6 +241,8 @@ class KVCacheCoordinator(abc.ABC):
         if missing > 0:
             self.quiet_until = np.pad(self.quiet_until, (0, missing), constant_values=-1)
             self.copy_on_write.reserve_rows(num_rows)
+            if self.retention is not None:
+                self.retention.reserve_rows(num_rows)
             for manager in self.managers:
                 manager.reserve_rows(num_rows)
 
@@ -321,6 +316,8 @@ class KVCacheCoordinator(abc.ABC):
         """Gives int64[n] new rows what a row holds of its first `num_tokens` tokens, and what it has reserved."""
         for manager in self.managers:
             manager.share_row(row, new_rows, num_tokens)
+        if self.retention is not None:
+            self.retention.share_row(row, new_rows)
         for each in [row, *new_rows.tolist()]:
             if self.copy_on_write.writes_to_its_blocks(each, num_tokens):
                 self.copy_on_write.mark(each)
@@ -432,7 +429,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """The greatest common hit of all groups."""
-        alignment = lcm(*(manager.block_size for manager in self._cacheable_managers))
+        alignment = self.alignment
         length = max_length
         found = {  # manager -> int32[G, k]
             index: np.empty((manager.num_groups, 0), np.int32)

@@ -60,13 +60,20 @@ class BlockSequence(Sequence["KVCacheBlock"]):
 
 
 class KVCacheBlocks:
-    """Block ids of every group, in table order. A value: nobody writes into the arrays."""
+    """Block ids of every group, in table order. A value: nobody writes into the arrays.
 
-    __slots__ = ("block_ids", "pools")
+    A lookup's answer also says how long the hit would be, had groups with checkpoints (`retention_interval`) had one
+    there; equality does not look at it.
+    """
 
-    def __init__(self, block_ids: tuple[np.ndarray, ...], pools: tuple[BlockPool, ...]) -> None:
+    __slots__ = ("block_ids", "num_shared_tokens", "pools")
+
+    def __init__(
+        self, block_ids: tuple[np.ndarray, ...], pools: tuple[BlockPool, ...], num_shared_tokens: int = 0
+    ) -> None:
         self.block_ids = block_ids  # per group int32[k]
         self.pools = pools  # per group, the pool of its ids
+        self.num_shared_tokens = num_shared_tokens  # 0 where that is no longer than the hit
 
     @property
     def blocks(self) -> tuple[BlockSequence, ...]:

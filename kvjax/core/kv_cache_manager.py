@@ -24,9 +24,10 @@ from types import MappingProxyType
 
 import numpy.typing as npt
 
+from kvjax.core.block_hashing import BlockHashing
 from kvjax.core.block_pool import BlockPool
 from kvjax.core.block_sharing import BlockSharing
-from kvjax.core.coordinator import BlockHashing, get_kv_cache_coordinator
+from kvjax.core.coordinator import get_kv_cache_coordinator
 from kvjax.core.eviction import EvictionPolicyFactory
 from kvjax.core.hasher_check import HasherCheck
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
@@ -39,6 +40,7 @@ from kvjax.core.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.request import Request
 from kvjax.core.request_table import RequestTable
 from kvjax.core.residency_metrics import KVCacheMetricsCollector
+from kvjax.core.shared_prefix import find_shared_prefix
 from kvjax.core.single_type_manager import ManagerSettings
 from kvjax.core.slot_allocator import SlotAllocator, SlotCounts
 from kvjax.core.spec import KVCacheConfig
@@ -68,6 +70,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         eviction_policy: str | EvictionPolicyFactory = "lru",
         same_step_hits: bool = True,
         coarse_hash_mode: str = "concat",
+        retention_interval: int | None = None,
         reserve: bool = False,
         track_origins: bool = False,
         miss_reasons: MissReasons | None = None,
@@ -97,6 +100,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             same_step_hits: whether a block may be hit in the step that computes it; right only if a step writes all
                 its KV before any attention. False: not before `new_step_starts`.
             coarse_hash_mode: "concat" or "last": the hash of a block made of several hash blocks.
+            retention_interval: cache blocks of sliding windows and recurrent states only where hits may end: where
+                requests end, where they part, and every so many tokens (0: nowhere else); hits of other lengths become
+                shorter, and room is left for other blocks. None: cache all of them. See retention.py.
             reserve: admit a new request only if the worst cases of all that run and of it fit together (its final
                 length is its prompt and `max_tokens`); then no later call of a running request is refused.
             track_origins: remember what each cached block was computed under, for `invalidate`: 4 bytes a block.
@@ -107,8 +113,10 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
                 copied. Not inside the states of recurrent layers. Needs `same_step_hits=False`.
 
         Raises:
-            ValueError: a size is below 1, `hash_block_size` does not divide a block size, or a spec has no manager.
-            NotImplementedError: a kind does not work with EAGLE or context parallelism, or `sub_block_hits` with EAGLE.
+            ValueError: a size is below 1, `hash_block_size` does not divide a block size, a spec has no manager, or
+                `retention_interval` is no multiple of every block size.
+            NotImplementedError: a kind does not work with EAGLE or context parallelism, or `sub_block_hits` with EAGLE
+                or `retention_interval`.
         """
         self.arguments = MappingProxyType({name: value for name, value in locals().items() if name != "self"})
         if max_in_flight_tokens is None:
@@ -140,6 +148,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             same_step_hits=same_step_hits,
             reserve=reserve,
             sub_block_hits=sub_block_hits,
+            retention_interval=retention_interval,
         )
         hashing = BlockHashing(hash_block_size, coarse_hash_mode)
         self.coordinator = get_kv_cache_coordinator(kv_cache_config, self.block_pools, settings, hashing, use_eagle)
@@ -207,6 +216,10 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             self._stats.record(request.num_tokens, num_tokens, preempted=request.num_preemptions > 0)
         if self.miss_reasons is not None:
             self.miss_reasons.explain(request, num_tokens)
+        if self.coordinator.retention is not None:
+            shared = find_shared_prefix(self.coordinator, request.block_hashes, request.num_tokens - 1)
+            if shared > num_tokens:
+                return KVCacheBlocks(hits, self._pool_of_group, shared), num_tokens
         return self._blocks(hits), num_tokens
 
     def _not_looked_up(self, request: Request) -> tuple[KVCacheBlocks, int]:
@@ -318,14 +331,30 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         """
         return self._planner.plan(rows, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks)
 
-    def limit_step(self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0) -> int:
+    def limit_step(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+    ) -> int:
         """Of that many new tokens, those that one step should take so that recurrent states are cached right.
 
-        All of them where no group is recurrent. Steps of a prompt end where blocks end; 0 if the tokens do not reach
-        the end of one: wait for a larger budget.
+        All of them where no group is recurrent. Steps of a prompt end where blocks end, and at the checkpoints of
+        `retention_interval` (for a new request the hit's blocks tell of one); 0 if the tokens do not reach the end of
+        a block: wait for a larger budget.
         """
         computed = request.num_computed_tokens + num_new_computed_tokens
-        return self.coordinator.state_steps.limit(computed, num_new_tokens, request.num_tokens)
+        state_steps, retention = self.coordinator.state_steps, self.coordinator.retention
+        num_new = state_steps.limit(computed, num_new_tokens, request.num_tokens)
+        if retention is None or not state_steps or computed >= request.num_tokens - 1:
+            return num_new
+        if request.row >= 0:
+            lengths = retention.lengths_of(request.row)
+        else:
+            shared = 0 if new_computed_blocks is None else new_computed_blocks.num_shared_tokens
+            lengths = retention.lengths_for(request.num_tokens, shared)
+        return retention.step_end(computed, computed + num_new, lengths) - computed
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Registers the full blocks of the first `num_computed_tokens` tokens, after `delay_cache_blocks`.

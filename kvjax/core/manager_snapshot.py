@@ -28,6 +28,7 @@ class KVCacheManagerSnapshot:
     fresh_blocks: tuple[tuple[int, ...], ...]  # per pool, registered in this step and not yet to be hit
     sharing_requests: tuple[str, ...]  # in ascending order, those that share a partly filled block since a fork
     pins: dict[int, tuple[tuple[int, ...], ...]]  # pin -> per group
+    checkpoints: dict[str, tuple[int, ...]]  # request -> tokens, where `retention_interval` is given
 
 
 def take_snapshot(
@@ -46,6 +47,9 @@ def take_snapshot(
         fresh_blocks=tuple(tuple(fresh.block_ids()) for fresh in coordinator.fresh_blocks),
         sharing_requests=tuple(sorted(name for name, row in rows.items() if coordinator.copy_on_write.is_sharing[row])),
         pins=coordinator.pins.snapshot(),
+        checkpoints={}
+        if coordinator.retention is None
+        else {name: coordinator.retention.lengths_of(row) for name, row in rows.items()},
     )
 
 

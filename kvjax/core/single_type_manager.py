@@ -27,11 +27,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
 from kvjax.core.column_runs import NO_RUNS, Runs
+from kvjax.core.retention import NO_CHECKPOINT, CheckpointBlocks, Retention
+from kvjax.core.row_changes import RowChanges
 from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.core.state_steps import StateBlocks
 from kvjax.core.sub_block_index import SubBlockIndex
@@ -58,6 +60,7 @@ class ManagerSettings:
     same_step_hits: bool = True
     reserve: bool = False
     sub_block_hits: bool = False
+    retention_interval: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,30 +71,6 @@ class PrefixLookup:
     max_length: int  # tokens; a hit is no longer
     alignment: int  # tokens; a hit's length is a multiple
     drop_last_block: bool  # EAGLE: the block after the hit must be cached too, and is computed again
-
-
-class RowChanges(NamedTuple):
-    """What one step does to n rows in one manager's groups, and what their counts are then."""
-
-    skipped: Runs  # columns to give back
-    needed: Runs  # columns to append
-    filled: Runs  # columns to register
-    num_blocks: np.ndarray  # int64[n]
-    num_cached_blocks: np.ndarray  # int64[n]
-    first_live: np.ndarray  # int64[n], or empty where blocks are never given back
-    quiet_until: np.ndarray  # int64[n] see `row_quiet_until`
-
-    def part(self, start: int, end: int) -> RowChanges:
-        """The changes of rows `start` to `end`."""
-        return RowChanges(
-            self.skipped.part(start, end),
-            self.needed.part(start, end),
-            self.filled.part(start, end),
-            self.num_blocks[start:end],
-            self.num_cached_blocks[start:end],
-            self.first_live[start:end],
-            self.quiet_until[start:end],
-        )
 
 
 class SingleTypeKVCacheManager(abc.ABC):
@@ -138,6 +117,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.sub_blocks: SubBlockIndex | None = None
         if settings.sub_block_hits and self.supports_sub_block_hits:
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
+        self._retention: Retention | None = None  # None: every block is registered
+        self._checkpoint = NO_CHECKPOINT
 
     # What a kind decides.
 
@@ -169,6 +150,15 @@ class SingleTypeKVCacheManager(abc.ABC):
     @abc.abstractmethod
     def max_admission_blocks(self) -> int:
         """Blocks of one group beyond which the admission of a whole sequence counts no need (`NEVER`: no bound)."""
+
+    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
+        """What a hit of any length needs, where that is a few blocks."""
+        return NO_CHECKPOINT
+
+    def retain(self, retention: Retention, drops_last_block: bool) -> None:
+        """From now on registers only what checkpoints keep, where a few blocks suffice for a hit."""
+        self._checkpoint = self.checkpoint_blocks(drops_last_block)
+        self._retention = retention if self._checkpoint is not NO_CHECKPOINT else None
 
     # Table memory.
 
@@ -300,18 +290,25 @@ class SingleTypeKVCacheManager(abc.ABC):
         cached = self.num_cached_blocks.item(row)
         if full <= cached:
             return
-        if full == cached + 1 and not self.block_pool.enable_kv_cache_events:
+        if full == cached + 1 and self._retention is None and not self.block_pool.enable_kv_cache_events:
             self._register_column(row, cached, block_hashes[cached])
         else:
-            for group_id, table in zip(self.group_ids, self.block_tables, strict=True):
-                self.block_pool.cache_full_blocks(request, table[row, cached:full], block_hashes, cached, group_id)
+            for group_id, ids in zip(self.group_ids, self._blocks_to_register(row, cached, full), strict=True):
+                self.block_pool.cache_full_blocks(request, ids, block_hashes, cached, group_id)
         if self.block_pool.origins is not None:
             self.block_pool.origins.note(self.block_tables[:, row, cached:full], request.origin)
         self.num_cached_blocks[row] = full
         if self.sub_blocks is not None:
             self.sub_blocks.add(request, block_hashes, cached, full)
         if not self.settings.same_step_hits:
-            self._note_registered(self.block_tables[:, row, cached:full])
+            self._note_registered(self._blocks_to_register(row, cached, full))
+
+    def _blocks_to_register(self, row: int, start: int, end: int) -> np.ndarray:  # int32[G, end - start]
+        """The row's blocks from column `start` on, null where no checkpoint keeps them."""
+        ids = self.block_tables[:, row, start:end]
+        if self._retention is None:
+            return ids
+        return ids * self._retention.keeps(np.array([row]), np.arange(start, end), self._checkpoint)
 
     def _register_column(self, row: int, column: int, block_hash: BlockHash) -> None:
         for place, group_id in enumerate(self.group_ids):
@@ -431,7 +428,15 @@ class SingleTypeKVCacheManager(abc.ABC):
         return rows, columns, block_ids
 
     def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
-        """Registers the blocks at int64[k] rows and columns under object[k] hashes. Null blocks are passed over."""
+        """Registers the blocks at int64[k] rows and columns under object[k] hashes.
+
+        Null blocks, and those that no checkpoint keeps, are passed over.
+        """
+        if self._retention is not None:
+            kept = self._retention.keeps(rows, columns, self._checkpoint)
+            rows, columns, block_hashes = rows[kept], columns[kept], block_hashes[kept]
+            if not rows.size:
+                return
         ids = self.block_tables[:, rows, columns]
         if self.gives_blocks_back and np.count_nonzero(ids) < ids.size:
             real = np.flatnonzero(ids[0])

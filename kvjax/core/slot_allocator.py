@@ -165,6 +165,8 @@ class SlotAllocator:
         coordinator.reserve_rows(self._table.capacity)
         if self._reservations is not None:
             self._reservations.add(row, reserved_slots, reserved_blocks)
+        if coordinator.retention is not None:
+            coordinator.retention.note_admission(row, request.num_tokens, hit.num_shared_tokens)
         if total_computed:
             coordinator.add_computed_blocks(row, hit.block_ids, total_computed, has_external=counts.external > 0)
         if coordinator.sub_block_hits is not None:

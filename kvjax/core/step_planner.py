@@ -30,7 +30,8 @@ from kvjax.core.coordinator import KVCacheCoordinator
 from kvjax.core.eviction import StepFlow
 from kvjax.core.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.request_table import RequestTable
-from kvjax.core.single_type_manager import RowChanges, SingleTypeKVCacheManager
+from kvjax.core.row_changes import RowChanges
+from kvjax.core.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.step_plan import StepResult, TableUpdate
 
 NO_UPDATE = TableUpdate(np.empty(0, np.int64), np.empty(0, np.int64), NO_BLOCK_IDS)

@@ -177,7 +177,7 @@ class BatchedReplay:
     def _try_to_admit(self, job: Job, request: Request, budget: int) -> int | None:
         """New tokens of the request's first step, or None where it does not fit now."""
         blocks, hit = self.manager.get_computed_blocks(request)
-        num_new = self.manager.limit_step(request, min(request.num_tokens - hit, budget), hit)
+        num_new = self.manager.limit_step(request, min(request.num_tokens - hit, budget), hit, blocks)
         if not num_new:
             return None
         allocated = self.manager.allocate_slots(request, num_new, hit, blocks, full_sequence_must_fit=True)

@@ -46,6 +46,7 @@ class ReplayConfig:
     hash_algorithm: str = "sha256_cbor"
     free_order: str = "append"
     eviction_policy: str = "lru"  # of REPLAY_POLICIES
+    retention_interval: int | None = None  # tokens between checkpoints of windows and states; None: all are cached
     serial: bool = False
     platform: str = "gpu"
     tensor_parallel: int = 1
@@ -117,6 +118,7 @@ def run_replay(
         metrics_collector=collector,
         max_in_flight_tokens=plan.max_in_flight_tokens,
         free_order=config.free_order,
+        retention_interval=config.retention_interval,
         eviction_policy=config.eviction_policy if look_ahead is None else partial(BeladyPolicy, look_ahead=look_ahead),
         miss_reasons=reasons,
     )

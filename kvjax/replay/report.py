@@ -29,6 +29,7 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "hash_algorithm": config.hash_algorithm,
         "free_order": config.free_order,
         "eviction_policy": config.eviction_policy,
+        "retention_interval": config.retention_interval,
         "requests": recorder.requests,
         "refused_requests": recorder.refused,
         "prompt_tokens": recorder.prompt_tokens,
@@ -43,6 +44,7 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "block_hit_rate": _ratio(recorder.hit_tokens // config.block_size, recorder.prompt_blocks),
         "infinite_hit_blocks": recorder.infinite_hit_tokens // config.block_size,
         "infinite_block_hit_rate": _ratio(recorder.infinite_hit_tokens // config.block_size, recorder.prompt_blocks),
+        "registered_blocks": sum(pool.num_hashed_blocks + pool.num_evicted_blocks for pool in recorder.pools),
         "preemptions": recorder.preemptions,
         "steps": len(recorder.host_ns),
         **_host_times(recorder.host_ns),
@@ -84,6 +86,9 @@ def _what(result: ReplayResult) -> str:
         f"cache: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
         f"{config.hash_algorithm}, {config.eviction_policy} eviction, free order {config.free_order}",
     ]
+    if config.retention_interval is not None:
+        every = f", and every {config.retention_interval:,} tokens" if config.retention_interval else ""
+        lines.append(f"windows and states are cached where requests end or part{every}")
     if not config.serial:
         lines.append(f"speed model: {config.speed.describe()}")
     if recorder.refused:
@@ -149,7 +154,8 @@ def _pool(values: Mapping[str, Any]) -> str:
     occupancy, residency = values["occupancy"], values["block_residency"]
     lines = [
         f"blocks held in a step: {occupancy['mean_held']:.1%} on average, {occupancy['max_held']:.1%} at most; "
-        f"free but cached: {occupancy['mean_cached']:.1%} on average"
+        f"free but cached: {occupancy['mean_cached']:.1%} on average",
+        f"blocks that were cached at some time: {values['registered_blocks']:,}",
     ]
     if residency["sampled_evictions"]:
         rows = [

@@ -58,7 +58,7 @@ def _compute(manager: KVCacheManager, request: Request, hit: int, blocks: KVCach
 
     False if it does not fit, when the request holds nothing.
     """
-    step = manager.limit_step(request, request.num_tokens - hit, hit)
+    step = manager.limit_step(request, request.num_tokens - hit, hit, blocks)
     if manager.allocate_slots(request, step, hit, blocks) is None:
         return False
     request.num_computed_tokens = hit + step

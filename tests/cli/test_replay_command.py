@@ -235,9 +235,32 @@ def test_every_policy_can_be_asked_for(
     assert json.loads(data_path.read_text())["eviction_policy"] == policy
 
 
+def test_windows_and_states_are_cached_where_hits_end(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for options in ((), ("--retention-interval", 0)):
+        path = tmp_path / "out.json"
+        out = run(capsys, trace, "--serial", "--model", "gpt-oss-120b", *options, "--json", path)
+        found.append(json.loads(path.read_text()))
+        assert ("windows and states are cached where requests end or part" in out) == bool(options)
+    assert [data["retention_interval"] for data in found] == [None, 0]
+    assert found[1]["registered_blocks"] < 0.8 * found[0]["registered_blocks"]
+
+
+def test_a_retention_interval_below_zero_is_refused(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", trace, "--retention-interval", "-1"])
+    assert "argument --retention-interval: expected an integer >= 0, got '-1'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ("--model", "gemma-3-27b", "--retention-interval", 40),
+            "expected retention_interval as a multiple of 16 (the LCM of the block sizes), or 0, got 40",
+        ),
         (
             ("--policy", "belady", "--block-size", 48),
             "expected a block size that divides 512, the trace's, to look ahead",

@@ -79,6 +79,7 @@ class Setup:
     coarse_hash_mode: str = "concat"
     dcp: int = 1  # ranks of decode context parallelism; block sizes of `groups` count all ranks
     pcp: int = 1
+    retention: int | None = None
 
     @property
     def num_pools(self) -> int:
@@ -109,6 +110,7 @@ class Setup:
             coarse_hash_mode=self.coarse_hash_mode,
             dcp_world_size=self.dcp,
             pcp_world_size=self.pcp,
+            retention_interval=self.retention,
             **options,
         )
 
@@ -122,6 +124,7 @@ class Setup:
             uncached_first=self.uncached_first,
             same_step_hits=self.same_step_hits,
             max_in_flight=self.max_in_flight,
+            retention=self.retention,
         )
 
 
@@ -183,6 +186,20 @@ SETUPS = {
     "hybrid_eagle": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), eagle=True, uncached_first=True),
     "hybrid_eagle_group": Setup((NaiveGroup(2, eagle=True), NaiveGroup(4, window=5), NaiveGroup(2)), eagle=True),
     "hybrid_eagle_window": Setup((NaiveGroup(4), NaiveGroup(2, window=5, eagle=True)), eagle=True),
+    "window_retained": Setup((NaiveGroup(2, window=5),), retention=6),
+    "hybrid_retained": Setup(HYBRID.groups, retention=8),
+    "hybrid_sizes_retained": Setup(
+        (NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(6, window=7)),
+        max_model_len=48,
+        retention=0,
+        uncached_first=True,
+    ),
+    "hybrid_eagle_retained": Setup(
+        (NaiveGroup(4), NaiveGroup(2, window=4, eagle=True), NaiveGroup(2, window=7)), eagle=True, retention=12
+    ),
+    "full_mamba_retained": Setup(
+        (NaiveGroup(2), NaiveGroup(4, mamba="align", drafts=1), NaiveGroup(2, window=1, pool=1)), retention=8
+    ),
     "hybrid_pools": Setup((NaiveGroup(2), NaiveGroup(2, window=3, pool=1), NaiveGroup(4, pool=1))),
     "hybrid_no_caching": Setup((NaiveGroup(4), NaiveGroup(2, window=5)), caching=False),
 }
@@ -249,6 +266,7 @@ class Lockstep:
         external = min(external, len(pair.naive.tokens) - 1 - length)
         new = max(min(new, len(pair.naive.tokens) - length - external), 0 if external else 1)
         new = self.setup.cut(length + external, new)
+        shared = self.naive.find_shared(pair.naive) if use_hit else 0
         naive_hit = [list(ids) for ids in hit.get_block_ids()] if hit is not None and length else None
         ours = self.manager.allocate_slots(
             pair.request,
@@ -261,7 +279,7 @@ class Lockstep:
             pair.naive.encoder,
             full_sequence_must_fit=options.get("must_fit", False),
         )
-        theirs = self.naive.allocate(pair.naive, new, naive_hit, length, external=external, **options)
+        theirs = self.naive.allocate(pair.naive, new, naive_hit, length, external=external, shared=shared, **options)
         self.compare_dealt(ours, theirs)
         if ours is None:
             return False
@@ -355,6 +373,8 @@ class Lockstep:
         }
         assert snapshot.num_cached_blocks == {name: tuple(counts) for name, counts in naive.cached.items()}
         assert [set(ids) for ids in snapshot.fresh_blocks] == naive.fresh
+        for name, lengths in snapshot.checkpoints.items():
+            assert set(lengths) - {0} == naive.checkpoints[name]
         for ours, theirs in zip(snapshot.pools, naive.pools, strict=True):
             assert list(ours.free_order) == theirs.free
             assert list(ours.ref_count) == [theirs.refs[block] for block in range(theirs.num_blocks)]

@@ -104,6 +104,10 @@ class NaiveGroup:
             return max(0, token - self.window + 1)
         return 0 if self.chunk is None else token - token % self.chunk
 
+    @property
+    def window_or_0(self) -> int:
+        return self.window or 0
+
     def skipped_blocks(self, computed: int) -> int:
         return self.first_seen(computed) // self.block_size
 
@@ -146,8 +150,11 @@ class NaiveManager:
         uncached_first: bool = False,
         same_step_hits: bool = True,
         max_in_flight: int | None = None,
+        retention: int | None = None,
     ) -> None:
         self.groups = groups
+        self.retention = retention
+        self.checkpoints: dict[str, set[int]] = {}  # request -> lengths at which hits of it may end
         self.order = sorted(range(len(groups)), key=lambda i: groups.index(groups[i]))
         self.pools = [NaivePool(size, uncached_first) for size in pool_sizes]
         self.max_model_len = max_model_len
@@ -211,6 +218,47 @@ class NaiveManager:
         for fresh in self.fresh:
             fresh.clear()
 
+    # -- what is kept
+
+    @property
+    def hit_step(self) -> int:
+        """Every hit is a multiple."""
+        return lcm(*(group.block_size for group in self.groups if not group.cross))
+
+    def find_shared(self, request: NaiveRequest) -> int:
+        """The longest prefix that all groups have that keep everything before it; of the first, if there is none."""
+        limit = len(request.tokens) - 1
+        cached = [i for i in self.order if not self.groups[i].cross]
+        closed = [i for i in cached if not self.groups[i].is_local] or cached[:1]
+        names_input = request.salt is not None or len(cached) == len(self.groups)
+        if self.retention is None or not (self.caching and cached and names_input):
+            return 0
+        for length in range(limit // self.hit_step * self.hit_step, 0, -self.hit_step):
+            if all(self._hit_of(i, request, length, limit) is not None for i in closed):
+                return length
+        return 0
+
+    def note_checkpoints(self, request: NaiveRequest, shared: int) -> None:
+        dropping = [group.block_size for group in self.groups if self._drops(group) and not group.cross]
+        most = len(request.tokens) - max(dropping, default=0)
+        lengths = (most - 1, most, shared)
+        self.checkpoints[request.request_id] = {max(n, 0) // self.hit_step * self.hit_step for n in lengths} - {0}
+
+    def keeps(self, name: str, group: NaiveGroup, column: int) -> bool:
+        """Whether a hit that ends at a checkpoint of the request needs the block."""
+        if self.retention is None or (group.window is None and group.mamba is None):
+            return True
+        lengths = set(self.checkpoints[name])
+        if self.retention:
+            lengths |= set(range(self.retention, self.max_model_len + group.window_or_0 + 99, self.retention))
+        for length in lengths:
+            end = length // group.block_size
+            before = 1 if group.mamba is not None else max(ceil((group.window_or_0 - 1) / group.block_size), 1)
+            after = int(self._drops(group) and group.mamba is None)
+            if end - before <= column < end + after:
+                return True
+        return False
+
     # -- slots
 
     def allocate(
@@ -225,6 +273,7 @@ class NaiveManager:
         delay: bool = False,
         in_flight: int = 0,
         must_fit: bool = False,
+        shared: int = 0,
     ) -> list[list[int]] | None:
         name = request.request_id
         running = name in self.tables
@@ -244,6 +293,7 @@ class NaiveManager:
             return None
         if not running:
             self.cached[name] = [0] * len(self.groups)
+            self.note_checkpoints(request, shared if shared > hit_tokens else 0)
             self.tables[name] = tables
             for i in self.order:
                 group = self.groups[i]
@@ -325,7 +375,7 @@ class NaiveManager:
             table = self.tables[request.request_id][i]
             full = min(num_tokens, len(request.tokens)) // group.block_size
             for column in range(self.cached[request.request_id][i], full):
-                if table[column]:
+                if table[column] and self.keeps(request.request_id, group, column):
                     key = request.key((column + 1) * group.block_size)
                     self.pools[group.pool].register(table[column], i, key)
                     if group.mamba is not None or not self.same_step_hits:

@@ -36,7 +36,7 @@ OWN = {"four": FOUR, "big": BIG, "chunked": CHUNKED, "mamba": MAMBA}
 FORKED = {
     name: replace(setup, same_step_hits=False)
     for name, setup in (SETUPS | OWN).items()
-    if setup.caching and not setup.eagle and name not in ("cross", "mamba_none")
+    if setup.caching and not setup.eagle and setup.retention is None and name not in ("cross", "mamba_none")
 }
 HASHER = BlockHasher(4, "xxhash_cbor", seed="0")
 

@@ -29,7 +29,9 @@ import numpy as np
 
 from kvjax.core.column_runs import Runs
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.single_type_manager import IntOrArray, PrefixLookup, RowChanges, SingleTypeKVCacheManager
+from kvjax.core.retention import CheckpointBlocks
+from kvjax.core.row_changes import RowChanges
+from kvjax.core.single_type_manager import IntOrArray, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.core.state_steps import StateBlocks
 from kvjax.errors import InvariantError
@@ -174,6 +176,10 @@ class MambaManager(SingleTypeKVCacheManager):
         """As the spec says."""
         settings = self.settings
         return self.kv_cache_spec.max_blocks_per_request(settings.max_model_len, settings.max_in_flight_tokens)
+
+    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
+        """The state at the end."""
+        return CheckpointBlocks(self.block_size, num_before=1, num_after=0)
 
     @property
     def state_blocks(self) -> StateBlocks | None:
