@@ -22,6 +22,7 @@ from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
 from scripts.tpu_aot.score import BlockScore, block_scores
 
+OPS = ("attention", "kv_write", "copy_pages", "zero_pages", "gather_pages", "scatter_pages")
 # One feature at a time, then all together.
 FEATURES: dict[str, list[str]] = {
     "base": [],
@@ -77,7 +78,7 @@ def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where something did not compile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chip", choices=sorted(CHIPS))
-    parser.add_argument("op", choices=["attention", "kv_write"])
+    parser.add_argument("op", choices=OPS)
     parser.add_argument("settings", nargs="*", metavar="name=value")
     parser.add_argument("--features", action="store_true", help="the case with each feature of attention")
     parser.add_argument("--no-dump", action="store_true", help="compile only")

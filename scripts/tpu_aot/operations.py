@@ -5,6 +5,7 @@ Imported in the process that compiles, after `prepare_environment`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import attention_layout
+from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
@@ -112,6 +114,33 @@ def write(case: WriteCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return write_kernel.kv_write, (new, new, pages, _array((case.tokens,), "int32"))
 
 
+@dataclass(frozen=True)
+class PagesCase:
+    """Sizes of one compilation of an op on whole pages."""
+
+    kv_heads: int = 8
+    head_dim: int = 128
+    page: int = 128
+    dtype: str = "bfloat16"
+    count: int = 64
+    num_pages: int = 4096
+
+    @property
+    def pages(self) -> jax.ShapeDtypeStruct:
+        """The page array."""
+        (array,) = attention_layout(
+            num_kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=self.page, dtype=self.dtype, platform="tpu"
+        ).arrays
+        return _array(array.shape(self.num_pages), array.dtype)
+
+
+def move(case: PagesCase, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """One of copy_pages, zero_pages, gather_pages and scatter_pages."""
+    pages, ids = case.pages, _array((case.count,), "int32")
+    last = {"copy_pages": (ids,), "scatter_pages": (_array((case.count, *pages.shape[1:]), case.dtype),)}
+    return getattr(page_kernels, name), (pages, ids, *last.get(name, ()))
+
+
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
@@ -119,4 +148,8 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]]] = {
     "attention": (AttentionCase, attention),
     "kv_write": (WriteCase, write),
+    **{
+        name: (PagesCase, functools.partial(move, name=name))
+        for name in ("copy_pages", "zero_pages", "gather_pages", "scatter_pages")
+    },
 }

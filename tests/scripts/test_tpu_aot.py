@@ -14,6 +14,7 @@ from scripts.tpu_aot.bundles import Kernel, Loop, read_bundles, read_dumps, read
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compile_one import parse_case, vmem_bytes
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
+from scripts.tpu_aot.operations import OPERATIONS
 from scripts.tpu_aot.score import BlockScore, block_scores, executed_bundles
 
 DUMP = Path(__file__).parent / "tpu_dump"
@@ -130,6 +131,10 @@ def test_a_line_of_the_table() -> None:
 def test_what_does_not_compile_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert tpu_compile.main(["v6e", "kv_write", "pages=3"]) == 1
     assert "expected a setting out of" in capsys.readouterr().err
+
+
+def test_every_op_can_be_named() -> None:
+    assert set(tpu_compile.OPS) == set(OPERATIONS)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")

@@ -1,0 +1,96 @@
+"""page_ops for TPU: DMAs between pages in HBM, one for each run of neighbouring pages on both sides.
+
+Flow:    page ids -> runs (XLA) -> [kernel_tpu] -> pages, in place
+
+Grid: one step, which starts all DMAs and then waits for all. Reads and writes n pages. Zeros come from page 0, which
+is zero for ever, a DMA a page.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.dma_runs import LARGEST_TABLE_ROWS, copy_all, copy_runs
+from pallas_kernels.mosaic import Copy, Ref, compiler_params
+
+
+def reason_not_supported(pages: jax.Array, count: int) -> str | None:
+    """What of a call the kernels cannot do, in words; None if they can do it all."""
+    if pages.ndim < 3:
+        return f"TPU kernels move pages of at least two dimensions, got {pages.ndim - 1}"
+    if pages.dtype == jnp.float16:
+        return "TPU has no float16 pages; use bfloat16"
+    if count > LARGEST_TABLE_ROWS:
+        return f"TPU kernels move up to {LARGEST_TABLE_ROWS} pages a call, got {count}"
+    return None
+
+
+@jax.jit
+def copy_pages(pages: jax.Array, sources: jax.Array, destinations: jax.Array) -> jax.Array:
+    """As `pallas_kernels.page_ops.copy_pages`."""
+    runs = copy_runs(destinations >= 1, jnp.maximum(sources, 0), destinations)
+    return _move(runs, None, pages, name="copy_pages")
+
+
+@jax.jit
+def zero_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """As `pallas_kernels.page_ops.zero_pages`."""
+    runs = copy_runs(page_ids >= 1, jnp.zeros_like(page_ids), page_ids)
+    return _move(runs, None, pages, name="zero_pages")
+
+
+@jax.jit
+def gather_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """As `pallas_kernels.page_ops.gather_pages`."""
+    count = page_ids.shape[0]
+    runs = copy_runs(jnp.ones(count, bool), jnp.maximum(page_ids, 0), jnp.arange(count, dtype=jnp.int32))
+    return _move(runs, pages, jax.ShapeDtypeStruct((count, *pages.shape[1:]), pages.dtype), name="gather_pages")
+
+
+@jax.jit
+def scatter_pages(pages: jax.Array, page_ids: jax.Array, values: jax.Array) -> jax.Array:
+    """As `pallas_kernels.page_ops.scatter_pages`."""
+    runs = copy_runs(page_ids >= 1, jnp.arange(page_ids.shape[0], dtype=jnp.int32), page_ids)
+    return _move(runs, values, pages, name="scatter_pages")
+
+
+def _move(
+    runs: jax.Array, source: jax.Array | None, target: jax.Array | jax.ShapeDtypeStruct, *, name: str
+) -> jax.Array:
+    """Copies runs of pages of `source` (None: of the target itself) to the target, which is updated where it exists."""
+    if target.size == 0 or runs.shape[0] == 1:
+        return target if isinstance(target, jax.Array) else jnp.zeros(target.shape, target.dtype)
+    operands = [runs]
+    if source is not None:
+        operands.append(source)
+    aliases = {}
+    if isinstance(target, jax.Array):
+        aliases = {len(operands): 0}
+        operands.append(target)
+
+    def kernel(runs: Ref, *refs: Ref) -> None:
+        *arrays, moved, arrived = refs
+        pages = moved if source is None else arrays[0]
+
+        def copy(first: jax.Array, to: jax.Array, count: jax.Array) -> Copy:
+            return pltpu.make_async_copy(pages.at[pl.ds(first, count)], moved.at[pl.ds(to, count)], arrived)
+
+        copy_all(runs, copy)
+
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (len(operands) - 1),
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        ),
+        out_shape=jax.ShapeDtypeStruct(target.shape, target.dtype),
+        input_output_aliases=aliases,
+        compiler_params=compiler_params(4 << 20),
+        name=name,
+    )(*operands)

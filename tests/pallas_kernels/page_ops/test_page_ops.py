@@ -1,0 +1,140 @@
+"""page_ops: the reference against numpy, the TPU kernels against the reference, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.page_ops import copy_pages, gather_pages, scatter_pages, zero_pages
+from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.on_tpu import compile_on_tpu
+
+NUM_PAGES, COUNT = 13, 6
+ARRAYS = [((4, 2, 2, 128), "bfloat16"), ((8, 128), "float32"), ((4, 2, 4, 128), "float8_e4m3fn"), ((2, 8, 128), "int8")]
+
+
+def random_ids(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(sources, distinct targets that are none of them), in runs and scattered, some skipped, some the null page."""
+    order = rng.permutation(np.arange(1, NUM_PAGES)) if rng.integers(2) else np.arange(1, NUM_PAGES)
+    sources, targets = order[:COUNT].copy(), order[COUNT : 2 * COUNT].copy()
+    targets[rng.random(COUNT) < 0.3] = -1
+    targets[rng.integers(COUNT)] = 0
+    sources[rng.integers(COUNT)] = rng.integers(-1, 1)
+    return sources.astype(np.int32), targets.astype(np.int32)
+
+
+def case(seed: int, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
+    """(pages, sources, targets, values)."""
+    rng = np.random.default_rng(seed)
+    pages = random_values(rng, (NUM_PAGES, *shape), dtype)
+    pages[0] = np.zeros((), pages.dtype)
+    return (pages, *random_ids(rng), random_values(rng, (COUNT, *shape), dtype))
+
+
+def expected(pages: np.ndarray, sources: np.ndarray, targets: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+    """Copied, zeroed, gathered and scattered, a page at a time."""
+    copied, zeroed, scattered = pages.copy(), pages.copy(), pages.copy()
+    for source, target, value in zip(sources, targets, values, strict=True):
+        if target > 0:
+            copied[target] = pages[max(source, 0)]
+            zeroed[target] = np.zeros((), pages.dtype)
+            scattered[target] = value
+    return [copied, zeroed, np.stack([pages[max(source, 0)] for source in sources]), scattered]
+
+
+def all_four(backend: str) -> Callable[..., tuple[jax.Array, ...]]:
+    def run(pages: jax.Array, sources: jax.Array, targets: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
+        return (
+            copy_pages(pages, sources, targets, backend=backend),
+            zero_pages(pages, targets, backend=backend),
+            gather_pages(pages, sources, backend=backend),
+            scatter_pages(pages, targets, values, backend=backend),
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(("shape", "dtype"), ARRAYS)
+def test_equals_numpy(shape: tuple[int, ...], dtype: str) -> None:
+    """Bit for bit, on the reference and on TPU."""
+    run = None
+    for seed in range(4):
+        arrays = case(seed, shape, dtype)
+        given = [jnp.asarray(array) for array in arrays]
+        run = run or compile_on_tpu(all_four("tpu"), *given)
+        for results in (run(*given), all_four("reference")(*given)):
+            for got, want in zip(results, expected(*arrays), strict=True):
+                np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
+
+
+def test_no_pages() -> None:
+    """Empty lists of ids."""
+    pages, none = jnp.ones((3, 8, 128)), jnp.zeros(0, jnp.int32)
+    for backend in ("reference", "tpu"):
+        assert gather_pages(pages, none, backend=backend).shape == (0, 8, 128)
+        for got in (
+            copy_pages(pages, none, none, backend=backend),
+            zero_pages(pages, none, backend=backend),
+            scatter_pages(pages, none, jnp.zeros((0, 8, 128)), backend=backend),
+        ):
+            np.testing.assert_array_equal(got, pages)
+
+
+def ids(*values: int) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+PAGES = jnp.zeros((5, 2, 3))
+BAD: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "pages": (zero_pages, (jnp.zeros(5), ids(1)), r"zero_pages: expected pages \[num_pages, \*page_shape\], got"),
+    "ids": (gather_pages, (PAGES, jnp.zeros((1, 1), jnp.int32)), r"gather_pages: expected page_ids \[n\] of shape"),
+    "dtype": (gather_pages, (PAGES, jnp.zeros(2, jnp.uint32)), "expected page_ids of dtype int32, got uint32"),
+    "high": (zero_pages, (PAGES, ids(1, 5)), r"expected page_ids in \[-1, 5\), got 1 ... 5"),
+    "low": (zero_pages, (PAGES, ids(-2, 1)), r"expected page_ids in \[-1, 5\), got -2 ... 1"),
+    "sources": (copy_pages, (PAGES, ids(9), ids(1)), r"copy_pages: expected sources in \[-1, 5\), got 9 ... 9"),
+    "lengths": (copy_pages, (PAGES, ids(1, 2), ids(3)), "expected as many sources as destinations, got 2 and 1"),
+    "twice": (copy_pages, (PAGES, ids(1, 2), ids(3, 3)), r"expected distinct destinations, got \[3\] more than once"),
+    "both": (
+        copy_pages,
+        (PAGES, ids(1, 2), ids(3, 1)),
+        r"expected destinations that are no sources, got \[1\] as both",
+    ),
+    "values": (scatter_pages, (PAGES, ids(1), jnp.zeros((2, 2, 3))), r"expected values \[n, \*page_shape\] of shape"),
+    "values' dtype": (
+        scatter_pages,
+        (PAGES, ids(1), jnp.zeros((1, 2, 3), jnp.bfloat16)),
+        "expected values of the pages' dtype float32, got bfloat16",
+    ),
+    "scattered twice": (scatter_pages, (PAGES, ids(1, 1), jnp.zeros((2, 2, 3))), "expected distinct page_ids"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str) -> None:
+    function, arguments, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)
+
+
+NOT_ON_TPU = {
+    "flat": (jnp.zeros((5, 128)), 1, "move pages of at least two dimensions, got 1"),
+    "float16": (jnp.zeros((5, 8, 128), jnp.float16), 1, "TPU has no float16 pages"),
+    "many": (PAGES, 32769, "move up to 32768 pages a call, got 32769"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ON_TPU)
+def test_what_the_kernels_cannot_do(name: str) -> None:
+    pages, count, message = NOT_ON_TPU[name]
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(lambda ids: gather_pages(pages, ids, backend="tpu"), jax.ShapeDtypeStruct((count,), jnp.int32))
+
+
+def test_a_platform_without_a_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="zero_pages: there is no gpu kernel"):
+        zero_pages(PAGES, ids(1), backend="gpu")
