@@ -1,0 +1,190 @@
+"""Replays a trace under every eviction policy and retention interval; prints the tables of docs/eviction.md.
+
+Flow:    trace, pool sizes x policies, models x intervals -> [compare] -> Markdown tables, JSON, a plot
+
+    python scripts/compare_evictions.py mooncake_conversation.jsonl --json evictions.json --plot docs/eviction.png
+
+One request at a time, as `kvjax replay --serial`. Results are kept in the JSON file after every run, and what is there
+already is not run again: delete it to start anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvjax.cli.arguments import int_list, positive_int
+from kvjax.configs import load_model_config
+from kvjax.replay import REPLAY_POLICIES, ReplayConfig, TraceRequest, read_trace, run_replay
+
+BLOCK_SIZE = 512
+FULL_MODEL = "llama-3-8b"
+PARITY_TOKENS = 30_500  # of that model; see kvjax/core/eviction/cost_aware.py
+COLORS = {"lru": "#2b6cb0", "slru": "#2f855a", "cost": "#c05621", "belady": "#4a5568"}
+RETAINED_MODELS = ("gemma-3-27b", "qwen3-next-80b-a3b")
+INTERVALS = (None, 8_192, 0)
+ORDERS = (("lru", "append"), ("lru", "uncached_first"), ("slru", "append"))  # of retention: policy, free order
+
+
+def work_of(num_tokens: int) -> float:
+    """Of a prefix of so many tokens, in tokens without attention: that of token n costs `n / PARITY_TOKENS` more."""
+    return num_tokens * (1 + num_tokens / (2 * PARITY_TOKENS))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One replay."""
+
+    model: str
+    num_blocks: int
+    policy: str
+    free_order: str = "append"
+    interval: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the JSON file."""
+        return " ".join(str(value) for value in asdict(self).values())
+
+    def run(self, trace: Sequence[TraceRequest]) -> dict[str, Any]:
+        """What the replay found."""
+        recorder = run_replay(
+            trace,
+            ReplayConfig(
+                specs=load_model_config(self.model).kv_cache_specs(BLOCK_SIZE),
+                num_blocks=self.num_blocks,
+                hash_algorithm="xxhash_cbor",
+                free_order=self.free_order,
+                eviction_policy=self.policy,
+                retention_interval=self.interval,
+                serial=True,
+            ),
+        ).recorder
+        return {
+            "hit_tokens": recorder.hit_tokens,
+            "infinite_hit_tokens": recorder.infinite_hit_tokens,
+            "prompt_tokens": recorder.prompt_tokens,
+            "saved_work": sum(work_of(hit) for _, hit in recorder.hits) / sum(work_of(n) for n, _ in recorder.hits),
+            "refused": recorder.refused,
+            "registered_blocks": sum(pool.num_hashed_blocks + pool.num_evicted_blocks for pool in recorder.pools),
+            "host_us": sum(recorder.host_ns) / 1e3 / len(recorder.host_ns),
+        }
+
+
+class Results:
+    """Results by case, in a file."""
+
+    def __init__(self, path: Path, trace: Sequence[TraceRequest]) -> None:
+        self._path = path
+        self._trace = trace
+        self._known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def of(self, case: Case) -> dict[str, Any]:
+        """The case's, run if it is not there yet."""
+        key = f"{len(self._trace)} requests, {case.key}"
+        if key not in self._known:
+            print(f"running {key}", file=sys.stderr)
+            self._known[key] = case.run(self._trace)
+            self._path.write_text(json.dumps(self._known, indent=2) + "\n", encoding="utf-8")
+        return self._known[key]
+
+
+def policy_table(results: Results, sizes: Iterable[int]) -> tuple[list[list[str]], dict[str, list[float]]]:
+    """Rows of the table, each hit rate with the work saved, and the rates in percent by policy and of no eviction."""
+    rows: list[list[str]] = []
+    best: dict[str, Any] = {}
+    rates: dict[str, list[float]] = {policy: [] for policy in (*REPLAY_POLICIES, "infinite")}
+    for size in sorted(sizes):
+        row, found = [f"{size:,}"], {}
+        for policy in REPLAY_POLICIES:
+            if policy == "belady" and rates[policy] and rates[policy][-1] == rates["infinite"][-1]:
+                found = best  # a bound does not fall as the pool grows
+            else:
+                found = results.of(Case(FULL_MODEL, size, policy))
+                best = found if policy == "belady" else best
+            rates[policy].append(100 * found["hit_tokens"] / found["prompt_tokens"])
+            row.append(f"{rates[policy][-1]:.2f} % ({100 * found['saved_work']:.2f} %)")
+        rates["infinite"].append(100 * found["infinite_hit_tokens"] / found["prompt_tokens"])
+        rows.append(row)
+    return rows, rates
+
+
+def retention_table(results: Results, models: Iterable[str], num_blocks: int) -> list[list[str]]:
+    """Rows: model and interval; blocks that were cached, and the hit rate under each order."""
+    rows = []
+    for model in models:
+        for interval in INTERVALS:
+            every = "everything" if interval is None else f"every {interval:,}" if interval else "ends and partings"
+            found = [results.of(Case(model, num_blocks, *order, interval)) for order in ORDERS]
+            rates = [f"{100 * one['hit_tokens'] / one['prompt_tokens']:.2f} %" for one in found]
+            rows.append([model, every, f"{found[-1]['registered_blocks']:,}", *rates])
+    return rows
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(path: Path, sizes: list[int], rates: dict[str, list[float]]) -> None:
+    """Hit rate by pool size, a line per policy."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for policy in REPLAY_POLICIES:
+        style = "--" if policy == "belady" else "-"
+        axis.plot(sizes, rates[policy], style, marker="o", markersize=4, color=COLORS[policy], label=policy)
+    axis.plot(sizes, rates["infinite"], ":", color="#a0aec0", label="infinite cache")
+    axis.set(xscale="log", xlabel="blocks of 512 tokens in the pool", ylabel="prompt tokens found in the cache, %")
+    axis.set_title("Mooncake's conversation trace, one request at a time")
+    axis.set_ylim(bottom=0)
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, format="png")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints both tables; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", help="JSON lines in Mooncake's format")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, kept after every run")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of the first table")
+    parser.add_argument("--num-requests", type=positive_int, metavar="N", help="how many to read (default: all)")
+    parser.add_argument(
+        "--sizes", type=int_list, default=[2_000, 5_000, 10_000, 20_000, 50_000], metavar="N,N", help="of pools"
+    )
+    parser.add_argument(
+        "--models", default=",".join(RETAINED_MODELS), metavar="A,B", help="of the second table (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--retention-requests", type=positive_int, default=4_000, metavar="N", help="of the trace, for the second table"
+    )
+    parser.add_argument("--retention-blocks", type=positive_int, default=20_000, metavar="N", help="of its pools")
+    options = parser.parse_args(arguments)
+    trace = read_trace(options.trace, options.num_requests)
+    results = Results(options.json, trace)
+    rows, rates = policy_table(results, options.sizes)
+    print(markdown(["blocks", *REPLAY_POLICIES], rows))
+    infinite = rates["infinite"][-1]
+    print(f"\nAn infinite cache: {infinite:.2f} %.\n")
+    if options.plot is not None:
+        plot(options.plot, options.sizes, rates)
+    head = ["model", "kept", "blocks cached", *(" ".join(dict.fromkeys(order)) for order in ORDERS)]
+    results = Results(options.json, trace[: options.retention_requests])
+    print(markdown(head, retention_table(results, options.models.split(","), options.retention_blocks)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

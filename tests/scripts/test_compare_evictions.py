@@ -1,0 +1,49 @@
+"""The script behind docs/eviction.md on a small trace: both tables, the plot, and no case run twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax.replay import REPLAY_POLICIES, write_trace
+from tests.replay.random_traces import random_trace
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import compare_evictions
+
+
+def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[list[str]], str]:
+    arguments = [str(folder / "trace.jsonl"), "--json", str(folder / "found.json"), "--plot", str(folder / "plot.png")]
+    options = ["--sizes", "20,12,200,4000,150", "--models", "gpt-oss-120b", "--retention-blocks", "500"]
+    assert compare_evictions.main([*arguments, *options]) == 0
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines], captured.err
+
+
+def test_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    write_trace(random_trace(3, 120), tmp_path / "trace.jsonl")
+    rows, log = run(tmp_path, capsys)
+    assert rows[0] == ["blocks", *REPLAY_POLICIES]
+    assert [row[0] for row in rows[2:7]] == ["12", "20", "150", "200", "4,000"]
+    rates = [[float(cell.split(" %")[0]) for cell in row[1:]] for row in rows[2:7]]
+    for of_size in rates:
+        assert of_size[-1] == max(of_size)
+    assert rates == sorted(rates)
+    assert len(set(rates[-1])) == 1  # nothing is evicted
+    assert rates[2][0] < rates[2][-1] == rates[3][-1] == rates[-1][-1]  # where the bound is not replayed again
+    assert rows[7] == ["model", "kept", "blocks cached", "lru append", "lru uncached_first", "slru append"]
+    assert [row[:2] for row in rows[9:]] == [
+        ["gpt-oss-120b", kept] for kept in ("everything", "every 8,192", "ends and partings")
+    ]
+    cached = [int(row[2].replace(",", "")) for row in rows[9:]]
+    assert cached[0] > cached[1] >= cached[2]
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert 5 * 4 + 9 > log.count("running") == len(json.loads((tmp_path / "found.json").read_text()))
+    again, log = run(tmp_path, capsys)
+    assert (again, log) == (rows, "")
