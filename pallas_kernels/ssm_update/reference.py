@@ -120,13 +120,11 @@ def selective_scan(
         step.seq,
         step.place,
     )
-    shape = (num_heads, tokens[0].shape[2], states.shape[-1])
-    paged = states.reshape(-1, *shape)
-    out, paged = _scan(tokens, paged, a.astype(jnp.float32).reshape(num_heads, 1, -1), step)
+    out, states = _scan(tokens, states, a.astype(jnp.float32).reshape(num_heads, 1, -1), step)
     if d is not None:
         out = out + d.astype(jnp.float32)[:, None] * tokens[0]
     out = jnp.where((step.place >= 0)[:, None, None], out, 0.0)
-    return out.reshape(x.shape).astype(x.dtype), paged.reshape(states.shape)
+    return out.reshape(x.shape).astype(x.dtype), states
 
 
 def _per_head(x: jax.Array, num_heads: int) -> jax.Array:
@@ -137,12 +135,12 @@ def _per_head(x: jax.Array, num_heads: int) -> jax.Array:
 
 def _scan(
     tokens: tuple[jax.Array, ...],  # x [T, H, P], dt [T, H], b and c [T, H or 1, N], seq and place [T]
-    states: jax.Array,  # [pages, H, P, N]
+    states: jax.Array,  # [pages, H, N] or [pages, H, P, N]
     a: jax.Array,  # float32[H, 1, N or 1]
     step: StateStep,
 ) -> tuple[jax.Array, jax.Array]:
     """(c . state float32[T, H, P] of every token, the states with those after the last tokens written)."""
-    num_tokens = tokens[0].shape[0]
+    num_tokens, *shape = *tokens[0].shape, states.shape[-1]  # [H, P, N] of a state
     size = min(num_tokens, _CHUNK_TOKENS, max(1, _CHUNK_NUMBERS // math.prod(states.shape[1:])))
     padded = [jnp.pad(y, [(0, -num_tokens % size), *[(0, 0)] * (y.ndim - 1)]) for y in tokens]
 
@@ -151,19 +149,20 @@ def _scan(
         x, dt, b, c, seq, place = (lax.dynamic_slice_in_dim(y, i * size, size) for y in padded)
         first = (place == 0)[:, None, None, None]
         decay = jnp.exp(dt[..., None, None] * a)  # [size, H, 1, N or 1]
-        initial = states[step.read[seq]].astype(jnp.float32)
+        initial = states[step.read[seq]].reshape(size, *shape).astype(jnp.float32)
         initial = initial.at[0].set(jnp.where(first[0], initial[0], state))  # others continue from the chunk before
         begins = first.at[0].set(True)
         inflow = dt[..., None, None] * x[..., None] * b[:, :, None]
         inflow = inflow + jnp.where(begins, decay * initial, 0.0)
         after = lax.cond(begins.all(), lambda: inflow, lambda: _segmented_scan(begins, decay, inflow))
         write = jnp.where(place == step.q_lens[seq] - 1, step.write[seq], states.shape[0])
-        states = states.at[write].set(after.astype(states.dtype), mode="drop")
+        rows = after.astype(states.dtype).reshape(size, *states.shape[1:])
+        states = states.at[write].set(rows, mode="drop")
         c = jnp.broadcast_to(c, (size, *after.shape[1::2]))
         seen = jnp.einsum("thpn,thn->thp", after, c, precision=lax.Precision.HIGHEST)
         return states, after[-1], lax.dynamic_update_slice_in_dim(out, seen, i * size, axis=0)
 
-    state = jnp.zeros(states.shape[1:], jnp.float32)
+    state = jnp.zeros(shape, jnp.float32)
     out = jnp.zeros(padded[0].shape, jnp.float32)
     carry = vary_like((states, state, out), *padded, a, *step)
     num_chunks = -(-jnp.sum(step.q_lens) // size)
