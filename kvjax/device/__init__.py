@@ -1,11 +1,11 @@
 """Device layer: page arrays, step inputs in buckets, and jitted update steps that own the pages while they run."""
 
 from kvjax.device.attention_options import AttentionOptions
-from kvjax.device.batch import DeviceBatch, DeviceGroup
+from kvjax.device.batch import DeviceBatch, DeviceGroup, DeviceStates
 from kvjax.device.buckets import Bucket, Buckets
 from kvjax.device.compile_counter import CompileCount, count_compilations
 from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write_kv, zero_pages
-from kvjax.device.paged_kv_cache import PagedKVCache
+from kvjax.device.paged_kv_cache import PagedKVCache, RecurrentStep
 from kvjax.device.pages import KVPages, create_pages
 from kvjax.device.placement import TENSOR_AXIS, Placement
 from kvjax.device.update_step import SampleFn, StepOutput, UpdateStep, make_update_step
@@ -18,9 +18,11 @@ __all__ = [
     "CompileCount",
     "DeviceBatch",
     "DeviceGroup",
+    "DeviceStates",
     "KVPages",
     "PagedKVCache",
     "Placement",
+    "RecurrentStep",
     "SampleFn",
     "StepOutput",
     "UpdateStep",

@@ -12,7 +12,8 @@ the last real one, logits of token 0 (ignored).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import jax
@@ -26,12 +27,23 @@ Array: TypeAlias = np.ndarray | jax.Array
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DeviceStates:
+    """Pages of a recurrent group's states, padded with requests that neither read nor write."""
+
+    read: Array  # int32[S]
+    write: Array  # int32[S]
+    has_initial: Array  # bool[S]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DeviceGroup:
     """One group's part of a step, padded."""
 
     block_tables: Array  # int32[S, P]
     seq_lens: Array  # int32[S]
     slot_mapping: Array  # int32[T]
+    states: DeviceStates | None = None  # of recurrent groups only
 
 
 @jax.tree_util.register_dataclass
@@ -69,14 +81,21 @@ class DeviceBatch:
         )
 
     @classmethod
-    def empty(cls, bucket: Bucket, num_groups: int, *, positions_rank: int = 1) -> DeviceBatch:
-        """A batch without requests: writes nothing and attends to nothing. For warm-up."""
+    def empty(
+        cls, bucket: Bucket, num_groups: int, *, positions_rank: int = 1, recurrent: Collection[int] = ()
+    ) -> DeviceBatch:
+        """A batch without requests: writes nothing and attends to nothing. For warm-up.
+
+        `recurrent` are the ids of groups whose pages are states.
+        """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
             np.zeros((requests, bucket.num_columns), np.int32),
             np.zeros(requests, np.int32),
             np.full(tokens, -1, np.int32),
         )
+        no_pages = np.zeros(requests, np.int32)
+        states = DeviceStates(no_pages, no_pages.copy(), np.zeros(requests, bool))
         return cls(
             token_ids=np.zeros(tokens, np.int32),
             positions=np.zeros(tokens if positions_rank == 1 else (3, tokens), np.int32),
@@ -84,7 +103,7 @@ class DeviceBatch:
             query_start_loc=np.zeros(requests + 1, np.int32),
             distribution=np.zeros(3, np.int32),
             logits_indices=np.zeros(requests, np.int32),
-            groups=(group,) * num_groups,
+            groups=tuple(replace(group, states=states) if i in recurrent else group for i in range(num_groups)),
         )
 
 
@@ -119,4 +138,15 @@ def _group(group: GroupPlan, bucket: Bucket) -> DeviceGroup:
         block_tables=block_tables,
         seq_lens=padded(group.seq_lens, bucket.num_requests),
         slot_mapping=padded(group.slot_mapping, bucket.num_tokens, -1),
+        states=_states(group, num_requests=bucket.num_requests),
+    )
+
+
+def _states(group: GroupPlan, num_requests: int) -> DeviceStates | None:
+    if group.state_read is None or group.state_write is None or group.has_initial_state is None:
+        return None
+    return DeviceStates(
+        read=padded(group.state_read, num_requests),
+        write=padded(group.state_write, num_requests),
+        has_initial=padded(group.has_initial_state, num_requests),
     )

@@ -5,10 +5,14 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
 
     cache = PagedKVCache(pages, batch, kv_cache_config)
     hidden = model(batch.token_ids, batch.positions, cache)      # each layer: cache("layers.3", q, k, v, options)
+                                                                 # recurrent ones: cache.update_states("layers.4", ...)
     pages = cache.pages
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +20,24 @@ from jax.sharding import PartitionSpec
 
 from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheSpec
 from kvjax.device.attention_options import AttentionOptions
-from kvjax.device.batch import DeviceBatch
+from kvjax.device.batch import Array, DeviceBatch
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import Placement
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+
+class RecurrentStep(NamedTuple):
+    """Where the step's tokens stand and which states they continue, in the order of the ops of `ssm_update`."""
+
+    query_start_loc: Array  # int32[S + 1]
+    distribution: Array  # int32[3]
+    state_read: Array  # int32[S]
+    state_write: Array  # int32[S]
+    has_initial_state: Array  # bool[S]
+
+
+# (arrays of the layer's states, step) -> (output [T, ...], the arrays with the step's states written)
+StateUpdate: TypeAlias = Callable[[Column, RecurrentStep], tuple[jax.Array, Column]]
 
 
 class PagedKVCache:
@@ -66,11 +84,7 @@ class PagedKVCache:
             ValueError: the layer is unknown or attended before, shapes are not its spec's, the options look further
                 back than its group keeps, or K and V are missing, or given for a layer that shares another's.
         """
-        if layer_name not in self._config.layer_index:
-            raise ValueError(f"expected a layer out of {tuple(self._config.layer_index)}, got {layer_name!r}")
-        if layer_name in self._attended:
-            raise ValueError(f"layer {layer_name!r} attends twice in one step")
-        group_id, column = self._config.layer_index[layer_name]
+        group_id, column = self._place(layer_name)
         group = self._config.kv_cache_groups[group_id]
         self._check_sharing(layer_name, k, v)
         spec = _check_layer(layer_name, group.spec_of(column), q, k, v, options)
@@ -79,6 +93,40 @@ class PagedKVCache:
         self._attended.add(layer_name)
         self.pages = self.pages.with_column(group.pool_id, column, arrays)
         return out
+
+    def update_states(self, layer_name: str, update: StateUpdate) -> jax.Array:
+        """What `update` computes for a recurrent layer from the states of its requests, whose pages it writes.
+
+        `update(states, step)` gets the layer's arrays and gives (output, arrays); `step` are the last arguments of the
+        ops of `pallas_kernels.ssm_update`.
+
+        Raises:
+            ValueError: the layer is unknown or ran before, or the arrays that come back are of other shapes or dtypes.
+            NotImplementedError: the layer has no states.
+        """
+        group_id, column = self._place(layer_name)
+        group, states = self._config.kv_cache_groups[group_id], self._batch.groups[group_id].states
+        if states is None:
+            raise NotImplementedError(
+                f"layer {layer_name!r}: expected a cache of states, got {group.kv_cache_spec.kind}"
+            )
+        batch, arrays = self._batch, self.pages.column(group.pool_id, column)
+        step = RecurrentStep(batch.query_start_loc, batch.distribution, states.read, states.write, states.has_initial)
+        out, after = update(arrays, step)
+        wanted, got = ([(x.shape, x.dtype) for x in arrays], [(x.shape, x.dtype) for x in after])
+        if got != wanted:
+            raise ValueError(f"layer {layer_name!r}: expected states {wanted} back, got {got}")
+        self._attended.add(layer_name)
+        self.pages = self.pages.with_column(group.pool_id, column, tuple(after))
+        return out
+
+    def _place(self, layer_name: str) -> tuple[int, int]:
+        """(group, column) of a layer that runs now."""
+        if layer_name not in self._config.layer_index:
+            raise ValueError(f"expected a layer out of {tuple(self._config.layer_index)}, got {layer_name!r}")
+        if layer_name in self._attended:
+            raise ValueError(f"layer {layer_name!r} attends twice in one step")
+        return self._config.layer_index[layer_name]
 
     def _check_sharing(self, layer_name: str, k: jax.Array | None, v: jax.Array | None) -> None:
         owner = self._owners.get(layer_name)

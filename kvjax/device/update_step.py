@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step_plan import StepPlan
 from kvjax.device.batch import DeviceBatch, pick_bucket
@@ -132,7 +133,7 @@ class UpdateStep:
         bucket. Returns the pages, unchanged in value.
         """
         for bucket in self.buckets.steps:
-            batch = DeviceBatch.empty(bucket, len(self.kv_cache_config.kv_cache_groups))
+            batch = self._empty_batch(bucket)
             example = jax.tree.map(lambda x: x[:0], sampling)
             pages = self.run(pages, batch, sampling=example).pages
             if on_compiled is not None:
@@ -146,8 +147,14 @@ class UpdateStep:
 
     def compiled(self, pages: KVPages, bucket: Bucket, *, sampling: Any = None) -> jax.stages.Compiled:
         """The compiled module of one bucket, to look at aliases, memory and cost. Runs nothing."""
-        batch = DeviceBatch.empty(bucket, len(self.kv_cache_config.kv_cache_groups))
-        return self._step.lower(self._state, pages, *self._arguments(batch, None, sampling)).compile()
+        arguments = self._arguments(self._empty_batch(bucket), None, sampling)
+        return self._step.lower(self._state, pages, *arguments).compile()
+
+    def _empty_batch(self, bucket: Bucket) -> DeviceBatch:
+        """A batch of this config without requests."""
+        groups = self.kv_cache_config.kv_cache_groups
+        recurrent = {i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)}
+        return DeviceBatch.empty(bucket, len(groups), recurrent=recurrent)
 
     def _update(self, state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
         """The step as jax traces it, once per bucket."""
