@@ -16,6 +16,7 @@ from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.kv_write.validate import check as check_write
 from pallas_kernels.ragged_paged_attention import kernel_tpu, reference, validate
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
@@ -69,7 +70,7 @@ def ragged_paged_attention(
     attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
     chosen = resolve_backend(validate.OP, backend, {"tpu": kernel_tpu.reason_not_supported(pages, mask)})
-    if new_kv is not None and slot_mapping is not None:
+    if new_kv is not None and slot_mapping is not None and chosen != "tpu":
         pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
     arguments = (q, tuple(pages), *step)
     options = {
@@ -82,7 +83,12 @@ def ragged_paged_attention(
         "v_scale": v_scale,
     }
     if chosen == "tpu":
-        out, lse = kernel_tpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse)
+        if new_kv is not None and slot_mapping is not None:
+            check_write(*new_kv, pages, slot_mapping, k_scale, v_scale)
+        out, lse, written = kernel_tpu.ragged_paged_attention(
+            *arguments, **options, return_lse=return_lse, new_kv=new_kv, slot_mapping=slot_mapping
+        )
+        pages = pages if written is None else (written,)
     else:
         out, lse = reference.ragged_paged_attention(*arguments, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

@@ -10,6 +10,9 @@ Grid: one step per item of the launch's table (`tpu_plan`), as many as the step 
                      meanwhile; bytes: pages seen * page_size * padded rows * lanes
     and writes       its own rows of the output
 
+New KV, if the call brings some, is written by the first step of the decode launch, before any page is read: so it is
+right for requests that share pages written in the same step, too.
+
 Blocks that every row sees whole run first, in a loop without any mask; then those that cut the interval. KV is read
 from the page of the first visible key on, never from position 0. Flops: 4 * queries * Hq * D per key.
 """
@@ -26,6 +29,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kv_write import reference as kv_rows
+from pallas_kernels.kv_write.kernel_tpu import copy_rows, kv_write, write_runs
 from pallas_kernels.layouts import KV_CACHE_DTYPES
 from pallas_kernels.mosaic import LANES, Copy, compiler_params, matrix_unit_lanes
 from pallas_kernels.ragged_paged_attention import tpu_rows
@@ -43,6 +48,7 @@ from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, he
 
 SMALLEST_TILE = 8  # query tokens
 LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
+MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory; more: a kernel of their own
 _BUFFER_BYTES = 12 << 20  # of VMEM, at most, for the double buffer
 _VMEM_LIMIT_BYTES = {1: 32 << 20, 2: 64 << 20}
 
@@ -90,10 +96,12 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     return_lse: bool,
+    new_kv: tuple[jax.Array, jax.Array] | None = None,  # [T, Hkv, D] each
+    slot_mapping: jax.Array | None = None,  # int32[T]
     tuning: Tuning = Tuning(),  # noqa: B008
     tables_in_hbm: bool | None = None,  # None: where they exceed scalar memory
-) -> tuple[jax.Array, jax.Array | None]:
-    """(out [T, Hq, D] in q's dtype, lse float32[T, Hq] or None) as `AttentionOutput` says."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """(out [T, Hq, D] in q's dtype, lse float32[T, Hq] or None, pages written or None) as `AttentionOutput` says."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_seqs = seq_lens.shape[0]
     sequence = jnp.arange(num_seqs, dtype=jnp.int32)
@@ -105,27 +113,51 @@ def ragged_paged_attention(
     tables = _flat_tables(block_tables, tables_in_hbm)
     group = num_q_heads // num_kv_heads
     common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables_in_hbm)
+    write, written = None, None
+    if new_kv is not None and slot_mapping is not None and num_tokens > MOST_FUSED_TOKENS:
+        (written,) = pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    elif new_kv is not None and slot_mapping is not None:
+        new_rows = kv_rows.packed_rows(*new_kv, pages[0], k_scale, v_scale)
+        write = _Write(write_runs(slot_mapping, pages[0].shape[1]), new_rows)
 
-    def launch(queries: int, block: int | None, q: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        config = _config(common, pages[0], q.dtype, block_tables.shape[1], queries, block, tuning.max_unrolled)
+    def launch(
+        queries: int, block: int | None, q: jax.Array, rows: jax.Array, kv: jax.Array, write: _Write | None = None
+    ) -> _Result:
+        config = _config(common, kv, q.dtype, block_tables.shape[1], queries, block, tuning.max_unrolled)
         batch = Batch(seq_lens, query_start_loc[:-1], jnp.where(rows, q_lens, 0))
-        return _launch(config, batch, tables, q, pages[0], common)
+        return _launch(config, batch, tables, q, kv, common, write)
 
     num_decode = min(num_tokens, num_seqs)
-    out, lse = launch(1, tuning.decode_block, q[:num_decode], is_decode)
+    out, lse, fused = launch(1, tuning.decode_block, q[:num_decode], is_decode, pages[0], write)
+    written = written if fused is None else fused
     out, lse = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
     if num_tokens > 1:
         queries = tuning.queries or _tile_queries(group, mask)
         padded = q if num_tokens >= queries else jnp.pad(q, [(0, queries - num_tokens), (0, 0), (0, 0)])
-        tiled = launch(queries, tuning.tile_block, padded, is_tiled)
+        tiled = launch(queries, tuning.tile_block, padded, is_tiled, pages[0] if written is None else written)
         first = query_start_loc[distribution[0]]
         token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-        out = jnp.where((token < first)[..., None], out, tiled[0][:num_tokens])
-        if lse is not None and tiled[1] is not None:
-            lse = jnp.where(token < first, lse, tiled[1][:num_tokens])
+        out = jnp.where((token < first)[..., None], out, tiled.out[:num_tokens])
+        if lse is not None and tiled.lse is not None:
+            lse = jnp.where(token < first, lse, tiled.lse[:num_tokens])
     real = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] < query_start_loc[distribution[2]]
     out = jnp.where(real[..., None], out[..., :head_dim], 0).astype(q.dtype)
-    return out, None if lse is None else jnp.where(real, lse, -jnp.inf)
+    return out, None if lse is None else jnp.where(real, lse, -jnp.inf), written
+
+
+class _Write(NamedTuple):
+    """New KV to be written before anything is read."""
+
+    runs: jax.Array  # table of `write_runs`
+    rows: jax.Array  # [T, rows, packing, lanes] as pages hold them
+
+
+class _Result(NamedTuple):
+    """Of one launch."""
+
+    out: jax.Array  # [T, Hq, lanes]
+    lse: jax.Array | None  # float32[T, Hq]
+    pages: jax.Array | None  # where new KV was written
 
 
 class _Common(NamedTuple):
@@ -232,15 +264,23 @@ class _Operands(NamedTuple):
 
 
 def _launch(
-    config: TpuConfig, batch: Batch, tables: jax.Array, q: jax.Array, pages: jax.Array, common: _Common
-) -> tuple[jax.Array, jax.Array | None]:
-    """(out [T, Hq, lanes], lse [T, Hq] or None) of the sequences with queries in `batch`; the rest is undefined."""
+    config: TpuConfig,
+    batch: Batch,
+    tables: jax.Array,
+    q: jax.Array,
+    pages: jax.Array,
+    common: _Common,
+    write: _Write | None,
+) -> _Result:
+    """Results of the sequences with queries in `batch`; the rest is undefined."""
     num_tokens, is_decode = q.shape[0], config.queries == 1
     items, count = plan_items(batch, config, num_tokens)
     room = items.shape[0] // len(Field)
     q_rows = (tpu_rows.decode_queries if is_decode else tpu_rows.tile_queries)(q, config)
     scalars = _Operands([], [], [])
     scalars.add("items", None, items)
+    if write is not None:
+        scalars.add("runs", None, write.runs)
     inputs, outputs = _Operands([], [], []), _Operands([], [], [])
     if config.tables_in_hbm:
         inputs.add("tables", pl.BlockSpec(memory_space=pl.ANY), tables)
@@ -249,6 +289,8 @@ def _launch(
     inputs.add("q", _rows_spec(q_rows, config, room), q_rows)
     for name, array in _per_row_arrays(common, config).items():
         inputs.add(name, pl.BlockSpec(array.shape, lambda w, *_: (0, 0, 0)), array)
+    if write is not None:
+        inputs.add("new_rows", pl.BlockSpec(memory_space=pl.ANY), write.rows)
     inputs.add("pages", pl.BlockSpec(memory_space=pl.ANY), pages)
     out_shape = (*q_rows.shape[:3], config.lanes)
     out = jax.ShapeDtypeStruct(out_shape, q_rows.dtype)
@@ -257,7 +299,14 @@ def _launch(
         shape = out_shape[:3] if is_decode else (num_tokens, config.num_kv_heads * config.padded_group)
         lse = jax.ShapeDtypeStruct((*shape, LANES), jnp.float32)
         outputs.add("lse", _rows_spec(lse, config, room), lse)
+    aliases = {}
+    if write is not None:
+        aliases = {len(scalars.names) + len(inputs.names) - 1: len(outputs.names)}
+        outputs.add("written", pl.BlockSpec(memory_space=pl.ANY), jax.ShapeDtypeStruct(pages.shape, pages.dtype))
     scratch = _scratch(config, q_rows, pages)
+    if write is not None:
+        scratch["rows_arrived"] = pltpu.SemaphoreType.DMA
+        count = jnp.maximum(count, 1)  # the first step writes, even where there is nothing to attend
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*scalars.names, *inputs.names, *outputs.names, *scratch), config=config, room=room
@@ -270,17 +319,23 @@ def _launch(
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=outputs.values,
+        input_output_aliases=aliases,
         compiler_params=compiler_params(_VMEM_LIMIT_BYTES[1 if is_decode else 2]),
         name=f"rpa_q{config.queries}_b{config.block}_p{config.page_size}_t{head_trips(config, pages.dtype)}",
     )(*scalars.values, *inputs.values)
-    restore = tpu_rows.decode_results if is_decode else tpu_rows.tile_results
-    attended = restore(results[0], config)
-    if not config.return_lse:
-        return attended, None
-    if is_decode:
-        return attended, restore(results[1], config)[..., 0]
-    heads = results[1][..., 0].reshape(num_tokens, config.num_kv_heads, config.padded_group)
-    return attended, heads[..., : config.group].reshape(num_tokens, -1)
+    by_name = dict(zip(outputs.names, results, strict=True))
+    return _Result(*_per_head(config, by_name["out"], by_name.get("lse")), by_name.get("written"))
+
+
+def _per_head(config: TpuConfig, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """(out [T, Hq, lanes], lse [T, Hq]) from the arrays that a launch wrote."""
+    if config.queries == 1:
+        lse = None if lse is None else tpu_rows.decode_results(lse, config)[..., 0]
+        return tpu_rows.decode_results(out, config), lse
+    if lse is not None:
+        heads = lse[..., 0].reshape(lse.shape[0], config.num_kv_heads, config.padded_group)
+        lse = heads[..., : config.group].reshape(lse.shape[0], -1)
+    return tpu_rows.tile_results(out, config), lse
 
 
 def _rows_spec(array: Any, config: TpuConfig, room: int) -> pl.BlockSpec:
@@ -323,13 +378,17 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) ->
     """One item."""
     refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
     row, row_arrived = (refs.row, refs.row_arrived) if config.tables_in_hbm else (None, None)
-    kv = KVBlocks(config, refs.items, room, refs.tables, refs.pages, refs.buffer, refs.arrived, row, row_arrived)
+    writes = "written" in names
+    pages = refs.written if writes else refs.pages
+    kv = KVBlocks(config, refs.items, room, refs.tables, pages, refs.buffer, refs.arrived, row, row_arrived)
     item, num_items = pl.program_id(0), pl.num_programs(0)
     attention = BlockAttention(config, kv, refs, item)
     tile = _QueryTiles(config, kv, refs) if config.queries > 1 else None
 
     @pl.when(item == 0)
     def _() -> None:
+        if writes:
+            copy_rows(refs.runs, refs.new_rows, refs.written, refs.rows_arrived)
         if config.tables_in_hbm:
             kv.fetch_row(item).start()
             kv.fetch_row(item).wait()

@@ -43,6 +43,7 @@ class AttentionCase:
     lse: int = 0
     causal: int = 1
     hbm_tables: int = 0
+    write: int = 0  # new KV is written first
     queries: int = 0  # 0: by the shapes
     decode_block: int = 0
     tile_block: int = 0
@@ -65,18 +66,17 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
     columns = -(-case.context // case.page)
     q = _array((case.tokens, case.heads, case.head_dim), case.q_dtype)
     ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
+    new = _array((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
+    given = (new, new, _array((case.tokens,), "int32")) if case.write else ()
     per_head = [_array((case.heads,), "float32")] * bool(case.sinks)
     per_head += [_array((case.kv_heads,), "float32")] * 2 * bool(case.scales)
 
-    def call(q: Any, pages: Any, tables: Any, lens: Any, starts: Any, distribution: Any, *per_head: Any) -> Any:
+    def call(q: Any, pages: Any, step: Any, new: Any, *per_head: Any) -> Any:
         given = list(per_head)
         return kernel_tpu.ragged_paged_attention(
             q,
             pages,
-            tables,
-            lens,
-            starts,
-            distribution,
+            *step,
             mask=MaskRule(bool(case.causal), case.window or None, case.chunk or None, case.sink_tokens),
             num_kv_heads=case.kv_heads,
             sm_scale=case.head_dim**-0.5,
@@ -85,11 +85,13 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             k_scale=given.pop(0) if case.scales else None,
             v_scale=given.pop(0) if case.scales else None,
             return_lse=bool(case.lse),
+            new_kv=new[:2] or None,
+            slot_mapping=new[2] if new else None,
             tuning=kernel_tpu.Tuning(case.queries or None, case.decode_block or None, case.tile_block or None),
             tables_in_hbm=True if case.hbm_tables else None,
         )
 
-    return call, (q, pages, *ints, *per_head)
+    return call, (q, pages, ints, given, *per_head)
 
 
 @dataclass(frozen=True)
