@@ -19,6 +19,9 @@ from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
+# Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
+POOL_TOKENS = 1 << 19
+
 
 @dataclass(frozen=True)
 class AttentionCase:
@@ -33,7 +36,7 @@ class AttentionCase:
     seqs: int = 64
     tokens: int = 512
     context: int = 8192  # tokens of the longest sequence
-    num_pages: int = 4096
+    num_pages: int = 0  # 0: `POOL_TOKENS`
     window: int = 0
     chunk: int = 0
     sink_tokens: int = 0
@@ -62,7 +65,9 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
     layout = attention_layout(
         num_kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page, dtype=case.dtype, platform="tpu"
     )
-    pages = tuple(_array(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
+    pages = tuple(
+        _array(array.shape(case.num_pages or POOL_TOKENS // case.page), array.dtype) for array in layout.arrays
+    )
     columns = -(-case.context // case.page)
     q = _array((case.tokens, case.heads, case.head_dim), case.q_dtype)
     ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
@@ -103,7 +108,7 @@ class WriteCase:
     page: int = 128
     dtype: str = "bfloat16"
     tokens: int = 512
-    num_pages: int = 4096
+    num_pages: int = 0  # 0: `POOL_TOKENS`
 
 
 def write(case: WriteCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -111,7 +116,9 @@ def write(case: WriteCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     layout = attention_layout(
         num_kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page, dtype=case.dtype, platform="tpu"
     )
-    pages = tuple(_array(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
+    pages = tuple(
+        _array(array.shape(case.num_pages or POOL_TOKENS // case.page), array.dtype) for array in layout.arrays
+    )
     new = _array((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
     return write_kernel.kv_write, (new, new, pages, _array((case.tokens,), "int32"))
 
@@ -125,7 +132,7 @@ class PagesCase:
     page: int = 128
     dtype: str = "bfloat16"
     count: int = 64
-    num_pages: int = 4096
+    num_pages: int = 0  # 0: `POOL_TOKENS`
 
     @property
     def pages(self) -> jax.ShapeDtypeStruct:
@@ -133,7 +140,7 @@ class PagesCase:
         (array,) = attention_layout(
             num_kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=self.page, dtype=self.dtype, platform="tpu"
         ).arrays
-        return _array(array.shape(self.num_pages), array.dtype)
+        return _array(array.shape(self.num_pages or POOL_TOKENS // self.page), array.dtype)
 
 
 def move(case: PagesCase, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
