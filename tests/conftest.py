@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
 
 import hypothesis
 
-# Where there is a TPU, the tests of its kernels run on it (tests/pallas_kernels/on_tpu.py); the CPU stays the default.
+# Where there is a TPU or an NVIDIA GPU, the tests of its kernels run on it (tests/pallas_kernels/on_tpu.py, on_gpu.py);
+# the CPU stays the default.
 HAS_TPU = any(Path("/dev").glob("accel*")) or Path("/dev/vfio/0").exists()
-os.environ.setdefault("JAX_PLATFORMS", "cpu,tpu" if HAS_TPU else "cpu")
+HAS_GPU = Path("/dev/nvidiactl").exists() and importlib.util.find_spec("jax_plugins") is not None
+os.environ.setdefault("JAX_PLATFORMS", ",".join(["cpu", *["tpu"] * HAS_TPU, *["cuda"] * HAS_GPU]))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"kvjax-jax-cache-{os.getuid()}"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 

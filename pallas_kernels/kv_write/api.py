@@ -31,7 +31,10 @@ def kv_write(
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
     validate.check(new_k, new_v, pages, slot_mapping, k_scale, v_scale)
-    kernels = {"tpu": kernel_tpu.reason_not_supported(pages, new_k.shape[0])}
+    kernels = {
+        "tpu": kernel_tpu.reason_not_supported(pages, new_k.shape[0]),
+        "gpu": None if len(pages) == 2 else "GPU kernels write split K and V pages, got packed ones",  # XLA's scatter
+    }
     chosen = resolve_backend(validate.OP, backend, kernels)
     run = kernel_tpu.kv_write if chosen == "tpu" else reference.kv_write
     return run(new_k, new_v, tuple(pages), slot_mapping, k_scale=k_scale, v_scale=v_scale)

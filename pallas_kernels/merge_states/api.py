@@ -36,7 +36,7 @@ def merge_states(
         ValueError: there is no part, or shapes or dtypes do not fit.
         NotImplementedError: `backend` is a platform without a kernel.
     """
-    resolve_backend(validate.OP, backend, {"tpu": None})  # XLA fuses it: one read of the parts, one write
+    resolve_backend(validate.OP, backend, {"tpu": None, "gpu": None})  # XLA fuses it: one read of the parts, one write
     outs, lses = validate.stacked("outs", outs), validate.stacked("lses", lses)
     validate.check(outs, lses, sinks)
     out, lse = reference.merge_states(outs, lses, sinks)

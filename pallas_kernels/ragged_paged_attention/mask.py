@@ -64,10 +64,14 @@ class MaskRule:
 
     def visible(self, key_pos: Ints, first_pos: Ints, last_pos: Ints, seq_len: Ints) -> Ints:
         """Whether a key is seen by any query at a position in `[first_pos, last_pos]`."""
-        inside = key_pos >= self.lower(first_pos)
+        return self.within(key_pos, self.lower(first_pos), self.upper(last_pos, seq_len))
+
+    def within(self, key_pos: Ints, lower: Ints, upper: Ints) -> Ints:
+        """Whether a key is seen by a query whose first and last key are `lower` (sink tokens apart) and `upper`."""
+        inside = key_pos >= lower
         if self.num_sink_tokens:
             inside = inside | (key_pos < self.num_sink_tokens)
-        return inside & (key_pos <= self.upper(last_pos, seq_len))
+        return inside & (key_pos <= upper)
 
     def page_run(self, first_pos: Ints, last_pos: Ints, seq_len: Ints, page_size: int) -> PageRun:
         """Pages that the queries at `[first_pos, last_pos]` see; none where `last_pos < 0`."""

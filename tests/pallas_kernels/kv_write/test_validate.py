@@ -66,9 +66,10 @@ def test_bad_arguments(name: str) -> None:
         kv_write(**{**GOOD, **change})
 
 
-def test_a_platform_without_a_kernel() -> None:
-    with pytest.raises(NotImplementedError, match="kv_write: there is no gpu kernel; use backend='auto'"):
-        kv_write(**GOOD, backend="gpu")
+def test_what_a_platform_cannot_do() -> None:
+    packed = {**GOOD, "new_v": GOOD["new_k"], "pages": (jnp.zeros((5, 4, 4, 1, 128)),)}
+    with pytest.raises(NotImplementedError, match="kv_write: GPU kernels write split K and V pages, got packed ones"):
+        kv_write(**packed, backend="gpu")
 
 
 def test_good_arguments() -> None:

@@ -1,0 +1,163 @@
+"""What differs between compiling a Mosaic GPU kernel and interpreting it, and between versions of Pallas.
+
+Flow:    gpu_*.py of every op -> [mosaic_gpu] -> jax.experimental.pallas.mosaic_gpu
+
+The interpreter runs a kernel on CPU, thread by thread, and reports races. Parts of it, or of one version of it, are
+missing: it knows no register layouts (jax 0.10) and no `run_state`, which a matrix product with an operand in
+registers needs (up to jax 0.12). `is_interpreted` lets the few functions here do the same with plain arrays.
+
+Where a product is replaced, its operands are read with ordinary loads. Compiled, the tensor core reads them itself,
+in order with later bulk copies into the same memory; an ordinary load is not ordered, so that the replacement alone
+would race. `fence` after it makes the orders equal, and whatever the race detector then reports is the kernel's own.
+
+A *warpgroup* is 128 threads, which Pallas calls a thread of the kernel. Matrices in registers have 64 rows for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import config as _config
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+NUM_SMS = 132  # H100 and H200 SXM
+SMEM_BYTES = 232_448  # of one block on Hopper
+ROWS = 64  # of a matrix in one warpgroup's registers
+
+_BEFORE_0_11 = jax.__version_info__ < (0, 11)
+_MATRIX = plgpu.Layout.WGMMA
+_PER_ROW = _MATRIX.reduce(1)
+_EIGHT_BIT_MATRIX = plgpu.Layout.WGMMA_UPCAST_2X  # four neighbours with a thread: one load of 32 bits
+
+
+def is_interpreted() -> bool:
+    """Whether kernels traced here are interpreted: inside `force_gpu_interpret_mode`."""
+    return _config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def reason_without_hopper() -> str | None:
+    """Why the default device cannot run the kernels, in words; None where it can, or is no GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return None if capability == "9.0" else f"GPU kernels need compute capability 9.0 (Hopper), got {capability}"
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any] = (),
+    grid: dict[str, int],
+    num_warpgroups: int = 1,
+) -> Callable[..., Sequence[jax.Array]]:
+    """A kernel over `grid` (axis name -> size); the axis "warpgroup" tells a block's warpgroups apart."""
+    body.__name__ = name
+    threads: dict[str, Any] = {"num_threads": num_warpgroups, "thread_name": "warpgroup"} if num_warpgroups > 1 else {}
+    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    return plgpu.kernel(
+        body,
+        out_type=list(outputs),
+        scratch_types=list(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        compiler_params=parameters,
+        **threads,
+    )
+
+
+def tile_columns(num_columns: int) -> int:
+    """Columns that `load_matrix` should take of a matrix at a time: whole tiles, few registers."""
+    return min(64, num_columns & -num_columns)
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory of `shape`, tiled and swizzled over its last two axes as bulk copies and products want it.
+
+    8-bit values, of which no product is made, have tiles of `tile_columns` too.
+    """
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = plgpu.find_swizzle((shape[-1] if bits > 8 else tile_columns(shape[-1])) * bits)
+    tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))  # type: ignore[abstract]
+    transforms = (tiling, plgpu.SwizzleTransform(swizzle))  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def matrix(x: jax.Array) -> jax.Array:
+    """`x` [rows, n] in the register layout of matrix products."""
+    return x if is_interpreted() else plgpu.layout_cast(x, _MATRIX)
+
+
+def per_row(x: jax.Array) -> jax.Array:
+    """`x` [rows] in registers, each element with the threads that hold its row of a matrix."""
+    return x if is_interpreted() else plgpu.layout_cast(x, _PER_ROW)
+
+
+def spread(x: jax.Array, num_columns: int) -> jax.Array:
+    """A value per row as a matrix of `num_columns` equal columns."""
+    return lax.broadcast_in_dim(x, (x.shape[0], num_columns), [0])
+
+
+def row_index(num_rows: int) -> jax.Array:
+    """int32[num_rows] 0, 1, ... per row."""
+    if is_interpreted():
+        return lax.iota(jnp.int32, num_rows)
+    return plgpu.broadcasted_iota(jnp.int32, (num_rows,), 0, layout=_PER_ROW)
+
+
+def column_index(num_rows: int, num_columns: int) -> jax.Array:
+    """int32[num_rows, num_columns]: the index of the column."""
+    shape = (num_rows, num_columns)
+    if is_interpreted():
+        return lax.broadcasted_iota(jnp.int32, shape, 1)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_MATRIX)
+
+
+def load_matrix(ref: Any, dtype: Any) -> jax.Array:
+    """`ref` [rows, n] in shared memory as a matrix of `dtype` in registers.
+
+    `fence` must follow before a bulk copy refills it.
+    """
+    if is_interpreted():
+        return ref[...].astype(dtype)
+    layout = _MATRIX if jnp.dtype(ref.dtype).itemsize > 1 else _EIGHT_BIT_MATRIX
+    index = ((),) if _BEFORE_0_11 else ()
+    return matrix(plgpu.load(ref, *index, layout=layout, optimized=False).astype(dtype))
+
+
+def fence() -> None:
+    """Orders this warpgroup's ordinary loads and stores of shared memory before later bulk copies and products."""
+    plgpu.commit_smem()
+
+
+def dot_transposed(a: Any, b: Any) -> jax.Array:
+    """`a @ b.T` float32[m, n] of `a` [m, k] and `b` [n, k], both in shared memory."""
+    if is_interpreted():
+        return _plain_dot(a[...], b[...].T)
+
+    def multiply(accumulator: Any) -> jax.Array:
+        transposed = plgpu.transpose_ref(b, (1, 0)) if _BEFORE_0_11 else b.transpose((1, 0))
+        plgpu.wgmma(accumulator, a, transposed)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+
+
+def dot_add(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
+    """`total + a @ b` with float32[m, n] `total`, `a` [m, k] in registers, `b` [k, n] in shared memory."""
+    if is_interpreted():
+        return total + _plain_dot(a, b[...])
+    return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(total))
+
+
+def _plain_dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of arrays that were read with ordinary loads; see the module's text on `fence`."""
+    fence()
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)

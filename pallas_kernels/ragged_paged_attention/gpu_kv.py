@@ -1,0 +1,161 @@
+"""KV blocks on the GPU: from pages through bulk copies into a ring in shared memory, one warpgroup to others.
+
+Flow:    pages + block tables + Keys -> [KVRing.fetch] -> ring -> [take_k, take_v] -> operands of matrix products
+
+One warpgroup fetches, the others attend. K and V of a step go to slot `step % stages`, each with two barriers:
+
+    full    the bulk copies arrive; attending warpgroups wait
+    free    every attending warpgroup arrives once it has read the slot; the fetching one waits before it refills it
+
+Steps count up over everything that a thread block attends, so that the next tile's first blocks are on their way
+while the last ones of a tile are attended. Pages beyond a run are replaced by the null page.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.ragged_paged_attention.gpu_plan import GpuConfig, Keys
+
+
+@dataclass(frozen=True)
+class KVRing:
+    """References of one kernel."""
+
+    config: GpuConfig
+    tables: Any  # int32[S, P] block tables, in global memory
+    k_pages: Any  # [pages, page_size, Hkv, D]
+    v_pages: Any  # [pages, page_size, Hkv, Dv]
+    k: Any  # [stages, block, D] shared memory
+    v: Any  # [stages, block, Dv]
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    k_converted: Any = None  # [block, D] in the compute dtype, where pages hold 8-bit values
+    v_converted: Any = None
+
+    @classmethod
+    def of(cls, config: GpuConfig, references: dict[str, Any]) -> KVRing:
+        """The ring among a kernel's references by name."""
+        names = {field.name for field in fields(cls)}
+        return cls(config, **{name: value for name, value in references.items() if name in names})
+
+    @classmethod
+    def scratch(cls, config: GpuConfig, num_readers: int) -> dict[str, Any]:
+        """Shared memory and barriers by field, for `num_readers` attending warpgroups."""
+        ring = (config.stages, config.block)
+        full = plgpu.Barrier(num_arrivals=config.num_copies, num_barriers=config.stages)
+        free = plgpu.Barrier(num_arrivals=num_readers, num_barriers=config.stages)
+        scratch = {
+            "k": mosaic_gpu.tiled((*ring, config.head_dim), config.page_dtype),
+            "v": mosaic_gpu.tiled((*ring, config.head_dim_v), config.page_dtype),
+            "k_full": full,
+            "v_full": full,
+            "k_free": free,
+            "v_free": free,
+        }
+        if config.is_converted:
+            scratch["k_converted"] = mosaic_gpu.tiled((config.block, config.head_dim), config.compute_dtype)
+            scratch["v_converted"] = mosaic_gpu.tiled((config.block, config.head_dim_v), config.compute_dtype)
+        return scratch
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """Place of a step in the ring."""
+        return lax.rem(step, jnp.int32(self.config.stages))
+
+    def fetch(self, step: jax.Array, seq: jax.Array, head: jax.Array, keys: Keys, block: jax.Array) -> None:
+        """Starts the copies of a block of one sequence and KV head."""
+        slot, copy = self.slot(step), self.config.copy_slots
+        sources = [self._source(seq, keys, block, i) for i in range(self.config.num_copies)]
+        for pages, target, full, free in (
+            (self.k_pages, self.k, self.k_full, self.k_free),
+            (self.v_pages, self.v, self.v_full, self.v_free),
+        ):
+            pl.when(step >= self.config.stages)(functools.partial(self.wait_free, free, slot))
+            for i, (page, offset) in enumerate(sources):
+                rows = pages.at[page, pl.ds(offset, copy), head]
+                plgpu.copy_gmem_to_smem(rows, target.at[slot, pl.ds(i * copy, copy)], full.at[slot])
+
+    def _source(self, seq: jax.Array, keys: Keys, block: jax.Array, i: int) -> tuple[jax.Array, Any]:
+        """(page, first slot in it) of the `i`-th copy of a block."""
+        page_size, copy = self.config.page_size, self.config.copy_slots
+        first = block * self.config.block + i * copy
+        in_run = lax.div(first, jnp.int32(page_size))
+        column = in_run + jnp.where(in_run < keys.sink_pages, 0, keys.shift)
+        page = self.tables[seq, lax.min(column, jnp.int32(self.tables.shape[1] - 1))]
+        offset = 0 if copy == page_size else pl.multiple_of(lax.rem(first, jnp.int32(page_size)), copy)
+        return jnp.where(in_run < keys.num_pages, page, 0), offset
+
+    def drain(self, num_steps: jax.Array) -> None:
+        """Waits until all of `num_steps` steps have been read: no barrier may end in an open phase."""
+
+        @pl.loop(lax.max(num_steps - self.config.stages, jnp.int32(0)), num_steps)
+        def _(step: jax.Array) -> None:
+            self.wait_free(self.k_free, self.slot(step))
+            self.wait_free(self.v_free, self.slot(step))
+
+    def wait_free(self, free: Any, slot: jax.Array) -> None:
+        """Waits until a slot has been read."""
+        plgpu.barrier_wait(free.at[slot])
+
+    def wait_full(self, full: Any, slot: jax.Array) -> None:
+        """Waits until the copies into a slot have arrived."""
+        plgpu.barrier_wait(full.at[slot])
+
+    def take_k(self, step: jax.Array) -> Any:
+        """K [block, D] of a step, ready for a product; give it back with `release_k`."""
+        slot = self.slot(step)
+        self.wait_full(self.k_full, slot)
+        if not self.config.is_converted:
+            return self.k.at[slot]
+        for part in self._parts(self.config.head_dim):
+            self.k_converted[part] = mosaic_gpu.load_matrix(self.k.at[(slot, *part)], self.config.compute_dtype)
+        mosaic_gpu.fence()
+        return self.k_converted
+
+    def release_k(self, step: jax.Array) -> None:
+        """Says that this warpgroup has read K of a step."""
+        plgpu.barrier_arrive(self.k_free.at[self.slot(step)])
+
+    def take_v(self, step: jax.Array, seen: Any) -> Any:
+        """V [block, Dv] of a step, ready for a product; give it back with `release_v`.
+
+        `seen(first_row)` tells which of the 64 slots from `first_row` on any query sees, bool[64]; V is 0 elsewhere,
+        since what stands there may be NaN. None: all are seen.
+        """
+        slot = self.slot(step)
+        self.wait_full(self.v_full, slot)
+        if not self.config.is_converted and seen is None:
+            return self.v.at[slot]
+        target = self.v_converted if self.config.is_converted else self.v.at[slot]
+        for part in self._parts(self.config.head_dim_v):
+            values = mosaic_gpu.load_matrix(self.v.at[(slot, *part)], self.config.compute_dtype)
+            if seen is not None:
+                keep = mosaic_gpu.spread(seen(part[0].start), values.shape[1])
+                values = jnp.where(keep, values, jnp.zeros_like(values))
+            target[part] = values
+        mosaic_gpu.fence()
+        return target
+
+    def release_v(self, step: jax.Array) -> None:
+        """Says that this warpgroup has read V of a step."""
+        plgpu.barrier_arrive(self.v_free.at[self.slot(step)])
+
+    def _parts(self, head_dim: int) -> list[tuple[pl.Slice, pl.Slice]]:
+        """(rows, columns) of parts of a block that a warpgroup holds in registers beside its softmax."""
+        rows, columns = mosaic_gpu.ROWS, mosaic_gpu.tile_columns(head_dim)
+        return [
+            (pl.ds(row, rows), pl.ds(column, columns))
+            for row in range(0, self.config.block, rows)
+            for column in range(0, head_dim, columns)
+        ]

@@ -1,0 +1,113 @@
+"""Online softmax of 64 query rows over KV blocks, in the registers of one warpgroup.
+
+Flow:    query tile in shared memory + KVRing -> [attend] per block -> [finish] -> normalised rows, LSE
+Source:  online softmax of FlashAttention (arXiv 2205.14135), with the exponentials base 2
+
+`m` and the scores are in units of log2(e); rows that have seen no key have weight 0. As in online_softmax.py, whether
+a row has seen a key is read off its weight, so that a NaN among what it sees comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
+from pallas_kernels.ragged_paged_attention.gpu_plan import GpuConfig, Keys
+
+LOG2_E = math.log2(math.e)
+
+
+class RowState(NamedTuple):
+    """Softmax over the keys so far; see online_softmax.SoftmaxState."""
+
+    m: jax.Array  # float32[64]
+    weight: jax.Array  # float32[64]
+    total: jax.Array  # float32[64, Dv]
+
+    @classmethod
+    def empty(cls, head_dim_v: int) -> RowState:
+        """Rows that have seen no key."""
+        rows = mosaic_gpu.ROWS
+        m = mosaic_gpu.per_row(jnp.full((rows,), -jnp.inf, jnp.float32))
+        weight = mosaic_gpu.per_row(jnp.zeros((rows,), jnp.float32))
+        return cls(m, weight, mosaic_gpu.matrix(jnp.zeros((rows, head_dim_v), jnp.float32)))
+
+    def finish(self) -> tuple[jax.Array, jax.Array]:
+        """(out float32[64, Dv], natural-log LSE float32[64]): 0 and -inf for rows that saw no key."""
+        nothing = self.weight == 0.0
+        weight = jnp.where(nothing, 1.0, self.weight)
+        out = self.total * mosaic_gpu.spread(1.0 / weight, self.total.shape[1])
+        return out, jnp.where(nothing, -jnp.inf, self.m * (1.0 / LOG2_E) + jnp.log(weight))
+
+
+class RowBounds(NamedTuple):
+    """First and last key that each row sees, sink tokens apart; int32[64], or int32[] for all rows."""
+
+    lower: jax.Array
+    upper: jax.Array
+
+
+def logit_scales(config: GpuConfig, sm_scale: float, k_scale: jax.Array | None) -> jax.Array:
+    """float32[Hkv]: what `attend` multiplies the products with."""
+    factor = sm_scale * (LOG2_E if config.soft_cap is None else 1.0 / config.soft_cap)
+    scale = jnp.float32(1.0) if k_scale is None else jnp.asarray(k_scale, jnp.float32)
+    return jnp.broadcast_to(scale.reshape(-1) * factor, (config.num_kv_heads,))
+
+
+def attend(
+    state: RowState,
+    ring: KVRing,
+    q: Any,  # [64, D] shared memory
+    scale: jax.Array,  # float32[]: of `logit_scales`
+    keys: Keys,
+    bounds: RowBounds | None,  # None: every row sees the whole block
+    i: jax.Array,
+    step: jax.Array,
+) -> RowState:
+    """`state` after the `i`-th block of `keys`, which is step `step` of the ring."""
+    config = ring.config
+    scores = mosaic_gpu.dot_transposed(q, ring.take_k(step)) * scale
+    ring.release_k(step)
+    scores = _capped(scores, config.soft_cap)
+    first_slot = keys.block(i) * config.block
+    if bounds is not None:
+        slot = mosaic_gpu.column_index(*scores.shape) + first_slot
+        scores = jnp.where(_visible(config, keys, slot, bounds), scores, -jnp.inf)
+    m = lax.max(state.m, jnp.max(scores, axis=1))
+    finite = jnp.where(m == -jnp.inf, 0.0, m)
+    shrink = jnp.exp2(state.m - finite)
+    p = jnp.exp2(scores - mosaic_gpu.spread(finite, config.block))
+    weight = state.weight * shrink + jnp.sum(p, axis=1)
+    total = state.total * mosaic_gpu.spread(shrink, config.head_dim_v)
+    p = p.astype(config.compute_dtype)
+
+    def seen(first_row: int) -> jax.Array:
+        slot = mosaic_gpu.row_index(mosaic_gpu.ROWS) + (first_slot + first_row)
+        return _visible(config, keys, slot, RowBounds(keys.lower, keys.upper))
+
+    v = ring.take_v(step, None if bounds is None else seen)
+    total = mosaic_gpu.dot_add(total, p, v)
+    ring.release_v(step)
+    return RowState(m, weight, total)
+
+
+def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+    """Capped logits in units of log2(e). tanh by way of exp2, whose approximation is good to float32's last bits."""
+    if soft_cap is None:
+        return scores
+    ratio = 1.0 / (jnp.exp2(scores * (2.0 * LOG2_E)) + 1.0)
+    return (1.0 - 2.0 * ratio) * (soft_cap * LOG2_E)
+
+
+def _visible(config: GpuConfig, keys: Keys, slot: jax.Array, bounds: RowBounds) -> jax.Array:
+    """Whether rows see the keys in slots of the run: int32[rows, slots], or int32[slots] with scalar bounds."""
+    mask, page_size = config.mask, config.page_size
+    key = slot + jnp.where(slot < keys.sink_pages * page_size, 0, keys.shift * page_size)
+    lower, upper = (x if x.ndim == 0 else mosaic_gpu.spread(x, slot.shape[1]) for x in bounds)
+    return mask.within(key, lower, upper)

@@ -1,0 +1,148 @@
+"""Paged attention on NVIDIA GPUs of Hopper, in Pallas Mosaic GPU: the sequences of a step that decode.
+
+Flow:    q, pages, tables, lengths -> [decode] -> decode_pieces, merge_pieces -> out, LSE by sequence
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.ragged_paged_attention import gpu_decode
+from pallas_kernels.ragged_paged_attention.gpu_plan import (
+    LARGEST_FLOAT16,
+    MIN_STAGES,
+    GpuConfig,
+    block_slots,
+    kv_bytes,
+    most_stages,
+    plan_decode,
+)
+from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+class Tuning(NamedTuple):
+    """Sizes that change speed, not results; None: chosen by shape."""
+
+    decode_block: int | None = None  # slots of a KV block
+    decode_stages: int | None = None
+    num_blocks: int = mosaic_gpu.NUM_SMS  # thread blocks that share the work of decoding
+
+
+def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_heads: int) -> str | None:
+    """What of a call the kernels cannot do, in words; None if they can do it all."""
+    if len(pages) != 2:
+        return "GPU kernels read split K and V pages, got packed ones"
+    page_size, (head_dim, head_dim_v) = pages[0].shape[1], (p.shape[-1] for p in pages)
+    dtype, page_dtype = jnp.dtype(q.dtype).name, jnp.dtype(pages[0].dtype).name
+    if dtype not in ("bfloat16", "float16"):
+        return f"GPU kernels take bfloat16 or float16 queries, got {dtype}"
+    if page_dtype not in (dtype, *_EIGHT_BITS):
+        return f"GPU kernels take pages of {dtype} as the queries or of 8 bits, got {page_dtype}"
+    if not 8 <= page_size <= 128 or page_size & (page_size - 1):
+        return f"GPU kernels take page sizes that are powers of two from 8 to 128, got {page_size}"
+    unit = 32 if page_dtype in _EIGHT_BITS else 16
+    if any(not 64 <= dim <= 256 or dim % unit for dim in (head_dim, head_dim_v)):
+        return f"GPU kernels take head dimensions from 64 to 256 in steps of {unit}, got {head_dim} and {head_dim_v}"
+    if q.shape[1] > num_kv_heads * mosaic_gpu.ROWS:
+        return f"GPU kernels take at most {mosaic_gpu.ROWS} query heads per KV head, got {q.shape[1] // num_kv_heads}"
+    return mosaic_gpu.reason_without_hopper()
+
+
+class Step(NamedTuple):
+    """One layer of one step."""
+
+    pages: tuple[jax.Array, jax.Array]
+    block_tables: jax.Array  # int32[S, P]
+    scales: jax.Array  # float32[Hkv] of `logit_scales`
+    sinks: jax.Array  # float32[Hq], -inf: none
+    v_scale: jax.Array  # float32[Hkv]
+    config: GpuConfig  # but for the sizes of the ring
+    tuning: Tuning
+    dtype: str  # of queries and results
+
+    @classmethod
+    def of(
+        cls,
+        q: jax.Array,
+        pages: tuple[jax.Array, ...],
+        block_tables: jax.Array,
+        mask: MaskRule,
+        sm_scale: float,
+        soft_cap: float | None,
+        sinks: jax.Array | None,
+        k_scale: jax.Array | None,
+        v_scale: jax.Array | None,
+        tuning: Tuning,
+    ) -> Step:
+        """From the op's arguments."""
+        dtype, page_dtype = jnp.dtype(q.dtype).name, jnp.dtype(pages[0].dtype).name
+        page_size, num_kv_heads, head_dim = pages[0].shape[1:]
+        config = GpuConfig(
+            mask=mask,
+            soft_cap=soft_cap,
+            num_kv_heads=num_kv_heads,
+            group=q.shape[1] // num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=pages[1].shape[-1],
+            page_size=page_size,
+            page_dtype=page_dtype,
+            compute_dtype=_compute_dtype(dtype, page_dtype),
+            block=block_slots(head_dim, pages[1].shape[-1]),
+            stages=MIN_STAGES,
+        )
+        no_sinks = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
+        ones = jnp.ones((num_kv_heads,), jnp.float32)
+        return cls(
+            pages=(pages[0], pages[1]),
+            block_tables=block_tables,
+            scales=logit_scales(config, sm_scale, k_scale),
+            sinks=no_sinks if sinks is None else sinks.astype(jnp.float32),
+            v_scale=ones if v_scale is None else ones * v_scale.astype(jnp.float32),
+            config=config,
+            tuning=tuning,
+            dtype=dtype,
+        )
+
+    def ring_config(self, fixed_bytes: int, block: int | None, stages: int | None) -> GpuConfig:
+        """`config` with as many stages of KV blocks as shared memory holds beside `fixed_bytes`."""
+        config = replace(self.config, block=block or self.config.block)
+        stage, converted = kv_bytes(config)
+        fitting = most_stages(mosaic_gpu.SMEM_BYTES - fixed_bytes - converted, stage)
+        return replace(config, stages=stages or max(MIN_STAGES, fitting))
+
+
+def decode(
+    step: Step,
+    q: jax.Array,  # [S, Hq, D] the query of each sequence that decodes
+    seq_lens: jax.Array,  # int32[S]
+    q_lens: jax.Array,  # int32[S]
+    num_decode: jax.Array,  # int32[] sequences that decode: the first ones
+) -> tuple[jax.Array, jax.Array]:
+    """(out [S, Hq, Dv] in q's dtype, lse float32[S, Hq]); 0 and -inf for sequences that do not decode."""
+    tuning = step.tuning
+    fixed = gpu_decode.fixed_bytes(step.config.head_dim, step.config.head_dim_v)
+    config = step.ring_config(fixed, tuning.decode_block, tuning.decode_stages)
+    plan = plan_decode(seq_lens, num_decode, q_lens, config, tuning.num_blocks)
+    q = _to_compute_dtype(q, config)
+    pieces = gpu_decode.decode_pieces(q, step.pages, step.block_tables, plan, step.scales, config)
+    return gpu_decode.merge_pieces(pieces, plan.units, step.sinks, step.v_scale, config, step.dtype)
+
+
+def _to_compute_dtype(q: jax.Array, config: GpuConfig) -> jax.Array:
+    """Queries in the dtype of the matrix products, cut to its range."""
+    if q.dtype == jnp.dtype(config.compute_dtype):
+        return q
+    return jnp.clip(q.astype(jnp.float32), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(config.compute_dtype)
+
+
+def _compute_dtype(dtype: str, page_dtype: str) -> str:
+    """float16 for 8-bit floats, which it holds exactly and the hardware converts to; else the queries' dtype."""
+    return "float16" if page_dtype.startswith("float8") else dtype

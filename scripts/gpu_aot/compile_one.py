@@ -1,0 +1,87 @@
+"""The process that compiles: python -m scripts.gpu_aot.compile_one CARD OP DUMP [name=value ...] -> lines of JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_aot.resources import count_instructions, parse_ptxas, parse_shared_memory
+from scripts.gpu_aot.target import CARDS, prepare_environment
+
+
+def parse_case(case_type: type, settings: list[str]) -> Any:
+    """A case with some fields set by name=value.
+
+    Raises:
+        ValueError: the case has no such field.
+    """
+    fields = {field.name: field for field in dataclasses.fields(case_type)}
+    values = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in fields:
+            raise ValueError(f"expected a setting out of {sorted(fields)}, got {setting!r}")
+        values[name] = type(fields[name].default)(text)
+    return case_type(**values)
+
+
+def compile_case(card: str, op: str, settings: list[str]) -> None:
+    """Compiles; the dumps say the rest."""
+    import jax
+    from jax.experimental import topologies
+
+    from scripts.gpu_aot.operations import OPERATIONS
+
+    case_type, build = OPERATIONS[op]
+    call, arguments = build(parse_case(case_type, settings))
+    topology = topologies.get_topology_desc(platform="cuda", target_config=CARDS[card].config, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(call).lower(*arguments)
+    lowered.compile()
+
+
+def tool(name: str) -> Path | None:
+    """A program of the CUDA toolkit's wheels."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or ())
+    return next((path for root in roots for path in sorted(Path(root).glob(f"*/bin/{name}"))), None)
+
+
+def describe(dump: Path, ptx: Path) -> list[dict[str, Any]]:
+    """The kernel of one dumped PTX file, as Mosaic GPU had it compiled and as ptxas compiles it alone."""
+    resources = ptx.with_suffix(".resources.txt")
+    shared = parse_shared_memory(resources.read_text()) if resources.exists() else None
+    log, sass = ptx.with_suffix(".ptxas").read_text(), ""
+    for path in sorted(dump.glob(f"{ptx.stem}.sass*")):
+        sass = path.read_text()
+    found = [_record("linked" if "'setmaxnreg' ignored" in log else "alone", log, sass, shared)]
+    ptxas, disassembler = tool("ptxas"), tool("nvdisasm")
+    if found[0]["how"] == "linked" and ptxas is not None and disassembler is not None:
+        cubin = ptx.with_suffix(".cubin")
+        command = [str(ptxas), "-v", "-arch=sm_90a", "-O3", str(ptx), "-o", str(cubin)]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        sass = subprocess.run([str(disassembler), "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
+        found.append(_record("alone", log, sass, shared))
+    return found
+
+
+def _record(how: str, log: str, sass: str, shared: int | None) -> dict[str, Any]:
+    (usage,) = parse_ptxas(log)
+    return {"how": how, "shared_bytes": shared, **dataclasses.asdict(usage), "sass": count_instructions(sass)}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[3])
+    prepare_environment(str(folder))
+    compile_case(sys.argv[1], sys.argv[2], sys.argv[4:])
+    for file in sorted(folder.glob("*.ptx")):
+        for record in describe(folder, file):
+            print(json.dumps(record))

@@ -1,0 +1,99 @@
+"""Compiles the GPU kernels on a machine without a GPU; prints registers, spills, shared memory, key instructions.
+
+    python scripts/gpu_compile.py OP [name=value ...] [--shapes] [--card h100] [--check] [--json FILE]
+
+OP and its settings: scripts/gpu_aot/operations.py. `--shapes` compiles OP for every shape of shapes.py; `--check` fails
+where a kernel spills or exceeds shared memory. Needs the extra `cuda` (public wheels, no driver and no card) in the
+Python that runs this, or in the one that KVJAX_CUDA_PYTHON names. Two rows for one kernel: `linked` is what this jax
+makes where nvJitLink is installed (`setmaxnreg` ignored), `alone` what ptxas makes of the same PTX by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+SHARED_BYTES = 232_448  # of one thread block on Hopper
+COLUMNS = ("how", "registers", "spill_store_bytes", "spill_load_bytes", "shared_bytes")
+
+
+def compile_op(card: str, op: str, settings: list[str]) -> list[dict[str, Any]]:
+    """One record per kernel and way to compile it.
+
+    Raises:
+        RuntimeError: the compiler refused, or CUDA's wheels are missing.
+    """
+    python = os.environ.get("KVJAX_CUDA_PYTHON", sys.executable)
+    with tempfile.TemporaryDirectory() as dump:
+        command = [python, "-m", "scripts.gpu_aot.compile_one", card, op, dump, *settings]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        hint = "" if "cuda" not in done.stderr.lower() else "; is the extra 'cuda' installed? see KVJAX_CUDA_PYTHON"
+        raise RuntimeError(f"{op} {' '.join(settings)}: {' '.join(last)}{hint}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def problems(record: dict[str, Any]) -> list[str]:
+    """What is wrong with a kernel, in words."""
+    found = []
+    spilled = record["spill_store_bytes"] + record["spill_load_bytes"]
+    if spilled:
+        found.append(f"{record['kernel']} ({record['how']}): expected no spills, got {spilled} bytes")
+    if (record["shared_bytes"] or 0) > SHARED_BYTES:
+        found.append(f"{record['kernel']}: expected at most {SHARED_BYTES} bytes shared, got {record['shared_bytes']}")
+    return found
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The records as text."""
+    used = [name for name in records[0]["sass"] if any(record["sass"][name] for record in records)]
+    rows = [["case", "kernel", *COLUMNS, *used]]
+    for record in records:
+        values = [record["case"], record["kernel"].removesuffix("_mosaic_gpu_kernel")]
+        values += [record[name] for name in COLUMNS] + [record["sass"][name] for name in used]
+        rows.append([str(value) for value in values])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def cases(arguments: argparse.Namespace) -> list[list[str]]:
+    """The settings to compile, a list per case."""
+    if not arguments.shapes:
+        return [arguments.settings]
+    sys.path.insert(0, str(ROOT))
+    from pallas_kernels.ragged_paged_attention.shapes import SHAPES
+
+    return [[f"shape={shape.name}", *arguments.settings] for shape in SHAPES]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("op")
+    parser.add_argument("settings", nargs="*", metavar="name=value")
+    parser.add_argument("--shapes", action="store_true", help="every shape of shapes.py")
+    parser.add_argument("--card", default="h100", choices=("h100", "h200"))
+    parser.add_argument("--check", action="store_true", help="fail on spills and on too much shared memory")
+    parser.add_argument("--json", type=Path, help="also write the records here")
+    arguments = parser.parse_args(argv)
+    records = []
+    for settings in cases(arguments):
+        for record in compile_op(arguments.card, arguments.op, settings):
+            records.append({"case": f"{arguments.op} {' '.join(settings)}".strip(), **record})
+    print(table(records))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(records, indent=1) + "\n")
+    wrong = [line for record in records for line in problems(record)] if arguments.check else []
+    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
