@@ -110,6 +110,9 @@ DEPLOYMENTS = {
     "full + 2 windows": Deployment(
         ((full(2), 0), (window(2, 7), 0), (window(2, 7), 0)), {"track_origins": True, "zero_new_pages": True}
     ),
+    "2 full + 2 windows, uncached first": Deployment(
+        ((full(2), 0), (window(2, 5), 0), (full(2), 0), (window(2, 5), 0)), {"free_order": "uncached_first"}
+    ),
     "full + window, two sizes, EAGLE": Deployment(((full(4), 0), (window(6, 9), 0)), {"use_eagle": True}),
     "full + windows, two pools, reserved": Deployment(
         ((full(2), 0), (window(2, 3), 1), (window(4, 9), 1)), {"reserve": True, "free_order": "uncached_first"}
@@ -128,6 +131,13 @@ DEPLOYMENTS = {
     ),
     "Mamba": Deployment(((recurrent(4), 0),)),
     "full + Mamba, drafts, reserved": Deployment(((full(2), 0), (recurrent(4, drafts=2), 0)), {"reserve": True}),
+    "full + Mamba, uncached first": Deployment(
+        ((full(2), 0), (recurrent(4, drafts=1), 0), (recurrent(4, drafts=1), 0)), {"free_order": "uncached_first"}
+    ),
+    "full + windows, checkpoints, uncached first": Deployment(
+        ((full(2), 0), (window(2, 5), 0), (window(2, 5), 0)),
+        {"retention_interval": 8, "free_order": "uncached_first", "zero_new_pages": True},
+    ),
     "full + window + Mamba, two pools, EAGLE": Deployment(
         ((full(2), 0), (window(4, 5), 1), (recurrent(2), 0), (recurrent(2), 0)), {"use_eagle": True}
     ),

@@ -227,6 +227,14 @@ class BlockPool:
         else:
             self._free_shared(ids)
 
+    def free_groups(self, ids: np.ndarray) -> None:  # int64[groups, n]
+        """`free_held` of one group after the other: of blocks that go to the head, the last group's come first."""
+        if len(ids) == 1 or self.eviction_policy.joins_releases:
+            self.free_held(ids.ravel())
+        else:
+            for of_group in ids:
+                self.free_held(of_group)
+
     def _free_shared(self, ids: np.ndarray) -> None:
         """`free_blocks` where blocks may keep references or occur more than once."""
         distinct, repeats = self._count_repeats(ids)

@@ -239,13 +239,13 @@ class SingleTypeKVCacheManager(abc.ABC):
         if skipped <= first:
             return
         entries = self.block_tables[:, row, first:skipped]
-        ids = entries[:, ::-1].astype(np.int64).ravel()
+        ids = entries[:, ::-1].astype(np.int64)
         entries[...] = 0
         self.first_live[row] = skipped
         if ids.size == 1:
             self.block_pool.free_block(ids.item())
         else:
-            self.block_pool.free_held(ids)
+            self.block_pool.free_groups(ids)
 
     def add_computed_blocks(self, row: int, hit_ids: np.ndarray, total_computed: int) -> None:
         """First phase of a first allocation: holds the hit's blocks that the window still sees, nulls before them."""
@@ -323,10 +323,10 @@ class SingleTypeKVCacheManager(abc.ABC):
     def free(self, row: int) -> None:
         """Gives all of the row's blocks back, the last first, so that a shared prefix lives longest."""
         entries = self.block_tables[:, row, self.first_live.item(row) : self.num_blocks.item(row)]
-        ids = entries[:, ::-1].astype(np.int64).ravel()
+        ids = entries[:, ::-1].astype(np.int64)
         entries[...] = 0
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
-        self.block_pool.free_held(ids)
+        self.block_pool.free_groups(ids)
 
     def written_column(self, row: int, num_tokens: int) -> int | None:
         """The column of a block that a row of `num_tokens` computed tokens has and writes to next; None: a new one."""

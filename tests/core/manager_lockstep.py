@@ -183,11 +183,22 @@ SETUPS = {
     "hybrid_sizes": Setup((NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(6, window=7)), max_model_len=36),
     "full_sizes": Setup((NaiveGroup(4), NaiveGroup(6)), max_model_len=36),
     "hybrid_sizes_last": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), coarse_hash_mode="last"),
+    "hybrid_uncached_first": Setup(HYBRID.groups, uncached_first=True, max_in_flight=4),
+    "hybrid_uncached_first_no_caching": Setup(
+        (NaiveGroup(2, chunk=4), NaiveGroup(2), NaiveGroup(2, chunk=4), NaiveGroup(2)),
+        caching=False,
+        uncached_first=True,
+    ),
+    "full_mamba_uncached_first": Setup(
+        (NaiveGroup(2), NaiveGroup(4, mamba="align", drafts=1), NaiveGroup(4, mamba="align", drafts=1)),
+        uncached_first=True,
+    ),
     "hybrid_eagle": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), eagle=True, uncached_first=True),
     "hybrid_eagle_group": Setup((NaiveGroup(2, eagle=True), NaiveGroup(4, window=5), NaiveGroup(2)), eagle=True),
     "hybrid_eagle_window": Setup((NaiveGroup(4), NaiveGroup(2, window=5, eagle=True)), eagle=True),
     "window_retained": Setup((NaiveGroup(2, window=5),), retention=6),
     "hybrid_retained": Setup(HYBRID.groups, retention=8),
+    "hybrid_retained_uncached_first": Setup(HYBRID.groups, retention=8, uncached_first=True),
     "hybrid_sizes_retained": Setup(
         (NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(6, window=7)),
         max_model_len=48,

@@ -10,6 +10,7 @@ import pytest
 from kvjax.core import KVCacheManager, Request, SingleTypeKVCacheManager
 from kvjax.errors import InvariantError
 from tests.core.manager_lockstep import FULL, HYBRID, SETUPS, WINDOW, Setup
+from tests.core.naive_manager import NaiveGroup
 
 
 @pytest.mark.parametrize("setup", [FULL, WINDOW, SETUPS["window_1"], SETUPS["full_coarse"]])
@@ -33,6 +34,25 @@ def test_a_window_skips_what_its_next_token_does_not_see(window: int) -> None:
     for computed in range(30):
         unseen = [token for token in range(computed) if token < computed - window + 1]
         assert manager.get_num_skipped_tokens(computed) == len(unseen)
+
+
+@pytest.mark.parametrize("plans", [False, True], ids=["allocate_slots", "plan_step"])
+def test_the_last_group_gave_its_unhashed_blocks_back_last(plans: bool) -> None:
+    """With `uncached_first` its blocks are therefore the next to be used, as if each group had a manager of its own."""
+    group = NaiveGroup(2, window=3)
+    manager = Setup((group, group), caching=False, uncached_first=True).manager([10])
+    request = Request("r", range(7))
+    manager.allocate_slots(request, 6)
+    assert manager.get_block_ids("r") == ([1, 2, 3], [4, 5, 6])
+    request.num_computed_tokens = 6
+    if plans:
+        assert manager.plan_step([request.row], 1).num_planned == 1
+    else:
+        assert manager.allocate_slots(request, 1) is not None
+    assert manager.get_block_ids("r") == ([0, 0, 3, 5], [0, 0, 6, 4])
+    assert manager.snapshot().pools[0].free_order == (2, 1, 7, 8, 9)
+    manager.free(request)
+    assert manager.snapshot().pools[0].free_order == (4, 6, 5, 3, 2, 1, 7, 8, 9)
 
 
 def running() -> tuple[KVCacheManager, SingleTypeKVCacheManager, int]:

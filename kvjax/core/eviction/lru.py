@@ -30,6 +30,11 @@ class LRUPolicy(EvictionPolicy):
         """Queued blocks."""
         return self.queue.num_free_blocks
 
+    @property
+    def joins_releases(self) -> bool:
+        """At the tail; at the head a later release goes before an earlier one."""
+        return not self.uncached_first
+
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """From the head."""
         return self.queue.take(num_blocks)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class EvictionPolicy(abc.ABC):
     """The free blocks of one pool in eviction order. Owned by the pool; not thread-safe.
 
-    Everything is said in bulk. `take_one`, `release_one` and `try_release` exist for speed: their defaults are right.
+    Everything is said in bulk. `joins_releases`, `take_one`, `release_one` and `try_release` exist for speed: their
+    defaults are right.
     """
 
     is_told_of_use: ClassVar[bool] = False  # whether the pool calls `note_registered`, `note_hit` and `note_forgotten`
@@ -101,6 +102,11 @@ class EvictionPolicy(abc.ABC):
         return
 
     # -- for speed ----------------------------------------------------------------------------------------------------
+
+    @property
+    def joins_releases(self) -> bool:
+        """Whether one `release` of blocks and then more equals two; else groups are released by a call each."""
+        return False
 
     def take_one(self) -> int:
         """`take` of one block."""

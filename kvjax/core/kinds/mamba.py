@@ -221,9 +221,9 @@ class MambaManager(SingleTypeKVCacheManager):
 
     def _give_back(self, row: int, end: int) -> None:
         entries = self.block_tables[:, row, self.first_live.item(row) : end]
-        ids = entries[:, ::-1].astype(np.int64).ravel()
+        ids = entries[:, ::-1].astype(np.int64)
         entries[...] = 0
-        self.block_pool.free_held(ids[ids != 0])
+        self.block_pool.free_groups(ids[:, ids[0] != 0])  # groups have their nulls in the same columns
 
     def allocate_new_blocks(self, row: int, num_slots: int) -> np.ndarray:
         """Moves the row on to the column of `num_slots` tokens.
