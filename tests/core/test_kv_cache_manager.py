@@ -252,6 +252,20 @@ def test_a_whole_sequence_must_fit_on_demand() -> None:
     assert manager.allocate_slots(request, 4) is not None
 
 
+def test_what_left_the_windows_makes_room_for_a_whole_sequence() -> None:
+    """16 tokens hold 4 blocks of each group; the window gives back 2, and the last token needs one of each."""
+    manager = make_manager(9, FULL, WINDOW)
+    request = make_request("a", 17)
+    assert manager.allocate_slots(request, 16) is not None
+    request.num_computed_tokens = 16
+    assert manager.block_pool.num_free_blocks == 0
+    assert manager.allocate_slots(request, 1, full_sequence_must_fit=True) is not None
+    request.num_computed_tokens = 17
+    request.append_output_token_ids(range(20))
+    assert manager.allocate_slots(request, 4, full_sequence_must_fit=True) is None
+    assert manager.get_block_ids("a")[1][:3] == [0, 0, 0]  # the refused call gave back what left the window since
+
+
 def test_a_window_is_admitted_by_what_it_holds_at_once() -> None:
     """Window 6 and 4 tokens in flight: at most cdiv(5 + 4, 4) + 1 = 4 blocks, however long the prompt."""
     for in_flight, admitted in ((4, True), (8, False)):

@@ -156,6 +156,20 @@ def test_a_pool_one_block_short_admits_nobody_of_the_longest_length(groups: tupl
             assert (manager_of(groups, sizes, reserve=True).allocate_slots(request, 1) is not None) == fits
 
 
+@every_kind
+def test_a_short_request_reserves_what_one_step_takes(groups: tuple[NaiveGroup, ...]) -> None:
+    """Where all tokens fit into one step; a recurrent state of more than a block may be reached in several."""
+    states = [group.block_size for group in groups if group.mamba == "align"]
+    for num_tokens in range(1, 1 + min([IN_FLIGHT, *states])):
+        manager = manager_of(groups, 1_000)
+        before = [pool.num_free_blocks for pool in manager.block_pools]
+        encoder = MAX_ENCODER if manager.coordinator.reads_encoder else 0
+        request = Request("r", [1] * num_tokens)
+        assert manager.allocate_slots(request, num_tokens, num_encoder_tokens=encoder) is not None
+        taken = [free - pool.num_free_blocks for free, pool in zip(before, manager.block_pools, strict=True)]
+        assert manager.coordinator.worst_case_blocks(num_tokens) == taken
+
+
 def test_the_reservation_ends_with_the_request() -> None:
     manager = manager_of(FULL.groups, 21, reserve=True)
     first, second = Request("a", [1] * 30, max_tokens=10), Request("b", [1] * 3, max_tokens=1)

@@ -55,6 +55,12 @@ def test_layers_of_a_group_hold_the_same_blocks() -> None:
         KVCacheGroupSpec(("a", "b"), FULL, layer_specs=(FULL,))
 
 
+@pytest.mark.parametrize(("alignment", "page_bytes"), [(1, 65_536), (576, 65_664), (65_536, 65_536), (65_537, 65_537)])
+def test_a_latent_page_is_a_multiple_of_its_alignment(alignment: int, page_bytes: int) -> None:
+    """64 vectors of 512 numbers of 2 bytes."""
+    assert replace(LATENT, page_alignment=alignment).page_size_bytes == page_bytes
+
+
 @pytest.mark.parametrize("name", ["num_kv_heads", "head_size"])
 def test_heads_have_a_number_and_a_size(name: str) -> None:
     with pytest.raises(ValueError, match=f"expected {name} >= 1, got 0"):

@@ -248,6 +248,7 @@ def test_a_step_without_work_returns_no_updates() -> None:
     [
         (([3], 1), {}, "expected rows that a request owns, got row 3"),
         (([-1], 1), {}, "expected rows that a request owns, got row -1"),
+        (([0, -1], 1), {}, "expected rows that a request owns, got row -1"),
         (([10**12], 1), {}, "expected rows that a request owns, got row 1000000000000"),
         (([0, 1, 0], 1), {}, r"expected distinct rows, got \[0, 1, 0\]"),
         (([[0]], 1), {}, r"expected rows as a row of integers, got int64\[1, 1\]"),

@@ -116,6 +116,17 @@ def test_align_passes_over_columns_and_gives_back_what_is_two_steps_old() -> Non
     assert manager.block_pool.ref_count[first] == 0
 
 
+def test_a_child_gets_the_state_of_the_tokens_it_shares() -> None:
+    """That of the computed tokens, though blocks of the next step are allocated already."""
+    manager = make_manager(state())
+    request = admit(manager, "r", 9, first=4)
+    [computed] = table(manager, request)
+    assert manager.allocate_slots(request, 4) is not None
+    assert table(manager, request)[0] == computed
+    (child,) = manager.fork(request, 1) or ()
+    assert table(manager, child) == [computed]
+
+
 def test_speculative_blocks_move_on_with_the_running_one() -> None:
     manager = make_manager(state(drafts=2))
     request = admit(manager, "r", 4)
