@@ -175,6 +175,19 @@ def test_a_hit_is_the_last_cached_state_alone() -> None:
         )
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_hit_is_followed_by_the_running_state_and_those_of_drafts(drafts: int) -> None:
+    manager = make_manager(state(drafts=drafts))
+    step(manager, admit(manager, "r", 8, first=4), 4)
+    request = Request("s", range(9), block_hasher=HASHER)
+    hit, num_tokens = manager.get_computed_blocks(request)
+    assert num_tokens == 8
+    before = manager.block_pool.num_free_blocks
+    assert manager.allocate_slots(request, 1, num_tokens, hit) is not None
+    assert table(manager, request)[:2] == hit.get_block_ids()[0]
+    assert before - manager.block_pool.num_free_blocks == len(table(manager, request)[2:]) == 1 + drafts
+
+
 def test_no_state_is_hit_in_the_step_that_computes_it() -> None:
     manager = make_manager(state())
     assert manager.allocate_slots(Request("r", range(8), block_hasher=HASHER), 8) is not None
