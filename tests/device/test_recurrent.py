@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from kvjax.device import (
     Bucket,
     Buckets,
     DeviceBatch,
+    KVPages,
     PagedKVCache,
     RecurrentStep,
     UpdateStep,
@@ -58,14 +60,16 @@ class ToyMamba(nnx.Module):
         self.bc = linear(CHANNELS, 2 * STATE_DIM)
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (convolved, TAPS)) * 0.5)
         shape = (CHANNELS, STATE_DIM) if version == 1 else (HEADS,)
-        self.a = nnx.Param(-jnp.exp(jax.random.normal(rngs.params(), shape)))
+        self.a_log = nnx.Param(jax.random.normal(rngs.params(), shape))
         self.d = nnx.Param(jax.random.normal(rngs.params(), (per_head,)))
 
     def __call__(self, hidden: jax.Array, cache: Any) -> jax.Array:
         def update(states: tuple[jax.Array, ...], step: RecurrentStep) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             convolved, conv = causal_conv1d(self.input(hidden), states[0], self.kernel[...], *step)
             x, b, c = self.split(convolved)
-            y, scan = selective_scan(x, states[1], self.dt(hidden), self.a[...], b, c, *step, d=self.d[...])
+            y, scan = selective_scan(
+                x, states[1], self.dt(hidden), -jnp.exp(self.a_log[...]), b, c, *step, d=self.d[...]
+            )
             return y.reshape(-1, CHANNELS), (conv, scan)
 
         return self.out(cache.update_states(self.name, update) * jax.nn.silu(self.gate(hidden)))
@@ -97,6 +101,14 @@ class ToyHybrid(nnx.Module):
         return self.head(hidden) * 3.0
 
 
+def random_model() -> ToyHybrid:
+    """With weights drawn by numpy, which compiles nothing."""
+    rng = np.random.default_rng(0)
+    graphdef, state = nnx.split(nnx.eval_shape(ToyHybrid))
+    weights = jax.tree.map(lambda x: jnp.asarray(0.4 * rng.standard_normal(x.shape), x.dtype), state)
+    return nnx.merge(graphdef, weights)
+
+
 def hybrid_config(mode: str = "align") -> KVCacheConfig:
     """Planned: states in a pool of their own, both layers in one table."""
     sizes = {"num_kv_heads": KV_HEADS, "head_size": HEAD_DIM, "dtype": "float32"}
@@ -108,13 +120,22 @@ def hybrid_config(mode: str = "align") -> KVCacheConfig:
     return plan.config
 
 
+@functools.cache
+def nan_pages() -> KVPages:
+    """Pages of the config, in numpy, that hold NaN but for the null page; the same in both modes."""
+    pages = jax.tree.map(np.array, create_pages(hybrid_config()))
+    for array in jax.tree.leaves(pages):
+        array[1:] = np.nan
+    return pages
+
+
 class Server:
     """Runs requests together, greedily; every step takes what the recurrent groups let it take of `budget` tokens."""
 
     def __init__(self, step: UpdateStep, mode: str = "align") -> None:
         self.step, self.config = step, hybrid_config(mode)
         self.manager = KVCacheManager(self.config, MAX_MODEL_LEN, hash_block_size=BLOCK_SIZE)
-        self.pages = jax.tree.map(lambda x: x.at[1:].set(jnp.nan), create_pages(self.config))
+        self.pages = jax.tree.map(jnp.array, nan_pages())
         self.hasher = BlockHasher(BLOCK_SIZE, "xxhash_cbor", seed="0")
         self.plans: list[StepPlan] = []
         self.logits: dict[str, list[np.ndarray]] = {}
@@ -166,7 +187,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def step() -> UpdateStep:
-    return make_update_step(ToyHybrid(), hybrid_config(), BUCKETS)
+    return make_update_step(random_model(), hybrid_config(), BUCKETS)
 
 
 def prompt(seed: int, length: int) -> list[int]:

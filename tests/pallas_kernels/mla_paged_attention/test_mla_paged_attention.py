@@ -17,7 +17,7 @@ from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, assert_mat
 from tests.pallas_kernels.oracle import Options
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "mask": ({}, {"sliding_window": 5}, {"sliding_window": 3, "num_sink_tokens": 6}),
+    "mask": ({}, {"sliding_window": 3, "num_sink_tokens": 6}),
     "cache": ({}, {"dtype": "float8_e4m3fn", "platform": "tpu", "page_size": 6}),
     "heads": (3, 1),
     "q_dtype": ("float32", "bfloat16"),
@@ -25,7 +25,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "soft_cap": (None, 1.5),
 }
 MORE_FACTORS = FACTORS | {
-    "mask": (*FACTORS["mask"], {"attention_chunk_size": 8}, {"causal": False}),
+    "mask": (*FACTORS["mask"], {"sliding_window": 5}, {"attention_chunk_size": 8}, {"causal": False}),
     "cache": (
         *FACTORS["cache"],
         {"dtype": "bfloat16", "platform": "tpu"},

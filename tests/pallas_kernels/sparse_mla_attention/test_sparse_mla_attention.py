@@ -21,11 +21,12 @@ FP8_WIDTH = FP8.width(24)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": ({"window": 140}, {"ratio": 4, "topk": 5}, {"ratio": 1}),
     "cache": ({}, {"entries": FP8, "latent": LatentShape(FP8_WIDTH, 6, "int8", "tpu")}),
-    "heads": (3, 1),
+    "heads": (3,),
     "q_dtype": ("float32", "bfloat16"),
     "sinks": (False, True),
 }
 MORE_FACTORS = FACTORS | {
+    "heads": (3, 1),
     "kind": (*FACTORS["kind"], {"ratio": 1, "topk": 150}, {"ratio": 128, "window": 1}, {"ratio": 3, "topk": 1}),
     "cache": (
         *FACTORS["cache"],
