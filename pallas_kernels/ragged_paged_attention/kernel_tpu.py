@@ -292,7 +292,7 @@ def _launch(
     if write is not None:
         inputs.add("new_rows", pl.BlockSpec(memory_space=pl.ANY), write.rows)
     inputs.add("pages", pl.BlockSpec(memory_space=pl.ANY), pages)
-    out_shape = (*q_rows.shape[:3], config.lanes)
+    out_shape = (*q_rows.shape[:3], config.lanes) if is_decode else q_rows.shape
     out = jax.ShapeDtypeStruct(out_shape, q_rows.dtype)
     outputs.add("out", _rows_spec(out, config, room), out)
     if config.return_lse:

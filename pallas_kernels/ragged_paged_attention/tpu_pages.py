@@ -2,8 +2,9 @@
 
 Flow:    item table + block tables + pages in HBM -> [KVBlocks.start / wait] -> VMEM -> [KVBlocks.load] -> [n, lanes]
 
-A page is one DMA. The buffer has one spare row a token where a token has an even number of rows, so that the stride
-of a head's load is odd: with a stride of 8 or 16 the compiler splits each load.
+A page is one DMA for each 128 lanes, which lie apart, since strided loads take 128. The buffer has one spare row a
+token where a token has an even number of rows, so that the stride of a head's load is odd: with a stride of 8 or 16 the
+compiler splits each load.
 
 Tables that fit scalar memory come as scalar prefetch. Larger ones stay in HBM, and the row of the next item is
 fetched while the current item computes (`fetch_row`).
@@ -19,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import Copy, Ref, is_interpreted, packing, words
+from pallas_kernels.mosaic import LANES, Copy, Ref, is_interpreted, packing, words
 from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig
 
 _UNROLLED_PAGES = 4  # DMAs of a trip of the loop that starts them
@@ -28,7 +29,7 @@ _UNROLLED_PAGES = 4  # DMAs of a trip of the loop that starts them
 def buffer_shape(config: TpuConfig, pages: jax.Array) -> tuple[int, ...]:
     """Shape of the double buffer for `pages` [pages, page_size, rows, packing, lanes]."""
     rows, pack, lanes = pages.shape[2:]
-    return (2, config.block, rows | 1, pack, lanes)
+    return (2, lanes // LANES, config.block, rows | 1, pack, LANES)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class KVBlocks:
             at = entry + j
             if self.config.mask.num_sink_tokens:
                 at = jnp.where(j < num_sink_pages, base + first + j, at)
-            self._copy(at, j, slot).start()
+            self._start_page(at, j, slot)
 
         def some(i: jax.Array, carry: None) -> None:
             for j in range(_UNROLLED_PAGES):
@@ -91,7 +92,9 @@ class KVBlocks:
 
     def wait(self, num_pages: jax.Array | int, slot: jax.Array) -> None:
         """Waits for the first pages of a block."""
-        self._wait_for(self._window(slot, 0, num_pages), slot)
+        for piece in range(self.config.num_pieces):
+            window = self._window(slot, piece, 0, num_pages)
+            pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait()  # for as many bytes as it has
 
     def full_entries(self, item: jax.Array) -> jax.Array:
         """Table entry of the first page of step 0, if that is a full block."""
@@ -101,7 +104,7 @@ class KVBlocks:
     def start_full(self, entry: jax.Array, slot: jax.Array) -> None:
         """Starts the DMAs of a whole block of the contiguous run, from its first table entry on."""
         for j in range(self.config.block_pages):
-            self._copy(entry + j, j, slot).start()
+            self._start_page(entry + j, j, slot)
 
     def load(
         self, slot: jax.Array, base: jax.Array | int, offset: int, value: int, first: int, count: int
@@ -110,32 +113,39 @@ class KVBlocks:
 
         `base`, which may be traced, is a multiple of the heads that share a word.
         """
-        dtype = self.buffer.dtype
+        dtype, compute_dtype = self.buffer.dtype, self.config.compute_dtype
         pack = packing(dtype)
         row, place = base * 2 // pack + (2 * offset + value) // pack, (2 * offset + value) % pack
-        if is_interpreted():
-            return self.buffer[slot, pl.ds(first, count), row, place].astype(self.config.compute_dtype)
-        stride = self.buffer.shape[2]
-        word = words(self.buffer, slot)[pl.ds(first * stride + row, count, stride=stride), :]
-        return _element(word, place, dtype).astype(self.config.compute_dtype)
+        pieces = []
+        for piece in range(self.config.num_pieces):
+            if is_interpreted():
+                pieces.append(self.buffer[slot, piece, pl.ds(first, count), row, place].astype(compute_dtype))
+                continue
+            stride = self.buffer.shape[3]
+            word = words(self.buffer, slot, piece)[pl.ds(first * stride + row, count, stride=stride), :]
+            pieces.append(_element(word, place, dtype).astype(compute_dtype))
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
     def _table_start(self, item: jax.Array) -> jax.Array:
         if self.config.tables_in_hbm:
             return lax.rem(item, 2) * self.config.table_stride
         return self.field(Field.TABLE, item)
 
-    def _window(self, slot: jax.Array, page: jax.Array | int, count: jax.Array | int) -> Ref:
-        """The part of the buffer that `count` pages of a block fill."""
+    def _window(self, slot: jax.Array, piece: int, page: jax.Array | int, count: jax.Array | int) -> Ref:
+        """The part of the buffer that one piece of the lanes of `count` pages of a block fills."""
         size = self.config.page_size
-        return self.buffer.at[slot, pl.ds(page * size, count * size), pl.ds(0, self.pages.shape[2])]
+        return self.buffer.at[slot, piece, pl.ds(page * size, count * size), pl.ds(0, self.pages.shape[2])]
 
-    def _copy(self, entry: jax.Array, j: jax.Array | int, slot: jax.Array) -> Copy:
+    def _start_page(self, entry: jax.Array, j: jax.Array | int, slot: jax.Array) -> None:
+        for piece in range(self.config.num_pieces):
+            self._copy(entry, j, slot, piece).start()
+
+    def _copy(self, entry: jax.Array, j: jax.Array | int, slot: jax.Array, piece: int) -> Copy:
         table = self.tables if self.row is None else self.row
-        return pltpu.make_async_copy(self.pages.at[table[entry]], self._window(slot, j, 1), self.arrived.at[slot])
-
-    def _wait_for(self, window: Ref, slot: jax.Array) -> None:
-        """Waits for as many bytes as `window` has."""
-        pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait()
+        source = self.pages.at[table[entry]]
+        if self.config.num_pieces > 1:
+            source = source.at[:, :, :, pl.ds(piece * LANES, LANES)]
+        return pltpu.make_async_copy(source, self._window(slot, piece, j, 1), self.arrived.at[slot])
 
 
 def _element(word: jax.Array, place: int, dtype: jnp.dtype) -> jax.Array:

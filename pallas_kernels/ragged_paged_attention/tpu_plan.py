@@ -93,6 +93,11 @@ class TpuConfig:
         return -(-self.heads * self.group // SUBLANES) * SUBLANES
 
     @property
+    def num_pieces(self) -> int:
+        """Pieces of 128 lanes."""
+        return self.lanes // LANES
+
+    @property
     def columns(self) -> int:
         """Columns of a product's result."""
         return self.heads * self.lanes + (LANES if self.sums_by_matmul else 0)

@@ -6,9 +6,10 @@ Decode: one product covers `heads` KV heads. Their rows stand below each other, 
 the concatenated head dimensions, [tokens, products, rows, heads * lanes]; the rows of head h keep columns h of the
 result.
 
-Tiles of several queries: [tokens, 32-bit words of all heads, packing, lanes], which is q itself but for padding, so
-that a tile of tokens is one contiguous DMA. The kernel rearranges it once per item to rows of one KV head, which it
-reads with strides of whole words: row = (word of the group * queries + token) * packing + place in the word.
+Tiles of several queries: [tokens, 32-bit words of all heads, packing, 128], which is q itself but for padding (and
+heads of more lanes: the words of their first 128 lanes, then of the next), so that a tile of tokens is one DMA. The
+kernel rearranges it once per item to rows of one KV head, which it reads with strides of whole words:
+row = (word of the group * queries + token) * packing + place in the word.
 """
 
 from __future__ import annotations
@@ -45,16 +46,18 @@ def decode_results(x: jax.Array, config: TpuConfig) -> jax.Array:
 
 
 def tile_queries(q: jax.Array, config: TpuConfig) -> jax.Array:
-    """q [T, Hq, D] as [T, words, packing, lanes]."""
+    """q [T, Hq, D] as [T, words, packing, 128]."""
     x = _pad(q, 2, config.lanes).astype(config.compute_dtype)
     x = _pad(x.reshape(q.shape[0], config.num_kv_heads, config.group, config.lanes), 2, config.padded_group)
-    return x.reshape(q.shape[0], -1, config.packing, config.lanes)
+    x = x.reshape(q.shape[0], -1, config.packing, config.num_pieces, LANES)
+    return jnp.moveaxis(x, 3, 1).reshape(q.shape[0], -1, config.packing, LANES)
 
 
 def tile_results(x: jax.Array, config: TpuConfig) -> jax.Array:
-    """[T, words, packing, n] as [T, Hq, n]."""
-    x = x.reshape(x.shape[0], config.num_kv_heads, config.padded_group, x.shape[-1])
-    return x[:, :, : config.group].reshape(x.shape[0], -1, x.shape[-1])
+    """[T, words, packing, 128] as [T, Hq, lanes]."""
+    x = x.reshape(x.shape[0], config.num_pieces, config.num_kv_heads, config.padded_group, LANES)
+    x = jnp.moveaxis(x[:, :, :, : config.group], 1, 3)
+    return x.reshape(x.shape[0], -1, config.lanes)
 
 
 def per_row(x: jax.Array, config: TpuConfig, fill: float) -> jax.Array:
@@ -71,29 +74,32 @@ def per_row(x: jax.Array, config: TpuConfig, fill: float) -> jax.Array:
 
 
 def unpack_tile(staged: Ref, rows: Ref, config: TpuConfig) -> None:
-    """Rows [Hkv, rows, lanes] of a tile [queries, words, packing, lanes]."""
+    """Rows [Hkv, rows, lanes] of a tile [queries, words, packing, 128]."""
     per_head = config.padded_group // config.packing
+    per_piece = config.num_kv_heads * per_head
     size = config.queries * config.packing
-    for word in range(config.num_kv_heads * per_head):
+    for i in range(config.num_pieces * per_piece):
         if is_interpreted():
-            x = staged[:, word].reshape(size, config.lanes)
+            x = staged[:, i].reshape(size, LANES)
         else:
-            strided = pl.ds(word, config.queries, stride=staged.shape[1])
-            x = pltpu.bitcast(words(staged)[strided, :], staged.dtype)
-        rows[word // per_head, pl.ds(word % per_head * size, size)] = x
+            x = pltpu.bitcast(words(staged)[pl.ds(i, config.queries, stride=staged.shape[1]), :], staged.dtype)
+        piece, word = divmod(i, per_piece)
+        rows[word // per_head, pl.ds(word % per_head * size, size), pl.ds(piece * LANES, LANES)] = x
 
 
 def pack_head(x: jax.Array, head: int, staged: Ref, config: TpuConfig) -> None:
-    """Puts the rows [rows, lanes] of one KV head into a tile [queries, words, packing, lanes]."""
+    """Puts the rows [rows, lanes] of one KV head into a tile [queries, words, packing, 128]."""
     per_head = config.padded_group // config.packing
     size = config.queries * config.packing
-    for i in range(per_head):
-        part = x[i * size : (i + 1) * size].astype(staged.dtype)
-        if is_interpreted():
-            staged[:, head * per_head + i] = part.reshape(config.queries, config.packing, config.lanes)
-        else:
-            strided = pl.ds(head * per_head + i, config.queries, stride=staged.shape[1])
-            words(staged)[strided, :] = pltpu.bitcast(part, jnp.uint32)
+    for piece in range(config.num_pieces):
+        for i in range(per_head):
+            part = x[i * size : (i + 1) * size, piece * LANES : (piece + 1) * LANES].astype(staged.dtype)
+            word = (piece * config.num_kv_heads + head) * per_head + i
+            if is_interpreted():
+                staged[:, word] = part.reshape(config.queries, config.packing, LANES)
+            else:
+                strided = pl.ds(word, config.queries, stride=staged.shape[1])
+                words(staged)[strided, :] = pltpu.bitcast(part, jnp.uint32)
 
 
 def pack_head_lanes(rows: Ref, head: int, staged: Ref, config: TpuConfig) -> None:

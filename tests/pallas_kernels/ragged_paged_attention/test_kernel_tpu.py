@@ -175,11 +175,11 @@ def test_a_planted_race_is_found(step: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Pages loaded into the buffer in use, in the loop over whole blocks or in the other: a race is reported."""
     copy = KVBlocks._copy
 
-    def into_the_buffer_in_use(self: KVBlocks, entry: Any, j: Any, slot: Any) -> Any:
+    def into_the_buffer_in_use(self: KVBlocks, entry: Any, j: Any, slot: Any, piece: int) -> Any:
         if (step == "whole") != isinstance(j, int):
-            return copy(self, entry, j, slot)
+            return copy(self, entry, j, slot, piece)
         table = self.tables if self.row is None else self.row
-        window = self._window(1 - slot, j, 1)
+        window = self._window(1 - slot, piece, j, 1)
         return pltpu.make_async_copy(self.pages.at[table[entry]], window, self.arrived.at[slot])
 
     monkeypatch.setattr(KVBlocks, "_copy", into_the_buffer_in_use)
