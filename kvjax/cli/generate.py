@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 
 from kvjax.cli.arguments import byte_size, non_negative_float, positive_int
 from kvjax.cli.generate_plot import save_pool_plot
-from kvjax.cli.generate_prompts import NamedPrompt, read_prompts
-from kvjax.cli.generate_report import report_json, request_table, totals, totals_lines
+from kvjax.cli.generate_prompts import NamedPrompt, read_prompts, samples_of
+from kvjax.cli.generate_report import miss_table, report_json, request_table, totals, totals_lines
 from kvjax.cli.generate_stream import OrderedTextPrinter
 from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
 from kvjax.cli.progress import progress
+from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, SamplingParams
@@ -54,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ..., "name": ...}'
     )
     what.add_argument("--max-tokens", type=positive_int, default=96, metavar="N", help="tokens per request (96)")
+    what.add_argument(
+        "--n",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="samples of each prompt (1), which compute it once; those after the first are NAME.1, NAME.2, ...",
+    )
     what.add_argument("--temperature", type=non_negative_float, default=0.0, metavar="T", help="0 is greedy (0)")
     what.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus of probability P (1)")
     what.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K best tokens (0: all)")
@@ -73,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     how.add_argument(
+        "--sub-block-hits", action="store_true", help="let a prefix hit end inside a block, whose page is then copied"
+    )
+    how.add_argument(
+        "--policy", choices=EVICTION_POLICIES, default="lru", help="which free block to use next (default: lru)"
+    )
+    how.add_argument(
         "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
     )
     how.add_argument("--devices", type=positive_int, default=1, metavar="N", help="split the heads over N devices (1)")
@@ -81,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("what to show")
     out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
+    out.add_argument("--miss-reasons", action="store_true", help="say why prompt tokens were not found cached")
     out.add_argument("--json", type=output_file, metavar="FILE", help="write requests, steps and totals")
     plot = out.add_mutually_exclusive_group()
     plot.add_argument(
@@ -98,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         MissingExtraError: an optional dependency that was asked for is not installed.
     """
     prompts = read_prompts(args.prompt, args.prompts)
+    samples = samples_of(prompts, args.n)
     plot_path = _plot_path(args)
     params = _sampling_params(args, len(prompts))
     model, tokenizer, mesh = _load(args)
@@ -106,13 +122,13 @@ def run(args: argparse.Namespace) -> int:
     engine = _make_engine(model, config, mesh)
     for prompt, ids, one in zip(prompts, token_ids, params, strict=True):
         engine.check_request(ids, one, prompt.name)
-    print("\n".join(_about(engine, args, len(prompts))), flush=True)
+    print("\n".join(_about(engine, args, len(samples))), flush=True)
     _warm_up(engine)
     for prompt, ids, one in zip(prompts, token_ids, params, strict=True):
         engine.add_request(ids, one, request_id=prompt.name)
     start = time.perf_counter()
-    printer = OrderedTextPrinter(prompts, tokenizer, None if args.quiet else sys.stdout)
-    results = _generate(engine, prompts, printer, args.quiet)
+    printer = OrderedTextPrinter(samples, tokenizer, None if args.quiet else sys.stdout)
+    results = _generate(engine, samples, printer, args.quiet)
     _report(engine, results, printer.texts, time.perf_counter() - start, args, plot_path)
     return 0
 
@@ -128,14 +144,17 @@ def _plot_path(args: argparse.Namespace) -> Path | None:
 
 
 def _sampling_params(args: argparse.Namespace, num_prompts: int) -> list[SamplingParams]:
-    """Parameters of each request: all the same, but each draws with a seed of its own."""
+    """Parameters of each prompt: all the same, but each sample draws with a seed of its own."""
+    if args.n > 1 and args.temperature == 0:
+        raise ValueError(f"expected --temperature above 0 with --n {args.n}, got 0: greedy samples are all the same")
     return [
         SamplingParams(
+            n=args.n,
             max_tokens=args.max_tokens,
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
-            seed=args.seed + i,
+            seed=args.seed + i * args.n,
             ignore_eos=args.ignore_eos,
         )
         for i in range(num_prompts)
@@ -206,6 +225,9 @@ def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=max(args.max_num_batched_tokens, args.max_num_seqs),
         enable_prefix_caching=not args.no_prefix_caching,
+        sub_block_hits=args.sub_block_hits,
+        eviction_policy=args.policy,
+        miss_reasons=args.miss_reasons,
         seed=args.seed,
         async_scheduling=args.async_scheduling,
         max_buckets=MAX_BUCKETS,
@@ -229,7 +251,7 @@ def _make_engine(model: LoadedModel, config: EngineConfig, mesh: Mesh | None) ->
     return LLMEngine(model, config, mesh=mesh)
 
 
-def _about(engine: LLMEngine, args: argparse.Namespace, num_prompts: int) -> Iterator[str]:
+def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> Iterator[str]:
     """What runs, in a few lines."""
     model, config = engine.model.config, engine.config
     windows = sum(kind != "full_attention" for kind in model.layer_types)
@@ -237,13 +259,15 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_prompts: int) -> Ite
     name = "the demo model" if args.model is None else str(args.model)
     yield f"Model   {name}: {model.architecture}, {layers}, vocabulary {model.vocab_size:,}"
     caching = "on" if config.enable_prefix_caching else "off"
+    caching += ", also inside blocks" if config.sub_block_hits else ""
+    caching += f", {config.eviction_policy} eviction" if config.eviction_policy != "lru" else ""
     for pool in engine.plan.pools:
         yield (
             f"Pool {pool.pool_id}  {pool.num_blocks - 1:,} blocks of {config.block_size} tokens for "
             f"{len(pool.group_ids)} block tables, {format_bytes(pool.total_bytes)} a device; prefix caching {caching}"
         )
     yield (
-        f"Engine  {num_prompts} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a "
+        f"Engine  {num_requests} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a "
         f"step, {args.devices} device{'s' if args.devices > 1 else ''}"
     )
 
@@ -256,18 +280,18 @@ def _warm_up(engine: LLMEngine) -> None:
 
 
 def _generate(
-    engine: LLMEngine, prompts: Sequence[NamedPrompt], printer: OrderedTextPrinter, quiet: bool
+    engine: LLMEngine, samples: Sequence[NamedPrompt], printer: OrderedTextPrinter, quiet: bool
 ) -> dict[str, GenerationResult]:
-    """Results by prompt name, in the order of the prompts."""
+    """Results by name, in the order of the prompts and their samples."""
     results: dict[str, GenerationResult] = {}
-    with progress("Generating", len(prompts), "request", enabled=quiet) as advance:
-        while len(results) < len(prompts):
+    with progress("Generating", len(samples), "request", enabled=quiet) as advance:
+        while len(results) < len(samples):
             for output in engine.step():
                 printer.push(output.request_id, output.token_id, is_last=output.result is not None)
                 if output.result is not None:
                     results[output.request_id] = output.result
                     advance(1)
-    return {prompt.name: results[prompt.name] for prompt in prompts}
+    return {sample.name: results[sample.name] for sample in samples}
 
 
 def _report(
@@ -280,7 +304,10 @@ def _report(
 ) -> None:
     steps = list(engine.step_stats)
     print(request_table(results), end="\n\n")
-    print("\n".join(totals_lines(totals(results, steps, wall_s))))
+    sums = totals(results, steps, wall_s)
+    print("\n".join(totals_lines(sums)))
+    if args.miss_reasons:
+        print("", miss_table(sums), sep="\n")
     for pool in engine.plan.pools:
         print(f"\nPool {pool.pool_id} over time", *pool_picture(steps, pool.pool_id), sep="\n")
     if plot_path is not None:

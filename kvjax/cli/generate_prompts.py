@@ -1,6 +1,6 @@
 """Where the prompts of `kvjax generate` come from: the command line, a file, or the demo's conversations.
 
-Flow:    --prompt, --prompts FILE, kvjax.demo -> [read_prompts] -> named prompts
+Flow:    --prompt, --prompts FILE, kvjax.demo -> [read_prompts] -> named prompts -> [samples_of] -> a name a request
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvjax.demo import demo_requests
+from kvjax.engine.engine_request import sample_ids
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,30 @@ def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[Named
         named += _read_jsonl(file) if file.suffix == ".jsonl" else _read_lines(file)
     if not named:
         raise ValueError(f"expected at least one prompt in {file}, got none")
-    repeated = sorted(name for name, count in Counter(prompt.name for prompt in named).items() if count > 1)
-    if repeated:
-        raise ValueError(f"expected prompts of different names, got {', '.join(repeated)} more than once")
+    _check_names(named, "prompts")
     for prompt in named:
         if not prompt.text:
             raise ValueError(f"expected text in prompt {prompt.name}, got none")
         if not _is_unicode(prompt.text):
             raise ValueError(f"expected Unicode text in prompt {prompt.name}, got {prompt.text[:80]!r}")
     return named
+
+
+def samples_of(prompts: Sequence[NamedPrompt], n: int) -> list[NamedPrompt]:
+    """Each prompt `n` times, under the names of the requests that sample it.
+
+    Raises:
+        ValueError: a sample of one prompt would be called as another prompt is.
+    """
+    named = [NamedPrompt(name, prompt.text) for prompt in prompts for name in sample_ids(prompt.name, n)]
+    _check_names(named, "samples")
+    return named
+
+
+def _check_names(named: Sequence[NamedPrompt], what: str) -> None:
+    repeated = sorted(name for name, count in Counter(prompt.name for prompt in named).items() if count > 1)
+    if repeated:
+        raise ValueError(f"expected {what} of different names, got {', '.join(repeated)} more than once")
 
 
 def _read_lines(file: Path) -> list[NamedPrompt]:

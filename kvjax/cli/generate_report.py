@@ -1,17 +1,19 @@
 """What a run of `kvjax generate` cost, as text and as JSON.
 
-Flow:    results, StepStats -> [request_table, totals_lines, report_json] -> stdout, --json FILE
+Flow:    results, StepStats -> [request_table, totals_lines, miss_table, report_json] -> stdout, --json FILE
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvjax.core import MissReason
 from kvjax.engine.outputs import GenerationResult
-from kvjax.engine.stats import StepStats
+from kvjax.engine.stats import RequestStats, StepStats
 from kvjax.text import align_table, count_of
 
 
@@ -39,21 +41,30 @@ def request_table(results: Mapping[str, GenerationResult]) -> str:
 
 
 def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], wall_s: float) -> dict[str, Any]:
-    """Sums over the run. `hit_tokens` counts first admissions, `refound_tokens` hits after a preemption, and
-    `recomputed_tokens` what preemption cost.
+    """Sums over the run.
+
+    `hit_tokens` counts first admissions, `refound_tokens` hits after a preemption, and `recomputed_tokens` what
+    preemption cost. `queried_tokens` are the prompts that were looked up: not those of samples that have
+    `shared_tokens` from the first of their prompt. `missed_tokens` are by reason, if misses are explained.
     """
     stats = [result.stats for result in results.values()]
     prompt_tokens = sum(each.num_prompt_tokens for each in stats)
-    hit_tokens = sum(each.num_cached_tokens or 0 for each in stats)
+    shared_tokens = sum(each.num_shared_tokens for each in stats)
+    hit_tokens = sum(each.num_cached_tokens or 0 for each in stats) - shared_tokens
+    queried_tokens = sum(each.num_prompt_tokens for each in stats if not each.num_shared_tokens)
     computed = sum(each.num_computed_tokens for each in stats)
     output_tokens = sum(each.num_output_tokens for each in stats)
     host_us = [step.host_us for step in steps] or [0.0]
-    needed = prompt_tokens - hit_tokens + output_tokens - len(stats)  # the last token of each is never an input
+    inputs = prompt_tokens + output_tokens - len(stats)  # the last token of each is never an input
+    needed = inputs - hit_tokens - shared_tokens
     return {
         "requests": len(stats),
         "prompt_tokens": prompt_tokens,
+        "queried_tokens": queried_tokens,
         "hit_tokens": hit_tokens,
-        "token_hit_rate": hit_tokens / prompt_tokens if prompt_tokens else 0.0,
+        "token_hit_rate": hit_tokens / queried_tokens if queried_tokens else 0.0,
+        "missed_tokens": _missed_tokens(stats),
+        "shared_tokens": shared_tokens,
         "computed_tokens": computed,
         "recomputed_tokens": max(computed - needed, 0),
         "refound_tokens": sum(step.num_hit_tokens for step in steps) - hit_tokens,
@@ -68,15 +79,25 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
     }
 
 
+def _missed_tokens(stats: Sequence[RequestStats]) -> dict[str, int]:
+    """By reason, in the order of `MissReason`; with the hits they add up to the prompts looked up."""
+    missed: Counter[MissReason] = Counter()
+    for each in stats:
+        missed.update(each.num_missed_tokens or {})
+    return {reason.value: missed[reason] for reason in MissReason if missed[reason]}
+
+
 def totals_lines(sums: Mapping[str, Any]) -> list[str]:
     """The totals in words."""
     lines = [
         f"{count_of(sums['requests'], 'request')} in {sums['wall_s']:.1f} s and {count_of(sums['steps'], 'step')}: "
         f"{sums['output_tokens']:,} tokens written, {sums['output_tokens_per_s']:,.0f} a second; "
         f"the host's share of a step is {sums['host_us_per_step_median']:,.0f} us (median).",
-        f"Prefix cache: {sums['hit_tokens']:,} of {sums['prompt_tokens']:,} prompt tokens were found "
+        f"Prefix cache: {sums['hit_tokens']:,} of {sums['queried_tokens']:,} prompt tokens were found "
         f"({sums['token_hit_rate']:.1%}) and not computed.",
     ]
+    if sums["shared_tokens"]:
+        lines.append(f"Further samples of a prompt shared {sums['shared_tokens']:,} prompt tokens with the first.")
     if sums["released_blocks"]:
         lines.append(f"Sliding windows gave {sums['released_blocks']:,} blocks back while their requests went on.")
     if sums["preemptions"]:
@@ -86,6 +107,16 @@ def totals_lines(sums: Mapping[str, Any]) -> list[str]:
             "be computed again."
         )
     return lines
+
+
+def miss_table(sums: Mapping[str, Any]) -> str:
+    """Prompt tokens that were looked up, found or missed, a line per reason."""
+    tokens = {"found": sums["hit_tokens"]} | sums["missed_tokens"]
+    rows = [
+        [name.replace("_", " "), f"{count:,}", f"{count / sums['queried_tokens']:.1%}"]
+        for name, count in tokens.items()
+    ]
+    return align_table(["prompt tokens", "number", "share"], rows, left={0})
 
 
 def report_json(

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvjax.core.eviction import EVICTION_POLICIES
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What an engine may use and how it schedules.
 
-    The cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`.
-    `watermark` is the share of a pool that admissions leave free for requests that already run; it never holds up
-    the first request of an idle step. `async_scheduling` starts a step before the tokens of the one before it are
-    read: the host then works while the device does, at the cost of one step's delay and of steps in vain for requests
-    that end by a stop token. `max_buckets` bounds the programs that warm-up compiles. `dtype` is the cache's,
-    None that of the loaded weights. `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every
-    token, in the full layers' table: simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit
-    may end inside a block, whose page is then copied. With `zero_new_pages` a page is zeroed before a request first
-    uses it, so that nothing that another left there can be read.
+    The cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`. `watermark` is
+    the share of a pool that admissions leave free for requests that already run; it never holds up the first request of
+    an idle step. `async_scheduling` starts a step before the tokens of the one before it are read: the host then works
+    while the device does, at the cost of one step's delay and of steps in vain for requests that end by a stop token.
+    `max_buckets` bounds the programs that warm-up compiles. `dtype` is the cache's, None that of the loaded weights.
+    `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every token, in the full layers' table:
+    simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit may end inside a block, whose page
+    is then copied. `eviction_policy` says which free block is used next: "lru", "slru" or "cost". With `miss_reasons`
+    the manager explains every lookup, and requests know why their prompts were not found; that takes some 200 us a
+    lookup, and a request that waits is looked up before every step. With `zero_new_pages` a page is zeroed before a
+    request first uses it, so that nothing that another left there can be read.
 
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
@@ -34,6 +38,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     sub_block_hits: bool = False
+    eviction_policy: str = "lru"
+    miss_reasons: bool = False
     zero_new_pages: bool = False
     watermark: float = 0.01
     dtype: str | None = None
@@ -69,6 +75,10 @@ class EngineConfig:
             )
         if self.sub_block_hits and not self.enable_prefix_caching:
             raise ValueError("expected enable_prefix_caching=True with sub_block_hits=True, got False")
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(
+                f"expected eviction_policy of {', '.join(EVICTION_POLICIES)}, got {self.eviction_policy!r}"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
         if not 0 <= self.seed < 2**32:

@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core import BlockHasher, KVCacheManager, MissReasons, Request
 from kvjax.core.step_builder import build_step_plan
 from kvjax.device import Buckets, Placement, UpdateStep, create_pages, make_update_step
 from kvjax.device.update_step import StepOutput as DeviceOutput
@@ -98,6 +98,8 @@ class LLMEngine:
             enable_caching=config.enable_prefix_caching,
             same_step_hits=not config.sub_block_hits,
             sub_block_hits=config.sub_block_hits,
+            eviction_policy=config.eviction_policy,
+            miss_reasons=MissReasons() if config.miss_reasons else None,
             zero_new_pages=config.zero_new_pages,
             log_stats=True,
             max_num_reqs=config.max_num_seqs,

@@ -301,11 +301,18 @@ class Scheduler:
                 return
             self.waiting.popleft()
             request.num_computed_tokens = num_hit
+            self._note_misses(engine_request)
             self._start_running(engine_request, num_hit)
             draft.take([engine_request], np.array([request.row]), np.array([num_new_tokens]))
             draft.admitted.append(engine_request)
             draft.num_queried_tokens += request.num_tokens
             draft.num_hit_tokens += num_hit
+
+    def _note_misses(self, engine_request: EngineRequest) -> None:
+        """Keeps what the last lookup found out of a request that is admitted for the first time."""
+        reasons = self._manager.miss_reasons
+        if reasons is not None and reasons.last is not None and engine_request.stats.num_cached_tokens is None:
+            engine_request.stats.num_missed_tokens = reasons.last.num_missed_tokens
 
     def _fork_samples(self) -> list[EngineRequest]:
         """Starts the waiting samples whose first one has just computed the prompt, while there are rows."""
@@ -318,6 +325,8 @@ class Scheduler:
             if children is None:
                 break
             sample.request = children[0]
+            if sample.stats.num_cached_tokens is None:
+                sample.stats.num_shared_tokens = sample.request.num_computed_tokens
             self._start_running(self.waiting.popleft(), sample.request.num_computed_tokens)
             forked.append(sample)
         return forked

@@ -7,7 +7,10 @@ Times are seconds of a monotonic clock that the engine's owner may choose.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from kvjax.core import MissReason
 
 
 @dataclass
@@ -17,7 +20,9 @@ class RequestStats:
     request_id: str
     num_prompt_tokens: int
     arrival_time_s: float
-    num_cached_tokens: int | None = None  # prefix hit at first admission; None: never admitted
+    num_cached_tokens: int | None = None  # not computed at first admission: hit or shared; None: never admitted
+    num_shared_tokens: int = 0  # those of them that it has from the first sample of its prompt, without a lookup
+    num_missed_tokens: Mapping[MissReason, int] | None = None  # by first admission; None: not explained, or shared
     num_computed_tokens: int = 0  # tokens that went through the model, recomputed ones included
     num_output_tokens: int = 0
     num_preemptions: int = 0

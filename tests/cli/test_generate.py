@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvjax.cli.generate import _engine_config, add_arguments, use_compilation_cache
-from kvjax.cli.generate_prompts import read_prompts
+from kvjax.cli.generate_prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate_report import totals_lines
 from kvjax.cli.generate_stream import OrderedTextPrinter, prompt_tail
 from kvjax.cli.main import main
@@ -76,6 +76,69 @@ def test_prompts_of_a_file_and_of_the_command_line(capsys: pytest.CaptureFixture
     assert "Plot" not in out
 
 
+def test_samples_of_a_prompt_share_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two run at once: of the first prompt the second sample shares the blocks, the third finds them cached."""
+    report = tmp_path / "report.json"
+    prompts = [request.prompt for request in demo_requests()[:2]]
+    texts = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    assert main(["generate", *SMALL, *texts, "--n", "3", "--temperature", "5", "--no-plot", "--json", str(report)]) == 0
+    out, data = capsys.readouterr().out, json.loads(report.read_text())
+    names = ["prompt-1", "prompt-1.1", "prompt-1.2", "prompt-2", "prompt-2.1", "prompt-2.2"]
+    assert [request["name"] for request in data["requests"]] == names
+    assert "6 requests, 2 at once" in out
+    assert all(f"--- {name} -" in out for name in names)
+    sizes, shared = ([request[f"num_{what}_tokens"] for request in data["requests"]] for what in ("prompt", "shared"))
+    assert shared[:3] == [0, sizes[0] - 1, 0]
+    sums = data["totals"]
+    assert f"Further samples of a prompt shared {sum(shared):,} prompt tokens with the first." in out
+    assert sums["shared_tokens"] == sum(shared)
+    assert sums["queried_tokens"] == sum(size for size, count in zip(sizes, shared, strict=True) if not count)
+    assert f"{sums['hit_tokens']:,} of {sums['queried_tokens']:,} prompt tokens were found" in out
+    assert sums["hit_tokens"] == sum(step["num_hit_tokens"] for step in data["steps"]) > sizes[0] // 2
+    assert sums["computed_tokens"] == sum(step["num_new_tokens"] for step in data["steps"])
+    assert (sums["refound_tokens"], sums["recomputed_tokens"], sums["preemptions"]) == (0, 0, 0)
+    assert all(pool["released"] >= 0 for step in data["steps"] for pool in step["pools"])
+    assert len({tuple(request["output_token_ids"]) for request in data["requests"][:3]}) > 1
+
+
+def test_hits_inside_blocks_misses_and_the_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    prompt = demo_requests()[0].prompt
+    arguments = [
+        "--prompt",
+        prompt,
+        "--prompt",
+        prompt[:-20],
+        "--max-num-seqs",
+        "1",
+        "--policy",
+        "slru",
+        "-q",
+        "--no-plot",
+    ]
+    assert main(["generate", *SMALL, *arguments, "--sub-block-hits", "--miss-reasons", "--json", str(report)]) == 0
+    out, data = capsys.readouterr().out, json.loads(report.read_text())
+    assert "prefix caching on, also inside blocks, slru eviction" in out
+    assert (data["config"]["eviction_policy"], data["config"]["sub_block_hits"]) == ("slru", True)
+    first, second = data["requests"]
+    assert second["num_cached_tokens"] == second["num_prompt_tokens"] - 1 > 16
+    assert second["num_cached_tokens"] % 16
+    sums = data["totals"]
+    assert sum(sums["missed_tokens"].values()) + sums["hit_tokens"] == sums["prompt_tokens"] == sums["queried_tokens"]
+    assert first["num_missed_tokens"]["never_seen"] == sums["missed_tokens"]["never_seen"]
+    lines = [line.split() for line in out.splitlines()]
+    assert ["found", str(sums["hit_tokens"]), f"{sums['token_hit_rate']:.1%}"] in lines
+    assert any(line[:2] == ["never", "seen"] for line in lines)
+
+
+def test_samples_are_called_differently_from_prompts() -> None:
+    prompts = [NamedPrompt("a", "x"), NamedPrompt("a.1", "y")]
+    assert samples_of(prompts, 1) == prompts
+    assert [sample.name for sample in samples_of(prompts[:1], 3)] == ["a", "a.1", "a.2"]
+    with pytest.raises(ValueError, match=r"expected samples of different names, got a\.1 more than once"):
+        samples_of(prompts, 2)
+
+
 def test_the_default_pool_holds_a_request_at_its_longest() -> None:
     """With the blocks of tokens in flight."""
     arguments = ["--max-num-seqs", "1", "--max-num-batched-tokens", "256", "--max-tokens", "100"]
@@ -98,6 +161,8 @@ def test_preemptions_are_told() -> None:
         "host_us_per_step_median": 9.0,
         "hit_tokens": 0,
         "prompt_tokens": 8,
+        "queried_tokens": 8,
+        "shared_tokens": 0,
         "token_hit_rate": 0.0,
         "released_blocks": 0,
         "preemptions": 1,
@@ -168,6 +233,8 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, content: str, message: str
         (["--num-blocks", "1"], "num_blocks >= 2"),
         (["--memory", "1KiB"], "bytes"),
         (["--devices", "64"], "devices"),
+        (["--n", "2"], "expected --temperature above 0 with --n 2, got 0: greedy samples are all the same"),
+        (["--sub-block-hits", "--no-prefix-caching"], "expected enable_prefix_caching=True with sub_block_hits=True"),
     ],
 )
 def test_what_cannot_be_is_one_line_on_stderr(

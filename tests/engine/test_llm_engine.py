@@ -8,12 +8,15 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.core import MissReason
+from kvjax.core.eviction import LRUPolicy
 from kvjax.device import count_compilations
 from kvjax.engine import EngineConfig, FinishReason, LLMEngine, SamplingParams
 from kvjax.errors import UnknownRequestError
 from tests.engine.engines import (
     AMPLE_BLOCKS,
     FEW_BLOCKS,
+    assert_greedy_is_golden,
     assert_no_leak,
     base_config,
     base_engine,
@@ -214,6 +217,33 @@ def test_statistics_add_up() -> None:
         assert stats.output_tokens_per_s > 0  # type: ignore[operator]
 
 
+def test_every_token_of_a_prompt_is_found_shared_or_missed_for_a_reason() -> None:
+    engine = make_engine(NAME, miss_reasons=True, max_num_seqs=4, num_blocks=FEW_BLOCKS[NAME])
+    prompts = golden_prompts(NAME)
+    for _ in range(2):
+        results = engine.generate(prompts, SamplingParams(n=2, max_tokens=4))
+    for first, other in zip(results[::2], results[1::2], strict=True):
+        looked_up = [first.stats] if other.stats.num_shared_tokens else [first.stats, other.stats]
+        for stats in looked_up:
+            assert stats.num_missed_tokens is not None
+            assert stats.num_cached_tokens is not None
+            assert stats.num_shared_tokens == 0
+            assert stats.num_cached_tokens + sum(stats.num_missed_tokens.values()) == stats.num_prompt_tokens
+        if other.stats.num_shared_tokens:
+            assert other.stats.num_missed_tokens is None
+            assert other.stats.num_shared_tokens == other.stats.num_cached_tokens == other.stats.num_prompt_tokens - 1
+    assert any(result.stats.num_shared_tokens for result in results)
+    reasons = {reason for result in results for reason in result.stats.num_missed_tokens or ()}
+    assert {MissReason.EVICTED, MissReason.LAST_TOKEN} <= reasons
+
+
+@pytest.mark.parametrize("policy", ["slru", "cost"])
+def test_every_eviction_policy_gives_the_same_tokens(policy: str) -> None:
+    engine = make_engine(NAME, eviction_policy=policy, num_blocks=FEW_BLOCKS[NAME], max_num_batched_tokens=16)
+    assert_greedy_is_golden(engine, NAME)
+    assert type(engine.manager.block_pools[0].eviction_policy) is not LRUPolicy
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
@@ -272,6 +302,7 @@ def test_engines_that_cannot_be_are_refused() -> None:
         ({"num_blocks": None}, "got None and None"),
         ({"watermark": 1.0}, r"watermark in \[0, 1\), got 1.0"),
         ({"seed": -1}, "seed in"),
+        ({"eviction_policy": "fifo"}, "expected eviction_policy of lru, slru, cost, got 'fifo'"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:

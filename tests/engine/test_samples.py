@@ -55,6 +55,7 @@ def test_samples_share_the_prompts_pages(depth: int) -> None:
     engine = run(5, PROMPT, depth=depth)
     stats = [request.stats for request in engine.requests.values()]
     assert [one.num_cached_tokens for one in stats] == [0, 9, 9, 9, 9]
+    assert [one.num_shared_tokens for one in stats] == [0, 9, 9, 9, 9]
     assert [one.num_computed_tokens for one in stats] == [15, 6, 6, 6, 6]  # all but the last token
     assert engine.device.num_copies == 2 * 4  # of the block of tokens 8 to 11, per group for all who write but one
 
@@ -67,6 +68,7 @@ def test_a_prompt_of_whole_blocks_is_copied_for_its_last_token() -> None:
 def test_samples_without_a_row_are_admitted_later() -> None:
     engine = run(5, PROMPT, max_num_seqs=2)
     assert [request.stats.num_cached_tokens for request in engine.requests.values()] == [0, 9, 8, 8, 8]
+    assert [request.stats.num_shared_tokens for request in engine.requests.values()] == [0, 9, 0, 0, 0]
     assert list(engine.requests) == ["a", "a.1", "a.2", "a.3", "a.4"]
 
 
