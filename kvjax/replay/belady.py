@@ -18,14 +18,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 import numpy as np
 
 from kvjax.core.block_hash import BlockHash
-from kvjax.core.eviction import EvictionPolicy, StepFlow
-from kvjax.core.eviction.priority_order import PriorityOrder
-from kvjax.core.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.eviction import StepFlow
+from kvjax.core.eviction.priority_policy import PriorityPolicy
 from kvjax.core.prefix_index import PrefixIndex
 from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
 
@@ -87,41 +85,22 @@ class LookAhead:
         return self.never
 
 
-class BeladyPolicy(EvictionPolicy):
-    """Unhashed blocks first, then by next use, the latest first, and by position, the deepest first."""
+class BeladyPolicy(PriorityPolicy):
+    """Unhashed blocks first, then by next use, the latest first, and by position, the deepest first.
 
-    is_told_of_use: ClassVar[bool] = True
+    Uses that have passed are renewed when blocks are taken; `order` tells them as they stand.
+    """
 
     def __init__(self, index: PrefixIndex, look_ahead: LookAhead) -> None:
         super().__init__(index)
         self._look_ahead = look_ahead
-        self._blank = FreeKVCacheBlockQueue(self.num_blocks)
-        self._blank.remove(0)
-        self._cached = PriorityOrder(self.num_blocks)
         self._next_use = np.full(self.num_blocks, look_ahead.never, np.int64)
         self._start = np.zeros(self.num_blocks, np.int64)
         self._looked_at = 0  # `next_request` when uses were looked up last
 
-    @property
-    def num_free(self) -> int:
-        """Blank and cached blocks."""
-        return self._blank.num_free_blocks + self._cached.num_queued
-
-    def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
-        """Blank ones, then those that are used last."""
-        self.check_available(num_blocks)
-        num_blank = min(num_blocks, self._blank.num_free_blocks)
-        ids = self._blank.take(num_blank)
-        if num_blank < num_blocks:
-            self._look_again()
-            ids = np.concatenate((ids, self._cached.pop(num_blocks - num_blank)))
-        return ids
-
-    def release(self, ids: np.ndarray) -> None:
-        """By the next use as of now."""
-        hashed = self.index.is_hashed[ids]
-        self._blank.append_distinct(ids[~hashed])
-        self._push(ids[hashed])
+    def _pop(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
+        self._look_again()
+        return super()._pop(num_blocks)
 
     def _push(self, ids: np.ndarray) -> None:
         self._next_use[ids] = [self._next_use_of(block_id) for block_id in ids.tolist()]
@@ -143,16 +122,6 @@ class BeladyPolicy(EvictionPolicy):
             self._cached.remove(ids)
             self._push(ids)
 
-    def remove(self, ids: np.ndarray) -> None:
-        """From the queue or the order."""
-        cached = self._cached.contains_n(ids)
-        self._cached.remove(ids[cached])
-        self._blank.remove_n(ids[~cached])
-
-    def order(self) -> np.ndarray:  # int32[num_free]
-        """As things stand: uses that have passed are renewed when blocks are taken."""
-        return np.concatenate((self._blank.get_all_free_blocks(), self._cached.order().astype(np.int32)))
-
     def bulk_equivalent(self, flow: StepFlow) -> int:
         """Rows before the first that releases anything: it might be taken at once."""
         return min(flow.rows_within(self.num_free), flow.rows_before(flow.released()[1]))
@@ -160,14 +129,3 @@ class BeladyPolicy(EvictionPolicy):
     def note_registered(self, ids: np.ndarray, starts: np.ndarray, block_size: int) -> None:
         """Their positions."""
         self._start[ids] = starts
-
-    def note_forgotten(self, ids: np.ndarray) -> None:
-        """Free ones join the blank queue."""
-        free = ids[self._cached.contains_n(ids)]
-        self._cached.remove(free)
-        self._blank.append_distinct(free)
-
-    def check_invariants(self) -> None:
-        """Those of the queue and the order."""
-        self._blank.check_invariants()
-        self._cached.check_invariants()

@@ -19,67 +19,43 @@ fall; equal ones go in that order. Blocks without a hash cost nothing and go bef
 
 Invariants (`check_invariants`):
 
-    C1  blank blocks are unhashed, all others hashed
-    C2  no priority is below the clock; O1 of the order
+    C2  no priority is below the clock; C1 of `PriorityPolicy`
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from kvjax.core.eviction.policy import EvictionPolicy
-from kvjax.core.eviction.priority_order import PriorityOrder
+from kvjax.core.eviction.priority_policy import PriorityPolicy
 from kvjax.core.eviction.step_flow import StepFlow
-from kvjax.core.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.prefix_index import PrefixIndex
 from kvjax.errors import InvariantError
 
 
-class CostAwarePolicy(EvictionPolicy):
-    """A queue of unhashed blocks and a `PriorityOrder` of hashed ones."""
-
-    is_told_of_use: ClassVar[bool] = True
+class CostAwarePolicy(PriorityPolicy):
+    """A `PriorityPolicy` of uses, cost and a clock."""
 
     def __init__(self, index: PrefixIndex, attention_parity_tokens: float = 30_500.0) -> None:
         if not attention_parity_tokens > 0:
             raise ValueError(f"expected attention_parity_tokens > 0, got {attention_parity_tokens}")
         super().__init__(index)
         self.attention_parity_tokens = attention_parity_tokens
-        self._blank = FreeKVCacheBlockQueue(self.num_blocks)
-        self._blank.remove(0)
-        self._cached = PriorityOrder(self.num_blocks)
         self._clock = 0.0
         self._uses = np.zeros(self.num_blocks, np.int32)  # 0 where a block is not hashed
         self._cost = np.zeros(self.num_blocks)
         self._start = np.zeros(self.num_blocks, np.int64)  # tokens before the block
 
-    @property
-    def num_free(self) -> int:
-        """Blank and cached blocks."""
-        return self._blank.num_free_blocks + self._cached.num_queued
-
-    def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
-        """Blank ones, then those of lowest priority; these move the clock."""
-        self.check_available(num_blocks)
-        num_blank = min(num_blocks, self._blank.num_free_blocks)
-        ids = self._blank.take(num_blank)
-        if num_blank < num_blocks:
-            cached = self._cached.pop(num_blocks - num_blank)
-            self._clock = max(self._clock, float(self._cached.priority_of(cached[-1])))
-            self._forget(cached)
-            ids = np.concatenate((ids, cached))
+    def _pop(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
+        """Moves the clock to the last one's priority."""
+        ids = super()._pop(num_blocks)
+        self._clock = max(self._clock, float(self._cached.priority_of(ids[-1])))
+        self._forget(ids)
         return ids
 
-    def release(self, ids: np.ndarray) -> None:
-        """Unhashed ones to the tail of the blank queue, others by priority."""
-        hashed = self.index.is_hashed[ids]
-        if np.count_nonzero(hashed) < ids.size:
-            self._blank.append_distinct(ids[~hashed])
-            ids = ids[hashed]
-        if ids.size:
-            self._cached.push(ids, self._clock + self._values(ids))
+    def _push(self, ids: np.ndarray) -> None:
+        self._cached.push(ids, self._clock + self._values(ids))
 
     def _values(self, ids: np.ndarray) -> np.ndarray:  # float64[n]
         """`uses * cost` of each block, at least that of the blocks before it in its chain."""
@@ -89,16 +65,6 @@ class CostAwarePolicy(EvictionPolicy):
         for chain in np.split(values, chain_ends):
             np.maximum.accumulate(chain, out=chain)
         return values
-
-    def remove(self, ids: np.ndarray) -> None:
-        """From the queue or the order."""
-        cached = self._cached.contains_n(ids)
-        self._cached.remove(ids[cached])
-        self._blank.remove_n(ids[~cached])
-
-    def order(self) -> np.ndarray:  # int32[num_free]
-        """Blank ones in order of release, then by priority."""
-        return np.concatenate((self._blank.get_all_free_blocks(), self._cached.order().astype(np.int32)))
 
     def bulk_equivalent(self, flow: StepFlow) -> int:
         """Rows before the first that releases a hashed block, whose chain must not run into another row's.
@@ -125,11 +91,9 @@ class CostAwarePolicy(EvictionPolicy):
         self._uses[ids] += self.index.is_hashed[ids]
 
     def note_forgotten(self, ids: np.ndarray) -> None:
-        """Free ones join the blank queue."""
+        """As `PriorityPolicy`; their uses and costs are gone."""
         self._forget(ids)
-        free = ids[self._cached.contains_n(ids)]
-        self._cached.remove(free)
-        self._blank.append_distinct(free)
+        super().note_forgotten(ids)
 
     def _forget(self, ids: np.ndarray) -> None:
         self._uses[ids] = 0
@@ -143,11 +107,8 @@ class CostAwarePolicy(EvictionPolicy):
         return (self._clock, self._blank.num_free_blocks, *(tuple(array.tolist()) for array in arrays))
 
     def check_invariants(self) -> None:
-        """Checks C1, C2, the queue and the order."""
-        self._blank.check_invariants()
-        self._cached.check_invariants()
-        cached, is_hashed = self._cached.order(), self.index.is_hashed
-        if is_hashed[self._blank.get_all_free_blocks()].any() or not is_hashed[cached].all():
-            raise InvariantError("C1: a blank block is hashed, or one with a priority is not")
+        """Checks C2, and what `PriorityPolicy` checks."""
+        super().check_invariants()
+        cached = self._cached.order()
         if cached.size and self._cached.priority_of(cached[0]) < self._clock:
             raise InvariantError(f"C2: a priority of {self._cached.priority_of(cached[0])} is below {self._clock}")
