@@ -10,24 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripts.aot_cases import parse_case
 from scripts.gpu_aot.resources import count_instructions, parse_ptxas, parse_shared_memory
 from scripts.gpu_aot.target import CARDS, prepare_environment
-
-
-def parse_case(case_type: type, settings: list[str]) -> Any:
-    """A case with some fields set by name=value.
-
-    Raises:
-        ValueError: the case has no such field.
-    """
-    fields = {field.name: field for field in dataclasses.fields(case_type)}
-    values = {}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        if name not in fields:
-            raise ValueError(f"expected a setting out of {sorted(fields)}, got {setting!r}")
-        values[name] = type(fields[name].default)(text)
-    return case_type(**values)
 
 
 def compile_case(card: str, op: str, settings: list[str]) -> None:

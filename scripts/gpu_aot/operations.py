@@ -6,7 +6,7 @@ Imported in the process that compiles, after `prepare_environment`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -50,16 +50,14 @@ def with_model_shape(case: AttentionCase) -> AttentionCase:
     if case.shape not in known:
         raise ValueError(f"expected a shape out of {sorted(known)}, got {case.shape!r}")
     shape = known[case.shape]
-    return AttentionCase(
-        **{
-            **vars(case),
-            "heads": shape.num_q_heads,
-            "kv_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "window": shape.sliding_window or 0,
-            "chunk": shape.attention_chunk_size or 0,
-            "soft_cap": shape.soft_cap or 0.0,
-        }
+    return replace(
+        case,
+        heads=shape.num_q_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        window=shape.sliding_window or 0,
+        chunk=shape.attention_chunk_size or 0,
+        soft_cap=shape.soft_cap or 0.0,
     )
 
 

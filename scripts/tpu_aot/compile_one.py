@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 import sys
 from typing import Any
 
+from scripts.aot_cases import parse_case
 from scripts.tpu_aot.chips import CHIPS, prepare_environment
 
 prepare_environment()
-
-
-def parse_case(case_type: type, settings: list[str]) -> Any:
-    """A case with some fields set by name=value.
-
-    Raises:
-        ValueError: a name is none of the case's, or a value is not of its type.
-    """
-    fields = {field.name: field for field in dataclasses.fields(case_type)}
-    values = {}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        if name not in fields:
-            raise ValueError(f"expected a setting out of {sorted(fields)}, got {setting!r}")
-        values[name] = type(fields[name].default)(text)
-    return case_type(**values)
 
 
 def vmem_bytes(text: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import kernel_tpu as write_kernel
-from pallas_kernels.layouts import attention_layout
+from pallas_kernels.layouts import PageLayout, attention_layout
 from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
@@ -24,19 +24,37 @@ POOL_TOKENS = 1 << 19
 
 
 @dataclass(frozen=True)
-class AttentionCase:
-    """Sizes and features of one compilation of ragged_paged_attention."""
+class PagedCase:
+    """Sizes of the pages that an op works on."""
 
-    heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     page: int = 128
     dtype: str = "bfloat16"  # of the pages
+    num_pages: int = 0  # 0: `POOL_TOKENS`
+
+    def layout(self, page_size: int) -> PageLayout:
+        """Of pages of `page_size` tokens."""
+        return attention_layout(
+            num_kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=page_size, dtype=self.dtype, platform="tpu"
+        )
+
+    @property
+    def pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The page arrays."""
+        num_pages = self.num_pages or POOL_TOKENS // self.page
+        return tuple(_array(array.shape(num_pages), array.dtype) for array in self.layout(self.page).arrays)
+
+
+@dataclass(frozen=True)
+class AttentionCase(PagedCase):
+    """Sizes and features of one compilation of ragged_paged_attention."""
+
+    heads: int = 32
     q_dtype: str = "bfloat16"
     seqs: int = 64
     tokens: int = 512
     context: int = 8192  # tokens of the longest sequence
-    num_pages: int = 0  # 0: `POOL_TOKENS`
     window: int = 0
     chunk: int = 0
     sink_tokens: int = 0
@@ -54,20 +72,11 @@ class AttentionCase:
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in HBM."""
-        layout = attention_layout(
-            num_kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=1, dtype=self.dtype, platform="tpu"
-        )
-        return layout.page_bytes
+        return self.layout(1).page_bytes
 
 
 def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The kernel itself, without the write of new KV."""
-    layout = attention_layout(
-        num_kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page, dtype=case.dtype, platform="tpu"
-    )
-    pages = tuple(
-        _array(array.shape(case.num_pages or POOL_TOKENS // case.page), array.dtype) for array in layout.arrays
-    )
     columns = -(-case.context // case.page)
     q = _array((case.tokens, case.heads, case.head_dim), case.q_dtype)
     ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
@@ -96,56 +105,32 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             tables_in_hbm=True if case.hbm_tables else None,
         )
 
-    return call, (q, pages, ints, given, *per_head)
+    return call, (q, case.pages, ints, given, *per_head)
 
 
 @dataclass(frozen=True)
-class WriteCase:
+class WriteCase(PagedCase):
     """Sizes of one compilation of kv_write."""
 
-    kv_heads: int = 8
-    head_dim: int = 128
-    page: int = 128
-    dtype: str = "bfloat16"
     tokens: int = 512
-    num_pages: int = 0  # 0: `POOL_TOKENS`
 
 
 def write(case: WriteCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """kv_write, with the pages donated by its caller."""
-    layout = attention_layout(
-        num_kv_heads=case.kv_heads, head_dim=case.head_dim, page_size=case.page, dtype=case.dtype, platform="tpu"
-    )
-    pages = tuple(
-        _array(array.shape(case.num_pages or POOL_TOKENS // case.page), array.dtype) for array in layout.arrays
-    )
     new = _array((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
-    return write_kernel.kv_write, (new, new, pages, _array((case.tokens,), "int32"))
+    return write_kernel.kv_write, (new, new, case.pages, _array((case.tokens,), "int32"))
 
 
 @dataclass(frozen=True)
-class PagesCase:
+class MoveCase(PagedCase):
     """Sizes of one compilation of an op on whole pages."""
 
-    kv_heads: int = 8
-    head_dim: int = 128
-    page: int = 128
-    dtype: str = "bfloat16"
     count: int = 64
-    num_pages: int = 0  # 0: `POOL_TOKENS`
-
-    @property
-    def pages(self) -> jax.ShapeDtypeStruct:
-        """The page array."""
-        (array,) = attention_layout(
-            num_kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=self.page, dtype=self.dtype, platform="tpu"
-        ).arrays
-        return _array(array.shape(self.num_pages or POOL_TOKENS // self.page), array.dtype)
 
 
-def move(case: PagesCase, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def move(case: MoveCase, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """One of copy_pages, zero_pages, gather_pages and scatter_pages."""
-    pages, ids = case.pages, _array((case.count,), "int32")
+    (pages,), ids = case.pages, _array((case.count,), "int32")
     last = {"copy_pages": (ids,), "scatter_pages": (_array((case.count, *pages.shape[1:]), case.dtype),)}
     return getattr(page_kernels, name), (pages, ids, *last.get(name, ()))
 
@@ -158,7 +143,7 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tupl
     "attention": (AttentionCase, attention),
     "kv_write": (WriteCase, write),
     **{
-        name: (PagesCase, functools.partial(move, name=name))
+        name: (MoveCase, functools.partial(move, name=name))
         for name in ("copy_pages", "zero_pages", "gather_pages", "scatter_pages")
     },
 }

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from scripts import tpu_compile
+from scripts.aot_cases import parse_case
 from scripts.tpu_aot.bundles import Kernel, Loop, read_bundles, read_dumps, read_kernel, read_utilization
 from scripts.tpu_aot.chips import CHIPS
-from scripts.tpu_aot.compile_one import parse_case, vmem_bytes
+from scripts.tpu_aot.compile_one import vmem_bytes
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
 from scripts.tpu_aot.operations import OPERATIONS
 from scripts.tpu_aot.score import BlockScore, block_scores, executed_bundles
