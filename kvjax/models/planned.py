@@ -96,12 +96,7 @@ class AttentionModel(PlannedModel):
 
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
         """Cache of the layers with pages, `layers.{i}`."""
-        common: dict[str, Any] = {
-            "block_size": block_size or self.default_block_size,
-            "num_kv_heads": self.num_kv_heads,
-            "head_size": self.head_dim,
-            "dtype": dtype or self.dtype,
-        }
+        common = _attention_fields(self, block_size, dtype)
         full = FullAttentionSpec(**common)
         of_type = {FULL: full} | self._local_specs(common)
         if self.state is not None:
@@ -159,17 +154,24 @@ class EncoderDecoderModel(PlannedModel):
 
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
         """Caches of the decoder layers, `layers.{i}.self` and `layers.{i}.cross`."""
-        common: dict[str, Any] = {
-            "block_size": block_size or self.default_block_size,
-            "num_kv_heads": self.num_kv_heads,
-            "head_size": self.head_dim,
-            "dtype": dtype or self.dtype,
-        }
+        common = _attention_fields(self, block_size, dtype)
         cross = CrossAttentionSpec(**common, max_num_encoder_tokens=self.max_num_encoder_tokens)
         specs: dict[str, KVCacheSpec] = {
             f"layers.{i}.self": FullAttentionSpec(**common) for i in range(self.num_layers)
         }
         return specs | {f"layers.{i}.cross": cross for i in range(self.num_layers)}
+
+
+def _attention_fields(
+    model: AttentionModel | EncoderDecoderModel, block_size: int | None, dtype: str | None
+) -> dict[str, Any]:
+    """Fields that every attention spec of the model has."""
+    return {
+        "block_size": block_size or model.default_block_size,
+        "num_kv_heads": model.num_kv_heads,
+        "head_size": model.head_dim,
+        "dtype": dtype or model.dtype,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ Source:  promotion and merging of specs: vLLM v1/kv_cache_interface.py; head rep
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import singledispatch
 from math import gcd
 
@@ -27,40 +27,18 @@ def promoted(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 @promoted.register
-def _(spec: SlidingWindowSpec) -> KVCacheSpec:
-    return FullAttentionSpec(
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        head_size_v=spec.head_size_v,
-        dtype=spec.dtype,
-        sliding_window=spec.sliding_window,
-    )
-
-
-@promoted.register
-def _(spec: ChunkedLocalAttentionSpec) -> KVCacheSpec:
-    return FullAttentionSpec(
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        head_size_v=spec.head_size_v,
-        dtype=spec.dtype,
-        attention_chunk_size=spec.attention_chunk_size,
-    )
+def _(spec: SlidingWindowSpec | ChunkedLocalAttentionSpec) -> KVCacheSpec:
+    return _with_fields_of(spec, FullAttentionSpec)
 
 
 @promoted.register
 def _(spec: SlidingWindowMLASpec) -> KVCacheSpec:
-    return MLAAttentionSpec(
-        block_size=spec.block_size,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        tokens_per_state=spec.tokens_per_state,
-        page_alignment=spec.page_alignment,
-        cache_role=spec.cache_role,
-        sliding_window=spec.sliding_window,
-    )
+    return _with_fields_of(spec, MLAAttentionSpec)
+
+
+def _with_fields_of(spec: KVCacheSpec, kind: type[KVCacheSpec]) -> KVCacheSpec:
+    """A spec of `kind`, every field that `spec` has too as it is there."""
+    return kind(**{field.name: getattr(spec, field.name) for field in fields(kind) if hasattr(spec, field.name)})
 
 
 def promoted_layers(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
