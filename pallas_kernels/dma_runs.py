@@ -42,13 +42,21 @@ def copy_runs(
 def copy_all(
     table: Ref,
     make_copy: Callable[[jax.Array, jax.Array, jax.Array], Copy],
+    *,
+    first: jax.Array | int = 0,
+    size: int | None = None,
 ) -> None:
-    """In a kernel: starts `make_copy(source, target, length)` of every run, then waits for all."""
-    size = (table.shape[0] - 1) // 3
-    count = table[3 * size]
+    """In a kernel: starts `make_copy(source, target, length)` of every run, then waits for all.
+
+    `first` and `size`: where the table of so many rows begins, if the reference holds several.
+    """
+    if size is None:
+        size = (table.shape[0] - 1) // 3
+    count = table[first + 3 * size]
 
     def copy(i: jax.Array) -> Copy:
-        return make_copy(table[i], table[size + i], table[2 * size + i])
+        at = first + i
+        return make_copy(table[at], table[size + at], table[2 * size + at])
 
     lax.fori_loop(0, count, lambda i, _: copy(i).start(), None)
     lax.fori_loop(0, count, lambda i, _: copy(i).wait(), None)

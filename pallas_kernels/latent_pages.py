@@ -46,13 +46,17 @@ class LatentPages:
 
     def write(self, states: jax.Array, slots: jax.Array, scale: jax.Array | None) -> jax.Array:
         """The array with `states / scale` [N, head_dim] in `slots` int32[N]; slots of page 0 and -1 are skipped."""
-        rows = states
-        if scale is not None or states.dtype != self.array.dtype:
-            rows = stored(states[:, None], scale, self.array.dtype)[:, 0]
-        rows = jnp.pad(rows, [(0, 0), (0, self.array.shape[-1] - self.head_dim)])
+        rows = self.as_stored(states, scale)
         beyond = self.array.shape[0] * self.page_size
         index = self._index(jnp.where(slots < self.page_size, beyond, slots))
         return self.array.at[index].set(rows, mode="drop")
+
+    def as_stored(self, states: jax.Array, scale: jax.Array | None) -> jax.Array:
+        """`states / scale` [N, head_dim] as the pages hold them: [N, lanes] in their dtype, zero in padding lanes."""
+        rows = states
+        if scale is not None or states.dtype != self.array.dtype:
+            rows = stored(states[:, None], scale, self.array.dtype)[:, 0]
+        return jnp.pad(rows, [(0, 0), (0, self.array.shape[-1] - self.head_dim)])
 
     def _index(self, slots: jax.Array) -> tuple[jax.Array, ...]:
         page, offset = slots // self.page_size, slots % self.page_size

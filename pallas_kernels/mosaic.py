@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax._src import config as _config
 from jax.experimental.pallas import tpu as pltpu
 
@@ -55,3 +56,21 @@ def words(ref: Ref, *leading: jax.Array | int) -> Ref:
     view = ref.bitcast(jnp.uint32)
     view = view.at[leading] if leading else view
     return view.reshape(view.shape[0] * view.shape[1], view.shape[-1])
+
+
+def load_words(ref: Ref) -> jax.Array:
+    """uint32[n, lanes] of `ref` [n, packing, lanes]."""
+    if not is_interpreted():
+        return words(ref.reshape(1, *ref.shape), 0)[...]
+    x = ref[...].swapaxes(1, 2)
+    return lax.bitcast_convert_type(x[..., 0] if x.shape[2] == 1 else x, jnp.uint32)
+
+
+def store_words(ref: Ref, value: jax.Array) -> None:
+    """Stores uint32[n, lanes] into `ref` [n, packing, lanes]."""
+    if not is_interpreted():
+        view = ref.bitcast(jnp.uint32)
+        view.reshape(view.shape[0], view.shape[2])[...] = value
+        return
+    x = lax.bitcast_convert_type(value, ref.dtype)
+    ref[...] = x[:, None] if x.ndim == 2 else x.swapaxes(1, 2)

@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_entries import EntryFormat, Plain
-from pallas_kernels.latent_write import reference, validate
+from pallas_kernels.latent_write import kernel_tpu, reference, validate
 
 
 def latent_write(
@@ -28,8 +28,10 @@ def latent_write(
 
     Raises:
         ValueError: a shape, dtype or (outside `jit`) slot does not fit; nothing is written.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    resolve_backend(validate.OP, backend)
     page_size = validate.check(states, pages, slot_mapping, scale, entries, page_size)
-    return reference.latent_write(states, tuple(pages), slot_mapping, scale, entries=entries, page_size=page_size)
+    reason = kernel_tpu.reason_not_supported(pages, states.shape[0])
+    chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
+    run = kernel_tpu.latent_write if chosen == "tpu" else reference.latent_write
+    return run(states, tuple(pages), slot_mapping, scale, entries=entries, page_size=page_size)

@@ -79,7 +79,6 @@ def test_bad_arguments(name: str) -> None:
         latent_write(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"latent_write: there is no {backend} kernel"):
-        latent_write(**GOOD, backend=backend)
+def test_a_platform_without_a_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="latent_write: there is no gpu kernel"):
+        latent_write(**GOOD, backend="gpu")

@@ -1,0 +1,119 @@
+"""The TPU kernel of latent_write against the reference: whole and partial words, runs and scattered slots, races."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
+from pallas_kernels.latent_write import kernel_tpu, latent_write
+from pallas_kernels.layouts import latent_layout
+from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
+
+PAGES, STATES = 9, 50
+
+
+def slots_of(seed: int, page_size: int) -> np.ndarray:
+    """Runs of slots in random pages, some states skipped, some in the null page; odd seeds: in random order."""
+    rng = np.random.default_rng(seed)
+    slots = np.full(STATES, -1, np.int32)
+    t = 0
+    for page in rng.permutation(np.arange(PAGES)):
+        length = min(int(rng.integers(1, page_size + 1)), STATES - t)
+        first = int(rng.integers(0, page_size - length + 1))
+        slots[t : t + length] = page * page_size + first + np.arange(length)
+        t += length + int(rng.integers(0, 2))
+        if t >= STATES:
+            break
+    return rng.permutation(slots) if seed % 2 else slots
+
+
+CASES: dict[str, tuple[str, int, int, EntryFormat]] = {
+    "bfloat16": ("bfloat16", 16, 200, Plain()),
+    "odd pages": ("bfloat16", 5, 24, Plain()),
+    "float8_e4m3fn": ("float8_e4m3fn", 10, 24, Plain()),
+    "int8": ("int8", 16, 24, Plain()),
+    "entries": ("int8", 6, 24, IndexFp8()),
+    "float32": ("float32", 8, 24, Plain()),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_equals_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, over several chunks of rows; words that two states share, whole or not, among them."""
+    monkeypatch.setattr(kernel_tpu, "CHUNK_ROWS", 16)
+    jax.clear_caches()
+    dtype, page_size, dim, entries = CASES[name]
+    width = entries.width(dim)
+    (array,) = latent_layout(head_dim=width, page_size=page_size, dtype=dtype, platform="tpu").arrays
+    scale = None if entries != Plain() else jnp.float32(0.5)
+    write = functools.partial(latent_write, scale=scale, entries=entries, page_size=page_size)
+    run = None
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        pages = (jnp.asarray(random_values(rng, array.shape(PAGES), dtype)).at[0].set(0),)
+        states = jnp.asarray(random_values(rng, (STATES, dim), "bfloat16")) * 20
+        slots = jnp.asarray(slots_of(seed, page_size) if seed else np.full(STATES, -1, np.int32))
+        run = run or compile_on_tpu(functools.partial(write, backend="tpu"), states, pages, slots)
+        expected = write(states, pages, slots, backend="reference")
+        np.testing.assert_array_equal(
+            run(states, pages, slots)[0].view(np.uint8), np.asarray(expected[0]).view(np.uint8)
+        )
+
+
+def test_states_of_one_row_go_together() -> None:
+    """Slots 8 and 9 lie in one row of words though they come apart; a run ends with its page."""
+    slots = jnp.array([9, 12, -1, 10, 13, 8, 14, 3], jnp.int32)
+    plan = kernel_tpu.plan_rows(slots, page_size=4, rows_per_page=2, packing=2, chunk=8)
+    assert plan.num_rows == 4
+    assert plan.states[:5].tolist() == [[5, 0], [3, -1], [1, 4], [6, -1], [-1, -1]]
+    table = np.asarray(plan.runs)
+    assert table[-1] == 2
+    assert table[:-1].reshape(3, 8)[:, :2].tolist() == [[0, 2], [4, 6], [2, 2]]
+
+
+@pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
+def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old rows that still arrive while they are merged with new ones."""
+    copy_all = kernel_tpu.copy_all
+
+    def still_reading(table: Any, make_copy: Any, *, first: Any, size: int) -> None:
+        copy_all(table, make_copy, first=first, size=size)
+        again = make_copy(*(table[first + i * size] for i in range(3)))
+        again.wait() if make_copy.__name__ == "write" else again.start()
+
+    monkeypatch.setattr(kernel_tpu, "copy_all", still_reading)
+    jax.clear_caches()
+    arguments = (jnp.ones((8, 24), jnp.bfloat16), (jnp.zeros((3, 2, 2, 128), jnp.bfloat16),))
+    slots = jnp.array([-1, 5, *[-1] * 6], jnp.int32)
+    run = compile_on_tpu(functools.partial(latent_write, backend="tpu"), *arguments, slots)
+    with pytest.raises(RaceError, match=r"race|RACE"):
+        run(*arguments, slots)
+    jax.clear_caches()
+
+
+BAD = {
+    "split": ("float32", "cpu", 5, "TPU kernels write packed latent pages"),
+    "float16": ("float16", "tpu", 5, "TPU has no arithmetic on float16 pages"),
+    "states": ("float32", "tpu", 32769, "writes up to 32768 states a call, got 32769"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_kernel_cannot_do(name: str) -> None:
+    dtype, platform, states, message = BAD[name]
+    (array,) = latent_layout(head_dim=24, page_size=16, dtype=dtype, platform=platform).arrays
+    pages = (jnp.zeros(array.shape(3), array.dtype),)
+    with pytest.raises(NotImplementedError, match=f"latent_write: .*{message}"):
+        jax.eval_shape(
+            lambda *a: latent_write(*a, backend="tpu"),
+            jnp.zeros((states, 24)),
+            pages,
+            jax.ShapeDtypeStruct((states,), jnp.int32),
+        )
