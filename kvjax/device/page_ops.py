@@ -3,27 +3,30 @@
 Flow:    KVPages + page ids of the host -> [page_ops] -> KVPages
 Source:  DESIGN, "Device layer"; ids -1 and 0 are skipped, so page 0 stays zero and padding costs nothing
 
-Id lists are padded to declared lengths (`Buckets.page_counts`), so that they compile nothing new. A function that
-returns KVPages deletes the KVPages it was given.
+Kernels run once per device, on its part of the heads. Id lists are padded to declared lengths
+(`Buckets.page_counts`), so that they compile nothing new. A function that returns KVPages deletes the KVPages it was
+given. `backend` as the ops of pallas_kernels take it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from kvjax.device.pages import Column, KVPages
+from kvjax.device.placement import per_device
 from pallas_kernels import kv_write as kv_write_op
+from pallas_kernels import page_ops
 
 PAGE_COUNTS = (8, 64)
 SKIP = -1
 
 
-@partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
+@partial(jax.jit, static_argnums=(1, 2), static_argnames="backend", donate_argnums=0)
 def write_kv(
     pages: KVPages,
     pool_id: int,
@@ -31,50 +34,73 @@ def write_kv(
     k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
     v: jax.Array,  # [num_tokens, num_kv_heads, head_dim_v]
     slot_mapping: jax.Array,  # int32[num_tokens] -1: skip
+    *,
+    backend: str = "auto",
 ) -> KVPages:
     """Pages with K and V of each token at its slot of one column."""
-    arrays = kv_write_op.kv_write(k, v, pages.column(pool_id, column), slot_mapping)
-    return pages.with_column(pool_id, column, arrays)
+    shardings = pages.shardings[pool_id][column]
+    specs = tuple(sharding.spec for sharding in shardings)
+    heads = PartitionSpec(None, specs[0][2])
+    write = per_device(
+        partial(kv_write_op.kv_write, backend=backend),
+        shardings[0].mesh,
+        (heads, heads, specs, PartitionSpec()),
+        specs,
+    )
+    return pages.with_column(pool_id, column, write(k, v, pages.column(pool_id, column), slot_mapping))
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=0)
+@partial(jax.jit, static_argnums=1, static_argnames="backend", donate_argnums=0)
 def copy_pages_padded(
     pages: KVPages,
     pool_id: int,
     sources: jax.Array,  # int32[count]
     destinations: jax.Array,  # int32[count] -1: skip
+    *,
+    backend: str = "auto",
 ) -> KVPages:
-    """`copy_pages` on ids already padded: every source is read before any destination is written."""
-    target = _drop_unwritable(destinations, pages.num_pages(pool_id))
-    source = jnp.maximum(sources, 0)
-    return _map_pool(pages, pool_id, lambda array: array.at[target].set(array[source], mode="drop"))
+    """`copy_pages` on ids already padded."""
+    copy = partial(page_ops.copy_pages, backend=backend)
+    return pages.with_pool(pool_id, _per_device(pages, pool_id, copy, sources, destinations))
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=0)
-def zero_pages_padded(pages: KVPages, pool_id: int, page_ids: jax.Array) -> KVPages:  # page_ids int32[count]
+@partial(jax.jit, static_argnums=1, static_argnames="backend", donate_argnums=0)
+def zero_pages_padded(
+    pages: KVPages,
+    pool_id: int,
+    page_ids: jax.Array,  # int32[count]
+    *,
+    backend: str = "auto",
+) -> KVPages:
     """`zero_pages` on ids already padded with -1."""
-    target = _drop_unwritable(page_ids, pages.num_pages(pool_id))
-    return _map_pool(pages, pool_id, lambda array: array.at[target].set(jnp.zeros((), array.dtype), mode="drop"))
+    zero = partial(page_ops.zero_pages, backend=backend)
+    return pages.with_pool(pool_id, _per_device(pages, pool_id, zero, page_ids))
 
 
-@partial(jax.jit, static_argnums=1)
-def gather_pages_padded(pages: KVPages, pool_id: int, page_ids: jax.Array) -> tuple[Column, ...]:
+@partial(jax.jit, static_argnums=1, static_argnames="backend")
+def gather_pages_padded(
+    pages: KVPages,
+    pool_id: int,
+    page_ids: jax.Array,  # int32[count]
+    *,
+    backend: str = "auto",
+) -> tuple[Column, ...]:
     """`gather_pages` on ids already padded; -1 gives zeros, the null page."""
-    source = jnp.maximum(page_ids, 0)
-    return jax.tree.map(lambda array: array[source], pages.pools[pool_id])
+    return _per_device(pages, pool_id, partial(page_ops.gather_pages, backend=backend), page_ids)
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=0)
+@partial(jax.jit, static_argnums=1, static_argnames="backend", donate_argnums=0)
 def scatter_pages_padded(
     pages: KVPages,
     pool_id: int,
     page_ids: jax.Array,  # int32[count]
     values: tuple[Column, ...],  # as gather_pages returns: [count, *page_shape] per array
+    *,
+    backend: str = "auto",
 ) -> KVPages:
     """`scatter_pages` on ids already padded with -1."""
-    target = _drop_unwritable(page_ids, pages.num_pages(pool_id))
-    columns = jax.tree.map(lambda array, x: array.at[target].set(x, mode="drop"), pages.pools[pool_id], values)
-    return pages.with_pool(pool_id, columns)
+    scatter = partial(page_ops.scatter_pages, backend=backend)
+    return pages.with_pool(pool_id, _per_device(pages, pool_id, scatter, page_ids, values=values))
 
 
 def copy_pages(
@@ -83,6 +109,8 @@ def copy_pages(
     sources: np.ndarray,  # int32[C]
     destinations: np.ndarray,  # int32[C] distinct, none of them a source
     page_counts: Sequence[int] = PAGE_COUNTS,
+    *,
+    backend: str = "auto",
 ) -> KVPages:
     """Copies whole pages inside a pool, over all its columns.
 
@@ -93,7 +121,7 @@ def copy_pages(
     check_copies(pages.num_pages(pool_id), sources, destinations)
     for piece in _pieces(sources.size, page_counts):
         ids = (pad_ids(array[piece], page_counts) for array in (sources, destinations))
-        pages = copy_pages_padded(pages, pool_id, *ids)
+        pages = copy_pages_padded(pages, pool_id, *ids, backend=backend)
     return pages
 
 
@@ -102,6 +130,8 @@ def zero_pages(
     pool_id: int,
     page_ids: np.ndarray,  # int32[Z]
     page_counts: Sequence[int] = PAGE_COUNTS,
+    *,
+    backend: str = "auto",
 ) -> KVPages:
     """Sets whole pages of a pool to zero, over all its columns.
 
@@ -110,7 +140,7 @@ def zero_pages(
     """
     check_page_ids(page_ids, pages.num_pages(pool_id))
     for piece in _pieces(page_ids.size, page_counts):
-        pages = zero_pages_padded(pages, pool_id, pad_ids(page_ids[piece], page_counts))
+        pages = zero_pages_padded(pages, pool_id, pad_ids(page_ids[piece], page_counts), backend=backend)
     return pages
 
 
@@ -119,6 +149,8 @@ def gather_pages(
     pool_id: int,
     page_ids: np.ndarray,  # int32[n]
     page_counts: Sequence[int] = PAGE_COUNTS,
+    *,
+    backend: str = "auto",
 ) -> tuple[Column, ...]:
     """Copies of pages, per column a tuple of [count, *page_shape]; rows from n to the padded count are zero.
 
@@ -126,7 +158,7 @@ def gather_pages(
         ValueError: an id is outside the pool, or there are more than the largest padded length.
     """
     check_page_ids(page_ids, pages.num_pages(pool_id), lowest=0)
-    return gather_pages_padded(pages, pool_id, pad_ids(page_ids, page_counts))
+    return gather_pages_padded(pages, pool_id, pad_ids(page_ids, page_counts), backend=backend)
 
 
 def scatter_pages(
@@ -135,6 +167,8 @@ def scatter_pages(
     page_ids: np.ndarray,  # int32[n]
     values: tuple[Column, ...],  # as gather_pages returned them for n ids
     page_counts: Sequence[int] = PAGE_COUNTS,
+    *,
+    backend: str = "auto",
 ) -> KVPages:
     """Writes pages that `gather_pages` read, perhaps from other ids or another KVPages.
 
@@ -147,7 +181,7 @@ def scatter_pages(
     lengths = {array.shape[0] for array in jax.tree.leaves(values)}
     if lengths != {ids.size}:
         raise ValueError(f"expected values padded to {ids.size} pages, got {sorted(lengths)}")
-    return scatter_pages_padded(pages, pool_id, ids, values)
+    return scatter_pages_padded(pages, pool_id, ids, values, backend=backend)
 
 
 def pad_ids(page_ids: np.ndarray, page_counts: Sequence[int] = PAGE_COUNTS) -> np.ndarray:
@@ -182,13 +216,22 @@ def check_page_ids(page_ids: np.ndarray, num_pages: int, what: str = "page ids",
         raise ValueError(f"expected {what} in [{lowest}, {num_pages}), got {page_ids.min()} to {page_ids.max()}")
 
 
-def _drop_unwritable(page_ids: jax.Array, num_pages: int) -> jax.Array:
-    """Ids with -1 and the null page moved out of range, where a scatter drops them."""
-    return jnp.where(page_ids < 1, num_pages, page_ids)
+def _per_device(
+    pages: KVPages,
+    pool_id: int,
+    function: Callable[..., jax.Array],  # (array, *ids, values if given) -> array, one of pallas_kernels.page_ops
+    *ids: jax.Array,  # int32[count]
+    values: tuple[Column, ...] | None = None,
+) -> tuple[Column, ...]:
+    """`function` of every array of a pool, each device on its part."""
+    specs = jax.tree.map(lambda sharding: sharding.spec, pages.shardings[pool_id])
+    trees = (pages.pools[pool_id],) if values is None else (pages.pools[pool_id], values)
 
+    def run(trees: tuple[tuple[Column, ...], ...], ids: tuple[jax.Array, ...]) -> tuple[Column, ...]:
+        return jax.tree.map(lambda array, *values: function(array, *ids, *values), *trees)
 
-def _map_pool(pages: KVPages, pool_id: int, function) -> KVPages:  # type: ignore[no-untyped-def]
-    return pages.with_pool(pool_id, jax.tree.map(function, pages.pools[pool_id]))
+    mesh = jax.tree.leaves(pages.shardings[pool_id])[0].mesh
+    return per_device(run, mesh, ((specs,) * len(trees), PartitionSpec()), specs)(trees, ids)
 
 
 def _pieces(count: int, page_counts: Sequence[int]) -> Iterator[slice]:

@@ -43,7 +43,7 @@ StateUpdate: TypeAlias = Callable[[Column, RecurrentStep], tuple[jax.Array, Colu
 class PagedKVCache:
     """Pages and tables of one step. Made inside the traced function, used once per layer, thrown away with the trace.
 
-    With a placement that splits the heads, each device attends with its own heads (`jax.shard_map`).
+    On a placement of several devices each attends with its own heads (`jax.shard_map`).
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class PagedKVCache:
             )
             return result.out, result.pages
 
-        if placement is None or num_shards == 1:
+        if placement is None:
             return attend(q, k, v, pages, per_head, tables)
         heads = placement.head_spec(3, 1)
         page_specs = tuple(placement.head_spec(array.ndim, 2) for array in pages)

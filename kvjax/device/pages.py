@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ class KVPages:
     """All page arrays: `pools[pool_id][column]` is one layer's tuple of arrays."""
 
     pools: tuple[tuple[Column, ...], ...]
+    # As `pools`, known while tracing too: kernels run once per device on its part of the arrays.
+    shardings: tuple[tuple[tuple[NamedSharding, ...], ...], ...] = field(metadata={"static": True})
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +80,7 @@ def page_shardings(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPa
         return tuple(NamedSharding(placement.mesh, placement.page_spec(array)) for array in layout.arrays)
 
     pools = tuple(tuple(column(layout) for layout in pool.columns) for pool in kv_cache_config.pools)
-    return KVPages(pools)  # type: ignore[arg-type]
+    return KVPages(pools, pools)  # type: ignore[arg-type]
 
 
 def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = None) -> KVPages:
@@ -89,16 +91,16 @@ def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = N
     """
     placement = Placement.create() if placement is None else placement
     check_columns(kv_cache_config, placement)
+    shardings = page_shardings(kv_cache_config, placement)
 
     def zeros() -> KVPages:
-        return KVPages(
+        pools = tuple(
             tuple(
-                tuple(
-                    tuple(jnp.zeros(array.shape(pool.num_blocks), jnp.dtype(array.dtype)) for array in layout.arrays)
-                    for layout in pool.columns
-                )
-                for pool in kv_cache_config.pools
+                tuple(jnp.zeros(array.shape(pool.num_blocks), jnp.dtype(array.dtype)) for array in layout.arrays)
+                for layout in pool.columns
             )
+            for pool in kv_cache_config.pools
         )
+        return KVPages(pools, shardings.shardings)
 
-    return jax.jit(zeros, out_shardings=page_shardings(kv_cache_config, placement))()
+    return jax.jit(zeros, out_shardings=shardings)()

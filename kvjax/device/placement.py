@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core.spec import AttentionSpec, KVCacheSpec
 from pallas_kernels.layouts import HEAD_AXIS, ArrayLayout, PageLayout
@@ -104,7 +104,17 @@ class Placement:
                 )
 
     def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` run once per device on its part of the heads; `function` itself where there is one part."""
-        if self.num_shards == 1:
-            return function
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        """`function` run once per device, as `per_device` says, on its part of the heads."""
+        return per_device(function, self.mesh, in_specs, out_specs)
+
+
+def per_device(
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`function` run once per device of `mesh` on its parts of the arrays; `function` itself on one device.
+
+    XLA cannot split a kernel over devices, so kernels need this even where every device does the same.
+    """
+    if mesh.size == 1:
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

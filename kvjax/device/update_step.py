@@ -141,8 +141,8 @@ class UpdateStep:
         for pool_id in range(len(pages.pools)):
             for count in self.buckets.page_counts:
                 nothing = np.full(count, -1, np.int32)
-                pages = copy_pages_padded(pages, pool_id, nothing, nothing.copy())
-                pages = zero_pages_padded(pages, pool_id, nothing.copy())
+                pages = copy_pages_padded(pages, pool_id, nothing, nothing.copy(), backend=self._backend)
+                pages = zero_pages_padded(pages, pool_id, nothing.copy(), backend=self._backend)
         return jax.block_until_ready(pages)
 
     def compiled(self, pages: KVPages, bucket: Bucket, *, sampling: Any = None) -> jax.stages.Compiled:
@@ -181,13 +181,13 @@ class UpdateStep:
         return batch, previous, jax.tree.map(lambda x: _padded_rows(x, rows), sampling)
 
     def _edit_pages(self, pages: KVPages, plan: StepPlan) -> KVPages:
-        counts = self.buckets.page_counts
+        counts, backend = self.buckets.page_counts, self._backend
         for pool_id, copies in enumerate(plan.page_copies):
             if copies.sources.size:
-                pages = copy_pages(pages, pool_id, copies.sources, copies.destinations, counts)
+                pages = copy_pages(pages, pool_id, copies.sources, copies.destinations, counts, backend=backend)
         for pool_id, page_ids in enumerate(plan.pages_to_zero):
             if page_ids.size:
-                pages = zero_pages(pages, pool_id, page_ids, counts)
+                pages = zero_pages(pages, pool_id, page_ids, counts, backend=backend)
         return pages
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 from kvjax.device import (
@@ -20,6 +21,8 @@ from kvjax.device import (
     create_pages,
     gather_pages,
     make_update_step,
+    scatter_pages,
+    write_kv,
     zero_pages,
 )
 from kvjax.device.page_ops import copy_pages_padded, pad_ids, zero_pages_padded
@@ -120,6 +123,28 @@ def test_sinks_and_scales_go_with_their_heads(platform: str) -> None:
     expected = attend(PLACEMENTS["whole on one"])
     assert expected[:9].any(axis=(1, 2)).all()
     np.testing.assert_allclose(attend(PLACEMENTS["split over four"]), expected, atol=1e-5)
+
+
+def test_tpu_kernels_run_once_per_device() -> None:
+    """Interpreted: pages written, copied, zeroed, read and put back by kernels are those of the references."""
+    placement = Placement.over_heads(2)
+    config = toy_config(16, platform="tpu")
+    kv = np.random.default_rng(0).normal(size=(2, 6, KV_HEADS, HEAD_DIM)).astype(np.float32)
+
+    def work(backend: str) -> list[np.ndarray]:
+        pages = create_pages(config, placement)
+        pages = write_kv(pages, 0, 1, *kv, np.array([4, 5, 6, 7, -1, 9], np.int32), backend=backend)
+        pages = copy_pages(pages, 0, np.array([1, 2]), np.array([5, 4]), (4,), backend=backend)
+        pages = zero_pages(pages, 0, np.array([2]), (4,), backend=backend)
+        values = gather_pages(pages, 0, np.array([5, 0]), (4,), backend=backend)
+        pages = scatter_pages(pages, 0, np.array([7, 8]), values, (4,), backend=backend)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(pages)]
+
+    expected = work("reference")
+    assert expected[1][[1, 4, 5, 7]].any(axis=(1, 2, 3, 4)).all()
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        for leaf, wanted in zip(work("tpu"), expected, strict=True):
+            np.testing.assert_array_equal(leaf, wanted)
 
 
 def test_heads_that_do_not_split_are_refused() -> None:

@@ -53,16 +53,6 @@ def test_copies_and_zeroing_agree_with_numpy(platform: str, count: int) -> None:
 
 
 @PLATFORMS
-def test_sources_are_read_before_destinations_are_written(platform: str) -> None:
-    """The padded form takes chains too, such as a swap, since a program reads everything first."""
-    pages, arrays = filled_pages(platform)
-    pages = copy_pages_padded(pages, 0, pad_ids(np.array([1, 2, 3])), pad_ids(np.array([2, 1, 4])))
-    for array in arrays:
-        array[[2, 1, 4]] = array[[1, 2, 3]]
-    assert_equal(pages, arrays)
-
-
-@PLATFORMS
 def test_gathered_pages_can_be_scattered_to_other_pages(platform: str) -> None:
     pages, arrays = filled_pages(platform)
     gathered = gather_pages(pages, 0, np.array([5, 0, 7]))
