@@ -36,6 +36,7 @@ from pallas_kernels.mosaic import LANES, Copy, compiler_params, matrix_unit_lane
 from pallas_kernels.ragged_paged_attention import tpu_rows
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
 from pallas_kernels.ragged_paged_attention.tpu_plan import (
     TABLE_ALIGNMENT,
@@ -380,7 +381,8 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) ->
     row, row_arrived = (refs.row, refs.row_arrived) if config.tables_in_hbm else (None, None)
     writes = "written" in names
     pages = refs.written if writes else refs.pages
-    kv = KVBlocks(config, refs.items, room, refs.tables, pages, refs.buffer, refs.arrived, row, row_arrived)
+    items = ItemTable(config, refs.items, room, refs.tables, row, row_arrived)
+    kv = KVBlocks(config, items, pages, refs.buffer, refs.arrived)
     item, num_items = pl.program_id(0), pl.num_programs(0)
     attention = BlockAttention(config, kv, refs, item)
     tile = _QueryTiles(config, kv, refs) if config.queries > 1 else None
@@ -390,15 +392,15 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) ->
         if writes:
             copy_rows(refs.runs, refs.new_rows, refs.written, refs.rows_arrived)
         if config.tables_in_hbm:
-            kv.fetch_row(item).start()
-            kv.fetch_row(item).wait()
-        kv.start(item, *kv.block(item, jnp.int32(0)), jnp.int32(0))
+            kv.items.fetch_row(item).start()
+            kv.items.fetch_row(item).wait()
+        kv.start(item, *kv.items.block(item, jnp.int32(0)), jnp.int32(0))
         if tile is not None:
             tile.fetch(item).start()
 
     has_next = item + 1 < num_items
     if config.tables_in_hbm:
-        pl.when(has_next)(lambda: kv.fetch_row(item + 1).start())
+        pl.when(has_next)(lambda: kv.items.fetch_row(item + 1).start())
     if tile is not None:
         tile.fetch(item).wait()
         tpu_rows.unpack_tile(refs.q_tile, refs.rows, config)
@@ -427,9 +429,9 @@ def _attend_blocks(
 
     The last full block runs with the masked ones, since what follows it need not be full.
     """
-    num_blocks = kv.field(Field.NUM_BLOCKS, item)
-    num_whole = jnp.maximum(kv.field(Field.NUM_FULL, item) - 1, 0)
-    step_0, entry_0 = kv.field(Field.STEP, item), kv.full_entries(item)
+    num_blocks = kv.items.field(Field.NUM_BLOCKS, item)
+    num_whole = jnp.maximum(kv.items.field(Field.NUM_FULL, item) - 1, 0)
+    step_0, entry_0 = kv.items.field(Field.STEP, item), kv.items.full_entries(item)
     has_next = item + 1 < num_items
 
     def whole(step: jax.Array, carry: None) -> None:
@@ -443,16 +445,16 @@ def _attend_blocks(
         slot = (step_0 + step) & 1
         is_last = step + 1 == num_blocks
         if config.tables_in_hbm:
-            pl.when(is_last & has_next)(lambda: kv.fetch_row(item + 1).wait())
+            pl.when(is_last & has_next)(lambda: kv.items.fetch_row(item + 1).wait())
         next_item = jnp.where(is_last, jnp.minimum(item + 1, num_items - 1), item)
-        following = kv.block(next_item, jnp.where(is_last, 0, step + 1))
+        following = kv.items.block(next_item, jnp.where(is_last, 0, step + 1))
         pl.when(~is_last | has_next)(lambda: kv.start(next_item, *following, 1 - slot))
         kv.wait(this[1], slot)
         attention.attend(slot, this[0])
         return following
 
     lax.fori_loop(0, num_whole, whole, None)
-    lax.fori_loop(num_whole, num_blocks, cut, kv.block(item, num_whole))
+    lax.fori_loop(num_whole, num_blocks, cut, kv.items.block(item, num_whole))
 
 
 class _QueryTiles(NamedTuple):
@@ -464,7 +466,7 @@ class _QueryTiles(NamedTuple):
 
     def fetch(self, item: jax.Array) -> Copy:
         """The copy of an item's queries into VMEM."""
-        token = self.kv.field(Field.TOKEN, item)
+        token = self.kv.items.field(Field.TOKEN, item)
         source = self.refs.q.at[pl.ds(token, self.config.queries)]
         return pltpu.make_async_copy(source, self.refs.q_tile, self.refs.q_arrived)
 
@@ -479,8 +481,8 @@ class _QueryTiles(NamedTuple):
             copy.wait()
 
     def _results(self, item: jax.Array) -> list[Copy]:
-        skip, count = self.kv.field(Field.SKIP, item), self.kv.field(Field.NUM_QUERIES, item)
-        token = self.kv.field(Field.TOKEN, item) + skip
+        skip, count = self.kv.items.field(Field.SKIP, item), self.kv.items.field(Field.NUM_QUERIES, item)
+        token = self.kv.items.field(Field.TOKEN, item) + skip
         pairs = [(self.refs.out_tile, self.refs.out)]
         if self.config.return_lse:
             pairs.append((self.refs.lse_tile, self.refs.lse))

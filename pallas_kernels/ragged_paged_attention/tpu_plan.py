@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,38 @@ class Field(enum.IntEnum):
     NUM_FULL = 12
     NUM_LEAD = 13
     STEP = 14  # blocks of all items before: its parity names the buffer of the first block
+
+
+class ItemSizes(Protocol):
+    """What items and their blocks depend on: part of every kernel's static description."""
+
+    @property
+    def mask(self) -> MaskRule:
+        """Who sees what."""
+
+    @property
+    def queries(self) -> int:
+        """Most query tokens of an item; 1: decode."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+
+    @property
+    def block(self) -> int:
+        """Slots of a KV block."""
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a KV block."""
+
+    @property
+    def table_stride(self) -> int:
+        """Entries from one row of the block tables to the next."""
+
+    @property
+    def tables_in_hbm(self) -> bool:
+        """Whether the block tables exceed scalar memory."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +146,7 @@ class TpuConfig:
         return self.queries > 1
 
 
-def plan_items(batch: Batch, config: TpuConfig, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+def plan_items(batch: Batch, config: ItemSizes, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     """(table int32[fields * room], number of items int32[]) of the sequences with queries in `batch`.
 
     `num_tokens` is the length of the array of queries.

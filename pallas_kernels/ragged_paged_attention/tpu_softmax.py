@@ -20,19 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mosaic import LANES, packing
+from pallas_kernels.ragged_paged_attention.tpu_mask import BlockMask, block_mask
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig
+from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 
 HIDDEN = -1e30  # score of a key that a row does not see
 NOTHING = -1e29  # m of a row that has seen nothing: exp2(HIDDEN - NOTHING) is 0
 LOG2E = math.log2(math.e)
-
-
-class _Mask(NamedTuple):
-    """Of one part of a block."""
-
-    seen: jax.Array  # bool[rows, part] the row sees the key
-    kept: jax.Array  # bool[part, lanes] some row of the item sees the key
 
 
 class _Product(NamedTuple):
@@ -102,7 +96,7 @@ class BlockAttention:
                 factor = factor * refs.v_scale[i]
             if config.return_lse:
                 refs.m[i] = (refs.m[i] + jnp.log2(total)) * (1 / LOG2E)
-            yield i, self._own_columns(refs.acc[i]) * _lanes(factor, config.lanes)
+            yield i, self._own_columns(refs.acc[i]) * lanes_of(factor, config.lanes)
 
     def _scores_ahead(
         self, work: list[tuple[_Product, int]], slot: jax.Array
@@ -134,74 +128,43 @@ class BlockAttention:
         """float32[rows, part]"""
         q = self.refs.rows[product.index] if self.config.queries > 1 else self.refs.q[0, product.index]
         k = self._load(product, part, slot, 0)
-        return _dot(q, k, (((1,), (1,)), ((), ())))
+        return dot(q, k, (((1,), (1,)), ((), ())))
 
-    def _update(self, product: _Product, part: int, s: jax.Array, slot: jax.Array, mask: _Mask | None) -> None:
+    def _update(self, product: _Product, part: int, s: jax.Array, slot: jax.Array, mask: BlockMask | None) -> None:
         """Merges a part's scores and values into m, l and acc."""
         config, refs, i = self.config, self.refs, product.index
-        s = self._logits(s, i)
+        s = base2_logits(s, config.sm_scale, config.soft_cap, refs.k_scale[i] if config.has_k_scale else None)
         if mask is not None:
             s = jnp.where(mask.seen, s, HIDDEN)
         old = refs.m[i]
         new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
         refs.m[i] = new
-        p = jnp.exp2(s - _lanes(new, config.part))
+        p = jnp.exp2(s - lanes_of(new, config.part))
         shrink = jnp.exp2(old - new)
         v = self._load(product, part, slot, 1, None if mask is None else mask.kept)  # here: later or sooner costs more
         if config.sums_by_matmul:
             v = jnp.concatenate([v, jnp.ones((config.part, LANES), v.dtype)], axis=1)
         else:
             refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, config.part, LANES))
-        weighted = _dot(p.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-        refs.acc[i] = refs.acc[i] * _lanes(shrink, weighted.shape[1]) + weighted
+        weighted = dot(p.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+        refs.acc[i] = refs.acc[i] * lanes_of(shrink, weighted.shape[1]) + weighted
 
-    def _logits(self, s: jax.Array, i: Any) -> jax.Array:
-        """Base-2 logits of raw scores."""
+    def _mask(self, block: jax.Array, part: int) -> BlockMask:
         config = self.config
-        scale = config.sm_scale * LOG2E if config.soft_cap is None else config.sm_scale / config.soft_cap
-        s = s * (_lanes(self.refs.k_scale[i] * scale, s.shape[1]) if config.has_k_scale else scale)
-        return s if config.soft_cap is None else jnp.tanh(s) * (config.soft_cap * LOG2E)
-
-    def _mask(self, block: jax.Array, part: int) -> _Mask:
-        """Of slots numbered from the block's first: position less `start`, sink pages apart."""
-        config, kv, item = self.config, self.kv, self.item
-        start = block * config.block + kv.field(Field.SHIFT, item) * config.page_size
-        num_sinks = config.mask.num_sink_tokens - block * config.block
-        first = part * config.part
-        across = first + lax.broadcasted_iota(jnp.int32, (config.rows, config.part), 1)
-        down = first + lax.broadcasted_iota(jnp.int32, (config.part, config.lanes), 0)
-        row_lower, row_upper = self._row_bounds()
-        lower, upper = kv.field(Field.LOWER, item), kv.field(Field.UPPER, item)
-        return _Mask(
-            self._visible(across, row_lower - start, row_upper - start, num_sinks),
-            self._visible(down, lower - start, upper - start, num_sinks),
+        return block_mask(
+            self.kv.items,
+            self.item,
+            block,
+            None if config.queries == 1 else self._tokens(),
+            first=part * config.part,
+            part=(config.rows, config.part),
+            lanes=config.lanes,
         )
 
-    def _visible(self, slot: jax.Array, lower: jax.Array, upper: jax.Array, num_sinks: jax.Array) -> jax.Array:
-        mask = self.config.mask
-        if mask.sliding_window is None and mask.attention_chunk_size is None:
-            return slot <= upper
-        inside = slot >= lower
-        if mask.num_sink_tokens:
-            inside = inside | (slot < num_sinks)
-        return inside & (slot <= upper)
-
-    def _row_bounds(self) -> tuple[jax.Array, jax.Array]:
-        """(first, last) key that each row sees, sink tokens apart: scalars or int32[rows, 1]."""
-        config, kv, item, mask = self.config, self.kv, self.item, self.config.mask
-        lower, upper = kv.field(Field.LOWER, item), kv.field(Field.UPPER, item)
-        if config.queries == 1:
-            return lower, upper
-        row = lax.broadcasted_iota(jnp.int32, (config.rows, 1), 0)
-        token = (row & (config.queries * config.packing - 1)) >> (config.packing.bit_length() - 1)
-        pos = kv.field(Field.POS, item) + token
-        row_lower = jnp.zeros_like(pos)
-        if mask.sliding_window is not None:
-            row_lower = jnp.maximum(row_lower, pos - mask.sliding_window + 1)
-        if mask.attention_chunk_size is not None:  # no longer than a chunk, a tile crosses at most one border
-            border = kv.field(Field.BORDER, item)
-            row_lower = jnp.maximum(row_lower, jnp.where(pos >= border, border, border - mask.attention_chunk_size))
-        return row_lower, jnp.minimum(pos, upper) if mask.causal else jnp.full_like(pos, upper)
+    def _tokens(self) -> jax.Array:
+        """int32[rows, 1]: which token of the tile a row belongs to."""
+        row = lax.broadcasted_iota(jnp.int32, (self.config.rows, 1), 0)
+        return (row & (self.config.queries * self.config.packing - 1)) >> (self.config.packing.bit_length() - 1)
 
     def _own_columns(self, acc: jax.Array) -> jax.Array:
         """The results of each row with the V of its own head, [rows, lanes]."""
@@ -231,11 +194,19 @@ def _unrolled(config: TpuConfig, dtype: jnp.dtype) -> int:
     return max(fits, default=config.num_products)
 
 
-def _lanes(x: jax.Array, count: int) -> jax.Array:
+def base2_logits(s: jax.Array, sm_scale: float, soft_cap: float | None, k_scale: jax.Array | None) -> jax.Array:
+    """Logits, times log2(e), of raw scores [rows, keys]; `k_scale` float32[rows, 128], equal in all lanes."""
+    scale = sm_scale * LOG2E if soft_cap is None else sm_scale / soft_cap
+    s = s * (scale if k_scale is None else lanes_of(k_scale * scale, s.shape[1]))
+    return s if soft_cap is None else jnp.tanh(s) * (soft_cap * LOG2E)
+
+
+def lanes_of(x: jax.Array, count: int) -> jax.Array:
     """x [rows, 128], equal in all lanes, as [rows, count]."""
     return x if count == LANES else jnp.concatenate([x] * (count // LANES), axis=1)
 
 
-def _dot(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
+    """`lax.dot_general` of blocks in their own precision, float32 in all its bits, summed in float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

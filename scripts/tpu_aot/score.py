@@ -17,7 +17,7 @@ from scripts.tpu_aot.bundles import Kernel, Loop
 from scripts.tpu_aot.chips import Chip
 
 _NAME = re.compile(r"rpa_q(\d+)_b(\d+)_p(\d+)_t(\d+)")
-_UNROLLED_PAGES = 4  # of KVBlocks.start
+_UNROLLED_PAGES = 4  # of ItemTable.start
 
 
 @dataclass(frozen=True)

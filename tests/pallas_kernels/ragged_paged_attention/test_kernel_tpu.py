@@ -178,9 +178,8 @@ def test_a_planted_race_is_found(step: str, monkeypatch: pytest.MonkeyPatch) -> 
     def into_the_buffer_in_use(self: KVBlocks, entry: Any, j: Any, slot: Any, piece: int) -> Any:
         if (step == "whole") != isinstance(j, int):
             return copy(self, entry, j, slot, piece)
-        table = self.tables if self.row is None else self.row
         window = self._window(1 - slot, piece, j, 1)
-        return pltpu.make_async_copy(self.pages.at[table[entry]], window, self.arrived.at[slot])
+        return pltpu.make_async_copy(self.pages.at[self.items.entries[entry]], window, self.arrived.at[slot])
 
     monkeypatch.setattr(KVBlocks, "_copy", into_the_buffer_in_use)
     jax.clear_caches()
