@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes or reuses the virtual environment and installs kvjax with the extras named, editable.
 #
-#   scripts/setup.sh [extra ...]        extras as in pyproject.toml: demo, test, dev, cuda, tpu, ...
+#   scripts/setup.sh [extra ...]        extras as in pyproject.toml: demo, test, dev, cuda, tpu, tpu-aot (to compile
+#                                      for TPU without one), ...
 #
 # Needs nothing but a Python 3.11 or newer; the newest that works is taken. A second run that has nothing to do ends
 # at once. Environment: KVJAX_PYTHON (interpreter), KVJAX_VENV (default .venv), KVJAX_CONSTRAINTS (pip constraints file).
@@ -13,7 +14,7 @@ constraints=${KVJAX_CONSTRAINTS:-}
 stamp=$venv/.kvjax-installed
 
 known() { # the extras of pyproject.toml, one a line
-    sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml
+    sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/s/^\([a-z-]*\) = \[.*/\1/p' pyproject.toml
 }
 
 usable() { # a Python of 3.11 or newer that can make virtual environments

@@ -4,7 +4,7 @@
     python scripts/tpu_compile.py v6e attention --features               base case, and what each feature adds
     python scripts/tpu_compile.py v7x attention --no-dump                only: does it compile, and its memory
 
-Needs `pip install libtpu` (kvjax[tpu]). Settings: the fields of scripts/tpu_aot/operations.py. What the score means
+Needs libtpu (kvjax[tpu-aot]). Settings: the fields of scripts/tpu_aot/operations.py. What the score means
 and leaves out: scripts/tpu_aot/score.py.
 """
 

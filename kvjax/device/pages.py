@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.placement import Placement
-from pallas_kernels.layouts import PageLayout
+from pallas_kernels.layouts import ArrayLayout, PageLayout
 
 Column = tuple[jax.Array, ...]  # (k, v) split or (kv,) packed; each [num_blocks, *page_shape]
 
@@ -83,6 +83,23 @@ def page_shardings(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPa
     return KVPages(pools, pools)  # type: ignore[arg-type]
 
 
+def page_shapes(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages:
+    """A KVPages whose leaves are the ShapeDtypeStruct of each array, to compile for devices that are not here."""
+    shardings = page_shardings(kv_cache_config, placement)
+
+    def shape(array: ArrayLayout, num_blocks: int, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape(num_blocks), jnp.dtype(array.dtype), sharding=sharding)
+
+    pools = tuple(
+        tuple(
+            tuple(shape(array, pool.num_blocks, to) for array, to in zip(layout.arrays, column, strict=True))
+            for layout, column in zip(pool.columns, columns, strict=True)
+        )
+        for pool, columns in zip(kv_cache_config.pools, shardings.shardings, strict=True)
+    )
+    return KVPages(pools, shardings.shardings)  # type: ignore[arg-type]
+
+
 def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = None) -> KVPages:
     """Zero pages of every pool, made on the devices that hold them: no host copy, no device holds another's part.
 
@@ -91,16 +108,9 @@ def create_pages(kv_cache_config: KVCacheConfig, placement: Placement | None = N
     """
     placement = Placement.create() if placement is None else placement
     check_columns(kv_cache_config, placement)
-    shardings = page_shardings(kv_cache_config, placement)
+    shapes = page_shapes(kv_cache_config, placement)
 
     def zeros() -> KVPages:
-        pools = tuple(
-            tuple(
-                tuple(jnp.zeros(array.shape(pool.num_blocks), jnp.dtype(array.dtype)) for array in layout.arrays)
-                for layout in pool.columns
-            )
-            for pool in kv_cache_config.pools
-        )
-        return KVPages(pools, shardings.shardings)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    return jax.jit(zeros, out_shardings=shardings)()
+    return jax.jit(zeros, out_shardings=page_shardings(kv_cache_config, placement))()

@@ -13,6 +13,7 @@ step reads it where `StepPlan.token_source` says so. The host need not have seen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -84,7 +85,11 @@ class UpdateStep:
             in_shardings=(None, pages, replicated, replicated, replicated),
             out_shardings=StepOutput(pages, replicated, replicated, replicated),  # type: ignore[arg-type]
         )
-        self.no_tokens = jax.device_put(np.zeros(buckets.max_num_requests, np.int32), replicated)
+
+    @cached_property
+    def no_tokens(self) -> jax.Array:  # int32[Buckets.max_num_requests]
+        """What the first step takes as the tokens of the step before."""
+        return jax.device_put(np.zeros(self.buckets.max_num_requests, np.int32), self.placement.replicated)
 
     @property
     def num_compiled(self) -> int:
@@ -146,8 +151,13 @@ class UpdateStep:
         return jax.block_until_ready(pages)
 
     def compiled(self, pages: KVPages, bucket: Bucket, *, sampling: Any = None) -> jax.stages.Compiled:
-        """The compiled module of one bucket, to look at aliases, memory and cost. Runs nothing."""
-        arguments = self._arguments(self._empty_batch(bucket), None, sampling)
+        """The compiled module of one bucket, to look at aliases, memory and cost. Runs nothing.
+
+        Weights and pages may be ShapeDtypeStructs with shardings (`nnx.eval_shape`, `page_shapes`), on devices that are
+        only described (`jax.experimental.topologies`).
+        """
+        no_tokens: Any = jax.ShapeDtypeStruct((self.buckets.max_num_requests,), np.int32)
+        arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling)
         return self._step.lower(self._state, pages, *arguments).compile()
 
     def _empty_batch(self, bucket: Bucket) -> DeviceBatch:
@@ -175,8 +185,9 @@ class UpdateStep:
     ) -> tuple[DeviceBatch, jax.Array, Any]:
         """What a step takes beside weights and pages, in the shapes that were compiled."""
         previous = self.no_tokens if previous is None else previous
-        if previous.shape != self.no_tokens.shape:
-            raise ValueError(f"expected previous tokens of shape {self.no_tokens.shape}, got {previous.shape}")
+        wanted = (self.buckets.max_num_requests,)
+        if previous.shape != wanted:
+            raise ValueError(f"expected previous tokens of shape {wanted}, got {previous.shape}")
         rows = batch.logits_indices.shape[0]
         return batch, previous, jax.tree.map(lambda x: _padded_rows(x, rows), sampling)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from scripts.tpu_aot.compile_one import vmem_bytes
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
 from scripts.tpu_aot.operations import OPERATIONS
 from scripts.tpu_aot.score import BlockScore, block_scores, executed_bundles
+from tests.scripts.needs_libtpu import needs_libtpu
 
 DUMP = Path(__file__).parent / "tpu_dump"
 LISTING = (DUMP / "1-kv_write.1-02-final_bundles.txt").read_text()
@@ -138,7 +138,7 @@ def test_every_op_can_be_named() -> None:
     assert set(tpu_compile.OPS) == set(OPERATIONS)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@needs_libtpu
 def test_compiles_without_a_tpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
     assert tpu_compile.main(["v6e", "kv_write", "tokens=64", f"--json={path}"]) == 0

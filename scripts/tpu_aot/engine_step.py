@@ -1,0 +1,153 @@
+"""Compiles a step of the engine for chips that are only described, and looks for copies of the pages in the module.
+
+    python -m scripts.tpu_aot.engine_step v6e gemma-3-27b --layers 6       -> one line of JSON; exit status 1: copies
+
+Flow:    configs/models -> abstract weights and pages on a mesh -> UpdateStep -> optimised module -> [step_report]
+
+The step is the engine's: its model, its sampler, KV heads and weights split over `--shards` chips. Weights are never
+made: all arguments are shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from scripts.tpu_aot.chips import CHIPS, prepare_environment
+
+prepare_environment()
+
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
+_SEQUENCES = 8
+_NO_COPY = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple", "conditional")
+
+
+def num_page_copies(module: str, page_shapes: Iterable[tuple[int, ...]]) -> int:
+    """Operations of an optimised module's text that make an array of one of the pages' shapes, kernels apart."""
+    shapes = "|".join({",".join(map(str, shape)) for shape in page_shapes})
+    made_by = re.findall(rf"= \(?\w+\[(?:{shapes})\](?:[^=\n]*?) ([a-z][a-z-]*)\(", module)
+    return sum(name not in _NO_COPY for name in made_by)
+
+
+def step_report(compiled: Any, pages: Any) -> dict[str, int]:
+    """What a compiled step does with `pages` (a KVPages of shapes): bytes on one chip, and copies in the module."""
+    import jax
+
+    leaves = jax.tree.leaves(pages)
+    shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    module, memory = compiled.as_text(), compiled.memory_analysis()
+    page_bytes = sum(leaf.dtype.itemsize * math.prod(shape) for leaf, shape in zip(leaves, shapes, strict=True))
+    aliases = module.split("input_output_alias={", 1)[-1].split("}, entry_computation_layout", 1)[0]
+    return {
+        "page_arrays": len(leaves),
+        "page_bytes": page_bytes,
+        "aliased_arrays": aliases.count("-alias)"),
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "page_copies": num_page_copies(module, shapes),
+        "kernel_calls": module.count('custom_call_target="tpu_custom_call"'),
+    }
+
+
+def is_in_place(report: dict[str, int]) -> bool:
+    """Whether every page array is the output's buffer too, and nothing copies one."""
+    return (
+        report["page_copies"] == 0
+        and report["aliased_arrays"] >= report["page_arrays"]
+        and report["aliased_bytes"] >= report["page_bytes"]
+    )
+
+
+def compile_step(
+    chip: str, model: str, *, num_layers: int, num_shards: int, num_tokens: int, num_blocks: int, block_size: int
+) -> dict[str, int]:
+    """Compiles a mixed step, and work on pages as it is done before one; the report of the step."""
+    import jax
+    import numpy as np
+    from flax import nnx
+    from jax.experimental import topologies
+
+    from kvjax.device import Bucket, Buckets, Placement, make_update_step
+    from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
+    from kvjax.device.pages import page_shapes
+    from kvjax.engine.sampler import sample
+    from kvjax.engine.sampling_table import SamplingTable
+    from kvjax.models import Decoder, ModelConfig
+    from kvjax.models.sharding import param_sharding
+    from kvjax.planning import plan_kv_cache
+
+    config = ModelConfig.from_dict(json.loads((MODELS / f"{model}.json").read_text()), where=model)
+    config = dataclasses.replace(config, num_layers=num_layers, layer_types=config.layer_types[:num_layers])
+    plan = plan_kv_cache(
+        config.kv_cache_specs(block_size, "bfloat16"),
+        max_model_len=8192,
+        num_blocks=num_blocks,
+        platform="tpu",
+        tensor_parallel=num_shards,
+    )
+    devices = topologies.get_topology_desc(topology_name=CHIPS[chip].topology_of_four, platform="tpu").devices
+    mesh = jax.sharding.Mesh(np.array(devices[:num_shards]), ("tensor",))
+    placement = Placement.create(mesh)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0))))
+    params = [
+        (
+            path,
+            param.replace(
+                jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(path, config, mesh, "tensor"))
+            ),
+        )
+        for path, param in nnx.to_flat_state(state)
+    ]
+    module = nnx.merge(graph, nnx.from_flat_state(params))
+    bucket = Bucket(num_tokens, _SEQUENCES, 8192 // block_size)
+    step = make_update_step(
+        module, plan.config, Buckets((bucket,)), placement=placement, sample_fn=sample, backend="tpu"
+    )
+    pages = page_shapes(plan.config, placement)
+    rows = np.zeros(1, np.int64)
+    with jax.set_mesh(mesh):
+        report = step_report(step.compiled(pages, bucket, sampling=SamplingTable().batch(rows, rows)), pages)
+        ids = jax.ShapeDtypeStruct((8,), np.int32)
+        for lowered in (
+            copy_pages_padded.lower(pages, 0, ids, ids, backend="tpu"),
+            zero_pages_padded.lower(pages, 0, ids, backend="tpu"),
+        ):
+            edit = step_report(lowered.compile(), pages)
+            report["page_copies"] += edit["page_copies"]
+            report["edit_aliased_bytes"] = edit["aliased_bytes"]
+    return report
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0, or 1 where the pages are copied."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chip", choices=sorted(CHIPS))
+    parser.add_argument("model", help="a name of configs/models")
+    parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument("--shards", type=int, default=4, help="chips")
+    parser.add_argument("--tokens", type=int, default=256, help="of the step")
+    parser.add_argument("--blocks", type=int, default=2048)
+    parser.add_argument("--block-size", type=int, default=64)
+    options = parser.parse_args(arguments)
+    report = compile_step(
+        options.chip,
+        options.model,
+        num_layers=options.layers,
+        num_shards=options.shards,
+        num_tokens=options.tokens,
+        num_blocks=options.blocks,
+        block_size=options.block_size,
+    )
+    print(json.dumps(report))
+    return int(not is_in_place(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
