@@ -29,6 +29,10 @@ NUM_SMS = 132  # H100 and H200 SXM
 SMEM_BYTES = 232_448  # of one block on Hopper
 ROWS = 64  # of a matrix in one warpgroup's registers
 
+# From jax 0.12 on kernels are compiled for linking, where ptxas ignores `set_max_registers`: three warpgroups then have
+# 168 registers a thread each, whatever they ask for.
+MOVES_REGISTERS = jax.__version_info__ < (0, 12)
+
 _BEFORE_0_11 = jax.__version_info__ < (0, 11)
 _MATRIX = plgpu.Layout.WGMMA
 _PER_ROW = _MATRIX.reduce(1)
@@ -129,6 +133,22 @@ def load_matrix(ref: Any, dtype: Any) -> jax.Array:
     layout = _MATRIX if jnp.dtype(ref.dtype).itemsize > 1 else _EIGHT_BIT_MATRIX
     index = ((),) if _BEFORE_0_11 else ()
     return matrix(plgpu.load(ref, *index, layout=layout, optimized=False).astype(dtype))
+
+
+def store_plain(ref: Any, x: jax.Array) -> None:
+    """`x` [rows, n] in registers to shared memory that is not tiled, whose rows may then be copied one by one."""
+    if is_interpreted() or _BEFORE_0_11:
+        ref[...] = x
+    else:
+        plgpu.store(ref, x, optimized=False)
+
+
+def load_per_row(ref: Any) -> jax.Array:
+    """`ref` [rows] in global memory as a value per row."""
+    if is_interpreted():
+        return ref[...]
+    index = ((),) if _BEFORE_0_11 else ()
+    return plgpu.load(ref, *index, layout=_PER_ROW, optimized=False)
 
 
 def fence() -> None:

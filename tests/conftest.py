@@ -14,6 +14,9 @@ import hypothesis
 HAS_TPU = any(Path("/dev").glob("accel*")) or Path("/dev/vfio/0").exists()
 HAS_GPU = Path("/dev/nvidiactl").exists() and importlib.util.find_spec("jax_plugins") is not None
 os.environ.setdefault("JAX_PLATFORMS", ",".join(["cpu", *["tpu"] * HAS_TPU, *["cuda"] * HAS_GPU]))
+# The interpreter of GPU kernels runs each warpgroup as a program of its own, which blocks one of XLA's threads: XLA
+# needs more threads than a kernel has warpgroups, and reads their number here.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"kvjax-jax-cache-{os.getuid()}"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 

@@ -17,7 +17,7 @@ from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
-from pallas_kernels.ragged_paged_attention import kernel_tpu, reference, validate
+from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
 
@@ -69,11 +69,15 @@ def ragged_paged_attention(
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
-    chosen = resolve_backend(validate.OP, backend, {"tpu": kernel_tpu.reason_not_supported(pages, mask)})
+    kernels = {
+        "tpu": kernel_tpu.reason_not_supported(pages, mask),
+        "gpu": kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
+    }
+    chosen = resolve_backend(validate.OP, backend, kernels)
     if new_kv is not None and slot_mapping is not None and chosen != "tpu":
         pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
     arguments = (q, tuple(pages), *step)
-    options = {
+    options: dict[str, Any] = {
         "mask": mask,
         "num_kv_heads": num_kv_heads,
         "sm_scale": float(sm_scale),
@@ -89,6 +93,8 @@ def ragged_paged_attention(
             *arguments, **options, return_lse=return_lse, new_kv=new_kv, slot_mapping=slot_mapping
         )
         pages = pages if written is None else (written,)
+    elif chosen == "gpu":
+        out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse)
     else:
         out, lse = reference.ragged_paged_attention(*arguments, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

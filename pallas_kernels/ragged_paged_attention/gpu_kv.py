@@ -14,6 +14,7 @@ while the last ones of a tile are attended. Pages beyond a run are replaced by t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -43,12 +44,14 @@ class KVRing:
     v_free: Any
     k_converted: Any = None  # [block, D] in the compute dtype, where pages hold 8-bit values
     v_converted: Any = None
+    changed: Any = None  # where two warpgroups attend: both have done their part of a change to shared memory
+    reader: Any = 0  # which of the attending warpgroups this is
 
     @classmethod
-    def of(cls, config: GpuConfig, references: dict[str, Any]) -> KVRing:
-        """The ring among a kernel's references by name."""
+    def of(cls, config: GpuConfig, references: dict[str, Any], reader: Any = 0) -> KVRing:
+        """The ring among a kernel's references by name, for one warpgroup."""
         names = {field.name for field in fields(cls)}
-        return cls(config, **{name: value for name, value in references.items() if name in names})
+        return cls(config, **{name: value for name, value in references.items() if name in names}, reader=reader)
 
     @classmethod
     def scratch(cls, config: GpuConfig, num_readers: int) -> dict[str, Any]:
@@ -67,6 +70,8 @@ class KVRing:
         if config.is_converted:
             scratch["k_converted"] = mosaic_gpu.tiled((config.block, config.head_dim), config.compute_dtype)
             scratch["v_converted"] = mosaic_gpu.tiled((config.block, config.head_dim_v), config.compute_dtype)
+        if num_readers > 1:
+            scratch["changed"] = plgpu.Barrier(num_arrivals=num_readers)
         return scratch
 
     def slot(self, step: jax.Array) -> jax.Array:
@@ -118,9 +123,11 @@ class KVRing:
         self.wait_full(self.k_full, slot)
         if not self.config.is_converted:
             return self.k.at[slot]
-        for part in self._parts(self.config.head_dim):
+
+        def convert(part: tuple[pl.Slice, pl.Slice]) -> None:
             self.k_converted[part] = mosaic_gpu.load_matrix(self.k.at[(slot, *part)], self.config.compute_dtype)
-        mosaic_gpu.fence()
+
+        self._change(convert, self.config.head_dim)
         return self.k_converted
 
     def release_k(self, step: jax.Array) -> None:
@@ -138,18 +145,47 @@ class KVRing:
         if not self.config.is_converted and seen is None:
             return self.v.at[slot]
         target = self.v_converted if self.config.is_converted else self.v.at[slot]
-        for part in self._parts(self.config.head_dim_v):
+
+        def convert(part: tuple[pl.Slice, pl.Slice]) -> None:
             values = mosaic_gpu.load_matrix(self.v.at[(slot, *part)], self.config.compute_dtype)
             if seen is not None:
                 keep = mosaic_gpu.spread(seen(part[0].start), values.shape[1])
                 values = jnp.where(keep, values, jnp.zeros_like(values))
             target[part] = values
-        mosaic_gpu.fence()
+
+        self._change(convert, self.config.head_dim_v)
         return target
 
     def release_v(self, step: jax.Array) -> None:
         """Says that this warpgroup has read V of a step."""
         plgpu.barrier_arrive(self.v_free.at[self.slot(step)])
+
+    def _change(self, convert: Callable[[tuple[pl.Slice, pl.Slice]], None], head_dim: int) -> None:
+        """`convert` for every part of a block; two attending warpgroups do half each and wait for each other.
+
+        The wait also keeps a converted block alive: who changes the next K has seen the other arrive with this V, that
+        is after its product with this K, and the other way about.
+        """
+        parts = self._parts(head_dim)
+        if self.changed is None:
+            for part in parts:
+                convert(part)
+            mosaic_gpu.fence()
+            return
+        for reader in range(2):
+
+            @pl.when(self.reader == reader)
+            def _(own: list[tuple[pl.Slice, pl.Slice]] = parts[reader::2]) -> None:
+                for part in own:
+                    convert(part)
+
+        mosaic_gpu.fence()
+        plgpu.barrier_arrive(self.changed)
+        self.wait_changed()
+
+    def wait_changed(self) -> None:
+        """Waits until both attending warpgroups have done their part of a change."""
+        plgpu.barrier_wait(self.changed)
 
     def _parts(self, head_dim: int) -> list[tuple[pl.Slice, pl.Slice]]:
         """(rows, columns) of parts of a block that a warpgroup holds in registers beside its softmax."""

@@ -45,6 +45,21 @@ class RowState(NamedTuple):
         out = self.total * mosaic_gpu.spread(1.0 / weight, self.total.shape[1])
         return out, jnp.where(nothing, -jnp.inf, self.m * (1.0 / LOG2_E) + jnp.log(weight))
 
+    def finish_with_sinks(self, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As `finish`, with a natural-log logit float32[64] without a value for each row, -inf: none.
+
+        Natural-log units, so that no finite sink overflows.
+        """
+        nothing = self.weight == 0.0
+        own = self.m * (1.0 / LOG2_E)
+        m = lax.max(own, sinks)
+        finite = jnp.where(m == -jnp.inf, 0.0, m)
+        shrink = jnp.exp2((own - finite) * LOG2_E)
+        weight = self.weight * shrink + jnp.exp2((sinks - finite) * LOG2_E)
+        weight = jnp.where(nothing, 1.0, weight)
+        out = self.total * mosaic_gpu.spread(shrink / weight, self.total.shape[1])
+        return out, jnp.where(nothing, -jnp.inf, m + jnp.log(weight))
+
 
 class RowBounds(NamedTuple):
     """First and last key that each row sees, sink tokens apart; int32[64], or int32[] for all rows."""

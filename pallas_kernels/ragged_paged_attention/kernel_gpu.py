@@ -1,6 +1,8 @@
-"""Paged attention on NVIDIA GPUs of Hopper, in Pallas Mosaic GPU: the sequences of a step that decode.
+"""ragged_paged_attention on NVIDIA GPUs of Hopper, in Pallas Mosaic GPU.
 
-Flow:    q, pages, tables, lengths -> [decode] -> decode_pieces, merge_pieces -> out, LSE by sequence
+Flow:    the op's arguments -> [ragged_paged_attention] -> decode_pieces, merge_pieces; prefill_tiles
+
+Two launches share a step: sequences that decode, and tiles of all others. Either finds no work in a step that has none.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention import gpu_decode
+from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
 from pallas_kernels.ragged_paged_attention.gpu_plan import (
     LARGEST_FLOAT16,
     MIN_STAGES,
@@ -23,7 +25,9 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
     plan_decode,
 )
 from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
+from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape, plan_tiles
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.schedule import Batch
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -34,6 +38,8 @@ class Tuning(NamedTuple):
     decode_block: int | None = None  # slots of a KV block
     decode_stages: int | None = None
     num_blocks: int = mosaic_gpu.NUM_SMS  # thread blocks that share the work of decoding
+    prefill_block: int | None = None
+    prefill_stages: int | None = None
 
 
 def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_heads: int) -> str | None:
@@ -56,8 +62,47 @@ def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_head
     return mosaic_gpu.reason_without_hopper()
 
 
+def ragged_paged_attention(
+    q: jax.Array,  # [T, Hq, D]
+    pages: tuple[jax.Array, ...],
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_start_loc: jax.Array,
+    distribution: jax.Array,
+    *,
+    mask: MaskRule,
+    num_kv_heads: int,
+    sm_scale: float,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    return_lse: bool,
+    tuning: Tuning = Tuning(),  # noqa: B008
+) -> tuple[jax.Array, jax.Array | None]:
+    """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq] or None) as `AttentionOutput` says."""
+    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
+    step = Step.of(q, pages, block_tables, mask, sm_scale, soft_cap, sinks, k_scale, v_scale, tuning)
+    q_lens = jnp.diff(query_start_loc)
+    first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)
+    decoded = decode(step, q[first_token], seq_lens, q_lens, distribution[0])
+    seq = jnp.arange(num_seqs, dtype=jnp.int32)
+    is_tiled = (seq >= distribution[0]) & (seq < distribution[2])
+    batch = Batch(seq_lens, query_start_loc[:-1], jnp.where(is_tiled, q_lens, 0))
+    tiled = prefill(step, q, batch, return_lse)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    own_seq = jnp.minimum(jnp.sum(query_start_loc[1:][None] <= token[:, None], axis=1), num_seqs - 1)
+    is_decoded = (token < query_start_loc[distribution[0]])[:, None]
+    is_real = (token < query_start_loc[distribution[2]])[:, None]
+    out = jnp.where(is_decoded[..., None], decoded[0][own_seq], tiled[0])
+    out = jnp.where(is_real[..., None], out, 0)
+    if tiled[1] is None:
+        return out, None
+    return out, jnp.where(is_real, jnp.where(is_decoded, decoded[1][own_seq], tiled[1]), -jnp.inf)
+
+
 class Step(NamedTuple):
-    """One layer of one step."""
+    """What decoding and prefill share."""
 
     pages: tuple[jax.Array, jax.Array]
     block_tables: jax.Array  # int32[S, P]
@@ -134,6 +179,30 @@ def decode(
     q = _to_compute_dtype(q, config)
     pieces = gpu_decode.decode_pieces(q, step.pages, step.block_tables, plan, step.scales, config)
     return gpu_decode.merge_pieces(pieces, plan.units, step.sinks, step.v_scale, config, step.dtype)
+
+
+def prefill(step: Step, q: jax.Array, batch: Batch, return_lse: bool) -> tuple[jax.Array, jax.Array | None]:
+    """(out [T, Hq, Dv], lse float32[T, Hq] or None) of the sequences with queries in `batch`; the rest is undefined."""
+    tuning, num_tokens = step.tuning, q.shape[0]
+    fixed = gpu_prefill.fixed_bytes(step.config.head_dim, step.config.head_dim_v)
+    block = tuning.prefill_block or gpu_prefill.prefill_block_slots(step.config.head_dim, step.config.head_dim_v)
+    config = step.ring_config(fixed, block, tuning.prefill_stages)
+    shape = TileShape.of(config.group)
+    if num_tokens < shape.tokens:
+        q = jnp.pad(q, [(0, shape.tokens - num_tokens), (0, 0), (0, 0)])
+    tiles = plan_tiles(batch, config, shape, q.shape[0])
+    arguments = (q, step.pages, step.block_tables, tiles, step.scales, step.sinks, step.v_scale, config)
+    out, row_lse = gpu_prefill.prefill_tiles(*arguments)
+    if not return_lse:
+        return out[:num_tokens], None
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    first = jnp.where(
+        tiles[:, TileField.NUM_QUERIES] > 0, tiles[:, TileField.TOKEN] + tiles[:, TileField.SKIP], num_tokens
+    )
+    tile = jnp.maximum(jnp.sum(first[None] <= token[:, None], axis=1) - 1, 0)
+    by_head = row_lse[..., : shape.heads * shape.tokens].reshape(*row_lse.shape[:2], shape.heads, shape.tokens)
+    place = jnp.clip(token - tiles[tile, TileField.TOKEN], 0, shape.tokens - 1)
+    return out[:num_tokens], by_head[tile, :, :, place].reshape(num_tokens, -1)
 
 
 def _to_compute_dtype(q: jax.Array, config: GpuConfig) -> jax.Array:

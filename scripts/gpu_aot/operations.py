@@ -20,7 +20,7 @@ from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Sizes and features of one compilation of an attention kernel."""
+    """Sizes and features of one compilation of ragged_paged_attention."""
 
     shape: str = ""  # of shapes.py: sets heads, dimension, window, chunk, soft cap and sinks
     heads: int = 32
@@ -31,6 +31,7 @@ class AttentionCase:
     dtype: str = ""  # of the pages; "": q_dtype
     q_dtype: str = "bfloat16"
     seqs: int = 64
+    tokens: int = 2048
     context: int = 4096  # tokens of the longest sequence
     num_pages: int = 4096
     window: int = 0
@@ -61,8 +62,8 @@ def with_model_shape(case: AttentionCase) -> AttentionCase:
     )
 
 
-def decode(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The decode kernel and the merge of its pieces."""
+def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The whole op without the write of new KV: decode, the merge of its pieces, prefill."""
     case = with_model_shape(case)
     layout = attention_layout(
         num_kv_heads=case.kv_heads,
@@ -73,19 +74,30 @@ def decode(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         platform="gpu",
     )
     pages = tuple(_array(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
-    tables = _array((case.seqs, -(-case.context // case.page)), "int32")
-    q = _array((case.seqs, case.heads, case.head_dim), case.q_dtype)
-    ints = [_array(shape, "int32") for shape in ((case.seqs,), (case.seqs,), ())]
+    columns = -(-case.context // case.page)
+    q = _array((case.tokens, case.heads, case.head_dim), case.q_dtype)
+    ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
     per_head = [_array((n,), "float32") for n in (case.heads, case.kv_heads, case.kv_heads)]
-    mask = MaskRule(bool(case.causal), case.window or None, case.chunk or None, case.sink_tokens)
-    tuning = kernel_gpu.Tuning(case.block or None, case.stages or None)
-    scalars = case.head_dim**-0.5, case.soft_cap or None
+    tuning = kernel_gpu.Tuning(
+        decode_block=case.block or None,
+        decode_stages=case.stages or None,
+        prefill_block=case.block or None,
+        prefill_stages=case.stages or None,
+    )
 
-    def call(q: Any, pages: Any, tables: Any, lens: Any, q_lens: Any, num_decode: Any, *per_head: Any) -> Any:
-        step = kernel_gpu.Step.of(q, pages, tables, mask, *scalars, *per_head, tuning)
-        return kernel_gpu.decode(step, q, lens, q_lens, num_decode)
+    def call(*arrays: Any) -> Any:
+        return kernel_gpu.ragged_paged_attention(
+            *arrays[:6],
+            mask=MaskRule(bool(case.causal), case.window or None, case.chunk or None, case.sink_tokens),
+            num_kv_heads=case.kv_heads,
+            sm_scale=case.head_dim**-0.5,
+            soft_cap=case.soft_cap or None,
+            **dict(zip(("sinks", "k_scale", "v_scale"), arrays[6:], strict=True)),
+            return_lse=True,
+            tuning=tuning,
+        )
 
-    return call, (q, pages, tables, *ints, *per_head)
+    return call, (q, pages, *ints, *per_head)
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -93,5 +105,5 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]]] = {
-    "decode": (AttentionCase, decode),
+    "attention": (AttentionCase, attention),
 }

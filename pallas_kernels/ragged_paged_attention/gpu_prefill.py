@@ -1,0 +1,223 @@
+"""Prefill and mixed steps on the GPU: tiles of 128 query rows by KV blocks, three warpgroups.
+
+Flow:    q, pages, tables + plan_tiles -> [prefill_tiles] -> out per token, LSE per row of a tile
+Source:  warp specialisation as FlashAttention-3 (arXiv 2407.08608), heads of a group packed into the rows
+
+Grid (tiles, KV heads x parts of their groups), the last tiles first, since they see the most keys where the mask is
+causal. One warpgroup fetches queries and KV blocks, two attend 64 rows each. Queries are read and results written where
+they stand, [T, heads, D]: by box where a piece's tokens are all the tile's own, else token by token. Per tile and KV
+block of n slots it reads n * (D + Dv) elements and does 2 * 128 * n * (D + Dv) flops: bound by the tensor cores.
+
+Tokens of no tile are left as they come: undefined.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
+from pallas_kernels.ragged_paged_attention.gpu_plan import LARGEST_FLOAT16, GpuConfig, Keys, block_slots
+from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend
+from pallas_kernels.ragged_paged_attention.gpu_tiles import TILE_ROWS, WARPGROUPS, TileField, TileShape
+
+_FETCHING = WARPGROUPS  # the warpgroup after those that attend
+_FETCHING_REGISTERS, _ATTENDING_REGISTERS = 40, 232
+
+
+def plain_columns(head_dim: int, head_dim_v: int) -> int:
+    """Columns of queries and results that pass through untiled memory at a time, few where KV blocks need the room."""
+    common, most = math.gcd(head_dim, head_dim_v), 128 if max(head_dim, head_dim_v) <= 128 else 64
+    return max(columns for columns in range(16, most + 1, 16) if common % columns == 0)
+
+
+def fixed_bytes(head_dim: int, head_dim_v: int) -> int:
+    """Shared memory apart from KV blocks: queries and results; LSE, barriers and gaps before aligned arrays."""
+    return TILE_ROWS * 2 * (head_dim + plain_columns(head_dim, head_dim_v)) + 5120
+
+
+def prefill_block_slots(head_dim: int, head_dim_v: int) -> int:
+    """Slots of a KV block: fewer where warpgroups that attend get no registers from the one that fetches."""
+    return block_slots(head_dim, head_dim_v) if mosaic_gpu.MOVES_REGISTERS else mosaic_gpu.ROWS
+
+
+def prefill_tiles(
+    q: jax.Array,  # [T, Hq, D], T at least the tokens of a tile
+    pages: tuple[jax.Array, jax.Array],
+    block_tables: jax.Array,  # int32[S, P]
+    tiles: jax.Array,  # int32[tiles, fields] of plan_tiles
+    scales: jax.Array,  # float32[Hkv] of `logit_scales`
+    sinks: jax.Array,  # float32[Hq], -inf: none
+    v_scale: jax.Array,  # float32[Hkv]
+    config: GpuConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [T, Hq, Dv] in q's dtype of the tokens of tiles, natural-log LSE float32[tiles, parts, 128] of rows)."""
+    num_tokens, num_q_heads, _ = q.shape
+    shape = TileShape.of(config.group)
+    num_parts = num_q_heads // shape.heads
+    row_sinks = jnp.repeat(sinks.reshape(num_parts, shape.heads), shape.tokens, axis=1)
+    row_sinks = jnp.pad(row_sinks, [(0, 0), (0, TILE_ROWS - row_sinks.shape[1])])
+    row_sinks = row_sinks.reshape(num_parts, WARPGROUPS, mosaic_gpu.ROWS)
+    outputs = [
+        jax.ShapeDtypeStruct((num_tokens, num_q_heads, config.head_dim_v), q.dtype),
+        jax.ShapeDtypeStruct((tiles.shape[0], num_parts, WARPGROUPS, mosaic_gpu.ROWS), jnp.float32),
+    ]
+    rows = (WARPGROUPS, mosaic_gpu.ROWS)
+    scratch = {
+        "q_tile": mosaic_gpu.tiled((*rows, config.head_dim), config.compute_dtype),
+        "plain": plgpu.SMEM((*rows, plain_columns(config.head_dim, config.head_dim_v)), q.dtype),
+        "lse_tile": plgpu.SMEM(rows, jnp.float32),
+        **{f"q_full_{n}": plgpu.Barrier(num_arrivals=len(shape.pieces(n))) for n in range(WARPGROUPS)},
+        **KVRing.scratch(config, num_readers=WARPGROUPS),
+    }
+    names = (
+        "q", "k_pages", "v_pages", "tables", "tiles", "scales", "sinks", "v_scale", "out", "lse", *scratch,
+    )  # fmt: skip
+
+    def body(*args: Any) -> None:
+        refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
+        warpgroup = lax.axis_index("warpgroup")
+        ring = KVRing.of(config, vars(refs), reader=warpgroup)
+        tile = jnp.int32(tiles.shape[0] - 1) - lax.axis_index("tile")
+
+        @pl.when(refs.tiles[tile, TileField.NUM_QUERIES] > 0)
+        def _() -> None:
+            pl.when(warpgroup < WARPGROUPS)(lambda: _attend_tile(refs, ring, shape, tile, warpgroup))
+            pl.when(warpgroup == _FETCHING)(lambda: _fetch_tile(refs, ring, shape, tile))
+
+    run = mosaic_gpu.kernel(
+        body,
+        name=f"rpa_prefill_p{config.page_size}_b{config.block}",
+        outputs=outputs,
+        scratch=list(scratch.values()),
+        grid={"tile": tiles.shape[0], "part": num_parts},
+        num_warpgroups=WARPGROUPS + 1,
+    )
+    out, lse = run(q, *pages, block_tables, tiles, scales, row_sinks, v_scale)
+    return out, lse.reshape(tiles.shape[0], num_parts, TILE_ROWS)
+
+
+def _heads(config: GpuConfig, shape: TileShape) -> tuple[jax.Array, jax.Array]:
+    """(KV head, first query head) of this thread block."""
+    first = lax.axis_index("part") * shape.heads
+    return lax.div(first, jnp.int32(config.group)), first
+
+
+def _keys(refs: Any, tile: jax.Array) -> Keys:
+    return Keys(*(refs.tiles[tile, TileField.KEYS + i] for i in range(len(Keys._fields))))
+
+
+def _fetch_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array) -> None:
+    """The fetching warpgroup: KV blocks of the tile."""
+    plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
+    head = _heads(ring.config, shape)[0]
+    keys, seq = _keys(refs, tile), refs.tiles[tile, TileField.SEQ]
+
+    @pl.loop(jnp.int32(0), keys.num_blocks)
+    def _(i: jax.Array) -> None:
+        ring.fetch(i, seq, head, keys, keys.block(i))
+
+    ring.drain(keys.num_blocks)
+
+
+def _attend_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, warpgroup: jax.Array) -> None:
+    """One of the attending warpgroups: its rows of the tile."""
+    plgpu.set_max_registers(_ATTENDING_REGISTERS, action="increase")
+    config, keys = ring.config, _keys(refs, tile)
+    head, first_q_head = _heads(config, shape)
+    _load_queries(refs, config, shape, refs.tiles[tile, TileField.TOKEN], first_q_head, warpgroup)
+    q = refs.q_tile.at[warpgroup]
+
+    def whole(i: jax.Array, state: RowState) -> RowState:
+        return attend(state, ring, q, refs.scales[head], _keys(refs, tile), None, i, i)
+
+    def cut(i: jax.Array, state: RowState) -> RowState:
+        token = lax.rem(mosaic_gpu.row_index(mosaic_gpu.ROWS) + warpgroup * mosaic_gpu.ROWS, jnp.int32(shape.tokens))
+        pos = token + refs.tiles[tile, TileField.POS]
+        bounds = RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.tiles[tile, TileField.SEQ_LEN]))
+        return attend(state, ring, q, refs.scales[head], _keys(refs, tile), bounds, i, i)
+
+    state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(config.head_dim_v))
+    state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
+    sinks = mosaic_gpu.load_per_row(refs.sinks.at[lax.axis_index("part"), warpgroup])
+    out, lse = state.finish_with_sinks(sinks)
+    _store(refs, shape, tile, first_q_head, warpgroup, out * refs.v_scale[head], lse)
+
+
+def _load_queries(
+    refs: Any, config: GpuConfig, shape: TileShape, token: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array
+) -> None:
+    """Queries of one warpgroup: by way of untiled memory, since a tiled copy may begin at every eighth token only."""
+    columns = refs.plain.shape[-1]
+    for start in range(0, config.head_dim, columns):
+        for number in range(WARPGROUPS):
+
+            @pl.when(warpgroup == number)
+            def _(number: int = number, start: int = start) -> None:
+                full = getattr(refs, f"q_full_{number}")
+                for piece in shape.pieces(number):
+                    tokens, part = pl.ds(token + piece.token, piece.num_rows), pl.ds(start, columns)
+                    source = refs.q.at[tokens, first_q_head + piece.head, part]
+                    plgpu.copy_gmem_to_smem(source, refs.plain.at[number, pl.ds(piece.row, piece.num_rows)], full)
+                plgpu.barrier_wait(full)
+
+        queries = mosaic_gpu.load_matrix(refs.plain.at[warpgroup], jnp.float32)
+        if config.compute_dtype == "float16":
+            queries = lax.min(lax.max(queries, -LARGEST_FLOAT16), LARGEST_FLOAT16)
+        refs.q_tile[warpgroup, :, pl.ds(start, columns)] = queries.astype(config.compute_dtype)
+        mosaic_gpu.fence()
+
+
+def _store(
+    refs: Any, shape: TileShape, tile: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array, out: Any, lse: Any
+) -> None:
+    """Stores the rows of one warpgroup, a part of the columns at a time."""
+    columns = refs.plain.shape[-1]
+    for start in range(0, out.shape[1], columns):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        mosaic_gpu.store_plain(refs.plain.at[warpgroup], out[:, start : start + columns].astype(refs.out.dtype))
+        if start == 0:
+            refs.lse_tile[warpgroup] = lse
+        plgpu.commit_smem()
+        if start == 0:
+            target = refs.lse.at[tile, lax.axis_index("part"), warpgroup]
+            plgpu.copy_smem_to_gmem(refs.lse_tile.at[warpgroup], target)
+        for number in range(WARPGROUPS):
+            store = functools.partial(_store_pieces, refs, shape, tile, first_q_head, number, pl.ds(start, columns))
+            pl.when(warpgroup == number)(store)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _store_pieces(
+    refs: Any, shape: TileShape, tile: jax.Array, first_q_head: jax.Array, warpgroup: int, columns: Any
+) -> None:
+    """Starts the copies of the tile's own tokens to where they stand in `out`."""
+    token, skip = refs.tiles[tile, TileField.TOKEN], refs.tiles[tile, TileField.SKIP]
+    end = skip + refs.tiles[tile, TileField.NUM_QUERIES]
+    for piece in shape.pieces(warpgroup):
+        first = lax.min(lax.max(skip - piece.token, jnp.int32(0)), jnp.int32(piece.num_rows))
+        last = lax.min(lax.max(end - piece.token, jnp.int32(0)), jnp.int32(piece.num_rows))
+        is_whole = last - first == piece.num_rows
+        place, head = token + piece.token, first_q_head + piece.head
+
+        def by_box(piece: Any = piece, place: Any = place, head: Any = head) -> None:
+            source = refs.plain.at[warpgroup, pl.ds(piece.row, piece.num_rows)]
+            plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(place, piece.num_rows), head, columns])
+
+        def by_token(piece: Any = piece, place: Any = place, head: Any = head, rows: Any = (first, last)) -> None:
+            @pl.loop(*rows)
+            def _(i: jax.Array) -> None:
+                source = refs.plain.at[warpgroup, pl.ds(piece.row + i, 1)]
+                plgpu.copy_smem_to_gmem(source, refs.out.at[pl.ds(place + i, 1), head, columns])
+
+        pl.when(is_whole)(by_box)
+        pl.when(~is_whole)(by_token)
