@@ -29,10 +29,10 @@ def is_interpreted() -> bool:
     return _config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
-def compiler_params(vmem_limit_bytes: int) -> pltpu.CompilerParams:
+def compiler_params(vmem_limit_bytes: int, grid_rank: int = 1) -> pltpu.CompilerParams:
     """Parameters of every kernel: grid steps in order, a limit of its own, no check of each DMA's bounds."""
     return pltpu.CompilerParams(
-        dimension_semantics=("arbitrary",),
+        dimension_semantics=[pltpu.ARBITRARY] * grid_rank,
         vmem_limit_bytes=vmem_limit_bytes,
         disable_bounds_checks=True,
     )

@@ -22,7 +22,16 @@ from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
 from scripts.tpu_aot.score import BlockScore, block_scores
 
-OPS = ("attention", "kv_write", "latent_write", "copy_pages", "zero_pages", "gather_pages", "scatter_pages")
+OPS = (
+    "attention",
+    "kv_write",
+    "latent_write",
+    "causal_conv1d",
+    "copy_pages",
+    "zero_pages",
+    "gather_pages",
+    "scatter_pages",
+)
 # One feature at a time, then all together.
 FEATURES: dict[str, list[str]] = {
     "base": [],

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.ssm_update import reference, validate
+from pallas_kernels.ssm_update import reference, tpu_conv, validate
 
 
 class SsmOutput(NamedTuple):
@@ -52,13 +52,14 @@ def causal_conv1d(
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    resolve_backend(validate.CONV, backend)
     validate.check_conv(x, states, weight, bias, activation)
+    chosen = resolve_backend(validate.CONV, backend, {"tpu": tpu_conv.reason_not_supported(x, states, weight)})
     step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
     validate.check_step(validate.CONV, x.shape[0], states.shape[0], *step)
-    return SsmOutput(*reference.causal_conv1d(x, states, weight, *step, bias=bias, activation=activation))
+    run = tpu_conv.causal_conv1d if chosen == "tpu" else reference.causal_conv1d
+    return SsmOutput(*run(x, states, weight, *step, bias=bias, activation=activation))
 
 
 def selective_scan(

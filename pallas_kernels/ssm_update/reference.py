@@ -52,6 +52,31 @@ class StateStep(NamedTuple):
         return cls(seq, place, batch.q_lens, batch.starts, jnp.where(has_initial_state, state_read, 0), write)
 
 
+class ConvInputs(NamedTuple):
+    """Inputs of a convolution by sequence and place: those of the step, and before them those in the states."""
+
+    new: jax.Array  # [T, C]
+    old: jax.Array  # [S, W - 1, C]
+    step: StateStep
+
+    @classmethod
+    def of(cls, x: jax.Array, states: jax.Array, step: StateStep) -> ConvInputs:
+        """Of the new tokens `x` [T, C] and the states that the sequences start from."""
+        return cls(x, states[step.read].swapaxes(1, 2), step)
+
+    def at(self, seq: jax.Array, place: jax.Array) -> jax.Array:
+        """float32[..., C] at int32[...] places of sequences; those from -(W - 1) to -1 are in the states."""
+        from_new = self.new[jnp.clip(self.step.starts[seq] + place, 0, self.new.shape[0] - 1)]
+        from_old = self.old[seq, jnp.minimum(place, -1) + self.old.shape[1]]
+        return jnp.where((place >= 0)[..., None], from_new.astype(jnp.float32), from_old.astype(jnp.float32))
+
+    def written(self, states: jax.Array) -> jax.Array:
+        """`states` with the last inputs of every sequence in the page that it writes."""
+        seq = jnp.arange(self.step.q_lens.shape[0])[:, None]
+        last = self.at(seq, self.step.q_lens[:, None] + jnp.arange(-self.old.shape[1], 0))  # [S, W - 1, C]
+        return states.at[self.step.write].set(last.swapaxes(1, 2).astype(states.dtype), mode="drop")
+
+
 @functools.partial(jax.jit, static_argnames="activation")
 def causal_conv1d(
     x: jax.Array,  # [T, C]
@@ -70,24 +95,13 @@ def causal_conv1d(
     num_taps = weight.shape[1]
     pages = (state_read, state_write, has_initial_state)
     step = StateStep.of(x.shape[0], states.shape[0], query_start_loc, distribution, *pages)
-    new = x.astype(jnp.float32)
-    old = states[step.read].swapaxes(1, 2).astype(jnp.float32)  # [S, W - 1, C]
-
-    def inputs(seq: jax.Array, place: jax.Array) -> jax.Array:
-        """float32[..., C] at int32[...] places of sequences; those from -(W - 1) to -1 are in the states."""
-        from_new = new[jnp.clip(step.starts[seq] + place, 0, x.shape[0] - 1)]
-        from_old = old[seq, jnp.minimum(place, -1) + num_taps - 1]
-        return jnp.where((place >= 0)[..., None], from_new, from_old)
-
+    inputs = ConvInputs.of(x, states, step)
     out = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
     for tap in range(num_taps):
         place = jnp.maximum(step.place, 0) + tap - (num_taps - 1)
-        out = out + weight[:, tap].astype(jnp.float32) * inputs(step.seq, place)
+        out = out + weight[:, tap].astype(jnp.float32) * inputs.at(step.seq, place)
     out = jax.nn.silu(out) if activation == "silu" else out
-    seq = jnp.arange(step.q_lens.shape[0])[:, None]
-    last = inputs(seq, step.q_lens[:, None] + jnp.arange(-(num_taps - 1), 0))  # [S, W - 1, C]
-    states = states.at[step.write].set(last.swapaxes(1, 2).astype(states.dtype), mode="drop")
-    return jnp.where((step.place >= 0)[:, None], out, 0.0).astype(x.dtype), states
+    return jnp.where((step.place >= 0)[:, None], out, 0.0).astype(x.dtype), inputs.written(states)
 
 
 @functools.partial(jax.jit, static_argnames="dt_limit")

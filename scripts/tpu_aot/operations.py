@@ -18,7 +18,7 @@ from pallas_kernels.layouts import PageLayout, attention_layout
 from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from scripts.tpu_aot import mla_case
+from scripts.tpu_aot import mla_case, ssm_case
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_TOKENS = 1 << 19
@@ -144,6 +144,7 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tupl
     "attention": (AttentionCase, attention),
     "kv_write": (WriteCase, write),
     **mla_case.OPERATIONS,
+    **ssm_case.OPERATIONS,
     **{
         name: (MoveCase, functools.partial(move, name=name))
         for name in ("copy_pages", "zero_pages", "gather_pages", "scatter_pages")

@@ -108,12 +108,12 @@ def test_a_bad_step_of_the_scan() -> None:
         selective_scan(**{**MAMBA1, "state_write": ints(3, 3, 0)})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"causal_conv1d: there is no {backend} kernel"):
-        causal_conv1d(**CONV, backend=backend)
-    with pytest.raises(NotImplementedError, match=f"selective_scan: there is no {backend} kernel"):
-        selective_scan(**MAMBA2, backend=backend)
+def test_platforms_without_a_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="causal_conv1d: there is no gpu kernel"):
+        causal_conv1d(**CONV, backend="gpu")
+    for backend in ("gpu", "tpu"):
+        with pytest.raises(NotImplementedError, match=f"selective_scan: there is no {backend} kernel"):
+            selective_scan(**MAMBA2, backend=backend)
 
 
 def test_good_arguments() -> None:

@@ -1,0 +1,80 @@
+"""How the new tokens of a step are cut up for the TPU kernels: decode tokens apart, all others in segments of chunks.
+
+Flow:    StateStep + distribution -> [plan_segments], [decode_pages] -> int32 tables in SMEM
+
+A *chunk* is `chunk` successive tokens of the step, whatever sequences they belong to, so that a grid's pipeline moves
+whole blocks. A *segment* is the part of one sequence inside one chunk; segments are in the order of tokens, and one
+that does not begin its sequence continues the one before it.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ssm_update.reference import StateStep
+
+
+class Field(enum.IntEnum):
+    """Scalars of a segment."""
+
+    CHUNK = 0
+    FIRST = 1  # its first token in the chunk
+    END = 2  # one after its last
+    SEQ = 3
+    BEGINS = 4  # 1: its first token is the first new one of the sequence
+    READ = 5  # page of the initial state, 0 where there is none or it does not begin
+    WRITE = 6  # page for the state after its last token, 0 where it is not the sequence's last or none is written
+
+
+class Segments(NamedTuple):
+    """Table of the segments of a step."""
+
+    table: jax.Array  # int32[fields * room]
+    num_segments: jax.Array  # int32[]
+
+
+def num_decode_tokens(step: StateStep, distribution: jax.Array) -> jax.Array:
+    """int32[] how many tokens decode sequences have: one each, the first of the step."""
+    is_decode = jnp.arange(step.q_lens.shape[0]) < distribution[0]
+    return jnp.sum(jnp.where(is_decode, step.q_lens, 0), dtype=jnp.int32)
+
+
+def decode_pages(step: StateStep, num_decode: jax.Array, num_rows: int, num_pages: int) -> tuple[jax.Array, jax.Array]:
+    """int32[num_rows] pages that the first tokens read and write, 0 where they do not, as for all but decode tokens."""
+    seq = jnp.pad(step.seq[:num_rows], (0, max(0, num_rows - step.seq.shape[0])))
+    live = jnp.arange(num_rows) < num_decode
+    write = jnp.where(step.write < num_pages, step.write, 0)
+    return jnp.where(live, step.read[seq], 0), jnp.where(live, write[seq], 0)
+
+
+def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, num_pages: int, chunk: int) -> Segments:
+    """Segments of all sequences but the decode ones."""
+    num_seqs = step.q_lens.shape[0]
+    room = min(num_tokens, -(-num_tokens // chunk) + num_seqs)
+    is_decode = jnp.arange(num_seqs) < distribution[0]
+    q_lens = jnp.where(is_decode, 0, step.q_lens)
+    first_chunk = step.starts // chunk
+    counts = jnp.where(q_lens > 0, (step.starts + q_lens - 1) // chunk - first_chunk + 1, 0)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    n = jnp.arange(room, dtype=jnp.int32)
+    seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), num_seqs - 1)
+    index = n - ends[seq] + counts[seq]  # of the segment in its sequence
+    at = first_chunk[seq] + index
+    start, end = step.starts[seq] - at * chunk, step.starts[seq] + q_lens[seq] - at * chunk
+    begins, is_last = index == 0, index == counts[seq] - 1
+    writes = is_last & (step.write < num_pages)[seq]
+    fields = {
+        Field.CHUNK: at,
+        Field.FIRST: jnp.maximum(start, 0),
+        Field.END: jnp.minimum(end, chunk),
+        Field.SEQ: seq,
+        Field.BEGINS: begins,
+        Field.READ: jnp.where(begins, step.read[seq], 0),
+        Field.WRITE: jnp.where(writes, step.write[seq], 0),
+    }
+    table = jnp.stack([jnp.where(n < ends[-1], fields[field], 0) for field in Field])
+    return Segments(table.reshape(-1).astype(jnp.int32), ends[-1])

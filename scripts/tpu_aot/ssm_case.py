@@ -1,0 +1,63 @@
+"""Cases of the recurrent layers: a model of ssm_update/shapes.py, one of its tensor-parallel shards, a step's sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ssm_update import causal_conv1d
+from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
+
+_POOL_BYTES = 1 << 28  # of states: more than VMEM holds, so that they stay in HBM
+
+
+@dataclass(frozen=True)
+class SsmCase:
+    """Sizes of one compilation of causal_conv1d or selective_scan."""
+
+    model: str = "mamba2-2.7b"
+    shards: int = 1
+    tokens: int = 1024
+    seqs: int = 64
+    dtype: str = "bfloat16"  # of the inputs and of the convolution's states
+    state_dtype: str = "float32"  # of the scan's
+
+    @property
+    def shape(self) -> SsmShape:
+        """The model's layer."""
+        return next(shape for shape in SHAPES if shape.name == self.model)
+
+    @property
+    def step(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arguments that describe a step."""
+        ints = [_array(shape, "int32") for shape in ((self.seqs + 1,), (3,), (self.seqs,), (self.seqs,))]
+        return (*ints, _array((self.seqs,), "bool"))
+
+
+def conv(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """causal_conv1d, with the states donated by its caller."""
+    (channels, before), _ = case.shape.state_shapes(case.shards)
+    states = _pool((channels, before), case.dtype)
+    weights = (_array((channels, before + 1), case.dtype), _array((channels,), case.dtype))
+
+    def call(x: Any, states: Any, weight: Any, bias: Any, step: Any) -> Any:
+        return causal_conv1d(x, states, weight, *step, bias=bias, backend="tpu")
+
+    return call, (_array((case.tokens, channels), case.dtype), states, *weights, case.step)
+
+
+def _pool(page_shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    page_bytes = jnp.dtype(dtype).itemsize * functools.reduce(int.__mul__, page_shape)
+    return _array((max(128, _POOL_BYTES // page_bytes), *page_shape), dtype)
+
+
+def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+OPERATIONS = {"causal_conv1d": (SsmCase, conv)}
