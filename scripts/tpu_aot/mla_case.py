@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.latent_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import PageLayout, latent_layout
+from pallas_kernels.mla_paged_attention.shapes import SHAPES
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_STATES = 1 << 19
@@ -51,3 +52,10 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 OPERATIONS = {"latent_write": (LatentCase, write)}
+
+# The latents are whole on every shard.
+SHAPE_CASES = {
+    "latent_write": lambda _: [
+        (shape.name, [f"latent_dim={shape.latent_dim}", f"rope_dim={shape.rope_dim}"]) for shape in SHAPES
+    ]
+}

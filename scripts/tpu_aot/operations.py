@@ -6,7 +6,7 @@ Imported in the process that compiles, after `prepare_environment`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from pallas_kernels.layouts import PageLayout, attention_layout
 from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from scripts.tpu_aot import mla_case, ssm_case
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
@@ -140,13 +141,52 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
+def attention_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
+    """(label, settings) of the model shapes that split into so many shards."""
+    for shape in SHAPES:
+        heads = _heads(shape, num_shards)
+        if heads is not None:
+            options = {
+                "head_dim": shape.head_dim,
+                "window": shape.sliding_window,
+                "chunk": shape.attention_chunk_size,
+                "soft_cap": shape.soft_cap,
+                "sinks": int(shape.sinks),
+            }
+            given = [f"{name}={value}" for name, value in options.items() if value]
+            yield shape.name, [f"heads={heads[0]}", f"kv_heads={heads[1]}", *given]
+
+
+def page_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
+    """As `attention_shapes`, what their pages say."""
+    for shape in SHAPES:
+        heads = _heads(shape, num_shards)
+        if heads is not None:
+            yield shape.name, [f"kv_heads={heads[1]}", f"head_dim={shape.head_dim}"]
+
+
+def _heads(shape: AttentionShape, num_shards: int) -> tuple[int, int] | None:
+    """(query heads, KV heads) of a shard; None: they do not divide."""
+    try:
+        return shape.per_shard(num_shards)
+    except ValueError:
+        return None
+
+
+_MOVES = ("copy_pages", "zero_pages", "gather_pages", "scatter_pages")
+
 OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]]] = {
     "attention": (AttentionCase, attention),
     "kv_write": (WriteCase, write),
     **mla_case.OPERATIONS,
     **ssm_case.OPERATIONS,
-    **{
-        name: (MoveCase, functools.partial(move, name=name))
-        for name in ("copy_pages", "zero_pages", "gather_pages", "scatter_pages")
-    },
+    **{name: (MoveCase, functools.partial(move, name=name)) for name in _MOVES},
+}
+
+# What tpu_compile_all.py compiles: number of shards -> (label, settings) of each shape that splits into so many.
+SHAPE_CASES: dict[str, Callable[[int], Iterable[tuple[str, list[str]]]]] = {
+    "attention": attention_shapes,
+    **dict.fromkeys(("kv_write", *_MOVES), page_shapes),
+    **mla_case.SHAPE_CASES,
+    **ssm_case.SHAPE_CASES,
 }

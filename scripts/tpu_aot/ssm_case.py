@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,3 +61,16 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 OPERATIONS = {"causal_conv1d": (SsmCase, conv)}
+
+
+def model_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
+    """(label, settings) of the models that split into so many shards."""
+    for shape in SHAPES:
+        try:
+            shape.per_shard(num_shards)
+        except ValueError:
+            continue
+        yield shape.name, [f"model={shape.name}", f"shards={num_shards}"]
+
+
+SHAPE_CASES = dict.fromkeys(OPERATIONS, model_shapes)

@@ -1,0 +1,148 @@
+"""Compiles many cases in a pool of processes and tells what came of each.
+
+Flow:    (chip, case) ... -> [compile_all] -> Result ... -> table, JSON
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.tpu_aot.chips import CHIPS
+from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
+from scripts.tpu_aot.score import block_scores
+from scripts.tpu_aot.shape_cases import ShapeCase
+
+ROW = "{:4} {:16} {:27} {:26} {:7} {:>6} {:>6} {:>8} {:>6} {:>6} {:>5}"
+HEADER = ROW.format("chip", "op", "case", "kernel", "block", "VMEM M", "SMEM K", "bundles", "spills", "share", "s")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Figures of one kernel, or of one kind of KV block of it."""
+
+    kernel: str
+    block: str  # "full" or "masked"; "all": the kernel's bundles, each loop once
+    vmem_bytes: int | None
+    smem_bytes: int
+    bundles: int | None  # None: not dumped
+    spills: int | None
+    dma_share: float | None  # bundles over the cycles of the DMA
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one case."""
+
+    chip: str
+    case: ShapeCase
+    seconds: float
+    lines: tuple[Line, ...] = ()
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What names it among others."""
+        return (self.chip, self.case.op, *self.case.settings)
+
+    @property
+    def rows(self) -> list[str]:
+        """Lines of the table."""
+        start = (self.chip, self.case.op, self.case.label)
+        if self.error is not None:
+            return [ROW.format(*start, "does not compile", *[""] * 6, f"{self.seconds:.0f}")]
+        return [
+            ROW.format(
+                *start,
+                line.kernel,
+                line.block,
+                "-" if line.vmem_bytes is None else f"{line.vmem_bytes / 2**20:.1f}",
+                f"{line.smem_bytes / 1024:.0f}",
+                "-" if line.bundles is None else line.bundles,
+                "-" if line.spills is None else line.spills,
+                "-" if line.dma_share is None else f"{line.dma_share:.2f}",
+                f"{self.seconds:.0f}",
+            )
+            for line in self.lines
+        ]
+
+
+def compile_case(chip: str, case: ShapeCase, *, dumps: bool, timeout_s: float) -> Result:
+    """Compiles one case; where the compiler's dump does not end, once more without it."""
+    start = time.monotonic()
+    tries = (".*", None) if dumps else (None,)
+    error = ""
+    for kernels in tries:
+        try:
+            compilation = compile_and_dump(chip, case.op, list(case.settings), kernels=kernels, timeout_s=timeout_s)
+        except (CompilationError, ValueError) as refused:  # ValueError: dumps that cannot be read
+            error = str(refused)
+            continue
+        found = tuple(_lines(chip, compilation.memory, compilation.kernels))
+        too_large = _too_large(chip, found)
+        return Result(chip, case, time.monotonic() - start, found, too_large)
+    return Result(chip, case, time.monotonic() - start, error=error)
+
+
+def compile_all(
+    work: Iterable[tuple[str, ShapeCase]],
+    *,
+    jobs: int,
+    dumps: bool,
+    timeout_s: float,
+    on_result: Callable[[Result], object],
+) -> None:
+    """Compiles all of `work`, `jobs` at a time; `on_result` is called in this thread as each ends."""
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(compile_case, *item, dumps=dumps, timeout_s=timeout_s) for item in work]
+        for future in as_completed(futures):
+            on_result(future.result())
+
+
+def save(path: Path, results: Iterable[Result]) -> None:
+    """Writes results as JSON."""
+    path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+def load(path: Path) -> list[Result]:
+    """Results that `save` wrote; none where there is no file."""
+    if not path.exists():
+        return []
+    return [_result(data) for data in json.loads(path.read_text())]
+
+
+def _result(data: dict[str, Any]) -> Result:
+    case = data["case"]
+    shape = ShapeCase(case["op"], case["label"], tuple(case["settings"]))
+    lines = tuple(Line(**line) for line in data["lines"])
+    return Result(data["chip"], shape, data["seconds"], lines, data["error"])
+
+
+def _lines(chip: str, memory: dict[str, Any], kernels: list[Any]) -> Iterable[Line]:
+    dumped = {kernel.name: kernel for kernel in kernels}
+    for name, sizes in memory["kernels"].items():
+        space = (sizes["vmem_bytes"], sizes["smem_bytes"])
+        kernel = dumped.get(name)
+        if kernel is None:
+            yield Line(name, "all", *space, None, None, None)
+        elif name.startswith("rpa_"):
+            for score in block_scores(kernel, CHIPS[chip], memory["token_bytes"]):
+                yield Line(name, score.kind, *space, score.bundles, score.spill_bundles, round(score.dma_share, 3))
+        else:
+            yield Line(name, "all", *space, kernel.loop.num_bundles, kernel.loop.num_spills, None)
+
+
+def _too_large(chip: str, lines: Iterable[Line]) -> str | None:
+    for line in lines:
+        for what, size, limit in (
+            ("VMEM", line.vmem_bytes or 0, CHIPS[chip].vmem_bytes),
+            ("SMEM", line.smem_bytes, CHIPS[chip].smem_bytes),
+        ):
+            if size > limit:
+                return f"{line.kernel}: expected at most {limit} bytes of {what}, got {size}"
+    return None

@@ -1,0 +1,68 @@
+"""Compiles every op for every TPU chip at every model shape, split over 1 to 8 chips, on a machine without a TPU.
+
+    python scripts/tpu_compile_all.py                            all, with bundles; about 15 s a case and process
+    python scripts/tpu_compile_all.py --no-dump --op kv_write    only: does it compile, and its memory
+    python scripts/tpu_compile_all.py --subset                   what CI runs, a few minutes
+    python scripts/tpu_compile_all.py --results all.json         goes on where an earlier run was stopped
+
+Needs libtpu (kvjax[tpu-aot]). Exit status: 0, or 1 where a case does not compile. Ops and shapes:
+scripts/tpu_aot/shape_cases.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.tpu_aot.chips import CHIPS
+from scripts.tpu_aot.everything import HEADER, Result, compile_all, load, save
+from scripts.tpu_aot.operations import OPERATIONS
+from scripts.tpu_aot.shape_cases import shape_cases, subset
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0, or 1 where a case does not compile."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="name=value", help="of every case, such as page=16")
+    parser.add_argument("--chip", action="append", choices=sorted(CHIPS), help="repeatable; default: all")
+    parser.add_argument("--op", action="append", choices=sorted(OPERATIONS), help="repeatable; default: all")
+    parser.add_argument("--subset", action="store_true", help="a few cases of every op, without dumps")
+    parser.add_argument("--no-dump", action="store_true", help="no bundles")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="of one compilation")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="written as cases end; those in it are kept")
+    options = parser.parse_args(arguments)
+    chips = tuple(options.chip or CHIPS)
+    cases = shape_cases(options.op, tuple(options.settings))
+    work = subset(cases, chips) if options.subset else [(chip, case) for case in cases for chip in chips]
+    results = {result.key: result for result in (load(options.results) if options.results else []) if not result.error}
+    todo = [(chip, case) for chip, case in work if (chip, case.op, *case.settings) not in results]
+    print(f"{len(work)} cases, {len(work) - len(todo)} of them known")
+    print(HEADER, flush=True)
+
+    def on_result(result: Result) -> None:
+        results[result.key] = result
+        print("\n".join(result.rows), flush=True)
+        if result.error is not None:
+            print(result.error, file=sys.stderr, flush=True)
+        if options.results:
+            save(options.results, results.values())
+
+    start = time.monotonic()
+    dumps = not (options.subset or options.no_dump)
+    compile_all(todo, jobs=options.jobs, dumps=dumps, timeout_s=options.timeout, on_result=on_result)
+    asked = [results[chip, case.op, *case.settings] for chip, case in work]
+    failed = [result for result in asked if result.error is not None]
+    print(f"{len(asked)} cases, {len(failed)} failed, {time.monotonic() - start:.0f} s")
+    for result in failed:
+        print(f"failed: {' '.join(result.key)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

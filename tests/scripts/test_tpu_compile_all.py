@@ -1,0 +1,121 @@
+"""The script that compiles everything: its cases, what it tells and remembers, and a small real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.ragged_paged_attention.shapes import SHAPES
+from scripts import tpu_compile_all
+from scripts.aot_cases import parse_case
+from scripts.tpu_aot import everything
+from scripts.tpu_aot.chips import CHIPS
+from scripts.tpu_aot.compiler import Compilation, CompilationError
+from scripts.tpu_aot.everything import Line, Result, compile_case, load, save
+from scripts.tpu_aot.operations import OPERATIONS, SHAPE_CASES
+from scripts.tpu_aot.shape_cases import ShapeCase, shape_cases, subset
+from tests.scripts.needs_libtpu import needs_libtpu
+
+CASE = ShapeCase("kv_write", "llama3-8b / 1", ("kv_heads=8",))
+MEMORY = {"kernels": {"kv_write": {"vmem_bytes": 1 << 20, "smem_bytes": 4096}}, "token_bytes": None}
+
+
+def test_every_op_has_cases_of_its_own_settings() -> None:
+    """No setting is unknown, none is compiled twice, and what an op has cases for can be compiled."""
+    cases = shape_cases()
+    assert {case.op for case in cases} == set(OPERATIONS)
+    assert set(SHAPE_CASES) <= set(OPERATIONS)
+    assert len({(case.op, case.settings) for case in cases}) == len(cases)
+    for case in cases:
+        parse_case(OPERATIONS[case.op][0], list(case.settings))
+
+
+def test_attention_is_compiled_at_every_shape_and_split() -> None:
+    cases = [parse_case(OPERATIONS["attention"][0], list(c.settings)) for c in shape_cases(["attention"])]
+    found = [
+        (c.heads, c.kv_heads, c.head_dim, c.window or None, c.chunk or None, c.soft_cap or None, bool(c.sinks))
+        for c in cases
+    ]
+    for shape in SHAPES:
+        masks = (shape.sliding_window, shape.attention_chunk_size, shape.soft_cap, shape.sinks)
+        for num_shards in (1, 2, 4, 8):
+            assert found.count((*shape.per_shard(num_shards), shape.head_dim, *masks)) == 1
+
+
+def test_settings_may_be_added_to_every_case() -> None:
+    assert {case.settings[-1] for case in shape_cases(["copy_pages"], ("page=16",))} == {"page=16"}
+
+
+def test_the_subset_has_every_op_on_every_chip() -> None:
+    chips = tuple(CHIPS)
+    picked = subset(shape_cases(), chips)
+    assert {(chip, case.op) for chip, case in picked} == {(chip, op) for chip in chips for op in OPERATIONS}
+    assert len(picked) == len(chips) * len(OPERATIONS)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, memory: dict | str) -> list[str | None]:
+    """Compilations give `memory`, or fail with it; the patterns of kernels that were asked for."""
+    asked: list[str | None] = []
+
+    def compile_and_dump(*_: object, kernels: str | None, **__: object) -> Compilation:
+        asked.append(kernels)
+        if isinstance(memory, str):
+            raise CompilationError(memory)
+        return Compilation(memory, [])
+
+    monkeypatch.setattr(everything, "compile_and_dump", compile_and_dump)
+    return asked
+
+
+def test_a_dump_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer(monkeypatch, "no end after 1 s")
+    result = compile_case("v6e", CASE, dumps=True, timeout_s=1)
+    assert asked == [".*", None]
+    assert result.error == "no end after 1 s"
+    assert "does not compile" in result.rows[0]
+
+
+def test_too_much_memory_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, {"kernels": {"kv_write": {"vmem_bytes": 65 << 20, "smem_bytes": 0}}})
+    assert compile_case("v6e", CASE, dumps=False, timeout_s=1).error is None
+    error = compile_case("v7x", CASE, dumps=False, timeout_s=1).error
+    assert error == "kv_write: expected at most 67108864 bytes of VMEM, got 68157440"
+
+
+def test_results_are_saved_and_loaded(tmp_path: Path) -> None:
+    line = Line("kv_write", "all", None, 4096, 51, 0, None)
+    results = [Result("v6e", CASE, 1.5, (line,)), Result("v7x", CASE, 2.5, error="died")]
+    save(tmp_path / "all.json", results)
+    assert load(tmp_path / "all.json") == results
+    assert load(tmp_path / "none.json") == []
+
+
+def test_a_run_goes_on_where_one_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Failures are tried again, what compiled is not; the exit status tells of failures."""
+    arguments = ["--op", "latent_write", "--chip", "v6e", "--chip", "v7x", f"--results={tmp_path / 'all.json'}"]
+    answer(monkeypatch, "died")
+    assert tpu_compile_all.main(arguments) == 1
+    assert "2 cases, 2 failed" in capsys.readouterr().out
+    answer(monkeypatch, MEMORY)
+    assert tpu_compile_all.main(arguments) == 0
+    asked = answer(monkeypatch, "died")
+    assert tpu_compile_all.main(arguments) == 0
+    assert asked == []
+    assert "2 cases, 2 of them known" in capsys.readouterr().out
+
+
+@needs_libtpu
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One case with its dump, one without."""
+    results = tmp_path / "all.json"
+    for more in ([], ["--no-dump", "page=16"]):
+        arguments = ["--op", "latent_write", "--chip", "v6e", "--jobs", "1", f"--results={results}", *more]
+        assert tpu_compile_all.main(arguments) == 0
+    dumped, other = load(results)
+    assert "0 failed" in capsys.readouterr().out
+    assert dumped.lines[0].kernel == "latent_write"
+    assert dumped.lines[0].bundles
+    assert other.lines[0].bundles is None
