@@ -3,9 +3,11 @@
     python scripts/gpu_compile.py OP [name=value ...] [--shapes] [--card h100] [--check] [--json FILE]
 
 OP and its settings: scripts/gpu_aot/operations.py. `--shapes` compiles OP for every shape of shapes.py; `--check` fails
-where a kernel spills or exceeds shared memory. Needs the extra `cuda` (public wheels, no driver and no card) in the
-Python that runs this, or in the one that KVJAX_CUDA_PYTHON names. Two rows for one kernel: `linked` is what this jax
-makes where nvJitLink is installed (`setmaxnreg` ignored), `alone` what ptxas makes of the same PTX by itself.
+where a kernel spills or exceeds shared memory, or donated pages are not updated in place. Needs the extra `cuda-aot`
+(public wheels, no driver and no card) in the Python that runs this, or in the one that KVJAX_CUDA_PYTHON names.
+
+Two rows for one kernel: `linked` is what this jax makes where nvJitLink is installed (`setmaxnreg` ignored), `alone`
+what ptxas makes of the same PTX by itself.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 SHARED_BYTES = 232_448  # of one thread block on Hopper
 COLUMNS = ("how", "registers", "spill_store_bytes", "spill_load_bytes", "shared_bytes")
+MODULE_COLUMNS = ("donated_bytes", "aliased_bytes", "temporary_bytes", "copies")
 
 
 def compile_op(card: str, op: str, settings: list[str]) -> list[dict[str, Any]]:
-    """One record per kernel and way to compile it.
+    """One record of the module, and one per kernel and way to compile it; each with its `case`.
 
     Raises:
         RuntimeError: the compiler refused, or CUDA's wheels are missing.
@@ -36,30 +39,53 @@ def compile_op(card: str, op: str, settings: list[str]) -> list[dict[str, Any]]:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
-        hint = "" if "cuda" not in done.stderr.lower() else "; is the extra 'cuda' installed? see KVJAX_CUDA_PYTHON"
+        hint = "" if "cuda" not in done.stderr.lower() else "; is the extra 'cuda-aot' installed? see KVJAX_CUDA_PYTHON"
         raise RuntimeError(f"{op} {' '.join(settings)}: {' '.join(last)}{hint}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    case = f"{op} {' '.join(settings)}".strip()
+    return [{"case": case, **json.loads(line)} for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def problems(record: dict[str, Any]) -> list[str]:
-    """What is wrong with a kernel, in words."""
-    found = []
+def problems(record: dict[str, Any], allowed_spill_bytes: int = 0) -> list[str]:
+    """What is wrong with a kernel, or with the module around it, in words."""
+    if "module" in record:
+        found = []
+        if record["aliased_bytes"] < record["donated_bytes"]:
+            expected, got = record["donated_bytes"], record["aliased_bytes"]
+            found.append(f"{record['case']}: expected {expected} bytes updated in place, got {got}")
+        if record["copies"]:
+            found.append(f"{record['case']}: expected no copy of a page array, got {record['copies']}")
+        return found
+    found, name = [], f"{record['case']}: {record['kernel'].removesuffix('_mosaic_gpu_kernel')} ({record['how']})"
     spilled = record["spill_store_bytes"] + record["spill_load_bytes"]
-    if spilled:
-        found.append(f"{record['kernel']} ({record['how']}): expected no spills, got {spilled} bytes")
+    if spilled > allowed_spill_bytes:
+        expected = f"at most {allowed_spill_bytes} bytes of spills" if allowed_spill_bytes else "no spills"
+        found.append(f"{name}: expected {expected}, got {spilled} bytes")
     if (record["shared_bytes"] or 0) > SHARED_BYTES:
-        found.append(f"{record['kernel']}: expected at most {SHARED_BYTES} bytes shared, got {record['shared_bytes']}")
+        found.append(f"{name}: expected at most {SHARED_BYTES} bytes shared, got {record['shared_bytes']}")
     return found
 
 
+def report(records: list[dict[str, Any]]) -> str:
+    """Kernels, then modules, as text."""
+    modules = [record for record in records if "module" in record]
+    kernels = [record for record in records if "module" not in record]
+    rows = [["case", *MODULE_COLUMNS], *([record[name] for name in ("case", *MODULE_COLUMNS)] for record in modules)]
+    return "\n\n".join(([table(kernels)] if kernels else []) + ([_aligned(rows)] if modules else []))
+
+
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as text."""
+    """The kernels' records as text."""
     used = [name for name in records[0]["sass"] if any(record["sass"][name] for record in records)]
     rows = [["case", "kernel", *COLUMNS, *used]]
     for record in records:
         values = [record["case"], record["kernel"].removesuffix("_mosaic_gpu_kernel")]
         values += [record[name] for name in COLUMNS] + [record["sass"][name] for name in used]
-        rows.append([str(value) for value in values])
+        rows.append(values)
+    return _aligned(rows)
+
+
+def _aligned(cells: list[list[Any]]) -> str:
+    rows = [[str(cell) for cell in row] for row in cells]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -85,9 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     records = []
     for settings in cases(arguments):
-        for record in compile_op(arguments.card, arguments.op, settings):
-            records.append({"case": f"{arguments.op} {' '.join(settings)}".strip(), **record})
-    print(table(records))
+        records += compile_op(arguments.card, arguments.op, settings)
+    print(report(records))
     if arguments.json:
         arguments.json.write_text(json.dumps(records, indent=1) + "\n")
     wrong = [line for record in records for line in problems(record)] if arguments.check else []

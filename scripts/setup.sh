@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes or reuses the virtual environment and installs kvjax with the extras named, editable.
 #
-#   scripts/setup.sh [extra ...]        extras as in pyproject.toml: demo, test, dev, cuda, tpu, tpu-aot (to compile
-#                                      for TPU without one), ...
+#   scripts/setup.sh [extra ...]        extras as in pyproject.toml: demo, test, dev, cuda, tpu, tpu-aot and cuda-aot
+#                                      (to compile for TPU and GPU without one), ...
 #
 # Needs nothing but a Python 3.11 or newer; the newest that works is taken. A second run that has nothing to do ends
 # at once. Environment: KVJAX_PYTHON (interpreter), KVJAX_VENV (default .venv), KVJAX_CONSTRAINTS (pip constraints file).

@@ -83,4 +83,5 @@ def scatter_pages(
 
 
 def _chosen(op: str, pages: jax.Array, page_ids: jax.Array, backend: str) -> str:
-    return resolve_backend(op, backend, {"tpu": kernel_tpu.reason_not_supported(pages, page_ids.shape[0])})
+    kernels = {"tpu": kernel_tpu.reason_not_supported(pages, page_ids.shape[0]), "gpu": None}  # gpu: XLA's scatter
+    return resolve_backend(op, backend, kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import subprocess
@@ -11,26 +12,36 @@ from pathlib import Path
 from typing import Any
 
 from scripts.aot_cases import parse_case
-from scripts.gpu_aot.resources import count_instructions, parse_ptxas, parse_shared_memory
+from scripts.gpu_aot.resources import count_copies, count_instructions, parse_ptxas, parse_shared_memory
 from scripts.gpu_aot.target import CARDS, prepare_environment
 
 
-def compile_case(card: str, op: str, settings: list[str]) -> None:
-    """Compiles; the dumps say the rest."""
+def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
+    """Compiles; a record of the module around the kernels, of which the dumps say the rest."""
     import jax
     from jax.experimental import topologies
 
     from scripts.gpu_aot.operations import OPERATIONS
 
     case_type, build = OPERATIONS[op]
-    call, arguments = build(parse_case(case_type, settings))
+    operation = build(parse_case(case_type, settings))
     topology = topologies.get_topology_desc(platform="cuda", target_config=CARDS[card].config, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+    on_card = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    arguments = jax.tree.map(lambda a: on_card(a.shape, a.dtype), operation.arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(call).lower(*arguments)
-    lowered.compile()
+        lowered = jax.jit(operation.call, donate_argnums=operation.donated).lower(*arguments)
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    donated = [array for i in operation.donated for array in jax.tree.leaves(operation.arguments[i])]
+    return {
+        "module": op,
+        "donated_bytes": sum(array.size * array.dtype.itemsize for array in donated),
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "copies": sum(count_copies(compiled.as_text(), array.shape) for array in donated),
+    }
 
 
 def tool(name: str) -> Path | None:
@@ -66,7 +77,7 @@ def _record(how: str, log: str, sass: str, shared: int | None) -> dict[str, Any]
 if __name__ == "__main__":
     folder = Path(sys.argv[3])
     prepare_environment(str(folder))
-    compile_case(sys.argv[1], sys.argv[2], sys.argv[4:])
+    print(json.dumps(compile_case(sys.argv[1], sys.argv[2], sys.argv[4:])))
     for file in sorted(folder.glob("*.ptx")):
         for record in describe(folder, file):
             print(json.dumps(record))

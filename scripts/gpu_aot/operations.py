@@ -1,4 +1,4 @@
-"""What can be compiled: (op, shape) -> a function and the shapes of its arguments.
+"""What can be compiled: (op, case) -> a function, the shapes of its arguments, and which of them are donated.
 
 Imported in the process that compiles, after `prepare_environment`.
 """
@@ -7,22 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import attention_layout
+from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
+
+
+class Operation(NamedTuple):
+    """What one compilation compiles."""
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]  # shapes
+    donated: tuple[int, ...] = ()  # arguments that are updated in place: page arrays
 
 
 @dataclass(frozen=True)
 class AttentionCase:
     """Sizes and features of one compilation of ragged_paged_attention."""
 
-    shape: str = ""  # of shapes.py: sets heads, dimension, window, chunk, soft cap and sinks
+    shape: str = ""  # of shapes.py: sets heads, dimension, window, chunk and soft cap
+    tp: int = 1  # tensor-parallel shards of `shape`, of which one is compiled
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
@@ -33,7 +44,7 @@ class AttentionCase:
     seqs: int = 64
     tokens: int = 2048
     context: int = 4096  # tokens of the longest sequence
-    num_pages: int = 4096
+    num_pages: int = 4099  # a number that no other axis has
     window: int = 0
     chunk: int = 0
     sink_tokens: int = 0
@@ -51,10 +62,11 @@ def with_model_shape(case: AttentionCase) -> AttentionCase:
     if case.shape not in known:
         raise ValueError(f"expected a shape out of {sorted(known)}, got {case.shape!r}")
     shape = known[case.shape]
+    heads, kv_heads = shape.per_shard(case.tp)
     return replace(
         case,
-        heads=shape.num_q_heads,
-        kv_heads=shape.num_kv_heads,
+        heads=heads,
+        kv_heads=kv_heads,
         head_dim=shape.head_dim,
         window=shape.sliding_window or 0,
         chunk=shape.attention_chunk_size or 0,
@@ -62,18 +74,10 @@ def with_model_shape(case: AttentionCase) -> AttentionCase:
     )
 
 
-def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The whole op without the write of new KV: decode, the merge of its pieces, prefill."""
+def attention(case: AttentionCase) -> Operation:
+    """A layer's step: the write of new KV, decode, the merge of its pieces, prefill."""
     case = with_model_shape(case)
-    layout = attention_layout(
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        head_dim_v=case.head_dim_v or None,
-        page_size=case.page,
-        dtype=case.dtype or case.q_dtype,
-        platform="gpu",
-    )
-    pages = tuple(_array(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
+    pages, new_kv, slots = _written(case)
     columns = -(-case.context // case.page)
     q = _array((case.tokens, case.heads, case.head_dim), case.q_dtype)
     ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
@@ -85,25 +89,69 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
         prefill_stages=case.stages or None,
     )
 
-    def call(*arrays: Any) -> Any:
-        return kernel_gpu.ragged_paged_attention(
-            *arrays[:6],
+    def call(q: Any, pages: Any, new_kv: Any, slots: Any, *rest: Any) -> Any:
+        pages = kv_write(*new_kv, pages, slots, k_scale=rest[-2], v_scale=rest[-1], backend="gpu")
+        result = kernel_gpu.ragged_paged_attention(
+            q,
+            pages,
+            *rest[:4],
             mask=MaskRule(bool(case.causal), case.window or None, case.chunk or None, case.sink_tokens),
             num_kv_heads=case.kv_heads,
             sm_scale=case.head_dim**-0.5,
             soft_cap=case.soft_cap or None,
-            **dict(zip(("sinks", "k_scale", "v_scale"), arrays[6:], strict=True)),
+            **dict(zip(("sinks", "k_scale", "v_scale"), rest[4:], strict=True)),
             return_lse=True,
             tuning=tuning,
         )
+        return *result, pages
 
-    return call, (q, pages, *ints, *per_head)
+    return Operation(call, (q, pages, new_kv, slots, *ints, *per_head), donated=(1,))
 
 
-def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+def write(case: AttentionCase) -> Operation:
+    """kv_write alone."""
+
+    def call(pages: Any, new_kv: Any, slots: Any) -> Any:
+        return kv_write(*new_kv, pages, slots, backend="gpu")
+
+    return Operation(call, _written(with_model_shape(case)), donated=(0,))
+
+
+def page_work(case: AttentionCase) -> Operation:
+    """Pages copied, set to zero and put back, one after the other."""
+    pages = _written(with_model_shape(case))[0]
+    ids = _array((32,), "int32")
+    values = tuple(_array((32, *array.shape[1:]), array.dtype) for array in pages)
+
+    def call(pages: Any, sources: Any, targets: Any, zeroed: Any, values: Any) -> Any:
+        pages = [copy_pages(array, sources, targets, backend="gpu") for array in pages]
+        pages = [zero_pages(array, zeroed, backend="gpu") for array in pages]
+        return [scatter_pages(array, sources, x, backend="gpu") for array, x in zip(pages, values, strict=True)]
+
+    return Operation(call, (pages, ids, ids, ids, values), donated=(0,))
+
+
+def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
+    """(pages, new K and V, slots)."""
+    layout = attention_layout(
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v or None,
+        page_size=case.page,
+        dtype=case.dtype or case.q_dtype,
+        platform="gpu",
+    )
+    pages = tuple(_array(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
+    new_kv = tuple(_array((case.tokens, *array.shape[2:]), case.q_dtype) for array in pages)
+    return pages, new_kv, _array((case.tokens,), "int32")
+
+
+def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...]]]]] = {
+OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "attention": (AttentionCase, attention),
+    "kv_write": (AttentionCase, write),
+    "page_ops": (AttentionCase, page_work),
 }

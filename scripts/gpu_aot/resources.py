@@ -53,3 +53,9 @@ def count_instructions(sass: str) -> dict[str, int]:
     pattern = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]+)"
     counts = Counter(re.findall(pattern, sass))
     return {name: counts[name] for name in INSTRUCTIONS}
+
+
+def count_copies(module: str, shape: tuple[int, ...]) -> int:
+    """Instructions of a compiled module that make a new array of `shape` out of another: copied, converted, turned."""
+    sizes = ",".join(str(size) for size in shape)
+    return len(re.findall(rf"= \S+\[{sizes}\]\S* (?:copy|convert|transpose|copy-start)\(", module))

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from scripts import gpu_compile
+from pallas_kernels.ragged_paged_attention.shapes import SHAPES
+from scripts import gpu_compile, gpu_compile_all
 from scripts.gpu_aot.compile_one import parse_case
 from scripts.gpu_aot.operations import OPERATIONS, AttentionCase, with_model_shape
-from scripts.gpu_aot.resources import Usage, count_instructions, parse_ptxas, parse_shared_memory
+from scripts.gpu_aot.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
 
 LINKED = """
 ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain compatibility across compilation
@@ -75,8 +76,8 @@ def test_every_operation_traces(op: str) -> None:
     import jax
 
     case_type, build = OPERATIONS[op]
-    call, arguments = build(case_type())
-    assert jax.eval_shape(call, *arguments) is not None
+    operation = build(case_type())
+    assert jax.eval_shape(operation.call, *operation.arguments) is not None
 
 
 def record(**changes: object) -> dict[str, object]:
@@ -90,6 +91,65 @@ def test_complaints() -> None:
     assert "expected at most 232448 bytes shared" in gpu_compile.problems(record(shared_bytes=300_000))[0]
 
 
+def test_complaints_about_modules() -> None:
+    module = {"case": "kv_write", "module": "kv_write", "donated_bytes": 8, "aliased_bytes": 8, "copies": 0}
+    assert gpu_compile.problems(module) == []
+    assert "expected 8 bytes updated in place, got 4" in gpu_compile.problems({**module, "aliased_bytes": 4})[0]
+    assert "expected no copy of a page array, got 2" in gpu_compile.problems({**module, "copies": 2})[0]
+    assert gpu_compile.report([{**module, "temporary_bytes": 3}]).splitlines()[1].split() == ["kv_write", *"8830"]
+
+
+def test_counts_copies_of_one_shape() -> None:
+    text = """
+      %copy.1 = bf16[7,16]{1,0} copy(%a)
+      %copy.2 = bf16[7,17]{1,0} copy(%a)
+      %t = bf16[7,16]{1,0} transpose(%a), dimensions={0,1}
+      %f = bf16[7,16]{1,0} fusion(%copy.1), kind=kLoop
+    """
+    assert count_copies(text, (7, 16)) == 2
+
+
+def test_every_shape_is_compiled_once() -> None:
+    """All shapes of shapes.py on all shards: what the kernels depend on, each once."""
+    settings = [settings for op, settings in gpu_compile_all.cases(subset=False) if op == "attention"]
+    assert len(set(settings)) == len(settings)
+    done = set()
+    for setting in settings:
+        if setting.startswith("shape="):
+            case = with_model_shape(parse_case(AttentionCase, setting.split()))
+            done.add((case.heads, case.kv_heads, case.head_dim, case.window, case.chunk, case.soft_cap))
+    for shape in SHAPES:
+        for shards in (1, 2, 4, 8):
+            heads = shape.per_shard(shards)
+            rest = (shape.sliding_window or 0, shape.attention_chunk_size or 0, shape.soft_cap or 0.0)
+            assert (*heads, shape.head_dim, *rest) in done
+    assert len(gpu_compile_all.cases(subset=True)) < 9
+
+
+def test_a_status_for_ci(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 where a kernel spills or does not compile; the rest is compiled all the same."""
+    monkeypatch.setattr(gpu_compile_all, "cases", lambda subset: [("decode", "page=8"), ("decode", "page=9")])
+    results = {"page=8": [record()], "page=9": [record(case="nine")]}
+    monkeypatch.setattr(gpu_compile_all, "compile_op", lambda card, op, settings: results[settings[0]])
+    assert gpu_compile_all.main(["--subset"]) == 0
+    results["page=8"] = [record(spill_load_bytes=4)]
+    assert gpu_compile_all.main(["--subset"]) == 1
+    monkeypatch.setitem(gpu_compile_all.ALLOWED_SPILL_BYTES, ("decode", "page=8", "k"), 4)
+    assert gpu_compile_all.main([]) == 0
+
+    def fails(card: str, op: str, settings: list[str]) -> list[dict[str, object]]:
+        if settings == ["page=8"]:
+            raise RuntimeError("ptxas refused")
+        return results[settings[0]]
+
+    monkeypatch.setattr(gpu_compile_all, "compile_op", fails)
+    capsys.readouterr()
+    assert gpu_compile_all.main([]) == 1
+    printed = capsys.readouterr()
+    assert "ptxas refused" in printed.err
+    assert "nine" in printed.out
+
+
 def test_the_table_leaves_out_what_nobody_uses() -> None:
     header, row = gpu_compile.table([record()]).splitlines()
     assert header.split()[-1] == "HGMMA"
@@ -98,5 +158,5 @@ def test_the_table_leaves_out_what_nobody_uses() -> None:
 
 def test_a_failed_compilation_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVJAX_CUDA_PYTHON", sys.executable)
-    with pytest.raises(RuntimeError, match=r"decode heed=1: .*expected a setting out of"):
-        gpu_compile.compile_op("h100", "decode", ["heed=1"])
+    with pytest.raises(RuntimeError, match=r"attention heed=1: .*expected a setting out of"):
+        gpu_compile.compile_op("h100", "attention", ["heed=1"])

@@ -1,0 +1,106 @@
+"""Compiles every GPU kernel at every real shape for sm_90a, without a GPU; a table, and a status for CI.
+
+    python scripts/gpu_compile_all.py [--subset] [--card h100] [--json FILE]
+
+Shapes: each of shapes.py on one of 1, 2, 4 and 8 tensor-parallel shards, once per set of heads and mask; page sizes,
+8-bit pages and head dimensions at one shape. Fails where a kernel spills more than `ALLOWED_SPILL_BYTES` has for it
+(nothing, for dense attention at the shapes of shapes.py), needs more shared memory than there is, or donated pages are
+not updated in place. `--subset`: what CI runs, three minutes on two cores. Where: see scripts/gpu_compile.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
+from scripts.gpu_compile import compile_op, problems, report
+
+SHARDS = (1, 2, 4, 8)
+PAGE_SIZES = (8, 64, 128)
+FEATURES = (
+    "page=64 dtype=float8_e4m3fn",
+    "dtype=int8 soft_cap=30",
+    "q_dtype=float16 sink_tokens=4 window=1024",
+    "head_dim=64 dtype=float8_e5m2",
+    "head_dim=192 head_dim_v=128",
+    "head_dim=256",
+)
+SUBSET = ("shape=llama3-8b tp=8", "shape=gpt-oss-120b-local page=64", "page=64 dtype=float8_e4m3fn")
+# By (op, setting, kernel's name up to its sizes): spills of what the hardware's registers do not hold.
+ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {}
+
+
+def attention_cases() -> list[str]:
+    """Settings of the attention op: shapes by shards, page sizes, features."""
+    cases, seen = [], set()
+    for shape in SHAPES:
+        for shards in SHARDS:
+            key = _compiled_of(shape, shards)
+            if key is not None and key not in seen:
+                seen.add(key)
+                cases.append(f"shape={shape.name} tp={shards}")
+    return [*cases, *(f"page={page}" for page in PAGE_SIZES), *FEATURES]
+
+
+def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
+    """What of a shape the compiled kernels depend on; None where it does not split so."""
+    try:
+        heads = shape.per_shard(shards)
+    except ValueError:
+        return None
+    return (*heads, shape.head_dim, shape.sliding_window, shape.attention_chunk_size, shape.soft_cap)
+
+
+def cases(subset: bool) -> list[tuple[str, str]]:
+    """(op, settings) of every compilation."""
+    attention = list(SUBSET) if subset else attention_cases()
+    others = [(op, f"dtype={dtype}") for op in ("kv_write", "page_ops") for dtype in ("bfloat16", "float8_e4m3fn")]
+    return [*(("attention", settings) for settings in attention), *(others[::3] if subset else others)]
+
+
+def allowed_spill_bytes(op: str, settings: str, record: dict[str, Any]) -> int:
+    """Committed spills of a kernel."""
+    found = [
+        spilled
+        for (name, setting, kernel), spilled in ALLOWED_SPILL_BYTES.items()
+        if name == op and setting in settings and record.get("kernel", "").startswith(kernel)
+    ]
+    return max(found, default=0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--subset", action="store_true", help="a few shapes, as CI does")
+    parser.add_argument("--card", default="h100", choices=("h100", "h200"))
+    parser.add_argument("--json", type=Path, help="also write the records here")
+    arguments = parser.parse_args(argv)
+    records: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    for op, settings in cases(arguments.subset):
+        start = time.monotonic()
+        try:
+            found = compile_op(arguments.card, op, settings.split())
+        except RuntimeError as error:
+            found = []
+            wrong.append(str(error))
+        for record in found:
+            wrong += problems(record, allowed_spill_bytes(op, settings, record))
+        records += found
+        print(f"{op} {settings}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    if records:
+        print(report(records))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(records, indent=1) + "\n")
+    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
