@@ -26,6 +26,8 @@ OPS = (
     "attention",
     "kv_write",
     "latent_write",
+    "sparse_attention",
+    "compressor_update",
     "causal_conv1d",
     "copy_pages",
     "zero_pages",

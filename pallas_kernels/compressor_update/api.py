@@ -12,12 +12,12 @@ Axis names: as ragged_paged_attention; R tokens of an entry, D dimension of an e
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.compressor_update import reference, validate
+from pallas_kernels.compressor_update import kernel_tpu, reference, validate
 
 
 class CompressorOutput(NamedTuple):
@@ -55,22 +55,13 @@ def compressor_update(
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    resolve_backend(validate.OP, backend)
     step = (block_tables, seq_lens, query_start_loc, distribution)
     page_size = validate.check(kv, scores, pages, step, slot_mapping, position_bias, overlap, page_size)
     room = max_new_entries(kv.shape[0], block_tables.shape[0], position_bias.shape[0])
-    return CompressorOutput(
-        *reference.compressor_update(
-            kv,
-            scores,
-            tuple(pages),
-            *step,
-            slot_mapping,
-            position_bias,
-            overlap=overlap,
-            page_size=page_size,
-            room=room,
-        )
-    )
+    options: dict[str, Any] = {"overlap": overlap, "page_size": page_size, "room": room}
+    reason = kernel_tpu.reason_not_supported(kv, pages, position_bias, **options)
+    chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
+    run = kernel_tpu.compressor_update if chosen == "tpu" else reference.compressor_update
+    return CompressorOutput(*run(kv, scores, tuple(pages), *step, slot_mapping, position_bias, **options))

@@ -34,12 +34,10 @@ def compressor_update(
     """The fields of `CompressorOutput`, N being `room`."""
     ratio, width = position_bias.shape
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
-    pos = TokenPlaces.of_batch(batch, kv.shape[0]).pos
-    biased = scores.astype(jnp.float32) + position_bias[pos % ratio]
-    states = jnp.concatenate([kv.astype(jnp.float32), biased], axis=-1)
+    states = biased_states(kv, scores, batch, position_bias)
     array = LatentPages(pages[0], page_size, 2 * width).write(states, slot_mapping, None)
     latent = LatentPages(array, page_size, 2 * width)
-    seq, entry = _new_entries(batch, ratio, room)
+    seq, entry = new_entries(batch, ratio, room)
 
     def pool(seq: jax.Array, entry: jax.Array) -> jax.Array:
         """float32[D], one entry; 0 for entry -1."""
@@ -57,6 +55,13 @@ def compressor_update(
     return entries, jnp.where(entry >= 0, entry * ratio, -1), (array,)
 
 
+def biased_states(kv: jax.Array, scores: jax.Array, batch: Batch, position_bias: jax.Array) -> jax.Array:
+    """float32[T, 2 * coff * D] states of the new tokens."""
+    pos = TokenPlaces.of_batch(batch, kv.shape[0]).pos
+    biased = scores.astype(jnp.float32) + position_bias[pos % position_bias.shape[0]]
+    return jnp.concatenate([kv.astype(jnp.float32), biased], axis=-1)
+
+
 def _own_halves(x: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
     """Of [2 * ratio, 2 * D]: what the tokens of the entry before, and what its own, have for an entry."""
     before, own = x[:ratio], x[ratio:]
@@ -64,7 +69,7 @@ def _own_halves(x: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
     return before[:, :dim], own[:, dim:]
 
 
-def _new_entries(batch: Batch, ratio: int, room: int) -> tuple[jax.Array, jax.Array]:
+def new_entries(batch: Batch, ratio: int, room: int) -> tuple[jax.Array, jax.Array]:
     """(row int32[room], number int32[room]) of the entries that the step completes, row by row; number -1: none."""
     first = (batch.seq_lens - batch.q_lens) // ratio
     ends = jnp.cumsum(batch.seq_lens // ratio - first, dtype=jnp.int32)

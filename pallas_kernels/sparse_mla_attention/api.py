@@ -9,14 +9,16 @@ Axis names: as ragged_paged_attention; D latent dimension (512), Pc columns of t
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_entries import EntryFormat, Plain
-from pallas_kernels.latent_write import reference as latent_write
-from pallas_kernels.sparse_mla_attention import reference, validate
+from pallas_kernels.latent_write import latent_write
+from pallas_kernels.sparse_mla_attention import kernel_tpu, reference, validate
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
 
 
@@ -55,9 +57,8 @@ def sparse_mla_attention(
 
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    resolve_backend(validate.OP, backend)
     attention_checks.check_scalars(validate.OP, sm_scale, None, None, backend)
     latent = validate.check_window(q, pages, sliding_window, entries, page_size)
     compressed = validate.check_compressed(
@@ -71,22 +72,23 @@ def sparse_mla_attention(
     if schedule is None:
         sizes = {"num_tokens": q.shape[0], "sliding_window": int(sliding_window), "page_size": latent.page_size}
         schedule = plan(*step, **sizes)
+    options: dict[str, Any] = {
+        "tokens_per_state": tokens_per_state or 1,
+        "entries": entries,
+        "page_size": latent.page_size,
+        "entry_page_size": 1 if compressed is None else compressed.page_size,
+    }
+    arrays = (compressed_pages, compressed_tables, topk_indices)
+    reason = kernel_tpu.reason_not_supported(q, pages, schedule, *arrays, **options)
+    chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
     if new_kv is not None and slot_mapping is not None:
-        pages = latent_write.latent_write(
-            new_kv, tuple(pages), slot_mapping, None, entries=entries, page_size=latent.page_size
+        pages = latent_write(
+            new_kv, tuple(pages), slot_mapping, entries=entries, page_size=latent.page_size, backend=backend
         )
-    out, lse = reference.sparse_mla_attention(
-        q,
-        tuple(pages),
-        schedule,
-        None if compressed_pages is None else tuple(compressed_pages),
-        compressed_tables,
-        topk_indices,
-        sinks,
-        sm_scale=float(sm_scale),
-        tokens_per_state=tokens_per_state or 1,
-        entries=entries,
-        page_size=latent.page_size,
-        entry_page_size=1 if compressed is None else compressed.page_size,
-    )
+    arguments = (q, tuple(pages), schedule, None if compressed is None else (compressed.array,), *arrays[1:], sinks)
+    if chosen == "tpu":
+        options |= {"sliding_window": int(sliding_window), "return_lse": return_lse}
+        out, lse = kernel_tpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
+    else:
+        out, lse = reference.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

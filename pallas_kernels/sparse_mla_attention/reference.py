@@ -52,7 +52,7 @@ def sparse_mla_attention(
 
 def window_pass(q: jax.Array, cache: EntryCache, schedule: SparseSchedule) -> SoftmaxState:
     """State of float32[T, Hq, D] scaled queries after the slots of their windows."""
-    state = vary_like(online_softmax.empty(q.shape[:2], cache.dim), q, cache.latent.array, *schedule)
+    state = vary_like(online_softmax.empty(q.shape[:2], cache.dim), q, cache.latent.array, *schedule[:3])
 
     def body(state: SoftmaxState, inputs: tuple[jax.Array, jax.Array], column: jax.Array) -> SoftmaxState:
         q, slots = inputs

@@ -19,7 +19,7 @@ from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
-from scripts.tpu_aot import mla_case, ssm_case
+from scripts.tpu_aot import mla_case, sparse_case, ssm_case
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_TOKENS = 1 << 19
@@ -179,6 +179,7 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tupl
     "attention": (AttentionCase, attention),
     "kv_write": (WriteCase, write),
     **mla_case.OPERATIONS,
+    **sparse_case.OPERATIONS,
     **ssm_case.OPERATIONS,
     **{name: (MoveCase, functools.partial(move, name=name)) for name in _MOVES},
 }
@@ -188,5 +189,6 @@ SHAPE_CASES: dict[str, Callable[[int], Iterable[tuple[str, list[str]]]]] = {
     "attention": attention_shapes,
     **dict.fromkeys(("kv_write", *_MOVES), page_shapes),
     **mla_case.SHAPE_CASES,
+    **sparse_case.SHAPE_CASES,
     **ssm_case.SHAPE_CASES,
 }

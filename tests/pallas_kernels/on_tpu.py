@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,13 +23,31 @@ def tpu_device() -> jax.Device | None:
         return None
 
 
+# Numbers of a vector clock: one for the core, the others for DMAs. With the default of 2 all DMAs share one, and then
+# waiting for any of them hides the races of the others.
+_CLOCK_SIZE = 256
+
+
 class RaceError(AssertionError):
     """The interpreter saw two accesses that nothing orders."""
 
 
-def _races_found() -> bool:
-    """Whether the interpreter saw a race in the last kernel that it ran."""
-    return bool(interpret_pallas_call.races.races_found)
+@contextlib.contextmanager
+def _races_watched() -> Iterator[None]:
+    """Raises RaceError at the end if the interpreter saw a race in any kernel; jax 0.10 keeps those of the last."""
+    states, make = [], interpret_pallas_call.RaceDetectionState
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        states.append(make(*args, **kwargs))
+        return states[-1]
+
+    interpret_pallas_call.RaceDetectionState = keep
+    try:
+        yield
+    finally:
+        interpret_pallas_call.RaceDetectionState = make
+    if any(state.races_found for state in states):
+        raise RaceError("the interpreter saw a race")
 
 
 def compile_on_tpu(function: Callable[..., Any], *arguments: Any, watch_races: bool = True) -> Callable[..., Any]:
@@ -37,19 +56,17 @@ def compile_on_tpu(function: Callable[..., Any], *arguments: Any, watch_races: b
     if device is not None:
         with jax.default_device(device):
             return jax.jit(function)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=watch_races)):
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=watch_races, vector_clock_size=_CLOCK_SIZE)):
         compiled = jax.jit(function).lower(*arguments).compile(compiler_options=_QUICK_COMPILE)
 
     def call(*arguments: Any) -> Any:
         try:
-            result = jax.tree.map(np.asarray, compiled(*arguments))
+            with _races_watched():
+                return jax.tree.map(np.asarray, compiled(*arguments))
         except jax.errors.JaxRuntimeError as error:
             pltpu.reset_tpu_interpret_mode_state()
             if "RACE DETECTED" in str(error):  # as jax 0.12 tells; 0.10 goes on and remembers
                 raise RaceError(str(error)[-2000:]) from error
             raise
-        if watch_races and _races_found():
-            raise RaceError("the interpreter saw a race")
-        return result
 
     return call

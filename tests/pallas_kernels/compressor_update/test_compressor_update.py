@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -23,21 +23,37 @@ class Steps:
     Pages behind the window are filled with NaN and handed out again, as a manager would hand them out.
     """
 
-    def __init__(self, seed: int, ratio: int, overlap: bool, page_size: int, platform: str = "cpu") -> None:
-        self.rng = np.random.default_rng(seed)
+    def __init__(
+        self,
+        seed: int,
+        ratio: int,
+        overlap: bool,
+        page_size: int,
+        platform: str = "cpu",
+        dim: int = DIM,
+        max_len: int = MAX_LEN,
+        op: Callable[..., CompressorOutput] | None = None,
+    ) -> None:
+        self.rng, self.dim, self.max_len = np.random.default_rng(seed), dim, max_len
         self.ratio, self.overlap, self.page_size = ratio, overlap, page_size
-        self.width = (1 + overlap) * DIM
-        shape = (NUM_ROWS, MAX_LEN, self.width)
+        self.width = (1 + overlap) * dim
+        shape = (NUM_ROWS, max_len, self.width)
         self.kv, self.scores = (random_values(self.rng, shape, "float32") * 3 for _ in range(2))
         self.bias = random_values(self.rng, (ratio, self.width), "float32")
-        columns = cdiv(MAX_LEN, page_size)
+        columns = cdiv(max_len, page_size)
         layout = latent_layout(head_dim=2 * self.width, page_size=page_size, dtype="float32", platform=platform)
         self.pages = np.full(layout.arrays[0].shape(1 + NUM_ROWS * columns), np.nan, np.float32)
         self.pages[0] = 0
         self.tables = np.zeros((NUM_ROWS, columns), np.int32)
         self.free = self.rng.permutation(np.arange(1, self.pages.shape[0])).tolist()
         self.done = np.zeros(NUM_ROWS, np.int64)
-        self.op = jax.jit(functools.partial(compressor_update, overlap=overlap, page_size=page_size))
+        self.op = op or jax.jit(functools.partial(compressor_update, overlap=overlap, page_size=page_size))
+
+    def run(self, chunks: Sequence[int]) -> None:
+        """Steps of random cut, each row at most one of `chunks` tokens, to the ends of all sequences."""
+        while (left := self.max_len - self.done).any():
+            most = np.minimum(left, self.rng.choice(chunks))
+            self.step(np.minimum(self.rng.integers(0, most + 1), NUM_TOKENS // NUM_ROWS).tolist())
 
     def step(self, counts: Sequence[int]) -> None:
         """New tokens of each row; the entries that come out are those of the whole sequence."""
@@ -76,10 +92,10 @@ class Steps:
             positions += (numbers * self.ratio).tolist()
             entries += list(whole[numbers])
         room = max_new_entries(NUM_TOKENS, NUM_ROWS, self.ratio)
-        assert output.entries.shape == (room, DIM)
+        assert output.entries.shape == (room, self.dim)
         padding = room - len(positions)
         assert output.positions.tolist() == positions + [-1] * padding
-        assert_close(output.entries, np.array(entries + [np.zeros(DIM)] * padding), "float32", "entries")
+        assert_close(output.entries, np.array(entries + [np.zeros(self.dim)] * padding), "float32", "entries")
 
     def _release(self, row: int, first_token: int) -> None:
         for column in range(max(first_token, 0) // self.page_size):
@@ -109,9 +125,7 @@ def test_entries_are_those_of_the_whole_sequence(ratio: int, overlap: bool, page
     for seed in range(3):
         steps = Steps(seed, ratio, overlap, page_size, platform)
         steps.step([7, 1, 0])
-        while (left := MAX_LEN - steps.done).any():
-            most = np.minimum(left, steps.rng.choice([1, 2, 8, 12]))
-            steps.step(np.minimum(steps.rng.integers(0, most + 1), NUM_TOKENS // NUM_ROWS).tolist())
+        steps.run([1, 2, 8, 12])
 
 
 def test_room_for_entries() -> None:

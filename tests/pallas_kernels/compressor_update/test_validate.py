@@ -56,10 +56,9 @@ def test_bad_arguments(name: str) -> None:
         compressor_update(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"compressor_update: there is no {backend} kernel"):
-        compressor_update(**GOOD, backend=backend)
+def test_a_platform_without_a_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="compressor_update: there is no gpu kernel"):
+        compressor_update(**GOOD, backend="gpu")
 
 
 def test_good_arguments() -> None:

@@ -96,10 +96,9 @@ def test_bad_arguments(name: str) -> None:
         sparse_mla_attention(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"sparse_mla_attention: there is no {backend} kernel"):
-        sparse_mla_attention(**GOOD, backend=backend)
+def test_a_platform_without_a_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="sparse_mla_attention: there is no gpu kernel"):
+        sparse_mla_attention(**GOOD, backend="gpu")
 
 
 def test_good_arguments() -> None:

@@ -1,0 +1,116 @@
+"""Attention of a block's rows over vectors that are keys and values at once: online softmax, state, result.
+
+Flow:    queries + vectors in VMEM -> [LatentAttention.update] -> PassState -> the next pass, or [finish] -> out, lse
+
+Rows are those of all heads of a block of tokens, heads innermost. Logits are in base 2; a row's largest logit `m`
+stands in all 128 lanes and its weight is a sum per lane, as in ragged_paged_attention. A pass leaves its state in
+HBM for the next one; sinks are one more logit of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.mosaic import LANES, Ref
+from pallas_kernels.ragged_paged_attention.tpu_softmax import HIDDEN, LOG2E, NOTHING, dot, lanes_of
+
+MOST_ROWS = 128  # of a matrix product
+
+
+class PassState(NamedTuple):
+    """Softmax state of the rows of all tokens between two passes; as arrays or as references."""
+
+    acc: Any  # float32[rows, lanes]
+    weight: Any  # float32[rows, 128]
+    m: Any  # float32[rows, 128]
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention of one block of rows; `state` holds it in VMEM."""
+
+    state: PassState
+    scale: float  # on raw scores: natural-log logits
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the block."""
+        return self.state.m.shape[0]
+
+    @property
+    def chunk(self) -> int:
+        """Rows that are attended at a time."""
+        return min(self.num_rows, MOST_ROWS)
+
+    def over_chunks(self, body: Callable[[jax.Array | int, Any], None]) -> None:
+        """`body(first row, slice of rows)` for all rows, a chunk at a time."""
+        size = self.chunk
+        if self.num_rows == size:
+            body(0, pl.ds(0, size))
+            return
+
+        def one(c: jax.Array, carry: None) -> None:
+            first = pl.multiple_of(c * size, size)
+            body(first, pl.ds(first, size))
+            return carry
+
+        lax.fori_loop(0, self.num_rows // size, one, None)
+
+    def reset(self) -> None:
+        """State of rows that have seen nothing."""
+
+        def one(_: Any, rows: Any) -> None:
+            for ref, value in zip(self.state, (0.0, 0.0, NOTHING), strict=True):
+                ref[rows] = jnp.full((self.chunk, ref.shape[1]), value, ref.dtype)
+
+        self.over_chunks(one)
+
+    def copy(self, source: PassState, target: PassState) -> None:
+        """Copies one state in VMEM to another."""
+
+        def one(_: Any, rows: Any) -> None:
+            for a, b in zip(source, target, strict=True):
+                b[rows] = a[rows]
+
+        self.over_chunks(one)
+
+    def update(self, rows: Any, q: jax.Array, vectors: jax.Array, seen: jax.Array) -> None:
+        """The state of `rows` after the vectors [n, lanes] that are `seen`, bool[chunk or 1, n]."""
+        acc, weight, m = self.state
+        s = dot(q, vectors, (((1,), (1,)), ((), ()))) * (self.scale * LOG2E)
+        s = jnp.where(seen, s, HIDDEN)
+        old = m[rows]
+        new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
+        m[rows] = new
+        p = jnp.exp2(s - lanes_of(new, s.shape[1]))
+        shrink = jnp.exp2(old - new)
+        weight[rows] = shrink * weight[rows] + sum(p[:, n : n + LANES] for n in range(0, s.shape[1], LANES))
+        weighted = dot(p.astype(vectors.dtype), vectors, (((1,), (0,)), ((), ())))
+        acc[rows] = acc[rows] * lanes_of(shrink, weighted.shape[1]) + weighted
+
+    def finish(self, sinks: Ref | None, out: Ref, lse: Ref | None) -> None:
+        """Writes results, and LSE if that is wanted; `sinks` float32[chunk, 128] are those of a chunk's rows."""
+
+        def one(_: Any, rows: Any) -> None:
+            m = self.state.m[rows]
+            total = jnp.broadcast_to(jnp.sum(self.state.weight[rows], axis=1, keepdims=True), m.shape)
+            shrink = None
+            if sinks is not None:
+                top = jnp.maximum(m, sinks[...] * LOG2E)
+                shrink = jnp.exp2(m - top)
+                total = total * shrink + jnp.exp2(sinks[...] * LOG2E - top)
+                m = top
+            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            factor = factor if shrink is None else factor * shrink
+            out[rows] = (self.state.acc[rows] * lanes_of(factor, out.shape[1])).astype(out.dtype)
+            if lse is not None:
+                lse[rows] = (m + jnp.log2(total)) * (1 / LOG2E)
+
+        self.over_chunks(one)

@@ -1,0 +1,74 @@
+"""Static sizes of the TPU kernels' launches.
+
+Flow:    shapes + options -> [LaunchConfig] -> tpu_runs, tpu_picks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_kernels.mosaic import LANES
+from pallas_kernels.tpu_entries import EntryReader
+
+LARGEST_BLOCK = 512  # states
+_LEAST_HEADS = 16  # two tiles of float32, one of bfloat16
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Pages of one cache."""
+
+    reader: EntryReader
+    page_size: int  # states, a power of two
+    rows: int  # of a page
+
+    @property
+    def places(self) -> int:
+        """States of a row that are used."""
+        return min(self.reader.packing, self.page_size)
+
+    def block_pages(self, most_states: int) -> int:
+        """Pages of a block: a power of two whose states are a multiple of 128 and no more than can be seen."""
+        states = max(LANES, self.page_size, min(LARGEST_BLOCK, 1 << (most_states - 1).bit_length()))
+        return states // self.page_size
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One launch over one cache."""
+
+    cache: CacheConfig
+    queries: int  # tokens of a block
+    heads: int  # of a token, padded to a power of two
+    scale: float
+    tokens_per_state: int  # a power of two
+    window: int | None  # tokens that a query sees; None: all entries of the compressed cache
+    block_pages: int
+    continues: bool  # starts from the state of another pass
+    finishes: bool  # leaves results, not a state
+    return_lse: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a block of tokens."""
+        return self.queries * self.heads
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of pages in a block of states."""
+        return self.block_pages * self.cache.rows
+
+    @property
+    def block_states(self) -> int:
+        """States of a block."""
+        return self.block_rows * self.cache.places
+
+
+def padded_heads(num_heads: int) -> int:
+    """A power of two that fills whole tiles."""
+    return max(_LEAST_HEADS, 1 << (num_heads - 1).bit_length())
+
+
+def log2(power_of_two: int) -> int:
+    """The exponent of a power of two."""
+    return power_of_two.bit_length() - 1

@@ -1,0 +1,176 @@
+"""Reading the states of latent pages in a TPU kernel, in any entry format.
+
+Flow:    rows of pages in VMEM -> [row_words] -> 32-bit words -> [EntryReader.vectors] -> vectors for matrix products
+
+A row of a page holds as many states as elements fit a 32-bit word (`packing`), one in each *place* of the words. So a
+state is `word >> (bits * place)` whatever its format, and a row is the least that a DMA moves.
+
+fp8 entries keep the order of their bytes: number i of the rotary part, whose two bytes stand in lanes l and l + 1,
+comes out in lane l, and lane l + 1 is zero. Queries are spread alike (`spread`), and results brought back (`gathered`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.latent_entries import EntryFormat, LatentFp8, Plain
+from pallas_kernels.mosaic import LANES, Ref, is_interpreted, packing
+
+_BIAS = 120 << 23  # from e4m3's exponent to that of float32
+_SMALLEST_NORMAL = 2.0**-6
+_MAGNITUDE = 0x7F << 20  # also e4m3's NaN
+
+
+def reason_not_supported(entries: EntryFormat, pages: jax.Array, page_size: int) -> str | None:
+    """What of latent pages the reader cannot do, in words; None if it can read them."""
+    if pages.ndim != 4:
+        return "TPU kernels read packed latent pages; make them by latent_layout(platform='tpu')"
+    if entries == Plain() and pages.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"TPU kernels read plain entries in bfloat16 or float32, got {pages.dtype}"
+    if page_size & (page_size - 1):
+        return f"TPU kernels take page sizes that are powers of two, got {page_size}"
+    return None
+
+
+def row_words(buffer: Ref, slot: jax.Array | int, first: jax.Array | int, count: int, piece: int) -> jax.Array:
+    """uint32[count, 128]: 128 lanes of `count` rows of `buffer` [slots, rows, packing, lanes]."""
+    num_pieces = buffer.shape[-1] // LANES
+    if not is_interpreted():
+        view = buffer.bitcast(jnp.uint32).at[slot].reshape(buffer.shape[1] * num_pieces, LANES)
+        return view[pl.ds(first * num_pieces + piece, count, stride=num_pieces), :]
+    x = buffer[slot, pl.ds(first, count), :, pl.ds(piece * LANES, LANES)]
+    bits = 32 // x.shape[1]
+    words = lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
+    return sum((words[:, p] << (bits * p) for p in range(x.shape[1])), jnp.zeros((count, LANES), jnp.uint32))
+
+
+@dataclass(frozen=True)
+class EntryReader:
+    """Vectors of `dim` numbers in a format, from pages of a dtype."""
+
+    entries: EntryFormat
+    dim: int
+    dtype: str  # of the pages
+    compute_dtype: str  # of the vectors: bfloat16 or float32
+
+    @property
+    def packing(self) -> int:
+        """States of a row."""
+        return packing(jnp.dtype(self.dtype))
+
+    @property
+    def lanes(self) -> int:
+        """Of a vector: those of the pages."""
+        return -(-self.entries.width(self.dim) // LANES) * LANES
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of 128 lanes."""
+        return self.lanes // LANES
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """[..., lanes] of [..., dim]: each number in the lane where `vectors` has it."""
+        if isinstance(self.entries, LatentFp8):
+            nope, rope = jnp.split(x, [self.dim - self.entries.rope_dim], axis=-1)
+            rope = jnp.stack([rope, jnp.zeros_like(rope)], axis=-1).reshape(*x.shape[:-1], -1)
+            x = jnp.concatenate([nope, rope], axis=-1)
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, self.lanes - x.shape[-1])])
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """[..., dim] of [..., lanes], the inverse of `spread`."""
+        if not isinstance(self.entries, LatentFp8):
+            return x[..., : self.dim]
+        nope_dim = self.dim - self.entries.rope_dim
+        rope = x[..., nope_dim : nope_dim + 2 * self.entries.rope_dim : 2]
+        return jnp.concatenate([x[..., :nope_dim], rope], axis=-1)
+
+    def vectors(
+        self,
+        words: list[jax.Array],  # uint32[n, 128] a piece
+        place: jax.Array | int,  # of the state in its row; int32[n, 128] or a number
+        kept: jax.Array | None,  # bool[n, 128]: the others are zero; None: all
+    ) -> list[jax.Array]:
+        """[n, 128] in the compute dtype, a piece of 128 lanes each."""
+        if isinstance(self.entries, LatentFp8):
+            pieces = self._fp8_vectors(words, place, self.entries)
+        else:
+            pieces = [self._plain_vectors(word, place, piece) for piece, word in enumerate(words)]
+        if kept is not None:
+            pieces = [jnp.where(kept, x, 0.0) for x in pieces]
+        return [x.astype(self.compute_dtype) for x in pieces]
+
+    def _plain_vectors(self, word: jax.Array, place: jax.Array | int, piece: int) -> jax.Array:
+        if self.packing == 2:  # bfloat16: the upper half of a float32
+            word = _on_top(word, place, 16) & jnp.uint32(0xFFFF0000)
+        x = _as_float(word)
+        if (piece + 1) * LANES <= self.dim:
+            return x
+        return jnp.where(_lane(x, piece) < self.dim, x, 0.0)
+
+    def _fp8_vectors(self, words: list[jax.Array], place: jax.Array | int, entries: LatentFp8) -> list[jax.Array]:
+        """Pieces of an entry `[e4m3 numbers | bfloat16 numbers | scales]`, float32."""
+        rope_lane = self.dim - entries.rope_dim
+        scale_lane = rope_lane + 2 * entries.rope_dim
+        top = [_on_top(word, place, 8) for word in words]
+        pieces = []
+        for piece, byte in enumerate(top):
+            first, end = piece * LANES, (piece + 1) * LANES
+            lane = _lane(byte, piece)
+            x = jnp.zeros(byte.shape, jnp.float32)
+            if first < rope_lane:
+                groups = range(first // entries.group, -(-min(end, rope_lane) // entries.group))
+                scale = _group_scales(top, scale_lane, entries.group, groups, lane)
+                x = _e4m3(byte) * scale
+            if first < scale_lane and end > rope_lane:
+                above = pltpu.roll(byte, LANES - 1, axis=1)  # of the next lane: the number's higher byte
+                rope = _as_float((byte >> 8 & jnp.uint32(0x00FF0000)) | (above & jnp.uint32(0xFF000000)))
+                x = jnp.where(lane < rope_lane, x, jnp.where((lane - rope_lane) & 1 == 0, rope, 0.0))
+            if end > scale_lane:
+                x = jnp.where(lane < scale_lane, x, 0.0)
+            pieces.append(x)
+        return pieces
+
+
+def _on_top(word: jax.Array, place: jax.Array | int, bits: int) -> jax.Array:
+    """The words with the element of `bits` bits at `place` as their highest bits."""
+    shift = 32 - bits - bits * place
+    return word << (shift if isinstance(shift, int) else shift.astype(jnp.uint32))
+
+
+def _as_float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _lane(x: jax.Array, piece: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, x.shape, 1) + piece * LANES
+
+
+def _e4m3(byte: jax.Array) -> jax.Array:
+    """float32 of e4m3 numbers in the highest byte of each word.
+
+    With the exponent's bias changed, a number below the smallest normal one, 2**-6, comes out as x where 2 * x - 2**-6
+    is right; above, that is larger than x.
+    """
+    magnitude = byte >> 4 & jnp.uint32(_MAGNITUDE)
+    x = _as_float(magnitude + jnp.uint32(_BIAS))
+    x = jnp.minimum(x, (x + x) - _SMALLEST_NORMAL)
+    x = jnp.where(magnitude == _MAGNITUDE, jnp.nan, x)
+    return _as_float(lax.bitcast_convert_type(x, jnp.uint32) | (byte & jnp.uint32(0x80000000)))
+
+
+def _group_scales(top: list[jax.Array], scale_lane: int, group: int, groups: range, lane: jax.Array) -> jax.Array:
+    """float32[n, 128] powers of two: of the group that each lane belongs to."""
+    scale = None
+    for g in groups:
+        piece, column = divmod(scale_lane + g, LANES)
+        exponent = jnp.maximum(top[piece][:, column : column + 1].astype(jnp.int32) >> 24 & 0xFF, 1) << 23
+        own = jnp.broadcast_to(lax.bitcast_convert_type(exponent, jnp.float32), lane.shape)
+        scale = own if scale is None else jnp.where(lane >= g * group, own, scale)
+    assert scale is not None
+    return scale

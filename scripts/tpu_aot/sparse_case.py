@@ -1,0 +1,135 @@
+"""What of DeepSeek V4's attention can be compiled: sparse_mla_attention with each kind of layer, the compressor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.compressor_update import kernel_tpu as compressor_kernel
+from pallas_kernels.compressor_update import max_new_entries
+from pallas_kernels.latent_entries import EntryFormat, LatentFp8, Plain
+from pallas_kernels.layouts import latent_layout
+from pallas_kernels.sparse_mla_attention import kernel_tpu, plan
+from pallas_kernels.sparse_mla_attention.shapes import SHAPES
+
+# Bytes of each cache: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
+_POOL_BYTES = 1 << 29
+_BLOCK_TOKENS = 256  # of a compressed cache's pages
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """Sizes of one compilation of sparse_mla_attention."""
+
+    model: str = "deepseek-v4-flash"
+    shards: int = 1  # tensor parallelism
+    ratio: int = 4  # 0: the window only; 4: with an indexer; 128: all entries
+    fp8: int = 1  # entries in fp8, else bfloat16
+    page: int = 64  # states of the window's pages
+    seqs: int = 64
+    tokens: int = 512
+    context: int = 131072
+    lse: int = 0
+
+
+def attention(case: SparseCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The kernels and the schedule, without the write of new latents."""
+    (model,) = (shape for shape in SHAPES if shape.name == case.model)
+    entries: EntryFormat = LatentFp8(model.rope_dim) if case.fp8 else Plain()
+    dtype = "int8" if case.fp8 else "bfloat16"
+    heads = model.per_shard(case.shards)
+
+    def pages(page_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        layout = latent_layout(head_dim=entries.width(model.dim), page_size=page_size, dtype=dtype, platform="tpu")
+        return tuple(_array(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
+
+    entry_page = _BLOCK_TOKENS // (case.ratio or _BLOCK_TOKENS)
+    columns = -(-case.context // _BLOCK_TOKENS)
+    compressed = (pages(entry_page), _array((case.seqs, columns), "int32")) if case.ratio else (None, None)
+    indices = _array((case.tokens, model.topk), "int32") if case.ratio == 4 else None
+    shapes = ((case.seqs, -(-case.context // case.page)), (case.seqs,), (case.seqs + 1,), (3,))
+    step = tuple(_array(shape, "int32") for shape in shapes)
+
+    def call(q: Any, window: Any, step: Any, compressed: Any, indices: Any, sinks: Any) -> Any:
+        sizes = {"num_tokens": case.tokens, "sliding_window": model.sliding_window, "page_size": case.page}
+        return kernel_tpu.sparse_mla_attention(
+            q,
+            window,
+            plan(*step, **sizes),
+            *compressed,
+            indices,
+            sinks,
+            sm_scale=model.sm_scale,
+            sliding_window=model.sliding_window,
+            tokens_per_state=case.ratio or 1,
+            entries=entries,
+            page_size=case.page,
+            entry_page_size=entry_page,
+            return_lse=bool(case.lse),
+        )
+
+    q = _array((case.tokens, heads, model.dim), "bfloat16")
+    return call, (q, pages(case.page), step, compressed, indices, _array((heads,), "float32"))
+
+
+@dataclass(frozen=True)
+class CompressorCase:
+    """Sizes of one compilation of compressor_update."""
+
+    dim: int = 512  # 128: the indexer's
+    ratio: int = 4  # with overlap; 128: without
+    page: int = 4
+    seqs: int = 64
+    tokens: int = 512
+    context: int = 131072
+
+
+def compressor(case: CompressorCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """compressor_update, with the pages donated by its caller."""
+    overlap = case.ratio == 4
+    width = (1 + overlap) * case.dim
+    layout = latent_layout(head_dim=2 * width, page_size=case.page, dtype="float32", platform="tpu")
+    pages = tuple(_array(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
+    room = max_new_entries(case.tokens, case.seqs, case.ratio)
+    call = functools.partial(
+        compressor_kernel.compressor_update, overlap=overlap, page_size=case.page, room=room
+    )  # fmt: skip
+    new = _array((case.tokens, width), "bfloat16")
+    shapes = ((case.seqs, -(-case.context // case.page)), (case.seqs,), (case.seqs + 1,), (3,), (case.tokens,))
+    return call, (new, new, pages, *(_array(s, "int32") for s in shapes), _array((case.ratio, width), "float32"))
+
+
+def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+OPERATIONS = {"sparse_attention": (SparseCase, attention), "compressor_update": (CompressorCase, compressor)}
+
+
+def attention_shapes(num_shards: int) -> list[tuple[str, list[str]]]:
+    """Every model and kind of layer, over fp8 entries, and over bfloat16 ones where an indexer picks them."""
+    layers = [(shape.name, ratio, 1) for shape in SHAPES for ratio in (0, *shape.ratios)]
+    layers += [(shape.name, 4, 0) for shape in SHAPES]
+    return [
+        (
+            f"{name} ratio {ratio} {'fp8' if fp8 else 'bfloat16'}",
+            [f"model={name}", f"shards={num_shards}", f"ratio={ratio}", f"fp8={fp8}"],
+        )
+        for name, ratio, fp8 in layers
+    ]
+
+
+# The compressors are whole on every shard.
+SHAPE_CASES = {
+    "sparse_attention": attention_shapes,
+    "compressor_update": lambda _: [
+        ("ratio 4", ["ratio=4", "page=4"]),
+        ("ratio 128", ["ratio=128", "page=8"]),
+        ("indexer", ["dim=128", "ratio=4", "page=4"]),
+    ],
+}
