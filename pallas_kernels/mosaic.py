@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import config as _config
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 # Types of a kernel's references and DMAs, which Pallas does not export for annotations.
@@ -58,11 +59,24 @@ def words(ref: Ref, *leading: jax.Array | int) -> Ref:
     return view.reshape(view.shape[0] * view.shape[1], view.shape[-1])
 
 
-def load_words(ref: Ref) -> jax.Array:
-    """uint32[n, lanes] of `ref` [n, packing, lanes]."""
+def load_words(
+    ref: Ref, leading: tuple[Any, ...] = (), *, first: int = 0, count: int | None = None, lanes: int | None = None
+) -> jax.Array:
+    """uint32[count, lanes] of `ref[leading]` [n, packing, all lanes]: the first `lanes` lanes of rows from `first` on.
+
+    Where compiled: 128 lanes at a time, rows apart by a stride, so that a register holds rows one below the other.
+    """
+    count = ref.shape[-3] if count is None else count
+    lanes = ref.shape[-1] if lanes is None else lanes
     if not is_interpreted():
-        return words(ref.reshape(1, *ref.shape), 0)[...]
-    x = ref[...].swapaxes(1, 2)
+        view = ref.bitcast(jnp.uint32)
+        view = view.at[leading] if leading else view
+        stride = ref.shape[-1] // LANES
+        view = view.reshape(view.shape[0] * stride, LANES)
+        pieces = [view[pl.ds(first * stride + piece, count, stride=stride), :] for piece in range(lanes // LANES)]
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+    every = pl.ds(0, ref.shape[-2])  # not slice(None), which the race detector takes for empty
+    x = ref[(*leading, pl.ds(first, count), every, pl.ds(0, lanes))].swapaxes(1, 2)
     return lax.bitcast_convert_type(x[..., 0] if x.shape[2] == 1 else x, jnp.uint32)
 
 
@@ -74,3 +88,11 @@ def store_words(ref: Ref, value: jax.Array) -> None:
         return
     x = lax.bitcast_convert_type(value, ref.dtype)
     ref[...] = x[:, None] if x.ndim == 2 else x.swapaxes(1, 2)
+
+
+def elements(value: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[n * packing, lanes] of words uint32[n, lanes], in the order that `load_words` found them."""
+    if not is_interpreted():
+        return pltpu.bitcast(value, dtype)
+    x = lax.bitcast_convert_type(value, dtype)
+    return x if x.ndim == 2 else x.swapaxes(1, 2).reshape(-1, value.shape[1])

@@ -26,6 +26,7 @@ OPS = (
     "attention",
     "kv_write",
     "latent_write",
+    "mla_attention",
     "sparse_attention",
     "compressor_update",
     "causal_conv1d",
@@ -34,6 +35,7 @@ OPS = (
     "gather_pages",
     "scatter_pages",
 )
+KERNELS = {"attention": "rpa_.*", "mla_attention": "mla_.*"}  # names of those that have a score
 # One feature at a time, then all together.
 FEATURES: dict[str, list[str]] = {
     "base": [],
@@ -99,7 +101,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     cases = FEATURES if options.features else {"": []}
     figures, failed = [], False
-    pattern = None if options.no_dump or options.op != "attention" else "rpa_.*"
+    pattern = None if options.no_dump else KERNELS.get(options.op)
     for number, (label, extra) in enumerate(cases.items()):
         try:
             compilation = compile_and_dump(

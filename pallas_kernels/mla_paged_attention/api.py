@@ -16,11 +16,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.mla_paged_attention import reference, validate
+from pallas_kernels.latent_write import latent_write
+from pallas_kernels.mla_paged_attention import kernel_tpu, reference, validate
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
 
@@ -54,9 +56,8 @@ def mla_paged_attention(
 
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    resolve_backend(validate.OP, backend)
     mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
     attention_checks.check_mask(validate.OP, mask)
     attention_checks.check_scalars(validate.OP, sm_scale, soft_cap, schedule, backend)
@@ -65,18 +66,22 @@ def mla_paged_attention(
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
     validate.check_per_head(q_nope.shape[1], sinks, k_scale)
+    chosen = resolve_backend(validate.OP, backend, {"tpu": kernel_tpu.reason_not_supported(latent, mask)})
     if new_kv is not None and slot_mapping is not None:
-        pages = reference.write(new_kv, tuple(pages), slot_mapping, k_scale, page_size=latent.page_size)
-    out, lse = reference.mla_paged_attention(
-        q_nope,
-        q_pe,
-        tuple(pages),
-        *step,
-        mask=mask,
-        sm_scale=float(sm_scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        sinks=sinks,
-        k_scale=k_scale,
-        page_size=latent.page_size,
-    )
+        states = jnp.concatenate(new_kv, axis=-1)
+        pages = latent_write(
+            states, tuple(pages), slot_mapping, scale=k_scale, page_size=latent.page_size, backend=backend
+        )
+    options = {
+        "mask": mask,
+        "sm_scale": float(sm_scale),
+        "soft_cap": None if soft_cap is None else float(soft_cap),
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "page_size": latent.page_size,
+    }
+    if chosen == "tpu":
+        out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, return_lse=return_lse)
+    else:
+        out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.latent_pages import LatentPages, LatentTiles
-from pallas_kernels.latent_write.reference import latent_write
 from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.reference import attend_pages, by_kv_head, finish
@@ -46,15 +45,3 @@ def mla_paged_attention(
     state = attend_pages(q * scale, cache, mask, batch, soft_cap=soft_cap, state=state)
     out, lse = finish(state, sinks, scale)
     return out.astype(q_nope.dtype), lse
-
-
-def write(
-    new_kv: tuple[jax.Array, jax.Array],  # [T, Dl], [T, Dr]
-    pages: tuple[jax.Array, ...],
-    slot_mapping: jax.Array,  # int32[T]
-    k_scale: jax.Array | None,
-    *,
-    page_size: int,
-) -> tuple[jax.Array, ...]:
-    """The pages with latents and rotated keys side by side in their slots."""
-    return latent_write(jnp.concatenate(new_kv, axis=-1), pages, slot_mapping, k_scale, page_size=page_size)

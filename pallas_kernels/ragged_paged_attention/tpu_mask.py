@@ -33,18 +33,34 @@ def block_mask(
     part: tuple[int, int],  # (rows, slots)
     lanes: int,
 ) -> BlockMask:
-    """Of slots `first ... first + slots` of a block: position less `start`, sink pages apart."""
-    sizes, (rows, count) = items.sizes, part
+    """Of slots `first ... first + slots` of a block."""
+    down = first + lax.broadcasted_iota(jnp.int32, (part[1], lanes), 0)
+    return BlockMask(
+        seen_slots(items, item, block, token, first=first, part=part), kept_slots(items, item, block, down)
+    )
+
+
+def seen_slots(
+    items: ItemTable, item: jax.Array, block: jax.Array, token: jax.Array | None, *, first: int, part: tuple[int, int]
+) -> jax.Array:
+    """`BlockMask.seen`; arguments as of `block_mask`."""
+    across = first + lax.broadcasted_iota(jnp.int32, part, 1)
+    return _within(items, item, block, across, *_row_bounds(items, item, token))
+
+
+def kept_slots(items: ItemTable, item: jax.Array, block: jax.Array, slot: jax.Array) -> jax.Array:
+    """Whether any row of the item sees slots `slot` of a block, int32 of any shape."""
+    return _within(items, item, block, slot, items.field(Field.LOWER, item), items.field(Field.UPPER, item))
+
+
+def _within(
+    items: ItemTable, item: jax.Array, block: jax.Array, slot: jax.Array, lower: jax.Array, upper: jax.Array
+) -> jax.Array:
+    """A slot's number is its position less `start`, sink pages apart."""
+    sizes = items.sizes
     start = block * sizes.block + items.field(Field.SHIFT, item) * sizes.page_size
     num_sinks = sizes.mask.num_sink_tokens - block * sizes.block
-    across = first + lax.broadcasted_iota(jnp.int32, (rows, count), 1)
-    down = first + lax.broadcasted_iota(jnp.int32, (count, lanes), 0)
-    row_lower, row_upper = _row_bounds(items, item, token)
-    lower, upper = items.field(Field.LOWER, item), items.field(Field.UPPER, item)
-    return BlockMask(
-        _visible(sizes.mask, across, row_lower - start, row_upper - start, num_sinks),
-        _visible(sizes.mask, down, lower - start, upper - start, num_sinks),
-    )
+    return _visible(sizes.mask, slot, lower - start, upper - start, num_sinks)
 
 
 def _visible(mask: MaskRule, slot: jax.Array, lower: jax.Array, upper: jax.Array, num_sinks: jax.Array) -> jax.Array:

@@ -130,7 +130,7 @@ def _lines(chip: str, memory: dict[str, Any], kernels: list[Any]) -> Iterable[Li
         kernel = dumped.get(name)
         if kernel is None:
             yield Line(name, "all", *space, None, None, None)
-        elif name.startswith("rpa_"):
+        elif name.startswith(("rpa_", "mla_")):
             for score in block_scores(kernel, CHIPS[chip], memory["token_bytes"]):
                 yield Line(name, score.kind, *space, score.bundles, score.spill_bundles, round(score.dma_share, 3))
         else:

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.latent_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import PageLayout, latent_layout
+from pallas_kernels.mla_paged_attention import kernel_tpu as attention_kernel
 from pallas_kernels.mla_paged_attention.shapes import SHAPES
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_STATES = 1 << 19
@@ -47,15 +49,85 @@ def write(case: LatentCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return call, (states, case.pages, _array((case.tokens,), "int32"), None)
 
 
+@dataclass(frozen=True)
+class AttentionCase(LatentCase):
+    """Sizes and features of one compilation of mla_paged_attention."""
+
+    heads: int = 16
+    q_dtype: str = "bfloat16"
+    seqs: int = 64
+    context: int = 8192  # tokens of the longest sequence
+    window: int = 0
+    chunk: int = 0
+    sink_tokens: int = 0
+    soft_cap: float = 0.0
+    sinks: int = 0
+    scales: int = 0
+    lse: int = 0
+    hbm_tables: int = 0
+    queries: int = 0  # 0: by the shapes; as are the next ones
+    units: int = 0
+    decode_block: int = 0
+    tile_block: int = 0
+    decode_part: int = 0
+    tile_part: int = 0
+    chunk_rows: int = 256
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a state in HBM."""
+        return self.layout(128).page_bytes // 128
+
+
+def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The kernel itself, without the write of new states."""
+    q = tuple(_array((case.tokens, case.heads, dim), case.q_dtype) for dim in (case.latent_dim, case.rope_dim))
+    columns = -(-case.context // case.page)
+    step = tuple(_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,)))
+    per_head = (
+        _array((case.heads,), "float32") if case.sinks else None,
+        _array((), "float32") if case.scales else None,
+    )
+    sizes = (case.queries, case.units, case.decode_block, case.tile_block, case.decode_part, case.tile_part)
+
+    def call(q: Any, pages: Any, step: Any, per_head: Any) -> Any:
+        return attention_kernel.mla_paged_attention(
+            *q,
+            pages,
+            *step,
+            mask=MaskRule(True, case.window or None, case.chunk or None, case.sink_tokens),
+            sm_scale=0.1,
+            soft_cap=case.soft_cap or None,
+            sinks=per_head[0],
+            k_scale=per_head[1],
+            page_size=case.page,
+            return_lse=bool(case.lse),
+            tuning=attention_kernel.Tuning(*(size or None for size in sizes), case.chunk_rows),
+            tables_in_hbm=True if case.hbm_tables else None,
+        )
+
+    return call, (q, case.pages, step, per_head)
+
+
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-OPERATIONS = {"latent_write": (LatentCase, write)}
+OPERATIONS = {"latent_write": (LatentCase, write), "mla_attention": (AttentionCase, attention)}
 
-# The latents are whole on every shard.
-SHAPE_CASES = {
-    "latent_write": lambda _: [
-        (shape.name, [f"latent_dim={shape.latent_dim}", f"rope_dim={shape.rope_dim}"]) for shape in SHAPES
+
+def write_shapes(_: int) -> list[tuple[str, list[str]]]:
+    """The latents are whole on every shard."""
+    return [(shape.name, [f"latent_dim={shape.latent_dim}", f"rope_dim={shape.rope_dim}"]) for shape in SHAPES]
+
+
+def attention_shapes(num_shards: int) -> list[tuple[str, list[str]]]:
+    """Every model whose heads split into so many shards."""
+    return [
+        (shape.name, [*settings, f"heads={shape.per_shard(num_shards)}"])
+        for shape, (_, settings) in zip(SHAPES, write_shapes(num_shards), strict=True)
+        if shape.num_q_heads % num_shards == 0
     ]
-}
+
+
+SHAPE_CASES = {"latent_write": write_shapes, "mla_attention": attention_shapes}

@@ -5,7 +5,8 @@ Flow:    Kernel + chip + bytes of a token -> [block_scores] -> BlockScore of ful
 `cycles = max(bundles, bytes / bandwidth * clock)`. Bundles: the loop's own, and those of loops inside times their
 trips for a whole block (pages started four at a time, heads not unrolled). Limits: a bundle is a cycle only where
 nothing stalls; code that runs only sometimes counts as always; clocks are inferred; latency of the first block, and
-what a sequence costs beside its blocks, are left out. So it ranks variants of a kernel; it is not a time.
+what a sequence costs beside its blocks, are left out; of latent attention also the loops that start pages of blocks
+that are not whole. So it ranks variants of a kernel; it is not a time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from scripts.tpu_aot.bundles import Kernel, Loop
 from scripts.tpu_aot.chips import Chip
 
 _NAME = re.compile(r"rpa_q(\d+)_b(\d+)_p(\d+)_t(\d+)")
+_LATENT_NAME = re.compile(r"mla_q(\d+)_h\d+_u(\d+)_b(\d+)_p\d+")
 _UNROLLED_PAGES = 4  # of ItemTable.start
 
 
@@ -46,18 +48,25 @@ class BlockScore:
 
 
 def block_scores(kernel: Kernel, chip: Chip, token_bytes: int) -> list[BlockScore]:
-    """Scores of a kernel of ragged_paged_attention, full blocks first.
+    """Scores of a kernel of ragged_paged_attention, full blocks first; of mla_paged_attention those of a step's blocks.
 
     Raises:
-        ValueError: the kernel's name or loops are not those of ragged_paged_attention.
+        ValueError: the kernel's name or loops are not those of an attention kernel.
     """
-    match = _NAME.fullmatch(kernel.name)
-    if match is None:
-        raise ValueError(f"expected a kernel called rpa_q*_b*_p*_t*, got {kernel.name!r}")
-    queries, block, page, trips = map(int, match.groups())
-    loops = [loop for grid in kernel.loop.inner for loop in grid.inner if loop.has_matmul]
+    match, latent = _NAME.fullmatch(kernel.name), _LATENT_NAME.fullmatch(kernel.name)
+    loops = [(outer, loop) for outer in kernel.loop.inner for loop in outer.inner if loop.has_matmul]
+    if match is None and latent is None:
+        raise ValueError(f"expected a kernel called rpa_q*_b*_p*_t* or mla_q*_h*_u*_b*_p*, got {kernel.name!r}")
     if len(loops) != 2:
         raise ValueError(f"{kernel.name}: expected a loop over full blocks and one over masked ones, got {len(loops)}")
+    if match is not None:
+        queries, block, page, trips = map(int, match.groups())
+        bundles = [executed_bundles(loop, block // page, trips) for _, loop in loops]
+    else:
+        assert latent is not None
+        queries, units, block = map(int, latent.groups())
+        block *= units
+        bundles = [_before(*loops[0]) + loop.num_bundles for _, loop in loops]
     num_bytes = block * token_bytes
     return [
         BlockScore(
@@ -65,14 +74,20 @@ def block_scores(kernel: Kernel, chip: Chip, token_bytes: int) -> list[BlockScor
             kind,
             queries,
             block,
-            executed_bundles(loop, block // page, trips),
+            count,
             loop.num_spills,
             loop.bound,
             num_bytes,
             chip.dma_cycles(num_bytes),
         )
-        for kind, loop in zip(("full", "masked"), loops, strict=True)
+        for kind, count, (_, loop) in zip(("full", "masked"), bundles, loops, strict=True)
     ]
+
+
+def _before(outer: Loop, loop: Loop) -> int:
+    """Bundles of `outer` before `loop`, without loops: what starts the next step."""
+    inner = sum(other.num_bundles for other in outer.inner if other.end <= loop.first)
+    return loop.first - outer.first - inner
 
 
 def executed_bundles(loop: Loop, block_pages: int, head_trips: int) -> int:

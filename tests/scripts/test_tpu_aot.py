@@ -83,8 +83,24 @@ def test_scores() -> None:
     assert dataclasses.replace(full, bundles=3000).cycles == 3000
 
 
+def test_scores_of_latent_attention() -> None:
+    """A step of two blocks: what starts the next step, but for the loops in it, and the products."""
+    start, full, masked = (
+        Loop(first, end, 0, first > 200, {"VALU": end - first}, ())
+        for first, end in ((120, 150), (300, 700), (700, 1200))
+    )
+    trip = Loop(100, 1500, 0, True, {}, (start, full, masked))
+    scores = block_scores(
+        Kernel("mla_q1_h16_u2_b512_p128", Loop(0, 1600, 0, True, {}, (trip,))), CHIPS["v6e"], token_bytes=1280
+    )
+    assert [(score.kind, score.bundles, score.block_tokens) for score in scores] == [
+        ("full", 170 + 400, 1024),
+        ("masked", 170 + 500, 1024),
+    ]
+
+
 def test_kernels_without_a_score() -> None:
-    with pytest.raises(ValueError, match=r"expected a kernel called rpa_q\*_b\*_p\*_t\*, got 'kv_write'"):
+    with pytest.raises(ValueError, match=r"expected a kernel called rpa_q\*_b\*_p\*_t\* or mla_.*, got 'kv_write'"):
         block_scores(Kernel("kv_write", loop(5)), CHIPS["v6e"], 1)
     with pytest.raises(ValueError, match="expected a loop over full blocks and one over masked ones, got 0"):
         block_scores(Kernel("rpa_q1_b512_p128_t1", loop(5, loop(3))), CHIPS["v6e"], 1)

@@ -85,10 +85,9 @@ def test_bad_arguments(name: str) -> None:
         mla_paged_attention(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"mla_paged_attention: there is no {backend} kernel"):
-        mla_paged_attention(**GOOD, backend=backend)
+def test_a_platform_without_a_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="mla_paged_attention: there is no gpu kernel"):
+        mla_paged_attention(**GOOD, backend="gpu")
 
 
 def test_good_arguments() -> None:

@@ -1,0 +1,369 @@
+"""mla_paged_attention for TPU, in Pallas: one kernel source, launched for decode and for tiles of several queries.
+
+Flow:    api -> [kernel_tpu] -> (out, lse)
+Source:  the split by `distribution` is that of ragged paged attention v3 (vllm-project/tpu-inference)
+
+No grid: a loop over the steps of the launch (`tpu_plan.Walk`), as many as the call really has. A step reads
+
+    its blocks       one DMA a page into a double buffer, the next step's under way meanwhile; bytes: pages seen *
+                     page_size * lanes, once for keys and values
+    its queries      one DMA, where they are not those of the step before
+    and writes       the rows of the items that end in it
+
+A decode step holds blocks of several sequences where heads are few: one block's products alone would leave the matrix
+unit waiting. Flops: 2 * queries * Hq * (Dl + Dr + Dl) per key.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.latent_pages import LatentPages
+from pallas_kernels.mla_paged_attention.tpu_attention import StepAttention
+from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, buffer_shape
+from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit, Walk, padded_heads, whole_lanes
+from pallas_kernels.mosaic import LANES, Copy, compiler_params
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
+from pallas_kernels.ragged_paged_attention.tpu_plan import TABLE_ALIGNMENT, Field, plan_items
+
+SMALLEST_TILE = 8  # query tokens
+LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
+_VMEM_LIMIT_BYTES = 64 << 20
+
+
+class Tuning(NamedTuple):
+    """Sizes that a tuner may choose; None: by the shapes."""
+
+    queries: int | None = None  # query tokens of a tile, a power of two, at least 8
+    units: int | None = None  # blocks of a decode step
+    decode_block: int | None = None  # slots of a KV block, a power of two, at least 128
+    tile_block: int | None = None
+    decode_part: int | None = None  # slots of a softmax update
+    tile_part: int | None = None
+    chunk_rows: int = 256  # rows of a matrix product of a tile
+
+
+def reason_not_supported(latent: LatentPages, mask: MaskRule) -> str | None:
+    """What of a call the kernel cannot do, in words; None if it can do it all."""
+    array, page_size = latent.array, latent.page_size
+    if array.ndim != 4:
+        return "TPU kernels read packed latent pages; make them by latent_layout(platform='tpu')"
+    if array.dtype == jnp.float16:
+        return "TPU has no arithmetic on float16 pages; use bfloat16"
+    if page_size & (page_size - 1) or not 8 <= page_size <= 512:
+        return f"TPU kernels take page sizes that are powers of two from 8 to 512, got {page_size}"
+    chunk = mask.attention_chunk_size
+    if chunk is not None and chunk < SMALLEST_TILE:
+        return f"TPU kernels take attention chunks of at least {SMALLEST_TILE} tokens, got {chunk}"
+    return None
+
+
+@functools.partial(
+    jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "return_lse", "tuning", "tables_in_hbm")
+)
+def mla_paged_attention(
+    q_nope: jax.Array,  # [T, Hq, Dl]
+    q_pe: jax.Array,  # [T, Hq, Dr]
+    pages: tuple[jax.Array, ...],  # packed: ([pages, rows, packing, lanes],)
+    block_tables: jax.Array,  # int32[S, P]
+    seq_lens: jax.Array,  # int32[S]
+    query_start_loc: jax.Array,  # int32[S + 1]
+    distribution: jax.Array,  # int32[3]
+    *,
+    mask: MaskRule,
+    sm_scale: float,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    page_size: int,
+    return_lse: bool,
+    tuning: Tuning = Tuning(),  # noqa: B008
+    tables_in_hbm: bool | None = None,  # None: where they exceed scalar memory
+) -> tuple[jax.Array, jax.Array | None]:
+    """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq] or None) as `AttentionOutput` says."""
+    num_tokens, num_heads, latent_dim = q_nope.shape
+    num_seqs, num_columns = block_tables.shape
+    if tables_in_hbm is None:
+        tables_in_hbm = block_tables.size * 4 > LARGEST_TABLE_BYTES
+    if tables_in_hbm:
+        block_tables = jnp.pad(block_tables, [(0, 0), (0, -num_columns % TABLE_ALIGNMENT)])
+    sequence = jnp.arange(num_seqs, dtype=jnp.int32)
+    is_decode = sequence < distribution[0]
+    is_tiled = ~is_decode & (sequence < distribution[2])
+
+    def launch(queries: int, num_queries: int, rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        config = LatentConfig(
+            mask=mask,
+            sm_scale=sm_scale,
+            soft_cap=soft_cap,
+            heads=padded_heads(num_heads),
+            head_dim=latent_dim + q_pe.shape[-1],
+            lanes=pages[0].shape[-1],
+            value_lanes=whole_lanes(latent_dim),
+            page_size=page_size,
+            compute_dtype=_compute_dtype(q_nope.dtype, pages[0].dtype),
+            queries=queries,
+            **_sizes(queries, padded_heads(num_heads), mask, num_columns * page_size, page_size, tuning),
+            has_sinks=sinks is not None,
+            has_k_scale=k_scale is not None,
+            return_lse=return_lse,
+            table_stride=block_tables.shape[1],
+            tables_in_hbm=tables_in_hbm,
+        )
+        batch = Batch(seq_lens, query_start_loc[:-1], jnp.where(rows, jnp.diff(query_start_loc), 0))
+        q = _query_rows(q_nope[:num_queries], q_pe[:num_queries], config)
+        out, lse = _launch(config, batch, block_tables.reshape(-1), q, pages[0], sinks, k_scale)
+        out = _fit(out[:, :num_heads, :latent_dim], num_tokens)
+        return out, None if lse is None else _fit(lse[:, :num_heads, 0], num_tokens)
+
+    out, lse = launch(1, min(num_tokens, num_seqs), is_decode)
+    if num_tokens > 1:
+        tiled = launch(tuning.queries or _tile_queries(padded_heads(num_heads), mask), num_tokens, is_tiled)
+        first = query_start_loc[distribution[0]]
+        token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+        out = jnp.where((token < first)[..., None], out, tiled[0])
+        if lse is not None and tiled[1] is not None:
+            lse = jnp.where(token < first, lse, tiled[1])
+    real = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] < query_start_loc[distribution[2]]
+    out = jnp.where(real[..., None], out, 0).astype(q_nope.dtype)
+    return out, None if lse is None else jnp.where(real, lse, -jnp.inf)
+
+
+def _compute_dtype(q_dtype: jnp.dtype, page_dtype: jnp.dtype) -> str:
+    return "bfloat16" if q_dtype == jnp.bfloat16 and page_dtype.itemsize <= 2 else "float32"
+
+
+def _tile_queries(heads: int, mask: MaskRule) -> int:
+    """Query tokens of a tile: about 1,024 rows, from 8 to 64 tokens, no longer than a chunk."""
+    queries = max(SMALLEST_TILE, min(64, 1024 // heads))
+    if mask.attention_chunk_size is not None:
+        queries = min(queries, mask.attention_chunk_size)
+    return 1 << (queries.bit_length() - 1)
+
+
+def _sizes(queries: int, heads: int, mask: MaskRule, max_len: int, page_size: int, tuning: Tuning) -> dict[str, int]:
+    """Units, slots of a block and of a part, tokens of a chunk: powers of two."""
+    is_decode = queries == 1
+    seen = mask.max_pages(queries, max_len // page_size, page_size) * page_size
+    block = tuning.decode_block if is_decode else tuning.tile_block
+    if block is None:
+        block = max(LANES, page_size, min(512, 1 << (seen - 1).bit_length()))
+    part = (tuning.decode_part or 512) if is_decode else (tuning.tile_part or 256)
+    chunk = max(1, min(queries, tuning.chunk_rows // heads))
+    return {
+        "units": (tuning.units or max(1, min(4, 64 // heads))) if is_decode else 1,
+        "block": block,
+        "part": min(block, part),
+        "chunk": 1 << (chunk.bit_length() - 1),
+    }
+
+
+def _fit(x: jax.Array, num_tokens: int) -> jax.Array:
+    """x with `num_tokens` rows."""
+    return jnp.pad(x[:num_tokens], [(0, max(0, num_tokens - x.shape[0])), *[(0, 0)] * (x.ndim - 1)])
+
+
+def _query_rows(q_nope: jax.Array, q_pe: jax.Array, config: LatentConfig) -> jax.Array:
+    """[T, heads, lanes] in the compute dtype, at least as many tokens as a step has at hand."""
+    q = jnp.concatenate([q_nope, q_pe], axis=-1).astype(config.compute_dtype)
+    sizes = (max(q.shape[0], config.window), config.heads, config.lanes)
+    return jnp.pad(q, [(0, size - old) for size, old in zip(sizes, q.shape, strict=True)])
+
+
+def _per_row_arrays(config: LatentConfig, sinks: jax.Array | None, k_scale: jax.Array | None) -> dict[str, jax.Array]:
+    """Arrays float32[rows, 128] by name: a number for each row, in every lane."""
+    arrays = {}
+    if sinks is not None:
+        largest = float(jnp.finfo(jnp.float32).max) / 2  # finite times log2(e)
+        heads = jnp.clip(sinks.astype(jnp.float32), -largest, largest)
+        heads = jnp.pad(heads, (0, config.heads - heads.shape[0]), constant_values=-1e30)
+        arrays["sinks"] = jnp.broadcast_to(jnp.tile(heads, config.chunk)[:, None], (config.rows, LANES))
+    if k_scale is not None:
+        arrays["k_scale"] = jnp.broadcast_to(jnp.asarray(k_scale, jnp.float32), (config.rows, LANES))
+    return arrays
+
+
+def _launch(
+    config: LatentConfig,
+    batch: Batch,
+    tables: jax.Array,
+    q: jax.Array,
+    pages: jax.Array,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(out [T, heads, value_lanes], lse [T, heads, 128]) of the sequences with queries in `batch`, else undefined."""
+    num_tokens = q.shape[0]
+    items, num_items = plan_items(batch, config, num_tokens)
+    fields = items.reshape(len(Field), -1)
+    num_steps = -(-jnp.sum(fields[Field.NUM_BLOCKS], dtype=jnp.int32) // config.units)
+    scalars = {"fields": items, "counts": jnp.stack([num_items, num_steps]).astype(jnp.int32)}
+    inputs = {"q": q, "pages": pages}
+    if config.tables_in_hbm:
+        inputs["tables"] = tables
+    else:
+        scalars["tables"] = tables
+    per_row = _per_row_arrays(config, sinks, k_scale)
+    outputs = {"out": jax.ShapeDtypeStruct((num_tokens, config.heads, config.value_lanes), q.dtype)}
+    if config.return_lse:
+        outputs["lse"] = jax.ShapeDtypeStruct((num_tokens, config.heads, LANES), jnp.float32)
+    scratch = _scratch(config, pages)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    kind = f"q{config.queries}_h{config.heads}_u{config.units}"
+    results = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            names=(*scalars, *inputs, *per_row, *outputs, *scratch),
+            config=config,
+            room=fields.shape[1],
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(1,),
+            in_specs=[anywhere] * len(inputs) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(per_row),
+            out_specs=[anywhere] * len(outputs),
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=list(outputs.values()),
+        compiler_params=compiler_params(_VMEM_LIMIT_BYTES),
+        name=f"mla_{kind}_b{config.block}_p{config.page_size}",
+    )(*scalars.values(), *inputs.values(), *per_row.values())
+    return results[0], results[1] if config.return_lse else None
+
+
+def _scratch(config: LatentConfig, pages: jax.Array) -> dict[str, Any]:
+    """Scratch references by name."""
+    dtype = jnp.dtype(config.compute_dtype)
+    state = (config.units, config.num_chunks, config.rows)
+    tile = (config.units, config.queries, config.heads)
+    scratch: dict[str, Any] = {
+        "buffer": pltpu.VMEM(buffer_shape(config, pages), pages.dtype),
+        "arrived": pltpu.SemaphoreType.DMA((2,)),
+        "q_tile": pltpu.VMEM((2, config.window, config.heads, config.lanes), dtype),
+        "q_arrived": pltpu.SemaphoreType.DMA((2,)),
+        "m": pltpu.VMEM((*state, LANES), jnp.float32),
+        "l": pltpu.VMEM((*state, LANES), jnp.float32),
+        "acc": pltpu.VMEM((*state, config.value_lanes), jnp.float32),
+        "out_tile": pltpu.VMEM((*tile, config.value_lanes), dtype),
+        "left": pltpu.SemaphoreType.DMA,
+    }
+    if config.return_lse:
+        scratch["lse_tile"] = pltpu.VMEM((*tile, LANES), jnp.float32)
+    if config.tables_in_hbm:
+        scratch["row"] = pltpu.SMEM((config.num_rows * config.table_stride,), jnp.int32)
+        scratch["row_arrived"] = pltpu.SemaphoreType.DMA
+    return scratch
+
+
+def _kernel(*args: Any, names: tuple[str, ...], config: LatentConfig, room: int) -> None:
+    """All steps of a launch."""
+    refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
+    row, row_arrived = (refs.row, refs.row_arrived) if config.tables_in_hbm else (None, None)
+    items = ItemTable(config, refs.fields, room, refs.tables, row, row_arrived, config.num_rows)
+    walk = Walk(config, items, refs.counts[0], refs.q.shape[0])
+    num_steps = refs.counts[1]
+    moves = _Moves(config, walk, refs, LatentBlocks(config, items, refs.pages, refs.buffer, refs.arrived))
+
+    def trip(n: jax.Array, steps: tuple[Step, Step]) -> tuple[Step, Step]:
+        before, this = steps
+        following, slot = walk.following(this), n & 1
+        moves.start(following, 1 - slot, n + 1 < num_steps)
+        attention = StepAttention(config, walk, moves.blocks, refs, this, slot)
+        moves.wait_for_queries(this)
+        is_full = walk.is_full(this).astype(jnp.int32)
+
+        def full(_: jax.Array, carry: None) -> None:
+            moves.blocks.wait_full(slot)
+            attention.attend(masked=False)
+            return carry
+
+        def cut(_: jax.Array, carry: None) -> None:
+            moves.blocks.wait(this, slot)
+            attention.attend(masked=True)
+            return carry
+
+        lax.fori_loop(0, is_full, full, None)  # loops of one trip or none, which the compiler's listing keeps apart
+        lax.fori_loop(is_full, 1, cut, None)
+        moves.wait_for_results(before, n > 0)
+        for i, unit in enumerate(this.units):
+            pl.when(walk.is_end(unit))(functools.partial(attention.finish, i))
+        moves.start_results(this)
+        return this, following
+
+    @pl.when(num_steps > 0)
+    def _() -> None:
+        first = walk.first()
+        moves.start_rows(first)
+        moves.start(first, jnp.int32(0), jnp.bool_(True))
+        last, _ = lax.fori_loop(0, num_steps, trip, (first, first))
+        moves.wait_for_results(last, jnp.bool_(True))
+
+
+class _Moves(NamedTuple):
+    """Moves blocks, table rows and queries in and results out."""
+
+    config: LatentConfig
+    walk: Walk
+    refs: Any
+    blocks: LatentBlocks
+
+    def start(self, step: Step, slot: jax.Array, is_real: jax.Array) -> None:
+        """Starts the copies of a step's queries and blocks, and of the table rows that the next step needs first."""
+
+        @pl.when(is_real)
+        def _() -> None:
+            pl.when(step.is_new)(self._queries(step).start)
+            if self.config.tables_in_hbm:
+                for unit in step.units:
+                    pl.when(unit.step == 0)(self.walk.items.fetch_row(unit.item).wait)
+            self.blocks.start(step, slot)
+            if self.config.tables_in_hbm:
+                self.start_rows(self.walk.following(step))
+
+    def start_rows(self, step: Step) -> None:
+        """Starts the copies of the table rows of items that begin in a step."""
+        if self.config.tables_in_hbm:
+            for unit in step.units:
+                pl.when(unit.step == 0)(self.walk.items.fetch_row(unit.item).start)
+
+    def wait_for_queries(self, step: Step) -> None:
+        """Waits for them where they are new."""
+        pl.when(step.is_new)(self._queries(step).wait)
+
+    def start_results(self, step: Step) -> None:
+        """Starts the copies of the own rows of items that end in a step to HBM."""
+        for i, unit in enumerate(step.units):
+            for copy in self._results(i, unit):
+                pl.when(self.walk.is_end(unit))(copy.start)
+
+    def wait_for_results(self, step: Step, is_real: jax.Array) -> None:
+        """Waits for them."""
+        for i, unit in enumerate(step.units):
+            for copy in self._results(i, unit):
+                pl.when(is_real & self.walk.is_end(unit))(copy.wait)
+
+    def _queries(self, step: Step) -> Copy:
+        source = self.refs.q.at[pl.ds(step.token, self.config.window)]
+        return pltpu.make_async_copy(source, self.refs.q_tile.at[step.slot], self.refs.q_arrived.at[step.slot])
+
+    def _results(self, i: int, unit: Unit) -> list[Copy]:
+        items = self.walk.items
+        skip, count = items.field(Field.SKIP, unit.item), items.field(Field.NUM_QUERIES, unit.item)
+        token = items.field(Field.TOKEN, unit.item) + skip
+        pairs = [(self.refs.out_tile, self.refs.out)]
+        if self.config.return_lse:
+            pairs.append((self.refs.lse_tile, self.refs.lse))
+        return [
+            pltpu.make_async_copy(tile.at[i, pl.ds(skip, count)], target.at[pl.ds(token, count)], self.refs.left)
+            for tile, target in pairs
+        ]

@@ -1,0 +1,119 @@
+"""Latent blocks of the TPU kernel: DMA of their pages into a double buffer, and reading them as keys or values.
+
+Flow:    units of a step + block tables + pages in HBM -> [LatentBlocks.start / wait] -> VMEM -> [keys, values]
+
+A page is one DMA, as it lies in HBM: rows of words that hold `packing` states each. Read a row of words a sublane, that
+is how registers hold states one below the other, so keys and values cost no unpacking.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit
+from pallas_kernels.mosaic import LANES, Ref, elements, load_words
+from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
+from pallas_kernels.ragged_paged_attention.tpu_plan import Field
+
+# int32 slots of a block -> bool: whether they are kept.
+MaskOf = Callable[[jax.Array], jax.Array]
+
+
+def buffer_shape(config: LatentConfig, pages: jax.Array) -> tuple[int, ...]:
+    """Shape of the double buffer for `pages` [pages, rows, packing, lanes]."""
+    _, rows, packing, lanes = pages.shape
+    return (2, config.units, config.block_pages * rows, packing, lanes)
+
+
+@dataclass(frozen=True)
+class LatentBlocks:
+    """References of one launch."""
+
+    config: LatentConfig
+    items: ItemTable
+    pages: Ref  # HBM [num_pages, rows, packing, lanes]
+    buffer: Ref  # VMEM, `buffer_shape`
+    arrived: Ref  # DMA semaphores, one a buffer
+
+    def start(self, step: Step, slot: jax.Array) -> None:
+        """Starts the DMAs of all pages of a step."""
+        for i, unit in enumerate(step.units):
+            self._start_unit(i, unit, slot)
+
+    def wait(self, step: Step, slot: jax.Array) -> None:
+        """Waits for them."""
+        for i, unit in enumerate(step.units):
+            num_pages = self._num_pages(unit)[1]
+            window = self.buffer.at[slot, i, pl.ds(0, num_pages * self.pages.shape[1])]
+            pl.when(num_pages > 0)(pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait)
+
+    def wait_full(self, slot: jax.Array) -> None:
+        """Waits for the pages of a step whose blocks are all whole."""
+        window = self.buffer.at[slot]
+        pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait()
+
+    def keys(self, slot: jax.Array, unit: int, part: int) -> jax.Array:
+        """[part, lanes] in the compute dtype: the states of a part; padding lanes are 0."""
+        return self._states(self._words(slot, unit, part, self.config.lanes))
+
+    def values(self, slot: jax.Array, unit: int, part: int, mask_of: MaskOf | None) -> jax.Array:
+        """[part, value_lanes] in the compute dtype: their first numbers, 0 where `mask_of` says so."""
+        words = self._words(slot, unit, part, self.config.value_lanes)
+        if mask_of is not None:
+            words = words & jnp.concatenate([self._kept_bits(part, mask_of)] * (words.shape[1] // LANES), axis=1)
+        return self._states(words)
+
+    def _words(self, slot: jax.Array, unit: int, part: int, lanes: int) -> jax.Array:
+        """uint32[part / packing, lanes]: a part's words."""
+        count = self.config.part // self.buffer.shape[3]
+        x = load_words(self.buffer, (slot, unit), first=part * count, count=count, lanes=lanes)
+        clean = self.config.head_dim // LANES * LANES
+        if clean >= lanes:
+            return x
+        is_real = lax.broadcasted_iota(jnp.int32, (count, LANES), 1) < self.config.head_dim - clean
+        return jnp.concatenate([x[:, :clean], jnp.where(is_real, x[:, clean:], jnp.zeros_like(x[:, clean:]))], axis=1)
+
+    def _states(self, words: jax.Array) -> jax.Array:
+        return elements(words, self.buffer.dtype).astype(self.config.compute_dtype)
+
+    def _kept_bits(self, part: int, mask_of: MaskOf) -> jax.Array:
+        """uint32[part / packing, 128]: ones for the states that are kept."""
+        packing = self.buffer.shape[3]
+        bits = 32 // packing
+        shape = (self.config.part // packing, LANES)
+        first = part * self.config.part + packing * lax.broadcasted_iota(jnp.int32, shape, 0)
+        kept = jnp.zeros(shape, jnp.uint32)
+        for place in range(packing):
+            ones = jnp.uint32((0xFFFFFFFF >> (32 - bits)) << (bits * place))
+            kept = kept | jnp.where(mask_of(first + place), ones, jnp.uint32(0))
+        return kept
+
+    def _num_pages(self, unit: Unit) -> tuple[jax.Array, jax.Array]:
+        """(number of the unit's block, its pages, 0 beyond the end)."""
+        block, num_pages = self.items.block(*unit)
+        return block, jnp.maximum(num_pages, 0)
+
+    def _start_unit(self, i: int, unit: Unit, slot: jax.Array) -> None:
+        """Unrolled where all pages are there and follow each other in the table."""
+        block, num_pages = self._num_pages(unit)
+        first = block * self.config.block_pages
+        is_whole = num_pages == self.config.block_pages
+        if self.config.mask.num_sink_tokens:
+            is_whole = is_whole & (first >= self.items.field(Field.SINK_PAGES, unit.item))
+        entry = self.items.table_start(unit.item) + self.items.field(Field.SHIFT, unit.item) + first
+        page = functools.partial(self._start_page, slot=slot, i=i)
+        pl.when(is_whole)(lambda: self.items.start_full(entry, page))
+        pl.when(~is_whole)(lambda: self.items.start(unit.item, block, num_pages, page))
+
+    def _start_page(self, entry: jax.Array, j: jax.Array | int, *, slot: jax.Array, i: int) -> None:
+        rows = self.pages.shape[1]
+        target = self.buffer.at[slot, i, pl.ds(j * rows, rows)]
+        pltpu.make_async_copy(self.pages.at[self.items.entries[entry]], target, self.arrived.at[slot]).start()
