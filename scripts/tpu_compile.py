@@ -30,6 +30,7 @@ OPS = (
     "sparse_attention",
     "compressor_update",
     "causal_conv1d",
+    "selective_scan",
     "copy_pages",
     "zero_pages",
     "gather_pages",

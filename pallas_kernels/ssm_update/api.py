@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.ssm_update import reference, tpu_conv, validate
+from pallas_kernels.ssm_update import reference, tpu_conv, tpu_scan, validate
 
 
 class SsmOutput(NamedTuple):
@@ -91,11 +91,12 @@ def selective_scan(
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    resolve_backend(validate.SCAN, backend)
     validate.check_scan(x, states, dt, a, b, c, d, dt_bias, dt_limit)
+    chosen = resolve_backend(validate.SCAN, backend, {"tpu": tpu_scan.reason_not_supported(x, states, b)})
     step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
     validate.check_step(validate.SCAN, x.shape[0], states.shape[0], *step)
     limits = (float(dt_limit[0]), float(dt_limit[1]))
-    return SsmOutput(*reference.selective_scan(x, states, dt, a, b, c, *step, d=d, dt_bias=dt_bias, dt_limit=limits))
+    run = tpu_scan.selective_scan if chosen == "tpu" else reference.selective_scan
+    return SsmOutput(*run(x, states, dt, a, b, c, *step, d=d, dt_bias=dt_bias, dt_limit=limits))

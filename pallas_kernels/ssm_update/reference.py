@@ -126,10 +126,9 @@ def selective_scan(
     num_tokens, num_heads = dt.shape
     pages = (state_read, state_write, has_initial_state)
     step = StateStep.of(num_tokens, states.shape[0], query_start_loc, distribution, *pages)
-    dt = dt.astype(jnp.float32) + (0.0 if dt_bias is None else dt_bias.astype(jnp.float32))
     tokens = (
         x.astype(jnp.float32).reshape(num_tokens, num_heads, -1),  # [T, H, P], P = 1 in Mamba 1
-        jnp.clip(jax.nn.softplus(dt), *dt_limit),
+        time_steps(dt, dt_bias, dt_limit),
         *(_per_head(y, num_heads) for y in (b, c)),
         step.seq,
         step.place,
@@ -139,6 +138,12 @@ def selective_scan(
         out = out + d.astype(jnp.float32)[:, None] * tokens[0]
     out = jnp.where((step.place >= 0)[:, None, None], out, 0.0)
     return out.reshape(x.shape).astype(x.dtype), states
+
+
+def time_steps(dt: jax.Array, dt_bias: jax.Array | None, dt_limit: tuple[float, float]) -> jax.Array:
+    """float32[T, H] steps of `dt` [T, H] before softplus."""
+    dt = dt.astype(jnp.float32) + (0.0 if dt_bias is None else dt_bias.astype(jnp.float32))
+    return jnp.clip(jax.nn.softplus(dt), *dt_limit)
 
 
 def _per_head(x: jax.Array, num_heads: int) -> jax.Array:

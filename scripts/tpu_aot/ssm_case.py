@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ssm_update import causal_conv1d
+from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
 
 _POOL_BYTES = 1 << 28  # of states: more than VMEM holds, so that they stay in HBM
@@ -51,6 +51,25 @@ def conv(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return call, (_array((case.tokens, channels), case.dtype), states, *weights, case.step)
 
 
+def scan(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """selective_scan, with the states donated by its caller."""
+    heads, groups = case.shape.per_shard(case.shards)
+    head_dim, state_dim = case.shape.head_dim, case.shape.state_dim
+    states = _pool(case.shape.state_shapes(case.shards)[1], case.state_dtype)
+    of_head = (case.tokens, heads)
+    x, a, b = of_head, (heads, state_dim), (case.tokens, state_dim)
+    if head_dim is not None:
+        x, a, b = (*of_head, head_dim), (heads,), (case.tokens, groups, state_dim)
+    inputs = [_array(shape, case.dtype) for shape in (of_head, b, b)]
+    weights = [_array(shape, "float32") for shape in (a, (heads,), (heads,))]
+
+    def call(x: Any, states: Any, inputs: Any, weights: Any, step: Any) -> Any:
+        (dt, b, c), (a, d, bias) = inputs, weights
+        return selective_scan(x, states, dt, a, b, c, *step, d=d, dt_bias=bias, backend="tpu")
+
+    return call, (_array(x, case.dtype), states, inputs, weights, case.step)
+
+
 def _pool(page_shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     page_bytes = jnp.dtype(dtype).itemsize * functools.reduce(int.__mul__, page_shape)
     return _array((max(128, _POOL_BYTES // page_bytes), *page_shape), dtype)
@@ -60,7 +79,7 @@ def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-OPERATIONS = {"causal_conv1d": (SsmCase, conv)}
+OPERATIONS = {"causal_conv1d": (SsmCase, conv), "selective_scan": (SsmCase, scan)}
 
 
 def model_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:

@@ -1,0 +1,314 @@
+"""selective_scan of Mamba 2 for TPU, sequences of several tokens: the dual form, matrix products over chunks of 128.
+
+Flow:    x, time steps, b, c of the step, segments -> [ssd] -> (outputs, states in place)
+Source:  Mamba-2 (arXiv 2405.21060, section 6): within a chunk a masked attention, between chunks the state
+
+Grid: one step per segment (`tpu_plan`). With `cum[t]` the sum of `dt * a` of its tokens up to t, in base 2, a segment
+does for each head
+
+    out[t]  = sum_s exp2(cum[t] - cum[s]) * dt[s] * (c[t] . b[s]) * x[s]  +  exp2(cum[t]) * c[t] . state
+    state   = exp2(cum[last]) * state  +  sum_s exp2(cum[last] - cum[s]) * dt[s] * x[s] * b[s]
+
+Heads narrower than 128 lanes go side by side, as many as fill them. The products `c . b` are made once a group. Tokens
+of other sequences in the chunk get time step 0 and inputs 0. With bfloat16 inputs the products that make outputs take
+bfloat16; what makes states is exact to float32, x times its decay in three parts. Flops: per token and head
+`4 * P * N + 2 * 128 * P`, and `2 * 128 * N` per group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mosaic import LANES, Ref, compiler_params
+from pallas_kernels.ssm_update.tpu_decode import largest_divisor, split
+from pallas_kernels.ssm_update.tpu_plan import Field, Segments
+from pallas_kernels.ssm_update.tpu_states import CarriedState
+
+CHUNK = LANES  # tokens
+_GRID = 4096.0
+_MOST_HEADS = 10  # of a trip of the loop over heads, unrolled
+
+
+@jax.jit
+def ssd(
+    x: jax.Array,  # [T, H, P]
+    states: jax.Array,  # [pages, H, P, N]
+    dt: jax.Array,  # float32[T, H] time steps
+    a: jax.Array,  # float32[H]
+    b: jax.Array,  # [T, G, N]
+    c: jax.Array,
+    segments: Segments,  # of chunks of `CHUNK` tokens
+) -> tuple[jax.Array, jax.Array]:
+    """(c . state [T, H, P], right for the tokens of the segments, states)."""
+    num_tokens, num_heads, head_dim = x.shape
+    num_groups = b.shape[1]
+    dtype = jnp.bfloat16 if x.dtype == b.dtype == c.dtype == jnp.bfloat16 else jnp.float32
+    padding = [(0, max(0, CHUNK - num_tokens)), (0, 0)]
+    lanes = [(0, -num_heads % LANES)]
+    tokens = [
+        jnp.pad(x.reshape(num_tokens, -1), padding),
+        jnp.pad(dt, [padding[0], *lanes]),
+        *(jnp.pad(y.astype(dtype).reshape(num_tokens, -1), padding) for y in (b, c)),
+    ]
+    room = segments.table.shape[0] // len(Field)
+
+    def of_chunk(array: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((CHUNK, array.shape[1]), lambda i, table: (table[Field.CHUNK * room + i], 0))
+
+    state = states.shape[1:]
+    scratch = {
+        "carry": pltpu.VMEM(state, jnp.float32),
+        "coming": pltpu.VMEM(state, states.dtype),
+        "going": pltpu.VMEM(state, states.dtype),
+        "arrived": pltpu.SemaphoreType.DMA,
+        "left": pltpu.SemaphoreType.DMA,
+        "stored": pltpu.SMEM((1,), jnp.int32),
+        "cum": pltpu.VMEM((1 if dtype == jnp.bfloat16 else 2, CHUNK, tokens[1].shape[1]), jnp.float32),
+        "rows": pltpu.VMEM((len(_Rows._fields), num_heads, 1, CHUNK), jnp.float32),
+        "scores": pltpu.VMEM((CHUNK, CHUNK), jnp.float32),
+    }
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    out, written = pl.pallas_call(
+        functools.partial(_kernel, names=tuple(scratch), room=room, num_groups=num_groups),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(segments.num_segments,),
+            in_specs=[
+                *(of_chunk(array) for array in tokens),
+                pl.BlockSpec((1, tokens[1].shape[1]), lambda i, table: (0, 0)),
+                in_hbm,
+            ],
+            out_specs=[of_chunk(tokens[0]), in_hbm],
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(tokens[0].shape, x.dtype),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
+        input_output_aliases={6: 1},
+        compiler_params=compiler_params(48 << 20),
+        name=f"ssd_h{_heads(num_heads // num_groups, head_dim)}",
+    )(segments.table, *tokens, jnp.pad(a[None] * math.log2(math.e), [(0, 0), *lanes]), states)
+    return out[:num_tokens].reshape(x.shape), written
+
+
+def heads_per_tile(head_dim: int) -> int:
+    """Heads side by side in 128 lanes."""
+    return max(1, LANES // head_dim)
+
+
+def _heads(heads_per_group: int, head_dim: int) -> int:
+    """Heads of one trip: whole tiles, which divide a group's."""
+    tile = heads_per_tile(head_dim)
+    return tile * largest_divisor(heads_per_group // tile, max(1, _MOST_HEADS // tile))
+
+
+class _Rows(NamedTuple):
+    """A row per head, by token s in lanes."""
+
+    shares: Any  # cum[s] - log2(dt[s]), infinite for tokens of other sequences; float32: its coarse part
+    fine: Any  # the rest
+    weights: Any  # exp2(cum[last] - cum[s]) * dt[s]
+    decay: Any  # exp2(cum[last]) in all lanes
+
+
+def _kernel(
+    table: Ref,
+    x: Ref,  # [128, H * P]
+    dt: Ref,  # float32[128, padded H]
+    b: Ref,  # [128, G * N]
+    c: Ref,
+    a: Ref,  # float32[1, padded H]
+    _: Ref,
+    out: Ref,  # [128, H * P]
+    states: Ref,
+    *scratch: Ref,
+    names: tuple[str, ...],
+    room: int,
+    num_groups: int,
+) -> None:
+    """One segment."""
+    refs = dict(zip(names, scratch, strict=True))
+    carry, coming, going, rows = refs["carry"], refs["coming"], refs["going"], refs["rows"]
+    moves = CarriedState(
+        table,
+        room,
+        states,
+        coming,
+        going,
+        refs["arrived"],
+        refs["left"],
+        refs["stored"],
+        pl.program_id(0),
+        pl.num_programs(0),
+    )
+
+    def take() -> None:
+        carry[...] = coming[...].astype(jnp.float32)
+
+    def clear() -> None:
+        carry[...] = jnp.zeros_like(carry)
+
+    def give() -> None:
+        going[...] = carry[...].astype(going.dtype)
+
+    moves.begin(take, clear)
+    num_heads, head_dim, state_dim = carry.shape
+    first, end = moves.field(Field.FIRST), moves.field(Field.END)
+    _prepare(dt, a, first, end, refs["cum"], rows, b.dtype == jnp.float32)
+    heads_per_group = num_heads // num_groups
+    heads = _heads(heads_per_group, head_dim)
+
+    def group(g: jax.Array, carried: None) -> None:
+        lanes = pl.ds(pl.multiple_of(g * state_dim, LANES), state_dim)
+        keys = jnp.where(_inside(first, end, (CHUNK, state_dim)), b[:, lanes], jnp.zeros((), b.dtype))
+        queries = c[:, lanes]
+        refs["scores"][...] = _dot(queries, keys, 1, 1)
+
+        def some(n: jax.Array, carried: None) -> None:
+            _attend(g * heads_per_group + n * heads, heads, x, queries, keys, out, first, end, refs)
+            return carried
+
+        return lax.fori_loop(0, heads_per_group // heads, some, carried)
+
+    lax.fori_loop(0, num_groups, group, None)
+    moves.end(give)
+
+
+def _prepare(dt: Ref, a: Ref, first: jax.Array, end: jax.Array, cum: Ref, rows: Ref, is_exact: bool) -> None:
+    """Sums of `dt * a` over the segment's tokens, and what follows from them, for all heads.
+
+    Differences of long sums lose what their terms are worth. The coarse parts of the terms are multiples of `1 / _GRID`
+    whose sums are exact, and the sums of the rest are small. `is_exact` keeps both apart for outputs, too.
+    """
+    inside = _inside(first, end, dt.shape)
+    steps = jnp.where(inside, dt[...], 0.0)
+    token = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0)
+    up_to = jnp.where(lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1) <= token, 1.0, 0.0)
+    exponents = steps * a[...]
+    coarse = jnp.floor(exponents * _GRID) / _GRID
+    sums = [_dot(up_to, part, 1, 0) for part in (coarse, exponents - coarse)]
+    rows_of = [jnp.transpose(part) for part in sums]  # [padded H, 128]
+    total = [jnp.broadcast_to(part[:, CHUNK - 1 :], part.shape) for part in rows_of]
+    logs = jnp.log2(jnp.transpose(steps))
+    fine = rows_of[1] - logs
+    weights = jnp.exp2((total[0] - rows_of[0]) + (total[1] - fine))
+    if not is_exact:
+        sums, rows_of = [sums[0] + sums[1]], [rows_of[0] + fine]
+    for i, part in enumerate(sums):
+        cum[i] = part
+    values = _Rows(rows_of[0], fine, weights, jnp.exp2(total[0] + total[1]))
+    for i, value in enumerate(values):
+        for head in range(rows.shape[1]):
+            rows[i, head] = value[head : head + 1]
+
+
+def _attend(
+    head: jax.Array,
+    count: int,
+    x: Ref,
+    queries: jax.Array,  # [128, N] c
+    keys: jax.Array,  # [128, N] b, 0 outside the segment
+    out: Ref,
+    first: jax.Array,
+    end: jax.Array,
+    refs: dict[str, Ref],
+) -> None:
+    """Outputs and states of `count` heads from `head` on."""
+    carry = refs["carry"]
+    _, head_dim, state_dim = carry.shape
+    tile = heads_per_tile(head_dim)
+    width = tile * head_dim
+    sums = [  # these heads in the first lanes
+        pltpu.roll(refs["cum"][i], refs["cum"].shape[2] - head, 1) for i in range(refs["cum"].shape[0])
+    ]
+    inside = _inside(first, end, (CHUNK, width))
+    started = lax.broadcasted_iota(jnp.int32, inside.shape, 0) >= first  # rows after `end` are written again
+    for k in range(0, count, tile):
+        columns = [[_column(part, k + h) for part in sums] for h in range(tile)]
+        rows = [_Rows(*(refs["rows"][i, head + k + h] for i in range(len(_Rows._fields)))) for h in range(tile)]
+        lanes = pl.ds(pl.multiple_of((head + k) * head_dim, width), width)
+        inputs = jnp.where(inside, x[:, lanes].astype(jnp.float32), 0.0)
+        state = carry[pl.ds(head + k, tile)].reshape(width, state_dim)
+        y = _within(refs["scores"][...], inputs, columns, rows, head_dim, queries.dtype)
+        y = y + _entry(columns, head_dim) * _dot(queries, state.astype(queries.dtype), 1, 1)
+        y = jnp.where(started, y, out[:, lanes].astype(jnp.float32))
+        out[:, lanes] = y.astype(out.dtype)
+        added = _added(inputs, keys, rows, head_dim)
+        for h in range(tile):
+            decay = _wide(rows[h].decay, state_dim)
+            carry[head + k + h] = carry[head + k + h] * decay + added[h * head_dim : (h + 1) * head_dim]
+
+
+def _within(
+    scores: jax.Array,  # float32[128, 128] c . b
+    inputs: jax.Array,  # float32[128, heads * P] side by side
+    columns: list[list[jax.Array]],  # of each head, parts of cum
+    rows: list[_Rows],
+    head_dim: int,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """float32[128, heads * P] what the segment's tokens give each other: one product over the tokens of all heads."""
+    token = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    seen = lax.broadcasted_iota(jnp.int32, scores.shape, 1) <= token
+    head = lax.div(lax.broadcasted_iota(jnp.int32, inputs.shape, 1), head_dim)
+    shares, values = [], []
+    for h, (column, row) in enumerate(zip(columns, rows, strict=True)):
+        exponent = column[0] - row.shares
+        if len(column) == 2:
+            exponent = exponent + (column[1] - row.fine)
+        shares.append((scores * jnp.exp2(jnp.where(seen, exponent, -jnp.inf))).astype(dtype))
+        values.append((inputs if len(rows) == 1 else jnp.where(head == h, inputs, 0.0)).astype(dtype))
+    return _dot(jnp.concatenate(shares, axis=1), jnp.concatenate(values), 1, 0)
+
+
+def _entry(columns: list[list[jax.Array]], head_dim: int) -> jax.Array:
+    """float32[128, heads * P] what is left of the state before the segment at each token."""
+    width = len(columns) * head_dim
+    parts = [_wide(sum(column[1:], column[0]), width) for column in columns]
+    head = lax.div(lax.broadcasted_iota(jnp.int32, (CHUNK, width), 1), head_dim)
+    exponent = parts[0]
+    for h, part in enumerate(parts[1:], 1):
+        exponent = jnp.where(head >= h, part, exponent)
+    return jnp.exp2(exponent)
+
+
+def _added(inputs: jax.Array, keys: jax.Array, rows: list[_Rows], head_dim: int) -> jax.Array:
+    """float32[heads * P, N] what the segment adds to the states."""
+    across = jnp.transpose(inputs)
+    parts = [across[h * head_dim : (h + 1) * head_dim] * row.weights for h, row in enumerate(rows)]
+    weighted = jnp.concatenate(parts)
+    if keys.dtype == jnp.float32:
+        return _dot(weighted, keys, 1, 0)
+    return _dot(jnp.concatenate(split(weighted), axis=1), jnp.concatenate([keys] * 3), 1, 0)
+
+
+def _column(x: jax.Array, lane: int) -> jax.Array:
+    """A lane of x [128, lanes] in 128 lanes."""
+    return jnp.broadcast_to(x[:, lane : lane + 1], (CHUNK, LANES))
+
+
+def _inside(first: jax.Array, end: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """bool of this shape: whether the token, along axis 0, is of the segment."""
+    token = lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (token >= first) & (token < end)
+
+
+def _wide(x: jax.Array, count: int) -> jax.Array:
+    """x [rows, 128], equal in all lanes, as [rows, count]."""
+    return x[:, :count] if count <= LANES else jnp.concatenate([x] * (count // LANES), axis=1)
+
+
+def _dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
+    """Matrix product in float32 that sums over these axes."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dimensions = (((x_axis,), (y_axis,)), ((), ()))
+    return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,103 @@
+"""The state of one sequence after the other, from its page and to its page, for kernels that walk over segments.
+
+Flow:    page -> coming (DMA) -> the kernel's carry, from segment to segment -> going -> page (DMA)
+
+A page is loaded while the segment before is computed: nothing reads `coming` after a segment has begun. It is stored
+while the segments up to the next store are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mosaic import Copy, Ref
+from pallas_kernels.ssm_update.tpu_plan import Field
+
+
+@dataclass(frozen=True)
+class CarriedState:
+    """Moves states and reads the table; `segment` is the one that runs, of `num_segments`."""
+
+    table: Ref  # of the segments, in SMEM
+    room: int
+    states: Ref  # in HBM
+    coming: Ref  # one state
+    going: Ref
+    arrived: Ref  # semaphores
+    left: Ref
+    stored: Ref  # int32[1] in SMEM: page whose store has not been waited for, 0: none
+    segment: jax.Array
+    num_segments: jax.Array | int
+
+    def field(self, field: Field) -> jax.Array:
+        """A scalar of the segment."""
+        return self._field(field, self.segment)
+
+    @property
+    def begins_chunk(self) -> jax.Array:
+        """Whether it is the first segment of its chunk."""
+        before = self._field(Field.CHUNK, jnp.maximum(self.segment - 1, 0))
+        return (self.segment == 0) | (self.field(Field.CHUNK) != before)
+
+    @property
+    def ends_chunk(self) -> jax.Array:
+        """Whether it is the last."""
+        after = self._field(Field.CHUNK, jnp.minimum(self.segment + 1, self.num_segments - 1))
+        return (self.segment + 1 == self.num_segments) | (self.field(Field.CHUNK) != after)
+
+    def begin(self, take: Callable[[], None], clear: Callable[[], None]) -> None:
+        """Where the sequence begins: `take` its state out of `coming`, or `clear`; then loads the next one's."""
+        page = self.field(Field.READ)
+
+        @pl.when(self.segment == 0)
+        def _() -> None:
+            self.stored[0] = 0
+            self._start_load(self.segment)
+
+        @pl.when(page > 0)
+        def _() -> None:
+            self._loading(page).wait()
+            take()
+
+        pl.when((self.field(Field.BEGINS) == 1) & (page == 0))(clear)
+        pl.when(self.segment + 1 < self.num_segments)(lambda: self._start_load(self.segment + 1))
+
+    def end(self, give: Callable[[], None]) -> None:
+        """Where the sequence ends and has a page: `give` its state to `going`, and the store starts."""
+        page = self.field(Field.WRITE)
+
+        @pl.when(page > 0)
+        def _() -> None:
+            self._wait_for_store()
+            give()
+            self._storing(page).start()
+            self.stored[0] = page
+
+        pl.when(self.segment + 1 == self.num_segments)(self._wait_for_store)
+
+    def _field(self, field: Field, segment: jax.Array) -> jax.Array:
+        return self.table[field * self.room + segment]
+
+    def _start_load(self, segment: jax.Array) -> None:
+        page = self._field(Field.READ, segment)
+        pl.when(page > 0)(lambda: self._loading(page).start())
+
+    def _wait_for_store(self) -> None:
+        page = self.stored[0]
+
+        @pl.when(page > 0)
+        def _() -> None:
+            self._storing(page).wait()
+            self.stored[0] = 0
+
+    def _loading(self, page: jax.Array) -> Copy:
+        return pltpu.make_async_copy(self.states.at[page], self.coming, self.arrived)
+
+    def _storing(self, page: jax.Array) -> Copy:
+        return pltpu.make_async_copy(self.going, self.states.at[page], self.left)

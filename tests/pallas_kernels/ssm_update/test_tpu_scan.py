@@ -1,0 +1,185 @@
+"""The TPU kernels of selective_scan against numpy's recurrences: ragged steps, NaN wherever nobody may look, races."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ssm_update import selective_scan, tpu_decode, tpu_scan
+from pallas_kernels.ssm_update.tpu_decode import StateTiles
+from pallas_kernels.ssm_update.tpu_states import CarriedState
+from tests.pallas_kernels.cases import TOLERANCE, assert_close
+from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
+from tests.pallas_kernels.ssm_update.ssm_cases import Step, assert_states, on_device, random_states, random_step
+from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
+
+NUM_ROWS, NUM_PAGES = 10, 24
+# Decode over two tiles of tokens; sequences over borders of chunks and beside each other; nothing; all of one.
+LENGTHS = (
+    [1, 1, 1, 1, 1, 0, 1, 1, 1, 1],
+    [1, 1, 0, 1, 100, 2, 8, 37],
+    [],
+    [0, 127, 1, 1, 21],
+)
+NUM_TOKENS = 150
+MAMBA2 = Shape(4, 64, 128, groups=2, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0))
+EXACT2 = Shape(4, 32, 128, num_tokens=NUM_TOKENS)
+SHAPES = [
+    MAMBA2,
+    EXACT2,
+    pytest.param(Shape(3, 128, 256, num_tokens=NUM_TOKENS, dtype="bfloat16"), marks=pytest.mark.sweep),
+    pytest.param(Shape(32, 8, 128, 2, NUM_TOKENS, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
+    pytest.param(Shape(20, 64, 128, 2, 40, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
+]
+
+Arguments = tuple[dict[str, Any], Step]
+
+
+def make(rng: np.random.Generator, shape: Shape, q_lens: Sequence[int]) -> Arguments:
+    """Padding tokens hold NaN, as do all pages that nobody starts from."""
+    step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
+    arrays = shape.arrays(rng)
+    for name in ("x", "dt", "b", "c"):
+        arrays[name][step.query_start_loc[-1] :] = np.nan
+    arrays["states"] = random_states(rng, step, shape.state_shape, NUM_PAGES, shape.state_dtype)
+    return arrays, step
+
+
+def scan(arrays: dict[str, Any], step: Any, limit: tuple[float, float]) -> Any:
+    names = ("x", "states", "dt", "a", "b", "c")
+    options = {"d": arrays["d"], "dt_bias": arrays["dt_bias"], "dt_limit": limit}
+    return tpu_scan.selective_scan(*(jnp.asarray(arrays[name]) for name in names), *step, **options)
+
+
+@functools.cache
+def compiled(shape: Shape) -> Callable[..., Any]:
+    """(arrays, step) -> (out, states)."""
+    arrays, step = make(np.random.default_rng(0), shape, [])
+    return compile_on_tpu(functools.partial(scan, limit=shape.limit), arrays, on_device(step))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_recurrence(shape: Shape) -> None:
+    """Decode, prefill and mixed; lengths 0 and 1; states in place and elsewhere, shared and none."""
+    run = compiled(shape)
+    for seed, q_lens in enumerate(LENGTHS if shape.num_tokens == NUM_TOKENS else ([1] * 9, [1, 39], [40])):
+        arrays, step = make(np.random.default_rng(seed), shape, q_lens)
+        out, after = run(arrays, on_device(step))
+        expected, expected_after = shape.oracle(arrays, step)
+        assert_close(out, expected, shape.dtype, "out")
+        assert (out[step.query_start_loc[-1] :] == 0).all()
+        tolerance = TOLERANCE[shape.state_dtype]
+        assert_states(np.asarray(after), expected_after, arrays["states"], step, tolerance)
+
+
+def test_what_is_not_finite_stays_in_its_sequence() -> None:
+    """A sequence whose inputs are not finite changes no bit of the others, also where they share a chunk."""
+    run = compiled(MAMBA2)
+    arrays, step = make(np.random.default_rng(5), MAMBA2, [1, 1, 5, 80, 30, 1])
+    out, states = run(arrays, on_device(step))
+    for row in (1, 3):
+        tokens = step.tokens(row)
+        dirty = {name: array.copy() for name, array in arrays.items()}
+        for name, value in (("x", np.nan), ("b", np.nan), ("c", np.inf), ("dt", np.inf)):
+            dirty[name][tokens.start] = value
+        got, after = run(dirty, on_device(step))
+        others = np.setdiff1d(np.arange(118), np.arange(NUM_TOKENS)[tokens])
+        np.testing.assert_array_equal(got[others], out[others])
+        pages = np.setdiff1d(np.arange(NUM_PAGES), step.state_write[row])
+        np.testing.assert_array_equal(after[pages], states[pages])
+        assert np.isnan(got[tokens].astype(np.float32)).any()
+
+
+def test_the_split_of_rows_does_not_matter() -> None:
+    """`distribution` may call every sequence mixed; a row without a page to write computes its outputs all the same."""
+    arrays, step = make(np.random.default_rng(6), MAMBA2, [1, 1, 40, 3])
+    unwritten = step._replace(distribution=np.array([0, 0, 4], np.int32), state_write=np.zeros_like(step.state_write))
+    out, states = compiled(MAMBA2)(arrays, on_device(unwritten))
+    assert_close(out, MAMBA2.oracle(arrays, step)[0], "bfloat16", "out")
+    assert states.tobytes() == arrays["states"].tobytes()
+
+
+def _into_the_tile_in_use(self: StateTiles, step: Any, b: Any, page: Any) -> Any:
+    return pltpu.make_async_copy(self._tile(step, page), self.coming.at[1 - (step & 1), b], self.arrived.at[step & 1])
+
+
+def _out_of_the_state_that_comes(self: CarriedState, page: Any) -> Any:
+    return pltpu.make_async_copy(self.coming, self.states.at[page], self.left)
+
+
+@pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
+def test_a_race_planted_in_decoding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States loaded into the tile in use: a race is reported."""
+    monkeypatch.setattr(StateTiles, "_loading", _into_the_tile_in_use)
+    jax.clear_caches()
+    inputs = (jnp.ones((12, 2, 8, 128)), jnp.ones((16, 2, 8)), jnp.ones((16, 2)), *[jnp.ones((16, 1, 128))] * 2)
+    pages = (*[jnp.arange(16, dtype=jnp.int32) % 12] * 2, jnp.int32(12))
+    run = compile_on_tpu(tpu_decode.mamba2, *inputs, *pages)
+    with pytest.raises(RaceError, match=r"race|RACE"):
+        run(*inputs, *pages)
+    jax.clear_caches()
+
+
+@pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
+def test_a_race_planted_in_segments_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States stored from where the next one comes: a race is reported."""
+    monkeypatch.setattr(CarriedState, "_storing", _out_of_the_state_that_comes)
+    jax.clear_caches()
+    shape = Shape(2, 64, 128, num_tokens=12)
+    arrays, step = make(np.random.default_rng(8), shape, [3, 3, 3])
+    step = step._replace(state_read=step.state_write, has_initial_state=np.ones(NUM_ROWS, bool))
+    arrays["states"][:] = 1
+    run = compile_on_tpu(functools.partial(scan, limit=shape.limit), arrays, on_device(step))
+    with pytest.raises(RaceError, match=r"race|RACE"):
+        run(arrays, on_device(step))
+    jax.clear_caches()
+
+
+BAD: dict[str, tuple[tuple[int, int | None, int, int], str, str]] = {
+    "mamba1": ((128, None, 16, 1), "float32", "no tpu kernel of Mamba 1"),
+    "float16": ((2, 64, 128, 1), "float16", "no arithmetic on float16"),
+    "state": ((2, 64, 64, 1), "float32", "states in multiples of 128, got 64"),
+    "head": ((2, 48, 128, 1), "float32", "heads of 8, 16, 32, 64 or multiples of 128, got 48"),
+    "group": ((3, 64, 128, 1), "float32", "groups of multiples of 2 heads of 64, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_kernels_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend="tpu" refuses; "auto" on a TPU warns and gives what the reference gives."""
+    (heads, head_dim, state_dim, groups), dtype, message = BAD[name]
+    shape = Shape(heads, head_dim, state_dim, groups, num_tokens=3, dtype=dtype)
+    arrays, step = make(np.random.default_rng(0), shape, [1, 2])
+    arguments = (*(jnp.asarray(arrays[n]) for n in ("x", "states", "dt", "a", "b", "c")), *on_device(step))
+    with pytest.raises(NotImplementedError, match=f"selective_scan: .*{message}"):
+        selective_scan(*arguments, backend="tpu")
+    expected = selective_scan(*arguments, backend="reference")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.warns(RuntimeWarning, match="the reference runs instead"):
+        result = selective_scan(*arguments)
+    np.testing.assert_array_equal(result.out, expected.out)
+
+
+@pytest.mark.parametrize(("shape", "kernels"), [(MAMBA2, ("ssd_decode_h2", "ssd_h2"))], ids=["mamba2"])
+def test_the_op_takes_the_kernels_on_a_tpu(
+    shape: Shape, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "auto" there, and "tpu" anywhere, trace the kernels."""
+    arrays, step = make(np.random.default_rng(0), shape, [])
+    arguments = (*(jnp.asarray(arrays[n]) for n in ("x", "states", "dt", "a", "b", "c")), *on_device(step))
+
+    def traced(backend: str) -> list[bool]:
+        text = str(jax.make_jaxpr(functools.partial(selective_scan, backend=backend))(*arguments))
+        return [f"name={kernel}" in text or f" {kernel}" in text for kernel in kernels]
+
+    assert all(traced("tpu"))
+    assert not any(traced("auto"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert all(traced("auto"))
