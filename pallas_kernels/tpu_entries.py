@@ -11,6 +11,7 @@ comes out in lane l, and lane l + 1 is zero. Queries are spread alike (`spread`)
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -19,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.latent_entries import EntryFormat, LatentFp8, Plain
+from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8, Plain
+from pallas_kernels.layouts import cdiv
 from pallas_kernels.mosaic import LANES, Ref, is_interpreted, packing
 
 _BIAS = 120 << 23  # from e4m3's exponent to that of float32
@@ -65,14 +67,15 @@ class EntryReader:
         return packing(jnp.dtype(self.dtype))
 
     @property
-    def lanes(self) -> int:
-        """Of a vector: those of the pages."""
-        return -(-self.entries.width(self.dim) // LANES) * LANES
+    def num_pieces(self) -> int:
+        """Pieces of 128 lanes of a state."""
+        return cdiv(self.entries.width(self.dim), LANES)
 
     @property
-    def num_pieces(self) -> int:
-        """Pieces of 128 lanes."""
-        return self.lanes // LANES
+    def lanes(self) -> int:
+        """Of a vector."""
+        used = self.dim + (self.entries.rope_dim if isinstance(self.entries, LatentFp8) else 0)
+        return cdiv(used, LANES) * LANES
 
     def spread(self, x: jax.Array) -> jax.Array:
         """[..., lanes] of [..., dim]: each number in the lane where `vectors` has it."""
@@ -100,15 +103,32 @@ class EntryReader:
         if isinstance(self.entries, LatentFp8):
             pieces = self._fp8_vectors(words, place, self.entries)
         else:
-            pieces = [self._plain_vectors(word, place, piece) for piece, word in enumerate(words)]
+            pieces = [self._numbers(word, place, piece) for piece, word in enumerate(words[: self.lanes // LANES])]
         if kept is not None:
             pieces = [jnp.where(kept, x, 0.0) for x in pieces]
         return [x.astype(self.compute_dtype) for x in pieces]
 
-    def _plain_vectors(self, word: jax.Array, place: jax.Array | int, piece: int) -> jax.Array:
-        if self.packing == 2:  # bfloat16: the upper half of a float32
-            word = _on_top(word, place, 16) & jnp.uint32(0xFFFF0000)
-        x = _as_float(word)
+    def index_scales(self, words: list[jax.Array]) -> list[jax.Array] | None:
+        """float32[1, 128] factors of the states of 128 rows, by place, which `vectors` of IndexFp8 leaves out."""
+        if not isinstance(self.entries, IndexFp8):
+            return None
+        across = [jnp.transpose(lax.bitcast_convert_type(word, jnp.int32)) for word in words[self.dim // LANES :]]
+        lanes = [divmod(self.dim % LANES + i, LANES) for i in range(4)]
+        byte_rows = [across[piece][row : row + 1] for piece, row in lanes]
+        scales = []
+        for place in range(self.packing):
+            parts = [(x >> (8 * place) & 0xFF) << (8 * i) for i, x in enumerate(byte_rows)]
+            scales.append(lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, parts), jnp.float32))
+        return scales
+
+    def _numbers(self, word: jax.Array, place: jax.Array | int, piece: int) -> jax.Array:
+        """A piece of a vector of plain numbers, or of e4m3 ones; float32."""
+        if isinstance(self.entries, IndexFp8):
+            x = _e4m3(_on_top(word, place, 8))
+        elif self.packing == 2:  # bfloat16: the upper half of a float32
+            x = _as_float(_on_top(word, place, 16) & jnp.uint32(0xFFFF0000))
+        else:
+            x = _as_float(word)
         if (piece + 1) * LANES <= self.dim:
             return x
         return jnp.where(_lane(x, piece) < self.dim, x, 0.0)
@@ -119,7 +139,7 @@ class EntryReader:
         scale_lane = rope_lane + 2 * entries.rope_dim
         top = [_on_top(word, place, 8) for word in words]
         pieces = []
-        for piece, byte in enumerate(top):
+        for piece, byte in enumerate(top[: self.lanes // LANES]):
             first, end = piece * LANES, (piece + 1) * LANES
             lane = _lane(byte, piece)
             x = jnp.zeros(byte.shape, jnp.float32)

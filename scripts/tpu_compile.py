@@ -28,6 +28,7 @@ OPS = (
     "latent_write",
     "mla_attention",
     "sparse_attention",
+    "indexer_topk",
     "compressor_update",
     "causal_conv1d",
     "selective_scan",

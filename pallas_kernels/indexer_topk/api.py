@@ -8,10 +8,12 @@ Axis names: as ragged_paged_attention; Hi index heads (64 in DeepSeek V4), Di th
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.indexer_topk import reference, validate
+from pallas_kernels.indexer_topk import kernel_tpu, reference, validate
 from pallas_kernels.latent_entries import EntryFormat, Plain
 
 
@@ -38,10 +40,13 @@ def indexer_topk(
 
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit.
-        NotImplementedError: `backend` is a platform without a kernel.
+        NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    resolve_backend(validate.OP, backend)
     step = (block_tables, seq_lens, query_start_loc, distribution)
     latent = validate.check(q, weights, pages, step, topk, tokens_per_state, entries, page_size)
-    sizes = {"topk": int(topk), "tokens_per_state": int(tokens_per_state), "page_size": latent.page_size}
-    return reference.indexer_topk(q, weights, tuple(pages), *step, **sizes, entries=entries)
+    options: dict[str, Any] = {"topk": int(topk), "tokens_per_state": int(tokens_per_state), "entries": entries}
+    options["page_size"] = latent.page_size
+    reason = kernel_tpu.reason_not_supported(q, tuple(pages), block_tables, **options)
+    chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
+    run = kernel_tpu.indexer_topk if chosen == "tpu" else reference.indexer_topk
+    return run(q, weights, tuple(pages), *step, **options)

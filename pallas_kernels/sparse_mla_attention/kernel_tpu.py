@@ -21,10 +21,11 @@ from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.sparse_mla_attention import tpu_picks, tpu_runs
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
-from pallas_kernels.sparse_mla_attention.tpu_attention import MOST_ROWS, PassState
-from pallas_kernels.sparse_mla_attention.tpu_items import TILE_QUERIES
-from pallas_kernels.sparse_mla_attention.tpu_plan import LARGEST_BLOCK, CacheConfig, LaunchConfig, padded_heads
+from pallas_kernels.sparse_mla_attention.tpu_attention import PassState
+from pallas_kernels.sparse_mla_attention.tpu_plan import LARGEST_BLOCK, LaunchConfig, block_pages
+from pallas_kernels.token_blocks import MOST_ROWS, TILE_QUERIES, padded_heads, rows_of_heads, rows_of_tables
 from pallas_kernels.tpu_entries import EntryReader
+from pallas_kernels.tpu_states import StatePages
 
 MOST_TOKENS = 16384  # of a call: their items and places take scalar memory
 MOST_WINDOW_PAGES = 65536  # of all items, in scalar memory
@@ -60,7 +61,7 @@ def reason_not_supported(
     counts = [
         ("tokens", q.shape[0], MOST_TOKENS),
         ("query heads", q.shape[1], MOST_HEADS),
-        ("pages in all windows", schedule.tiles.window_pages.size, MOST_WINDOW_PAGES),
+        ("pages in all windows", schedule.tiles.pages.size, MOST_WINDOW_PAGES),
     ]
     if compressed_pages is not None and compressed_tables is not None:
         caches.append((compressed_pages[0], entry_page_size))
@@ -109,9 +110,9 @@ def sparse_mla_attention(
     layer = _Layer(
         reader, padded_heads(num_heads), sm_scale, sliding_window, page_size, return_lse, pages[0], compressed
     )
-    rows = _rows(q, layer)
-    num_decode = schedule.decode.num_items
-    decode_tokens = min(num_tokens, schedule.decode.room)
+    rows = rows_of_heads(reader.spread(q.astype(reader.compute_dtype)))
+    num_decode = schedule.decode.blocks.num_items
+    decode_tokens = min(num_tokens, schedule.decode.blocks.room)
     decode = layer.attend(rows[: decode_tokens * layer.heads], schedule, 1, sinks)
     tiles = layer.attend(rows, schedule, TILE_QUERIES, sinks)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
@@ -124,13 +125,6 @@ def sparse_mla_attention(
     real = (schedule.pos >= 0)[:, None]
     out = jnp.where(real[..., None], reader.gathered(by_token("out")), 0).astype(q.dtype)
     return out, jnp.where(real, by_token("lse")[..., 0], -jnp.inf) if return_lse else None
-
-
-def _rows(q: jax.Array, layer: _Layer) -> jax.Array:
-    """[T * heads, lanes] of q [T, Hq, D], tokens and heads padded, numbers where the entries have them."""
-    q = layer.reader.spread(q.astype(layer.reader.compute_dtype))
-    padding = [(0, -q.shape[0] % TILE_QUERIES), (0, layer.heads - q.shape[1]), (0, 0)]
-    return jnp.pad(q, padding).reshape(-1, q.shape[2])
 
 
 class _Layer(NamedTuple):
@@ -158,7 +152,7 @@ class _Layer(NamedTuple):
         state = PassState(*(results[f"{name}_out"] for name in PassState._fields))
         if self.compressed.topk_indices is None:
             config = self._config(queries, self.compressed)
-            tables = tpu_runs.rows_of_tables(self.compressed.tables)
+            tables = rows_of_tables(self.compressed.tables)
             return tpu_runs.run_pass(config, items, q, self.compressed.pages, tables, state, per_row)
         return self._attend_picks(q, schedule, queries, state, None if sinks is None else self._per_row(sinks, 1))
 
@@ -172,7 +166,7 @@ class _Layer(NamedTuple):
         cache = config.cache
         none = compressed.tables.shape[1] * cache.rows * cache.places
         part = tpu_picks.part_entries(compressed.topk_indices.shape[1], self.heads)
-        num_decode = schedule.decode.num_items
+        num_decode = schedule.decode.blocks.num_items
         if queries == 1:
             num_tokens, span = q.shape[0] // self.heads, jnp.stack([0, num_decode])
         else:
@@ -197,7 +191,7 @@ class _Layer(NamedTuple):
         pages, page_size = self.pages, self.page_size
         if compressed is not None:
             pages, page_size = compressed.pages, compressed.page_size
-        cache = CacheConfig(self.reader, page_size, pages.shape[1])
+        cache = StatePages(self.reader, page_size, pages.shape[1])
         if compressed is None:
             most = MaskRule(sliding_window=self.sliding_window).max_pages(queries, MOST_WINDOW_PAGES, page_size)
         else:
@@ -209,7 +203,7 @@ class _Layer(NamedTuple):
             scale=self.sm_scale,
             tokens_per_state=1 if compressed is None else compressed.tokens_per_state,
             window=self.sliding_window if compressed is None else None,
-            block_pages=cache.block_pages(most * page_size),
+            block_pages=block_pages(cache, most * page_size),
             continues=compressed is not None,
             finishes=compressed is not None or self.compressed is None,
             return_lse=self.return_lse,

@@ -15,8 +15,27 @@ import jax.numpy as jnp
 from pallas_kernels.latent_pages import state_slots
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.sparse_mla_attention.tpu_items import TILE_QUERIES, TpuItems, plan_items
+from pallas_kernels.token_blocks import TILE_QUERIES, Field, TokenBlocks, both_kinds
 from pallas_kernels.token_places import TokenPlaces
+
+
+class WindowBlocks(NamedTuple):
+    """The items of one launch, and the pages of their windows."""
+
+    blocks: TokenBlocks
+    pages: jax.Array  # int32[room * n] pages of each item's windows, in order
+
+    @classmethod
+    def of(
+        cls, blocks: TokenBlocks, block_tables: jax.Array, mask: MaskRule, queries: int, page_size: int
+    ) -> WindowBlocks:
+        """Of items of blocks of `queries` tokens."""
+        pos, end = blocks.field(Field.POS), blocks.field(Field.END)
+        run = mask.page_run(pos + blocks.field(Field.BEGIN), pos + end - 1, 0, page_size)
+        num_pages = mask.max_pages(queries, block_tables.shape[1], page_size)
+        column = run.first_page[:, None] + jnp.arange(num_pages, dtype=jnp.int32)
+        pages = block_tables.at[blocks.field(Field.SEQ)[:, None], column].get(mode="clip")
+        return cls(blocks, pages.reshape(-1))
 
 
 class SparseSchedule(NamedTuple):
@@ -25,8 +44,8 @@ class SparseSchedule(NamedTuple):
     seq: jax.Array  # int32[T] row of the token's sequence
     pos: jax.Array  # int32[T] its position, -1 for padding
     window_slots: jax.Array  # int32[T, sliding_window] oldest first, -1 after the last
-    decode: TpuItems  # of the decode sequences
-    tiles: TpuItems  # of the others
+    decode: WindowBlocks  # of the decode sequences, token by token
+    tiles: WindowBlocks  # of the others
 
     @property
     def num_window_slots(self) -> jax.Array:
@@ -52,16 +71,12 @@ def plan(
     """The schedule of one step and one window cache, for all layers that have it, compressed caches or not."""
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     places = TokenPlaces.of_batch(batch, num_tokens)
-    pos = places.pos[:, None]
-    key = MaskRule(sliding_window=sliding_window).lower(pos) + jnp.arange(sliding_window, dtype=jnp.int32)
+    pos, mask = places.pos[:, None], MaskRule(sliding_window=sliding_window)
+    key = mask.lower(pos) + jnp.arange(sliding_window, dtype=jnp.int32)
     slots = state_slots(block_tables, page_size, places.seq[:, None], key)
-    is_decode = jnp.arange(seq_lens.shape[0], dtype=jnp.int32) < distribution[0]
-
-    def items(rows: jax.Array, num_tokens: int, queries: int) -> TpuItems:
-        own = batch._replace(q_lens=jnp.where(rows, batch.q_lens, 0))
-        sizes = {"sliding_window": sliding_window, "page_size": page_size}
-        return plan_items(own, block_tables, num_tokens=num_tokens, queries=queries, **sizes)
-
-    decode = items(is_decode, min(num_tokens, seq_lens.shape[0]), 1)
-    tiles = items(~is_decode, num_tokens, TILE_QUERIES)
+    blocks = both_kinds(batch, distribution, num_tokens)
+    decode, tiles = (
+        WindowBlocks.of(kind, block_tables, mask, queries, page_size)
+        for kind, queries in zip(blocks, (1, TILE_QUERIES), strict=True)
+    )
     return SparseSchedule(*places, jnp.where(key <= pos, slots, -1), decode, tiles)

@@ -20,8 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic import LANES, Ref
 from pallas_kernels.ragged_paged_attention.tpu_softmax import HIDDEN, LOG2E, NOTHING, dot, lanes_of
-
-MOST_ROWS = 128  # of a matrix product
+from pallas_kernels.token_blocks import MOST_ROWS
 
 
 class PassState(NamedTuple):

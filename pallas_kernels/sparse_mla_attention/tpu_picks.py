@@ -24,9 +24,10 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.mosaic import LANES, Copy, Ref
 from pallas_kernels.sparse_mla_attention.tpu_attention import LatentAttention, PassState
-from pallas_kernels.sparse_mla_attention.tpu_plan import CacheConfig, LaunchConfig, log2
+from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.tpu_call import IN_HBM, Operand, call
 from pallas_kernels.tpu_entries import row_words
+from pallas_kernels.tpu_states import StatePages, log2
 
 LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the entries of two tokens
 _GROUP = 16  # DMAs of a trip of the loop that starts them
@@ -50,7 +51,7 @@ class Picks(NamedTuple):
         return cls(jnp.where(seen, indices, none), (last + _GROUP - 1) // _GROUP, seq)
 
 
-def row_shifts(tables: jax.Array, cache: CacheConfig) -> jax.Array:
+def row_shifts(tables: jax.Array, cache: StatePages) -> jax.Array:
     """int32[S, 1, n], a number per column: from a sequence's row of states to the row in all pages.
 
     The column after the last stands for the null page.

@@ -8,36 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pallas_kernels.mosaic import LANES
-from pallas_kernels.tpu_entries import EntryReader
+from pallas_kernels.tpu_states import StatePages
 
 LARGEST_BLOCK = 512  # states
-_LEAST_HEADS = 16  # two tiles of float32, one of bfloat16
 
 
-@dataclass(frozen=True)
-class CacheConfig:
-    """Pages of one cache."""
-
-    reader: EntryReader
-    page_size: int  # states, a power of two
-    rows: int  # of a page
-
-    @property
-    def places(self) -> int:
-        """States of a row that are used."""
-        return min(self.reader.packing, self.page_size)
-
-    def block_pages(self, most_states: int) -> int:
-        """Pages of a block: a power of two whose states are a multiple of 128 and no more than can be seen."""
-        states = max(LANES, self.page_size, min(LARGEST_BLOCK, 1 << (most_states - 1).bit_length()))
-        return states // self.page_size
+def block_pages(cache: StatePages, most_states: int) -> int:
+    """Pages of a block: a power of two whose states are a multiple of 128 and no more than can be seen."""
+    states = max(LANES, cache.page_size, min(LARGEST_BLOCK, 1 << (most_states - 1).bit_length()))
+    return states // cache.page_size
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
     """One launch over one cache."""
 
-    cache: CacheConfig
+    cache: StatePages
     queries: int  # tokens of a block
     heads: int  # of a token, padded to a power of two
     scale: float
@@ -62,13 +48,3 @@ class LaunchConfig:
     def block_states(self) -> int:
         """States of a block."""
         return self.block_rows * self.cache.places
-
-
-def padded_heads(num_heads: int) -> int:
-    """A power of two that fills whole tiles."""
-    return max(_LEAST_HEADS, 1 << (num_heads - 1).bit_length())
-
-
-def log2(power_of_two: int) -> int:
-    """The exponent of a power of two."""
-    return power_of_two.bit_length() - 1

@@ -1,4 +1,4 @@
-"""What of DeepSeek V4's attention can be compiled: sparse_mla_attention with each kind of layer, the compressor."""
+"""What of DeepSeek V4's attention can be compiled: sparse_mla_attention by kind of layer, indexer, compressor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.compressor_update import kernel_tpu as compressor_kernel
 from pallas_kernels.compressor_update import max_new_entries
-from pallas_kernels.latent_entries import EntryFormat, LatentFp8, Plain
+from pallas_kernels.indexer_topk import kernel_tpu as indexer_kernel
+from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8, Plain
 from pallas_kernels.layouts import latent_layout
 from pallas_kernels.sparse_mla_attention import kernel_tpu, plan
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
@@ -104,11 +105,44 @@ def compressor(case: CompressorCase) -> tuple[Callable[..., Any], tuple[Any, ...
     return call, (new, new, pages, *(_array(s, "int32") for s in shapes), _array((case.ratio, width), "float32"))
 
 
+@dataclass(frozen=True)
+class IndexerCase:
+    """Sizes of one compilation of indexer_topk; every shard has all its heads."""
+
+    model: str = "deepseek-v4-flash"
+    fp8: int = 1  # keys in fp8, else bfloat16
+    seqs: int = 64
+    tokens: int = 512
+    context: int = 131072
+
+
+def indexer(case: IndexerCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """indexer_topk of layers of the smallest ratio."""
+    (model,) = (shape for shape in SHAPES if shape.name == case.model)
+    ratio = model.ratios[0]
+    entries: EntryFormat = IndexFp8() if case.fp8 else Plain()
+    width, page = entries.width(model.index_dim), _BLOCK_TOKENS // ratio
+    layout = latent_layout(
+        head_dim=width, page_size=page, dtype="int8" if case.fp8 else "bfloat16", platform="tpu"
+    )  # fmt: skip
+    pages = tuple(_array(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
+    sizes = {"topk": model.topk, "tokens_per_state": ratio, "entries": entries, "page_size": page}
+    q = _array((case.tokens, model.num_index_heads, model.index_dim), "bfloat16")
+    shapes = ((case.seqs, -(-case.context // _BLOCK_TOKENS)), (case.seqs,), (case.seqs + 1,), (3,))
+    step = [_array(shape, "int32") for shape in shapes]
+    call = functools.partial(indexer_kernel.indexer_topk, **sizes)
+    return call, (q, _array((case.tokens, model.num_index_heads), "float32"), pages, *step)
+
+
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-OPERATIONS = {"sparse_attention": (SparseCase, attention), "compressor_update": (CompressorCase, compressor)}
+OPERATIONS = {
+    "sparse_attention": (SparseCase, attention),
+    "indexer_topk": (IndexerCase, indexer),
+    "compressor_update": (CompressorCase, compressor),
+}
 
 
 def attention_shapes(num_shards: int) -> list[tuple[str, list[str]]]:
@@ -124,9 +158,14 @@ def attention_shapes(num_shards: int) -> list[tuple[str, list[str]]]:
     ]
 
 
-# The compressors are whole on every shard.
+# Indexers and compressors are whole on every shard.
 SHAPE_CASES = {
     "sparse_attention": attention_shapes,
+    "indexer_topk": lambda _: [
+        (f"{shape.name} {name}", [f"model={shape.name}", f"fp8={fp8}"])
+        for shape in SHAPES
+        for name, fp8 in (("fp8", 1), ("bfloat16", 0))
+    ],
     "compressor_update": lambda _: [
         ("ratio 4", ["ratio=4", "page=4"]),
         ("ratio 128", ["ratio=128", "page=8"]),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -29,6 +30,8 @@ def check(
     topk: int,
     rows: Sequence[tuple[int, int]] | None,
     dims: tuple[int, int] = (HEADS, DIM),
+    op: Callable[..., Any] = indexer_topk,
+    q_dtype: str = "float32",
 ) -> None:
     """One random step: keys are small integers, so that scores are exact and often equal; unseen slots hold NaN."""
     rng = np.random.default_rng(seed)
@@ -52,8 +55,8 @@ def check(
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     num_decode = sum(q_len <= 1 for q_len, _ in rows)
     got = np.asarray(
-        indexer_topk(
-            jnp.asarray(q),
+        op(
+            jnp.asarray(q, q_dtype),
             jnp.asarray(weights),
             (jnp.asarray(page),),
             *(jnp.asarray(x) for x in (tables, lens, starts)),

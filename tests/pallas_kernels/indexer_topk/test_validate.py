@@ -52,10 +52,9 @@ def test_bad_arguments(name: str) -> None:
         indexer_topk(**{**GOOD, **change})
 
 
-@pytest.mark.parametrize("backend", ["tpu", "gpu"])
-def test_platforms_without_a_kernel(backend: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"indexer_topk: there is no {backend} kernel"):
-        indexer_topk(**GOOD, backend=backend)
+def test_a_platform_without_a_kernel() -> None:
+    with pytest.raises(NotImplementedError, match="indexer_topk: there is no gpu kernel"):
+        indexer_topk(**GOOD, backend="gpu")
 
 
 def test_good_arguments() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.layouts import latent_layout
-from pallas_kernels.sparse_mla_attention import sparse_mla_attention, tpu_picks, tpu_runs
+from pallas_kernels.sparse_mla_attention import sparse_mla_attention, tpu_picks
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
+from pallas_kernels.tpu_states import StateBlocks
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
@@ -135,12 +136,12 @@ def test_model_shape(ratio: int) -> None:
 
 
 @pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
-@pytest.mark.parametrize("kernel", [tpu_runs, tpu_picks], ids=["runs", "picks"])
-def test_a_planted_race_is_found(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moves", [StateBlocks, tpu_picks._Step], ids=["runs", "picks"])
+def test_a_planted_race_is_found(moves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next block's pages, or the next token's entries, loaded into the buffer in use: a race is reported."""
-    is_run = kernel is tpu_runs
-    target = kernel._Step._target
-    monkeypatch.setattr(kernel._Step, "_target", lambda self, i, slot: target(self, i, 1 - slot))
+    is_run = moves is StateBlocks
+    target = moves._target
+    monkeypatch.setattr(moves, "_target", lambda self, i, slot: target(self, i, 1 - slot))
     jax.clear_caches()
     change = {"window": 300, "num_columns": 20} if is_run else {"ratio": 4, "topk": 5, "entry_page_size": 8}
     shape = Shape(num_tokens=2, num_rows=2, **(BFLOAT16 | change))
