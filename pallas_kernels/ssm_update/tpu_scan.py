@@ -1,6 +1,6 @@
 """selective_scan for TPU: one launch for decode tokens, one for the sequences that bring several.
 
-Flow:    api -> [selective_scan] -> tpu_decode, then tpu_ssd (Mamba 2) -> (out, states)
+Flow:    api -> [selective_scan] -> tpu_decode, then tpu_mamba1 or tpu_ssd (Mamba 2) -> (out, states)
 
 XLA makes the time steps and adds `d * x`: elementwise work on what it reads or writes anyway.
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic import LANES, SUBLANES
-from pallas_kernels.ssm_update import tpu_decode, tpu_ssd
+from pallas_kernels.ssm_update import tpu_decode, tpu_mamba1, tpu_ssd
 from pallas_kernels.ssm_update.reference import StateStep, time_steps
 from pallas_kernels.ssm_update.tpu_plan import decode_pages, num_decode_tokens, plan_segments
 
@@ -23,7 +23,13 @@ def reason_not_supported(x: jax.Array, states: jax.Array, b: jax.Array) -> str |
     if jnp.float16 in (x.dtype, states.dtype, b.dtype):
         return "TPU has no arithmetic on float16; use bfloat16"
     if x.ndim == 2:
-        return "there is no tpu kernel of Mamba 1"
+        channels, state_dim = states.shape[1:]
+        if channels % LANES or state_dim % SUBLANES:
+            return (
+                f"TPU kernels take channels in multiples of {LANES} and states of Mamba 1 in multiples of {SUBLANES}, "
+                f"got {channels} and {state_dim}"
+            )
+        return None
     head_dim, state_dim = states.shape[2:]
     if state_dim % LANES:
         return f"TPU kernels take Mamba 2 states in multiples of {LANES}, got {state_dim}"
@@ -37,11 +43,11 @@ def reason_not_supported(x: jax.Array, states: jax.Array, b: jax.Array) -> str |
 
 @functools.partial(jax.jit, static_argnames="dt_limit")
 def selective_scan(
-    x: jax.Array,  # [T, H, P]
-    states: jax.Array,  # [pages, H, P, N]
+    x: jax.Array,  # [T, H] or [T, H, P]
+    states: jax.Array,  # [pages, H, N] or [pages, H, P, N]
     dt: jax.Array,  # [T, H]
-    a: jax.Array,  # [H]
-    b: jax.Array,  # [T, G, N]
+    a: jax.Array,  # [H, N] or [H]
+    b: jax.Array,  # [T, N] or [T, G, N]
     c: jax.Array,
     query_start_loc: jax.Array,  # int32[S + 1]
     distribution: jax.Array,  # int32[3]
@@ -58,25 +64,47 @@ def selective_scan(
     pages = (state_read, state_write, has_initial_state)
     step = StateStep.of(num_tokens, num_pages, query_start_loc, distribution, *pages)
     dt, a = time_steps(dt, dt_bias, dt_limit), a.astype(jnp.float32)
+    is_mamba1 = x.ndim == 2
+    if is_mamba1:  # as XLA lays states of few numbers out, so that this moves nothing
+        states, a = states.swapaxes(1, 2), a.T
     num_decode = num_decode_tokens(step, distribution)
-    rows = min(num_tokens, step.q_lens.shape[0])
-    rows += -rows % tpu_decode.TOKENS
-
-    def first(y: jax.Array) -> jax.Array:
-        return jnp.pad(y[:rows], [(0, max(0, rows - num_tokens)), *[(0, 0)] * (y.ndim - 1)])
-
-    inputs = first(x).astype(jnp.float32) * first(dt)[..., None]
-    read, write = decode_pages(step, num_decode, rows, num_pages)
-    decoded, states = tpu_decode.mamba2(
-        states, inputs, jnp.exp(first(dt) * a), first(b), first(c), read, write, num_decode
-    )
-    out = decoded[:num_tokens]
+    out, states = _decode(x, states, dt, a, b, c, step, num_decode)
     if num_tokens > 1:
-        segments = plan_segments(step, distribution, num_tokens, num_pages, tpu_ssd.CHUNK)
-        scanned, states = tpu_ssd.ssd(x, states, dt, a, b, c, segments)
-        is_decode = (jnp.arange(num_tokens) < num_decode)[:, None, None]
-        out = jnp.pad(out, [(0, num_tokens - out.shape[0]), (0, 0), (0, 0)])
-        out = jnp.where(is_decode, out, scanned.astype(jnp.float32))
+        chunk = tpu_mamba1.chunk_tokens(x.shape[1]) if is_mamba1 else tpu_ssd.CHUNK
+        segments = plan_segments(step, distribution, num_tokens, num_pages, chunk)
+        scanned, states = (tpu_mamba1.scan if is_mamba1 else tpu_ssd.ssd)(x, states, dt, a, b, c, segments)
+        out = jnp.pad(out, [(0, num_tokens - out.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+        out = jnp.where(_of_tokens(jnp.arange(num_tokens) < num_decode, x), out, scanned.astype(jnp.float32))
     if d is not None:
-        out = out + d.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
-    return jnp.where((step.place >= 0)[:, None, None], out, 0.0).astype(x.dtype), states
+        out = out + d.astype(jnp.float32).reshape(-1, *[1] * (x.ndim - 2)) * x.astype(jnp.float32)
+    out = jnp.where(_of_tokens(step.place >= 0, x), out, 0.0).astype(x.dtype)
+    return out, states.swapaxes(1, 2) if is_mamba1 else states
+
+
+def _decode(
+    x: jax.Array,
+    states: jax.Array,  # as the kernels take them, as all below
+    dt: jax.Array,  # time steps
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    step: StateStep,
+    num_decode: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs float32 of the first tokens, as many as there are sequences, right for decode tokens; states)."""
+    num_tokens = x.shape[0]
+    most = min(num_tokens, step.q_lens.shape[0])
+    rows = most + -most % tpu_decode.TOKENS
+    pages = (*decode_pages(step, num_decode, rows, states.shape[0]), num_decode)
+    x, dt, b, c = (jnp.pad(y[:rows], [(0, max(0, rows - num_tokens)), *[(0, 0)] * (y.ndim - 1)]) for y in (x, dt, b, c))
+    inflow = x.astype(jnp.float32) * dt.reshape(*dt.shape, *[1] * (x.ndim - 2))
+    if x.ndim == 2:
+        out, states = tpu_decode.mamba1(states, inflow, dt, a, b, c, *pages)
+    else:
+        out, states = tpu_decode.mamba2(states, inflow, jnp.exp(dt * a), b, c, *pages)
+    return out[:most], states
+
+
+def _of_tokens(flags: jax.Array, x: jax.Array) -> jax.Array:
+    """bool[T] to go with x [T, ...]."""
+    return flags.reshape(-1, *[1] * (x.ndim - 1))

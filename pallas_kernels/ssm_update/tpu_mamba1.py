@@ -1,0 +1,213 @@
+"""selective_scan of Mamba 1 for TPU, sequences of several tokens: token by token, over all channels and state numbers.
+
+Flow:    x, time steps, b, c of the step, segments -> [scan] -> (outputs, states in place)
+Source:  Mamba (arXiv 2312.00752, section 3.3): decays differ in every channel and number, so no matrix product helps
+
+Grid: one step per segment (`tpu_plan`). The first of a chunk spreads the chunk's inputs so that a register holds 1,024
+channels of one token. A register of the state then holds the same channels of one number n: it needs neither a
+broadcast nor a sum over a register's numbers, as `b[t, n]` and `c[t, n]` are scalars. For 1,024 channels at a time the
+state stays in registers over all tokens; eight tokens are unrolled. Operations bind: for each token, 1,024 channels and
+number six of the vector unit, an exponential and two loads of scalars.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mosaic import LANES, SUBLANES, Ref, compiler_params
+from pallas_kernels.ssm_update.tpu_plan import Field, Segments
+from pallas_kernels.ssm_update.tpu_states import CarriedState
+
+_ROWS = 16  # tokens spread at a time: a tile of bfloat16
+_UNROLLED = 8  # tokens
+
+
+def chunk_tokens(num_channels: int) -> int:
+    """Tokens of a chunk: 16 to 128, so that one of float32 takes about 2 MiB."""
+    return max(_ROWS, min(128, (1 << 19) // num_channels // _ROWS * _ROWS))
+
+
+@jax.jit
+def scan(
+    x: jax.Array,  # [T, H]
+    states: jax.Array,  # [pages, N, H]
+    dt: jax.Array,  # float32[T, H] time steps
+    a: jax.Array,  # float32[N, H]
+    b: jax.Array,  # [T, N]
+    c: jax.Array,
+    segments: Segments,  # of chunks of `chunk_tokens(H)` tokens
+) -> tuple[jax.Array, jax.Array]:
+    """(c . state [T, H], right for the tokens of the segments, states)."""
+    num_tokens, num_channels = x.shape
+    state_dim = states.shape[1]
+    chunk = chunk_tokens(num_channels)
+    num_chunks = pl.cdiv(num_tokens, chunk)
+    padding = [(0, num_chunks * chunk - num_tokens), (0, 0)]
+    scalars = jnp.pad(jnp.concatenate([b, c], axis=1).astype(jnp.float32), padding).reshape(num_chunks, 1, -1)
+    rows = num_channels // LANES
+    padded_rows = rows + -rows % SUBLANES
+    rates = (a * math.log2(math.e)).reshape(state_dim, rows, LANES)
+    rates = jnp.pad(rates, [(0, 0), (0, padded_rows - rows), (0, 0)])
+    room = segments.table.shape[0] // len(Field)
+    tokens = pl.BlockSpec((chunk, num_channels), lambda i, table: (table[Field.CHUNK * room + i], 0))
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    spread = pltpu.VMEM((chunk // _ROWS, _ROWS * padded_rows, LANES), jnp.float32)
+    page = pltpu.VMEM(states.shape[1:], states.dtype)
+    x = jnp.pad(x, padding) if num_chunks == 1 else x
+    dt = jnp.pad(dt, padding) if num_chunks == 1 else dt
+    out, written = pl.pallas_call(
+        functools.partial(_kernel, room=room),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(segments.num_segments,),
+            in_specs=[
+                tokens,
+                tokens,
+                pl.BlockSpec(
+                    (1, 1, scalars.shape[2]),
+                    lambda i, table: (table[Field.CHUNK * room + i], 0, 0),
+                    memory_space=pltpu.SMEM,
+                ),
+                pl.BlockSpec(rates.shape, lambda i, table: (0, 0, 0)),
+                in_hbm,
+            ],
+            out_specs=[tokens, in_hbm],
+            scratch_shapes=[
+                *[spread] * 3,
+                pltpu.VMEM((state_dim, padded_rows, LANES), jnp.float32),
+                page,
+                page,
+                pltpu.SemaphoreType.DMA,
+                pltpu.SemaphoreType.DMA,
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(states.shape, states.dtype)],
+        input_output_aliases={5: 1},
+        compiler_params=compiler_params(48 << 20),
+        name=f"scan_c{chunk}",
+    )(segments.table, x, dt, scalars, rates, states)
+    return out[:num_tokens], written
+
+
+def _kernel(
+    table: Ref,
+    x: Ref,  # [chunk, H]
+    dt: Ref,  # float32[chunk, H]
+    scalars: Ref,  # float32[1, 1, chunk * 2 * N] in SMEM: b and c of each token
+    rates: Ref,  # float32[N, rows, 128] a in base 2
+    _: Ref,
+    out: Ref,  # [chunk, H]
+    states: Ref,
+    inflow: Ref,  # float32[chunk / 16, 16 * rows, 128] dt * x, the rows of a token together
+    steps: Ref,  # of dt
+    seen: Ref,  # of the outputs
+    carry: Ref,  # float32[N, rows, 128]
+    coming: Ref,  # [N, H]
+    going: Ref,
+    arrived: Ref,
+    left: Ref,
+    stored: Ref,
+    *,
+    room: int,
+) -> None:
+    """One segment."""
+    here, count = pl.program_id(0), pl.num_programs(0)
+    moves = CarriedState(table, room, states, coming, going, arrived, left, stored, here, count)
+
+    def take() -> None:
+        for row, lanes in _rows_of(coming):
+            carry[:, row] = coming[:, lanes].astype(jnp.float32)
+
+    def clear() -> None:
+        carry[...] = jnp.zeros_like(carry)
+
+    def give() -> None:
+        for row, lanes in _rows_of(going):
+            going[:, lanes] = carry[:, row].astype(going.dtype)
+
+    pl.when(moves.begins_chunk)(lambda: _spread(x, dt, inflow, steps))
+    moves.begin(take, clear)
+    first, end = moves.field(Field.FIRST), moves.field(Field.END)
+    whole = pl.cdiv(first, _UNROLLED), jnp.maximum(lax.div(end, _UNROLLED), pl.cdiv(first, _UNROLLED))
+
+    def channels(g: jax.Array, carried: None) -> None:
+        own = pl.ds(pl.multiple_of(g * SUBLANES, SUBLANES), SUBLANES)
+        state_dim = carry.shape[0]
+        rate = [rates[n, own] for n in range(state_dim)]
+
+        def token(t: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            place = _place(t, g, carry.shape[1])
+            step, added = steps[place], inflow[place]
+            after, total = [], jnp.zeros_like(step)
+            for n in range(state_dim):
+                scalar = t * 2 * state_dim + n
+                after.append(jnp.exp2(step * rate[n]) * state[n] + added * scalars[0, 0, scalar])
+                total = total + after[n] * scalars[0, 0, scalar + state_dim]
+            seen[place] = total
+            return tuple(after)
+
+        def tokens(n: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            for k in range(_UNROLLED):
+                state = token(n * _UNROLLED + k, state)
+            return state
+
+        state = tuple(carry[n, own] for n in range(state_dim))
+        state = lax.fori_loop(first, jnp.minimum(whole[0] * _UNROLLED, end), token, state)
+        state = lax.fori_loop(*whole, tokens, state)
+        state = lax.fori_loop(jnp.minimum(whole[1] * _UNROLLED, end), end, token, state)
+        for n in range(state_dim):
+            carry[n, own] = state[n]
+        return carried
+
+    lax.fori_loop(0, carry.shape[1] // SUBLANES, channels, None)
+    _gather(seen, out, first, end)
+    moves.end(give)
+
+
+def _rows_of(page: Ref) -> list[tuple[int, slice]]:
+    """(row, its channels) of each 128 channels of a page [N, H]."""
+    return [(row, slice(row * LANES, (row + 1) * LANES)) for row in range(page.shape[1] // LANES)]
+
+
+def _place(t: jax.Array, g: jax.Array, num_rows: int) -> tuple[jax.Array, pl.Slice]:
+    """Where the g-th 1,024 channels of a token stand in a spread array."""
+    within = lax.rem(t, _ROWS) * num_rows + g * SUBLANES
+    return lax.div(t, _ROWS), pl.ds(pl.multiple_of(within, SUBLANES), SUBLANES)
+
+
+def _spread(x: Ref, dt: Ref, inflow: Ref, steps: Ref) -> None:
+    """Fills the spread arrays from blocks [chunk, H]."""
+    stride = inflow.shape[1] // _ROWS
+
+    def some(n: jax.Array, carry: None) -> None:
+        tokens = pl.ds(pl.multiple_of(n * _ROWS, _ROWS), _ROWS)
+        for row in range(x.shape[1] // LANES):
+            lanes = slice(row * LANES, (row + 1) * LANES)
+            step = dt[tokens, lanes]
+            steps.at[n][pl.ds(row, _ROWS, stride=stride), :] = step
+            inflow.at[n][pl.ds(row, _ROWS, stride=stride), :] = step * x[tokens, lanes].astype(jnp.float32)
+        return carry
+
+    lax.fori_loop(0, inflow.shape[0], some, None)
+
+
+def _gather(seen: Ref, out: Ref, first: jax.Array, end: jax.Array) -> None:
+    """The outputs of the segment's tokens, [chunk, H], and of those beside it: done before, or written again."""
+    stride = seen.shape[1] // _ROWS
+
+    def some(n: jax.Array, carry: None) -> None:
+        tokens = pl.ds(pl.multiple_of(n * _ROWS, _ROWS), _ROWS)
+        for row in range(out.shape[1] // LANES):
+            lanes = slice(row * LANES, (row + 1) * LANES)
+            out[tokens, lanes] = seen.at[n][pl.ds(row, _ROWS, stride=stride), :].astype(out.dtype)
+        return carry
+
+    lax.fori_loop(lax.div(first, _ROWS), pl.cdiv(end, _ROWS), some, None)
