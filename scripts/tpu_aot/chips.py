@@ -1,7 +1,7 @@
 """TPU chips: how libtpu calls them, and the figures of the static score.
 
-Source: HBM bandwidth and VMEM of one core from the tpu_info table of jax; clocks are inferred from peak FLOPs and the
-size of the matrix units, not documented.
+Source: HBM bandwidth, VMEM and peak FLOPs of one core from the tpu_info table of jax and Google Cloud's pages of the
+chips; clocks are inferred from peak FLOPs and the size of the matrix units, not documented.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Chip:
     topology_of_four: str
     clock_hz: float
     hbm_bytes_per_s: float
+    bf16_flops_per_s: float
     vmem_bytes: int  # of one core
     smem_bytes: int = 1 << 20
 
@@ -33,10 +34,10 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", "v5e:1x1", "v5e:2x2", 1.5e9, 0.82e12, 128 << 20),
-        Chip("v5p", "v5p:1x1x1", "v5p:2x2x1", 1.75e9, 2.765e12, 64 << 20),
-        Chip("v6e", "v6e:1x1", "v6e:2x2", 1.75e9, 1.64e12, 128 << 20),
-        Chip("v7x", "tpu7x:1x1x1", "tpu7x:2x2x1", 2.2e9, 3.69e12, 64 << 20),
+        Chip("v5e", "v5e:1x1", "v5e:2x2", 1.5e9, 0.82e12, 197e12, 128 << 20),
+        Chip("v5p", "v5p:1x1x1", "v5p:2x2x1", 1.75e9, 2.765e12, 459e12, 64 << 20),
+        Chip("v6e", "v6e:1x1", "v6e:2x2", 1.75e9, 1.64e12, 918e12, 128 << 20),
+        Chip("v7x", "tpu7x:1x1x1", "tpu7x:2x2x1", 2.2e9, 3.69e12, 1153.5e12, 64 << 20),
     )
 }
 

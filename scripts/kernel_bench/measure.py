@@ -1,0 +1,112 @@
+"""One case: run in small without a device, or measured on one next to its rivals.
+
+Flow:    BenchCase -> [dry_run | on_device] -> rows
+
+A case that an implementation cannot do, or that fails, gives a row that says why; the others go on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from scripts.kernel_bench.case import Arguments, BenchCase
+from scripts.kernel_bench.chain import Call, Chain, num_rotated
+from scripts.kernel_bench.compare import excess
+from scripts.kernel_bench.platform import Platform, Rival
+from scripts.kernel_bench.report import CANNOT, FAILED, KERNEL, Peaks, Row, row
+
+_NOTE_LENGTH = 120
+_ROTATED_IN_SMALL = 2
+
+
+def dry_run(case: BenchCase, platform: Platform, *, by_reference: bool = False) -> Iterator[Row]:
+    """The kernel interpreted, or the reference where there is no kernel, at the case's small size."""
+    small = case.small()
+    if not by_reference:
+        with platform.interpreted():
+            found = _attempt(case, f"{KERNEL}, interpreted", lambda: {"excess": _chained_excess(small, platform.name)})
+        yield found
+        if found.excess is not None:
+            return
+    yield _attempt(case, "reference", lambda: {"excess": _chained_excess(small, "reference")})
+
+
+def on_device(case: BenchCase, platform: Platform, peaks: Peaks, repeats: int, rivals: bool) -> Iterator[Row]:
+    """The kernel compared with the reference and timed; then the reference and the other rivals timed."""
+    seeds = range(num_rotated(case.work.num_bytes, platform.cache_bytes))
+    try:
+        rotated = [case.arguments(seed) for seed in seeds]
+    except RuntimeError as error:
+        yield row(case, KERNEL, note=f"{FAILED}, no room for its arguments: {_short(error)}")
+        return
+
+    def timed(backend: str) -> dict[str, Any]:
+        chain = Chain(functools.partial(case.call, backend), rotated, writes=case.writes)
+        return {"timing": platform.time(chain, repeats), "peaks": peaks}
+
+    def kernel() -> dict[str, Any]:
+        found = _once(functools.partial(case.call, platform.name), rotated[0])
+        return _compared(case, rotated[0], found) | timed(platform.name)
+
+    yield _attempt(case, KERNEL, kernel)
+    if rivals:
+        rotated = [case.arguments(seed) for seed in seeds] if case.writes else rotated
+        yield _attempt(case, "reference", lambda: timed("reference"))
+        rotated = [case.arguments(seed) for seed in seeds] if case.writes else rotated
+        for rival in platform.rivals(case):
+            run = functools.partial(_rival, rival, case, platform, rotated, repeats)
+            yield _attempt(case, rival.name, lambda run=run: {**run(), "peaks": peaks})
+
+
+def _compared(case: BenchCase, arguments: Arguments, found: Any) -> dict[str, Any]:
+    """Next to the reference, or why there is none: at full size memory may not hold its intermediate arrays."""
+    try:
+        expected = _once(functools.partial(case.call, "reference"), arguments)
+    except RuntimeError as error:
+        return {"note": f"not compared: {_short(error)}"}
+    return {"excess": excess(found, expected)}
+
+
+def _rival(rival: Rival, case: BenchCase, platform: Platform, rotated: list[Arguments], repeats: int) -> dict[str, Any]:
+    """Compared where it is a JAX function, and timed."""
+    if rival.time is not None:
+        return {"timing": rival.time(rotated[0], repeats), "note": rival.note}
+    found = _once(rival.call, rival.prepare(rotated[0]))
+    compared = _compared(case, rotated[0], found)
+    notes = [note for note in (compared.pop("note", ""), rival.note) if note]
+    timing = platform.time(Chain(rival.call, [rival.prepare(a) for a in rotated], writes=False), repeats)
+    return {"timing": timing, "note": ", ".join(notes), **compared}
+
+
+def _attempt(case: BenchCase, by: str, run: Callable[[], dict[str, Any]]) -> Row:
+    """The row of what `run` finds. Whatever it raises is the row's note: compilers raise errors of many classes."""
+    try:
+        return row(case, by, **run())
+    except NotImplementedError as error:
+        return row(case, by, note=f"{CANNOT}: {_short(error)}")
+    except Exception as error:
+        return row(case, by, note=f"{FAILED}: {_short(error)}")
+
+
+def _once(call: Call, arguments: Arguments) -> Any:
+    """(Outputs, pages written); the given pages stay as they are."""
+    return jax.block_until_ready(jax.jit(call)(arguments.pages, arguments.rest))
+
+
+def _chained_excess(case: BenchCase, backend: str) -> float:
+    """Of a chain over rotated arguments, all calls; the expected ones are single calls of the reference."""
+    seeds = range(_ROTATED_IN_SMALL)
+    reference = jax.jit(functools.partial(case.call, "reference"))
+    expected = [reference(*case.arguments(seed)) for seed in seeds]
+    chain = Chain(functools.partial(case.call, backend), [case.arguments(s) for s in seeds], writes=case.writes)
+    found = jax.block_until_ready(chain.run())
+    return excess(found, ([out for out, _ in expected], [written for _, written in expected]))
+
+
+def _short(error: Exception) -> str:
+    """Its first line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:_NOTE_LENGTH]

@@ -1,0 +1,1 @@
+"""The benchmarked ops, a module each: `cases(sizes)` gives its cases."""

@@ -1,0 +1,93 @@
+"""Upstream JAX's paged attention kernels for TPU, on the numbers of our case.
+
+Source: jax.experimental.pallas.ops.tpu.{paged_attention, ragged_paged_attention}
+
+They know neither sinks nor chunk masks. `ragged_paged_attention` reads pages [pages, page_size, 2 * heads, D], which
+are our packed pages without padding; `paged_attention` decodes over K and V pages [heads, pages, page_size, D].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scripts.kernel_bench.case import Arguments, BenchCase
+from scripts.kernel_bench.ops import ragged_paged_attention as attention
+from scripts.kernel_bench.platform import Rival
+
+_COMPUTE_BLOCK_TOKENS = 512
+
+
+def rivals(case: BenchCase) -> Iterator[Rival]:
+    """Of attention alone."""
+    if case.op == attention.OP:
+        split = functools.partial(split_pages, case.setting)
+        decode = functools.partial(_decode, case.setting, case.sizes.page)
+        yield Rival("jax ragged_paged_attn", functools.partial(_combined, case.setting), _ragged(case.setting))
+        yield Rival("jax paged_attention", lambda a: Arguments(split(a.pages), a.rest), decode)
+
+
+def split_pages(setting: attention.Setting, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    """(K, V), [heads, pages, page_size, D] each, of packed pages."""
+    (packed,) = pages
+    flat = packed.reshape(*packed.shape[:2], -1, packed.shape[-1])
+    heads = flat[:, :, : 2 * setting.num_kv_heads, : setting.shape.head_dim]
+    return heads[:, :, 0::2].transpose(2, 0, 1, 3), heads[:, :, 1::2].transpose(2, 0, 1, 3)
+
+
+def _combined(setting: attention.Setting, arguments: Arguments) -> Arguments:
+    """The packed pages with K and V of the heads on one axis."""
+    (packed,) = arguments.pages
+    flat = packed.reshape(*packed.shape[:2], -1, packed.shape[-1])
+    return Arguments((flat[:, :, : 2 * setting.num_kv_heads],), arguments.rest)
+
+
+def _ragged(setting: attention.Setting) -> Any:
+    def call(pages: Any, rest: Any) -> tuple[Any, tuple[()]]:
+        from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+        _refuse(setting, sinks=rest[2], window=None)
+        q, (tables, lengths, starts, distribution), _ = rest
+        if q.shape[-1] != pages[0].shape[-1]:
+            raise NotImplementedError(f"head dimensions of {pages[0].shape[-1]} alone, got {q.shape[-1]}")
+        options = {
+            "sm_scale": setting.shape.sm_scale,
+            "sliding_window": setting.shape.sliding_window,
+            "soft_cap": setting.shape.soft_cap,
+        }
+        return ragged_paged_attention(q, pages[0], lengths, tables, starts, distribution[2:], **options), ()
+
+    return call
+
+
+def _decode(setting: attention.Setting, page: int, pages: Any, rest: Any) -> tuple[Any, tuple[()]]:
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    _refuse(setting, sinks=rest[2], window=setting.shape.sliding_window)
+    if setting.step.num_tokens != len(setting.step.rows):
+        raise NotImplementedError("decode alone")
+    q, (tables, lengths, _, _), _ = rest
+    out = paged_attention(
+        q * jnp.asarray(setting.shape.sm_scale, q.dtype),
+        *pages,
+        lengths,
+        tables,
+        attn_logits_soft_cap=setting.shape.soft_cap,
+        pages_per_compute_block=compute_block_pages(tables.shape[1], page),
+    )
+    return out, ()
+
+
+def compute_block_pages(num_columns: int, page: int) -> int:
+    """Pages of a block of it: the most up to 512 tokens that divide the table."""
+    most = max(1, _COMPUTE_BLOCK_TOKENS // page)
+    return max(count for count in range(1, most + 1) if num_columns % count == 0)
+
+
+def _refuse(setting: attention.Setting, sinks: Any, window: int | None) -> None:
+    if sinks is not None or window is not None or setting.shape.attention_chunk_size is not None:
+        raise NotImplementedError("no sinks, chunks or, in paged_attention, windows")

@@ -1,0 +1,129 @@
+"""Bytes and operations of the kernel benchmarks, counted again one token, head and key at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.mla_paged_attention.shapes import LatentShape
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
+from scripts.kernel_bench.case import BenchCase, Sizes, Work
+from scripts.kernel_bench.ops import (
+    kv_write,
+    latent_write,
+    merge_states,
+    mla_paged_attention,
+    page_ops,
+    ragged_paged_attention,
+)
+from scripts.kernel_bench.step import SMALL_ROWS, Rows, Step
+
+SIZES = Sizes("gpu", page=4, small=True)
+MASKS = {"full": (None, None), "window": (5, None), "chunk": (None, 8), "both": (7, 16)}
+WIDTHS = {"bfloat16": 2, "float32": 4, "int8": 1}
+
+
+def seen_by(position: int, mask: MaskRule) -> set[int]:
+    window, chunk = mask.sliding_window, mask.attention_chunk_size
+    return {
+        key
+        for key in range(position + 1)
+        if (window is None or position - key < window) and (chunk is None or key // chunk == position // chunk)
+    }
+
+
+def counted(rows: Rows, mask: MaskRule, heads: int, query_bytes: int, token_bytes: int, products: int) -> Work:
+    """`products`: multiplications and additions of a head and key."""
+    num_bytes = flops = 0
+    for q_len, length in rows:
+        keys: set[int] = set()
+        for position in range(length - q_len, length):
+            keys |= seen_by(position, mask)
+            for _ in range(heads):
+                num_bytes += query_bytes
+                flops += sum(products for _ in seen_by(position, mask))
+        num_bytes += sum(token_bytes for _ in keys)
+    return Work(num_bytes, flops)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", sorted(SMALL_ROWS))
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_attention(kind: str, mask: str, dtype: str) -> None:
+    shape = AttentionShape("x", "x", 6, 2, 8, *MASKS[mask])
+    sizes = replace(SIZES, dtype=dtype)
+    found = ragged_paged_attention.case(kind, shape, sizes)
+    query = 2 * 8 * WIDTHS["float32" if dtype == "float32" else "bfloat16"]  # read, and the output written
+    token = 2 * 2 * 8 * WIDTHS[dtype]
+    assert found.work == counted(SMALL_ROWS[kind], MaskRule(True, *MASKS[mask]), 6, query, token, 2 * 8 + 2 * 8)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
+def test_latent_attention(kind: str) -> None:
+    shape = LatentShape("x", "x", 3, latent_dim=8, rope_dim=4)
+    found = mla_paged_attention.case(kind, shape, SIZES)
+    query = 2 * (8 + 4) + 2 * 8
+    assert found.work == counted(SMALL_ROWS[kind], MaskRule(), 3, query, 2 * (8 + 4), 2 * (8 + 4) + 2 * 8)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_pages_of_a_step_hold_what_is_seen_and_no_more(mask: str) -> None:
+    rule = MaskRule(True, *MASKS[mask])
+    step = Step(SMALL_ROWS["mixed"], rule, 4)
+    tables, lengths, starts, distribution = (np.asarray(a) for a in step.arrays(np.random.default_rng(0)))
+    assert np.diff(starts).tolist() == [q for q, _ in step.rows]
+    assert lengths.tolist() == [n for _, n in step.rows]
+    assert distribution.tolist() == [2, 2, 3]
+    used = tables[tables > 0].tolist()
+    assert sorted(used) == list(range(1, step.num_pages))
+    for table, (q_len, length) in zip(tables, step.rows, strict=True):
+        seen = {key // 4 for position in range(length - q_len, length) for key in seen_by(position, rule)}
+        assert set(np.flatnonzero(table)) == seen
+
+
+def total_bytes(arrays: object) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(arrays))
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("op", ["kv_write", "latent_write"])
+def test_a_write_reads_its_tokens_and_changes_as_many_bytes(op: str, kind: str) -> None:
+    if op == "kv_write":
+        found = kv_write.case(kind, AttentionShape("x", "x", 6, 2, 8), SIZES)
+    else:
+        found = latent_write.case(kind, LatentShape("x", "x", 3, 8, 4), SIZES)
+    pages, rest = found.arguments(0)
+    slots = np.asarray(rest[-1])
+    assert len(set(slots.tolist())) == len(slots)
+    assert slots.min() >= 4  # never the null page
+    (_, written) = found.call("reference", pages, rest)
+    assert found.work == Work(total_bytes(rest[:-1]) + changed_bytes(pages, written), 0)
+
+
+@pytest.mark.parametrize("kind", page_ops.KINDS)
+def test_page_ops(kind: str) -> None:
+    found = page_ops.case(kind, AttentionShape("x", "x", 6, 2, 8), SIZES)
+    pages, rest = found.arguments(0)
+    outs, written = found.call("reference", pages, rest)
+    moved = total_bytes(outs) if kind == "gather" else changed_bytes(pages, written)
+    assert found.work == Work(moved if kind == "zero" else 2 * moved, 0)
+
+
+def changed_bytes(pages: tuple, written: tuple) -> int:
+    """Of the rows of heads that differ; random ones are never equal."""
+    rows = 0
+    for before, after in zip(pages, written, strict=True):
+        rows += int((np.asarray(before) != np.asarray(after)).any(-1).sum()) * before.shape[-1] * before.dtype.itemsize
+    return rows
+
+
+@pytest.mark.parametrize("num_parts", [2, 8])
+def test_merge_states(num_parts: int) -> None:
+    found: BenchCase = merge_states.case(num_parts, AttentionShape("x", "x", 6, 2, 8), SIZES)
+    pages, rest = found.arguments(0)
+    flops = sum(2 for _ in np.ndindex(rest[0].shape))  # a weight times a number, added
+    assert found.work == Work(total_bytes(rest) + total_bytes(found.call("reference", pages, rest)), flops)
