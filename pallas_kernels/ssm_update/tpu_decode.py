@@ -35,13 +35,14 @@ _ROWS = 16
 class StateTiles:
     """Moves tiles of the states of eight sequences; step k of the grid is (k // num_tiles, k % num_tiles)."""
 
-    read: Ref  # int32[tokens] pages in SMEM, 0: from zero
-    write: Ref  # int32[tokens], 0: nowhere
+    read: Ref  # int32[tokens + tokens / 8] pages in SMEM, 0: from zero; then how many pages each eight tokens have
+    write: Ref  # as that; 0: nowhere
     states: Ref  # in HBM
     coming: Ref  # [2, 8, *tile]
     going: Ref
     arrived: Ref  # semaphores of the two buffers
     left: Ref
+    num_rows: int  # tokens
     num_tiles: int
     axis: int  # of a page, which the tiles cut
 
@@ -61,7 +62,7 @@ class StateTiles:
 
     def wait_for_load(self, step: jax.Array) -> None:
         """Waits for the loads of a step."""
-        self._each(step, self.read, lambda b, page: pl.when(page > 0)(lambda: self._loading(step, b, page).wait()))
+        self._wait(self.read, step, self.coming, self.arrived)
 
     def store(self, step: jax.Array) -> None:
         """Starts the stores of a step."""
@@ -69,7 +70,14 @@ class StateTiles:
 
     def wait_for_store(self, step: jax.Array) -> None:
         """Waits for them."""
-        self._each(step, self.write, lambda b, page: pl.when(page > 0)(lambda: self._storing(step, b, page).wait()))
+        self._wait(self.write, step, self.going, self.left)
+
+    def _wait(self, pages: Ref, step: jax.Array, buffer: Ref, moved: Ref) -> None:
+        """Waits for all bytes of a step's copies at once."""
+        slot = step & 1
+        count = pages[self.num_rows + lax.div(step, self.num_tiles)]
+        some = buffer.at[slot, pl.ds(0, count)]
+        pl.when(count > 0)(lambda: pltpu.make_async_copy(some, some, moved.at[slot]).wait())
 
     def _each(self, step: jax.Array, pages: Ref, some: Callable[[jax.Array, jax.Array], Any]) -> None:
         first = lax.div(step, self.num_tiles) * TOKENS
@@ -254,6 +262,11 @@ def largest_divisor(n: int, most: int) -> int:
     return max(k for k in range(1, max(1, min(n, most)) + 1) if n % k == 0)
 
 
+def _with_counts(pages: jax.Array) -> jax.Array:
+    """`pages` of a multiple of eight tokens, and after them how many of each eight are not 0."""
+    return jnp.concatenate([pages, jnp.sum(pages.reshape(-1, TOKENS) > 0, axis=1, dtype=jnp.int32)])
+
+
 def _launch(
     body: Callable[..., None],
     inputs: Sequence[jax.Array],
@@ -268,12 +281,12 @@ def _launch(
     name: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs `body(*inputs, out, states before, states after)` for every step."""
-    read, write, num_decode = pages
+    read_pages, write_pages, num_decode = pages
     num_tiles = states.shape[1 + axis] // tile[axis]
 
     def kernel(read: Ref, write: Ref, *refs: Ref) -> None:
         *blocks, _states, out, written, coming, going, arrived, left = refs
-        tiles = StateTiles(read, write, written, coming, going, arrived, left, num_tiles, axis)
+        tiles = StateTiles(read, write, written, coming, going, arrived, left, read_pages.shape[0], num_tiles, axis)
         step, num_steps = pl.program_id(0) * num_tiles + pl.program_id(1), pl.num_programs(0) * num_tiles
         pl.when(step == 0)(lambda: tiles.load(step))
         pl.when(step + 1 < num_steps)(lambda: tiles.load(step + 1))
@@ -302,5 +315,5 @@ def _launch(
         input_output_aliases={2 + len(inputs): 1},
         compiler_params=compiler_params(32 << 20, grid_rank=2),
         name=name,
-    )(read, write, *inputs, states)
+    )(_with_counts(read_pages), _with_counts(write_pages), *inputs, states)
     return out, written
