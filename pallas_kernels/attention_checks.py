@@ -10,7 +10,6 @@ import numbers
 from typing import Any
 
 import jax
-import numpy as np
 
 from pallas_kernels import checks
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
@@ -53,33 +52,11 @@ def check_batch(
     if num_seqs < 1 or num_columns < 1:
         raise ValueError(f"{op}: expected at least one row and column, got block_tables {block_tables.shape}")
     checks.check_array(op, "seq_lens", seq_lens, (num_seqs,), "[num_seqs]")
-    checks.check_array(op, "query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
-    checks.check_array(op, "distribution", distribution, (3,), "[3]")
-    named = {
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        "query_start_loc": query_start_loc,
-        "distribution": distribution,
-    }
-    for name, array in named.items():
-        checks.check_int32(op, name, array)
+    checks.check_sequences(op, num_seqs, query_start_loc, distribution, block_tables=block_tables, seq_lens=seq_lens)
     known = checks.concrete(seq_lens, query_start_loc, distribution)
     if known is not None:
-        _check_values(op, num_tokens, num_columns * num_slots_per_page, *known)
-
-
-def _check_values(
-    op: str, num_tokens: int, max_len: int, seq_lens: np.ndarray, starts: np.ndarray, distribution: np.ndarray
-) -> None:
-    """Raises ValueError where lengths, starts and distribution contradict each other or the shapes."""
-    ends = distribution.tolist()
-    if not 0 <= ends[0] <= ends[1] <= ends[2] <= seq_lens.size:
-        raise ValueError(f"{op}: expected distribution to rise within [0, {seq_lens.size}], got {ends}")
-    starts, seq_lens = starts[: ends[2] + 1], seq_lens[: ends[2]]
-    q_lens = np.diff(starts)
-    if starts[0] != 0 or (q_lens < 0).any() or starts[-1] > num_tokens:
-        raise ValueError(f"{op}: expected query_start_loc to rise from 0 to at most {num_tokens}, got {starts}")
-    if (q_lens[: ends[0]] > 1).any():
-        raise ValueError(f"{op}: expected one query token per decode sequence, got {q_lens[: ends[0]]}")
-    if (seq_lens < q_lens).any() or (seq_lens > max_len).any():
-        raise ValueError(f"{op}: expected seq_lens from the query lengths {q_lens} to {max_len}, got {seq_lens}")
+        max_len = num_columns * num_slots_per_page
+        q_lens = checks.check_starts(op, num_tokens, num_seqs, *known[1:])
+        lens = known[0][: q_lens.size]
+        if (lens < q_lens).any() or (lens > max_len).any():
+            raise ValueError(f"{op}: expected seq_lens from the query lengths {q_lens} to {max_len}, got {lens}")

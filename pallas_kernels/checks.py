@@ -32,6 +32,32 @@ def check_int32(op: str, name: str, array: Any) -> None:
         raise ValueError(f"{op}: expected {name} of dtype int32, got {dtype}; convert with .astype('int32')")
 
 
+def check_sequences(op: str, num_seqs: int, query_start_loc: Any, distribution: Any, **others: Any) -> None:
+    """Raises ValueError unless the arrays that say where sequences start have their shapes; all are int32."""
+    check_array(op, "query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
+    check_array(op, "distribution", distribution, (3,), "[3]")
+    for name, array in {**others, "query_start_loc": query_start_loc, "distribution": distribution}.items():
+        check_int32(op, name, array)
+
+
+def check_starts(op: str, num_tokens: int, num_seqs: int, starts: np.ndarray, distribution: np.ndarray) -> np.ndarray:
+    """New tokens of each real sequence, from known `query_start_loc` and `distribution`.
+
+    Raises:
+        ValueError: they contradict each other or the shapes.
+    """
+    ends = distribution.tolist()
+    if not 0 <= ends[0] <= ends[1] <= ends[2] <= num_seqs:
+        raise ValueError(f"{op}: expected distribution to rise within [0, {num_seqs}], got {ends}")
+    starts = starts[: ends[2] + 1]
+    q_lens = np.diff(starts)
+    if starts[0] != 0 or (q_lens < 0).any() or starts[-1] > num_tokens:
+        raise ValueError(f"{op}: expected query_start_loc to rise from 0 to at most {num_tokens}, got {starts}")
+    if (q_lens[: ends[0]] > 1).any():
+        raise ValueError(f"{op}: expected one query token per decode sequence, got {q_lens[: ends[0]]}")
+    return q_lens
+
+
 def check_floating(op: str, name: str, array: Any) -> None:
     """Raises ValueError unless `array` is float32, bfloat16 or float16."""
     dtype = jnp.result_type(array)

@@ -3,6 +3,7 @@
     python scripts/tpu_compile.py v6e attention page=16 window=1024      one case
     python scripts/tpu_compile.py v6e attention --features               base case, and what each feature adds
     python scripts/tpu_compile.py v7x attention --no-dump                only: does it compile, and its memory
+    python scripts/tpu_compile.py v6e selective_scan --loops 'ssd_.*'    the loops of kernels without a score
 
 Needs libtpu (kvjax[tpu-aot]). Settings: the fields of scripts/tpu_aot/operations.py. What the score means
 and leaves out: scripts/tpu_aot/score.py.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.tpu_aot.bundles import Loop
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
 from scripts.tpu_aot.score import BlockScore, block_scores
@@ -90,6 +92,15 @@ def describe_memory(compilation: Compilation) -> str:
     return "\n".join(lines)
 
 
+def describe_loops(loop: Loop, depth: int = 0) -> list[str]:
+    """A line for each loop: bundles of a trip, those without the loops inside, fills and spills, units."""
+    units = sorted(loop.units.items(), key=lambda unit: -unit[1])[:4]
+    text = ", ".join(f"{name} {count}" for name, count in units)
+    spills = f"spills {loop.num_spills}"
+    line = f"{'  ' * depth}{loop.num_bundles} bundles, own {loop.own_bundles}, DMAs {loop.num_dmas}, {spills}: {text}"
+    return [line, *(line for inner in loop.inner for line in describe_loops(inner, depth + 1))]
+
+
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where something did not compile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,12 +109,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("settings", nargs="*", metavar="name=value")
     parser.add_argument("--features", action="store_true", help="the case with each feature of attention")
     parser.add_argument("--no-dump", action="store_true", help="compile only")
+    parser.add_argument("--loops", metavar="PATTERN", help="print all loops of the kernels whose names match")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="of one compilation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     options = parser.parse_args(arguments)
     cases = FEATURES if options.features else {"": []}
     figures, failed = [], False
-    pattern = None if options.no_dump else KERNELS.get(options.op)
+    pattern = options.loops or (None if options.no_dump else KERNELS.get(options.op))
     for number, (label, extra) in enumerate(cases.items()):
         try:
             compilation = compile_and_dump(
@@ -115,9 +127,11 @@ def main(arguments: list[str]) -> int:
             continue
         if number == 0:
             print(describe_memory(compilation))
-            if pattern:
+            if pattern and not options.loops:
                 print(HEADER)
-        found = scores(options.chip, compilation)
+        for kernel in compilation.kernels if options.loops else ():
+            print(kernel.name, *describe_loops(kernel.loop, 1), sep="\n")
+        found = [] if options.loops else scores(options.chip, compilation)
         for score in found:
             print(row(label, score), flush=True)
         figures.append({"label": label, "memory": compilation.memory, "scores": [asdict(score) for score in found]})

@@ -20,6 +20,7 @@ import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.ssm_update import reference, tpu_conv, tpu_scan, validate
+from pallas_kernels.ssm_update.arguments import Convolution, Scan, StepArrays
 
 
 class SsmOutput(NamedTuple):
@@ -59,7 +60,7 @@ def causal_conv1d(
     step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
     validate.check_step(validate.CONV, x.shape[0], states.shape[0], *step)
     run = tpu_conv.causal_conv1d if chosen == "tpu" else reference.causal_conv1d
-    return SsmOutput(*run(x, states, weight, *step, bias=bias, activation=activation))
+    return SsmOutput(*run(Convolution(x, weight, bias), states, StepArrays(*step), activation=activation))
 
 
 def selective_scan(
@@ -99,4 +100,4 @@ def selective_scan(
     validate.check_step(validate.SCAN, x.shape[0], states.shape[0], *step)
     limits = (float(dt_limit[0]), float(dt_limit[1]))
     run = tpu_scan.selective_scan if chosen == "tpu" else reference.selective_scan
-    return SsmOutput(*run(x, states, dt, a, b, c, *step, d=d, dt_bias=dt_bias, dt_limit=limits))
+    return SsmOutput(*run(Scan(x, dt, a, b, c, d, dt_bias), states, StepArrays(*step), dt_limit=limits))

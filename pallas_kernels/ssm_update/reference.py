@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.ssm_update.arguments import Convolution, Scan, StepArrays
 from pallas_kernels.token_places import TokenPlaces
 from pallas_kernels.varying import vary_like
 
@@ -35,21 +36,13 @@ class StateStep(NamedTuple):
     write: jax.Array  # int32[S] page to write, beyond all pages where none is
 
     @classmethod
-    def of(
-        cls,
-        num_tokens: int,
-        num_pages: int,
-        query_start_loc: jax.Array,
-        distribution: jax.Array,
-        state_read: jax.Array,
-        state_write: jax.Array,
-        has_initial_state: jax.Array,
-    ) -> StateStep:
-        """From the arguments of the ops."""
-        batch = Batch.of_step(jnp.diff(query_start_loc), query_start_loc, distribution)
+    def of(cls, num_tokens: int, num_pages: int, step: StepArrays) -> StateStep:
+        """Of a step with room for so many tokens, over so many pages."""
+        starts = step.query_start_loc
+        batch = Batch.of_step(jnp.diff(starts), starts, step.distribution)
         seq, place = TokenPlaces.of_batch(batch, num_tokens)
-        write = jnp.where((batch.q_lens > 0) & (state_write > 0), state_write, num_pages)
-        return cls(seq, place, batch.q_lens, batch.starts, jnp.where(has_initial_state, state_read, 0), write)
+        write = jnp.where((batch.q_lens > 0) & (step.state_write > 0), step.state_write, num_pages)
+        return cls(seq, place, batch.q_lens, batch.starts, jnp.where(step.has_initial_state, step.state_read, 0), write)
 
 
 class ConvInputs(NamedTuple):
@@ -79,22 +72,12 @@ class ConvInputs(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="activation")
 def causal_conv1d(
-    x: jax.Array,  # [T, C]
-    states: jax.Array,  # [pages, C, W - 1]
-    weight: jax.Array,  # [C, W]
-    query_start_loc: jax.Array,  # int32[S + 1]
-    distribution: jax.Array,  # int32[3]
-    state_read: jax.Array,  # int32[S]
-    state_write: jax.Array,  # int32[S]
-    has_initial_state: jax.Array,  # bool[S]
-    *,
-    bias: jax.Array | None,
-    activation: str | None,
+    arguments: Convolution, states: jax.Array, arrays: StepArrays, *, activation: str | None
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
+    x, weight, bias = arguments
     num_taps = weight.shape[1]
-    pages = (state_read, state_write, has_initial_state)
-    step = StateStep.of(x.shape[0], states.shape[0], query_start_loc, distribution, *pages)
+    step = StateStep.of(x.shape[0], states.shape[0], arrays)
     inputs = ConvInputs.of(x, states, step)
     out = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
     for tap in range(num_taps):
@@ -106,26 +89,12 @@ def causal_conv1d(
 
 @functools.partial(jax.jit, static_argnames="dt_limit")
 def selective_scan(
-    x: jax.Array,  # [T, H] or [T, H, P]
-    states: jax.Array,  # [pages, H, N] or [pages, H, P, N]
-    dt: jax.Array,  # [T, H]
-    a: jax.Array,  # [H, N] or [H]
-    b: jax.Array,  # [T, N] or [T, G, N]
-    c: jax.Array,
-    query_start_loc: jax.Array,  # int32[S + 1]
-    distribution: jax.Array,  # int32[3]
-    state_read: jax.Array,  # int32[S]
-    state_write: jax.Array,  # int32[S]
-    has_initial_state: jax.Array,  # bool[S]
-    *,
-    d: jax.Array | None,
-    dt_bias: jax.Array | None,
-    dt_limit: tuple[float, float],
+    arguments: Scan, states: jax.Array, arrays: StepArrays, *, dt_limit: tuple[float, float]
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
+    x, dt, a, b, c, d, dt_bias = arguments
     num_tokens, num_heads = dt.shape
-    pages = (state_read, state_write, has_initial_state)
-    step = StateStep.of(num_tokens, states.shape[0], query_start_loc, distribution, *pages)
+    step = StateStep.of(num_tokens, states.shape[0], arrays)
     tokens = (
         x.astype(jnp.float32).reshape(num_tokens, num_heads, -1),  # [T, H, P], P = 1 in Mamba 1
         time_steps(dt, dt_bias, dt_limit),

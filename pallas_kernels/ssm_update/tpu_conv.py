@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mosaic import LANES, SUBLANES, Ref, compiler_params
+from pallas_kernels.ssm_update.arguments import Convolution, StepArrays
 from pallas_kernels.ssm_update.reference import ConvInputs, StateStep
 from pallas_kernels.ssm_update.tpu_plan import Field, num_decode_tokens, plan_segments
 
@@ -43,32 +44,25 @@ def reason_not_supported(x: jax.Array, states: jax.Array, weight: jax.Array) -> 
 
 @functools.partial(jax.jit, static_argnames=("activation", "chunk"))
 def causal_conv1d(
-    x: jax.Array,  # [T, C]
+    arguments: Convolution,
     states: jax.Array,  # [pages, C, W - 1]
-    weight: jax.Array,  # [C, W]
-    query_start_loc: jax.Array,  # int32[S + 1]
-    distribution: jax.Array,  # int32[3]
-    state_read: jax.Array,  # int32[S]
-    state_write: jax.Array,  # int32[S]
-    has_initial_state: jax.Array,  # bool[S]
+    arrays: StepArrays,
     *,
-    bias: jax.Array | None,
     activation: str | None,
     chunk: int = _CHUNK,  # most tokens of a chunk, a multiple of 16
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
+    x, weight, bias = arguments
     num_tokens, num_channels = x.shape
-    step = StateStep.of(
-        num_tokens, states.shape[0], query_start_loc, distribution, state_read, state_write, has_initial_state
-    )
+    step = StateStep.of(num_tokens, states.shape[0], arrays)
     inputs = ConvInputs.of(x, states, step)
     taps = weight.T.astype(jnp.float32)
     offset = jnp.zeros(num_channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
-    num_decode = num_decode_tokens(step, distribution)
+    num_decode = num_decode_tokens(step, arrays.distribution)
     decoded = _decode(inputs, taps, offset, activation)
     out = decoded
     if num_tokens > 1:
-        out = _segments(inputs, taps, offset, distribution, activation, states.shape[0], chunk)
+        out = _segments(inputs, taps, offset, arrays.distribution, activation, states.shape[0], chunk)
         decoded = jnp.pad(decoded, [(0, num_tokens - decoded.shape[0]), (0, 0)])
         out = jnp.where((jnp.arange(num_tokens) < num_decode)[:, None], decoded, out)
     return jnp.where((step.place >= 0)[:, None], out, 0).astype(x.dtype), inputs.written(states)

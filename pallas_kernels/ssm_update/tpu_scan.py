@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic import LANES, SUBLANES
 from pallas_kernels.ssm_update import tpu_decode, tpu_mamba1, tpu_ssd
+from pallas_kernels.ssm_update.arguments import Scan, StepArrays
 from pallas_kernels.ssm_update.reference import StateStep, time_steps
 from pallas_kernels.ssm_update.tpu_plan import decode_pages, num_decode_tokens, plan_segments
 
@@ -43,35 +44,21 @@ def reason_not_supported(x: jax.Array, states: jax.Array, b: jax.Array) -> str |
 
 @functools.partial(jax.jit, static_argnames="dt_limit")
 def selective_scan(
-    x: jax.Array,  # [T, H] or [T, H, P]
-    states: jax.Array,  # [pages, H, N] or [pages, H, P, N]
-    dt: jax.Array,  # [T, H]
-    a: jax.Array,  # [H, N] or [H]
-    b: jax.Array,  # [T, N] or [T, G, N]
-    c: jax.Array,
-    query_start_loc: jax.Array,  # int32[S + 1]
-    distribution: jax.Array,  # int32[3]
-    state_read: jax.Array,  # int32[S]
-    state_write: jax.Array,  # int32[S]
-    has_initial_state: jax.Array,  # bool[S]
-    *,
-    d: jax.Array | None,
-    dt_bias: jax.Array | None,
-    dt_limit: tuple[float, float],
+    arguments: Scan, states: jax.Array, arrays: StepArrays, *, dt_limit: tuple[float, float]
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
+    x, dt, a, b, c, d, dt_bias = arguments
     num_tokens, num_pages = x.shape[0], states.shape[0]
-    pages = (state_read, state_write, has_initial_state)
-    step = StateStep.of(num_tokens, num_pages, query_start_loc, distribution, *pages)
+    step = StateStep.of(num_tokens, num_pages, arrays)
     dt, a = time_steps(dt, dt_bias, dt_limit), a.astype(jnp.float32)
     is_mamba1 = x.ndim == 2
     if is_mamba1:  # as XLA lays states of few numbers out, so that this moves nothing
         states, a = states.swapaxes(1, 2), a.T
-    num_decode = num_decode_tokens(step, distribution)
+    num_decode = num_decode_tokens(step, arrays.distribution)
     out, states = _decode(x, states, dt, a, b, c, step, num_decode)
     if num_tokens > 1:
         chunk = tpu_mamba1.chunk_tokens(x.shape[1]) if is_mamba1 else tpu_ssd.CHUNK
-        segments = plan_segments(step, distribution, num_tokens, num_pages, chunk)
+        segments = plan_segments(step, arrays.distribution, num_tokens, num_pages, chunk)
         scanned, states = (tpu_mamba1.scan if is_mamba1 else tpu_ssd.ssd)(x, states, dt, a, b, c, segments)
         out = jnp.pad(out, [(0, num_tokens - out.shape[0]), *[(0, 0)] * (x.ndim - 1)])
         out = jnp.where(_of_tokens(jnp.arange(num_tokens) < num_decode, x), out, scanned.astype(jnp.float32))

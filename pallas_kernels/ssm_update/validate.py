@@ -103,30 +103,14 @@ def check_step(
     num_seqs = state_read.shape[0]
     checks.check_array(op, "state_write", state_write, (num_seqs,), "[num_seqs]")
     checks.check_array(op, "has_initial_state", has_initial_state, (num_seqs,), "[num_seqs]")
-    checks.check_array(op, "query_start_loc", query_start_loc, (num_seqs + 1,), "[num_seqs + 1]")
-    checks.check_array(op, "distribution", distribution, (3,), "[3]")
-    named = {
-        "state_read": state_read,
-        "state_write": state_write,
-        "query_start_loc": query_start_loc,
-        "distribution": distribution,
-    }
-    for name, array in named.items():
-        checks.check_int32(op, name, array)
+    pages = {"state_read": state_read, "state_write": state_write}
+    checks.check_sequences(op, num_seqs, query_start_loc, distribution, **pages)
     if jnp.result_type(has_initial_state) != jnp.bool_:
         raise ValueError(f"{op}: expected has_initial_state of dtype bool, got {jnp.result_type(has_initial_state)}")
     known = checks.concrete(query_start_loc, distribution, state_read, state_write, has_initial_state)
     if known is not None:
-        num_real = int(known[1][2])
-        if not 0 <= num_real <= num_seqs:
-            raise ValueError(f"{op}: expected distribution to end within [0, {num_seqs}], got {num_real}")
-        _check_starts(op, num_tokens, known[0][: num_real + 1])
-        _check_pages(op, num_pages, np.diff(known[0][: num_real + 1]) > 0, *(x[:num_real] for x in known[2:]))
-
-
-def _check_starts(op: str, num_tokens: int, starts: np.ndarray) -> None:
-    if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > num_tokens:
-        raise ValueError(f"{op}: expected query_start_loc to rise from 0 to at most {num_tokens}, got {starts}")
+        q_lens = checks.check_starts(op, num_tokens, num_seqs, *known[:2])
+        _check_pages(op, num_pages, q_lens > 0, *(x[: q_lens.size] for x in known[2:]))
 
 
 def _check_pages(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ssm_update import causal_conv1d, tpu_conv
+from pallas_kernels.ssm_update.arguments import Convolution, StepArrays
 from tests.pallas_kernels.cases import assert_close, random_values
 from tests.pallas_kernels.on_tpu import compile_on_tpu
 from tests.pallas_kernels.ssm_update.ssm_cases import (
@@ -50,8 +51,8 @@ def compiled(taps: int, dtype: str, has_bias: bool, activation: str | None) -> C
     inputs = make(np.random.default_rng(0), [], taps, dtype, has_bias)
 
     def call(x: Any, states: Any, weight: Any, bias: Any, step: Any) -> Any:
-        options = {"bias": bias, "activation": activation, "chunk": CHUNK}
-        return tpu_conv.causal_conv1d(x, states, weight, *step, **options)
+        arguments = Convolution(x, weight, bias)
+        return tpu_conv.causal_conv1d(arguments, states, StepArrays(*step), activation=activation, chunk=CHUNK)
 
     return compile_on_tpu(call, *inputs[:-1], on_device(inputs[-1]))
 

@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ssm_update import selective_scan, tpu_decode, tpu_mamba1, tpu_scan
+from pallas_kernels.ssm_update.arguments import Scan, StepArrays
 from pallas_kernels.ssm_update.tpu_decode import StateTiles
 from pallas_kernels.ssm_update.tpu_states import CarriedState
 from tests.pallas_kernels.cases import TOLERANCE, assert_close
@@ -59,9 +60,8 @@ def make(rng: np.random.Generator, shape: Shape, q_lens: Sequence[int]) -> Argum
 
 
 def scan(arrays: dict[str, Any], step: Any, limit: tuple[float, float]) -> Any:
-    names = ("x", "states", "dt", "a", "b", "c")
-    options = {"d": arrays["d"], "dt_bias": arrays["dt_bias"], "dt_limit": limit}
-    return tpu_scan.selective_scan(*(jnp.asarray(arrays[name]) for name in names), *step, **options)
+    arguments = Scan(*(jnp.asarray(arrays[name]) for name in Scan._fields))
+    return tpu_scan.selective_scan(arguments, jnp.asarray(arrays["states"]), StepArrays(*step), dt_limit=limit)
 
 
 @functools.cache
