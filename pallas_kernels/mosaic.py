@@ -47,6 +47,15 @@ def matrix_unit_lanes() -> int:
         return 256
 
 
+def chip_name() -> str | None:
+    """The chip that is compiled for, as "v6e" or "v7x"; None where there is none, as where kernels are interpreted."""
+    try:
+        version = str(pltpu.get_tpu_info().chip_version)
+    except (ValueError, NotImplementedError, RuntimeError):
+        return None
+    return version if version.startswith("v") else f"v{version}"
+
+
 def packing(dtype: jnp.dtype) -> int:
     """Elements of `dtype` in a 32-bit word."""
     return 4 // jnp.dtype(dtype).itemsize

@@ -46,21 +46,12 @@ from pallas_kernels.ragged_paged_attention.tpu_plan import (
     plan_items,
 )
 from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
+from pallas_kernels.ragged_paged_attention.tpu_tuning import SMALLEST_TILE, Tuning, tile_queries, tuned
 
-SMALLEST_TILE = 8  # query tokens
 LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
 MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory; more: a kernel of their own
 _BUFFER_BYTES = 12 << 20  # of VMEM, at most, for the double buffer
 _VMEM_LIMIT_BYTES = {1: 32 << 20, 2: 64 << 20}
-
-
-class Tuning(NamedTuple):
-    """Sizes that a tuner may choose; None: by the shapes."""
-
-    queries: int | None = None  # query tokens of a tile, a power of two, at least 8
-    decode_block: int | None = None  # slots of a KV block, a power of two, at least 128
-    tile_block: int | None = None
-    max_unrolled: int = 8  # matrix products of a block that are unrolled
 
 
 def reason_not_supported(pages: tuple[jax.Array, ...], mask: MaskRule) -> str | None:
@@ -99,7 +90,7 @@ def ragged_paged_attention(
     return_lse: bool,
     new_kv: tuple[jax.Array, jax.Array] | None = None,  # [T, Hkv, D] each
     slot_mapping: jax.Array | None = None,  # int32[T]
-    tuning: Tuning = Tuning(),  # noqa: B008
+    tuning: Tuning | None = None,  # None: as tuned for the chip, else by the shapes
     tables_in_hbm: bool | None = None,  # None: where they exceed scalar memory
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(out [T, Hq, D] in q's dtype, lse float32[T, Hq] or None, pages written or None) as `AttentionOutput` says."""
@@ -113,6 +104,7 @@ def ragged_paged_attention(
         tables_in_hbm = block_tables.size * 4 > LARGEST_TABLE_BYTES
     tables = _flat_tables(block_tables, tables_in_hbm)
     group = num_q_heads // num_kv_heads
+    tuning = tuning or tuned(q, pages[0], num_kv_heads, mask, block_tables.shape[1])
     common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables_in_hbm)
     write, written = None, None
     if new_kv is not None and slot_mapping is not None and num_tokens > MOST_FUSED_TOKENS:
@@ -133,7 +125,7 @@ def ragged_paged_attention(
     written = written if fused is None else fused
     out, lse = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
     if num_tokens > 1:
-        queries = tuning.queries or _tile_queries(group, mask)
+        queries = tuning.queries or tile_queries(group, mask)
         padded = q if num_tokens >= queries else jnp.pad(q, [(0, queries - num_tokens), (0, 0), (0, 0)])
         tiled = launch(queries, tuning.tile_block, padded, is_tiled, pages[0] if written is None else written)
         first = query_start_loc[distribution[0]]
@@ -182,14 +174,6 @@ def _flat_tables(block_tables: jax.Array, in_hbm: bool) -> jax.Array:
         extra = -block_tables.shape[1] % TABLE_ALIGNMENT
         block_tables = jnp.pad(block_tables, [(0, 0), (0, extra)])
     return block_tables.reshape(-1)
-
-
-def _tile_queries(group: int, mask: MaskRule) -> int:
-    """Query tokens of a tile: about 128 rows, from 8 to 64 tokens, no longer than a chunk."""
-    queries = max(SMALLEST_TILE, min(64, 128 // group))
-    if mask.attention_chunk_size is not None:
-        queries = min(queries, mask.attention_chunk_size)
-    return 1 << (queries.bit_length() - 1)
 
 
 def _config(

@@ -199,5 +199,10 @@ def block_slots(
         most = 1024
     while most > LANES and 2 * most * token_bytes > vmem_bytes:
         most //= 2
+    return max(LANES, page_size, min(most, seen_slots(mask, queries, num_columns, page_size)))
+
+
+def seen_slots(mask: MaskRule, queries: int, num_columns: int, page_size: int) -> int:
+    """Slots that a tile can see at most, rounded up to a power of two: no block need be longer."""
     seen = mask.max_pages(queries, num_columns, page_size) * page_size
-    return max(LANES, page_size, min(most, 1 << (seen - 1).bit_length()))
+    return 1 << (seen - 1).bit_length()

@@ -70,6 +70,7 @@ class AttentionCase(PagedCase):
     queries: int = 0  # 0: by the shapes
     decode_block: int = 0
     tile_block: int = 0
+    tuned: int = 0  # sizes of the chip's tuned file, if it has the shape, instead of these
 
     @property
     def token_bytes(self) -> int:
@@ -86,6 +87,7 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
     given = (new, new, _array((case.tokens,), "int32")) if case.write else ()
     per_head = [_array((case.heads,), "float32")] * bool(case.sinks)
     per_head += [_array((case.kv_heads,), "float32")] * 2 * bool(case.scales)
+    sizes = kernel_tpu.Tuning(case.queries or None, case.decode_block or None, case.tile_block or None)
 
     def call(q: Any, pages: Any, step: Any, new: Any, *per_head: Any) -> Any:
         given = list(per_head)
@@ -103,7 +105,7 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             return_lse=bool(case.lse),
             new_kv=new[:2] or None,
             slot_mapping=new[2] if new else None,
-            tuning=kernel_tpu.Tuning(case.queries or None, case.decode_block or None, case.tile_block or None),
+            tuning=None if case.tuned else sizes,
             tables_in_hbm=True if case.hbm_tables else None,
         )
 

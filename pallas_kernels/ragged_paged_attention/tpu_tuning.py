@@ -1,0 +1,51 @@
+"""Sizes of the TPU kernel's launches: as tuned for the chip, else by formulas.
+
+Flow:    shapes, chip -> [tuned] -> Tuning -> kernel_tpu
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.mosaic import LANES, chip_name
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.tpu_plan import seen_slots
+from pallas_kernels.ragged_paged_attention.tuning import TunedShape, sizes_for
+
+SMALLEST_TILE = 8  # query tokens
+
+
+class Tuning(NamedTuple):
+    """Sizes that a tuner may choose; None: by the shapes."""
+
+    queries: int | None = None  # query tokens of a tile, a power of two, at least 8
+    decode_block: int | None = None  # slots of a KV block, a power of two, at least 128
+    tile_block: int | None = None
+    max_unrolled: int = 8  # matrix products of a block that are unrolled
+
+
+def tuned(q: jax.Array, pages: jax.Array, num_kv_heads: int, mask: MaskRule, num_columns: int) -> Tuning:
+    """Sizes of the chip's file for these shapes, no block longer than `num_columns` pages; the rest by the shapes.
+
+    Raises:
+        ValueError: the chip's file is broken.
+    """
+    tuning = Tuning(**sizes_for(chip_name(), TunedShape.of(q, pages, num_kv_heads, mask), Tuning._fields))
+    queries = tuning.queries or tile_queries(q.shape[1] // num_kv_heads, mask)
+    page_size = pages.shape[1]
+
+    def within(block: int | None, queries: int) -> int | None:
+        most = max(LANES, page_size, seen_slots(mask, queries, num_columns, page_size))
+        return None if block is None else min(block, most)
+
+    return tuning._replace(decode_block=within(tuning.decode_block, 1), tile_block=within(tuning.tile_block, queries))
+
+
+def tile_queries(group: int, mask: MaskRule) -> int:
+    """Query tokens of a tile by formula: about 128 rows, from 8 to 64 tokens, no longer than a chunk."""
+    queries = max(SMALLEST_TILE, min(64, 128 // group))
+    if mask.attention_chunk_size is not None:
+        queries = min(queries, mask.attention_chunk_size)
+    return 1 << (queries.bit_length() - 1)

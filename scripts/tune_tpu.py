@@ -1,0 +1,103 @@
+"""Tunes the TPU attention kernel on a machine without a TPU, by the compiler's own listing.
+
+    python scripts/tune_tpu.py v6e --results v6e-results.json             goes on where it was stopped
+    python scripts/tune_tpu.py v7x --model llama3-8b --tp 8 --page 16     one entry
+
+Needs libtpu (kvjax[tpu-aot]). Every candidate is compiled in a process of its own: the formula's sizes, then halves and
+doubles of them. Its cost is the cycles of a few sequences (scripts/tpu_aot/step_cost.py) by the static score, which
+ranks variants and is no time (scripts/tpu_aot/score.py). An entry goes to tuned/<chip>.json only where it saves the
+margin.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pallas_kernels.mosaic import LANES
+from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries
+from pallas_kernels.ragged_paged_attention.tuning import FOLDER
+from pallas_kernels.tuned import Sizes
+from scripts.kernel_tuning import Case, Record, as_json, candidates, cases_of, parser, tune, write_tuned
+from scripts.tpu_aot.chips import CHIPS
+from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
+from scripts.tpu_aot.score import block_scores
+from scripts.tpu_aot.step_cost import launch_cycles
+
+TILE_BLOCKS = (256, 512, 1024)  # slots
+DECODE_BLOCKS = (256, 512, 1024, 2048)
+
+
+def candidates_of(case: Case) -> Iterator[Sizes]:
+    """The formula, then tiles of its queries, half and double as many, and blocks of decoding."""
+    heads, kv_heads = case.model.per_shard(case.num_shards)
+    queries = tile_queries(heads // kv_heads, case.mask)
+    tiles = product((queries, 2 * queries, queries // 2), TILE_BLOCKS)
+    blocks = [block for block in DECODE_BLOCKS if block >= max(LANES, case.page_size)]
+    yield from candidates(
+        [{"queries": n, "tile_block": block} for n, block in tiles if n >= 8],
+        [{"decode_block": block} for block in blocks],
+    )
+
+
+def settings_of(case: Case, sizes: Sizes) -> list[str]:
+    """Of scripts/tpu_aot's attention case."""
+    shape, model = case.shape, case.model
+    given: dict[str, Any] = {
+        "heads": shape.num_q_heads,
+        "kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "page": shape.page_size,
+        "dtype": shape.page_dtype,
+        "window": model.sliding_window,
+        "chunk": model.attention_chunk_size,
+        "soft_cap": model.soft_cap,
+        "sinks": int(model.sinks),
+        **sizes,
+    }
+    return [f"{name}={value}" for name, value in given.items() if value]
+
+
+def measure(chip: str, case: Case, sizes: Sizes, timeout_s: float) -> Record:
+    """Compiles a candidate: the cost of decoding and of tiles with the sizes that the kernels really have."""
+    try:
+        done = compile_and_dump(chip, "attention", settings_of(case, sizes), kernels="rpa_.*", timeout_s=timeout_s)
+        token_bytes = done.memory["token_bytes"]
+        scores = [block_scores(kernel, CHIPS[chip], token_bytes) for kernel in done.kernels]
+    except (CompilationError, ValueError) as error:  # ValueError: dumps that cannot be read
+        return {"error": str(error)}
+    record = {}
+    for full, masked in scores:
+        queries, block = full.queries, full.block_tokens
+        record["decode" if queries == 1 else "tiles"] = {
+            "sizes": {"decode_block": block} if queries == 1 else {"queries": queries, "tile_block": block},
+            "cost": launch_cycles((full, masked), case.mask, case.page_size),
+            "full": asdict(full),
+            "masked": asdict(masked),
+        }
+    return record
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Exit status: 0, or 1 where a formula's sizes do not compile."""
+    assert __doc__ is not None
+    options = parser(__doc__, CHIPS).parse_args(None if arguments is None else list(arguments))
+    wanted = cases_of(options)
+    chosen = tune(
+        wanted, candidates_of, lambda case, sizes: measure(options.device, case, sizes, options.timeout), options
+    )
+    path = options.out or FOLDER / f"{options.device}.json"
+    write_tuned(path, "static score", Tuning._fields, chosen)
+    if options.json:
+        options.json.write_text(as_json(chosen))
+    return int({choice.case for choice in chosen} != set(wanted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
