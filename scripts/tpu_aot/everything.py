@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.tpu_aot.bundles import Kernel
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
-from scripts.tpu_aot.score import block_scores
+from scripts.tpu_aot.score import BlockScore, block_scores
 from scripts.tpu_aot.shape_cases import ShapeCase
 
 ROW = "{:4} {:16} {:27} {:26} {:7} {:>6} {:>6} {:>8} {:>6} {:>6} {:>5}"
@@ -123,18 +124,27 @@ def _result(data: dict[str, Any]) -> Result:
     return Result(data["chip"], shape, data["seconds"], lines, data["error"])
 
 
-def _lines(chip: str, memory: dict[str, Any], kernels: list[Any]) -> Iterable[Line]:
+def _lines(chip: str, memory: dict[str, Any], kernels: list[Kernel]) -> Iterable[Line]:
     dumped = {kernel.name: kernel for kernel in kernels}
     for name, sizes in memory["kernels"].items():
         space = (sizes["vmem_bytes"], sizes["smem_bytes"])
         kernel = dumped.get(name)
         if kernel is None:
             yield Line(name, "all", *space, None, None, None)
-        elif name.startswith(("rpa_", "mla_")):
-            for score in block_scores(kernel, CHIPS[chip], memory["token_bytes"]):
-                yield Line(name, score.kind, *space, score.bundles, score.spill_bundles, round(score.dma_share, 3))
-        else:
+            continue
+        scores = _scores(chip, kernel, memory["token_bytes"])
+        for score in scores:
+            yield Line(name, score.kind, *space, score.bundles, score.spill_bundles, round(score.dma_share, 3))
+        if not scores:
             yield Line(name, "all", *space, kernel.loop.num_bundles, kernel.loop.num_spills, None)
+
+
+def _scores(chip: str, kernel: Kernel, token_bytes: int | None) -> list[BlockScore]:
+    """Of the blocks of an attention kernel; none of others."""
+    try:
+        return [] if token_bytes is None else block_scores(kernel, CHIPS[chip], token_bytes)
+    except ValueError:
+        return []
 
 
 def _too_large(chip: str, lines: Iterable[Line]) -> str | None:
