@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Installs what the tests need and runs them; arguments go to pytest.
+# Installs what the tests need and runs them; arguments go to pytest. Where there is a TPU, the tests of its kernels run
+# on it (tests/conftest.py), in one process, since only one can hold it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh test
-export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
-exec "${KVJAX_VENV:-.venv}/bin/python" -m pytest -n 2 --dist worksteal "$@"
+extras=(test) workers=2
+if [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ]; then
+    extras+=(tpu)
+    workers=0
+fi
+scripts/setup.sh "${extras[@]}"
+exec "${KVJAX_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist worksteal "$@"

@@ -10,10 +10,17 @@ from pathlib import Path
 import hypothesis
 
 # Where there is a TPU or an NVIDIA GPU, the tests of its kernels run on it (tests/pallas_kernels/on_tpu.py, on_gpu.py);
-# the CPU stays the default.
-HAS_TPU = any(Path("/dev").glob("accel*")) or Path("/dev/vfio/0").exists()
+# the CPU stays the default. A TPU is held by one process: this one, if it runs tests itself, never a child of it.
+HAS_TPU = importlib.util.find_spec("libtpu") is not None and (
+    any(Path("/dev").glob("accel*")) or Path("/dev/vfio/0").exists()
+)
 HAS_GPU = Path("/dev/nvidiactl").exists() and importlib.util.find_spec("jax_plugins") is not None
-os.environ.setdefault("JAX_PLATFORMS", ",".join(["cpu", *["tpu"] * HAS_TPU, *["cuda"] * HAS_GPU]))
+if "JAX_PLATFORMS" not in os.environ:
+    os.environ["JAX_PLATFORMS"] = ",".join(["cpu", *["cuda"] * HAS_GPU])
+    if HAS_TPU:
+        import jax
+
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"] + ",tpu")
 # The interpreter of GPU kernels runs each warpgroup as a program of its own, which blocks one of XLA's threads: XLA
 # needs more threads than a kernel has warpgroups, and reads their number here.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))

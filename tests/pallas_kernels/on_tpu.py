@@ -11,6 +11,8 @@ import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+from tests.pallas_kernels.on_device import call_on
+
 # Optimising the interpreter's program costs more than it saves.
 _QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -54,8 +56,7 @@ def compile_on_tpu(function: Callable[..., Any], *arguments: Any, watch_races: b
     """`function` compiled for arguments of these shapes; calls give numpy arrays or raise RaceError."""
     device = tpu_device()
     if device is not None:
-        with jax.default_device(device):
-            return jax.jit(function)
+        return call_on(device, function)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=watch_races, vector_clock_size=_CLOCK_SIZE)):
         compiled = jax.jit(function).lower(*arguments).compile(compiler_options=_QUICK_COMPILE)
 
