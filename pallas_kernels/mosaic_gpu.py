@@ -52,6 +52,14 @@ def reason_without_hopper() -> str | None:
     return None if capability == "9.0" else f"GPU kernels need compute capability 9.0 (Hopper), got {capability}"
 
 
+def card_name() -> str | None:
+    """The card of the default device, as "h100" or "h200"; None where it is no NVIDIA GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    maker, _, kind = jax.devices()[0].device_kind.partition(" ")  # such as "NVIDIA H100 80GB HBM3"
+    return kind.split()[0].lower() if maker == "NVIDIA" and kind else None
+
+
 def kernel(
     body: Callable[..., None],
     *,

@@ -27,16 +27,19 @@ COLUMNS = ("how", "registers", "spill_store_bytes", "spill_load_bytes", "shared_
 MODULE_COLUMNS = ("donated_bytes", "aliased_bytes", "temporary_bytes", "copies")
 
 
-def compile_op(card: str, op: str, settings: list[str]) -> list[dict[str, Any]]:
+def compile_op(card: str, op: str, settings: list[str], timeout_s: float | None = None) -> list[dict[str, Any]]:
     """One record of the module, and one per kernel and way to compile it; each with its `case`.
 
     Raises:
-        RuntimeError: the compiler refused, or CUDA's wheels are missing.
+        RuntimeError: the compiler refused or ran out of time, or CUDA's wheels are missing.
     """
     python = os.environ.get("KVJAX_CUDA_PYTHON", sys.executable)
     with tempfile.TemporaryDirectory() as dump:
         command = [python, "-m", "scripts.gpu_aot.compile_one", card, op, dump, *settings]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{op} {' '.join(settings)}: no end after {timeout_s} s") from error
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         hint = "" if "cuda" not in done.stderr.lower() else "; is the extra 'cuda-aot' installed? see KVJAX_CUDA_PYTHON"

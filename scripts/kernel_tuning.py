@@ -152,7 +152,23 @@ def write_tuned(path: Path, by: str, size_names: tuple[str, ...], choices: Itera
         if found:
             entries[key_of(shape._asdict())] = (shape._asdict(), found)
     if entries or path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(Table(OP, path.stem, by, entries).text())
+
+
+def measured(
+    case: Case, wanted: Iterable[Sizes], measure: Callable[[Case, Sizes], Record], options: argparse.Namespace
+) -> list[Record]:
+    """A record for each candidate, out of `options.results` where it is there; the first alone if that one fails."""
+    log, records = Log(options.results), []
+    for sizes in wanted:
+        name = " ".join([options.device, *map(str, case.shape), _words(sizes)])
+        records.append(log.of(name, functools.partial(measure, case, sizes)))
+        if "error" in records[-1]:
+            print(f"{case.label} {_words(sizes)}: {records[-1]['error']}", file=sys.stderr, flush=True)
+        if "error" in records[0]:
+            break
+    return records
 
 
 def tune(
@@ -162,16 +178,10 @@ def tune(
     options: argparse.Namespace,
 ) -> list[Choice]:
     """Measures every candidate of every case, and prints the choices as they are made."""
-    log, chosen = Log(options.results), []
+    chosen = []
     print(HEADER, flush=True)
     for case in wanted:
-        records = []
-        for sizes in candidates_of(case):
-            name = " ".join([options.device, *map(str, case.shape), _words(sizes)])
-            records.append(log.of(name, functools.partial(measure, case, sizes)))
-            if "error" in records[-1]:
-                print(f"{case.label} {_words(sizes)}: {records[-1]['error']}", file=sys.stderr, flush=True)
-        chosen += (choices := choose(case, records, options.margin))
+        chosen += (choices := choose(case, measured(case, candidates_of(case), measure, options), options.margin))
         print("\n".join(choice.row for choice in choices), flush=True)
     return chosen
 

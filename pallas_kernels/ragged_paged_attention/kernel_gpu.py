@@ -28,6 +28,7 @@ from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape, plan_tiles
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.ragged_paged_attention.tuning import TunedShape, sizes_for
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -40,6 +41,18 @@ class Tuning(NamedTuple):
     num_blocks: int = mosaic_gpu.NUM_SMS  # thread blocks that share the work of decoding
     prefill_block: int | None = None
     prefill_stages: int | None = None
+
+
+def tuned(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_heads: int, mask: MaskRule) -> Tuning:
+    """Sizes of the card's file for these shapes, whose values are as wide as the keys; the rest by the shapes.
+
+    Raises:
+        ValueError: the card's file is broken.
+    """
+    if pages[0].shape[-1] != pages[1].shape[-1]:
+        return Tuning()
+    shape = TunedShape.of(q, pages[0], num_kv_heads, mask)
+    return Tuning(**sizes_for(mosaic_gpu.card_name(), shape, Tuning._fields))
 
 
 def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_heads: int) -> str | None:
@@ -78,10 +91,11 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     return_lse: bool,
-    tuning: Tuning = Tuning(),  # noqa: B008
+    tuning: Tuning | None = None,  # None: as tuned for the card, else by the shapes
 ) -> tuple[jax.Array, jax.Array | None]:
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq] or None) as `AttentionOutput` says."""
     num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
+    tuning = tuning or tuned(q, pages, num_kv_heads, mask)
     step = Step.of(q, pages, block_tables, mask, sm_scale, soft_cap, sinks, k_scale, v_scale, tuning)
     q_lens = jnp.diff(query_start_loc)
     first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, mosaic_gpu
 from pallas_kernels.layouts import attention_layout
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, tpu_tuning, tuning
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
@@ -130,9 +131,33 @@ def test_an_explicit_tuning_goes_first(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "rpa_q32_b512" in formula
 
 
+def test_the_gpu_kernel_takes_the_cards_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where values are as wide as keys, which the file does not tell apart."""
+    shape = TunedShape(32, 8, 128, 16, "bfloat16", "bfloat16", None, None)._asdict()
+    table = {**GOOD, "device": "h100", "by": "time", "entries": [{"shape": shape, "sizes": {"decode_stages": 3}}]}
+    (tmp_path / "h100.json").write_text(json.dumps(table))
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(mosaic_gpu, "card_name", lambda: "h100")
+    q, k, v = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((9, 32, 128), (9, 16, 8, 128), (9, 16, 8, 64)))
+    assert kernel_gpu.tuned(q, (k, k), 8, MaskRule()) == kernel_gpu.Tuning(decode_stages=3)
+    assert kernel_gpu.tuned(q, (k, v), 8, MaskRule()) == kernel_gpu.Tuning()
+    assert kernel_gpu.tuned(q, (k, k), 8, MaskRule(sliding_window=9)) == kernel_gpu.Tuning()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "gh200"), ("gfx942", None)],
+)
+def test_names_of_cards(monkeypatch: pytest.MonkeyPatch, kind: str, name: str | None) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+    assert mosaic_gpu.card_name() == name
+
+
 def test_no_chip_here() -> None:
     if jax.default_backend() == "cpu":
         assert mosaic.chip_name() is None
+        assert mosaic_gpu.card_name() is None
 
 
 def test_keys_do_not_depend_on_order() -> None:

@@ -85,7 +85,7 @@ def test_what_does_not_compile_is_passed_over() -> None:
 
 
 def test_entries_are_replaced_and_taken_out(tmp_path: Path) -> None:
-    path = tmp_path / "v6e.json"
+    path = tmp_path / "tuned" / "v6e.json"
     other = cases(["llama3-8b"], [8], [128])[0]
 
     def write(case: kernel_tuning.Case, *best: tuple[str, Record]) -> dict[str, object]:

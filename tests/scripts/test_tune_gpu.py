@@ -1,0 +1,153 @@
+"""scripts/tune_gpu.py: candidates, what it does with times and without a card. Nothing is compiled or timed."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_kernels.ragged_paged_attention.kernel_gpu import Tuning
+from scripts import tune_gpu
+from scripts.aot_cases import parse_case
+from scripts.gpu_aot import time_one
+from scripts.gpu_aot.operations import AttentionCase
+from scripts.kernel_bench.timing import Timing
+from scripts.kernel_tuning import cases
+
+(CASE,) = cases(["llama3-8b"], [1], [16])
+ONE_CASE = ["h100", "--model=llama3-8b", "--tp=1", "--page=16"]
+
+
+def test_candidates_are_sizes_of_the_kernel() -> None:
+    found = list(tune_gpu.candidates_of(CASE))
+    assert found[0] == {}
+    assert {name for sizes in found for name in sizes} == set(Tuning._fields)
+    assert len({tuple(sizes.items()) for sizes in found}) == len(found)
+
+
+def test_sizes_belong_to_a_part() -> None:
+    sizes = {"decode_block": 64, "num_blocks": 264, "prefill_stages": 3}
+    assert time_one.part_sizes("decode", sizes) == {"decode_block": 64, "num_blocks": 264}
+    assert time_one.part_sizes("prefill", sizes) == {"prefill_stages": 3}
+
+
+def on_card(
+    monkeypatch: pytest.MonkeyPatch, answer: Callable[[dict[str, int]], Any], card: str | None = "h100"
+) -> None:
+    """This machine has `card`, where candidates give what `answer` makes of their sizes."""
+
+    def time_in_process(arguments: list[str], _: float) -> Any:
+        if not arguments:
+            return card
+        assert arguments[:3] == ["llama3-8b", "1", "16"]
+        return answer(json.loads(arguments[3]))
+
+    monkeypatch.setattr(tune_gpu, "_time_one", time_in_process)
+
+
+def test_the_fastest_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(sizes: dict[str, int]) -> dict[str, float]:
+        if sizes.get("decode_stages") == 4:
+            raise RuntimeError("too much shared memory")
+        times = {"decode": 80.0 if sizes.get("decode_block") == 64 else 100.0, "prefill": 500.0}
+        return {part: time for part, time in times.items() if not sizes or time_one.part_sizes(part, sizes)}
+
+    on_card(monkeypatch, answer)
+    path, figures = tmp_path / "h100.json", tmp_path / "figures.json"
+    assert tune_gpu.main([*ONE_CASE, f"--out={path}", f"--json={figures}"]) == 0
+    data = json.loads(path.read_text())
+    assert data["by"] == "time"
+    assert data["entries"] == [{"shape": CASE.shape._asdict(), "sizes": {"decode_block": 64, "decode_stages": 2}}]
+    assert "too much shared memory" in capsys.readouterr().err
+    assert [choice["part"] for choice in json.loads(figures.read_text())] == ["decode", "prefill"]
+
+
+def test_a_formula_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def answer(sizes: dict[str, int]) -> Any:
+        asked.append(sizes)
+        raise RuntimeError("died")
+
+    on_card(monkeypatch, answer)
+    assert tune_gpu.main([*ONE_CASE, f"--out={tmp_path / 'h100.json'}"]) == 1
+    assert asked == [{}]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    on_card(monkeypatch, dict, card="h200")
+    with pytest.raises(SystemExit):
+        tune_gpu.main(ONE_CASE)
+    assert "expected the card of this machine, h200, or --dry-run, got h100" in capsys.readouterr().err
+
+
+def test_without_a_card_candidates_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Registers, spills and shared memory of every candidate, no time, no file; results are kept."""
+    compiled = []
+
+    def compile_op(card: str, op: str, settings: list[str], timeout_s: float) -> list[dict[str, Any]]:
+        compiled.append(parse_case(AttentionCase, settings))
+        figures = {
+            "how": "linked",
+            "registers": 168,
+            "spill_store_bytes": 4,
+            "spill_load_bytes": 8,
+            "shared_bytes": 999,
+        }
+        names = ("rpa_decode_p16_b128", "rpa_prefill_p16_b128", "rpa_merge_pieces")
+        return [{"module": op}, *({"kernel": name, **figures} for name in names)]
+
+    on_card(monkeypatch, dict, card=None)
+    monkeypatch.setattr(tune_gpu, "compile_op", compile_op)
+    arguments = [*ONE_CASE, f"--out={tmp_path / 'h100.json'}", f"--results={tmp_path / 'results.json'}"]
+    assert tune_gpu.main(arguments) == tune_gpu.main([*arguments, "--dry-run"]) == 0
+    assert [(case.block, case.stages) for case in compiled] == [(0, 0), *tune_gpu.RING_SIZES]
+    assert {(case.shape, case.tp, case.page) for case in compiled} == {("llama3-8b", 1, 16)}
+    said = capsys.readouterr().out
+    assert "decode    formula                              linked         168      12     999" in said
+    assert "prefill   block=64 stages=2                    linked         168      12     999" in said
+    assert not (tmp_path / "h100.json").exists()
+
+
+def test_a_candidate_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def compile_op(*_: object, **__: object) -> list[dict[str, Any]]:
+        raise RuntimeError("attention: no CUDA")
+
+    monkeypatch.setattr(tune_gpu, "compile_op", compile_op)
+    assert tune_gpu.main([*ONE_CASE, "--dry-run"]) == 1
+    assert "llama3-8b / 1, page 16 : attention: no CUDA" in capsys.readouterr().err
+
+
+def test_processes_that_fail_or_hang() -> None:
+    with pytest.raises(RuntimeError, match=r"no end after 0\.01 s"):
+        tune_gpu._time_one([], 0.01)
+    with pytest.raises(RuntimeError, match=r"expected a card out of \['h100', 'h200'\], got None"):
+        tune_gpu._time_one(["llama3-8b", "1", "16", "{}"], 200)
+
+
+@pytest.mark.parametrize("part", time_one.PARTS)
+def test_what_is_timed_can_be_traced(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """Pages are rotated through at least twice what the cache holds; the kernel has the candidate's sizes."""
+    traced = []
+
+    def clock(chain: Any, repeats: int) -> Timing:
+        traced.append(str(jax.make_jaxpr(chain.program)(*chain.arguments)))
+        return Timing((3.0,) * repeats, "wall")
+
+    monkeypatch.setattr(time_one, "wall_clock", clock)
+    case = time_one.bench_case(part, "llama3-8b", 1, 16, small=True)
+    assert time_one.median_us(case, {f"{part}_block": 64}, 1) == 3.0
+    assert f"rpa_{part}_p16_b64" in traced[0]
+    call = functools.partial(time_one.call, case, {})
+    out, _ = jax.eval_shape(call, *case.arguments(0))
+    assert out.shape[0] == case.setting.step.num_tokens
