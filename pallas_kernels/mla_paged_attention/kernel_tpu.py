@@ -51,6 +51,7 @@ class Tuning(NamedTuple):
     decode_part: int | None = None  # slots of a softmax update
     tile_part: int | None = None
     chunk_rows: int = 256  # rows of a matrix product of a tile
+    ahead: int = 1  # products whose scores are computed before the softmax of an earlier one
 
 
 def reason_not_supported(latent: LatentPages, mask: MaskRule) -> str | None:
@@ -152,19 +153,23 @@ def _tile_queries(heads: int, mask: MaskRule) -> int:
 
 
 def _sizes(queries: int, heads: int, mask: MaskRule, max_len: int, page_size: int, tuning: Tuning) -> dict[str, int]:
-    """Units, slots of a block and of a part, tokens of a chunk: powers of two."""
+    """Units, slots of a block and of a part, tokens of a chunk: powers of two.
+
+    A decode step has 2,048 slots: fewer leave the matrix unit waiting between one part's products and its softmax.
+    """
     is_decode = queries == 1
     seen = mask.max_pages(queries, max_len // page_size, page_size) * page_size
     block = tuning.decode_block if is_decode else tuning.tile_block
     if block is None:
-        block = max(LANES, page_size, min(512, 1 << (seen - 1).bit_length()))
+        block = max(LANES, page_size, min(1024 if is_decode else 512, 1 << (seen - 1).bit_length()))
     part = (tuning.decode_part or 512) if is_decode else (tuning.tile_part or 256)
     chunk = max(1, min(queries, tuning.chunk_rows // heads))
     return {
-        "units": (tuning.units or max(1, min(4, 64 // heads))) if is_decode else 1,
+        "units": (tuning.units or min(4, 2048 // block)) if is_decode else 1,
         "block": block,
         "part": min(block, part),
         "chunk": 1 << (chunk.bit_length() - 1),
+        "ahead": tuning.ahead,
     }
 
 
@@ -326,7 +331,7 @@ class _Moves(NamedTuple):
             if self.config.tables_in_hbm:
                 for unit in step.units:
                     pl.when(unit.step == 0)(self.walk.items.fetch_row(unit.item).wait)
-            self.blocks.start(step, slot)
+            self.blocks.start(step, self.walk.is_full(step), slot)
             if self.config.tables_in_hbm:
                 self.start_rows(self.walk.following(step))
 

@@ -54,7 +54,7 @@ class StepAttention:
             for chunk in range(config.num_chunks)
             for part in range(config.block // config.part)
         ]
-        ahead = min(AHEAD, len(work))
+        ahead = min(config.ahead, len(work))
         scores = [self._scores(some) for some in work[:ahead]]
         for n, some in enumerate(work):
             if n + ahead < len(work):
@@ -140,6 +140,3 @@ class StepAttention:
             return row >> (heads.bit_length() - 1)
         borders = [(row >= token * heads).astype(jnp.int32) for token in range(1, self.config.chunk)]
         return sum(borders, jnp.zeros_like(row))
-
-
-AHEAD = 1  # products whose scores are computed before the softmax of an earlier one

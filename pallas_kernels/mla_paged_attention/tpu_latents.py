@@ -21,7 +21,6 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit
 from pallas_kernels.mosaic import LANES, Ref, elements, load_words
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field
 
 # int32 slots of a block -> bool: whether they are kept.
 MaskOf = Callable[[jax.Array], jax.Array]
@@ -43,15 +42,31 @@ class LatentBlocks:
     buffer: Ref  # VMEM, `buffer_shape`
     arrived: Ref  # DMA semaphores, one a buffer
 
-    def start(self, step: Step, slot: jax.Array) -> None:
-        """Starts the DMAs of all pages of a step."""
-        for i, unit in enumerate(step.units):
-            self._start_unit(i, unit, slot)
+    def start(self, step: Step, is_full: jax.Array, slot: jax.Array) -> None:
+        """Starts the DMAs of all pages of a step: unrolled where its blocks are full.
+
+        Else in a loop of one trip or none, which the compiler's listing keeps apart.
+        """
+        items, pages = self.items, self.config.block_pages
+
+        @pl.when(is_full)
+        def _() -> None:
+            entries = [items.full_entries(unit.item) + unit.step * pages for unit in step.units]
+            for i, entry in enumerate(entries):
+                items.start_full(entry, functools.partial(self._start_page, slot=slot, i=i))
+
+        def cut(_: jax.Array, carry: None) -> None:
+            for i, unit in enumerate(step.units):
+                page = functools.partial(self._start_page, slot=slot, i=i)
+                items.start(unit.item, *self._block(unit), page)
+            return carry
+
+        lax.fori_loop(is_full.astype(jnp.int32), 1, cut, None)
 
     def wait(self, step: Step, slot: jax.Array) -> None:
         """Waits for them."""
         for i, unit in enumerate(step.units):
-            num_pages = self._num_pages(unit)[1]
+            num_pages = self._block(unit)[1]
             window = self.buffer.at[slot, i, pl.ds(0, num_pages * self.pages.shape[1])]
             pl.when(num_pages > 0)(pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait)
 
@@ -96,22 +111,10 @@ class LatentBlocks:
             kept = kept | jnp.where(mask_of(first + place), ones, jnp.uint32(0))
         return kept
 
-    def _num_pages(self, unit: Unit) -> tuple[jax.Array, jax.Array]:
+    def _block(self, unit: Unit) -> tuple[jax.Array, jax.Array]:
         """(number of the unit's block, its pages, 0 beyond the end)."""
         block, num_pages = self.items.block(*unit)
         return block, jnp.maximum(num_pages, 0)
-
-    def _start_unit(self, i: int, unit: Unit, slot: jax.Array) -> None:
-        """Unrolled where all pages are there and follow each other in the table."""
-        block, num_pages = self._num_pages(unit)
-        first = block * self.config.block_pages
-        is_whole = num_pages == self.config.block_pages
-        if self.config.mask.num_sink_tokens:
-            is_whole = is_whole & (first >= self.items.field(Field.SINK_PAGES, unit.item))
-        entry = self.items.table_start(unit.item) + self.items.field(Field.SHIFT, unit.item) + first
-        page = functools.partial(self._start_page, slot=slot, i=i)
-        pl.when(is_whole)(lambda: self.items.start_full(entry, page))
-        pl.when(~is_whole)(lambda: self.items.start(unit.item, block, num_pages, page))
 
     def _start_page(self, entry: jax.Array, j: jax.Array | int, *, slot: jax.Array, i: int) -> None:
         rows = self.pages.shape[1]

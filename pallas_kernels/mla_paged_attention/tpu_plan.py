@@ -41,6 +41,7 @@ class LatentConfig:
     block: int  # slots of a KV block
     part: int  # slots of one softmax update
     chunk: int  # query tokens of one matrix product
+    ahead: int  # products whose scores are computed before the softmax of an earlier one
     has_sinks: bool
     has_k_scale: bool
     return_lse: bool

@@ -72,6 +72,7 @@ class AttentionCase(LatentCase):
     decode_part: int = 0
     tile_part: int = 0
     chunk_rows: int = 256
+    ahead: int = 1
 
     @property
     def token_bytes(self) -> int:
@@ -102,7 +103,7 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             k_scale=per_head[1],
             page_size=case.page,
             return_lse=bool(case.lse),
-            tuning=attention_kernel.Tuning(*(size or None for size in sizes), case.chunk_rows),
+            tuning=attention_kernel.Tuning(*(size or None for size in sizes), case.chunk_rows, case.ahead),
             tables_in_hbm=True if case.hbm_tables else None,
         )
 

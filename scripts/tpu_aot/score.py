@@ -5,8 +5,7 @@ Flow:    Kernel + chip + bytes of a token -> [block_scores] -> BlockScore of ful
 `cycles = max(bundles, bytes / bandwidth * clock)`. Bundles: the loop's own, and those of loops inside times their
 trips for a whole block (pages started four at a time, heads not unrolled). Limits: a bundle is a cycle only where
 nothing stalls; code that runs only sometimes counts as always; clocks are inferred; latency of the first block, and
-what a sequence costs beside its blocks, are left out; of latent attention also the loops that start pages of blocks
-that are not whole. So it ranks variants of a kernel; it is not a time.
+what a sequence costs beside its blocks, are left out. So it ranks variants of a kernel; it is not a time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from scripts.tpu_aot.bundles import Kernel, Loop
 from scripts.tpu_aot.chips import Chip
 
 _NAME = re.compile(r"rpa_q(\d+)_b(\d+)_p(\d+)_t(\d+)")
-_LATENT_NAME = re.compile(r"mla_q(\d+)_h\d+_u(\d+)_b(\d+)_p\d+")
+_LATENT_NAME = re.compile(r"mla_q(\d+)_h\d+_u(\d+)_b(\d+)_p(\d+)")
 _UNROLLED_PAGES = 4  # of ItemTable.start
 
 
@@ -64,9 +63,13 @@ def block_scores(kernel: Kernel, chip: Chip, token_bytes: int) -> list[BlockScor
         bundles = [executed_bundles(loop, block // page, trips) for _, loop in loops]
     else:
         assert latent is not None
-        queries, units, block = map(int, latent.groups())
+        queries, units, block, page = map(int, latent.groups())
+        (start, cut), block_pages = _starts(*loops[0]), block // page
+        bundles = [
+            start + loops[0][1].num_bundles,
+            start + executed_bundles(cut, block_pages, 1) + loops[1][1].num_bundles,
+        ]
         block *= units
-        bundles = [_before(*loops[0]) + loop.num_bundles for _, loop in loops]
     num_bytes = block * token_bytes
     return [
         BlockScore(
@@ -84,10 +87,11 @@ def block_scores(kernel: Kernel, chip: Chip, token_bytes: int) -> list[BlockScor
     ]
 
 
-def _before(outer: Loop, loop: Loop) -> int:
-    """Bundles of `outer` before `loop`, without loops: what starts the next step."""
-    inner = sum(other.num_bundles for other in outer.inner if other.end <= loop.first)
-    return loop.first - outer.first - inner
+def _starts(outer: Loop, attends: Loop) -> tuple[int, Loop]:
+    """What starts the next step: bundles of `outer` before `attends`, and the loop for steps that are not full."""
+    before = [loop for loop in outer.inner if loop.end <= attends.first]
+    own = attends.first - outer.first - sum(loop.num_bundles for loop in before)
+    return own, max(before, key=lambda loop: loop.num_bundles)
 
 
 def executed_bundles(loop: Loop, block_pages: int, head_trips: int) -> int:

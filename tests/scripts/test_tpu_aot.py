@@ -84,7 +84,7 @@ def test_scores() -> None:
 
 
 def test_scores_of_latent_attention() -> None:
-    """A step of two blocks: what starts the next step, but for the loops in it, and the products."""
+    """A step of two blocks: what starts the next step, and the products; loops over pages by their trips."""
     start, full, masked = (
         Loop(first, end, 0, first > 200, {"VALU": end - first}, ())
         for first, end in ((120, 150), (300, 700), (700, 1200))
@@ -95,7 +95,7 @@ def test_scores_of_latent_attention() -> None:
     )
     assert [(score.kind, score.bundles, score.block_tokens) for score in scores] == [
         ("full", 170 + 400, 1024),
-        ("masked", 170 + 500, 1024),
+        ("masked", 170 + 20 + 10 + 500, 1024),
     ]
 
 
