@@ -8,6 +8,7 @@ XLA makes the time steps and adds `d * x`: elementwise work on what it reads or 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,19 @@ from pallas_kernels.ssm_update.arguments import Scan, StepArrays
 from pallas_kernels.ssm_update.reference import StateStep, time_steps
 from pallas_kernels.ssm_update.tpu_plan import decode_pages, num_decode_tokens, plan_segments
 
+_MOST_VMEM_BYTES = 40 << 20
+
 
 def reason_not_supported(x: jax.Array, states: jax.Array, b: jax.Array) -> str | None:
     """What of a call the kernels cannot do, in words; None if they can do it all."""
     if jnp.float16 in (x.dtype, states.dtype, b.dtype):
         return "TPU has no arithmetic on float16; use bfloat16"
+    num_bytes = _vmem_bytes(x, states)
+    if num_bytes > _MOST_VMEM_BYTES:
+        return (
+            f"the TPU kernels keep a sequence's whole state in VMEM, with inputs {_MOST_VMEM_BYTES >> 20} MiB, got "
+            f"{num_bytes >> 20} MiB; split the heads over more chips"
+        )
     if x.ndim == 2:
         channels, state_dim = states.shape[1:]
         if channels % LANES or state_dim % SUBLANES:
@@ -40,6 +49,15 @@ def reason_not_supported(x: jax.Array, states: jax.Array, b: jax.Array) -> str |
     if heads % tile:
         return f"TPU kernels take groups of multiples of {tile} heads of {head_dim}, got {heads}"
     return None
+
+
+def _vmem_bytes(x: jax.Array, states: jax.Array) -> int:
+    """About what a chunk's inputs and outputs take in VMEM, two buffers each, and three or four copies of a state."""
+    state_bytes = 4 * math.prod(states.shape[1:])
+    if x.ndim == 2:
+        per_channel = 4 * x.dtype.itemsize + 8 + 12  # time steps, and what is spread
+        return tpu_mamba1.chunk_tokens(x.shape[1]) * x.shape[1] * per_channel + 5 * state_bytes
+    return tpu_ssd.CHUNK * math.prod(x.shape[1:]) * 4 * x.dtype.itemsize + 3 * state_bytes
 
 
 @functools.partial(jax.jit, static_argnames="dt_limit")

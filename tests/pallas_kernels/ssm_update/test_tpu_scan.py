@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ssm_update import selective_scan, tpu_decode, tpu_mamba1, tpu_scan
 from pallas_kernels.ssm_update.arguments import Scan, StepArrays
+from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
+from pallas_kernels.ssm_update.shapes import SsmShape
 from pallas_kernels.ssm_update.tpu_decode import StateTiles
 from pallas_kernels.ssm_update.tpu_states import CarriedState
 from tests.pallas_kernels.cases import TOLERANCE, assert_close
@@ -178,6 +181,22 @@ def test_what_the_kernels_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(RuntimeWarning, match="the reference runs instead"):
         result = selective_scan(*arguments)
     np.testing.assert_array_equal(result.out, expected.out)
+
+
+def reason(model: SsmShape, num_shards: int = 1) -> str | None:
+    """What of a model's layer the kernels cannot do."""
+    _, groups = model.per_shard(num_shards)
+    state = model.state_shapes(num_shards)[1]
+    shapes = ((7, *state[:-1]), (9, *state), (7, *[groups] * (len(state) - 2), state[-1]))
+    return tpu_scan.reason_not_supported(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+
+
+def test_states_that_fit_vmem() -> None:
+    """Those of all models do, whole; larger ones do where heads are split."""
+    assert [reason(model) for model in MODELS] == [None] * len(MODELS)
+    large = SsmShape("large", "none", 320, 128, 64)
+    assert re.search("whole state in VMEM, with inputs 40 MiB, got 50 MiB; split the heads", reason(large) or "")
+    assert reason(large, 2) is None
 
 
 @pytest.mark.parametrize(
