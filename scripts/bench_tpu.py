@@ -82,6 +82,7 @@ TPU = Platform(
     cache_bytes=max(chip.vmem_bytes for chip in CHIPS.values()),
     peaks=peaks,
     time=wall_clock,
+    interpreted_calls=2,
     interpreted=interpreted,
     rivals=rivals,
 )

@@ -34,7 +34,7 @@ class Chain:
     def __init__(self, call: Call, rotated: Sequence[Arguments], *, writes: bool) -> None:
         self._pages = [arguments.pages for arguments in rotated]
         self._rest = [arguments.rest for arguments in rotated]
-        self._writes = writes
+        self.writes = writes
         self.num_calls = len(rotated)
         self.program = jax.jit(_program(call), donate_argnums=(0,) if writes else ())
 
@@ -42,7 +42,7 @@ class Chain:
         """Dispatches the program; list of the outputs of each call, and of the pages it wrote."""
         with _donation_may_be_refused():
             outs, written = self.program(self._pages, self._rest)
-        if self._writes:
+        if self.writes:
             self._pages = written
         return outs, written
 

@@ -28,7 +28,9 @@ def dry_run(case: BenchCase, platform: Platform, *, by_reference: bool = False) 
     small = case.small()
     if not by_reference:
         with platform.interpreted():
-            found = _attempt(case, f"{KERNEL}, interpreted", lambda: {"excess": _chained_excess(small, platform.name)})
+            calls = platform.interpreted_calls
+            run = functools.partial(_chained_excess, small, platform.name, calls)
+            found = _attempt(case, f"{KERNEL}, interpreted", lambda: {"excess": run()})
         yield found
         if found.excess is not None:
             return
@@ -73,8 +75,8 @@ def _compared(case: BenchCase, arguments: Arguments, found: Any) -> dict[str, An
 
 def _rival(rival: Rival, case: BenchCase, platform: Platform, rotated: list[Arguments], repeats: int) -> dict[str, Any]:
     """Compared where it is a JAX function, and timed."""
-    if rival.time is not None:
-        return {"timing": rival.time(rotated[0], repeats), "note": rival.note}
+    if rival.call is None:
+        return {"timing": rival.time([rival.prepare(a) for a in rotated], repeats), "note": rival.note}
     found = _once(rival.call, rival.prepare(rotated[0]))
     compared = _compared(case, rotated[0], found)
     notes = [note for note in (compared.pop("note", ""), rival.note) if note]
@@ -97,9 +99,9 @@ def _once(call: Call, arguments: Arguments) -> Any:
     return jax.block_until_ready(jax.jit(call)(arguments.pages, arguments.rest))
 
 
-def _chained_excess(case: BenchCase, backend: str) -> float:
-    """Of a chain over rotated arguments, all calls; the expected ones are single calls of the reference."""
-    seeds = range(_ROTATED_IN_SMALL)
+def _chained_excess(case: BenchCase, backend: str, num_calls: int = _ROTATED_IN_SMALL) -> float:
+    """Of a chain of so many calls, all of them; the expected results are single calls of the reference."""
+    seeds = range(num_calls)
     reference = jax.jit(functools.partial(case.call, "reference"))
     expected = [reference(*case.arguments(seed)) for seed in seeds]
     chain = Chain(functools.partial(case.call, backend), [case.arguments(s) for s in seeds], writes=case.writes)

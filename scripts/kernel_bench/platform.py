@@ -23,8 +23,8 @@ class Rival(NamedTuple):
 
     name: str
     prepare: Callable[[Arguments], Arguments]
-    call: Call
-    time: Callable[[Arguments, int], Timing] | None = None  # of the case's arguments and repeats
+    call: Call | None = None
+    time: Callable[[list[Arguments], int], Timing] | None = None  # of the case's rotated arguments and repeats
     note: str = ""
 
 
@@ -38,6 +38,7 @@ class Platform:
     cache_bytes: int
     peaks: Callable[[jax.Device], Peaks]
     time: Callable[[Chain, int], Timing]
+    interpreted_calls: int  # of one program that the interpreter can run
     interpreted: Callable[[], AbstractContextManager[None]]
     rivals: Callable[[BenchCase], Iterable[Rival]]
 

@@ -1,0 +1,188 @@
+"""scripts/bench_gpu.py without a GPU: the dry run, what is refused, peaks measured on CPU, rivals, the roofline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
+from scripts import bench_gpu
+from scripts.kernel_bench import gpu_timing, report, rivals_gpu, rivals_torch, roofline, timing
+from scripts.kernel_bench.case import Arguments, BenchCase, Sizes
+from scripts.kernel_bench.chain import Chain
+from scripts.kernel_bench.compare import excess
+from scripts.kernel_bench.ops import kv_write
+from scripts.kernel_bench.ops import ragged_paged_attention as attention
+from scripts.kernel_bench.timing import Timing
+
+SIZES = Sizes("gpu", 4, "float32", small=True)
+
+
+def attention_case(kind: str, **options: int) -> BenchCase:
+    return attention.case(kind, AttentionShape("x", "x", 4, 2, 16, **options), SIZES)
+
+
+def test_a_dry_run_has_sizes_and_no_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    picked = ["--op", "page_ops", "--op", "kv_write", "--shape", "llama3-8b", "--kind", "copy", "--kind", "decode"]
+    assert bench_gpu.main(["--dry-run", *picked, "--page", "16", "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "no gpu here: a dry run at small sizes, without times"
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["op"], row["excess"], row["median_us"]) for row in rows] == [
+        ("page_ops", 0, None),
+        ("kv_write", 0, None),
+    ]
+    assert len(lines) == 4
+
+
+def test_an_op_without_a_kernel_says_so_and_runs_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--op", "latent_write", "--kind", "decode", "--page", "16"]
+    assert bench_gpu.main(["--dry-run", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "kernel, interpreted" in lines[2]
+    assert "cannot: latent_write: there is no gpu kernel" in lines[2]
+    assert "reference" in lines[3]
+    assert lines[3].endswith("equal")
+
+
+def test_a_plot_needs_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match="2"):
+        bench_gpu.main(["--dry-run", "--plot", str(tmp_path / "x.png")])
+    assert "expected a GPU for --plot: a dry run has no times" in capsys.readouterr().err
+
+
+def test_peaks_are_what_a_copy_and_a_product_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Chain] = []
+
+    def clock(chain: Chain, repeats: int) -> Timing:
+        seen.append(chain)
+        chain.run()
+        return Timing((2.0,), "a test")
+
+    peaks = gpu_timing.measured_peaks(clock, copied_bytes=1 << 12, matrix=16)
+    assert peaks.bytes_per_s == pytest.approx(2 * 4096 / 2e-6)
+    assert peaks.flops_per_s == pytest.approx(2 * 16**3 / 2e-6)
+    assert peaks.source.startswith("measured")
+    assert [chain.num_calls for chain in seen] == [2, 2]
+
+
+def test_without_a_profiler_the_wall_clock_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-4)
+    chain = Chain(lambda pages, rest: (rest + 1, ()), [Arguments((), jnp.zeros(4))] * 2, writes=False)
+    monkeypatch.setattr(gpu_timing, "cupti", lambda chain, repeats: None)
+    assert gpu_timing.gpu_clock(chain, 2).clock == "wall"
+    monkeypatch.setattr(gpu_timing, "cupti", lambda chain, repeats: Timing((1.0,), "cupti"))
+    assert gpu_timing.gpu_clock(chain, 2).clock == "cupti"
+    chain.writes = True
+    assert gpu_timing.gpu_clock(chain, 2).clock == "wall"
+
+
+def test_the_profilers_milliseconds_are_of_all_calls_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental.mosaic.gpu import profiler
+
+    monkeypatch.setattr(profiler, "measure", lambda program: lambda *arguments: (program(*arguments), 0.5))
+    chain = Chain(lambda pages, rest: (rest + 1, ()), [Arguments((), jnp.zeros(4))] * 4, writes=False)
+    assert gpu_timing.cupti(chain, 3) == Timing((125.0,) * 3, "cupti")
+    for nothing in (None, RuntimeError("no CUPTI")):
+
+        def measure(program: object, nothing: object = nothing) -> object:
+            def run(*arguments: object) -> tuple[None, None]:
+                if isinstance(nothing, Exception):
+                    raise nothing
+                return None, None
+
+            return run
+
+        monkeypatch.setattr(profiler, "measure", measure)
+        assert gpu_timing.cupti(chain, 3) is None
+
+
+def test_upstreams_decode_is_given_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its place stands what its docstring says that it computes."""
+
+    def paged_attention(q, k_pages, v_pages, tables, lengths, **options):  # type: ignore[no-untyped-def]
+        assert tables.shape[1] % options["k_splits"] == 0
+        assert tables.shape[1] // options["k_splits"] % options["pages_per_compute_block"] == 0
+        assert options["attn_logits_soft_cap"] is None
+        outs = []
+        for row, table, length in zip(q, tables, lengths, strict=True):
+            k, v = (x[:, table].reshape(x.shape[0], -1, x.shape[-1])[:, :length] for x in (k_pages, v_pages))
+            weights = jax.nn.softmax(jnp.einsum("hgd,hkd->hgk", row.reshape(k.shape[0], -1, row.shape[-1]), k))
+            outs.append(jnp.einsum("hgk,hkd->hgd", weights, v).reshape(row.shape))
+        return jnp.stack(outs)
+
+    name = "jax.experimental.pallas.ops.gpu.paged_attention"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(paged_attention=paged_attention))
+    case = attention_case("decode")
+    given = case.arguments(0)
+    rival = next(rival for rival in rivals_gpu.rivals(case) if rival.name == "jax paged_attention")
+    found, _ = rivals_gpu.decode(case.setting, *rival.prepare(given))
+    assert excess(found, case.call("reference", *given)[0]) <= 1
+
+
+@pytest.mark.parametrize(("kind", "window"), [("prefill", None), ("prefill", 5), ("decode-long", None)])
+def test_dense_attention_is_given_the_same_numbers(kind: str, window: int | None) -> None:
+    case = attention_case(kind, **({} if window is None else {"sliding_window": window}))
+    given = case.arguments(0)
+    kv, q = rivals_gpu.gathered(case.setting, given)
+    found, _ = rivals_gpu.dense(case.setting, kv, q, implementation="xla")
+    assert excess(found, case.call("reference", *given)[0]) <= 1
+
+
+@pytest.mark.parametrize("attend", rivals_torch.ATTENTIONS)
+@pytest.mark.parametrize(("kind", "window"), [("prefill", None), ("prefill", 5), ("decode-long", None)])
+def test_torch_is_given_the_same_numbers(attend: str, kind: str, window: int | None) -> None:
+    pytest.importorskip("torch")
+    case = attention_case(kind, **({} if window is None else {"sliding_window": window}))
+    given = case.arguments(0)
+    q, k, v = rivals_torch.tensors(rivals_gpu.gathered(case.setting, given))
+    make = rivals_torch.ATTENTIONS[attend]
+    if window is not None and attend == "torch sdpa":
+        with pytest.raises(NotImplementedError, match="windows need a mask"):
+            make(case.setting.shape, q.shape[2], k.shape[2])
+        return
+    found = make(case.setting.shape, q.shape[2], k.shape[2])(q, k, v).transpose(1, 2).reshape(-1, *q.shape[1::2])
+    assert excess(np.asarray(found), case.call("reference", *given)[0]) <= 1
+
+
+def test_what_others_cannot_do_is_refused() -> None:
+    mixed, windowed = attention_case("mixed"), attention_case("decode-32k", sliding_window=8)
+    with pytest.raises(NotImplementedError, match="sequences of one length alone"):
+        rivals_gpu.gathered(mixed.setting, mixed.arguments(0))
+    with pytest.raises(NotImplementedError, match="decode alone"):
+        rivals_gpu._paged(mixed.setting, mixed.arguments(0))
+    with pytest.raises(NotImplementedError, match="no sinks, windows or chunks"):
+        rivals_gpu.decode(windowed.setting, *windowed.arguments(0))
+    same = attention.case("decode-long", AttentionShape("x", "x", 4, 2, 16, sliding_window=8), SIZES)
+    with pytest.raises(NotImplementedError, match="windows in prefill alone"):
+        rivals_gpu.gathered(same.setting, same.arguments(0))
+    assert not list(rivals_gpu.rivals(kv_write.case("decode", AttentionShape("x", "x", 4, 2, 16), SIZES)))
+
+
+def test_a_rival_without_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(NotImplementedError, match="torch is not installed"):
+        rivals_torch.installed()
+
+
+def test_the_roofline(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    peaks = report.Peaks(2e12, 8e14, "measured")
+    case = attention_case("prefill")
+    rows = [report.row(case, by, Timing((us,), "cupti"), peaks) for by, us in (("kernel", 1.0), ("reference", 4.0))]
+    rows.append(report.row(case, "torch", note="cannot"))
+    found = roofline.points(rows)
+    assert set(found) == {"kernel", "reference"}
+    assert found["kernel"] == [(case.work.flops / case.work.num_bytes, pytest.approx(case.work.flops * 1e6))]
+    assert (roofline.roof(peaks, 100), roofline.roof(peaks, 1000)) == (2e14, 8e14)
+    roofline.plot(tmp_path / "x.png", rows, peaks, "a card")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
