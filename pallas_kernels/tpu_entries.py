@@ -138,15 +138,14 @@ class EntryReader:
         rope_lane = self.dim - entries.rope_dim
         scale_lane = rope_lane + 2 * entries.rope_dim
         top = [_on_top(word, place, 8) for word in words]
+        scales = _group_scales(top, scale_lane, entries.group, rope_lane // entries.group)
         pieces = []
         for piece, byte in enumerate(top[: self.lanes // LANES]):
             first, end = piece * LANES, (piece + 1) * LANES
             lane = _lane(byte, piece)
             x = jnp.zeros(byte.shape, jnp.float32)
             if first < rope_lane:
-                groups = range(first // entries.group, -(-min(end, rope_lane) // entries.group))
-                scale = _group_scales(top, scale_lane, entries.group, groups, lane)
-                x = _e4m3(byte) * scale
+                x = _e4m3(byte) * scales[piece]
             if first < scale_lane and end > rope_lane:
                 above = pltpu.roll(byte, LANES - 1, axis=1)  # of the next lane: the number's higher byte
                 rope = _as_float((byte >> 8 & jnp.uint32(0x00FF0000)) | (above & jnp.uint32(0xFF000000)))
@@ -184,13 +183,26 @@ def _e4m3(byte: jax.Array) -> jax.Array:
     return _as_float(lax.bitcast_convert_type(x, jnp.uint32) | (byte & jnp.uint32(0x80000000)))
 
 
-def _group_scales(top: list[jax.Array], scale_lane: int, group: int, groups: range, lane: jax.Array) -> jax.Array:
-    """float32[n, 128] powers of two: of the group that each lane belongs to."""
-    scale = None
-    for g in groups:
-        piece, column = divmod(scale_lane + g, LANES)
-        exponent = jnp.maximum(top[piece][:, column : column + 1].astype(jnp.int32) >> 24 & 0xFF, 1) << 23
-        own = jnp.broadcast_to(lax.bitcast_convert_type(exponent, jnp.float32), lane.shape)
-        scale = own if scale is None else jnp.where(lane >= g * group, own, scale)
-    assert scale is not None
-    return scale
+def _group_scales(top: list[jax.Array], scale_lane: int, group: int, num_groups: int) -> list[jax.Array]:
+    """float32[n, 128] powers of two, of the group that each lane belongs to, a piece each; 0 after the last group.
+
+    A product with columns of one 1 each spreads them over the lanes, exactly.
+    """
+    lane, target = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
+    pieces = []
+    for piece in range(cdiv(num_groups * group, LANES)):
+        own = scale_lane + lax.div(target + piece * LANES, group)
+        total: jax.Array | None = None
+        for source in range(scale_lane // LANES, (scale_lane + num_groups - 1) // LANES + 1):
+            exponent = jnp.maximum(top[source].astype(jnp.int32) >> 24 & 0xFF, 1) << 23
+            at = _lane(exponent, source)
+            is_scale = (at >= scale_lane) & (at < scale_lane + num_groups)
+            scales = jnp.where(is_scale, lax.bitcast_convert_type(exponent, jnp.float32), 0.0)
+            spread = jnp.where(own == lane + source * LANES, 1.0, 0.0).astype(jnp.bfloat16)
+            part = lax.dot_general(
+                scales.astype(jnp.bfloat16), spread, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            total = part if total is None else total + part
+        assert total is not None
+        pieces.append(total)
+    return pieces

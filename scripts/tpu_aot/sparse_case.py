@@ -147,8 +147,9 @@ OPERATIONS = {
 
 def attention_shapes(num_shards: int) -> list[tuple[str, list[str]]]:
     """Every model and kind of layer, over fp8 entries, and over bfloat16 ones where an indexer picks them."""
-    layers = [(shape.name, ratio, 1) for shape in SHAPES for ratio in (0, *shape.ratios)]
-    layers += [(shape.name, 4, 0) for shape in SHAPES]
+    shapes = [shape for shape in SHAPES if shape.num_q_heads % num_shards == 0]
+    layers = [(shape.name, ratio, 1) for shape in shapes for ratio in (0, *shape.ratios)]
+    layers += [(shape.name, 4, 0) for shape in shapes]
     return [
         (
             f"{name} ratio {ratio} {'fp8' if fp8 else 'bfloat16'}",

@@ -102,9 +102,9 @@ def test_random_steps(name: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("index", range(len(pairwise(FACTORS))))
 def test_every_pair_of_features(index: int) -> None:
-    choice = pairwise(FACTORS)[index]
-    has_sinks = choice.pop("sinks")
-    shape = Shape(num_tokens=18, **(choice.pop("cache") | choice | choice.pop("kind")))
+    choice = dict(pairwise(FACTORS)[index])
+    cache, kind, has_sinks = (choice.pop(name) for name in ("cache", "kind", "sinks"))
+    shape = Shape(num_tokens=18, **(cache | choice | kind))
     sinks = np.resize(SINKS, shape.num_q_heads) if has_sinks else None
     run = compiled(shape, sinks)
     for seed, rows in (*STEPS, (100 + index, None)):
