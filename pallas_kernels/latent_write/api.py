@@ -31,7 +31,11 @@ def latent_write(
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
     page_size = validate.check(states, pages, slot_mapping, scale, entries, page_size)
-    reason = kernel_tpu.reason_not_supported(pages, states.shape[0])
-    chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
+    packed = "GPU kernels write latent pages [pages, page_size, dim], got packed ones"
+    kernels = {
+        "tpu": kernel_tpu.reason_not_supported(pages, states.shape[0]),
+        "gpu": None if pages[0].ndim == 3 else packed,  # XLA's scatter
+    }
+    chosen = resolve_backend(validate.OP, backend, kernels)
     run = kernel_tpu.latent_write if chosen == "tpu" else reference.latent_write
     return run(states, tuple(pages), slot_mapping, scale, entries=entries, page_size=page_size)

@@ -22,7 +22,7 @@ from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_write import latent_write
-from pallas_kernels.mla_paged_attention import kernel_tpu, reference, validate
+from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
 
@@ -66,13 +66,17 @@ def mla_paged_attention(
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
     validate.check_per_head(q_nope.shape[1], sinks, k_scale)
-    chosen = resolve_backend(validate.OP, backend, {"tpu": kernel_tpu.reason_not_supported(latent, mask)})
+    kernels = {
+        "tpu": kernel_tpu.reason_not_supported(latent, mask),
+        "gpu": kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
+    }
+    chosen = resolve_backend(validate.OP, backend, kernels)
     if new_kv is not None and slot_mapping is not None:
         states = jnp.concatenate(new_kv, axis=-1)
         pages = latent_write(
             states, tuple(pages), slot_mapping, scale=k_scale, page_size=latent.page_size, backend=backend
         )
-    options = {
+    options: dict[str, Any] = {
         "mask": mask,
         "sm_scale": float(sm_scale),
         "soft_cap": None if soft_cap is None else float(soft_cap),
@@ -82,6 +86,8 @@ def mla_paged_attention(
     }
     if chosen == "tpu":
         out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, return_lse=return_lse)
+    elif chosen == "gpu":
+        out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
     else:
         out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

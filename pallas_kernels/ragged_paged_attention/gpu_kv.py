@@ -28,6 +28,32 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_plan import GpuConfig, Keys
 
 
+def copy_sources(
+    config: GpuConfig, tables: Any, seq: jax.Array, keys: Keys, block: jax.Array
+) -> list[tuple[jax.Array, Any]]:
+    """(page, first slot in it) of each bulk copy of a block of a sequence's keys."""
+    page_size, copy = jnp.int32(config.page_size), config.copy_slots
+    found = []
+    for i in range(config.num_copies):
+        first = block * config.block + i * copy
+        in_run = lax.div(first, page_size)
+        column = in_run + jnp.where(in_run < keys.sink_pages, 0, keys.shift)
+        page = tables[seq, lax.min(column, jnp.int32(tables.shape[1] - 1))]
+        offset = 0 if copy == config.page_size else pl.multiple_of(lax.rem(first, page_size), copy)
+        found.append((jnp.where(in_run < keys.num_pages, page, 0), offset))
+    return found
+
+
+def block_parts(config: GpuConfig, head_dim: int) -> list[tuple[pl.Slice, pl.Slice]]:
+    """(rows, columns) of parts of a block that a warpgroup holds in registers beside its softmax."""
+    rows, columns = mosaic_gpu.ROWS, mosaic_gpu.tile_columns(head_dim)
+    return [
+        (pl.ds(row, rows), pl.ds(column, columns))
+        for row in range(0, config.block, rows)
+        for column in range(0, head_dim, columns)
+    ]
+
+
 @dataclass(frozen=True)
 class KVRing:
     """References of one kernel."""
@@ -81,7 +107,7 @@ class KVRing:
     def fetch(self, step: jax.Array, seq: jax.Array, head: jax.Array, keys: Keys, block: jax.Array) -> None:
         """Starts the copies of a block of one sequence and KV head."""
         slot, copy = self.slot(step), self.config.copy_slots
-        sources = [self._source(seq, keys, block, i) for i in range(self.config.num_copies)]
+        sources = copy_sources(self.config, self.tables, seq, keys, block)
         for pages, target, full, free in (
             (self.k_pages, self.k, self.k_full, self.k_free),
             (self.v_pages, self.v, self.v_full, self.v_free),
@@ -90,16 +116,6 @@ class KVRing:
             for i, (page, offset) in enumerate(sources):
                 rows = pages.at[page, pl.ds(offset, copy), head]
                 plgpu.copy_gmem_to_smem(rows, target.at[slot, pl.ds(i * copy, copy)], full.at[slot])
-
-    def _source(self, seq: jax.Array, keys: Keys, block: jax.Array, i: int) -> tuple[jax.Array, Any]:
-        """(page, first slot in it) of the `i`-th copy of a block."""
-        page_size, copy = self.config.page_size, self.config.copy_slots
-        first = block * self.config.block + i * copy
-        in_run = lax.div(first, jnp.int32(page_size))
-        column = in_run + jnp.where(in_run < keys.sink_pages, 0, keys.shift)
-        page = self.tables[seq, lax.min(column, jnp.int32(self.tables.shape[1] - 1))]
-        offset = 0 if copy == page_size else pl.multiple_of(lax.rem(first, jnp.int32(page_size)), copy)
-        return jnp.where(in_run < keys.num_pages, page, 0), offset
 
     def drain(self, num_steps: jax.Array) -> None:
         """Waits until all of `num_steps` steps have been read: no barrier may end in an open phase."""
@@ -166,7 +182,7 @@ class KVRing:
         The wait also keeps a converted block alive: who changes the next K has seen the other arrive with this V, that
         is after its product with this K, and the other way about.
         """
-        parts = self._parts(head_dim)
+        parts = block_parts(self.config, head_dim)
         if self.changed is None:
             for part in parts:
                 convert(part)
@@ -186,12 +202,3 @@ class KVRing:
     def wait_changed(self) -> None:
         """Waits until both attending warpgroups have done their part of a change."""
         plgpu.barrier_wait(self.changed)
-
-    def _parts(self, head_dim: int) -> list[tuple[pl.Slice, pl.Slice]]:
-        """(rows, columns) of parts of a block that a warpgroup holds in registers beside its softmax."""
-        rows, columns = mosaic_gpu.ROWS, mosaic_gpu.tile_columns(head_dim)
-        return [
-            (pl.ds(row, rows), pl.ds(column, columns))
-            for row in range(0, self.config.block, rows)
-            for column in range(0, head_dim, columns)
-        ]

@@ -148,6 +148,18 @@ class GpuConfig:
         return self.block // self.copy_slots
 
 
+def to_compute_dtype(q: jax.Array, config: GpuConfig) -> jax.Array:
+    """Queries in the dtype of the matrix products, cut to its range."""
+    if q.dtype == jnp.dtype(config.compute_dtype):
+        return q
+    return jnp.clip(q.astype(jnp.float32), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(config.compute_dtype)
+
+
+def compute_dtype(dtype: str, page_dtype: str) -> str:
+    """float16 for 8-bit floats, which it holds exactly and the hardware converts to; else the queries' dtype."""
+    return "float16" if page_dtype.startswith("float8") else dtype
+
+
 def block_slots(head_dim: int, head_dim_v: int) -> int:
     """Slots of a KV block: scores and accumulated values share the registers of a warpgroup."""
     return 128 if max(head_dim, head_dim_v) <= 128 else 64

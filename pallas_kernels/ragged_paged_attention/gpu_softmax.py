@@ -10,6 +10,7 @@ a row has seen a key is read off its weight, so that a NaN among what it sees co
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -89,8 +90,24 @@ def attend(
     config = ring.config
     scores = mosaic_gpu.dot_transposed(q, ring.take_k(step)) * scale
     ring.release_k(step)
-    scores = _capped(scores, config.soft_cap)
     first_slot = keys.block(i) * config.block
+    state, p = weigh(state, scores, config, keys, bounds, first_slot)
+    v = ring.take_v(step, None if bounds is None else seen_by_any(config, keys, first_slot))
+    total = mosaic_gpu.dot_add(state.total, p, v)
+    ring.release_v(step)
+    return state._replace(total=total)
+
+
+def weigh(
+    state: RowState,
+    scores: jax.Array,  # float32[64, block] products times `logit_scales`
+    config: GpuConfig,
+    keys: Keys,
+    bounds: RowBounds | None,
+    first_slot: jax.Array,  # int32[] of the block, in the run
+) -> tuple[RowState, jax.Array]:
+    """(`state` with all but the block's values added to `total`, weights of the values [64, block])."""
+    scores = _capped(scores, config.soft_cap)
     if bounds is not None:
         slot = mosaic_gpu.column_index(*scores.shape) + first_slot
         scores = jnp.where(_visible(config, keys, slot, bounds), scores, -jnp.inf)
@@ -99,17 +116,18 @@ def attend(
     shrink = jnp.exp2(state.m - finite)
     p = jnp.exp2(scores - mosaic_gpu.spread(finite, config.block))
     weight = state.weight * shrink + jnp.sum(p, axis=1)
-    total = state.total * mosaic_gpu.spread(shrink, config.head_dim_v)
-    p = p.astype(config.compute_dtype)
+    total = state.total * mosaic_gpu.spread(shrink, state.total.shape[1])
+    return RowState(m, weight, total), p.astype(config.compute_dtype)
+
+
+def seen_by_any(config: GpuConfig, keys: Keys, first_slot: jax.Array) -> Callable[[int], jax.Array]:
+    """(first row) -> bool[64]: which of 64 slots of a block any query sees."""
 
     def seen(first_row: int) -> jax.Array:
         slot = mosaic_gpu.row_index(mosaic_gpu.ROWS) + (first_slot + first_row)
         return _visible(config, keys, slot, RowBounds(keys.lower, keys.upper))
 
-    v = ring.take_v(step, None if bounds is None else seen)
-    total = mosaic_gpu.dot_add(total, p, v)
-    ring.release_v(step)
-    return RowState(m, weight, total)
+    return seen
 
 
 def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:

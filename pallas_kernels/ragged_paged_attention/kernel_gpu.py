@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
 from pallas_kernels.ragged_paged_attention.gpu_plan import (
-    LARGEST_FLOAT16,
     MIN_STAGES,
     GpuConfig,
     block_slots,
+    compute_dtype,
     kv_bytes,
     most_stages,
     plan_decode,
+    to_compute_dtype,
 )
 from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape, plan_tiles
@@ -153,7 +154,7 @@ class Step(NamedTuple):
             head_dim_v=pages[1].shape[-1],
             page_size=page_size,
             page_dtype=page_dtype,
-            compute_dtype=_compute_dtype(dtype, page_dtype),
+            compute_dtype=compute_dtype(dtype, page_dtype),
             block=block_slots(head_dim, pages[1].shape[-1]),
             stages=MIN_STAGES,
         )
@@ -190,7 +191,7 @@ def decode(
     fixed = gpu_decode.fixed_bytes(step.config.head_dim, step.config.head_dim_v)
     config = step.ring_config(fixed, tuning.decode_block, tuning.decode_stages)
     plan = plan_decode(seq_lens, num_decode, q_lens, config, tuning.num_blocks)
-    q = _to_compute_dtype(q, config)
+    q = to_compute_dtype(q, config)
     pieces = gpu_decode.decode_pieces(q, step.pages, step.block_tables, plan, step.scales, config)
     return gpu_decode.merge_pieces(pieces, plan.units, step.sinks, step.v_scale, config, step.dtype)
 
@@ -217,15 +218,3 @@ def prefill(step: Step, q: jax.Array, batch: Batch, return_lse: bool) -> tuple[j
     by_head = row_lse[..., : shape.heads * shape.tokens].reshape(*row_lse.shape[:2], shape.heads, shape.tokens)
     place = jnp.clip(token - tiles[tile, TileField.TOKEN], 0, shape.tokens - 1)
     return out[:num_tokens], by_head[tile, :, :, place].reshape(num_tokens, -1)
-
-
-def _to_compute_dtype(q: jax.Array, config: GpuConfig) -> jax.Array:
-    """Queries in the dtype of the matrix products, cut to its range."""
-    if q.dtype == jnp.dtype(config.compute_dtype):
-        return q
-    return jnp.clip(q.astype(jnp.float32), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(config.compute_dtype)
-
-
-def _compute_dtype(dtype: str, page_dtype: str) -> str:
-    """float16 for 8-bit floats, which it holds exactly and the hardware converts to; else the queries' dtype."""
-    return "float16" if page_dtype.startswith("float8") else dtype

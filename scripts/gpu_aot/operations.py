@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import attention_layout
+from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
+from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
@@ -131,6 +133,54 @@ def page_work(case: AttentionCase) -> Operation:
     return Operation(call, (pages, ids, ids, ids, values), donated=(0,))
 
 
+@dataclass(frozen=True)
+class LatentCase:
+    """Sizes and features of one compilation of mla_paged_attention."""
+
+    shape: str = "deepseek-v3"  # of mla_paged_attention's shapes.py
+    tp: int = 1
+    page: int = 64
+    dtype: str = ""  # of the pages; "": q_dtype
+    q_dtype: str = "bfloat16"
+    seqs: int = 64
+    tokens: int = 256
+    context: int = 4096
+    num_pages: int = 4099
+    window: int = 0
+    soft_cap: float = 0.0
+    stages: int = 0
+
+
+def latent(case: LatentCase) -> Operation:
+    """A layer's step of latent attention without the write of new latents."""
+    known = {shape.name: shape for shape in LATENT_SHAPES}
+    if case.shape not in known:
+        raise ValueError(f"expected a shape out of {sorted(known)}, got {case.shape!r}")
+    shape = known[case.shape]
+    heads = shape.per_shard(case.tp)
+    queries = [_array((case.tokens, heads, dim), case.q_dtype) for dim in (shape.latent_dim, shape.rope_dim)]
+    pages = _array((case.num_pages, case.page, shape.latent_dim + shape.rope_dim), case.dtype or case.q_dtype)
+    columns = -(-case.context // case.page)
+    ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
+
+    def call(q_nope: Any, q_pe: Any, pages: Any, *rest: Any) -> Any:
+        return mla_gpu.mla_paged_attention(
+            q_nope,
+            q_pe,
+            (pages,),
+            *rest[:4],
+            mask=MaskRule(sliding_window=case.window or None),
+            sm_scale=shape.sm_scale,
+            soft_cap=case.soft_cap or None,
+            sinks=rest[4],
+            k_scale=rest[5],
+            page_size=case.page,
+            tuning=mla_gpu.Tuning(stages=case.stages or None),
+        )
+
+    return Operation(call, (*queries, pages, *ints, _array((heads,), "float32"), _array((), "float32")))
+
+
 def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
     """(pages, new K and V, slots)."""
     layout = attention_layout(
@@ -153,5 +203,6 @@ def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "attention": (AttentionCase, attention),
     "kv_write": (AttentionCase, write),
+    "mla": (LatentCase, latent),
     "page_ops": (AttentionCase, page_work),
 }

@@ -79,6 +79,10 @@ def test_bad_arguments(name: str) -> None:
         latent_write(**{**GOOD, **change})
 
 
-def test_a_platform_without_a_kernel() -> None:
-    with pytest.raises(NotImplementedError, match="latent_write: there is no gpu kernel"):
-        latent_write(**GOOD, backend="gpu")
+def test_on_gpu_xla_does_it() -> None:
+    """No kernel is needed for plain pages; packed ones are TPU's."""
+    (got,), (want,) = (latent_write(**GOOD, backend=backend) for backend in ("gpu", "reference"))
+    np.testing.assert_array_equal(got, want)
+    packed = (jnp.zeros((NUM_PAGES, 2, 2, 128), jnp.bfloat16),)
+    with pytest.raises(NotImplementedError, match=r"latent_write: GPU kernels write latent pages .*, got packed ones"):
+        latent_write(**{**GOOD, "pages": packed}, backend="gpu")
