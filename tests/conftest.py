@@ -15,6 +15,8 @@ HAS_TPU = importlib.util.find_spec("libtpu") is not None and (
     any(Path("/dev").glob("accel*")) or Path("/dev/vfio/0").exists()
 )
 HAS_GPU = Path("/dev/nvidiactl").exists() and importlib.util.find_spec("jax_plugins") is not None
+if HAS_GPU:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share it
 if "JAX_PLATFORMS" not in os.environ:
     os.environ["JAX_PLATFORMS"] = ",".join(["cpu", *["cuda"] * HAS_GPU])
     if HAS_TPU:
