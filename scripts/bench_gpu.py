@@ -31,6 +31,7 @@ from pathlib import Path
 
 # The interpreter of GPU kernels blocks a thread of XLA's for each warpgroup; XLA reads their number here.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs room beside JAX
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
