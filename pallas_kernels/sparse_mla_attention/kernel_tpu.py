@@ -165,7 +165,6 @@ class _Layer(NamedTuple):
         config = self._config(1, compressed)
         cache = config.cache
         none = compressed.tables.shape[1] * cache.rows * cache.places
-        part = tpu_picks.part_entries(compressed.topk_indices.shape[1], self.heads)
         num_decode = schedule.decode.blocks.num_items
         if queries == 1:
             num_tokens, span = q.shape[0] // self.heads, jnp.stack([0, num_decode])
@@ -174,9 +173,9 @@ class _Layer(NamedTuple):
             span = jnp.stack([num_decode, jnp.sum(schedule.pos >= 0, dtype=jnp.int32) - num_decode])
         counts = schedule.num_entries(compressed.tokens_per_state)
         indices, counts, seq = (x[:num_tokens] for x in (compressed.topk_indices, counts, schedule.seq))
-        picks = tpu_picks.Picks.of(indices, counts, seq, none, part)
+        picks = tpu_picks.Picks.of(indices, counts, seq, none)
         shifts = tpu_picks.row_shifts(compressed.tables, cache)
-        return tpu_picks.pick_pass(config, span, picks, part, none, q, compressed.pages, shifts, state, sinks)
+        return tpu_picks.pick_pass(config, span, picks, none, q, compressed.pages, shifts, state, sinks)
 
     def _per_row(self, sinks: jax.Array, queries: int) -> jax.Array:
         """float32[rows of a chunk, 128] natural-log logits, finite as base-2 ones too."""

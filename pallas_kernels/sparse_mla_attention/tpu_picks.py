@@ -3,13 +3,15 @@
 Flow:    queries + indices + tables + pages + state -> [pick_pass] -> (out, lse)
 
 Grid: a step per token and one more. Step w starts the DMAs of token w's entries, all of them, into one of two buffers,
-then attends token w - 1 from the other. A DMA moves the row of a page that holds the entry (`packing` states); indices
-that name nothing move the null page's. The token's indices, and its sequence's row of the tables, come to scalar memory
-by the grid's pipeline. Bytes of a token: entries * 4 * lanes, and the state. Flops: 4 * heads * lanes an entry.
+and attends token w - 1 from the other; the scalar unit starts DMAs while the vector units attend, part by part. A DMA
+moves the row of a page that holds the entry (`packing` states); indices that name nothing move the null page's. The
+token's indices, and its sequence's row of the tables, come to scalar memory by the grid's pipeline. Bytes of a token:
+entries * 4 * lanes, and the state. Flops: 4 * heads * lanes an entry.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.mosaic import LANES, Copy, Ref
+from pallas_kernels.mosaic import LANES, Copy, Ref, is_interpreted
 from pallas_kernels.sparse_mla_attention.tpu_attention import LatentAttention, PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.tpu_call import IN_HBM, Operand, call
@@ -30,7 +32,8 @@ from pallas_kernels.tpu_entries import row_words
 from pallas_kernels.tpu_states import StatePages, log2
 
 LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the entries of two tokens
-_GROUP = 16  # DMAs of a trip of the loop that starts them
+PART = LANES  # entries that are attended at a time
+_GROUP = 16  # DMAs of a trip of the loop that starts them alone
 _VMEM_LIMIT_BYTES = 48 << 20
 
 
@@ -42,9 +45,9 @@ class Picks(NamedTuple):
     seq: jax.Array  # int32[T]
 
     @classmethod
-    def of(cls, indices: jax.Array, counts: jax.Array, seq: jax.Array, none: int, part: int) -> Picks:
+    def of(cls, indices: jax.Array, counts: jax.Array, seq: jax.Array, none: int) -> Picks:
         """Of indices int32[T, K], of which a token may see those below its count int32[T]; -1 names nothing."""
-        width = cdiv(indices.shape[1], part) * part
+        width = cdiv(indices.shape[1], PART) * PART
         indices = jnp.pad(indices, [(0, 0), (0, width - indices.shape[1])], constant_values=-1)
         seen = (indices >= 0) & (indices < counts[:, None])
         last = jnp.max(jnp.where(seen, jnp.arange(1, width + 1, dtype=jnp.int32), 0), axis=1)
@@ -61,17 +64,10 @@ def row_shifts(tables: jax.Array, cache: StatePages) -> jax.Array:
     return ((tables - jnp.arange(size, dtype=jnp.int32)) * cache.rows)[:, None]
 
 
-def part_entries(num_picks: int, num_heads: int) -> int:
-    """Entries that are attended at a time."""
-    most = 512 if num_heads <= 64 else 256
-    return min(most, cdiv(num_picks, LANES) * LANES)
-
-
 def pick_pass(
     config: LaunchConfig,
     span: jax.Array,  # int32[2] first token of the launch, number of its tokens
     picks: Picks,
-    part: int,
     none: int,  # what names nothing
     q: jax.Array,  # [T * heads, lanes]
     pages: jax.Array,  # [pages, rows, packing, lanes]
@@ -95,7 +91,7 @@ def pick_pass(
     def in_smem(size: int, index: Callable[..., Any]) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, size), index, memory_space=pltpu.SMEM)
 
-    by_part = picks.entries.reshape(num_tokens, -1, part)
+    by_part = picks.entries.reshape(num_tokens, -1, PART)
     inputs = {
         "rows": Operand(
             picks.entries[:, None] >> log2(config.cache.places), in_smem(width, lambda *a: (own(*a), 0, 0))
@@ -112,15 +108,15 @@ def pick_pass(
     if config.return_lse:
         outputs["lse"] = Operand(jax.ShapeDtypeStruct((q.shape[0], LANES), jnp.float32), rows(LANES))
     return call(
-        lambda refs: _Step(config, part, none, refs).run(),
+        lambda refs: _Step(config, none, refs).run(),
         name=f"sparse_picks_k{width}_h{config.heads}_p{config.cache.page_size}",
         grid=span[1] + 1,
         scalars={"span": span, "num_groups": picks.num_groups, "seq": picks.seq},
         inputs=inputs,
         outputs=outputs,
         scratch={
-            "buffer": pltpu.VMEM((2, width, *pages.shape[2:]), pages.dtype),
-            "vectors": pltpu.VMEM((part, q.shape[1]), q.dtype),
+            **{f"buffer_{n}": pltpu.VMEM((1, width, *pages.shape[2:]), pages.dtype) for n in range(2)},
+            "vectors": pltpu.VMEM((PART, q.shape[1]), q.dtype),
             "acc": pltpu.VMEM((config.heads, q.shape[1]), jnp.float32),
             "weight": pltpu.VMEM((config.heads, LANES), jnp.float32),
             "m": pltpu.VMEM((config.heads, LANES), jnp.float32),
@@ -135,59 +131,86 @@ class _Step:
     """One step of the grid."""
 
     config: LaunchConfig
-    part: int
     none: int
     refs: SimpleNamespace
 
     def run(self) -> None:
         """Starts the DMAs of this step's token; attends the token before."""
-        step, last = pl.program_id(0), pl.num_programs(0) - 1
+        step, last, num_tokens = pl.program_id(0), pl.num_programs(0) - 1, self.refs.num_groups.shape[0]
         token = self.refs.span[0] + step
-        pl.when(step < last)(lambda: self._start(self.refs.num_groups[token], step & 1))
-        pl.when(step > 0)(lambda: self._attend(self.refs.num_groups[token - 1], 1 - (step & 1)))
+        own = jnp.where(step < last, self.refs.num_groups[jnp.minimum(token, num_tokens - 1)], 0)
+        before = jnp.where(step > 0, self.refs.num_groups[jnp.maximum(token - 1, 0)], 0)
+        for slot in range(2):
+            pl.when(step & 1 == slot)(functools.partial(self._turn, own, before, step > 0, slot))
 
-    def _start(self, num_groups: jax.Array, slot: jax.Array) -> None:
+    def _turn(self, own: jax.Array, before: jax.Array, has_before: jax.Array, slot: int) -> None:
+        """One step, which fills buffer `slot`: with whole parts while parts of the other are attended."""
+        refs, per_part = self.refs, PART // _GROUP
+        num_parts = lax.div(before + per_part - 1, per_part)
+        both = jnp.minimum(num_parts, lax.div(own, per_part))
+
         def some(i: jax.Array, carry: None) -> None:
-            for j in range(_GROUP):
-                self._copy(i * _GROUP + j, slot).start()
+            self._start(i * _GROUP, _GROUP, slot)
             return carry
 
-        lax.fori_loop(0, num_groups, some, None)
+        lax.fori_loop(both * per_part, own, some, None)
 
-    def _copy(self, i: jax.Array, slot: jax.Array) -> Copy:
+        @pl.when(has_before)
+        def _() -> None:
+            attention = LatentAttention(PassState(refs.acc, refs.weight, refs.m), self.config.scale)
+            attention.copy(PassState(refs.acc_in, refs.weight_in, refs.m_in), attention.state)
+            window = self._buffer(1 - slot).at[0, pl.ds(0, before * _GROUP)]
+            wait = pltpu.make_async_copy(window, window, refs.arrived.at[1 - slot]).wait  # for as many bytes as it has
+            pl.when(before > 0)(wait)
+
+            def start_and_attend(i: jax.Array, carry: None) -> None:
+                self._start(i * PART, PART, slot)
+                self._attend(attention, i, 1 - slot)
+                return carry
+
+            def attend(i: jax.Array, carry: None) -> None:
+                self._attend(attention, i, 1 - slot)
+                return carry
+
+            lax.fori_loop(0, both, start_and_attend, None)
+            lax.fori_loop(both, num_parts, attend, None)
+            attention.finish(getattr(refs, "sinks", None), refs.out, getattr(refs, "lse", None))
+
+    def _buffer(self, slot: int) -> Ref:
+        """Two arrays, not one with a first axis: the compiler then sees that DMAs into one leave the other alone."""
+        return (self.refs.buffer_0, self.refs.buffer_1)[slot]
+
+    def _start(self, first: jax.Array, count: int, slot: int) -> None:
+        def one(j: jax.Array | int, carry: None) -> None:
+            self._copy(first + j, slot).start()
+            return carry
+
+        if is_interpreted():  # whose program would be large
+            lax.fori_loop(0, count, one, None)
+            return
+        for j in range(count):
+            one(j, None)
+
+    def _copy(self, i: jax.Array, slot: int) -> Copy:
         row = self.refs.rows[0, 0, i]
         source = self.refs.pages.at[row + self.refs.shifts[0, 0, row >> log2(self.config.cache.rows)]]
         return pltpu.make_async_copy(source, self._target(i, slot), self.refs.arrived.at[slot])
 
-    def _target(self, i: jax.Array, slot: jax.Array) -> Ref:
-        return self.refs.buffer.at[slot, i]
+    def _target(self, i: jax.Array, slot: int) -> Ref:
+        return self._buffer(slot).at[0, i]
 
-    def _attend(self, num_groups: jax.Array, slot: jax.Array) -> None:
-        refs = self.refs
-        attention = LatentAttention(PassState(refs.acc, refs.weight, refs.m), self.config.scale)
-        attention.copy(PassState(refs.acc_in, refs.weight_in, refs.m_in), attention.state)
-        window = refs.buffer.at[slot, pl.ds(0, num_groups * _GROUP)]
-        wait = pltpu.make_async_copy(window, window, refs.arrived.at[slot]).wait  # for as many bytes as it has
-        pl.when(num_groups > 0)(wait)
+    def _attend(self, attention: LatentAttention, i: jax.Array, slot: int) -> None:
+        entries = self.refs.entries[0, pl.ds(i, 1), :]
+        self._load(entries, i * PART, slot)
+        seen = entries < self.none
+        attention.over_chunks(lambda _, rows: attention.update(rows, self.refs.q[rows], self.refs.vectors[...], seen))
 
-        def one(i: jax.Array, carry: None) -> None:
-            entries = refs.entries[0, pl.ds(i, 1), :]
-            self._load(entries, i * self.part, slot)
-            seen = entries < self.none
-            attention.over_chunks(lambda _, rows: attention.update(rows, refs.q[rows], refs.vectors[...], seen))
-            return carry
-
-        per_part = self.part // _GROUP
-        lax.fori_loop(0, lax.div(num_groups + per_part - 1, per_part), one, None)
-        attention.finish(getattr(refs, "sinks", None), refs.out, getattr(refs, "lse", None))
-
-    def _load(self, entries: jax.Array, first: jax.Array, slot: jax.Array) -> None:
+    def _load(self, entries: jax.Array, first: jax.Array, slot: int) -> None:
         """Vectors of a part's entries int32[1, part]: of each row what stands in the entry's place, zero for none."""
         cache = self.config.cache
-        reader = cache.reader
-        for n in range(0, self.part, LANES):
-            down = jnp.transpose(jnp.broadcast_to(entries[:, n : n + LANES], (LANES, LANES)))  # in every lane
-            place = down & (cache.places - 1) if cache.places > 1 else 0
-            words = [row_words(self.refs.buffer, slot, first + n, LANES, piece) for piece in range(reader.num_pieces)]
-            for piece, x in enumerate(reader.vectors(words, place, down < self.none)):
-                self.refs.vectors[pl.ds(n, LANES), pl.ds(piece * LANES, LANES)] = x
+        down = jnp.transpose(jnp.broadcast_to(entries, (PART, LANES)))  # in every lane
+        place = down & (cache.places - 1) if cache.places > 1 else 0
+        pieces = range(cache.reader.num_pieces)
+        words = [row_words(self._buffer(slot), 0, first, PART, piece) for piece in pieces]
+        for piece, x in enumerate(cache.reader.vectors(words, place, down < self.none)):
+            self.refs.vectors[:, pl.ds(piece * LANES, LANES)] = x

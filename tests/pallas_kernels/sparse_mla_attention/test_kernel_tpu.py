@@ -99,6 +99,12 @@ def test_random_steps(name: str) -> None:
         assert_right(run, make_case(seed, shape, rows), sinks)
 
 
+def test_more_picks_than_a_part() -> None:
+    """DMAs of a whole part are started while another is attended."""
+    shape = Shape(num_tokens=2, num_rows=2, ratio=1, topk=140, entry_page_size=8, **BFLOAT16)
+    assert_right(compiled(shape, None), make_case(0, shape, [(1, 160), (1, 155)]), None)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("index", range(len(pairwise(FACTORS))))
 def test_every_pair_of_features(index: int) -> None:
