@@ -6,7 +6,7 @@ Flow:    ops.<op>.cases(Sizes) -> list[BenchCase] -> driver -> rows of the table
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +66,7 @@ class BenchCase:
     small: Callable[[], BenchCase]  # the same with few tokens and heads
     writes: bool = False
     setting: Any = None  # what rivals of this op need to know
+    has_tokens_in_pages: bool = True  # else the page size is nothing to it
     same: Any = None  # cases of shapes that have this in common are the same but for their name
 
     @property
@@ -76,7 +77,8 @@ class BenchCase:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal of cases that measure the same."""
-        return self.op, self.kind, self.size, self.sizes, self.shape if self.same is None else self.same
+        sizes = self.sizes if self.has_tokens_in_pages else replace(self.sizes, page=0)
+        return self.op, self.kind, self.size, sizes, self.shape if self.same is None else self.same
 
 
 def itemsize(dtype: str) -> int:

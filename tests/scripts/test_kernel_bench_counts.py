@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.mla_paged_attention.shapes import LatentShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
+from pallas_kernels.ssm_update.shapes import SsmShape
 from scripts.kernel_bench.case import BenchCase, Sizes, Work
 from scripts.kernel_bench.ops import (
     kv_write,
@@ -19,6 +20,7 @@ from scripts.kernel_bench.ops import (
     mla_paged_attention,
     page_ops,
     ragged_paged_attention,
+    ssm_update,
 )
 from scripts.kernel_bench.step import SMALL_ROWS, Rows, Step
 
@@ -127,3 +129,18 @@ def test_merge_states(num_parts: int) -> None:
     pages, rest = found.arguments(0)
     flops = sum(2 for _ in np.ndindex(rest[0].shape))  # a weight times a number, added
     assert found.work == Work(total_bytes(rest) + total_bytes(found.call("reference", pages, rest)), flops)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("head_dim", [None, 4])
+def test_a_scan(kind: str, head_dim: int | None) -> None:
+    found = ssm_update.case(kind, SsmShape("x", "x", 4, 8, head_dim, num_groups=2 if head_dim else 1), SIZES)
+    pages, rest = found.arguments(0)
+    outs, written = found.call("reference", pages, rest)
+    flops = 0
+    for _ in np.ndindex(outs.shape):  # a token, a head and a number of it
+        for _ in range(8):
+            flops += 5
+    states = changed_bytes(pages, written)
+    num_bytes = total_bytes(rest[:3]) + total_bytes(outs) + states * (2 if kind == "decode" else 1)
+    assert found.work == Work(num_bytes, flops)

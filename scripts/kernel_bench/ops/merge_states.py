@@ -38,6 +38,7 @@ def case(num_parts: int, shape: AttentionShape, sizes: Sizes) -> BenchCase:
         lambda seed: arguments(size, sizes, seed),
         call,
         lambda: case(num_parts, shape, with_most_shards(shape, replace(sizes, small=True))),
+        has_tokens_in_pages=False,
         same=size,
     )
 
