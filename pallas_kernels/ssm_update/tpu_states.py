@@ -45,12 +45,6 @@ class CarriedState:
         before = self._field(Field.CHUNK, jnp.maximum(self.segment - 1, 0))
         return (self.segment == 0) | (self.field(Field.CHUNK) != before)
 
-    @property
-    def ends_chunk(self) -> jax.Array:
-        """Whether it is the last."""
-        after = self._field(Field.CHUNK, jnp.minimum(self.segment + 1, self.num_segments - 1))
-        return (self.segment + 1 == self.num_segments) | (self.field(Field.CHUNK) != after)
-
     def begin(self, take: Callable[[], None], clear: Callable[[], None]) -> None:
         """Where the sequence begins: `take` its state out of `coming`, or `clear`; then loads the next one's."""
         page = self.field(Field.READ)
