@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field
+from pallas_kernels.ragged_paged_attention.tpu_plan import Field, ItemSizes
 
 
 class BlockMask(NamedTuple):
@@ -44,8 +44,11 @@ def seen_slots(
     items: ItemTable, item: jax.Array, block: jax.Array, token: jax.Array | None, *, first: int, part: tuple[int, int]
 ) -> jax.Array:
     """`BlockMask.seen`; arguments as of `block_mask`."""
+    lower, upper = _row_bounds(items, item, token)
+    if token is not None and _rows_share_a_key(items.sizes):
+        return _seen_with_sinks(items, item, block, lower, upper, first=first, num_slots=part[1])
     across = first + lax.broadcasted_iota(jnp.int32, part, 1)
-    return _within(items, item, block, across, *_row_bounds(items, item, token))
+    return _within(items, item, block, across, lower, upper)
 
 
 def kept_slots(items: ItemTable, item: jax.Array, block: jax.Array, slot: jax.Array) -> jax.Array:
@@ -61,6 +64,36 @@ def _within(
     start = block * sizes.block + items.field(Field.SHIFT, item) * sizes.page_size
     num_sinks = sizes.mask.num_sink_tokens - block * sizes.block
     return _visible(sizes.mask, slot, lower - start, upper - start, num_sinks)
+
+
+def _rows_share_a_key(sizes: ItemSizes) -> bool:
+    """Whether the mask has sink tokens, and all rows of an item see the first key of its last row's window."""
+    mask = sizes.mask
+    is_window = mask.sliding_window is not None and mask.attention_chunk_size is None and mask.causal
+    return bool(mask.num_sink_tokens) and is_window and sizes.queries <= (mask.sliding_window or 0)
+
+
+def _seen_with_sinks(
+    items: ItemTable,
+    item: jax.Array,
+    block: jax.Array,
+    lower: jax.Array,
+    upper: jax.Array,
+    *,
+    first: int,
+    num_slots: int,
+) -> jax.Array:
+    """`seen_slots` where `_rows_share_a_key`, by two comparisons an element instead of three.
+
+    Sink tokens before the last row's window take the number of that window's first key, which all rows see.
+    """
+    sizes = items.sizes
+    start = block * sizes.block + items.field(Field.SHIFT, item) * sizes.page_size
+    shared = items.field(Field.UPPER, item) - (sizes.mask.sliding_window or 0) + 1 - start
+    num_sinks = sizes.mask.num_sink_tokens - block * sizes.block
+    slot = first + lax.broadcasted_iota(jnp.int32, (1, num_slots), 1)
+    slot = jnp.where(slot < jnp.minimum(num_sinks, shared), shared, slot)
+    return (slot >= lower - start) & (slot <= upper - start)
 
 
 def _visible(mask: MaskRule, slot: jax.Array, lower: jax.Array, upper: jax.Array, num_sinks: jax.Array) -> jax.Array:
