@@ -10,6 +10,8 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
 
+from tests.pallas_kernels.on_device import call_on
+
 # Optimising the interpreter's program costs more than it saves.
 _QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -26,8 +28,7 @@ def compile_on_gpu(function: Callable[..., Any], *arguments: Any, watch_races: b
     """`function` compiled for arguments of these shapes; calls give numpy arrays and fail on a race."""
     device = gpu_device()
     if device is not None:
-        with jax.default_device(device):
-            return jax.jit(function)
+        return call_on(device, function)
     with force_gpu_interpret_mode(InterpretGPUParams(detect_races=watch_races)):
         compiled = jax.jit(function).lower(*arguments).compile(compiler_options=_QUICK_COMPILE)
 

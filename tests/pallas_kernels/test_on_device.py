@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.pallas_kernels import on_tpu
+from tests.pallas_kernels import on_gpu, on_tpu
 
 
-def test_a_tpu_runs_what_would_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that stands for a TPU, a function is compiled for it and traced with it as the default."""
+@pytest.mark.parametrize(
+    ("module", "find", "compile_on"),
+    [(on_tpu, "tpu_device", on_tpu.compile_on_tpu), (on_gpu, "gpu_device", on_gpu.compile_on_gpu)],
+    ids=["tpu", "gpu"],
+)
+def test_an_accelerator_runs_what_would_be_interpreted(
+    module: ModuleType, find: str, compile_on: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that stands for it, a function is compiled for it and traced with it as the default."""
     (device,) = jax.devices("cpu")[:1]
     seen = []
 
@@ -19,9 +30,9 @@ def test_a_tpu_runs_what_would_be_interpreted(monkeypatch: pytest.MonkeyPatch) -
         seen.append(jax.config.jax_default_device)
         return 2 * x, pages
 
-    monkeypatch.setattr(on_tpu, "tpu_device", lambda: device)
+    monkeypatch.setattr(module, find, lambda: device)
     x = jnp.arange(3)
-    twice, pages = on_tpu.compile_on_tpu(double, x, (x,))(x, (x,))
+    twice, pages = compile_on(double, x, (x,))(x, (x,))
     assert isinstance(twice, np.ndarray)
     assert twice.tolist() == [0, 2, 4]
     assert isinstance(pages[0], np.ndarray)
