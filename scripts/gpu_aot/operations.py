@@ -9,9 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import attention_layout
 from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
@@ -20,6 +17,7 @@ from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
+from scripts.aot_arguments import argument
 
 
 class Operation(NamedTuple):
@@ -81,9 +79,9 @@ def attention(case: AttentionCase) -> Operation:
     case = with_model_shape(case)
     pages, new_kv, slots = _written(case)
     columns = -(-case.context // case.page)
-    q = _array((case.tokens, case.heads, case.head_dim), case.q_dtype)
-    ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
-    per_head = [_array((n,), "float32") for n in (case.heads, case.kv_heads, case.kv_heads)]
+    q = argument((case.tokens, case.heads, case.head_dim), case.q_dtype)
+    ints = [argument(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
+    per_head = [argument((n,), "float32") for n in (case.heads, case.kv_heads, case.kv_heads)]
     tuning = kernel_gpu.Tuning(
         decode_block=case.block or None,
         decode_stages=case.stages or None,
@@ -122,8 +120,8 @@ def write(case: AttentionCase) -> Operation:
 def page_work(case: AttentionCase) -> Operation:
     """Pages copied, set to zero and put back, one after the other."""
     pages = _written(with_model_shape(case))[0]
-    ids = _array((32,), "int32")
-    values = tuple(_array((32, *array.shape[1:]), array.dtype) for array in pages)
+    ids = argument((32,), "int32")
+    values = tuple(argument((32, *array.shape[1:]), array.dtype) for array in pages)
 
     def call(pages: Any, sources: Any, targets: Any, zeroed: Any, values: Any) -> Any:
         pages = [copy_pages(array, sources, targets, backend="gpu") for array in pages]
@@ -158,10 +156,10 @@ def latent(case: LatentCase) -> Operation:
         raise ValueError(f"expected a shape out of {sorted(known)}, got {case.shape!r}")
     shape = known[case.shape]
     heads = shape.per_shard(case.tp)
-    queries = [_array((case.tokens, heads, dim), case.q_dtype) for dim in (shape.latent_dim, shape.rope_dim)]
-    pages = _array((case.num_pages, case.page, shape.latent_dim + shape.rope_dim), case.dtype or case.q_dtype)
+    queries = [argument((case.tokens, heads, dim), case.q_dtype) for dim in (shape.latent_dim, shape.rope_dim)]
+    pages = argument((case.num_pages, case.page, shape.latent_dim + shape.rope_dim), case.dtype or case.q_dtype)
     columns = -(-case.context // case.page)
-    ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
+    ints = [argument(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
 
     def call(q_nope: Any, q_pe: Any, pages: Any, *rest: Any) -> Any:
         return mla_gpu.mla_paged_attention(
@@ -178,7 +176,7 @@ def latent(case: LatentCase) -> Operation:
             tuning=mla_gpu.Tuning(stages=case.stages or None),
         )
 
-    return Operation(call, (*queries, pages, *ints, _array((heads,), "float32"), _array((), "float32")))
+    return Operation(call, (*queries, pages, *ints, argument((heads,), "float32"), argument((), "float32")))
 
 
 def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
@@ -191,13 +189,9 @@ def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
         dtype=case.dtype or case.q_dtype,
         platform="gpu",
     )
-    pages = tuple(_array(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
-    new_kv = tuple(_array((case.tokens, *array.shape[2:]), case.q_dtype) for array in pages)
-    return pages, new_kv, _array((case.tokens,), "int32")
-
-
-def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    pages = tuple(argument(array.shape(case.num_pages), array.dtype) for array in layout.arrays)
+    new_kv = tuple(argument((case.tokens, *array.shape[2:]), case.q_dtype) for array in pages)
+    return pages, new_kv, argument((case.tokens,), "int32")
 
 
 OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.latent_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import PageLayout, latent_layout
 from pallas_kernels.mla_paged_attention import kernel_tpu as attention_kernel
 from pallas_kernels.mla_paged_attention.shapes import SHAPES
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from scripts.aot_arguments import argument
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_STATES = 1 << 19
@@ -39,14 +39,14 @@ class LatentCase:
     @property
     def pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The page arrays."""
-        return tuple(_array(a.shape(POOL_STATES // self.page), a.dtype) for a in self.layout(self.page).arrays)
+        return tuple(argument(a.shape(POOL_STATES // self.page), a.dtype) for a in self.layout(self.page).arrays)
 
 
 def write(case: LatentCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """latent_write, with the pages donated by its caller."""
-    states = _array((case.tokens, case.latent_dim + case.rope_dim), "bfloat16")
+    states = argument((case.tokens, case.latent_dim + case.rope_dim), "bfloat16")
     call = functools.partial(write_kernel.latent_write, page_size=case.page)
-    return call, (states, case.pages, _array((case.tokens,), "int32"), None)
+    return call, (states, case.pages, argument((case.tokens,), "int32"), None)
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class AttentionCase(LatentCase):
 
 def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The kernel itself, without the write of new states."""
-    q = tuple(_array((case.tokens, case.heads, dim), case.q_dtype) for dim in (case.latent_dim, case.rope_dim))
+    q = tuple(argument((case.tokens, case.heads, dim), case.q_dtype) for dim in (case.latent_dim, case.rope_dim))
     columns = -(-case.context // case.page)
-    step = tuple(_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,)))
+    step = tuple(argument(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,)))
     per_head = (
-        _array((case.heads,), "float32") if case.sinks else None,
-        _array((), "float32") if case.scales else None,
+        argument((case.heads,), "float32") if case.sinks else None,
+        argument((), "float32") if case.scales else None,
     )
     sizes = (case.queries, case.units, case.decode_block, case.tile_block, case.decode_part, case.tile_part)
 
@@ -108,10 +108,6 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
         )
 
     return call, (q, case.pages, step, per_head)
-
-
-def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 OPERATIONS = {"latent_write": (LatentCase, write), "mla_attention": (AttentionCase, attention)}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.kv_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import PageLayout, attention_layout
@@ -19,6 +18,7 @@ from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
+from scripts.aot_arguments import argument
 from scripts.tpu_aot import mla_case, sparse_case, ssm_case
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
@@ -45,7 +45,7 @@ class PagedCase:
     def pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The page arrays."""
         num_pages = self.num_pages or POOL_TOKENS // self.page
-        return tuple(_array(array.shape(num_pages), array.dtype) for array in self.layout(self.page).arrays)
+        return tuple(argument(array.shape(num_pages), array.dtype) for array in self.layout(self.page).arrays)
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class AttentionCase(PagedCase):
 def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The kernel itself, without the write of new KV."""
     columns = -(-case.context // case.page)
-    q = _array((case.tokens, case.heads, case.head_dim), case.q_dtype)
-    ints = [_array(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
-    new = _array((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
-    given = (new, new, _array((case.tokens,), "int32")) if case.write else ()
-    per_head = [_array((case.heads,), "float32")] * bool(case.sinks)
-    per_head += [_array((case.kv_heads,), "float32")] * 2 * bool(case.scales)
+    q = argument((case.tokens, case.heads, case.head_dim), case.q_dtype)
+    ints = [argument(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
+    new = argument((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
+    given = (new, new, argument((case.tokens,), "int32")) if case.write else ()
+    per_head = [argument((case.heads,), "float32")] * bool(case.sinks)
+    per_head += [argument((case.kv_heads,), "float32")] * 2 * bool(case.scales)
     sizes = kernel_tpu.Tuning(case.queries or None, case.decode_block or None, case.tile_block or None)
 
     def call(q: Any, pages: Any, step: Any, new: Any, *per_head: Any) -> Any:
@@ -121,8 +121,8 @@ class WriteCase(PagedCase):
 
 def write(case: WriteCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """kv_write, with the pages donated by its caller."""
-    new = _array((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
-    return write_kernel.kv_write, (new, new, case.pages, _array((case.tokens,), "int32"))
+    new = argument((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
+    return write_kernel.kv_write, (new, new, case.pages, argument((case.tokens,), "int32"))
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,9 @@ class MoveCase(PagedCase):
 
 def move(case: MoveCase, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """One of copy_pages, zero_pages, gather_pages and scatter_pages."""
-    (pages,), ids = case.pages, _array((case.count,), "int32")
-    last = {"copy_pages": (ids,), "scatter_pages": (_array((case.count, *pages.shape[1:]), case.dtype),)}
+    (pages,), ids = case.pages, argument((case.count,), "int32")
+    last = {"copy_pages": (ids,), "scatter_pages": (argument((case.count, *pages.shape[1:]), case.dtype),)}
     return getattr(page_kernels, name), (pages, ids, *last.get(name, ()))
-
-
-def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def attention_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.compressor_update import kernel_tpu as compressor_kernel
 from pallas_kernels.compressor_update import max_new_entries
@@ -17,6 +16,7 @@ from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8, Plai
 from pallas_kernels.layouts import latent_layout
 from pallas_kernels.sparse_mla_attention import kernel_tpu, plan
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
+from scripts.aot_arguments import argument
 
 # Bytes of each cache: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 _POOL_BYTES = 1 << 29
@@ -47,14 +47,14 @@ def attention(case: SparseCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def pages(page_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         layout = latent_layout(head_dim=entries.width(model.dim), page_size=page_size, dtype=dtype, platform="tpu")
-        return tuple(_array(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
+        return tuple(argument(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
 
     entry_page = _BLOCK_TOKENS // (case.ratio or _BLOCK_TOKENS)
     columns = -(-case.context // _BLOCK_TOKENS)
-    compressed = (pages(entry_page), _array((case.seqs, columns), "int32")) if case.ratio else (None, None)
-    indices = _array((case.tokens, model.topk), "int32") if case.ratio == 4 else None
+    compressed = (pages(entry_page), argument((case.seqs, columns), "int32")) if case.ratio else (None, None)
+    indices = argument((case.tokens, model.topk), "int32") if case.ratio == 4 else None
     shapes = ((case.seqs, -(-case.context // case.page)), (case.seqs,), (case.seqs + 1,), (3,))
-    step = tuple(_array(shape, "int32") for shape in shapes)
+    step = tuple(argument(shape, "int32") for shape in shapes)
 
     def call(q: Any, window: Any, step: Any, compressed: Any, indices: Any, sinks: Any) -> Any:
         sizes = {"num_tokens": case.tokens, "sliding_window": model.sliding_window, "page_size": case.page}
@@ -74,8 +74,8 @@ def attention(case: SparseCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             return_lse=bool(case.lse),
         )
 
-    q = _array((case.tokens, heads, model.dim), "bfloat16")
-    return call, (q, pages(case.page), step, compressed, indices, _array((heads,), "float32"))
+    q = argument((case.tokens, heads, model.dim), "bfloat16")
+    return call, (q, pages(case.page), step, compressed, indices, argument((heads,), "float32"))
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ def compressor(case: CompressorCase) -> tuple[Callable[..., Any], tuple[Any, ...
     overlap = case.ratio == 4
     width = (1 + overlap) * case.dim
     layout = latent_layout(head_dim=2 * width, page_size=case.page, dtype="float32", platform="tpu")
-    pages = tuple(_array(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
+    pages = tuple(argument(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
     room = max_new_entries(case.tokens, case.seqs, case.ratio)
     call = functools.partial(
         compressor_kernel.compressor_update, overlap=overlap, page_size=case.page, room=room
     )  # fmt: skip
-    new = _array((case.tokens, width), "bfloat16")
+    new = argument((case.tokens, width), "bfloat16")
     shapes = ((case.seqs, -(-case.context // case.page)), (case.seqs,), (case.seqs + 1,), (3,), (case.tokens,))
-    return call, (new, new, pages, *(_array(s, "int32") for s in shapes), _array((case.ratio, width), "float32"))
+    return call, (new, new, pages, *(argument(s, "int32") for s in shapes), argument((case.ratio, width), "float32"))
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,13 @@ def indexer(case: IndexerCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     layout = latent_layout(
         head_dim=width, page_size=page, dtype="int8" if case.fp8 else "bfloat16", platform="tpu"
     )  # fmt: skip
-    pages = tuple(_array(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
+    pages = tuple(argument(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
     sizes = {"topk": model.topk, "tokens_per_state": ratio, "entries": entries, "page_size": page}
-    q = _array((case.tokens, model.num_index_heads, model.index_dim), "bfloat16")
+    q = argument((case.tokens, model.num_index_heads, model.index_dim), "bfloat16")
     shapes = ((case.seqs, -(-case.context // _BLOCK_TOKENS)), (case.seqs,), (case.seqs + 1,), (3,))
-    step = [_array(shape, "int32") for shape in shapes]
+    step = [argument(shape, "int32") for shape in shapes]
     call = functools.partial(indexer_kernel.indexer_topk, **sizes)
-    return call, (q, _array((case.tokens, model.num_index_heads), "float32"), pages, *step)
-
-
-def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return call, (q, argument((case.tokens, model.num_index_heads), "float32"), pages, *step)
 
 
 OPERATIONS = {

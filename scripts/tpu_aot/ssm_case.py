@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
+from scripts.aot_arguments import argument
 
 _POOL_BYTES = 1 << 28  # of states: more than VMEM holds, so that they stay in HBM
 
@@ -35,20 +36,20 @@ class SsmCase:
     @property
     def step(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arguments that describe a step."""
-        ints = [_array(shape, "int32") for shape in ((self.seqs + 1,), (3,), (self.seqs,), (self.seqs,))]
-        return (*ints, _array((self.seqs,), "bool"))
+        ints = [argument(shape, "int32") for shape in ((self.seqs + 1,), (3,), (self.seqs,), (self.seqs,))]
+        return (*ints, argument((self.seqs,), "bool"))
 
 
 def conv(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """causal_conv1d, with the states donated by its caller."""
     (channels, before), _ = case.shape.state_shapes(case.shards)
     states = _pool((channels, before), case.dtype)
-    weights = (_array((channels, before + 1), case.dtype), _array((channels,), case.dtype))
+    weights = (argument((channels, before + 1), case.dtype), argument((channels,), case.dtype))
 
     def call(x: Any, states: Any, weight: Any, bias: Any, step: Any) -> Any:
         return causal_conv1d(x, states, weight, *step, bias=bias, backend="tpu")
 
-    return call, (_array((case.tokens, channels), case.dtype), states, *weights, case.step)
+    return call, (argument((case.tokens, channels), case.dtype), states, *weights, case.step)
 
 
 def scan(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -60,23 +61,19 @@ def scan(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     x, a, b = of_head, (heads, state_dim), (case.tokens, state_dim)
     if head_dim is not None:
         x, a, b = (*of_head, head_dim), (heads,), (case.tokens, groups, state_dim)
-    inputs = [_array(shape, case.dtype) for shape in (of_head, b, b)]
-    weights = [_array(shape, "float32") for shape in (a, (heads,), (heads,))]
+    inputs = [argument(shape, case.dtype) for shape in (of_head, b, b)]
+    weights = [argument(shape, "float32") for shape in (a, (heads,), (heads,))]
 
     def call(x: Any, states: Any, inputs: Any, weights: Any, step: Any) -> Any:
         (dt, b, c), (a, d, bias) = inputs, weights
         return selective_scan(x, states, dt, a, b, c, *step, d=d, dt_bias=bias, backend="tpu")
 
-    return call, (_array(x, case.dtype), states, inputs, weights, case.step)
+    return call, (argument(x, case.dtype), states, inputs, weights, case.step)
 
 
 def _pool(page_shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     page_bytes = jnp.dtype(dtype).itemsize * functools.reduce(int.__mul__, page_shape)
-    return _array((max(128, _POOL_BYTES // page_bytes), *page_shape), dtype)
-
-
-def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return argument((max(128, _POOL_BYTES // page_bytes), *page_shape), dtype)
 
 
 OPERATIONS = {"causal_conv1d": (SsmCase, conv), "selective_scan": (SsmCase, scan)}
