@@ -18,7 +18,7 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.mla_paged_attention.gpu_attend import attend_pieces, fixed_bytes
-from pallas_kernels.ragged_paged_attention import gpu_decode
+from pallas_kernels.ragged_paged_attention import gpu_decode, launches
 from pallas_kernels.ragged_paged_attention.gpu_plan import (
     MIN_GROUP_ROWS,
     MIN_STAGES,
@@ -27,6 +27,7 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
     compute_dtype,
     most_stages,
     plan_decode,
+    reason_of_pages,
     to_compute_dtype,
 )
 from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
@@ -34,7 +35,6 @@ from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 
-_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 _MOST_LATENT, _MOST_DIM = 512, 576
 
 
@@ -47,16 +47,11 @@ class Tuning(NamedTuple):
 
 def reason_not_supported(q_nope: jax.Array, q_pe: jax.Array, latent: LatentPages) -> str | None:
     """What of a call the kernels cannot do, in words; None if they can do it all."""
-    pages, page_size = latent.array, latent.page_size
-    if pages.ndim != 3:
+    if latent.array.ndim != 3:
         return "GPU kernels read latent pages [pages, page_size, dim], got packed ones"
-    dtype, page_dtype = jnp.dtype(q_nope.dtype).name, jnp.dtype(pages.dtype).name
-    if dtype not in ("bfloat16", "float16"):
-        return f"GPU kernels take bfloat16 or float16 queries, got {dtype}"
-    if page_dtype not in (dtype, *_EIGHT_BITS):
-        return f"GPU kernels take pages of {dtype} as the queries or of 8 bits, got {page_dtype}"
-    if not 8 <= page_size <= 128 or page_size & (page_size - 1):
-        return f"GPU kernels take page sizes that are powers of two from 8 to 128, got {page_size}"
+    reason = reason_of_pages(q_nope.dtype, latent.array.dtype, latent.page_size)
+    if reason is not None:
+        return reason
     latent_dim, dim = q_nope.shape[-1], q_nope.shape[-1] + q_pe.shape[-1]
     if latent_dim % 128 or dim % 64 or latent_dim > _MOST_LATENT or dim > _MOST_DIM:
         return (
@@ -82,7 +77,7 @@ def mla_paged_attention(
     k_scale: jax.Array | None,
     page_size: int,
     tuning: Tuning = Tuning(),  # noqa: B008
-) -> tuple[jax.Array, jax.Array]:
+) -> launches.Result:
     """(out [T, Hq, Dl] in the queries' dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     num_tokens, num_heads, latent_dim = q_nope.shape
     page_dtype = jnp.dtype(pages[0].dtype).name
@@ -111,19 +106,12 @@ def mla_paged_attention(
         config=config,
         dtype=q_nope.dtype,
     )
-    q_lens, num_seqs = jnp.diff(query_start_loc), seq_lens.shape[0]
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution)
     first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)
-    decoded = _decode(step, first_token, seq_lens, q_lens, distribution[0], tuning.num_blocks)
-    seq = jnp.arange(num_seqs, dtype=jnp.int32)
-    is_tiled = (seq >= distribution[0]) & (seq < distribution[2])
-    tiled = _prefill(step, Batch(seq_lens, query_start_loc[:-1], jnp.where(is_tiled, q_lens, 0)), shape)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    own_seq = jnp.minimum(jnp.sum(query_start_loc[1:][None] <= token[:, None], axis=1), num_seqs - 1)
-    is_decoded = (token < query_start_loc[distribution[0]])[:, None]
-    is_real = (token < query_start_loc[distribution[2]])[:, None]
-    out = jnp.where(is_decoded[..., None], decoded[0][own_seq], tiled[0])
-    lse = jnp.where(is_decoded, decoded[1][own_seq], tiled[1])
-    return jnp.where(is_real[..., None], out, 0), jnp.where(is_real, lse, -jnp.inf)
+    out, lse = _decode(step, first_token, seq_lens, decoding.q_lens, distribution[0], tuning.num_blocks)
+    own_seq = launches.own_sequences(query_start_loc, num_tokens)
+    tiled = _prefill(step, others, shape)
+    return launches.by_token((out[own_seq], lse[own_seq]), tiled, query_start_loc, distribution)
 
 
 def tile_shape(num_heads: int) -> TileShape:

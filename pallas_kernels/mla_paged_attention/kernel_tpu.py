@@ -31,13 +31,18 @@ from pallas_kernels.mla_paged_attention.tpu_attention import StepAttention
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, buffer_shape
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit, Walk, padded_heads, whole_lanes
 from pallas_kernels.mosaic import LANES, Copy, compiler_params
+from pallas_kernels.ragged_paged_attention import launches
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
-from pallas_kernels.ragged_paged_attention.tpu_plan import TABLE_ALIGNMENT, Field, plan_items
+from pallas_kernels.ragged_paged_attention.tpu_limits import (
+    SMALLEST_TILE,
+    finite_sinks,
+    flat_tables,
+    reason_of_sizes,
+)
+from pallas_kernels.ragged_paged_attention.tpu_plan import Field, plan_items
 
-SMALLEST_TILE = 8  # query tokens
-LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
 _VMEM_LIMIT_BYTES = 64 << 20
 
 
@@ -56,17 +61,12 @@ class Tuning(NamedTuple):
 
 def reason_not_supported(latent: LatentPages, mask: MaskRule) -> str | None:
     """What of a call the kernel cannot do, in words; None if it can do it all."""
-    array, page_size = latent.array, latent.page_size
+    array = latent.array
     if array.ndim != 4:
         return "TPU kernels read packed latent pages; make them by latent_layout(platform='tpu')"
     if array.dtype == jnp.float16:
         return "TPU has no arithmetic on float16 pages; use bfloat16"
-    if page_size & (page_size - 1) or not 8 <= page_size <= 512:
-        return f"TPU kernels take page sizes that are powers of two from 8 to 512, got {page_size}"
-    chunk = mask.attention_chunk_size
-    if chunk is not None and chunk < SMALLEST_TILE:
-        return f"TPU kernels take attention chunks of at least {SMALLEST_TILE} tokens, got {chunk}"
-    return None
+    return reason_of_sizes(latent.page_size, mask)
 
 
 @functools.partial(
@@ -94,15 +94,10 @@ def mla_paged_attention(
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq] or None) as `AttentionOutput` says."""
     num_tokens, num_heads, latent_dim = q_nope.shape
     num_seqs, num_columns = block_tables.shape
-    if tables_in_hbm is None:
-        tables_in_hbm = block_tables.size * 4 > LARGEST_TABLE_BYTES
-    if tables_in_hbm:
-        block_tables = jnp.pad(block_tables, [(0, 0), (0, -num_columns % TABLE_ALIGNMENT)])
-    sequence = jnp.arange(num_seqs, dtype=jnp.int32)
-    is_decode = sequence < distribution[0]
-    is_tiled = ~is_decode & (sequence < distribution[2])
+    tables = flat_tables(block_tables, tables_in_hbm)
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution)
 
-    def launch(queries: int, num_queries: int, rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def launch(queries: int, num_queries: int, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
         config = LatentConfig(
             mask=mask,
             sm_scale=sm_scale,
@@ -118,26 +113,19 @@ def mla_paged_attention(
             has_sinks=sinks is not None,
             has_k_scale=k_scale is not None,
             return_lse=return_lse,
-            table_stride=block_tables.shape[1],
-            tables_in_hbm=tables_in_hbm,
+            table_stride=tables.stride,
+            tables_in_hbm=tables.in_hbm,
         )
-        batch = Batch(seq_lens, query_start_loc[:-1], jnp.where(rows, jnp.diff(query_start_loc), 0))
         q = _query_rows(q_nope[:num_queries], q_pe[:num_queries], config)
-        out, lse = _launch(config, batch, block_tables.reshape(-1), q, pages[0], sinks, k_scale)
+        out, lse = _launch(config, batch, tables.entries, q, pages[0], sinks, k_scale)
         out = _fit(out[:, :num_heads, :latent_dim], num_tokens)
         return out, None if lse is None else _fit(lse[:, :num_heads, 0], num_tokens)
 
-    out, lse = launch(1, min(num_tokens, num_seqs), is_decode)
+    decoded = tiled = launch(1, min(num_tokens, num_seqs), decoding)
     if num_tokens > 1:
-        tiled = launch(tuning.queries or _tile_queries(padded_heads(num_heads), mask), num_tokens, is_tiled)
-        first = query_start_loc[distribution[0]]
-        token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-        out = jnp.where((token < first)[..., None], out, tiled[0])
-        if lse is not None and tiled[1] is not None:
-            lse = jnp.where(token < first, lse, tiled[1])
-    real = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] < query_start_loc[distribution[2]]
-    out = jnp.where(real[..., None], out, 0).astype(q_nope.dtype)
-    return out, None if lse is None else jnp.where(real, lse, -jnp.inf)
+        tiled = launch(tuning.queries or _tile_queries(padded_heads(num_heads), mask), num_tokens, others)
+    out, lse = launches.by_token(decoded, tiled, query_start_loc, distribution)
+    return out.astype(q_nope.dtype), lse
 
 
 def _compute_dtype(q_dtype: jnp.dtype, page_dtype: jnp.dtype) -> str:
@@ -189,8 +177,7 @@ def _per_row_arrays(config: LatentConfig, sinks: jax.Array | None, k_scale: jax.
     """Arrays float32[rows, 128] by name: a number for each row, in every lane."""
     arrays = {}
     if sinks is not None:
-        largest = float(jnp.finfo(jnp.float32).max) / 2  # finite times log2(e)
-        heads = jnp.clip(sinks.astype(jnp.float32), -largest, largest)
+        heads = finite_sinks(sinks)
         heads = jnp.pad(heads, (0, config.heads - heads.shape[0]), constant_values=-1e30)
         arrays["sinks"] = jnp.broadcast_to(jnp.tile(heads, config.chunk)[:, None], (config.rows, LANES))
     if k_scale is not None:

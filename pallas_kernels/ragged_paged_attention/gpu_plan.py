@@ -155,6 +155,18 @@ def to_compute_dtype(q: jax.Array, config: GpuConfig) -> jax.Array:
     return jnp.clip(q.astype(jnp.float32), -LARGEST_FLOAT16, LARGEST_FLOAT16).astype(config.compute_dtype)
 
 
+def reason_of_pages(q_dtype: jnp.dtype, page_dtype: jnp.dtype, page_size: int) -> str | None:
+    """What of a call no GPU kernel can do, in words; None if its dtypes and page size fit."""
+    q_name, page_name = jnp.dtype(q_dtype).name, jnp.dtype(page_dtype).name
+    if q_name not in ("bfloat16", "float16"):
+        return f"GPU kernels take bfloat16 or float16 queries, got {q_name}"
+    if page_name not in (q_name, "float8_e4m3fn", "float8_e5m2", "int8"):
+        return f"GPU kernels take pages of {q_name} as the queries or of 8 bits, got {page_name}"
+    if not 8 <= page_size <= 128 or page_size & (page_size - 1):
+        return f"GPU kernels take page sizes that are powers of two from 8 to 128, got {page_size}"
+    return None
+
+
 def compute_dtype(dtype: str, page_dtype: str) -> str:
     """float16 for 8-bit floats, which it holds exactly and the hardware converts to; else the queries' dtype."""
     return "float16" if page_dtype.startswith("float8") else dtype

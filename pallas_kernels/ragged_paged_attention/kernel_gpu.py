@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
+from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill, launches
 from pallas_kernels.ragged_paged_attention.gpu_plan import (
     MIN_STAGES,
     GpuConfig,
@@ -23,6 +23,7 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
     kv_bytes,
     most_stages,
     plan_decode,
+    reason_of_pages,
     to_compute_dtype,
 )
 from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
@@ -30,8 +31,6 @@ from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tuning import TunedShape, sizes_for
-
-_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class Tuning(NamedTuple):
@@ -60,15 +59,11 @@ def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_head
     """What of a call the kernels cannot do, in words; None if they can do it all."""
     if len(pages) != 2:
         return "GPU kernels read split K and V pages, got packed ones"
-    page_size, (head_dim, head_dim_v) = pages[0].shape[1], (p.shape[-1] for p in pages)
-    dtype, page_dtype = jnp.dtype(q.dtype).name, jnp.dtype(pages[0].dtype).name
-    if dtype not in ("bfloat16", "float16"):
-        return f"GPU kernels take bfloat16 or float16 queries, got {dtype}"
-    if page_dtype not in (dtype, *_EIGHT_BITS):
-        return f"GPU kernels take pages of {dtype} as the queries or of 8 bits, got {page_dtype}"
-    if not 8 <= page_size <= 128 or page_size & (page_size - 1):
-        return f"GPU kernels take page sizes that are powers of two from 8 to 128, got {page_size}"
-    unit = 32 if page_dtype in _EIGHT_BITS else 16
+    reason = reason_of_pages(q.dtype, pages[0].dtype, pages[0].shape[1])
+    if reason is not None:
+        return reason
+    head_dim, head_dim_v = (p.shape[-1] for p in pages)
+    unit = 32 if pages[0].dtype.itemsize == 1 else 16
     if any(not 64 <= dim <= 256 or dim % unit for dim in (head_dim, head_dim_v)):
         return f"GPU kernels take head dimensions from 64 to 256 in steps of {unit}, got {head_dim} and {head_dim_v}"
     if q.shape[1] > num_kv_heads * mosaic_gpu.ROWS:
@@ -95,25 +90,15 @@ def ragged_paged_attention(
     tuning: Tuning | None = None,  # None: as tuned for the card, else by the shapes
 ) -> tuple[jax.Array, jax.Array | None]:
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq] or None) as `AttentionOutput` says."""
-    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
+    num_tokens = q.shape[0]
     tuning = tuning or tuned(q, pages, num_kv_heads, mask)
     step = Step.of(q, pages, block_tables, mask, sm_scale, soft_cap, sinks, k_scale, v_scale, tuning)
-    q_lens = jnp.diff(query_start_loc)
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution)
     first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)
-    decoded = decode(step, q[first_token], seq_lens, q_lens, distribution[0])
-    seq = jnp.arange(num_seqs, dtype=jnp.int32)
-    is_tiled = (seq >= distribution[0]) & (seq < distribution[2])
-    batch = Batch(seq_lens, query_start_loc[:-1], jnp.where(is_tiled, q_lens, 0))
-    tiled = prefill(step, q, batch, return_lse)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    own_seq = jnp.minimum(jnp.sum(query_start_loc[1:][None] <= token[:, None], axis=1), num_seqs - 1)
-    is_decoded = (token < query_start_loc[distribution[0]])[:, None]
-    is_real = (token < query_start_loc[distribution[2]])[:, None]
-    out = jnp.where(is_decoded[..., None], decoded[0][own_seq], tiled[0])
-    out = jnp.where(is_real[..., None], out, 0)
-    if tiled[1] is None:
-        return out, None
-    return out, jnp.where(is_real, jnp.where(is_decoded, decoded[1][own_seq], tiled[1]), -jnp.inf)
+    out, lse = decode(step, q[first_token], seq_lens, decoding.q_lens, distribution[0])
+    own_seq = launches.own_sequences(query_start_loc, num_tokens)
+    tiled = prefill(step, q, others, return_lse)
+    return launches.by_token((out[own_seq], lse[own_seq]), tiled, query_start_loc, distribution)
 
 
 class Step(NamedTuple):

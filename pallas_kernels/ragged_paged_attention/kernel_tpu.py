@@ -33,22 +33,16 @@ from pallas_kernels.kv_write import reference as kv_rows
 from pallas_kernels.kv_write.kernel_tpu import copy_rows, kv_write, write_runs
 from pallas_kernels.layouts import KV_CACHE_DTYPES
 from pallas_kernels.mosaic import LANES, Copy, compiler_params, matrix_unit_lanes
-from pallas_kernels.ragged_paged_attention import tpu_rows
+from pallas_kernels.ragged_paged_attention import launches, tpu_rows
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
+from pallas_kernels.ragged_paged_attention.tpu_limits import FlatTables, finite_sinks, flat_tables, reason_of_sizes
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
-from pallas_kernels.ragged_paged_attention.tpu_plan import (
-    TABLE_ALIGNMENT,
-    Field,
-    TpuConfig,
-    block_slots,
-    plan_items,
-)
+from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig, block_slots, plan_items
 from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
-from pallas_kernels.ragged_paged_attention.tpu_tuning import SMALLEST_TILE, Tuning, tile_queries, tuned
+from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tuned
 
-LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
 MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory; more: a kernel of their own
 _BUFFER_BYTES = 12 << 20  # of VMEM, at most, for the double buffer
 _VMEM_LIMIT_BYTES = {1: 32 << 20, 2: 64 << 20}
@@ -58,15 +52,10 @@ def reason_not_supported(pages: tuple[jax.Array, ...], mask: MaskRule) -> str | 
     """What of a call the kernel cannot do, in words; None if it can do it all."""
     if len(pages) != 1:
         return "TPU kernels read packed pages (kv,); make them by attention_layout(platform='tpu')"
-    dtype, page_size = pages[0].dtype.name, pages[0].shape[1]
+    dtype = pages[0].dtype.name
     if dtype not in KV_CACHE_DTYPES or dtype == "float16":
         return f"TPU has no arithmetic on {dtype} pages; use bfloat16"
-    if page_size & (page_size - 1) or not 8 <= page_size <= 512:
-        return f"TPU kernels take page sizes that are powers of two from 8 to 512, got {page_size}"
-    chunk = mask.attention_chunk_size
-    if chunk is not None and chunk < SMALLEST_TILE:
-        return f"TPU kernels take attention chunks of at least {SMALLEST_TILE} tokens, got {chunk}"
-    return None
+    return reason_of_sizes(pages[0].shape[1], mask)
 
 
 @functools.partial(
@@ -95,17 +84,11 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(out [T, Hq, D] in q's dtype, lse float32[T, Hq] or None, pages written or None) as `AttentionOutput` says."""
     num_tokens, num_q_heads, head_dim = q.shape
-    num_seqs = seq_lens.shape[0]
-    sequence = jnp.arange(num_seqs, dtype=jnp.int32)
-    q_lens = jnp.diff(query_start_loc)
-    is_decode = sequence < distribution[0]
-    is_tiled = ~is_decode & (sequence < distribution[2])
-    if tables_in_hbm is None:
-        tables_in_hbm = block_tables.size * 4 > LARGEST_TABLE_BYTES
-    tables = _flat_tables(block_tables, tables_in_hbm)
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution)
+    tables = flat_tables(block_tables, tables_in_hbm)
     group = num_q_heads // num_kv_heads
     tuning = tuning or tuned(q, pages[0], num_kv_heads, mask, block_tables.shape[1])
-    common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables_in_hbm)
+    common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables)
     write, written = None, None
     if new_kv is not None and slot_mapping is not None and num_tokens > MOST_FUSED_TOKENS:
         (written,) = pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
@@ -114,28 +97,22 @@ def ragged_paged_attention(
         write = _Write(write_runs(slot_mapping, pages[0].shape[1]), new_rows)
 
     def launch(
-        queries: int, block: int | None, q: jax.Array, rows: jax.Array, kv: jax.Array, write: _Write | None = None
+        queries: int, block: int | None, q: jax.Array, batch: Batch, kv: jax.Array, write: _Write | None = None
     ) -> _Result:
         config = _config(common, kv, q.dtype, block_tables.shape[1], queries, block, tuning.max_unrolled)
-        batch = Batch(seq_lens, query_start_loc[:-1], jnp.where(rows, q_lens, 0))
-        return _launch(config, batch, tables, q, kv, common, write)
+        return _launch(config, batch, q, kv, common, write)
 
-    num_decode = min(num_tokens, num_seqs)
-    out, lse, fused = launch(1, tuning.decode_block, q[:num_decode], is_decode, pages[0], write)
+    num_decode = min(num_tokens, seq_lens.shape[0])
+    out, lse, fused = launch(1, tuning.decode_block, q[:num_decode], decoding, pages[0], write)
     written = written if fused is None else fused
-    out, lse = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
+    decoded = tiled = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
     if num_tokens > 1:
         queries = tuning.queries or tile_queries(group, mask)
         padded = q if num_tokens >= queries else jnp.pad(q, [(0, queries - num_tokens), (0, 0), (0, 0)])
-        tiled = launch(queries, tuning.tile_block, padded, is_tiled, pages[0] if written is None else written)
-        first = query_start_loc[distribution[0]]
-        token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-        out = jnp.where((token < first)[..., None], out, tiled.out[:num_tokens])
-        if lse is not None and tiled.lse is not None:
-            lse = jnp.where(token < first, lse, tiled.lse[:num_tokens])
-    real = jnp.arange(num_tokens, dtype=jnp.int32)[:, None] < query_start_loc[distribution[2]]
-    out = jnp.where(real[..., None], out[..., :head_dim], 0).astype(q.dtype)
-    return out, None if lse is None else jnp.where(real, lse, -jnp.inf), written
+        out, lse, _ = launch(queries, tuning.tile_block, padded, others, pages[0] if written is None else written)
+        tiled = out[:num_tokens], None if lse is None else lse[:num_tokens]
+    out, lse = launches.by_token(decoded, tiled, query_start_loc, distribution)
+    return out[..., :head_dim].astype(q.dtype), lse, written
 
 
 class _Write(NamedTuple):
@@ -165,15 +142,7 @@ class _Common(NamedTuple):
     k_scale: jax.Array | None
     v_scale: jax.Array | None
     return_lse: bool
-    tables_in_hbm: bool
-
-
-def _flat_tables(block_tables: jax.Array, in_hbm: bool) -> jax.Array:
-    """int32[S * stride]; rows padded to the tiling of HBM where they are read from there."""
-    if in_hbm:
-        extra = -block_tables.shape[1] % TABLE_ALIGNMENT
-        block_tables = jnp.pad(block_tables, [(0, 0), (0, extra)])
-    return block_tables.reshape(-1)
+    tables: FlatTables
 
 
 def _config(
@@ -191,7 +160,6 @@ def _config(
     token_bytes = (rows | 1) * 4 * lanes
     if block is None:
         block = block_slots(common.mask, queries, num_columns, page_size, token_bytes, _BUFFER_BYTES)
-    stride = num_columns if not common.tables_in_hbm else num_columns + -num_columns % TABLE_ALIGNMENT
     return TpuConfig(
         mask=common.mask,
         sm_scale=common.sm_scale,
@@ -210,8 +178,8 @@ def _config(
         has_k_scale=common.k_scale is not None,
         has_v_scale=common.v_scale is not None,
         return_lse=common.return_lse,
-        table_stride=stride,
-        tables_in_hbm=common.tables_in_hbm,
+        table_stride=common.tables.stride,
+        tables_in_hbm=common.tables.in_hbm,
         max_unrolled=max_unrolled,
     )
 
@@ -224,9 +192,7 @@ def _per_row_arrays(common: _Common, config: TpuConfig) -> dict[str, jax.Array]:
     """Arrays float32[products, rows, 128] by name: a number for each row, in every lane."""
     arrays = {}
     if common.sinks is not None:
-        largest = float(jnp.finfo(jnp.float32).max) / 2  # finite times log2(e)
-        sinks = jnp.clip(common.sinks.astype(jnp.float32), -largest, largest)
-        arrays["sinks"] = tpu_rows.per_row(sinks, config, fill=-1e30)
+        arrays["sinks"] = tpu_rows.per_row(finite_sinks(common.sinks), config, fill=-1e30)
     for name, scale in (("k_scale", common.k_scale), ("v_scale", common.v_scale)):
         if scale is not None:
             heads = jnp.broadcast_to(jnp.asarray(scale, jnp.float32).reshape(-1), (common.num_kv_heads,))
@@ -251,7 +217,6 @@ class _Operands(NamedTuple):
 def _launch(
     config: TpuConfig,
     batch: Batch,
-    tables: jax.Array,
     q: jax.Array,
     pages: jax.Array,
     common: _Common,
@@ -268,9 +233,9 @@ def _launch(
         scalars.add("runs", None, write.runs)
     inputs, outputs = _Operands([], [], []), _Operands([], [], [])
     if config.tables_in_hbm:
-        inputs.add("tables", pl.BlockSpec(memory_space=pl.ANY), tables)
+        inputs.add("tables", pl.BlockSpec(memory_space=pl.ANY), common.tables.entries)
     else:
-        scalars.add("tables", None, tables)
+        scalars.add("tables", None, common.tables.entries)
     inputs.add("q", _rows_spec(q_rows, config, room), q_rows)
     for name, array in _per_row_arrays(common, config).items():
         inputs.add(name, pl.BlockSpec(array.shape, lambda w, *_: (0, 0, 0)), array)

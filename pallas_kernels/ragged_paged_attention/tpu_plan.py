@@ -23,8 +23,6 @@ from pallas_kernels.mosaic import LANES, SUBLANES, packing
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch, query_tiles
 
-TABLE_ALIGNMENT = 1024  # int32s: tiling of a one-dimensional array in HBM
-
 
 class Field(enum.IntEnum):
     """Scalars of an item."""

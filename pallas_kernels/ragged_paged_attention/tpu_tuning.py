@@ -11,10 +11,9 @@ import jax
 
 from pallas_kernels.mosaic import LANES, chip_name
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.tpu_limits import SMALLEST_TILE
 from pallas_kernels.ragged_paged_attention.tpu_plan import seen_slots
 from pallas_kernels.ragged_paged_attention.tuning import TunedShape, sizes_for
-
-SMALLEST_TILE = 8  # query tokens
 
 
 class Tuning(NamedTuple):

@@ -19,6 +19,7 @@ from pallas_kernels import tpu_entries
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.tpu_limits import finite_sinks
 from pallas_kernels.sparse_mla_attention import tpu_picks, tpu_runs
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
 from pallas_kernels.sparse_mla_attention.tpu_attention import PassState
@@ -179,9 +180,7 @@ class _Layer(NamedTuple):
 
     def _per_row(self, sinks: jax.Array, queries: int) -> jax.Array:
         """float32[rows of a chunk, 128] natural-log logits, finite as base-2 ones too."""
-        largest = float(jnp.finfo(jnp.float32).max) / 2
-        sinks = jnp.clip(sinks.astype(jnp.float32), -largest, largest)
-        sinks = jnp.pad(sinks, (0, self.heads - sinks.shape[0]))
+        sinks = jnp.pad(finite_sinks(sinks), (0, self.heads - sinks.shape[0]))
         sinks = jnp.tile(sinks, queries)[:MOST_ROWS]
         return jnp.broadcast_to(sinks[:, None], (sinks.shape[0], LANES))
 

@@ -1,0 +1,50 @@
+"""What TPU attention kernels take, and arguments in the form that they take.
+
+Flow:    the op's arguments -> [reason_of_sizes | flat_tables | finite_sinks] -> kernel_tpu
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+
+SMALLEST_TILE = 8  # query tokens
+_LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
+_TABLE_ALIGNMENT = 1024  # int32s: tiling of a one-dimensional array in HBM
+
+
+class FlatTables(NamedTuple):
+    """Block tables in one line."""
+
+    entries: jax.Array  # int32[S * stride]
+    stride: int  # entries from one row to the next
+    in_hbm: bool
+
+
+def reason_of_sizes(page_size: int, mask: MaskRule) -> str | None:
+    """What of a call no TPU kernel can do, in words; None if its sizes fit."""
+    if page_size & (page_size - 1) or not 8 <= page_size <= 512:
+        return f"TPU kernels take page sizes that are powers of two from 8 to 512, got {page_size}"
+    chunk = mask.attention_chunk_size
+    if chunk is not None and chunk < SMALLEST_TILE:
+        return f"TPU kernels take attention chunks of at least {SMALLEST_TILE} tokens, got {chunk}"
+    return None
+
+
+def flat_tables(block_tables: jax.Array, in_hbm: bool | None) -> FlatTables:
+    """Of int32[S, P]; `in_hbm` None: where they exceed scalar memory. Rows in HBM are padded to its tiling."""
+    if in_hbm is None:
+        in_hbm = block_tables.size * 4 > _LARGEST_TABLE_BYTES
+    if in_hbm:
+        block_tables = jnp.pad(block_tables, [(0, 0), (0, -block_tables.shape[1] % _TABLE_ALIGNMENT)])
+    return FlatTables(block_tables.reshape(-1), block_tables.shape[1], in_hbm)
+
+
+def finite_sinks(sinks: jax.Array) -> jax.Array:
+    """float32, so clipped that they stay finite times log2(e)."""
+    largest = float(jnp.finfo(jnp.float32).max) / 2
+    return jnp.clip(sinks.astype(jnp.float32), -largest, largest)
