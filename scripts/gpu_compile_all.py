@@ -1,11 +1,14 @@
 """Compiles every GPU kernel at every real shape for sm_90a, without a GPU; a table, and a status for CI.
 
-    python scripts/gpu_compile_all.py [--subset] [--card h100] [--json FILE]
+    python scripts/gpu_compile_all.py                       all, one after the other; about 30 s a case
+    python scripts/gpu_compile_all.py --op attention        of one op
+    python scripts/gpu_compile_all.py --subset              what CI runs, three minutes on two cores
+    python scripts/gpu_compile_all.py --results all.json    goes on where an earlier run was stopped
 
 Shapes: each of shapes.py on one of 1, 2, 4 and 8 tensor-parallel shards, once per set of heads and mask; page sizes,
 8-bit pages and head dimensions at one shape. Fails where a kernel spills more than `ALLOWED_SPILL_BYTES` has for it
 (nothing, for dense attention at the shapes of shapes.py), needs more shared memory than there is, or donated pages are
-not updated in place. `--subset`: what CI runs, three minutes on two cores. Where: see scripts/gpu_compile.py.
+not updated in place. Where: see scripts/gpu_compile.py.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,31 +101,75 @@ def allowed_spill_bytes(op: str, settings: str, record: dict[str, Any]) -> int:
     return max(found, default=0)
 
 
+@dataclass(frozen=True)
+class Result:
+    """What came of one case."""
+
+    card: str
+    op: str
+    settings: str
+    seconds: float
+    records: list[dict[str, Any]]  # of `compile_op`; none where it does not compile
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What names it among others."""
+        return self.card, self.op, self.settings
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, in words."""
+        if self.error is not None:
+            return [self.error]
+        allowed = [allowed_spill_bytes(self.op, self.settings, record) for record in self.records]
+        return [found for pair in zip(self.records, allowed, strict=True) for found in problems(*pair)]
+
+
+def compile_case(card: str, op: str, settings: str, timeout_s: float) -> Result:
+    """Compiles one case."""
+    start = time.monotonic()
+    try:
+        records = compile_op(card, op, settings.split(), timeout_s)
+    except RuntimeError as error:
+        return Result(card, op, settings, time.monotonic() - start, [], str(error))
+    return Result(card, op, settings, time.monotonic() - start, records)
+
+
+def save(path: Path, results: Iterable[Result]) -> None:
+    """Writes results as JSON."""
+    path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+def load(path: Path) -> list[Result]:
+    """Results that `save` wrote; none where there is no file."""
+    return [Result(**data) for data in json.loads(path.read_text())] if path.exists() else []
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Exit status: 0, or 1 where something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subset", action="store_true", help="a few shapes, as CI does")
+    ops = sorted({op for op, _ in cases(subset=False)})
+    parser.add_argument("--op", action="append", choices=ops, help="repeatable; default: all")
     parser.add_argument("--card", default="h100", choices=("h100", "h200"))
-    parser.add_argument("--json", type=Path, help="also write the records here")
-    arguments = parser.parse_args(argv)
-    records: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    for op, settings in cases(arguments.subset):
-        start = time.monotonic()
-        try:
-            found = compile_op(arguments.card, op, settings.split())
-        except RuntimeError as error:
-            found = []
-            wrong.append(str(error))
-        for record in found:
-            wrong += problems(record, allowed_spill_bytes(op, settings, record))
-        records += found
-        print(f"{op} {settings}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    if records:
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one compilation")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="written as cases end; those in it are kept")
+    options = parser.parse_args(argv)
+    work = [(options.card, *case) for case in cases(options.subset) if case[0] in (options.op or ops)]
+    results = {result.key: result for result in (load(options.results) if options.results else []) if not result.error}
+    for key in work:
+        if key not in results:
+            result = results[key] = compile_case(*key, options.timeout)
+            print(f"{' '.join(key)}: {result.seconds:.0f} s", *result.problems, sep="\n  ", file=sys.stderr, flush=True)
+            if options.results:
+                save(options.results, results.values())
+    asked = [results[key] for key in work]
+    if records := [record for result in asked for record in result.records]:
         print(report(records))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(records, indent=1) + "\n")
-    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
-    return bool(wrong)
+    wrong = [problem for result in asked for problem in result.problems]
+    print("\n".join([f"{len(asked)} cases, {len(wrong)} problems", *wrong]))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
