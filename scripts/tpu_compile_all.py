@@ -1,7 +1,7 @@
 """Compiles every op for every TPU chip at every model shape, split over 1 to 8 chips, on a machine without a TPU.
 
-    python scripts/tpu_compile_all.py                            all, with bundles; about 15 s a case and process
-    python scripts/tpu_compile_all.py --no-dump --op kv_write    only: does it compile, and its memory
+    python scripts/tpu_compile_all.py                            all, with bundles; a process and about 15 s a case
+    python scripts/tpu_compile_all.py --no-dump --op kv_write    does it compile, and its memory: about 5 s a case
     python scripts/tpu_compile_all.py --subset                   what CI runs, a few minutes
     python scripts/tpu_compile_all.py --results all.json         goes on where an earlier run was stopped
 

@@ -1,15 +1,21 @@
-"""The process that compiles: python -m scripts.tpu_aot.compile_one CHIP OP [name=value ...] -> one line of JSON."""
+"""The process that compiles.
+
+python -m scripts.tpu_aot.compile_one CHIP OP [name=value ...]    one line of JSON
+python -m scripts.tpu_aot.compile_one --serve                     one for each line ["CHIP", "OP", ...] that it reads
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from typing import Any
 
 from scripts.aot_cases import parse_case
 from scripts.tpu_aot.chips import CHIPS, prepare_environment
+from scripts.tpu_aot.compiler import last_lines
 
 prepare_environment()
 
@@ -73,5 +79,23 @@ def compile_case(chip: str, op: str, settings: list[str]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def serve() -> None:
+    """Answers each line of standard input with {"memory": ...} or {"error": ...}, until there is no more."""
+    import jax
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libtpu prints is no answer
+    for line in sys.stdin:
+        chip, op, *settings = json.loads(line)
+        try:
+            answer = {"memory": compile_case(chip, op, settings)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {last_lines(str(error))}"}
+        jax.clear_caches()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--serve"]:
+    serve()
+elif __name__ == "__main__":
     print("\n" + json.dumps(compile_case(sys.argv[1], sys.argv[2], sys.argv[3:])))

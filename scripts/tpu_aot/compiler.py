@@ -35,6 +35,11 @@ class Compilation:
     kernels: list[Kernel]  # empty without dumps
 
 
+def last_lines(said: str) -> str:
+    """What is told of a compiler's standard error."""
+    return "\n".join(said.splitlines()[-12:])
+
+
 def compile_and_dump(
     chip: str, op: str, settings: list[str], *, kernels: str | None, timeout_s: float = 300
 ) -> Compilation:
@@ -55,7 +60,6 @@ def compile_and_dump(
         except subprocess.TimeoutExpired as error:
             raise CompilationError(f"{chip} {op} {settings}: no end after {timeout_s} s") from error
         if done.returncode:
-            said = "\n".join(done.stderr.splitlines()[-12:])
-            raise CompilationError(f"{chip} {op} {settings}: exit status {done.returncode}\n{said}")
+            raise CompilationError(f"{chip} {op} {settings}: exit status {done.returncode}\n{last_lines(done.stderr)}")
         memory = json.loads(done.stdout.splitlines()[-1])
         return Compilation(memory, [] if kernels is None else read_dumps(Path(folder), kernels))

@@ -10,15 +10,18 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from scripts.tpu_aot.bundles import Kernel
 from scripts.tpu_aot.chips import CHIPS
-from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
+from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
 from scripts.tpu_aot.score import BlockScore, block_scores
 from scripts.tpu_aot.shape_cases import ShapeCase
+from scripts.tpu_aot.workers import Workers
 
+Compiler: TypeAlias = Callable[[str, str, list[str]], Compilation]  # chip, op, settings; raises CompilationError
 ROW = "{:4} {:16} {:27} {:26} {:7} {:>6} {:>6} {:>8} {:>6} {:>6} {:>5}"
 HEADER = ROW.format("chip", "op", "case", "kernel", "block", "VMEM M", "SMEM K", "bundles", "spills", "share", "s")
 
@@ -73,14 +76,13 @@ class Result:
         ]
 
 
-def compile_case(chip: str, case: ShapeCase, *, dumps: bool, timeout_s: float) -> Result:
-    """Compiles one case; where the compiler's dump does not end, once more without it."""
+def compile_case(chip: str, case: ShapeCase, compilers: Iterable[Compiler]) -> Result:
+    """Compiles one case with the first of `compilers` that succeeds; its error is that of the last."""
     start = time.monotonic()
-    tries = (".*", None) if dumps else (None,)
     error = ""
-    for kernels in tries:
+    for compiler in compilers:
         try:
-            compilation = compile_and_dump(chip, case.op, list(case.settings), kernels=kernels, timeout_s=timeout_s)
+            compilation = compiler(chip, case.op, list(case.settings))
         except (CompilationError, ValueError) as refused:  # ValueError: dumps that cannot be read
             error = str(refused)
             continue
@@ -98,9 +100,14 @@ def compile_all(
     timeout_s: float,
     on_result: Callable[[Result], object],
 ) -> None:
-    """Compiles all of `work`, `jobs` at a time; `on_result` is called in this thread as each ends."""
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(compile_case, *item, dumps=dumps, timeout_s=timeout_s) for item in work]
+    """Compiles all of `work`, `jobs` at a time, with dumps where those end and are asked for.
+
+    `on_result` is called in this thread as each case ends.
+    """
+    with Workers(jobs, timeout_s) as workers, ThreadPoolExecutor(jobs) as pool:
+        dumping = partial(compile_and_dump, kernels=".*", timeout_s=timeout_s)
+        compilers = [dumping, workers.compile] if dumps else [workers.compile]
+        futures = [pool.submit(compile_case, *item, compilers) for item in work]
         for future in as_completed(futures):
             on_result(future.result())
 

@@ -12,9 +12,10 @@ from scripts.aot_cases import parse_case
 from scripts.tpu_aot import everything
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError
-from scripts.tpu_aot.everything import Line, Result, compile_case, load, save
+from scripts.tpu_aot.everything import Line, Result, compile_all, compile_case, load, save
 from scripts.tpu_aot.operations import OPERATIONS, SHAPE_CASES
 from scripts.tpu_aot.shape_cases import ShapeCase, shape_cases, subset
+from scripts.tpu_aot.workers import Workers
 from tests.scripts.needs_libtpu import needs_libtpu
 
 CASE = ShapeCase("kv_write", "llama3-8b / 1", ("kv_heads=8",))
@@ -54,32 +55,41 @@ def test_the_subset_has_every_op_on_every_chip() -> None:
     assert len(picked) == len(chips) * len(OPERATIONS)
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, memory: dict | str) -> list[str | None]:
-    """Compilations give `memory`, or fail with it; the patterns of kernels that were asked for."""
-    asked: list[str | None] = []
+class Compilers:
+    """Stand-ins of both compilers, which give `memory` or fail with it; `asked`: which of them were called."""
 
-    def compile_and_dump(*_: object, kernels: str | None, **__: object) -> Compilation:
-        asked.append(kernels)
-        if isinstance(memory, str):
-            raise CompilationError(memory)
-        return Compilation(memory, [])
+    def __init__(self, memory: dict | str) -> None:
+        self.memory = memory
+        self.asked: list[str] = []
 
-    monkeypatch.setattr(everything, "compile_and_dump", compile_and_dump)
-    return asked
+    def __call__(self, *_: object, **options: object) -> Compilation:
+        self.asked.append("with dumps" if options else "without")
+        if isinstance(self.memory, str):
+            raise CompilationError(self.memory)
+        return Compilation(self.memory, [])
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, memory: dict | str) -> list[str]:
+    """All compilations give `memory`, or fail with it; which compilers were asked."""
+    compilers = Compilers(memory)
+    monkeypatch.setattr(everything, "compile_and_dump", compilers)
+    monkeypatch.setattr(everything.Workers, "compile", lambda _, *work: compilers(*work))
+    return compilers.asked
 
 
 def test_a_dump_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, "no end after 1 s")
-    result = compile_case("v6e", CASE, dumps=True, timeout_s=1)
-    assert asked == [".*", None]
-    assert result.error == "no end after 1 s"
-    assert "does not compile" in result.rows[0]
+    results: list[Result] = []
+    compile_all([("v6e", CASE)], jobs=1, dumps=True, timeout_s=1, on_result=results.append)
+    assert asked == ["with dumps", "without"]
+    assert results[0].error == "no end after 1 s"
+    assert "does not compile" in results[0].rows[0]
 
 
-def test_too_much_memory_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(monkeypatch, {"kernels": {"kv_write": {"vmem_bytes": 65 << 20, "smem_bytes": 0}}})
-    assert compile_case("v6e", CASE, dumps=False, timeout_s=1).error is None
-    error = compile_case("v7x", CASE, dumps=False, timeout_s=1).error
+def test_too_much_memory_is_a_failure() -> None:
+    compilers = [Compilers({"kernels": {"kv_write": {"vmem_bytes": 65 << 20, "smem_bytes": 0}}})]
+    assert compile_case("v6e", CASE, compilers).error is None
+    error = compile_case("v7x", CASE, compilers).error
     assert error == "kv_write: expected at most 67108864 bytes of VMEM, got 68157440"
 
 
@@ -119,3 +129,16 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert dumped.lines[0].kernel == "latent_write"
     assert dumped.lines[0].bundles
     assert other.lines[0].bundles is None
+
+
+@needs_libtpu
+def test_a_process_compiles_one_case_after_another() -> None:
+    """A case that is refused costs only itself, one that does not end its process too."""
+    with Workers(1, 120) as workers:
+        first = workers.compile("v6e", "kv_write", ["page=16"])
+        with pytest.raises(CompilationError, match="nothing"):
+            workers.compile("v6e", "nothing", [])
+        assert workers.compile("v7x", "kv_write", ["page=16"]).memory.keys() == first.memory.keys()
+    assert first.memory["kernels"]["kv_write"]["smem_bytes"] > 0
+    with Workers(1, 0.05) as workers, pytest.raises(CompilationError, match=r"no end after 0\.05 s"):
+        workers.compile("v6e", "kv_write", ["page=16"])
