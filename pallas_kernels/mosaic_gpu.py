@@ -72,16 +72,42 @@ def kernel(
     """A kernel over `grid` (axis name -> size); the axis "warpgroup" tells a block's warpgroups apart."""
     body.__name__ = name
     threads: dict[str, Any] = {"num_threads": num_warpgroups, "thread_name": "warpgroup"} if num_warpgroups > 1 else {}
-    parameters = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
     return plgpu.kernel(
         body,
         out_type=list(outputs),
         scratch_types=list(scratch),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        compiler_params=parameters,
+        compiler_params=_compiler_params(),
         **threads,
     )
+
+
+def kernel_in_place(
+    body: Callable[..., None], *, name: str, outputs: Sequence[jax.ShapeDtypeStruct], grid: dict[str, int]
+) -> Callable[..., tuple[Sequence[jax.Array], jax.Array]]:
+    """A kernel of one warpgroup a block that changes its last argument: (*inputs, array) -> (outputs, array).
+
+    The array is updated where it is if its caller donated it. `body` sees it after the inputs, before the outputs.
+    """
+    run = pl.kernel(  # plgpu.kernel of jax 0.10 takes no references
+        body,
+        out_type=list(outputs),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        compiler_params=_compiler_params(),
+        name=name,
+    )
+
+    def call(*arguments: jax.Array) -> tuple[Sequence[jax.Array], jax.Array]:
+        *inputs, array = arguments
+        changed = jax.new_ref(array, memory_space=plgpu.GMEM)
+        return run(*inputs, changed), jax.freeze(changed)
+
+    return call
+
+
+def _compiler_params() -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 
 
 def tile_columns(num_columns: int) -> int:
@@ -153,10 +179,37 @@ def store_plain(ref: Any, x: jax.Array) -> None:
 
 def load_per_row(ref: Any) -> jax.Array:
     """`ref` [rows] in global memory as a value per row."""
+    return load(ref, _PER_ROW)
+
+
+def lane_rows(num_columns: int) -> Any:
+    """Layout of matrices [rows, num_columns], a multiple of 8, that go between registers and global memory.
+
+    Up to 8 neighbouring threads share a row, each with four neighbouring elements of every 32: loads of 16 bytes of
+    float32 that fill whole sectors, few steps to sum a row up, a column's value with few threads. Rows: multiples of
+    `lane_rows_step`.
+    """
+    lanes = _lanes(num_columns)
+    rows = 32 // lanes
+    tiles = plgpu.Tiling(((4 * rows, 4 * lanes), (rows, 4 * lanes), (4,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def lane_rows_step(num_columns: int) -> int:
+    """Rows that `lane_rows` takes at least."""
+    return 128 // _lanes(num_columns)
+
+
+def _lanes(num_columns: int) -> int:
+    return next(lanes for lanes in (8, 4, 2) if num_columns % (4 * lanes) == 0)
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """`ref` in memory that is not tiled, in registers of this layout."""
     if is_interpreted():
         return ref[...]
     index = ((),) if _BEFORE_0_11 else ()
-    return plgpu.load(ref, *index, layout=_PER_ROW, optimized=False)
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def fence() -> None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
+from pallas_kernels.ssm_update.shapes import SHAPES as RECURRENT_SHAPES
 from scripts.gpu_compile import compile_op, problems, report
 
 SHARDS = (1, 2, 4, 8)
@@ -39,6 +40,12 @@ FEATURES = (
     "head_dim=256",
 )
 LATENT_FEATURES = ("page=16 window=1024 soft_cap=30", "dtype=float8_e4m3fn", "dtype=int8 tp=8", "q_dtype=float16 tp=8")
+RECURRENT_FEATURES = (
+    "state_dtype=bfloat16",
+    "dtype=float32",
+    "model=jamba-1.5-mini state_dtype=bfloat16",
+    "model=jamba-1.5-mini dtype=float32",
+)
 SUBSET = ("shape=llama3-8b tp=8", "shape=gpt-oss-120b-local page=64", "page=64 dtype=float8_e4m3fn")
 # By (op, setting, start of the kernel's name). Latent attention holds 64 x 256 sums and 64 x 64 scores a warpgroup, in
 # all registers that there are: addresses spill, and where 8-bit values are converted, some of those.
@@ -74,6 +81,12 @@ def latent_cases() -> list[str]:
     return [*cases, *LATENT_FEATURES]
 
 
+def recurrent_cases() -> list[str]:
+    """Settings of the recurrent ops: shapes by shards, states of 16 bits, inputs of 32."""
+    shapes = [f"model={shape.name} shards={shards}" for shape in RECURRENT_SHAPES for shards in SHARDS]
+    return [*shapes, *RECURRENT_FEATURES]
+
+
 def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
     """What of a shape the compiled kernels depend on; None where it does not split so."""
     try:
@@ -88,6 +101,7 @@ def cases(subset: bool) -> list[tuple[str, str]]:
     attention, latent = (SUBSET, ("",)) if subset else (attention_cases(), latent_cases())
     others = [(op, f"dtype={dtype}") for op in ("kv_write", "page_ops") for dtype in ("bfloat16", "float8_e4m3fn")]
     kernels = [*(("attention", settings) for settings in attention), *(("mla", settings) for settings in latent)]
+    kernels += [("scan", settings) for settings in (("",) if subset else recurrent_cases())]
     return [*kernels, *(others[::3] if subset else others)]
 
 

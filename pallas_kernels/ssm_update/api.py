@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.ssm_update import reference, tpu_conv, tpu_scan, validate
+from pallas_kernels.ssm_update import gpu_scan, reference, tpu_conv, tpu_scan, validate
 from pallas_kernels.ssm_update.arguments import Convolution, Scan, StepArrays
 
 
@@ -28,6 +28,13 @@ class SsmOutput(NamedTuple):
 
     out: jax.Array
     states: jax.Array
+
+
+_SCANS = {
+    "reference": reference.selective_scan,
+    "tpu": tpu_scan.selective_scan,
+    "gpu": gpu_scan.selective_scan,
+}
 
 
 def causal_conv1d(
@@ -95,9 +102,13 @@ def selective_scan(
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
     validate.check_scan(x, states, dt, a, b, c, d, dt_bias, dt_limit)
-    chosen = resolve_backend(validate.SCAN, backend, {"tpu": tpu_scan.reason_not_supported(x, states, b)})
+    reasons = {
+        "tpu": tpu_scan.reason_not_supported(x, states, b),
+        "gpu": gpu_scan.reason_not_supported(x, states),
+    }
+    chosen = resolve_backend(validate.SCAN, backend, reasons)
     step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
     validate.check_step(validate.SCAN, x.shape[0], states.shape[0], *step)
     limits = (float(dt_limit[0]), float(dt_limit[1]))
-    run = tpu_scan.selective_scan if chosen == "tpu" else reference.selective_scan
+    run = _SCANS[chosen]
     return SsmOutput(*run(Scan(x, dt, a, b, c, d, dt_bias), states, StepArrays(*step), dt_limit=limits))

@@ -1,6 +1,6 @@
 """Arguments of the ops after their checks, as the implementations take them.
 
-Flow:    api -> [Convolution], [Scan], [StepArrays] -> reference, TPU kernels
+Flow:    api -> [Convolution], [Scan], [StepArrays] -> reference, kernels
 
 Axis names as in api.
 """

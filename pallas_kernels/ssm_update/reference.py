@@ -103,16 +103,24 @@ def selective_scan(
         step.place,
     )
     out, states = _scan(tokens, states, a.astype(jnp.float32).reshape(num_heads, 1, -1), step)
-    if d is not None:
-        out = out + d.astype(jnp.float32)[:, None] * tokens[0]
-    out = jnp.where((step.place >= 0)[:, None, None], out, 0.0)
-    return out.reshape(x.shape).astype(x.dtype), states
+    return add_skip(out.reshape(x.shape), x, d, step), states
 
 
 def time_steps(dt: jax.Array, dt_bias: jax.Array | None, dt_limit: tuple[float, float]) -> jax.Array:
     """float32[T, H] steps of `dt` [T, H] before softplus."""
     dt = dt.astype(jnp.float32) + (0.0 if dt_bias is None else dt_bias.astype(jnp.float32))
     return jnp.clip(jax.nn.softplus(dt), *dt_limit)
+
+
+def add_skip(out: jax.Array, x: jax.Array, d: jax.Array | None, step: StateStep) -> jax.Array:
+    """`out + d * x`, 0 for padding, in the dtype of `x` [T, H, ...], from float32 `out` of that shape; d: [H]."""
+
+    def per(axis: int, values: jax.Array) -> jax.Array:
+        return jnp.expand_dims(values, [n for n in range(x.ndim) if n != axis])
+
+    if d is not None:
+        out = out + per(1, d.astype(jnp.float32)) * x.astype(jnp.float32)
+    return jnp.where(per(0, step.place >= 0), out, 0.0).astype(x.dtype)
 
 
 def _per_head(x: jax.Array, num_heads: int) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic import LANES, SUBLANES
 from pallas_kernels.ssm_update import tpu_decode, tpu_mamba1, tpu_ssd
 from pallas_kernels.ssm_update.arguments import Scan, StepArrays
-from pallas_kernels.ssm_update.reference import StateStep, time_steps
+from pallas_kernels.ssm_update.reference import StateStep, add_skip, time_steps
 from pallas_kernels.ssm_update.tpu_plan import decode_pages, num_decode_tokens, plan_segments
 
 _MOST_VMEM_BYTES = 40 << 20
@@ -80,10 +80,7 @@ def selective_scan(
         scanned, states = (tpu_mamba1.scan if is_mamba1 else tpu_ssd.ssd)(x, states, dt, a, b, c, segments)
         out = jnp.pad(out, [(0, num_tokens - out.shape[0]), *[(0, 0)] * (x.ndim - 1)])
         out = jnp.where(_of_tokens(jnp.arange(num_tokens) < num_decode, x), out, scanned.astype(jnp.float32))
-    if d is not None:
-        out = out + d.astype(jnp.float32).reshape(-1, *[1] * (x.ndim - 2)) * x.astype(jnp.float32)
-    out = jnp.where(_of_tokens(step.place >= 0, x), out, 0.0).astype(x.dtype)
-    return out, states.swapaxes(1, 2) if is_mamba1 else states
+    return add_skip(out, x, d, step), states.swapaxes(1, 2) if is_mamba1 else states
 
 
 def _decode(

@@ -5,6 +5,7 @@ Imported in the process that compiles, after `prepare_environment`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
+from scripts import ssm_case
 from scripts.aot_arguments import argument
 
 
@@ -179,6 +181,12 @@ def latent(case: LatentCase) -> Operation:
     return Operation(call, (*queries, pages, *ints, argument((heads,), "float32"), argument((), "float32")))
 
 
+def recurrent(build: Callable[..., Any], case: ssm_case.SsmCase) -> Operation:
+    """A step of causal_conv1d or selective_scan, with the states donated."""
+    call, arguments = build(case, backend="gpu")
+    return Operation(call, arguments, donated=(1,))
+
+
 def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
     """(pages, new K and V, slots)."""
     layout = attention_layout(
@@ -199,4 +207,5 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "kv_write": (AttentionCase, write),
     "mla": (LatentCase, latent),
     "page_ops": (AttentionCase, page_work),
+    "scan": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.scan)),
 }

@@ -18,8 +18,9 @@ from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
+from scripts import ssm_case
 from scripts.aot_arguments import argument
-from scripts.tpu_aot import mla_case, sparse_case, ssm_case
+from scripts.tpu_aot import mla_case, sparse_case
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_TOKENS = 1 << 19

@@ -112,8 +112,6 @@ def test_a_bad_step_of_the_scan() -> None:
 def test_platforms_without_a_kernel() -> None:
     with pytest.raises(NotImplementedError, match="causal_conv1d: there is no gpu kernel"):
         causal_conv1d(**CONV, backend="gpu")
-    with pytest.raises(NotImplementedError, match="selective_scan: there is no gpu kernel"):
-        selective_scan(**MAMBA2, backend="gpu")
 
 
 def test_good_arguments() -> None:

@@ -40,19 +40,19 @@ class SsmCase:
         return (*ints, argument((self.seqs,), "bool"))
 
 
-def conv(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def conv(case: SsmCase, backend: str = "tpu") -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """causal_conv1d, with the states donated by its caller."""
     (channels, before), _ = case.shape.state_shapes(case.shards)
     states = _pool((channels, before), case.dtype)
     weights = (argument((channels, before + 1), case.dtype), argument((channels,), case.dtype))
 
     def call(x: Any, states: Any, weight: Any, bias: Any, step: Any) -> Any:
-        return causal_conv1d(x, states, weight, *step, bias=bias, backend="tpu")
+        return causal_conv1d(x, states, weight, *step, bias=bias, backend=backend)
 
     return call, (argument((case.tokens, channels), case.dtype), states, *weights, case.step)
 
 
-def scan(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def scan(case: SsmCase, backend: str = "tpu") -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """selective_scan, with the states donated by its caller."""
     heads, groups = case.shape.per_shard(case.shards)
     head_dim, state_dim = case.shape.head_dim, case.shape.state_dim
@@ -66,7 +66,7 @@ def scan(case: SsmCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def call(x: Any, states: Any, inputs: Any, weights: Any, step: Any) -> Any:
         (dt, b, c), (a, d, bias) = inputs, weights
-        return selective_scan(x, states, dt, a, b, c, *step, d=d, dt_bias=bias, backend="tpu")
+        return selective_scan(x, states, dt, a, b, c, *step, d=d, dt_bias=bias, backend=backend)
 
     return call, (argument(x, case.dtype), states, inputs, weights, case.step)
 

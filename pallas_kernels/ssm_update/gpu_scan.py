@@ -1,0 +1,187 @@
+"""selective_scan on NVIDIA GPUs of Hopper, in Pallas Mosaic GPU: a state in registers over all tokens of its sequence.
+
+Flow:    api -> [selective_scan] -> one launch for decode and longer sequences -> (out, states in place)
+Source:  the recurrence of Mamba (arXiv 2312.00752, section 3.3): the state stays on chip, only inputs and outputs move
+
+Grid: sequences x heads x tiles of a head's rows; a thread block is one warpgroup. It reads its tile of the state from
+the sequence's page, walks over the new tokens, and writes the tile back: plain loads and stores of whole sectors, with
+many blocks to a multiprocessor to hide them, so that nothing is waited for by hand. Mamba 1 is one head of H rows, each
+row and number with its own decay.
+
+Decode reads each state once and writes it once, which is all but a hundredth of its bytes; memory binds. A longer
+sequence takes its tokens one after the other, `3 * N` multiplications and additions a row and token on plain cores:
+inputs of a few tokens are loaded together, since one sequence alone waits for them. The tensor core is not used.
+
+XLA makes the time steps and adds `d * x`: elementwise work on what it reads or writes anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.ssm_update.arguments import Scan, StepArrays
+from pallas_kernels.ssm_update.reference import StateStep, add_skip, time_steps
+
+_STATE_DIM_STEP, _MOST_STATE_DIM = 8, 256
+_TILE_NUMBERS = {True: 2048, False: 4096}  # of a state, by whether it is Mamba 1, which keeps as many decays
+_INPUT_BYTES = 1024  # of b, of the tokens whose inputs are loaded together
+_MOST_TOKENS = 4
+
+
+def reason_not_supported(x: jax.Array, states: jax.Array) -> str | None:
+    """What of a call the kernel cannot do, in words; None if it can do it all."""
+    rows, state_dim = states.shape[-2:]
+    if state_dim % _STATE_DIM_STEP or state_dim > _MOST_STATE_DIM:
+        return (
+            f"GPU kernels take states in multiples of {_STATE_DIM_STEP} up to {_MOST_STATE_DIM} numbers, got "
+            f"{state_dim}"
+        )
+    step = mosaic_gpu.lane_rows_step(state_dim)
+    if rows % step:
+        what = "channels" if x.ndim == 2 else "heads"
+        return f"GPU kernels take {what} in multiples of {step} for states of {state_dim} numbers, got {rows}"
+    if {array.dtype for array in (x, states)} - {jnp.dtype(d) for d in ("float32", "bfloat16", "float16")}:
+        return f"GPU kernels take float32, bfloat16 and float16, got {x.dtype} and {states.dtype}"
+    return mosaic_gpu.reason_without_hopper()
+
+
+@functools.partial(jax.jit, static_argnames="dt_limit")
+def selective_scan(
+    arguments: Scan, states: jax.Array, arrays: StepArrays, *, dt_limit: tuple[float, float]
+) -> tuple[jax.Array, jax.Array]:
+    """(out, states) as `SsmOutput`."""
+    x, dt, a, b, c, d, dt_bias = arguments
+    step = StateStep.of(x.shape[0], states.shape[0], arrays)
+    dt, a = time_steps(dt, dt_bias, dt_limit), a.astype(jnp.float32)
+    inputs = (x, dt, a, b, c)
+    if x.ndim == 2:  # as one head
+        inputs = (x[:, None], dt[:, None], a[None], b[:, None], c[:, None])
+    out, after = _scan(step, *inputs, states if x.ndim == 3 else states[:, None])
+    return add_skip(out.reshape(x.shape), x, d, step), after.reshape(states.shape)
+
+
+def _scan(
+    step: StateStep,
+    x: jax.Array,  # [T, H, P]
+    dt: jax.Array,  # float32[T, H] time steps; Mamba 1: [T, 1, P]
+    a: jax.Array,  # float32[H]; Mamba 1: [1, P, N]
+    b: jax.Array,  # [T, G, N]
+    c: jax.Array,
+    states: jax.Array,  # [pages, H, P, N]
+) -> tuple[jax.Array, jax.Array]:
+    """(c . state float32[T, H, P], undefined for padding; states)."""
+    _, num_heads, num_rows, state_dim = states.shape
+    tile = _Tile.of(num_rows, num_heads // b.shape[1], state_dim, dt.ndim == 3, b.dtype.itemsize)
+    names = ("starts", "q_lens", "read", "write", "x", "dt", "a", "b", "c", "states", "out")
+
+    def body(*refs: Any) -> None:
+        _walk(SimpleNamespace(**dict(zip(names, refs, strict=True))), tile)
+
+    run = mosaic_gpu.kernel_in_place(
+        body,
+        name=f"scan{1 if tile.is_mamba1 else 2}_r{tile.rows}",
+        outputs=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        grid={"seq": step.q_lens.shape[0], "head": num_heads, "tile": num_rows // tile.rows},
+    )
+    (out,), states = run(step.starts, step.q_lens, step.read, step.write, x, dt, a, b, c, states)
+    return out, states
+
+
+class _Tile(NamedTuple):
+    """What one thread block has of a state."""
+
+    rows: int
+    state_dim: int
+    heads_per_group: int
+    is_mamba1: bool
+    num_tokens: int  # whose inputs are loaded together
+
+    @classmethod
+    def of(cls, num_rows: int, heads_per_group: int, state_dim: int, is_mamba1: bool, itemsize: int) -> _Tile:
+        """The largest tile of whole layout steps that divides a head's rows and leaves registers for the inputs."""
+        step = mosaic_gpu.lane_rows_step(state_dim)
+        most = max(step, _TILE_NUMBERS[is_mamba1] // state_dim)
+        rows = max(n for n in range(step, most + 1, step) if num_rows % n == 0)
+        num_tokens = max(1, min(_MOST_TOKENS, _INPUT_BYTES // (state_dim * itemsize)))
+        return cls(rows, state_dim, heads_per_group, is_mamba1, num_tokens)
+
+    @property
+    def layout(self) -> Any:
+        """Of the tile in registers."""
+        return mosaic_gpu.lane_rows(self.state_dim)
+
+    def across(self, per_row: jax.Array) -> jax.Array:
+        """A value per row as a matrix."""
+        return lax.broadcast_in_dim(per_row, (self.rows, self.state_dim), [0])
+
+    def down(self, per_column: jax.Array) -> jax.Array:
+        """A value per column as a matrix."""
+        return lax.broadcast_in_dim(per_column, (self.rows, self.state_dim), [1])
+
+
+class _Token(NamedTuple):
+    """Inputs of one token as they come from memory."""
+
+    x: jax.Array  # [rows]
+    dt: jax.Array  # float32[], Mamba 1: [rows]
+    b: jax.Array  # [N]
+    c: jax.Array
+
+
+def _walk(refs: Any, tile: _Tile) -> None:
+    """One tile of one head of one sequence: its state over all new tokens. The last sequences, the long ones, first."""
+    seq = refs.q_lens.shape[0] - 1 - lax.axis_index("seq")
+    head = lax.axis_index("head")
+    rows = pl.ds(pl.multiple_of(lax.axis_index("tile") * tile.rows, tile.rows), tile.rows)
+    first, count = refs.starts[seq], refs.q_lens[seq]
+
+    @pl.when(count > 0)
+    def _() -> None:
+        state = mosaic_gpu.load(refs.states.at[refs.read[seq], head, rows], tile.layout).astype(jnp.float32)
+        a = mosaic_gpu.load(refs.a.at[head, rows], tile.layout) if tile.is_mamba1 else refs.a[head]
+
+        def some(num_tokens: int, start: jax.Array, i: jax.Array, state: jax.Array) -> jax.Array:
+            token = start + i * num_tokens
+            inputs = [_load(refs, tile, token + n, head, rows) for n in range(num_tokens)]
+            for n, one in enumerate(inputs):
+                state, seen = _advance(tile, state, a, one)
+                mosaic_gpu.store_plain(refs.out.at[token + n, head, rows], seen)
+            return state
+
+        trips = lax.div(count, jnp.int32(tile.num_tokens))
+        state = lax.fori_loop(0, trips, functools.partial(some, tile.num_tokens, first), state)
+        rest = first + trips * tile.num_tokens
+        state = lax.fori_loop(0, first + count - rest, functools.partial(some, 1, rest), state)
+        page = refs.write[seq]
+
+        @pl.when(page < refs.states.shape[0])
+        def _() -> None:
+            mosaic_gpu.store_plain(refs.states.at[page, head, rows], state.astype(refs.states.dtype))
+
+
+def _load(refs: Any, tile: _Tile, token: jax.Array, head: jax.Array, rows: Any) -> _Token:
+    """A token's inputs."""
+    per_row, per_column = tile.layout.reduce(1), tile.layout.reduce(0)
+    group = lax.div(head, jnp.int32(tile.heads_per_group))
+    return _Token(
+        x=mosaic_gpu.load(refs.x.at[token, head, rows], per_row),
+        dt=mosaic_gpu.load(refs.dt.at[token, head, rows], per_row) if tile.is_mamba1 else refs.dt[token, head],
+        b=mosaic_gpu.load(refs.b.at[token, group], per_column),
+        c=mosaic_gpu.load(refs.c.at[token, group], per_column),
+    )
+
+
+def _advance(tile: _Tile, state: jax.Array, a: jax.Array, token: _Token) -> tuple[jax.Array, jax.Array]:
+    """(state float32[rows, N] after a token, c . state float32[rows])."""
+    inflow = token.x.astype(jnp.float32) * token.dt
+    decay = jnp.exp((tile.across(token.dt) if tile.is_mamba1 else token.dt) * a)
+    state = state * decay + tile.across(inflow) * tile.down(token.b.astype(jnp.float32))
+    return state, jnp.sum(state * tile.down(token.c.astype(jnp.float32)), axis=1)

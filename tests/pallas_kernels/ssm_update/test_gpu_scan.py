@@ -1,0 +1,175 @@
+"""The GPU kernel of selective_scan against numpy's recurrences: ragged steps, NaN wherever nobody may look, races."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.ssm_update import gpu_scan, selective_scan
+from pallas_kernels.ssm_update.arguments import Scan, StepArrays
+from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
+from tests.pallas_kernels.cases import TOLERANCE, assert_close
+from tests.pallas_kernels.on_gpu import compile_on_gpu
+from tests.pallas_kernels.ssm_update.ssm_cases import Step, assert_states, on_device, random_states, random_step
+from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
+
+NUM_ROWS, NUM_PAGES, NUM_TOKENS = 5, 12, 11
+# Decode and all kinds; nothing; one sequence of all: with and without a rest of the tokens loaded together.
+LENGTHS = ([1, 0, 1, 6, 2], [], [8])
+MAMBA1 = Shape(64, None, 8, num_tokens=NUM_TOKENS)
+MAMBA2 = Shape(4, 16, 64, groups=2, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0))
+SHAPES = [MAMBA1, MAMBA2]
+SWEEP = [
+    Shape(2, 48, 32, num_tokens=NUM_TOKENS),
+    Shape(64, None, 16, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0)),
+    Shape(160, None, 16, num_tokens=NUM_TOKENS, state_dtype="bfloat16"),
+    Shape(128, None, 8, num_tokens=NUM_TOKENS, dtype="float16"),
+    Shape(128, None, 24, num_tokens=NUM_TOKENS),
+    Shape(6, 64, 128, 3, NUM_TOKENS, "bfloat16", "bfloat16"),
+    Shape(2, 64, 256, 1, NUM_TOKENS, "float32", "float32"),
+    Shape(3, 128, 48, 1, NUM_TOKENS, "float16", "float16"),
+    Shape(5, 16, 96, 5, NUM_TOKENS, "bfloat16", "float32"),
+]
+
+Arguments = tuple[dict[str, Any], Step]
+
+
+def make(rng: np.random.Generator, shape: Shape, q_lens: Sequence[int]) -> Arguments:
+    """Padding tokens hold NaN, as do all pages that nobody starts from."""
+    step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
+    arrays = shape.arrays(rng)
+    for name in ("x", "dt", "b", "c"):
+        arrays[name][step.query_start_loc[-1] :] = np.nan
+    arrays["states"] = random_states(rng, step, shape.state_shape, NUM_PAGES, shape.state_dtype)
+    return arrays, step
+
+
+@functools.cache
+def compiled(shape: Shape) -> Callable[..., Any]:
+    """(arrays, step) -> (out, states)."""
+
+    def scan(arrays: dict[str, Any], step: Any) -> Any:
+        arguments = Scan(*(arrays[name] for name in Scan._fields))
+        return gpu_scan.selective_scan(arguments, arrays["states"], StepArrays(*step), dt_limit=shape.limit)
+
+    arrays, step = make(np.random.default_rng(0), shape, [])
+    return compile_on_gpu(scan, arrays, on_device(step))
+
+
+def assert_right(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
+    arrays, step = make(np.random.default_rng(seed), shape, q_lens)
+    out, after = compiled(shape)(arrays, on_device(step))
+    expected, expected_after = shape.oracle(arrays, step)
+    assert_close(out, expected, shape.dtype, "out")
+    assert (out[step.query_start_loc[-1] :] == 0).all()
+    assert_states(np.asarray(after), expected_after, arrays["states"], step, TOLERANCE[shape.state_dtype])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_recurrence(shape: Shape) -> None:
+    """Decode, prefill and mixed; lengths 0 and 1; states in place and elsewhere, shared and none."""
+    for seed, q_lens in enumerate(LENGTHS):
+        assert_right(shape, seed, q_lens)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("shape", [*SHAPES, *SWEEP], ids=str)
+def test_sweep(shape: Shape) -> None:
+    """Random lengths."""
+    rng = np.random.default_rng(0)
+    for seed in range(8):
+        cuts = np.sort(rng.integers(0, NUM_TOKENS + 1, int(rng.integers(1, NUM_ROWS + 1))))
+        assert_right(shape, seed, sorted(np.diff(cuts, prepend=0).tolist(), key=lambda n: n > 1))
+
+
+def test_what_is_not_finite_stays_in_its_sequence() -> None:
+    """A sequence whose inputs are not finite changes no bit of the others."""
+    run = compiled(MAMBA2)
+    q_lens = [1, 1, 3, 5, 1]
+    arrays, step = make(np.random.default_rng(5), MAMBA2, q_lens)
+    out, states = run(arrays, on_device(step))
+    tokens = step.tokens(3)
+    dirty = {name: array.copy() for name, array in arrays.items()}
+    for name, value in (("x", np.nan), ("b", np.nan), ("c", np.inf), ("dt", np.inf)):
+        dirty[name][tokens.start] = value
+    got, after = run(dirty, on_device(step))
+    others = np.setdiff1d(np.arange(sum(q_lens)), np.arange(NUM_TOKENS)[tokens])
+    np.testing.assert_array_equal(got[others], out[others])
+    pages = np.setdiff1d(np.arange(NUM_PAGES), step.state_write[3])
+    np.testing.assert_array_equal(after[pages], states[pages])
+    assert np.isnan(got[tokens].astype(np.float32)).any()
+
+
+def test_the_split_of_rows_does_not_matter() -> None:
+    """`distribution` may call every sequence mixed; a row without a page to write computes its outputs all the same."""
+    arrays, step = make(np.random.default_rng(6), MAMBA2, [1, 1, 5, 3])
+    unwritten = step._replace(distribution=np.array([0, 0, 4], np.int32), state_write=np.zeros_like(step.state_write))
+    out, states = compiled(MAMBA2)(arrays, on_device(unwritten))
+    assert_close(out, MAMBA2.oracle(arrays, step)[0], "bfloat16", "out")
+    assert states.tobytes() == arrays["states"].tobytes()
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
+def test_all_models_are_supported(model: Any, num_shards: int) -> None:
+    state = model.state_shapes(num_shards)[1]
+    x, states = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((7, *state[:-1]), (9, *state)))
+    assert gpu_scan.reason_not_supported(x, states) is None
+
+
+BAD: dict[str, tuple[tuple[int, int | None, int], str, str]] = {
+    "numbers": ((32, None, 12), "float32", "states in multiples of 8 up to 256 numbers, got 12"),
+    "large": ((2, 64, 512), "float32", "states in multiples of 8 up to 256 numbers, got 512"),
+    "channels": ((40, None, 16), "float32", "channels in multiples of 32 for states of 16 numbers, got 40"),
+    "head": ((2, 24, 128), "float32", "heads in multiples of 16 for states of 128 numbers, got 24"),
+}
+
+
+def refused(name: str) -> tuple:
+    """Arguments of the op."""
+    (heads, head_dim, state_dim), dtype, _ = BAD[name]
+    shape = Shape(heads, head_dim, state_dim, num_tokens=3, dtype=dtype)
+    arrays, step = make(np.random.default_rng(0), shape, [1, 2])
+    return (*(jnp.asarray(arrays[n]) for n in ("x", "states", "dt", "a", "b", "c")), *on_device(step))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_kernel_cannot_do(name: str) -> None:
+    """backend="gpu" refuses."""
+    with pytest.raises(NotImplementedError, match=f"selective_scan: GPU kernels take {BAD[name][-1]}"):
+        selective_scan(*refused(name), backend="gpu")
+
+
+def test_auto_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it warns once, and gives what the reference gives."""
+    arguments = refused("numbers")
+    expected = selective_scan(*arguments, backend="reference")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    with pytest.warns(RuntimeWarning, match="the reference runs instead"):
+        result = selective_scan(*arguments)
+    np.testing.assert_array_equal(result.out, expected.out)
+    selective_scan(*arguments)  # no second warning
+
+
+@pytest.mark.parametrize(("shape", "kernel"), [(MAMBA1, "scan1_r64"), (MAMBA2, "scan2_r16")], ids=["mamba1", "mamba2"])
+def test_the_op_takes_the_kernel_on_a_gpu(shape: Shape, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" there, and "gpu" anywhere, trace the kernel."""
+    arrays, step = make(np.random.default_rng(0), shape, [])
+    arguments = (*(jnp.asarray(arrays[n]) for n in ("x", "states", "dt", "a", "b", "c")), *on_device(step))
+
+    def traced(backend: str) -> bool:
+        return kernel in str(jax.make_jaxpr(functools.partial(selective_scan, backend=backend))(*arguments))
+
+    assert traced("gpu")
+    assert not traced("auto")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    assert traced("auto")
