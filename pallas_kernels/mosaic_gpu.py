@@ -36,6 +36,10 @@ MOVES_REGISTERS = jax.__version_info__ < (0, 12)
 _BEFORE_0_11 = jax.__version_info__ < (0, 11)
 _MATRIX = plgpu.Layout.WGMMA
 _PER_ROW = _MATRIX.reduce(1)
+# Layout of arrays [n], a multiple of 128, that may be strided in memory: one element a thread, then the next 128.
+ONE_PER_THREAD = plgpu.Layout.TILED(
+    plgpu.Tiling(((128,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
 _EIGHT_BIT_MATRIX = plgpu.Layout.WGMMA_UPCAST_2X  # four neighbours with a thread: one load of 32 bits
 
 
@@ -50,6 +54,14 @@ def reason_without_hopper() -> str | None:
         return None
     capability = getattr(jax.devices()[0], "compute_capability", None)
     return None if capability == "9.0" else f"GPU kernels need compute capability 9.0 (Hopper), got {capability}"
+
+
+def reason_of_floats(*arrays: jax.Array) -> str | None:
+    """Why kernels that compute in float32 cannot take arrays of these dtypes, in words; None where they can."""
+    names = [jnp.dtype(array.dtype).name for array in arrays]
+    if all(name in ("float32", "bfloat16", "float16") for name in names):
+        return None
+    return f"GPU kernels take float32, bfloat16 and float16, got {' and '.join(names)}"
 
 
 def card_name() -> str | None:

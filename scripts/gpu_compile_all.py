@@ -101,7 +101,9 @@ def cases(subset: bool) -> list[tuple[str, str]]:
     attention, latent = (SUBSET, ("",)) if subset else (attention_cases(), latent_cases())
     others = [(op, f"dtype={dtype}") for op in ("kv_write", "page_ops") for dtype in ("bfloat16", "float8_e4m3fn")]
     kernels = [*(("attention", settings) for settings in attention), *(("mla", settings) for settings in latent)]
-    kernels += [("scan", settings) for settings in (("",) if subset else recurrent_cases())]
+    recurrent = ("",) if subset else recurrent_cases()
+    kernels += [("scan", settings) for settings in recurrent]
+    kernels += [("conv", settings) for settings in recurrent if "state_dtype" not in settings]
     return [*kernels, *(others[::3] if subset else others)]
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.ssm_update import gpu_scan, reference, tpu_conv, tpu_scan, validate
+from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, validate
 from pallas_kernels.ssm_update.arguments import Convolution, Scan, StepArrays
 
 
@@ -30,6 +30,11 @@ class SsmOutput(NamedTuple):
     states: jax.Array
 
 
+_CONVS = {
+    "reference": reference.causal_conv1d,
+    "tpu": tpu_conv.causal_conv1d,
+    "gpu": gpu_conv.causal_conv1d,
+}
 _SCANS = {
     "reference": reference.selective_scan,
     "tpu": tpu_scan.selective_scan,
@@ -63,10 +68,14 @@ def causal_conv1d(
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
     validate.check_conv(x, states, weight, bias, activation)
-    chosen = resolve_backend(validate.CONV, backend, {"tpu": tpu_conv.reason_not_supported(x, states, weight)})
+    reasons = {
+        "tpu": tpu_conv.reason_not_supported(x, states, weight),
+        "gpu": gpu_conv.reason_not_supported(x, states, weight),
+    }
+    chosen = resolve_backend(validate.CONV, backend, reasons)
     step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
     validate.check_step(validate.CONV, x.shape[0], states.shape[0], *step)
-    run = tpu_conv.causal_conv1d if chosen == "tpu" else reference.causal_conv1d
+    run = _CONVS[chosen]
     return SsmOutput(*run(Convolution(x, weight, bias), states, StepArrays(*step), activation=activation))
 
 

@@ -48,9 +48,7 @@ def reason_not_supported(x: jax.Array, states: jax.Array) -> str | None:
     if rows % step:
         what = "channels" if x.ndim == 2 else "heads"
         return f"GPU kernels take {what} in multiples of {step} for states of {state_dim} numbers, got {rows}"
-    if {array.dtype for array in (x, states)} - {jnp.dtype(d) for d in ("float32", "bfloat16", "float16")}:
-        return f"GPU kernels take float32, bfloat16 and float16, got {x.dtype} and {states.dtype}"
-    return mosaic_gpu.reason_without_hopper()
+    return mosaic_gpu.reason_of_floats(x, states) or mosaic_gpu.reason_without_hopper()
 
 
 @functools.partial(jax.jit, static_argnames="dt_limit")

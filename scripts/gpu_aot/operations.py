@@ -204,6 +204,7 @@ def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
 
 OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "attention": (AttentionCase, attention),
+    "conv": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.conv)),
     "kv_write": (AttentionCase, write),
     "mla": (LatentCase, latent),
     "page_ops": (AttentionCase, page_work),
