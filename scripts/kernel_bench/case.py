@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.layouts import PageLayout
 
-_BLOCK_ELEMENTS = 1 << 20  # random numbers drawn on the host; a larger array repeats them
+BLOCK_ELEMENTS = 1 << 20  # random numbers drawn on the host; a larger array repeats them
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,14 @@ def random_pages(rng: np.random.Generator, layout: PageLayout, num_pages: int) -
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Normal numbers (int8: times 40) on the default device; the rows of a large array repeat."""
     row = int(np.prod(shape[1:], dtype=np.int64))
-    rows = max(1, min(shape[0], _BLOCK_ELEMENTS // max(1, row)))
+    rows = max(1, min(shape[0], BLOCK_ELEMENTS // max(1, row)))
     values = rng.standard_normal((rows, *shape[1:]), dtype=np.float32)
     if dtype == "int8":
         values = np.clip(np.rint(40 * values), -127, 127)
-    block = jnp.asarray(values).astype(dtype)
-    return block if rows == shape[0] else block[jnp.arange(shape[0]) % rows]
+    return repeated(jnp.asarray(values).astype(dtype), shape[0])
+
+
+def repeated(block: jax.Array, count: int) -> jax.Array:
+    """`count` rows: those of `block` over and over."""
+    rows = block.shape[0]
+    return block if rows == count else block[jnp.arange(count) % rows]

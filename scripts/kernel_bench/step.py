@@ -71,8 +71,8 @@ class Step:
 
     @property
     def num_columns(self) -> int:
-        """Of the block table."""
-        return max(cdiv(length, self.page) for _, length in self.rows)
+        """Of the block table, at least one."""
+        return max(1, *(cdiv(length, self.page) for _, length in self.rows))
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -107,6 +107,15 @@ class Step:
         lengths = [length for _, length in self.rows]
         arrays = (tables, lengths, starts, (num_decode, num_decode, len(self.rows)))
         return tuple(jnp.asarray(array, jnp.int32) for array in arrays)
+
+    def new_slots(self, tables: jax.Array) -> jax.Array:
+        """int32[num_tokens]: where the query tokens lie, by the block tables of `arrays`."""
+        rows = np.asarray(tables)
+        slots = []
+        for row, (q_len, length) in zip(rows, self.rows, strict=True):
+            positions = np.arange(length - q_len, length)
+            slots.append(row[positions // self.page] * self.page + positions % self.page)
+        return jnp.asarray(np.concatenate(slots), jnp.int32)
 
     def _bounds(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(first key seen, position) of the queries of each sequence; the mask is causal and without sink tokens."""

@@ -14,6 +14,7 @@ from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from pallas_kernels.ssm_update.shapes import SsmShape
 from scripts.kernel_bench.case import BenchCase, Sizes, Work
 from scripts.kernel_bench.ops import (
+    causal_conv1d,
     kv_write,
     latent_write,
     merge_states,
@@ -141,6 +142,17 @@ def test_a_scan(kind: str, head_dim: int | None) -> None:
     for _ in np.ndindex(outs.shape):  # a token, a head and a number of it
         for _ in range(8):
             flops += 5
+    states = changed_bytes(pages, written)
+    num_bytes = total_bytes(rest[:3]) + total_bytes(outs) + states * (2 if kind == "decode" else 1)
+    assert found.work == Work(num_bytes, flops)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_convolution(kind: str) -> None:
+    found = causal_conv1d.case(kind, SsmShape("x", "x", 4, 8, num_taps=3), SIZES)
+    pages, rest = found.arguments(0)
+    outs, written = found.call("reference", pages, rest)
+    flops = sum(2 * 3 for _ in np.ndindex(outs.shape))
     states = changed_bytes(pages, written)
     num_bytes = total_bytes(rest[:3]) + total_bytes(outs) + states * (2 if kind == "decode" else 1)
     assert found.work == Work(num_bytes, flops)

@@ -1,0 +1,121 @@
+"""Bytes and operations of DeepSeek V4's benchmarks, counted again one query, entry and head at a time; their numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.latent_entries import IndexFp8, LatentFp8
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.sparse_mla_attention.shapes import SparseShape
+from scripts.kernel_bench.case import Sizes
+from scripts.kernel_bench.entries import Entries, entry_pages, entry_rows
+from scripts.kernel_bench.ops import compressor_update, indexer_topk, sparse_mla_attention
+from scripts.kernel_bench.ops.compressor_update import Compressor
+from scripts.kernel_bench.step import Step
+
+SHAPE = SparseShape("x", "x", 3, topk=5, dim=128, sliding_window=7, num_index_heads=2, index_dim=16, ratios=(4, 128))
+SIZES = Sizes("tpu", page=4, small=True)
+KINDS = ("decode", "prefill", "mixed")
+
+
+def queries(entries: Entries) -> list[tuple[int, int, int]]:
+    """(sequence, token, position) of each query."""
+    positions = [(s, p) for s, (q, n) in enumerate(entries.rows) for p in range(n - q, n)]
+    return [(s, token, p) for token, (s, p) in enumerate(positions)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_attention(kind: str, ratio: int, dtype: str) -> None:
+    found = sparse_mla_attention.case(kind, ratio, SHAPE, replace(SIZES, dtype=dtype))
+    entries = Entries(entry_rows(kind, SIZES), ratio or 1)
+    picks = entries.picks(SHAPE.topk)
+    state_bytes = 2 * 128 if dtype == "bfloat16" else LatentFp8().width(128)
+    read, num_bytes, flops = set(), 0, 0
+    for s, token, pos in queries(entries):
+        seen = {("token", s, k) for k in range(max(0, pos - 6), pos + 1)}
+        if ratio == 4:
+            seen |= {("entry", s, e) for e in picks[token].tolist() if e >= 0}
+        elif ratio:
+            seen |= {("entry", s, e) for e in range(pos + 1) if ratio * (e + 1) <= pos + 1}
+        read |= seen
+        num_bytes += 2 * 3 * 128 * 2 + 4 * SHAPE.topk * (ratio == 4)
+        flops += len(seen) * 3 * 4 * 128
+    assert found.work == (num_bytes + len(read) * state_bytes, flops)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_picks_are_distinct_entries_that_the_query_sees(kind: str) -> None:
+    entries = Entries(entry_rows(kind, SIZES), 4)
+    picks = entries.picks(9)
+    for _, token, pos in queries(entries):
+        picked = picks[token][picks[token] >= 0]
+        assert len(set(picked.tolist())) == len(picked) == min(9, (pos + 1) // 4)
+        assert ((picked + 1) * 4 <= pos + 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_indexer(kind: str, dtype: str) -> None:
+    found = indexer_topk.case(kind, SHAPE, replace(SIZES, dtype=dtype))
+    entries = Entries(entry_rows(kind, SIZES), 4)
+    seen = {(s, e) for s, _, pos in queries(entries) for e in range(pos + 1) if 4 * (e + 1) <= pos + 1}
+    num_bytes = len(seen) * (2 * 16 if dtype == "bfloat16" else 16 + 4)
+    flops = 0
+    for _, _, pos in queries(entries):
+        num_bytes += 2 * (2 * 16 + 4) + 4 * SHAPE.topk
+        for _ in range((pos + 1) // 4):
+            flops += 2 * (2 * 16 + 2)
+    assert found.work == (num_bytes, flops)
+
+
+def test_keys_of_the_indexer_are_whole_numbers_in_both_formats() -> None:
+    rng = np.random.default_rng(0)
+    for dtype in ("bfloat16", "float8_e4m3fn"):
+        pages = entry_pages(rng, 16, 4, 6, replace(SIZES, dtype=dtype), IndexFp8(), indexer_topk._keys)
+        rows = pages[1:].reshape(-1, pages.shape[-1])
+        keys = np.asarray(IndexFp8().decode(rows, 16) if dtype == "float8_e4m3fn" else rows[:, :16], np.float32)
+        assert (keys == np.rint(keys)).all()
+        assert 1 < np.abs(keys[:, 1:]).mean() < 14
+        assert not np.asarray(pages[0]).any()
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize(("ratio", "dim"), [(4, 8), (128, 8)])
+def test_the_compressor(kind: str, ratio: int, dim: int) -> None:
+    compressor = Compressor(ratio, dim)
+    found = compressor_update.case(kind, "x", compressor, SHAPE, SIZES)
+    halves = 2 if ratio == 4 else 1  # of a token: for the entry after its own, and for its own
+    num_bytes = flops = 0
+    for q_len, length in compressor_update.rows_of_tokens(kind, SIZES):
+        computed = length - q_len
+        for _ in range(q_len * halves * dim):
+            num_bytes += 2 * (2 + 4)  # KV and score, read and stored
+            flops += 1
+        for end in range(computed + 1, length + 1):
+            if end % ratio:
+                continue
+            num_bytes += 4 * dim
+            for token in range(max(0, end - halves * ratio), end):
+                flops += 3 * dim
+                num_bytes += 2 * 4 * dim * (token < computed)
+    assert found.work == (num_bytes, flops)
+
+
+def test_slots_are_where_the_tables_say() -> None:
+    step = Step(((1, 9), (3, 6)), MaskRule(), 4)
+    tables = jnp.array([[5, 6, 7], [8, 9, 0]])
+    assert step.new_slots(tables).tolist() == [7 * 4 + 0, 8 * 4 + 3, 9 * 4 + 0, 9 * 4 + 1]
+
+
+def test_a_quarter_of_decoding_sequences_completes_an_entry() -> None:
+    found = compressor_update.case("decode", "x", Compressor(4, 8), SHAPE, Sizes("tpu", batch=64, context=4096))
+    small = found.small()
+    (entries, positions), _ = small.call("reference", *small.arguments(0))
+    assert len(entries) == 4
+    assert [p for p in positions.tolist() if p >= 0] == [252]
