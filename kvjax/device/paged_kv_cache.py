@@ -11,8 +11,8 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +36,14 @@ class RecurrentStep(NamedTuple):
     has_initial_state: Array  # bool[S]
 
 
-# (arrays of the layer's states, step) -> (output [T, ...], the arrays with the step's states written)
-StateUpdate: TypeAlias = Callable[[Column, RecurrentStep], tuple[jax.Array, Column]]
+# (arrays of the layer's states, step, *inputs) -> (output [T, heads, ...], the arrays with the step's states written)
+StateUpdate: TypeAlias = Callable[..., tuple[jax.Array, Column]]
 
 
 class PagedKVCache:
     """Pages and tables of one step. Made inside the traced function, used once per layer, thrown away with the trace.
 
-    On a placement of several devices each attends with its own heads (`jax.shard_map`).
+    On a placement of several devices each attends with, and updates the states of, its own heads (`jax.shard_map`).
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class PagedKVCache:
         self._placement = placement
         self._backend = backend
         self._attended: set[str] = set()
+        self._updated: dict[str, set[int]] = {}  # recurrent layer -> arrays of its states that are those of this step
         self._owners = dict(kv_cache_config.shared_layers)  # layer without pages of its own -> the layer it reads
 
     @property
@@ -94,14 +95,31 @@ class PagedKVCache:
         self.pages = self.pages.with_column(group.pool_id, column, arrays)
         return out
 
-    def update_states(self, layer_name: str, update: StateUpdate) -> jax.Array:
+    def update_states(
+        self,
+        layer_name: str,
+        update: StateUpdate,
+        inputs: Sequence[jax.Array] = (),
+        head_dims: Sequence[int | None] = (),
+        *,
+        arrays: Sequence[int] | None = None,
+    ) -> jax.Array:
         """What `update` computes for a recurrent layer from the states of its requests, whose pages it writes.
 
-        `update(states, step)` gets the layer's arrays and gives (output, arrays); `step` are the last arguments of the
-        ops of `pallas_kernels.ssm_update`.
+        `update(states, step, *inputs)` gets those of the layer's arrays of states that `arrays` numbers (None: all) and
+        gives (output [T, heads or channels, ...], the arrays); `step` are the last arguments of the ops of
+        `pallas_kernels.ssm_update`. Each array is updated once a step.
+
+        On a placement of several devices `update` runs once per device, on the states of its heads or channels and on
+        its part of each input: `head_dims` gives the dimension of each that is split with them, None where every device
+        gets it whole. The output is split in dimension 1. What needs all channels stands between two calls, one for
+        the convolution and one for the scan, and XLA moves it: the projection of Mamba 1 to dt, b and c, the cut of
+        Mamba 2's channels into x, b and c. States that do not split by their first dimension must be whole on every
+        device (`axis_names={"kv_head": None}`); then all devices do the same.
 
         Raises:
-            ValueError: the layer is unknown or ran before, or the arrays that come back are of other shapes or dtypes.
+            ValueError: the layer or array is unknown or ran before, there is not a head dimension for each input, or
+                the arrays that come back are of other shapes or dtypes.
             NotImplementedError: the layer has no states.
         """
         group_id, column = self._place(layer_name)
@@ -110,15 +128,53 @@ class PagedKVCache:
             raise NotImplementedError(
                 f"layer {layer_name!r}: expected a cache of states, got {group.kv_cache_spec.kind}"
             )
-        batch, arrays = self._batch, self.pages.column(group.pool_id, column)
+        if len(inputs) != len(head_dims):
+            raise ValueError(
+                f"layer {layer_name!r}: expected a head dimension or None for each of {len(inputs)} inputs, "
+                f"got {len(head_dims)}"
+            )
+        pages = list(self.pages.column(group.pool_id, column))
+        chosen = self._arrays_to_update(layer_name, len(pages), arrays)
+        batch, before = self._batch, tuple(pages[i] for i in chosen)
         step = RecurrentStep(batch.query_start_loc, batch.distribution, states.read, states.write, states.has_initial)
-        out, after = update(arrays, step)
-        wanted, got = ([(x.shape, x.dtype) for x in arrays], [(x.shape, x.dtype) for x in after])
-        if got != wanted:
-            raise ValueError(f"layer {layer_name!r}: expected states {wanted} back, got {got}")
-        self._attended.add(layer_name)
-        self.pages = self.pages.with_column(group.pool_id, column, tuple(after))
+
+        def checked(states: Column, step: RecurrentStep, inputs: Sequence[jax.Array]) -> tuple[jax.Array, Column]:
+            out, after = update(states, step, *inputs)
+            wanted, got = ([(x.shape, x.dtype) for x in states], [(x.shape, x.dtype) for x in after])
+            if got != wanted:
+                raise ValueError(f"layer {layer_name!r}: expected states {wanted} back, got {got}")
+            return out, tuple(after)
+
+        out, after = self._per_device(checked, head_dims, len(chosen))(before, step, tuple(inputs))
+        for i, array in zip(chosen, after, strict=True):
+            pages[i] = array
+        self._updated.setdefault(layer_name, set()).update(chosen)
+        if len(self._updated[layer_name]) == len(pages):
+            self._attended.add(layer_name)
+        self.pages = self.pages.with_column(group.pool_id, column, tuple(pages))
         return out
+
+    def _arrays_to_update(self, layer_name: str, count: int, arrays: Sequence[int] | None) -> tuple[int, ...]:
+        """Those of a layer's `count` arrays of states that a call updates."""
+        chosen = tuple(range(count)) if arrays is None else tuple(arrays)
+        if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(count)):
+            raise ValueError(f"layer {layer_name!r}: expected distinct arrays out of {count}, got {chosen}")
+        again = sorted(self._updated.get(layer_name, set()) & set(chosen))
+        if again:
+            raise ValueError(f"layer {layer_name!r} updates arrays {again} of its states twice in one step")
+        return chosen
+
+    def _per_device(
+        self, update: Callable[..., Any], head_dims: Sequence[int | None], num_arrays: int
+    ) -> Callable[..., Any]:
+        """`update(states, step, inputs)` on each device's part of them."""
+        placement = self._placement
+        if placement is None:
+            return update
+        heads = placement.head_spec(2, 1)
+        states = (heads,) * num_arrays
+        inputs = tuple(PartitionSpec() if dim is None else placement.head_spec(dim + 1, dim) for dim in head_dims)
+        return placement.shard_map(update, (states, PartitionSpec(), inputs), (heads, states))
 
     def _place(self, layer_name: str) -> tuple[int, int]:
         """(group, column) of a layer that runs now."""

@@ -3,7 +3,8 @@
 Flow:    caller's mesh and axis names -> [Placement] -> shardings of pages and step inputs, shard_map of the ops
 Source:  PartitionSpecs follow the logical axis names of pallas_kernels.layouts
 
-Pages are split along whole KV heads only; block tables, lengths and tokens are the same on every device.
+Pages are split along whole KV heads only, states of recurrent layers along their first dimension; block tables,
+lengths and tokens are the same on every device.
 """
 
 from __future__ import annotations
@@ -87,11 +88,16 @@ class Placement:
         return PartitionSpec(*(self.head_axis if dim == head_dim else None for dim in range(rank)))
 
     def check_heads(self, spec: KVCacheSpec, layout: PageLayout) -> None:
-        """Raises ValueError unless every shard of `spec`'s pages holds whole KV heads."""
-        if self.num_shards == 1 or not isinstance(spec, AttentionSpec):
-            return
-        heads, shards = spec.num_kv_heads, self.num_shards
+        """Raises ValueError unless every shard of `spec`'s pages holds whole KV heads, or as many heads of states."""
+        shards = self.num_shards
         remedy = f"use fewer devices, or axis_names={{{HEAD_AXIS!r}: None}} to keep the pages whole on every device"
+        if layout.kind == "recurrent":
+            for rows in (array.page_shape[0] for array in layout.arrays):
+                if rows % shards:
+                    raise ValueError(f"states of {rows} heads or channels do not split over {shards} devices; {remedy}")
+        if shards == 1 or not isinstance(spec, AttentionSpec):
+            return
+        heads = spec.num_kv_heads
         if heads % shards:
             raise ValueError(f"{heads} KV heads do not split over {shards} devices; {remedy}")
         for array in layout.arrays:

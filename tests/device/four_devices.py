@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, TypeAlias
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
+from kvjax.core.kinds.mamba import MambaSpec
+from kvjax.core.spec import KVCacheConfig
 from kvjax.device import (
     AttentionOptions,
     Bucket,
@@ -25,7 +30,10 @@ from kvjax.device import (
     write_kv,
     zero_pages,
 )
+from kvjax.device.batch import DeviceStates
 from kvjax.device.page_ops import copy_pages_padded, pad_ids, zero_pages_padded
+from kvjax.planning import plan_kv_cache
+from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.device.aliases import assert_in_place
 from tests.device.toy import HEAD_DIM, KV_HEADS, NUM_BLOCKS, Q_HEADS, VOCAB, ToyHost, ToyModel, sample, toy_config
 
@@ -145,6 +153,93 @@ def test_tpu_kernels_run_once_per_device() -> None:
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         for leaf, wanted in zip(work("tpu"), expected, strict=True):
             np.testing.assert_array_equal(leaf, wanted)
+
+
+StateShapes: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
+SHAPES: StateShapes = (((256, 3), (256, 8)), ((16, 3), (4, 2, 3)))  # convolution and scan of a layer of Mamba 1, of 2
+STATE_PAGES = 6
+
+
+def recurrent_config(shapes: StateShapes) -> KVCacheConfig:
+    state: dict[str, Any] = {"dtypes": ("float32",) * 2, "block_size": 4}
+    specs = {f"layers.{i}": MambaSpec(shapes=layer, **state) for i, layer in enumerate(shapes)}
+    return plan_kv_cache(specs, num_blocks=STATE_PAGES, max_model_len=32, max_in_flight_tokens=8).config
+
+
+def recurrent_batch() -> DeviceBatch:
+    """Two decoding sequences, one of four tokens that starts from nothing, and padding."""
+    batch = DeviceBatch.empty(Bucket(8, 4, 8), 1, recurrent=[0])
+    states = DeviceStates(np.int32([3, 1, 0, 0]), np.int32([2, 1, 5, 0]), np.array([True, True, False, False]))
+    return replace(
+        batch,
+        query_start_loc=np.int32([0, 1, 2, 6, 6]),
+        distribution=np.int32([2, 2, 3]),
+        groups=(replace(batch.groups[0], states=states),),
+    )
+
+
+def update_recurrent_layers(
+    placement: Placement, backend: str, shapes: StateShapes
+) -> tuple[list[np.ndarray], set[tuple[int, ...]]]:
+    """Outputs of the layers and all states; shapes of the states that the ops got. `backend` is the convolution's."""
+    config, rng = recurrent_config(shapes), np.random.default_rng(0)
+    seen = set()
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    def convolve(states, step, x, weight):  # type: ignore[no-untyped-def]
+        seen.add(states[0].shape)
+        out, conv = causal_conv1d(x, states[0], weight, *step, backend=backend)
+        return out, (conv,)
+
+    def scan(states, step, *inputs):  # type: ignore[no-untyped-def]
+        seen.add(states[0].shape)
+        x, dt, a, b, c, d = inputs
+        out, scanned = selective_scan(x, states[0], dt, a, b, c, *step, d=d, backend="reference")
+        return out, (scanned,)
+
+    def run(pages: KVPages, batch: DeviceBatch, inputs: list[tuple[jax.Array, ...]]) -> tuple[list[jax.Array], KVPages]:
+        cache, outs = PagedKVCache(pages, batch, config, placement), []
+        for layer, (convolved, scanned) in enumerate(inputs):
+            name = f"layers.{layer}"
+            outs.append(cache.update_states(name, convolve, convolved, (1, 0), arrays=(0,)))
+            outs.append(cache.update_states(name, scan, scanned, (1, 1, 0, None, None, 0), arrays=(1,)))
+        assert not cache.unused_layers
+        return outs, cache.pages
+
+    inputs = []
+    for (channels, before), (heads, *inner) in shapes:
+        head, states = inner[:-1], inner[-1]
+        of_b = (8, 1, states) if head else (8, states)
+        a = -np.abs(normal(heads) if head else normal(heads, states))
+        scanned = (normal(8, heads, *head), normal(8, heads), a, normal(*of_b), normal(*of_b), normal(heads))
+        inputs.append(((normal(8, channels), normal(channels, before + 1)), scanned))
+    pages = create_pages(config, placement)
+    is_own = np.arange(STATE_PAGES) > 0  # not the null page
+    values = jax.tree.map(lambda leaf: normal(*leaf.shape) * is_own.reshape(-1, *[1] * (leaf.ndim - 1)), pages)
+    pages = jax.device_put(values, jax.tree.map(lambda leaf: leaf.sharding, pages))
+    outs, after = jax.jit(run, donate_argnums=0)(pages, recurrent_batch(), inputs)
+    for old, new in zip(jax.tree.leaves(pages), jax.tree.leaves(after), strict=True):
+        assert old.is_deleted()
+        assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
+    return [np.asarray(leaf) for leaf in (*outs, *jax.tree.leaves(after))], seen
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "backend", "shapes"), [(4, "reference", SHAPES), (2, "tpu", SHAPES[:1])], ids=["reference", "tpu"]
+)
+def test_states_of_recurrent_layers_are_split_with_their_heads(
+    num_devices: int, backend: str, shapes: StateShapes
+) -> None:
+    """As one device updates them by the references; the convolution's kernel is interpreted, the scan's is slow to."""
+    expected, whole = update_recurrent_layers(PLACEMENTS["whole on one"], "reference", shapes)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        found, shards = update_recurrent_layers(Placement.over_heads(num_devices), backend, shapes)
+    assert whole == {(STATE_PAGES, *shape) for layer in shapes for shape in layer}
+    assert shards == {(pages, size // num_devices, *rest) for pages, size, *rest in whole}
+    for got, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_heads_that_do_not_split_are_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.device import Placement
 
 DEVICE = np.asarray(jax.devices()[:1])
@@ -71,3 +72,10 @@ def test_every_device_holds_whole_heads(platform: str, dtype: str, kv_heads: int
     else:
         with pytest.raises(ValueError, match=message):
             fake_placement(4).check_heads(spec, layout)
+
+
+def test_states_split_by_their_first_dimension() -> None:
+    spec = MambaSpec(block_size=4, shapes=((8, 3), (6, 5)), dtypes=("float32",) * 2)
+    fake_placement(2).check_heads(spec, spec.page_layout("cpu"))
+    with pytest.raises(ValueError, match="states of 6 heads or channels do not split over 4 devices; use fewer"):
+        fake_placement(4).check_heads(spec, spec.page_layout("cpu"))

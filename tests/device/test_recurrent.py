@@ -28,13 +28,14 @@ from kvjax.device import (
     create_pages,
     make_update_step,
 )
+from kvjax.device.pages import Column
 from kvjax.planning import plan_kv_cache
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.device.aliases import assert_in_place
 from tests.device.toy import BLOCK_SIZE, HEAD_DIM, HIDDEN, KV_HEADS, VOCAB, ToyAttention
 
 STATE_BLOCK = 8  # tokens between states that can be hit
-HEADS, HEAD_CHANNELS, STATE_DIM, TAPS = 3, 4, 5, 4
+HEADS, HEAD_CHANNELS, STATE_DIM, TAPS = 4, 3, 6, 4
 CHANNELS = HEADS * HEAD_CHANNELS
 SHAPES = {  # convolution and scan of Mamba 1 and 2
     1: ((CHANNELS, TAPS - 1), (CHANNELS, STATE_DIM)),
@@ -64,15 +65,22 @@ class ToyMamba(nnx.Module):
         self.d = nnx.Param(jax.random.normal(rngs.params(), (per_head,)))
 
     def __call__(self, hidden: jax.Array, cache: Any) -> jax.Array:
-        def update(states: tuple[jax.Array, ...], step: RecurrentStep) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            convolved, conv = causal_conv1d(self.input(hidden), states[0], self.kernel[...], *step)
-            x, b, c = self.split(convolved)
-            y, scan = selective_scan(
-                x, states[1], self.dt(hidden), -jnp.exp(self.a_log[...]), b, c, *step, d=self.d[...]
-            )
-            return y.reshape(-1, CHANNELS), (conv, scan)
+        def convolve(states: Column, step: RecurrentStep, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Column]:
+            out, conv = causal_conv1d(x, states[0], weight, *step)
+            return out, (conv,)
 
-        return self.out(cache.update_states(self.name, update) * jax.nn.silu(self.gate(hidden)))
+        def scan(states: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
+            x, dt, a, b, c, d = inputs
+            out, scanned = selective_scan(x, states[0], dt, -jnp.exp(a), b, c, *step, d=d)
+            return out, (scanned,)
+
+        convolved = cache.update_states(
+            self.name, convolve, (self.input(hidden), self.kernel[...]), (1, 0), arrays=(0,)
+        )
+        x, b, c = self.split(convolved)
+        inputs = (x, self.dt(hidden), self.a_log[...], b, c, self.d[...])
+        y = cache.update_states(self.name, scan, inputs, (1, 1, 0, None, None, 0), arrays=(1,))
+        return self.out(y.reshape(-1, CHANNELS) * jax.nn.silu(self.gate(hidden)))
 
     def split(self, convolved: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x, b and c: Mamba 1 makes b and c of the convolved x, Mamba 2 convolves them beside it."""
@@ -276,3 +284,21 @@ def test_refuses_what_is_no_recurrent_layer_or_other_states() -> None:
     with pytest.raises(ValueError, match=r"layer 'layers.0' attends twice in one step"):
         cache.update_states("layers.0", keep)
     assert set(cache.unused_layers) == {"layers.1", "layers.2"}
+
+
+def test_a_layer_has_run_when_each_of_its_arrays_is_updated_once() -> None:
+    def keep(states: Column, step: RecurrentStep) -> tuple[jax.Array, Column]:
+        return step.state_read, states
+
+    cache = empty_cache()
+    for arrays in ((), (2,), (0, 0)):
+        with pytest.raises(ValueError, match=r"layer 'layers.0': expected distinct arrays out of 2, got \(.*\)"):
+            cache.update_states("layers.0", keep, arrays=arrays)
+    with pytest.raises(ValueError, match=r"expected a head dimension or None for each of 1 inputs, got 0"):
+        cache.update_states("layers.0", keep, (jnp.zeros(2),))
+    cache.update_states("layers.0", keep, arrays=(1,))
+    assert "layers.0" in cache.unused_layers
+    with pytest.raises(ValueError, match=r"layer 'layers.0' updates arrays \[1\] of its states twice in one step"):
+        cache.update_states("layers.0", keep)
+    cache.update_states("layers.0", keep, arrays=(0,))
+    assert "layers.0" not in cache.unused_layers
