@@ -41,6 +41,8 @@ FEATURES = (
 )
 LATENT_FEATURES = ("page=16 window=1024 soft_cap=30", "dtype=float8_e4m3fn", "dtype=int8 tp=8", "q_dtype=float16 tp=8")
 RECURRENT_FEATURES = (
+    "tokens=64",
+    "tokens=64 model=jamba-1.5-mini",
     "state_dtype=bfloat16",
     "dtype=float32",
     "model=jamba-1.5-mini state_dtype=bfloat16",
@@ -82,7 +84,7 @@ def latent_cases() -> list[str]:
 
 
 def recurrent_cases() -> list[str]:
-    """Settings of the recurrent ops: shapes by shards, states of 16 bits, inputs of 32."""
+    """Settings of the recurrent ops: shapes by shards, steps of decode tokens, states of 16 bits, inputs of 32."""
     shapes = [f"model={shape.name} shards={shards}" for shape in RECURRENT_SHAPES for shards in SHARDS]
     return [*shapes, *RECURRENT_FEATURES]
 

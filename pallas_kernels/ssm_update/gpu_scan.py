@@ -9,8 +9,10 @@ many blocks to a multiprocessor to hide them, so that nothing is waited for by h
 row and number with its own decay.
 
 Decode reads each state once and writes it once, which is all but a hundredth of its bytes; memory binds. A longer
-sequence takes its tokens one after the other, `3 * N` multiplications and additions a row and token on plain cores:
-inputs of a few tokens are loaded together, since one sequence alone waits for them. The tensor core is not used.
+sequence takes its tokens one after the other, three instructions for every 32 numbers of the state and token on plain
+cores; the tensor core is not used. Inputs of a few tokens are loaded while the few before are computed, since one
+sequence alone would wait for each; where a step has no more tokens than sequences that is left out, and the registers
+that it takes go to more thread blocks.
 
 XLA makes the time steps and adds `d * x`: elementwise work on what it reads or writes anyway.
 """
@@ -77,7 +79,8 @@ def _scan(
 ) -> tuple[jax.Array, jax.Array]:
     """(c . state float32[T, H, P], undefined for padding; states)."""
     _, num_heads, num_rows, state_dim = states.shape
-    tile = _Tile.of(num_rows, num_heads // b.shape[1], state_dim, dt.ndim == 3, b.dtype.itemsize)
+    most_tokens = _MOST_TOKENS if x.shape[0] > step.q_lens.shape[0] else 1
+    tile = _Tile.of(num_rows, num_heads // b.shape[1], state_dim, dt.ndim == 3, b.dtype.itemsize, most_tokens)
     names = ("starts", "q_lens", "read", "write", "x", "dt", "a", "b", "c", "states", "out")
 
     def body(*refs: Any) -> None:
@@ -85,7 +88,7 @@ def _scan(
 
     run = mosaic_gpu.kernel_in_place(
         body,
-        name=f"scan{1 if tile.is_mamba1 else 2}_r{tile.rows}",
+        name=f"scan{1 if tile.is_mamba1 else 2}_r{tile.rows}_t{tile.num_tokens}",
         outputs=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
         grid={"seq": step.q_lens.shape[0], "head": num_heads, "tile": num_rows // tile.rows},
     )
@@ -100,15 +103,17 @@ class _Tile(NamedTuple):
     state_dim: int
     heads_per_group: int
     is_mamba1: bool
-    num_tokens: int  # whose inputs are loaded together
+    num_tokens: int  # whose inputs are loaded together, ahead
 
     @classmethod
-    def of(cls, num_rows: int, heads_per_group: int, state_dim: int, is_mamba1: bool, itemsize: int) -> _Tile:
+    def of(
+        cls, num_rows: int, heads_per_group: int, state_dim: int, is_mamba1: bool, itemsize: int, most_tokens: int
+    ) -> _Tile:
         """The largest tile of whole layout steps that divides a head's rows and leaves registers for the inputs."""
         step = mosaic_gpu.lane_rows_step(state_dim)
         most = max(step, _TILE_NUMBERS[is_mamba1] // state_dim)
         rows = max(n for n in range(step, most + 1, step) if num_rows % n == 0)
-        num_tokens = max(1, min(_MOST_TOKENS, _INPUT_BYTES // (state_dim * itemsize)))
+        num_tokens = max(1, min(most_tokens, _INPUT_BYTES // (state_dim * itemsize)))
         return cls(rows, state_dim, heads_per_group, is_mamba1, num_tokens)
 
     @property
@@ -134,6 +139,40 @@ class _Token(NamedTuple):
     c: jax.Array
 
 
+class _Share(NamedTuple):
+    """Which part of a step's tokens and states one thread block has."""
+
+    refs: Any
+    tile: _Tile
+    head: jax.Array
+    rows: Any  # of the head
+    first: jax.Array  # token
+    end: jax.Array
+
+    def load(self, token: jax.Array) -> _Token:
+        """Inputs of a token, or of the last one where it is beyond that."""
+        refs, layout = self.refs, self.tile.layout
+        token = lax.min(token, self.end - 1)
+        group = lax.div(self.head, jnp.int32(self.tile.heads_per_group))
+        own = (token, self.head, self.rows)
+        return _Token(
+            x=mosaic_gpu.load(refs.x.at[own], layout.reduce(1)),
+            dt=mosaic_gpu.load(refs.dt.at[own], layout.reduce(1)) if self.tile.is_mamba1 else refs.dt[token, self.head],
+            b=mosaic_gpu.load(refs.b.at[token, group], layout.reduce(0)),
+            c=mosaic_gpu.load(refs.c.at[token, group], layout.reduce(0)),
+        )
+
+    def load_some(self, token: jax.Array) -> list[_Token]:
+        """Inputs of the tokens from this one on that are loaded together."""
+        return [self.load(token + n) for n in range(self.tile.num_tokens)]
+
+    def advance(self, token: jax.Array, state: jax.Array, a: jax.Array, inputs: _Token) -> jax.Array:
+        """The state after a token, whose output it stores."""
+        state, seen = _advance(self.tile, state, a, inputs)
+        mosaic_gpu.store_plain(self.refs.out.at[token, self.head, self.rows], seen)
+        return state
+
+
 def _walk(refs: Any, tile: _Tile) -> None:
     """One tile of one head of one sequence: its state over all new tokens. The last sequences, the long ones, first."""
     seq = refs.q_lens.shape[0] - 1 - lax.axis_index("seq")
@@ -145,19 +184,7 @@ def _walk(refs: Any, tile: _Tile) -> None:
     def _() -> None:
         state = mosaic_gpu.load(refs.states.at[refs.read[seq], head, rows], tile.layout).astype(jnp.float32)
         a = mosaic_gpu.load(refs.a.at[head, rows], tile.layout) if tile.is_mamba1 else refs.a[head]
-
-        def some(num_tokens: int, start: jax.Array, i: jax.Array, state: jax.Array) -> jax.Array:
-            token = start + i * num_tokens
-            inputs = [_load(refs, tile, token + n, head, rows) for n in range(num_tokens)]
-            for n, one in enumerate(inputs):
-                state, seen = _advance(tile, state, a, one)
-                mosaic_gpu.store_plain(refs.out.at[token + n, head, rows], seen)
-            return state
-
-        trips = lax.div(count, jnp.int32(tile.num_tokens))
-        state = lax.fori_loop(0, trips, functools.partial(some, tile.num_tokens, first), state)
-        rest = first + trips * tile.num_tokens
-        state = lax.fori_loop(0, first + count - rest, functools.partial(some, 1, rest), state)
+        state = _over_tokens(_Share(refs, tile, head, rows, first, first + count), state, a)
         page = refs.write[seq]
 
         @pl.when(page < refs.states.shape[0])
@@ -165,16 +192,23 @@ def _walk(refs: Any, tile: _Tile) -> None:
             mosaic_gpu.store_plain(refs.states.at[page, head, rows], state.astype(refs.states.dtype))
 
 
-def _load(refs: Any, tile: _Tile, token: jax.Array, head: jax.Array, rows: Any) -> _Token:
-    """A token's inputs."""
-    per_row, per_column = tile.layout.reduce(1), tile.layout.reduce(0)
-    group = lax.div(head, jnp.int32(tile.heads_per_group))
-    return _Token(
-        x=mosaic_gpu.load(refs.x.at[token, head, rows], per_row),
-        dt=mosaic_gpu.load(refs.dt.at[token, head, rows], per_row) if tile.is_mamba1 else refs.dt[token, head],
-        b=mosaic_gpu.load(refs.b.at[token, group], per_column),
-        c=mosaic_gpu.load(refs.c.at[token, group], per_column),
-    )
+def _over_tokens(share: _Share, state: jax.Array, a: jax.Array) -> jax.Array:
+    """float32[rows, N] after all tokens."""
+    together, token = share.tile.num_tokens, share.first
+    if together > 1:
+
+        def some(i: jax.Array, carry: tuple[jax.Array, list[_Token]]) -> tuple[jax.Array, list[_Token]]:
+            state, inputs = carry
+            token = share.first + i * together
+            coming = share.load_some(token + together)
+            for n, one in enumerate(inputs):
+                state = share.advance(token + n, state, a, one)
+            return state, coming
+
+        trips = lax.div(share.end - share.first, jnp.int32(together))
+        state = lax.fori_loop(0, trips, some, (state, share.load_some(token)))[0]
+        token = token + trips * together
+    return lax.fori_loop(token, share.end, lambda t, state: share.advance(t, state, a, share.load(t)), state)
 
 
 def _advance(tile: _Tile, state: jax.Array, a: jax.Array, token: _Token) -> tuple[jax.Array, jax.Array]:

@@ -82,7 +82,7 @@ def test_equals_a_loop_over_tokens(variant: tuple[int, str, bool, str | None]) -
 def test_sweep(variant: tuple[int, str, bool, str | None]) -> None:
     """Random lengths."""
     rng = np.random.default_rng(0)
-    for seed in range(12):
+    for seed in range(6):
         cuts = np.sort(rng.integers(0, NUM_TOKENS + 1, int(rng.integers(1, NUM_ROWS + 1))))
         assert_right(variant, seed, sorted(np.diff(cuts, prepend=0).tolist(), key=lambda n: n > 1))
 

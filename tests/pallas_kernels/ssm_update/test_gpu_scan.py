@@ -21,11 +21,12 @@ from tests.pallas_kernels.ssm_update.ssm_cases import Step, assert_states, on_de
 from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
 
 NUM_ROWS, NUM_PAGES, NUM_TOKENS = 5, 12, 11
-# Decode and all kinds; nothing; one sequence of all: with and without a rest of the tokens loaded together.
-LENGTHS = ([1, 0, 1, 6, 2], [], [8])
+LENGTHS = ([1, 0, 1, 9], [])  # two trips of tokens loaded together and one token more
+DECODE_LENGTHS = ([1, 1, 0, 1, 1], [1, 3])
 MAMBA1 = Shape(64, None, 8, num_tokens=NUM_TOKENS)
 MAMBA2 = Shape(4, 16, 64, groups=2, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0))
-SHAPES = [MAMBA1, MAMBA2]
+DECODE = Shape(2, 32, 32, num_tokens=NUM_ROWS, dtype="bfloat16", state_dtype="bfloat16")  # no token is loaded ahead
+SHAPES = [MAMBA1, MAMBA2, DECODE]
 SWEEP = [
     Shape(2, 48, 32, num_tokens=NUM_TOKENS),
     Shape(64, None, 16, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0)),
@@ -75,7 +76,7 @@ def assert_right(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_recurrence(shape: Shape) -> None:
     """Decode, prefill and mixed; lengths 0 and 1; states in place and elsewhere, shared and none."""
-    for seed, q_lens in enumerate(LENGTHS):
+    for seed, q_lens in enumerate(DECODE_LENGTHS if shape is DECODE else LENGTHS):
         assert_right(shape, seed, q_lens)
 
 
@@ -84,33 +85,33 @@ def test_equals_the_recurrence(shape: Shape) -> None:
 def test_sweep(shape: Shape) -> None:
     """Random lengths."""
     rng = np.random.default_rng(0)
-    for seed in range(8):
-        cuts = np.sort(rng.integers(0, NUM_TOKENS + 1, int(rng.integers(1, NUM_ROWS + 1))))
+    for seed in range(4):
+        cuts = np.sort(rng.integers(0, shape.num_tokens + 1, int(rng.integers(1, NUM_ROWS + 1))))
         assert_right(shape, seed, sorted(np.diff(cuts, prepend=0).tolist(), key=lambda n: n > 1))
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
     """A sequence whose inputs are not finite changes no bit of the others."""
     run = compiled(MAMBA2)
-    q_lens = [1, 1, 3, 5, 1]
+    q_lens = [1, 2, 5]
     arrays, step = make(np.random.default_rng(5), MAMBA2, q_lens)
     out, states = run(arrays, on_device(step))
-    tokens = step.tokens(3)
+    tokens = step.tokens(1)
     dirty = {name: array.copy() for name, array in arrays.items()}
     for name, value in (("x", np.nan), ("b", np.nan), ("c", np.inf), ("dt", np.inf)):
         dirty[name][tokens.start] = value
     got, after = run(dirty, on_device(step))
     others = np.setdiff1d(np.arange(sum(q_lens)), np.arange(NUM_TOKENS)[tokens])
     np.testing.assert_array_equal(got[others], out[others])
-    pages = np.setdiff1d(np.arange(NUM_PAGES), step.state_write[3])
+    pages = np.setdiff1d(np.arange(NUM_PAGES), step.state_write[1])
     np.testing.assert_array_equal(after[pages], states[pages])
     assert np.isnan(got[tokens].astype(np.float32)).any()
 
 
 def test_the_split_of_rows_does_not_matter() -> None:
     """`distribution` may call every sequence mixed; a row without a page to write computes its outputs all the same."""
-    arrays, step = make(np.random.default_rng(6), MAMBA2, [1, 1, 5, 3])
-    unwritten = step._replace(distribution=np.array([0, 0, 4], np.int32), state_write=np.zeros_like(step.state_write))
+    arrays, step = make(np.random.default_rng(6), MAMBA2, [1, 5])
+    unwritten = step._replace(distribution=np.array([0, 0, 2], np.int32), state_write=np.zeros_like(step.state_write))
     out, states = compiled(MAMBA2)(arrays, on_device(unwritten))
     assert_close(out, MAMBA2.oracle(arrays, step)[0], "bfloat16", "out")
     assert states.tobytes() == arrays["states"].tobytes()
@@ -159,7 +160,9 @@ def test_auto_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     selective_scan(*arguments)  # no second warning
 
 
-@pytest.mark.parametrize(("shape", "kernel"), [(MAMBA1, "scan1_r64"), (MAMBA2, "scan2_r16")], ids=["mamba1", "mamba2"])
+@pytest.mark.parametrize(
+    ("shape", "kernel"), [(MAMBA1, "scan1_r64_t4"), (MAMBA2, "scan2_r16_t4")], ids=["mamba1", "mamba2"]
+)
 def test_the_op_takes_the_kernel_on_a_gpu(shape: Shape, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" there, and "gpu" anywhere, trace the kernel."""
     arrays, step = make(np.random.default_rng(0), shape, [])
