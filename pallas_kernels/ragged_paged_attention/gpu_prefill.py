@@ -4,7 +4,8 @@ Flow:    q, pages, tables + plan_tiles -> [prefill_tiles] -> out per token, LSE 
 Source:  warp specialisation as FlashAttention-3 (arXiv 2407.08608), heads of a group packed into the rows
 
 Grid (tiles, KV heads x parts of their groups), the last tiles first, since they see the most keys where the mask is
-causal. One warpgroup fetches queries and KV blocks, two attend 64 rows each. Queries are read and results written where
+causal. Two warpgroups attend 64 rows each, a third fetches KV blocks; where they need its registers, the first of them
+fetches, before it attends a block, the last one that the ring has room for. Queries are read and results written where
 they stand, [T, heads, D]: by box where a piece's tokens are all the tile's own, else token by token. Per tile and KV
 block of n slots it reads n * (D + Dv) elements and does 2 * 128 * n * (D + Dv) flops: bound by the tensor cores.
 
@@ -30,7 +31,7 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import LARGEST_FLOAT16, GpuC
 from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TILE_ROWS, WARPGROUPS, TileField, TileShape
 
-_FETCHING = WARPGROUPS  # the warpgroup after those that attend
+_FETCHING = WARPGROUPS  # the warpgroup after those that attend, if it is one of its own
 _FETCHING_REGISTERS, _ATTENDING_REGISTERS = 40, 232
 
 
@@ -48,6 +49,11 @@ def fixed_bytes(head_dim: int, head_dim_v: int) -> int:
 def prefill_block_slots(head_dim: int, head_dim_v: int) -> int:
     """Slots of a KV block: fewer where warpgroups that attend get no registers from the one that fetches."""
     return block_slots(head_dim, head_dim_v) if mosaic_gpu.MOVES_REGISTERS else mosaic_gpu.ROWS
+
+
+def fetches_apart(config: GpuConfig) -> bool:
+    """Whether a warpgroup of its own fetches: not where 64 x `head_dim_v` sums need its third of the registers."""
+    return config.head_dim_v <= 128
 
 
 def prefill_tiles(
@@ -92,7 +98,8 @@ def prefill_tiles(
         @pl.when(refs.tiles[tile, TileField.NUM_QUERIES] > 0)
         def _() -> None:
             pl.when(warpgroup < WARPGROUPS)(lambda: _attend_tile(refs, ring, shape, tile, warpgroup))
-            pl.when(warpgroup == _FETCHING)(lambda: _fetch_tile(refs, ring, shape, tile))
+            if fetches_apart(config):
+                pl.when(warpgroup == _FETCHING)(lambda: _fetch_tile(refs, ring, shape, tile))
 
     run = mosaic_gpu.kernel(
         body,
@@ -100,7 +107,7 @@ def prefill_tiles(
         outputs=outputs,
         scratch=list(scratch.values()),
         grid={"tile": tiles.shape[0], "part": num_parts},
-        num_warpgroups=WARPGROUPS + 1,
+        num_warpgroups=WARPGROUPS + fetches_apart(config),
     )
     out, lse = run(q, *pages, block_tables, tiles, scales, row_sinks, v_scale)
     return out, lse.reshape(tiles.shape[0], num_parts, TILE_ROWS)
@@ -119,28 +126,46 @@ def _keys(refs: Any, tile: jax.Array) -> Keys:
 def _fetch_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array) -> None:
     """The fetching warpgroup: KV blocks of the tile."""
     plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
+    num_blocks = _keys(refs, tile).num_blocks
+    _fetch_blocks(refs, ring, shape, tile, jnp.int32(0), num_blocks)
+    ring.drain(num_blocks)
+
+
+def _fetch_blocks(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, first: jax.Array, end: jax.Array) -> None:
+    """Fetches the tile's blocks from the `first`-th to before the `end`-th, in the order of attending."""
     head = _heads(ring.config, shape)[0]
     keys, seq = _keys(refs, tile), refs.tiles[tile, TileField.SEQ]
 
-    @pl.loop(jnp.int32(0), keys.num_blocks)
+    @pl.loop(first, end)
     def _(i: jax.Array) -> None:
         ring.fetch(i, seq, head, keys, keys.block(i))
-
-    ring.drain(keys.num_blocks)
 
 
 def _attend_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, warpgroup: jax.Array) -> None:
     """One of the attending warpgroups: its rows of the tile."""
-    plgpu.set_max_registers(_ATTENDING_REGISTERS, action="increase")
-    config, keys = ring.config, _keys(refs, tile)
+    config = ring.config
+    if fetches_apart(config):
+        plgpu.set_max_registers(_ATTENDING_REGISTERS, action="increase")
+    keys = _keys(refs, tile)
     head, first_q_head = _heads(config, shape)
+
+    def fetch(first: Any, end: Any) -> None:
+        """Fetches blocks, if no other warpgroup does."""
+        if not fetches_apart(config):
+            end = lax.min(end, _keys(refs, tile).num_blocks)
+            pl.when(warpgroup == 0)(lambda: _fetch_blocks(refs, ring, shape, tile, first, end))
+
+    ahead = config.stages - 1
+    fetch(jnp.int32(0), jnp.int32(ahead))
     _load_queries(refs, config, shape, refs.tiles[tile, TileField.TOKEN], first_q_head, warpgroup)
     q = refs.q_tile.at[warpgroup]
 
     def whole(i: jax.Array, state: RowState) -> RowState:
+        fetch(i + ahead, i + ahead + 1)
         return attend(state, ring, q, refs.scales[head], _keys(refs, tile), None, i, i)
 
     def cut(i: jax.Array, state: RowState) -> RowState:
+        fetch(i + ahead, i + ahead + 1)
         token = lax.rem(mosaic_gpu.row_index(mosaic_gpu.ROWS) + warpgroup * mosaic_gpu.ROWS, jnp.int32(shape.tokens))
         pos = token + refs.tiles[tile, TileField.POS]
         bounds = RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.tiles[tile, TileField.SEQ_LEN]))
@@ -148,6 +173,8 @@ def _attend_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, war
 
     state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(config.head_dim_v))
     state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
+    if not fetches_apart(config):
+        pl.when(warpgroup == 0)(lambda: ring.drain(keys.num_blocks))
     sinks = mosaic_gpu.load_per_row(refs.sinks.at[lax.axis_index("part"), warpgroup])
     out, lse = state.finish_with_sinks(sinks)
     _store(refs, shape, tile, first_q_head, warpgroup, out * refs.v_scale[head], lse)

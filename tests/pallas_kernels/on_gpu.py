@@ -11,6 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
 
 from tests.pallas_kernels.on_device import call_on
+from tests.pallas_kernels.quick_callbacks import quick_callbacks
 
 # Optimising the interpreter's program costs more than it saves.
 _QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -34,7 +35,8 @@ def compile_on_gpu(function: Callable[..., Any], *arguments: Any, watch_races: b
 
     def call(*arguments: Any) -> Any:
         try:
-            result = jax.tree.map(np.asarray, compiled(*arguments))
+            with quick_callbacks():
+                result = jax.tree.map(np.asarray, compiled(*arguments))
             if watch_races:
                 assert not interpret_pallas_call.get_races().races_found, "the interpreter saw a race"
         finally:

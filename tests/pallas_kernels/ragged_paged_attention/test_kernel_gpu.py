@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": 70, "num_sink_tokens": 19, "soft_cap": 1.5},
     ),
     "chunk, int8": (
-        {"page_size": 8, "num_columns": 36, "num_q_heads": 5, "kv_dtype": "int8", "head_dim": 96},
+        {"page_size": 8, "num_columns": 36, "num_q_heads": 5, "kv_dtype": "int8", "head_dim": 160},
         {"attention_chunk_size": 96, "sm_scale": 0.002},
     ),
     "float8, pages larger than blocks": (
@@ -158,19 +158,25 @@ def test_padding_is_silent() -> None:
 
 @pytest.mark.skipif(gpu_device() is not None, reason="races are seen by the interpreter only")
 @pytest.mark.parametrize(
-    ("wait", "rows"),
-    [("wait_free", DECODE), ("wait_full", DECODE), ("wait_free", PREFILL), ("wait_full", PREFILL),
-     ("wait_changed", PREFILL)],
-    ids=["decode-free", "decode-full", "prefill-free", "prefill-full", "prefill-changed"],
-)  # fmt: skip
-def test_a_missing_wait_is_found(wait: str, rows: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    ("wait", "rows", "head_dim"),
+    [
+        pytest.param("wait_free", DECODE, 64, id="decode-free"),
+        pytest.param("wait_full", PREFILL, 64, id="prefill-full"),
+        pytest.param("wait_changed", PREFILL, 64, id="prefill-changed"),
+        pytest.param("wait_full", DECODE, 64, id="decode-full", marks=pytest.mark.sweep),
+        pytest.param("wait_free", PREFILL, 64, id="prefill-free", marks=pytest.mark.sweep),
+        pytest.param("wait_free", PREFILL, 144, id="wide-prefill-free", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_missing_wait_is_found(
+    wait: str, rows: list[tuple[int, int]], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A ring that does not wait for a barrier: the interpreter reports a race, or a barrier that nobody observed."""
     monkeypatch.setattr(KVRing, wait, lambda *_: None)
-    jax.clear_caches()
-    run = compiled(SHAPE, Options())
+    shape = replace(SHAPE, head_dim=head_dim)
+    run = compiled(shape, Options())
     with pytest.raises(Exception, match=r"race|observed|phase"):
-        run(*make_case(9, SHAPE, rows).arrays)
-    jax.clear_caches()
+        run(*make_case(9, shape, rows).arrays)
 
 
 MASKS = (
