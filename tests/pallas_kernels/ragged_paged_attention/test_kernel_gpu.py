@@ -197,18 +197,23 @@ def test_blocks_are_whole_where_they_say_so(mask: MaskRule, page_size: int) -> N
     first = rng.integers(0, seq_len)
     last = np.minimum(seq_len - 1, first + rng.integers(0, 40, 60))
     tiles = (jnp.asarray(x, jnp.int32) for x in (first, last, seq_len))
-    keys = Keys.of_tiles(mask, *tiles, page_size, 64)
-    number = jnp.arange(16, dtype=jnp.int32)[:, None]
-    order, num_whole = np.asarray(Keys(*(x[None] for x in keys)).block(number)), np.asarray(keys.num_whole)
-    ends, sink_pages, shifts = (np.asarray(x) for x in (keys.end, keys.sink_pages, keys.shift))
-    for i, end in enumerate(ends):
-        pos = np.arange(first[i], last[i] + 1, dtype=np.int32)[:, None]
-        key = np.arange(400, dtype=np.int32)
-        seen = np.asarray(mask.visible(key, pos, pos, np.int32(seq_len[i]))) & (key < seq_len[i])
+
+    @jax.jit
+    def plan(*tiles: jax.Array) -> tuple[Any, ...]:
+        keys = Keys.of_tiles(mask, *tiles, page_size, 64)
+        number = jnp.arange(16, dtype=jnp.int32)[:, None]
+        return keys, Keys(*(x[None] for x in keys)).block(number), keys.num_whole
+
+    keys, order, num_whole = jax.tree.map(np.asarray, plan(*tiles))
+    visible = jax.jit(mask.visible)
+    key = np.arange(400, dtype=np.int32)
+    for i, end in enumerate(keys.end):
+        pos = np.minimum(first[i] + np.arange(40, dtype=np.int32), last[i])[:, None].astype(np.int32)
+        seen = np.asarray(visible(key, pos, pos, np.int32(seq_len[i]))) & (key < seq_len[i])
         blocks = order[:end, i]
         assert sorted(blocks) == list(range(end))
         slots = blocks[:, None] * 64 + np.arange(64)
-        places = slots + np.where(slots < sink_pages[i] * page_size, 0, shifts[i] * page_size)
+        places = slots + np.where(slots < keys.sink_pages[i] * page_size, 0, keys.shift[i] * page_size)
         assert set(key[seen.any(axis=0)]) <= set(places.reshape(-1))
         assert set(places[: num_whole[i]].reshape(-1)) <= set(key[seen.all(axis=0)])
 
