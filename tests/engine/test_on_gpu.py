@@ -1,0 +1,41 @@
+"""The engine's greedy tokens on an NVIDIA GPU are those on the CPU: the demo model in float32, as Hugging Face's.
+
+Attention takes the reference there, since kernels have no float32 queries: without a GPU there is nothing to interpret,
+and the same program runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.golden_models import goldens_of
+from tests.pallas_kernels.on_gpu import gpu_device
+
+
+@pytest.mark.parametrize(
+    ("platforms", "platform"),
+    [
+        ("cpu", "cpu"),
+        pytest.param(
+            "cuda,cpu", "gpu", marks=pytest.mark.skipif(gpu_device() is None, reason="this machine has no NVIDIA GPU")
+        ),
+    ],
+)
+def test_greedy_tokens_of_the_demo_model(platforms: str, platform: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.greedy_program"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["platform"] == platform
+    assert result["tokens"] == [golden.greedy.tolist() for golden in goldens_of("demo")]
