@@ -20,7 +20,7 @@ def test_sweep(op: str, backend: str) -> None:
 def test_sweeps_are_found() -> None:
     ops = {"ragged_paged_attention", "kv_write", "page_ops", "merge_states"}
     assert ops <= {op for op, backend in find_sweeps() if backend == "tpu"}
-    assert ("ragged_paged_attention", "gpu") in find_sweeps()
+    assert {("ragged_paged_attention", "gpu"), ("mla_paged_attention", "gpu")} <= set(find_sweeps())
 
 
 def test_numbers_differ_between_seeds() -> None:

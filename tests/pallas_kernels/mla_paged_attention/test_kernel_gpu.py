@@ -73,39 +73,6 @@ def test_equals_the_oracle(name: str) -> None:
     assert_right(compiled(shape, options)(*case.arrays), case, options)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(20))
-def test_sweep(seed: int) -> None:
-    """Random heads, dimensions, pages and masks, the sizes that the kernel itself chooses."""
-    rng = np.random.default_rng(seed)
-    page_size = int(rng.choice([8, 16, 64, 128]))
-    dtype = str(rng.choice(["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]))
-    latent_dim = int(rng.choice([128, 256, 512]))
-    shape = Shape(
-        num_tokens=int(rng.integers(3, 40)),
-        num_rows=4,
-        num_columns=320 // page_size,
-        num_q_heads=int(rng.choice([1, 5, 16, 24])),
-        rope_dim=64,
-        q_dtype="bfloat16",
-        latent=LatentShape(head_dim=latent_dim + 64, page_size=page_size, dtype=dtype),
-    )
-    masks = ({}, {"sliding_window": 37}, {"attention_chunk_size": 100}, {"causal": False, "num_sink_tokens": 3})
-    scale = float(rng.uniform(0.5, 2))
-    options = Options(
-        **masks[seed % len(masks)],
-        sm_scale=0.002 if dtype == "int8" else 0.1,
-        soft_cap=None if seed % 3 else 1.5,
-        sinks=rng.standard_normal(shape.num_q_heads) if seed % 2 else None,
-        k_scale=scale,
-        v_scale=scale,
-    )
-    run = compiled(shape, options, kernel_gpu.Tuning(num_blocks=5) if seed % 2 else SMALL)
-    for step in range(2):
-        case = make_case(100 * seed + step, shape, None, options)
-        assert_right(run(*case.arrays), case, options)
-
-
 TINY = replace(SHAPE, num_rows=1, num_q_heads=2)
 
 
