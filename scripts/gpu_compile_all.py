@@ -88,8 +88,14 @@ def latent_cases() -> list[str]:
 
 def recurrent_cases() -> list[str]:
     """Settings of the recurrent ops: shapes by shards, steps of decode tokens, states of 16 bits, inputs of 32."""
-    shapes = [f"model={shape.name} shards={shards}" for shape in RECURRENT_SHAPES for shards in SHARDS]
-    return [*shapes, *RECURRENT_FEATURES]
+    cases, seen = [], set()
+    for shape in RECURRENT_SHAPES:
+        for shards in SHARDS:
+            key = shape.state_shapes(shards)
+            if key not in seen:
+                seen.add(key)
+                cases.append(f"model={shape.name} shards={shards}")
+    return [*cases, *RECURRENT_FEATURES]
 
 
 def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
