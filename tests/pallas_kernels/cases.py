@@ -202,6 +202,17 @@ def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str,
     return rows
 
 
+def every_level(rows: list[dict[str, Any]]) -> list[int]:
+    """Numbers of a few of the rows in which every level of every factor occurs: greedy."""
+    missing = {(name, str(level)) for row in rows for name, level in row.items()}
+    chosen = []
+    while missing:
+        new = [missing & {(name, str(level)) for name, level in row.items()} for row in rows]
+        chosen.append(max(range(len(rows)), key=lambda n: len(new[n])))
+        missing -= new[chosen[-1]]
+    return sorted(chosen)
+
+
 def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str, what: str) -> None:
     """Within `TOLERANCE[dtype]`, infinities equal."""
     got = np.asarray(got).astype(np.float64)

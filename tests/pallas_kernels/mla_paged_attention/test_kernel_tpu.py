@@ -85,7 +85,7 @@ CHOICES = pairwise(FACTORS)
     "index", [pytest.param(i, marks=() if i < 2 else pytest.mark.sweep) for i in range(len(CHOICES))]
 )
 def test_every_pair_of_features(index: int) -> None:
-    """Each choice of features over the empty step and random ones."""
+    """Each choice of features over the empty step and random ones; by default two, every pair only in a sweep."""
     choice = CHOICES[index]
     shape, options = shape_and_options(choice)
     run = compiled(shape, options, choice["tuning"], choice["tables_in_hbm"])
@@ -107,8 +107,8 @@ def run_short():  # type: ignore[no-untyped-def]
 
 def test_random_steps(run_short) -> None:  # type: ignore[no-untyped-def]
     """Ragged decodes share steps with each other, and end anywhere in them."""
-    for seed in range(6):
-        rows = [(1, int(n)) for n in np.random.default_rng(seed).integers(1, 193, 4)] if seed % 3 else None
+    for seed in range(4):
+        rows = [(1, int(n)) for n in np.random.default_rng(seed).integers(1, 193, 4)] if seed % 2 else None
         case = make_case(seed, SHORT, rows, WINDOW)
         assert_right(run_short(*case.arrays), case, WINDOW)
 
