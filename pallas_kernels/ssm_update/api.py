@@ -50,7 +50,7 @@ def causal_conv1d(
     distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
     state_read: jax.Array,  # int32[S] page to start from
     state_write: jax.Array,  # int32[S] page to leave the state in; page 0 is never written
-    has_initial_state: jax.Array,  # bool[S]
+    has_initial_state: jax.Array,  # bool[S]; those without start from page 0, which is all zero
     *,
     bias: jax.Array | None = None,  # [C]
     activation: str | None = "silu",
@@ -90,7 +90,7 @@ def selective_scan(
     distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
     state_read: jax.Array,  # int32[S] page to start from
     state_write: jax.Array,  # int32[S] page to leave the state in; page 0 is never written
-    has_initial_state: jax.Array,  # bool[S]
+    has_initial_state: jax.Array,  # bool[S]; those without start from page 0, which is all zero
     *,
     d: jax.Array | None = None,  # [H] factor of the input added to the output
     dt_bias: jax.Array | None = None,  # [H]
