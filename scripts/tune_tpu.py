@@ -20,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import jax.numpy as jnp
+
 from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries
 from pallas_kernels.ragged_paged_attention.tuning import FOLDER
@@ -32,6 +34,7 @@ from scripts.tpu_aot.step_cost import launch_cycles
 
 TILE_BLOCKS = (256, 512, 1024)  # slots
 DECODE_BLOCKS = (256, 512, 1024, 2048)
+LEAST_DECODE_BYTES = 1 << 20  # of a block: in flight, they hide the latency of HBM, which the score does not know
 
 
 def candidates_of(case: Case) -> Iterator[Sizes]:
@@ -39,7 +42,9 @@ def candidates_of(case: Case) -> Iterator[Sizes]:
     heads, kv_heads = case.model.per_shard(case.num_shards)
     queries = tile_queries(heads // kv_heads, case.mask)
     tiles = product((queries, 2 * queries, queries // 2), TILE_BLOCKS)
-    blocks = [block for block in DECODE_BLOCKS if block >= max(LANES, case.page_size)]
+    token_bytes = 2 * kv_heads * case.model.head_dim * jnp.dtype(case.page_dtype).itemsize
+    least = max(LANES, case.page_size, LEAST_DECODE_BYTES // token_bytes)
+    blocks = [block for block in DECODE_BLOCKS if block >= least]
     yield from candidates(
         [{"queries": n, "tile_block": block} for n, block in tiles if n >= 8],
         [{"decode_block": block} for block in blocks],

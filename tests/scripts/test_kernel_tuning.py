@@ -135,6 +135,8 @@ def test_candidates_for_tpu_can_be_compiled() -> None:
         assert case.decode_block == sizes.get("decode_block", 0)
     (few,) = cases(["llama3-70b"], [1], [512])
     assert all(sizes.get("decode_block", 512) >= 512 for sizes in tune_tpu.candidates_of(few))
+    (one_head,) = cases(["llama3-70b"], [8], [16])
+    assert {sizes.get("decode_block") for sizes in tune_tpu.candidates_of(one_head)} == {None, 2048}  # 1 MiB in flight
 
 
 def fake_kernel(queries: int, block: int, bundles: int) -> Kernel:
