@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.cases import assert_close, random_values
 
 Arrays = dict[str, np.ndarray]
 
@@ -169,3 +170,38 @@ def assert_states(got: np.ndarray, expected: np.ndarray, before: np.ndarray, ste
 
 def on_device(step: Step) -> tuple:
     return tuple(jnp.asarray(x) for x in step)
+
+
+# x, states, weight, bias, step
+ConvInputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, Step]
+
+
+@dataclass(frozen=True)
+class ConvSizes:
+    """Static sizes of calls of causal_conv1d."""
+
+    num_tokens: int
+    num_rows: int
+    num_pages: int
+    channels: int
+
+    def make(
+        self, rng: np.random.Generator, q_lens: Sequence[int], taps: int, dtype: str, has_bias: bool
+    ) -> ConvInputs:
+        """(x, states, weight, bias, step); NaN in padding tokens and in pages that nobody starts from."""
+        step = random_step(rng, q_lens, self.num_rows, self.num_pages)
+        x = random_values(rng, (self.num_tokens, self.channels), dtype)
+        x[step.query_start_loc[-1] :] = np.nan
+        states = random_states(rng, step, (self.channels, taps - 1), self.num_pages, dtype)
+        weight = random_values(rng, (self.channels, taps), "float32")
+        return x, states, weight, random_values(rng, (self.channels,), "float32") if has_bias else None, step
+
+
+def assert_conv(result: tuple[Any, Any], inputs: ConvInputs, dtype: str, activation: str | None) -> None:
+    """(out, states) of causal_conv1d is right: padding is 0, pages that nobody writes keep their bytes."""
+    out, after = result
+    x, states, weight, bias, step = inputs
+    expected, expected_after = conv_oracle(x, states, weight, bias, activation == "silu", step)
+    assert_close(out, expected, dtype, "out")
+    assert (out[step.query_start_loc[-1] :] == 0).all()
+    assert_states(np.asarray(after), expected_after, states, step, 0.0)

@@ -17,37 +17,19 @@ from pallas_kernels.ssm_update.arguments import Convolution, StepArrays
 from pallas_kernels.ssm_update.gpu_conv import Field
 from pallas_kernels.ssm_update.reference import StateStep
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
-from tests.pallas_kernels.cases import assert_close, random_values
 from tests.pallas_kernels.on_gpu import compile_on_gpu
-from tests.pallas_kernels.ssm_update.ssm_cases import (
-    Step,
-    assert_states,
-    conv_oracle,
-    on_device,
-    random_states,
-    random_step,
-)
+from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv, on_device, random_step
 
-NUM_TOKENS, NUM_ROWS, NUM_PAGES, CHANNELS, PIECE = 24, 5, 12, 256, 9
+NUM_TOKENS, NUM_ROWS, NUM_PAGES, PIECE = 24, 5, 12, 9
+SIZES = ConvSizes(NUM_TOKENS, NUM_ROWS, NUM_PAGES, channels=256)
 # Shorter than the state, in one piece and in several; nothing; no padding.
 LENGTHS = ([1, 0, 1, 12, 2], [], [24])
-Inputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, Step]
-
-
-def make(rng: np.random.Generator, q_lens: Sequence[int], taps: int, dtype: str, has_bias: bool) -> Inputs:
-    """(x, states, weight, bias, step); NaN in padding tokens and in pages that nobody starts from."""
-    step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
-    x = random_values(rng, (NUM_TOKENS, CHANNELS), dtype)
-    x[step.query_start_loc[-1] :] = np.nan
-    states = random_states(rng, step, (CHANNELS, taps - 1), NUM_PAGES, dtype)
-    weight = random_values(rng, (CHANNELS, taps), "float32")
-    return x, states, weight, random_values(rng, (CHANNELS,), "float32") if has_bias else None, step
 
 
 @functools.cache
 def compiled(taps: int, dtype: str, has_bias: bool, activation: str | None) -> Callable[..., Any]:
     """(x, states, weight, bias, step) -> (out, states)."""
-    inputs = make(np.random.default_rng(0), [], taps, dtype, has_bias)
+    inputs = SIZES.make(np.random.default_rng(0), [], taps, dtype, has_bias)
 
     def call(x: Any, states: Any, weight: Any, bias: Any, step: Any) -> Any:
         arguments = Convolution(x, weight, bias)
@@ -58,12 +40,9 @@ def compiled(taps: int, dtype: str, has_bias: bool, activation: str | None) -> C
 
 def assert_right(variant: tuple[int, str, bool, str | None], seed: int, q_lens: Sequence[int]) -> None:
     taps, dtype, has_bias, activation = variant
-    inputs = x, states, weight, bias, step = make(np.random.default_rng(seed), q_lens, taps, dtype, has_bias)
-    out, after = compiled(*variant)(*inputs[:-1], on_device(step))
-    expected, expected_after = conv_oracle(x, states, weight, bias, activation == "silu", step)
-    assert_close(out, expected, dtype, "out")
-    assert (out[step.query_start_loc[-1] :] == 0).all()
-    assert_states(np.asarray(after), expected_after, states, step, 0.0)
+    inputs = SIZES.make(np.random.default_rng(seed), q_lens, taps, dtype, has_bias)
+    result = compiled(*variant)(*inputs[:-1], on_device(inputs[-1]))
+    assert_conv(result, inputs, dtype, activation)
 
 
 VARIANTS = [(4, "bfloat16", True, "silu"), (3, "float32", False, None)]
@@ -89,7 +68,7 @@ def test_sweep(variant: tuple[int, str, bool, str | None]) -> None:
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
     """A sequence whose inputs are NaN changes no bit of those beside it; `distribution` may call all of them mixed."""
-    inputs = make(np.random.default_rng(7), [1, 5, 3, 12, 2], *VARIANTS[0][:3])
+    inputs = SIZES.make(np.random.default_rng(7), [1, 5, 3, 12, 2], *VARIANTS[0][:3])
     run = compiled(*VARIANTS[0])
     x, *others, step = inputs
     step = step._replace(distribution=np.array([0, 0, 5], np.int32))

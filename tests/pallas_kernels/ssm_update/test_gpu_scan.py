@@ -15,9 +15,9 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.ssm_update import gpu_scan, selective_scan
 from pallas_kernels.ssm_update.arguments import Scan, StepArrays
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
-from tests.pallas_kernels.cases import TOLERANCE, assert_close
+from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.on_gpu import compile_on_gpu
-from tests.pallas_kernels.ssm_update.ssm_cases import Step, assert_states, on_device, random_states, random_step
+from tests.pallas_kernels.ssm_update.ssm_cases import Step, on_device
 from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
 
 NUM_ROWS, NUM_PAGES, NUM_TOKENS = 5, 12, 11
@@ -43,13 +43,7 @@ Arguments = tuple[dict[str, Any], Step]
 
 
 def make(rng: np.random.Generator, shape: Shape, q_lens: Sequence[int]) -> Arguments:
-    """Padding tokens hold NaN, as do all pages that nobody starts from."""
-    step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
-    arrays = shape.arrays(rng)
-    for name in ("x", "dt", "b", "c"):
-        arrays[name][step.query_start_loc[-1] :] = np.nan
-    arrays["states"] = random_states(rng, step, shape.state_shape, NUM_PAGES, shape.state_dtype)
-    return arrays, step
+    return shape.make(rng, q_lens, NUM_ROWS, NUM_PAGES)
 
 
 @functools.cache
@@ -66,11 +60,7 @@ def compiled(shape: Shape) -> Callable[..., Any]:
 
 def assert_right(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
     arrays, step = make(np.random.default_rng(seed), shape, q_lens)
-    out, after = compiled(shape)(arrays, on_device(step))
-    expected, expected_after = shape.oracle(arrays, step)
-    assert_close(out, expected, shape.dtype, "out")
-    assert (out[step.query_start_loc[-1] :] == 0).all()
-    assert_states(np.asarray(after), expected_after, arrays["states"], step, TOLERANCE[shape.state_dtype])
+    shape.assert_right(compiled(shape)(arrays, on_device(step)), arrays, step)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

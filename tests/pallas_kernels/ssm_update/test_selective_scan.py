@@ -54,6 +54,25 @@ class Shape:
         oracle = mamba1_oracle if self.head_dim is None else mamba2_oracle
         return oracle(arrays, self.limit, step)
 
+    def make(
+        self, rng: np.random.Generator, q_lens: Sequence[int], num_rows: int, num_pages: int
+    ) -> tuple[dict[str, np.ndarray], Step]:
+        """A random step; padding tokens hold NaN, as do all pages that nobody starts from."""
+        step = random_step(rng, q_lens, num_rows, num_pages)
+        arrays = self.arrays(rng)
+        for name in ("x", "dt", "b", "c"):
+            arrays[name][step.query_start_loc[-1] :] = np.nan
+        arrays["states"] = random_states(rng, step, self.state_shape, num_pages, self.state_dtype)
+        return arrays, step
+
+    def assert_right(self, result: tuple[Any, Any], arrays: dict[str, np.ndarray], step: Step) -> None:
+        """(out, states) is right: padding is 0, pages that nobody writes keep their bytes."""
+        out, after = result
+        expected, expected_after = self.oracle(arrays, step)
+        assert_close(out, expected, self.dtype, "out")
+        assert (out[step.query_start_loc[-1] :] == 0).all()
+        assert_states(np.asarray(after), expected_after, arrays["states"], step, TOLERANCE[self.state_dtype])
+
 
 MAMBA1, MAMBA2 = Shape(), Shape(head_dim=3, groups=2)
 
@@ -70,19 +89,11 @@ def run(arrays: dict[str, Any], step: Step, limit: tuple[float, float] = NO_LIMI
 
 
 def check(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
-    """One random step; padding tokens hold NaN, as do all pages that nobody starts from."""
-    rng = np.random.default_rng(seed)
-    step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
-    arrays = shape.arrays(rng)
-    for name in ("x", "dt", "b", "c"):
-        arrays[name][step.query_start_loc[-1] :] = np.nan
-    arrays["states"] = random_states(rng, step, shape.state_shape, NUM_PAGES, shape.state_dtype)
+    """One random step."""
+    arrays, step = shape.make(np.random.default_rng(seed), q_lens, NUM_ROWS, NUM_PAGES)
     got = run(arrays, step, shape.limit)
-    out, after = shape.oracle(arrays, step)
-    assert_close(got.out, out, shape.dtype, "out")
+    shape.assert_right(got, arrays, step)
     assert got.out.dtype == arrays["x"].dtype
-    tolerance = TOLERANCE[shape.state_dtype]
-    assert_states(np.asarray(got.states), after, arrays["states"], step, tolerance)
 
 
 @pytest.mark.parametrize(

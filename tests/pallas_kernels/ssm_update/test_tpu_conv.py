@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,18 +13,11 @@ import pytest
 
 from pallas_kernels.ssm_update import causal_conv1d, tpu_conv
 from pallas_kernels.ssm_update.arguments import Convolution, StepArrays
-from tests.pallas_kernels.cases import assert_close, random_values
 from tests.pallas_kernels.on_tpu import compile_on_tpu
-from tests.pallas_kernels.ssm_update.ssm_cases import (
-    Step,
-    assert_states,
-    conv_oracle,
-    on_device,
-    random_states,
-    random_step,
-)
+from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv, on_device, random_step
 
-NUM_TOKENS, NUM_ROWS, NUM_PAGES, CHANNELS, CHUNK = 70, 6, 14, 1152, 32
+NUM_TOKENS, CHUNK = 70, 32
+SIZES = ConvSizes(NUM_TOKENS, num_rows=6, num_pages=14, channels=1152)
 LENGTHS = (
     [1, 1, 1, 1, 1, 1],
     [1, 0, 1, 45, 2, 3],  # a sequence over two borders of chunks, others that begin beside each other
@@ -32,23 +25,12 @@ LENGTHS = (
     [0, 31, 1, 1, 2, 34],  # a border inside the first inputs of a sequence
     [70],
 )
-Inputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, Step]
-
-
-def make(rng: np.random.Generator, q_lens: Sequence[int], taps: int, dtype: str, has_bias: bool) -> Inputs:
-    """(x, states, weight, bias, step); NaN in padding tokens and in pages that nobody starts from."""
-    step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
-    x = random_values(rng, (NUM_TOKENS, CHANNELS), dtype)
-    x[step.query_start_loc[-1] :] = np.nan
-    states = random_states(rng, step, (CHANNELS, taps - 1), NUM_PAGES, dtype)
-    weight = random_values(rng, (CHANNELS, taps), "float32")
-    return x, states, weight, random_values(rng, (CHANNELS,), "float32") if has_bias else None, step
 
 
 @functools.cache
 def compiled(taps: int, dtype: str, has_bias: bool, activation: str | None) -> Callable[..., Any]:
     """(x, states, weight, bias, step) -> (out, states)."""
-    inputs = make(np.random.default_rng(0), [], taps, dtype, has_bias)
+    inputs = SIZES.make(np.random.default_rng(0), [], taps, dtype, has_bias)
 
     def call(x: Any, states: Any, weight: Any, bias: Any, step: Any) -> Any:
         arguments = Convolution(x, weight, bias)
@@ -71,20 +53,15 @@ def test_equals_a_loop_over_tokens(taps: int, dtype: str, has_bias: bool, activa
     run = compiled(taps, dtype, has_bias, activation)
     for seed, q_lens in enumerate(LENGTHS):
         rng = np.random.default_rng(seed)
-        inputs = x, states, weight, bias, step = make(rng, q_lens, taps, dtype, has_bias)
-        out, after = run(*inputs[:-1], on_device(step))
-        expected, expected_after = conv_oracle(x, states, weight, bias, activation == "silu", step)
-        assert_close(out, expected, dtype, "out")
-        assert (out[step.query_start_loc[-1] :] == 0).all()
-        assert_states(np.asarray(after), expected_after, states, step, 0.0)
+        *arrays, step = inputs = SIZES.make(rng, q_lens, taps, dtype, has_bias)
+        assert_conv(run(*arrays, on_device(step)), inputs, dtype, activation)
         mixed = step._replace(distribution=np.array([0, 0, len(q_lens)], np.int32))  # may call every sequence mixed
-        again = run(*inputs[:-1], on_device(mixed))
-        assert_close(again[0], expected, dtype, "out, all mixed")
+        assert_conv(run(*arrays, on_device(mixed)), inputs, dtype, activation)
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
     """A sequence whose inputs are NaN changes no bit of those beside it in its chunk."""
-    inputs = make(np.random.default_rng(7), [1, 9, 3, 30, 2], 3, "float32", False)
+    inputs = SIZES.make(np.random.default_rng(7), [1, 9, 3, 30, 2], 3, "float32", False)
     run = compiled(3, "float32", False, None)
     x, *others, step = inputs
     clean = run(x, *others, on_device(step))[0]

@@ -19,9 +19,9 @@ from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
 from pallas_kernels.ssm_update.shapes import SsmShape
 from pallas_kernels.ssm_update.tpu_decode import StateTiles
 from pallas_kernels.ssm_update.tpu_states import CarriedState
-from tests.pallas_kernels.cases import TOLERANCE, assert_close
+from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
-from tests.pallas_kernels.ssm_update.ssm_cases import Step, assert_states, on_device, random_states, random_step
+from tests.pallas_kernels.ssm_update.ssm_cases import Step, on_device
 from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
 
 NUM_ROWS, NUM_PAGES = 10, 24
@@ -53,13 +53,7 @@ Arguments = tuple[dict[str, Any], Step]
 
 
 def make(rng: np.random.Generator, shape: Shape, q_lens: Sequence[int]) -> Arguments:
-    """Padding tokens hold NaN, as do all pages that nobody starts from."""
-    step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
-    arrays = shape.arrays(rng)
-    for name in ("x", "dt", "b", "c"):
-        arrays[name][step.query_start_loc[-1] :] = np.nan
-    arrays["states"] = random_states(rng, step, shape.state_shape, NUM_PAGES, shape.state_dtype)
-    return arrays, step
+    return shape.make(rng, q_lens, NUM_ROWS, NUM_PAGES)
 
 
 def scan(arrays: dict[str, Any], step: Any, limit: tuple[float, float]) -> Any:
@@ -84,12 +78,7 @@ def test_equals_the_recurrence(shape: Shape) -> None:
     run = compiled(shape)
     for seed, q_lens in enumerate(LENGTHS if shape.num_tokens == NUM_TOKENS else SHORT_LENGTHS):
         arrays, step = make(np.random.default_rng(seed), shape, q_lens)
-        out, after = run(arrays, on_device(step))
-        expected, expected_after = shape.oracle(arrays, step)
-        assert_close(out, expected, shape.dtype, "out")
-        assert (out[step.query_start_loc[-1] :] == 0).all()
-        tolerance = TOLERANCE[shape.state_dtype]
-        assert_states(np.asarray(after), expected_after, arrays["states"], step, tolerance)
+        shape.assert_right(run(arrays, on_device(step)), arrays, step)
 
 
 @pytest.mark.parametrize("shape", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
