@@ -40,6 +40,13 @@ _PER_ROW = _MATRIX.reduce(1)
 ONE_PER_THREAD = plgpu.Layout.TILED(
     plgpu.Tiling(((128,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
+# Layout of matrices [rows, 128] of 16 bits, rows a multiple of 8, that go from plain to tiled memory: 16 threads a row,
+# 16 bytes each, so that neither side's accesses meet in a bank.
+ROW_CHUNK = 128
+ROW_CHUNKS = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, ROW_CHUNK), (2, ROW_CHUNK), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+PER_ROW_OF_CHUNKS = ROW_CHUNKS.reduce(1)
 _EIGHT_BIT_MATRIX = plgpu.Layout.WGMMA_UPCAST_2X  # four neighbours with a thread: one load of 32 bits
 
 
@@ -161,6 +168,13 @@ def row_index(num_rows: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (num_rows,), 0, layout=_PER_ROW)
 
 
+def chunk_row_index(num_rows: int) -> jax.Array:
+    """As `row_index`, for rows of `ROW_CHUNKS`."""
+    if is_interpreted():
+        return lax.iota(jnp.int32, num_rows)
+    return plgpu.broadcasted_iota(jnp.int32, (num_rows,), 0, layout=PER_ROW_OF_CHUNKS)
+
+
 def column_index(num_rows: int, num_columns: int) -> jax.Array:
     """int32[num_rows, num_columns]: the index of the column."""
     shape = (num_rows, num_columns)
@@ -192,6 +206,11 @@ def store_plain(ref: Any, x: jax.Array) -> None:
 def load_per_row(ref: Any) -> jax.Array:
     """`ref` [rows] in global memory as a value per row."""
     return load(ref, _PER_ROW)
+
+
+def load_per_column(ref: Any) -> jax.Array:
+    """`ref` [columns] in global memory as a value per column of a matrix."""
+    return load(ref, _MATRIX.reduce(0))
 
 
 def lane_rows(num_columns: int) -> Any:

@@ -18,7 +18,8 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.mla_paged_attention.gpu_attend import attend_pieces, fixed_bytes
-from pallas_kernels.ragged_paged_attention import gpu_decode, launches
+from pallas_kernels.ragged_paged_attention import launches
+from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
 from pallas_kernels.ragged_paged_attention.gpu_plan import (
     MIN_GROUP_ROWS,
     MIN_STAGES,
@@ -157,7 +158,7 @@ def _decode(
     tiles = pieces[:, 0] * config.num_kv_heads + pieces[:, 1]
     arguments = (q, step.pages, step.block_tables, pieces, tiles, plan.blocks, step.scale, config, 1, jnp.float32)
     v_scale = jnp.broadcast_to(step.v_scale, (config.num_kv_heads,))
-    return gpu_decode.merge_pieces(attend_pieces(*arguments), plan.units, step.sinks, v_scale, config, step.dtype)
+    return merge_pieces(attend_pieces(*arguments), plan.units, step.sinks, v_scale, config.head_dim_v, step.dtype)
 
 
 def _prefill(step: _Step, batch: Batch, shape: TileShape) -> tuple[jax.Array, jax.Array]:

@@ -1,19 +1,16 @@
-"""Decoding on the GPU: one query token per sequence, split KV over a work list, then a merge of the pieces.
+"""Decoding on the GPU: one query token per sequence, split KV over a work list.
 
-Flow:    q, pages, tables + DecodePlan -> [decode_pieces] -> out, LSE per piece -> [merge_pieces] -> out, LSE per row
+Flow:    q, pages, tables + DecodePlan -> [decode_pieces] -> out, LSE per piece -> gpu_merge
 Source:  split KV as Flash-Decoding and FlashMLA's scheduler (deepseek-ai/FlashMLA), by the project's own plan
 
-`decode_pieces`, grid (C,): each thread block attends its pieces one after the other. A warpgroup fetches queries and
+Grid (C,): each thread block attends its pieces one after the other. A warpgroup fetches queries and
 KV blocks, the other attends. The query heads of a KV head fill the rows of a tensor-core tile of 64; only rows in use
 are stored. Per KV block of n slots it reads n * (D + Dv) elements and does 2 * 64 * n * (D + Dv) flops, of which
 group / 64 count: bound by memory.
-
-`merge_pieces`, grid (units, query heads of each): adds up the pieces of a unit, with its sink.
 """
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
+from pallas_kernels.ragged_paged_attention.gpu_merge import padded_columns
 from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan, Field, GpuConfig, Keys
-from pallas_kernels.ragged_paged_attention.gpu_softmax import LOG2_E, RowBounds, RowState, attend
+from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend
 
 _ATTENDING, _FETCHING = 0, 1  # warpgroups
 _QUERY_STAGES = 2
-_PIECES_AT_ONCE = 4  # that the merge loads before it adds them up
-_VECTOR = 128  # elements that a warpgroup loads at once
 
 
 def out_columns(head_dim_v: int) -> int:
@@ -60,7 +55,7 @@ def decode_pieces(
     rows = jnp.pad(rows, [(0, 0), (0, config.padded_group - config.group), (0, 0)])
     num_pieces, columns = plan.pieces.shape[0], out_columns(config.head_dim_v)
     outputs = [
-        jax.ShapeDtypeStruct((num_pieces, config.padded_group, _padded(config.head_dim_v)), jnp.float32),
+        jax.ShapeDtypeStruct((num_pieces, config.padded_group, padded_columns(config.head_dim_v)), jnp.float32),
         jax.ShapeDtypeStruct((num_pieces, config.padded_group), jnp.float32),
     ]
     query_barrier = plgpu.Barrier(num_barriers=_QUERY_STAGES)
@@ -91,10 +86,6 @@ def decode_pieces(
     )
     out, lse = run(rows, *pages, block_tables, plan.pieces, plan.blocks, scales)
     return out, lse
-
-
-def _padded(head_dim_v: int) -> int:
-    return cdiv(head_dim_v, _VECTOR) * _VECTOR
 
 
 def _piece_range(refs: Any) -> tuple[jax.Array, jax.Array]:
@@ -174,69 +165,3 @@ def _store(refs: Any, config: GpuConfig, piece: jax.Array, state: RowState) -> N
         plgpu.copy_smem_to_gmem(refs.out_tile.at[rows], refs.out.at[piece, :, pl.ds(start, columns)])
         if start == 0:
             plgpu.copy_smem_to_gmem(refs.lse_tile.at[rows], refs.lse.at[piece])
-
-
-def merge_pieces(
-    pieces: tuple[jax.Array, jax.Array],  # of `decode_pieces`
-    units: jax.Array,  # int32[U, 2] of the plan
-    sinks: jax.Array,  # float32[Hq]
-    v_scale: jax.Array,  # float32[Hkv]
-    config: GpuConfig,
-    out_dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """(out [S, Hq, Dv], natural-log LSE float32[S, Hq]): 0 and -inf for sequences without keys."""
-    num_units, columns = units.shape[0], _padded(config.head_dim_v)
-    outputs = [
-        jax.ShapeDtypeStruct((num_units, config.group, columns), out_dtype),
-        jax.ShapeDtypeStruct((num_units, config.group), jnp.float32),
-    ]
-
-    def body(*args: Any) -> None:
-        names = ("units", "piece_out", "piece_lse", "sinks", "v_scale", "out", "lse")
-        _merge(SimpleNamespace(**dict(zip(names, args, strict=True))), config, columns)
-
-    grid = {"unit": num_units, "head": config.group}
-    run = mosaic_gpu.kernel(body, name="rpa_merge_pieces", outputs=outputs, grid=grid)
-    out, lse = run(units, *pieces, sinks, v_scale)
-    num_seqs, num_q_heads = num_units // config.num_kv_heads, config.num_kv_heads * config.group
-    return out[..., : config.head_dim_v].reshape(num_seqs, num_q_heads, -1), lse.reshape(num_seqs, num_q_heads)
-
-
-def _merge(refs: Any, config: GpuConfig, columns: int) -> None:
-    """One query head of one unit; natural-log units throughout, so that no finite sink overflows."""
-    unit, row = lax.axis_index("unit"), lax.axis_index("head")
-    head = lax.rem(unit, jnp.int32(config.num_kv_heads))
-    first, end = refs.units[unit, 0], refs.units[unit, 1]
-    sink = refs.sinks[head * config.group + row]
-
-    def add(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        m, top, weight, total = carry
-        numbers = [first + i * _PIECES_AT_ONCE + j for j in range(_PIECES_AT_ONCE)]
-        places = [lax.min(number, end - 1) for number in numbers]
-        logs = [
-            jnp.where(number < end, refs.piece_lse[place, row], -jnp.inf)
-            for number, place in zip(numbers, places, strict=True)
-        ]
-        parts = [refs.piece_out[place, row] for place in places]
-        for log, part in zip(logs, parts, strict=True):
-            top = jnp.maximum(top, log)
-            new_m = jnp.maximum(m, log)
-            shrink, share = _exp(m - _finite(new_m)), _exp(log - _finite(new_m))
-            weight, total, m = weight * shrink + share, total * shrink + part * share, new_m
-        return m, top, weight, total
-
-    num_loads = lax.div(end - first + (_PIECES_AT_ONCE - 1), jnp.int32(_PIECES_AT_ONCE))
-    start = (sink, jnp.float32(-math.inf), _exp(sink - _finite(sink)), jnp.zeros((columns,), jnp.float32))
-    m, top, weight, total = lax.fori_loop(0, num_loads, add, start)
-    nothing = top == -jnp.inf
-    out = total * jnp.where(nothing, 0.0, refs.v_scale[head] / weight)
-    refs.out[unit, row] = out.astype(refs.out.dtype)
-    refs.lse[unit, row] = jnp.where(nothing, -jnp.inf, m + jnp.log(weight))
-
-
-def _exp(x: jax.Array) -> jax.Array:
-    return jnp.exp2(x * LOG2_E)
-
-
-def _finite(m: jax.Array) -> jax.Array:
-    return jnp.where(m == -jnp.inf, 0.0, m)

@@ -7,17 +7,6 @@ The keys of a query tile are the slots of its page run (mask.py: sink pages, the
 
     block    0     1     2     3     4     5
              cut   whole whole whole whole cut          order: 1 2 3 4, 0, 5
-
-Decoding shares out all blocks of all *units* (sequence, KV head) in one line, the same number to each of `num_blocks`
-thread blocks, so that a single long sequence fills the card as well as many short ones:
-
-    unit              0           1     2                       3
-    block             0  1  2  3  0  1  0  1  2  3  4  5  6  7  0  1
-    thread block      0  0  0  0  1  1  1  1  2  2  2  2  3  3  3  3
-    piece             0           2     3     4           5     6         (unit + thread block)
-
-A *piece* is what one thread block does of one unit. `unit + thread block` rises along the line, so it names the piece,
-and the pieces of a unit, and those of a thread block, are consecutive.
 """
 
 from __future__ import annotations
@@ -32,6 +21,7 @@ from jax import lax
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.layouts import cdiv
+from pallas_kernels.ragged_paged_attention.gpu_shares import share_out
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 
 MIN_GROUP_ROWS = 8  # rows of a tile in shared memory come in eights
@@ -189,11 +179,11 @@ def most_stages(free_bytes: int, stage_bytes: int) -> int:
 
 
 class DecodePlan(NamedTuple):
-    """The work list of decoding; U units, C thread blocks, U + C pieces."""
+    """The work list of decoding; a unit is a (sequence, KV head)."""
 
     pieces: jax.Array  # int32[U + C, fields]
-    blocks: jax.Array  # int32[C, 2] first piece of each thread block, and one after its last
-    units: jax.Array  # int32[U, 2] first piece of each unit, and one after its last
+    blocks: jax.Array  # int32[C, 2] as in Shares
+    units: jax.Array  # int32[U, 2] as in Shares
 
 
 def plan_decode(
@@ -208,36 +198,9 @@ def plan_decode(
     seq = jnp.arange(num_seqs, dtype=jnp.int32)
     pos = jnp.where((seq < num_decode) & (q_lens > 0), seq_lens - 1, -1)
     keys = Keys.of_tiles(config.mask, pos, pos, seq_lens, config.page_size, config.block)
-    ends = jnp.cumsum(jnp.repeat(keys.end, heads), dtype=jnp.int32)
-    begins = ends - jnp.repeat(keys.end, heads)
-    total = ends[-1]
-    share = jnp.maximum(-(-total // num_blocks), 1)
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
-    first_unit = _unit_of(ends, block * share)
-    last_unit = _unit_of(ends, jnp.minimum((block + 1) * share, total) - 1)
-    has_work = block * share < total
-    first_piece = jnp.where(has_work, first_unit, ends.shape[0]) + block
-    end_piece = jnp.where(has_work, last_unit + 1, ends.shape[0]) + block
-
-    piece = jnp.arange(ends.shape[0] + num_blocks, dtype=jnp.int32)
-    owner = jnp.maximum(jnp.sum(first_piece[None] <= piece[:, None], axis=1, dtype=jnp.int32) - 1, 0)
-    unit = jnp.clip(piece - owner, 0, ends.shape[0] - 1)
-    first = jnp.maximum(owner * share, begins[unit]) - begins[unit]
-    end = jnp.minimum((owner + 1) * share, ends[unit]) - begins[unit]
+    shares = share_out(jnp.repeat(keys.end, heads), num_blocks)
+    unit = shares.unit
     of_seq = jnp.stack(keys, axis=1)[unit // heads]
-    own = jnp.stack([unit // heads, unit % heads, first, jnp.maximum(end, first)], axis=1)
+    own = jnp.stack([unit // heads, unit % heads, shares.first, shares.end], axis=1)
     pieces = jnp.concatenate([own, of_seq[:, 2:]], axis=1).astype(jnp.int32)
-
-    unit = jnp.arange(ends.shape[0], dtype=jnp.int32)
-    is_empty = ends == begins
-    first_of_unit = unit + begins // share
-    end_of_unit = jnp.where(is_empty, first_of_unit, unit + (ends - 1) // share + 1)
-    return DecodePlan(
-        pieces, jnp.stack([first_piece, end_piece], axis=1), jnp.stack([first_of_unit, end_of_unit], axis=1)
-    )
-
-
-def _unit_of(ends: jax.Array, place: jax.Array) -> jax.Array:
-    """The unit that holds each place of the line."""
-    unit = jnp.sum(ends[None] <= place[:, None], axis=1, dtype=jnp.int32)
-    return jnp.minimum(unit, ends.shape[0] - 1)
+    return DecodePlan(pieces, shares.blocks, shares.units)

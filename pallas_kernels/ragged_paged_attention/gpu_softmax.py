@@ -111,13 +111,18 @@ def weigh(
     if bounds is not None:
         slot = mosaic_gpu.column_index(*scores.shape) + first_slot
         scores = jnp.where(_visible(config, keys, slot, bounds), scores, -jnp.inf)
+    return add_scores(state, scores, config.compute_dtype)
+
+
+def add_scores(state: RowState, scores: jax.Array, dtype: Any) -> tuple[RowState, jax.Array]:
+    """As `weigh`, with logits float32[64, n] in units of log2(e), -inf where a row does not see a key."""
     m = lax.max(state.m, jnp.max(scores, axis=1))
     finite = jnp.where(m == -jnp.inf, 0.0, m)
     shrink = jnp.exp2(state.m - finite)
-    p = jnp.exp2(scores - mosaic_gpu.spread(finite, config.block))
+    p = jnp.exp2(scores - mosaic_gpu.spread(finite, scores.shape[1]))
     weight = state.weight * shrink + jnp.sum(p, axis=1)
     total = state.total * mosaic_gpu.spread(shrink, state.total.shape[1])
-    return RowState(m, weight, total), p.astype(config.compute_dtype)
+    return RowState(m, weight, total), p.astype(dtype)
 
 
 def seen_by_any(config: GpuConfig, keys: Keys, first_slot: jax.Array) -> Callable[[int], jax.Array]:

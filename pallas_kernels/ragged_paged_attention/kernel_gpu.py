@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill, launches
+from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
 from pallas_kernels.ragged_paged_attention.gpu_plan import (
     MIN_STAGES,
     GpuConfig,
@@ -178,7 +179,7 @@ def decode(
     plan = plan_decode(seq_lens, num_decode, q_lens, config, tuning.num_blocks)
     q = to_compute_dtype(q, config)
     pieces = gpu_decode.decode_pieces(q, step.pages, step.block_tables, plan, step.scales, config)
-    return gpu_decode.merge_pieces(pieces, plan.units, step.sinks, step.v_scale, config, step.dtype)
+    return merge_pieces(pieces, plan.units, step.sinks, step.v_scale, config.head_dim_v, step.dtype)
 
 
 def prefill(step: Step, q: jax.Array, batch: Batch, return_lse: bool) -> tuple[jax.Array, jax.Array | None]:

@@ -18,7 +18,7 @@ from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import latent_write
-from pallas_kernels.sparse_mla_attention import kernel_tpu, reference, validate
+from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu, reference, validate
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
 
 
@@ -79,8 +79,11 @@ def sparse_mla_attention(
         "entry_page_size": 1 if compressed is None else compressed.page_size,
     }
     arrays = (compressed_pages, compressed_tables, topk_indices)
-    reason = kernel_tpu.reason_not_supported(q, pages, schedule, *arrays, **options)
-    chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
+    reasons = {
+        "tpu": kernel_tpu.reason_not_supported(q, pages, schedule, *arrays, **options),
+        "gpu": kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries),
+    }
+    chosen = resolve_backend(validate.OP, backend, reasons)
     if new_kv is not None and slot_mapping is not None:
         pages = latent_write(
             new_kv, tuple(pages), slot_mapping, entries=entries, page_size=latent.page_size, backend=backend
@@ -89,6 +92,9 @@ def sparse_mla_attention(
     if chosen == "tpu":
         options |= {"sliding_window": int(sliding_window), "return_lse": return_lse}
         out, lse = kernel_tpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
+    elif chosen == "gpu":
+        del options["entries"], options["page_size"]
+        out, lse = kernel_gpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
     else:
         out, lse = reference.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

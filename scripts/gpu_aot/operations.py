@@ -18,7 +18,7 @@ from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
-from scripts import ssm_case
+from scripts import sparse_case, ssm_case
 from scripts.aot_arguments import argument
 
 
@@ -187,6 +187,18 @@ def recurrent(build: Callable[..., Any], case: ssm_case.SsmCase) -> Operation:
     return Operation(call, arguments, donated=(1,))
 
 
+@dataclass(frozen=True)
+class PlainCase(sparse_case.SparseCase):
+    """Sizes of one compilation of sparse_mla_attention over entries in bfloat16, which the kernel reads."""
+
+    fp8: int = 0
+
+
+def sparse(case: PlainCase) -> Operation:
+    """A layer's step of sparse attention."""
+    return Operation(*sparse_case.attention(case, backend="gpu"))
+
+
 def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
     """(pages, new K and V, slots)."""
     layout = attention_layout(
@@ -209,4 +221,5 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "mla": (LatentCase, latent),
     "page_ops": (AttentionCase, page_work),
     "scan": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.scan)),
+    "sparse": (PlainCase, sparse),
 }

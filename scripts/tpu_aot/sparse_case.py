@@ -7,75 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from pallas_kernels.compressor_update import kernel_tpu as compressor_kernel
 from pallas_kernels.compressor_update import max_new_entries
 from pallas_kernels.indexer_topk import kernel_tpu as indexer_kernel
-from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8, Plain
+from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
 from pallas_kernels.layouts import latent_layout
-from pallas_kernels.sparse_mla_attention import kernel_tpu, plan
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
 from scripts.aot_arguments import argument
-
-# Bytes of each cache: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
-_POOL_BYTES = 1 << 29
-_BLOCK_TOKENS = 256  # of a compressed cache's pages
-
-
-@dataclass(frozen=True)
-class SparseCase:
-    """Sizes of one compilation of sparse_mla_attention."""
-
-    model: str = "deepseek-v4-flash"
-    shards: int = 1  # tensor parallelism
-    ratio: int = 4  # 0: the window only; 4: with an indexer; 128: all entries
-    fp8: int = 1  # entries in fp8, else bfloat16
-    page: int = 64  # states of the window's pages
-    seqs: int = 64
-    tokens: int = 512
-    context: int = 131072
-    lse: int = 0
-
-
-def attention(case: SparseCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The kernels and the schedule, without the write of new latents."""
-    (model,) = (shape for shape in SHAPES if shape.name == case.model)
-    entries: EntryFormat = LatentFp8(model.rope_dim) if case.fp8 else Plain()
-    dtype = "int8" if case.fp8 else "bfloat16"
-    heads = model.per_shard(case.shards)
-
-    def pages(page_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        layout = latent_layout(head_dim=entries.width(model.dim), page_size=page_size, dtype=dtype, platform="tpu")
-        return tuple(argument(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
-
-    entry_page = _BLOCK_TOKENS // (case.ratio or _BLOCK_TOKENS)
-    columns = -(-case.context // _BLOCK_TOKENS)
-    compressed = (pages(entry_page), argument((case.seqs, columns), "int32")) if case.ratio else (None, None)
-    indices = argument((case.tokens, model.topk), "int32") if case.ratio == 4 else None
-    shapes = ((case.seqs, -(-case.context // case.page)), (case.seqs,), (case.seqs + 1,), (3,))
-    step = tuple(argument(shape, "int32") for shape in shapes)
-
-    def call(q: Any, window: Any, step: Any, compressed: Any, indices: Any, sinks: Any) -> Any:
-        sizes = {"num_tokens": case.tokens, "sliding_window": model.sliding_window, "page_size": case.page}
-        return kernel_tpu.sparse_mla_attention(
-            q,
-            window,
-            plan(*step, **sizes),
-            *compressed,
-            indices,
-            sinks,
-            sm_scale=model.sm_scale,
-            sliding_window=model.sliding_window,
-            tokens_per_state=case.ratio or 1,
-            entries=entries,
-            page_size=case.page,
-            entry_page_size=entry_page,
-            return_lse=bool(case.lse),
-        )
-
-    q = argument((case.tokens, heads, model.dim), "bfloat16")
-    return call, (q, pages(case.page), step, compressed, indices, argument((heads,), "float32"))
+from scripts.sparse_case import BLOCK_TOKENS, POOL_BYTES, SparseCase, attention
 
 
 @dataclass(frozen=True)
@@ -95,7 +34,7 @@ def compressor(case: CompressorCase) -> tuple[Callable[..., Any], tuple[Any, ...
     overlap = case.ratio == 4
     width = (1 + overlap) * case.dim
     layout = latent_layout(head_dim=2 * width, page_size=case.page, dtype="float32", platform="tpu")
-    pages = tuple(argument(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
+    pages = tuple(argument(a.shape(POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
     room = max_new_entries(case.tokens, case.seqs, case.ratio)
     call = functools.partial(
         compressor_kernel.compressor_update, overlap=overlap, page_size=case.page, room=room
@@ -121,14 +60,14 @@ def indexer(case: IndexerCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     (model,) = (shape for shape in SHAPES if shape.name == case.model)
     ratio = model.ratios[0]
     entries: EntryFormat = IndexFp8() if case.fp8 else Plain()
-    width, page = entries.width(model.index_dim), _BLOCK_TOKENS // ratio
+    width, page = entries.width(model.index_dim), BLOCK_TOKENS // ratio
     layout = latent_layout(
         head_dim=width, page_size=page, dtype="int8" if case.fp8 else "bfloat16", platform="tpu"
     )  # fmt: skip
-    pages = tuple(argument(a.shape(_POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
+    pages = tuple(argument(a.shape(POOL_BYTES // layout.page_bytes), a.dtype) for a in layout.arrays)
     sizes = {"topk": model.topk, "tokens_per_state": ratio, "entries": entries, "page_size": page}
     q = argument((case.tokens, model.num_index_heads, model.index_dim), "bfloat16")
-    shapes = ((case.seqs, -(-case.context // _BLOCK_TOKENS)), (case.seqs,), (case.seqs + 1,), (3,))
+    shapes = ((case.seqs, -(-case.context // BLOCK_TOKENS)), (case.seqs,), (case.seqs + 1,), (3,))
     step = [argument(shape, "int32") for shape in shapes]
     call = functools.partial(indexer_kernel.indexer_topk, **sizes)
     return call, (q, argument((case.tokens, model.num_index_heads), "float32"), pages, *step)

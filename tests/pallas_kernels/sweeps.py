@@ -36,6 +36,23 @@ def choices(factors: dict[str, Sequence[Any]], seed: int) -> Iterator[tuple[int,
     return ((1000 * seed + index, choice) for index, choice in enumerate(pairwise(factors, seed)))
 
 
+def two_steps(
+    factors: dict[str, Sequence[Any]], compiled: Callable[[int, dict[str, Any]], Callable[[int], None]]
+) -> Sweep:
+    """The sweep of two random steps of every choice: `compiled(number, choice)` gives the check of a seed's step."""
+
+    def sweep(seed: int) -> Iterator[None]:
+        for number, choice in choices(factors, seed):
+            with naming(choice, "compilation"):
+                check = compiled(number, choice)
+            for step in range(2):
+                with naming(choice, step):
+                    check(10 * number + step)
+                yield
+
+    return sweep
+
+
 @contextmanager
 def naming(choice: dict[str, Any], case: Any = "") -> Iterator[None]:
     """An error inside says which case it was."""

@@ -20,7 +20,8 @@ def test_sweep(op: str, backend: str) -> None:
 def test_sweeps_are_found() -> None:
     ops = {"ragged_paged_attention", "kv_write", "page_ops", "merge_states"}
     assert ops <= {op for op, backend in find_sweeps() if backend == "tpu"}
-    assert {("ragged_paged_attention", "gpu"), ("mla_paged_attention", "gpu")} <= set(find_sweeps())
+    attention = {f"{name}_attention" for name in ("ragged_paged", "mla_paged", "sparse_mla")}
+    assert attention <= {op for op, backend in find_sweeps() if backend == "gpu"}
 
 
 def test_numbers_differ_between_seeds() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from pallas_kernels.ragged_paged_attention import kernel_gpu
 from tests.pallas_kernels.cases import make_case, random_rows
 from tests.pallas_kernels.ragged_paged_attention import test_kernel_gpu, test_kernel_tpu
 from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import shape_and_options
-from tests.pallas_kernels.sweeps import choices, naming
+from tests.pallas_kernels.sweeps import choices, naming, two_steps
 
 TPU_FACTORS: dict[str, tuple[Any, ...]] = test_kernel_tpu.FACTORS | {
     "mask": (
@@ -56,18 +56,17 @@ def tpu(seed: int) -> Iterator[None]:
             yield
 
 
-def gpu(seed: int) -> Iterator[None]:
-    """Two random steps of every choice, half of them in the sizes that the kernel itself chooses."""
-    for number, choice in choices(test_kernel_gpu.FACTORS, seed):
-        shape, options = shape_and_options(choice, number)
-        tuning = kernel_gpu.Tuning(num_blocks=5) if number % 2 else test_kernel_gpu.SMALL
-        with naming(choice, "compilation"):
-            run = test_kernel_gpu.compiled(shape, options, tuning)
-        for step in range(2):
-            with naming(choice, step):
-                case = make_case(10 * number + step, shape, None, options)
-                test_kernel_gpu.assert_right(run(*case.arrays), case, options)
-            yield
+def gpu(number: int, choice: dict[str, Any]) -> Callable[[int], None]:
+    """The check of a step, for half of the choices in the sizes that the kernel itself chooses."""
+    shape, options = shape_and_options(choice, number)
+    tuning = kernel_gpu.Tuning(num_blocks=5) if number % 2 else test_kernel_gpu.SMALL
+    run = test_kernel_gpu.compiled(shape, options, tuning)
+
+    def check(seed: int) -> None:
+        case = make_case(seed, shape, None, options)
+        test_kernel_gpu.assert_right(run(*case.arrays), case, options)
+
+    return check
 
 
-SWEEPS = {"tpu": tpu, "gpu": gpu}
+SWEEPS = {"tpu": tpu, "gpu": two_steps(test_kernel_gpu.FACTORS, gpu)}

@@ -96,11 +96,6 @@ def test_bad_arguments(name: str) -> None:
         sparse_mla_attention(**{**GOOD, **change})
 
 
-def test_a_platform_without_a_kernel() -> None:
-    with pytest.raises(NotImplementedError, match="sparse_mla_attention: there is no gpu kernel"):
-        sparse_mla_attention(**GOOD, backend="gpu")
-
-
 def test_good_arguments() -> None:
     """The base of the cases above is itself accepted, traced as well."""
     shapes = jax.eval_shape(
