@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
+from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from pallas_kernels.ssm_update.shapes import SHAPES as RECURRENT_SHAPES
 from scripts.gpu_compile import compile_op, problems, report
 
@@ -42,6 +43,7 @@ FEATURES = (
     "head_dim=256 dtype=float8_e4m3fn",
 )
 LATENT_FEATURES = ("page=16 window=1024 soft_cap=30", "dtype=float8_e4m3fn", "dtype=int8 tp=8", "q_dtype=float16 tp=8")
+SPARSE_FEATURES = ("ratio=0", "ratio=128", "tokens=64")
 RECURRENT_FEATURES = (
     "tokens=64",
     "tokens=64 model=jamba-1.5-mini",
@@ -60,6 +62,7 @@ ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
     ("mla", "window=", "mla_"): 516,
     ("mla", "dtype=float8", "mla_"): 2232,
     ("mla", "dtype=int8", "mla_"): 2232,
+    ("sparse", "", "sparse_mla_"): 1008,
 }
 
 
@@ -85,6 +88,12 @@ def latent_cases() -> list[str]:
                 seen.add(key)
                 cases.append(f"shape={shape.name} tp={shards}")
     return [*cases, *LATENT_FEATURES]
+
+
+def sparse_cases() -> list[str]:
+    """Settings of sparse attention: query heads of shapes by shards, kinds of layers, tokens that are split."""
+    heads = {shape.per_shard(shards): (shape, shards) for shape in SPARSE_SHAPES for shards in SHARDS}
+    return [*(f"model={shape.name} shards={shards}" for shape, shards in heads.values()), *SPARSE_FEATURES]
 
 
 def recurrent_cases() -> list[str]:
@@ -113,6 +122,7 @@ def cases(subset: bool) -> list[tuple[str, str]]:
     attention, latent = (SUBSET, ("",)) if subset else (attention_cases(), latent_cases())
     others = [(op, f"dtype={dtype}") for op in ("kv_write", "page_ops") for dtype in ("bfloat16", "float8_e4m3fn")]
     kernels = [*(("attention", settings) for settings in attention), *(("mla", settings) for settings in latent)]
+    kernels += [("sparse", settings) for settings in (("",) if subset else sparse_cases())]
     recurrent = ("",) if subset else recurrent_cases()
     kernels += [("scan", settings) for settings in recurrent]
     kernels += [("conv", settings) for settings in recurrent if "state_dtype" not in settings]

@@ -13,12 +13,14 @@ then. A wrong case is told with its seed and choice of features, and the exit st
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))  # threads of XLA, as in tests/conftest.py
 
 from tests.pallas_kernels.sweeps import Sweep, find_sweeps
 

@@ -11,10 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
 
 from tests.pallas_kernels.on_device import call_on
-from tests.pallas_kernels.quick_callbacks import quick_callbacks
-
-# Optimising the interpreter's program costs more than it saves.
-_QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+from tests.pallas_kernels.quick_callbacks import QUICK_COMPILE, quick_callbacks
 
 
 def gpu_device() -> jax.Device | None:
@@ -31,7 +28,7 @@ def compile_on_gpu(function: Callable[..., Any], *arguments: Any, watch_races: b
     if device is not None:
         return call_on(device, function)
     with force_gpu_interpret_mode(InterpretGPUParams(detect_races=watch_races)):
-        compiled = jax.jit(function).lower(*arguments).compile(compiler_options=_QUICK_COMPILE)
+        compiled = jax.jit(function).lower(*arguments).compile(compiler_options=QUICK_COMPILE)
 
     def call(*arguments: Any) -> Any:
         try:
