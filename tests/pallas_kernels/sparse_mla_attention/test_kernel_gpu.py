@@ -130,6 +130,22 @@ def test_an_empty_step() -> None:
         assert_right(compiled(SHAPE, None, tuning), make_case(0, SHAPE, []), None)
 
 
+def test_nan_stays_with_the_tokens_that_see_it() -> None:
+    """An entry that the last token alone sees: the tokens before it, whose list it stands in, do as without it."""
+    shape = shape_of({"ratio": 1, "num_tokens": 3, "num_rows": 1, "window": 1})
+    case = make_case(2, shape, [(3, 70)])
+    run = compiled(shape, None, WHOLE)
+    clean = run(*arguments(case, None))
+    q, page, step, given = arguments(case, None)
+    number, offset = divmod(69, shape.entry_page_size)
+    entries = given["compressed_pages"][0].at[case.compressed["compressed_tables"][0, number], offset].set(np.nan)
+    out, lse = run(q, page, step, given | {"compressed_pages": (entries,)})
+    np.testing.assert_array_equal(out[:2].astype(np.float32), clean[0][:2].astype(np.float32))
+    np.testing.assert_array_equal(lse[:2], clean[1][:2])
+    assert np.isnan(out[2].astype(np.float32)).all()
+    assert np.isnan(lse[2]).all()
+
+
 @pytest.mark.skipif(gpu_device() is not None, reason="races are seen by the interpreter only")
 @pytest.mark.parametrize("wait", ["wait_full", "wait_idle", "wait_moved"])
 def test_a_missing_wait_is_found(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
