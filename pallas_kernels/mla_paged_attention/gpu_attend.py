@@ -105,7 +105,7 @@ def _attend(refs: Any, ring: LatentRing, num_tokens: int, warpgroup: jax.Array) 
         state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(ring.config.head_dim_v // WARPGROUPS))
         state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
         plgpu.barrier_arrive(refs.q_free)
-        _store(refs, ring.config, piece, warpgroup, state)
+        store_piece(refs, piece, warpgroup, *state.finish())
         return step + keys.num_blocks
 
     num_steps = lax.fori_loop(first, end, attend_piece, jnp.int32(0))
@@ -156,10 +156,9 @@ def _attend_block(
     return state._replace(total=total)
 
 
-def _store(refs: Any, config: GpuConfig, piece: jax.Array, warpgroup: jax.Array, state: RowState) -> None:
+def store_piece(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, lse: jax.Array) -> None:
     """Stores a warpgroup's columns straight from registers, and the first one the LSE."""
-    out, lse = state.finish()
-    columns = config.head_dim_v // WARPGROUPS
+    columns = out.shape[1]
     target = refs.out.at[piece, :, pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)]
     mosaic_gpu.store_plain(target, out.astype(refs.out.dtype))
 

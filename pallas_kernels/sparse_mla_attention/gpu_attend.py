@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
+from pallas_kernels.mla_paged_attention.gpu_attend import store_piece
 from pallas_kernels.ragged_paged_attention.gpu_softmax import RowState, add_scores
 from pallas_kernels.sparse_mla_attention.gpu_plan import Field, SparseWork
 from pallas_kernels.sparse_mla_attention.gpu_rows import CHUNK, WARPGROUPS, RowBlocks
@@ -71,6 +72,8 @@ def _attend(refs: Any, row_blocks: RowBlocks, warpgroup: jax.Array) -> None:
     """One warpgroup's part of all pieces of this thread block."""
     block = lax.axis_index("block")
     first, end = refs.blocks[block, 0], refs.blocks[block, 1]
+    columns = refs.q.shape[-1] // WARPGROUPS
+    own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
 
     @pl.loop(first, end)
     def _(piece: jax.Array) -> None:
@@ -90,33 +93,14 @@ def _attend(refs: Any, row_blocks: RowBlocks, warpgroup: jax.Array) -> None:
             scores = mosaic_gpu.dot_transposed(refs.q_tile, rows) * refs.scale[0]
             scores = jnp.where(row_blocks.visible(piece, i), scores, -jnp.inf)
             state, p = add_scores(state, scores, refs.q.dtype)
-            return state._replace(total=mosaic_gpu.dot_add(state.total, p, rows.at[:, _columns(refs, warpgroup)]))
+            return state._replace(total=mosaic_gpu.dot_add(state.total, p, rows.at[:, own]))
 
-        state = lax.fori_loop(0, num_blocks, attend_block, RowState.empty(refs.q.shape[-1] // WARPGROUPS))
+        state = lax.fori_loop(0, num_blocks, attend_block, RowState.empty(columns))
         plgpu.barrier_arrive(refs.q_free)
-        _store(refs, piece, warpgroup, state)
+        part = lax.rem(refs.pieces[piece, Field.TILE], jnp.int32(refs.sinks.shape[0]))
+        store_piece(refs, piece, warpgroup, *state.finish_with_sinks(mosaic_gpu.load_per_row(refs.sinks.at[part])))
 
     @pl.when(warpgroup == 0)
     def _() -> None:
         pl.when(end > first)(lambda: plgpu.barrier_wait(refs.q_free))
         plgpu.wait_smem_to_gmem(0)
-
-
-def _columns(refs: Any, warpgroup: jax.Array) -> pl.Slice:
-    """A warpgroup's columns of the values."""
-    columns = refs.q.shape[-1] // WARPGROUPS
-    return pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
-
-
-def _store(refs: Any, piece: jax.Array, warpgroup: jax.Array, state: RowState) -> None:
-    """Stores a warpgroup's columns straight from registers, and the first one the LSE."""
-    part = lax.rem(refs.pieces[piece, Field.TILE], jnp.int32(refs.sinks.shape[0]))
-    out, lse = state.finish_with_sinks(mosaic_gpu.load_per_row(refs.sinks.at[part]))
-    mosaic_gpu.store_plain(refs.out.at[piece, :, _columns(refs, warpgroup)], out.astype(refs.out.dtype))
-
-    @pl.when(warpgroup == 0)
-    def _() -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        refs.lse_tile[...] = lse
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs.lse_tile, refs.lse.at[piece])

@@ -3,7 +3,7 @@
 Flow:    SparseSchedule, compressed tables, picks -> [SparseWork.of] -> int32 tables -> gpu_attend
 
 Every token attends alone, since no two see the same entries. What it sees stands in two *lists* of rows of a cache,
-its window's and its entries', -1 where there is none, in blocks of 64:
+its window's and its entries', -1 where one is none, in blocks of 64:
 
     rows     w0 ... w63 | w64 ... w127 | e0 ... e63 | e64 ... e90 -1 ... -1 |
     block        0             1             2               3
@@ -77,10 +77,9 @@ def entry_lists(
         slots = state_slots(tables, page_size, schedule.seq[:, None], jnp.maximum(topk_indices, 0))
         place = jnp.arange(topk_indices.shape[1], dtype=jnp.int32)
         return Lists.of(jnp.where(seen, slots, -1), token, jnp.max(jnp.where(seen, place + 1, 0), axis=1, initial=0))
-    most = jnp.zeros(tables.shape[0], jnp.int32).at[schedule.seq].max(counts)[:, None]
     entry = jnp.arange(tables.shape[1] * page_size, dtype=jnp.int32)
     slots = state_slots(tables, page_size, jnp.arange(tables.shape[0], dtype=jnp.int32)[:, None], entry)
-    return Lists.of(jnp.where(entry < most, slots, -1), schedule.seq, counts)
+    return Lists.of(slots, schedule.seq, counts)
 
 
 class SparseWork(NamedTuple):
