@@ -43,7 +43,7 @@ FEATURES = (
     "head_dim=256 dtype=float8_e4m3fn",
 )
 LATENT_FEATURES = ("page=16 window=1024 soft_cap=30", "dtype=float8_e4m3fn", "dtype=int8 tp=8", "q_dtype=float16 tp=8")
-SPARSE_FEATURES = ("ratio=0", "ratio=128", "tokens=64")
+SPARSE_FEATURES = ("fp8=0", "fp8=0 ratio=0", "ratio=128", "tokens=64", "tokens=8192")
 RECURRENT_FEATURES = (
     "tokens=64",
     "tokens=64 model=jamba-1.5-mini",

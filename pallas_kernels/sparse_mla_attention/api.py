@@ -93,7 +93,6 @@ def sparse_mla_attention(
         options |= {"sliding_window": int(sliding_window), "return_lse": return_lse}
         out, lse = kernel_tpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
     elif chosen == "gpu":
-        del options["entries"], options["page_size"]
         out, lse = kernel_gpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
     else:
         out, lse = reference.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)

@@ -187,14 +187,7 @@ def recurrent(build: Callable[..., Any], case: ssm_case.SsmCase) -> Operation:
     return Operation(call, arguments, donated=(1,))
 
 
-@dataclass(frozen=True)
-class PlainCase(sparse_case.SparseCase):
-    """Sizes of one compilation of sparse_mla_attention over entries in bfloat16, which the kernel reads."""
-
-    fp8: int = 0
-
-
-def sparse(case: PlainCase) -> Operation:
+def sparse(case: sparse_case.SparseCase) -> Operation:
     """A layer's step of sparse attention."""
     return Operation(*sparse_case.attention(case, backend="gpu"))
 
@@ -221,5 +214,5 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "mla": (LatentCase, latent),
     "page_ops": (AttentionCase, page_work),
     "scan": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.scan)),
-    "sparse": (PlainCase, sparse),
+    "sparse": (sparse_case.SparseCase, sparse),
 }

@@ -12,8 +12,9 @@ from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from scripts import gpu_compile, gpu_compile_all
 from scripts.gpu_aot.compile_one import parse_case
-from scripts.gpu_aot.operations import OPERATIONS, AttentionCase, PlainCase, with_model_shape
+from scripts.gpu_aot.operations import OPERATIONS, AttentionCase, with_model_shape
 from scripts.gpu_aot.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
+from scripts.sparse_case import SparseCase
 
 LINKED = """
 ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain compatibility across compilation
@@ -125,7 +126,7 @@ def test_every_shape_is_compiled_once() -> None:
             heads = shape.per_shard(shards)
             rest = (shape.sliding_window or 0, shape.attention_chunk_size or 0, shape.soft_cap or 0.0)
             assert (*heads, shape.head_dim, *rest) in done
-    sparse = [parse_case(PlainCase, settings.split()) for settings in gpu_compile_all.sparse_cases()]
+    sparse = [parse_case(SparseCase, settings.split()) for settings in gpu_compile_all.sparse_cases()]
     done = {shape.per_shard(case.shards) for case in sparse for shape in SPARSE_SHAPES if shape.name == case.model}
     assert done == {shape.per_shard(shards) for shape in SPARSE_SHAPES for shards in (1, 2, 4, 8)}
     assert len(gpu_compile_all.cases(subset=True)) < 10

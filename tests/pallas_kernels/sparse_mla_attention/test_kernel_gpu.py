@@ -34,6 +34,10 @@ SHAPE = Shape(
     latent=LatentShape(128, 16, "bfloat16"),
 )
 ROWS = [(1, 5), (0, 0), (1, 240), (4, 90)]  # padding, a sequence of length 0, lists of several blocks
+FP8: dict[str, Any] = {
+    "entries": LatentFp8(64, 64),
+    "latent": LatentShape(LatentFp8(64, 64).width(128), 16, "int8"),
+}
 CASES: dict[str, tuple[dict[str, Any], bool, kernel_gpu.Tuning]] = {
     "window": ({"num_q_heads": 66, "num_tokens": 3, "num_rows": 3}, True, WHOLE),
     "window in pieces": ({"window": 200, "num_q_heads": 66, "num_tokens": 3, "num_rows": 3}, True, SPLIT),
@@ -41,6 +45,8 @@ CASES: dict[str, tuple[dict[str, Any], bool, kernel_gpu.Tuning]] = {
     "all entries in pieces": ({"ratio": 2, "window": 5, "dim": 256}, True, SPLIT),
     "picked entries": ({"ratio": 1, "topk": 90, "window": 1, "q_dtype": "float16"}, True, WHOLE),
     "picked entries in pieces": ({"ratio": 1, "topk": 90}, True, SPLIT),
+    "picked fp8 entries": ({"ratio": 1, "topk": 90, **FP8}, False, WHOLE),
+    "all fp8 entries": ({"ratio": 2, "window": 5, **FP8}, True, SPLIT),
 }
 
 
@@ -54,13 +60,18 @@ def shape_of(change: dict[str, Any]) -> Shape:
 def arguments(case: Case, sinks: np.ndarray | None) -> tuple[Any, ...]:
     """(q, page, step, the rest by name), NaN in the null pages too."""
     page, given = case.page.copy(), dict(case.compressed)
-    page[0] = np.nan
+    page[0] = _nothing(page)
     if given:
         given["compressed_pages"] = (given["compressed_pages"][0].copy(),)
-        given["compressed_pages"][0][0] = np.nan
+        given["compressed_pages"][0][0] = _nothing(page)
     if sinks is not None:
         given["sinks"] = sinks.astype(np.float32)
     return jax.tree.map(jnp.asarray, (case.q, page, case.step, given))
+
+
+def _nothing(page: np.ndarray) -> Any:
+    """What no kernel may use: NaN, in bytes those of e4m3."""
+    return 127 if page.dtype == np.int8 else np.nan
 
 
 def of_reference(case: Case) -> tuple[Any, ...]:
@@ -98,6 +109,8 @@ def compiled(shape: Shape, sinks: np.ndarray | None, tuning: kernel_gpu.Tuning) 
             *(given.get(name) for name in names),
             sm_scale=shape.sm_scale,
             tokens_per_state=shape.ratio or 1,
+            entries=shape.entries,
+            page_size=shape.latent.page_size,
             entry_page_size=shape.entry_page_size,
             tuning=tuning,
         )
@@ -122,6 +135,13 @@ def test_equals_the_oracle(name: str) -> None:
         sinks[:2] = -np.inf, 50.0
     run = compiled(shape, sinks, tuning)
     assert_right(run, make_case(1, shape, ROWS[: shape.num_rows]), sinks)
+
+
+def test_fp8_entries_of_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of three tokens, the last with padding that no step has."""
+    monkeypatch.setattr(kernel_gpu, "_MOST_DECODED", 3)
+    shape = shape_of({"ratio": 1, "topk": 20, "window": 9, **FP8})
+    assert_right(compiled(shape, None, WHOLE), make_case(3, shape, ROWS), None)
 
 
 def test_an_empty_step() -> None:
@@ -219,10 +239,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "packed": ({"latent": LatentShape(128, 16, "bfloat16", "tpu")}, "GPU kernels read latent pages"),
     "float32": ({"q_dtype": "float32"}, "take bfloat16 or float16 queries, got float32"),
     "mixed": ({"latent": LatentShape(128, 16, "float16")}, "take pages of bfloat16 as the queries, got float16"),
-    "entries": (
-        {"entries": LatentFp8(64, 64), "latent": LatentShape(LatentFp8(64, 64).width(128), 16, "int8")},
-        "read plain entries, got LatentFp8",
-    ),
+    "entries": ({**FP8, "q_dtype": "float16"}, "take bfloat16 queries over entries in fp8, got float16"),
     "dim": ({"dim": 192}, "up to 512 numbers in steps of 128, got 192"),
     "large": ({"dim": 640}, "up to 512 numbers in steps of 128, got 640"),
 }
