@@ -34,6 +34,26 @@ TPU_FACTORS: dict[str, tuple[Any, ...]] = test_kernel_tpu.FACTORS | {
     "heads": ((4, 2), (2, 2), (5, 1), (9, 3), (16, 2)),
     "head_dim": (64, 80, 96, 128, 192, 256),
 }
+GPU_FACTORS: dict[str, tuple[Any, ...]] = {
+    "mask": (
+        {},
+        {"sliding_window": 37},
+        {"attention_chunk_size": 100},
+        {"sliding_window": 65, "num_sink_tokens": 70},
+        {"causal": False, "num_sink_tokens": 3},
+    ),
+    "cache": tuple({"kv_dtype": name} for name in ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")),
+    "sizes": tuple(
+        {"page_size": page, "num_columns": 320 // page, "num_tokens": tokens, "num_rows": 6}
+        for page, tokens in ((8, 6), (16, 150), (32, 60), (64, 90), (128, 300))
+    ),
+    "heads": ((2, 1), (6, 2), (9, 1), (20, 1)),
+    "head_dim": (64, 96, (128, 96), 256),
+    "q_dtype": ("bfloat16",),
+    "soft_cap": (None, 1.5),
+    "sinks": (False, True),
+    "scales": (None, "scalar", "per_head"),
+}
 LENGTHS_0_AND_1 = [(0, 0), (1, 1), (0, 7)]
 
 
@@ -69,4 +89,4 @@ def gpu(number: int, choice: dict[str, Any]) -> Callable[[int], None]:
     return check
 
 
-SWEEPS = {"tpu": tpu, "gpu": two_steps(test_kernel_gpu.FACTORS, gpu)}
+SWEEPS = {"tpu": tpu, "gpu": two_steps(GPU_FACTORS, gpu)}

@@ -19,10 +19,9 @@ from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
 from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys, plan_decode
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case, pairwise, random_values
+from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case, random_values
 from tests.pallas_kernels.on_gpu import compile_on_gpu, gpu_device
 from tests.pallas_kernels.oracle import Options
-from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import shape_and_options
 
 SMALL = kernel_gpu.Tuning(decode_block=64, decode_stages=2, num_blocks=3, prefill_block=64, prefill_stages=2)
 SHAPE = Shape(
@@ -45,26 +44,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"page_size": 128, "num_columns": 3, "num_q_heads": 4, "num_kv_heads": 2, "kv_dtype": "float8_e4m3fn"},
         {"sliding_window": 100},
     ),
-}
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "mask": (
-        {},
-        {"sliding_window": 37},
-        {"attention_chunk_size": 100},
-        {"sliding_window": 65, "num_sink_tokens": 70},
-        {"causal": False, "num_sink_tokens": 3},
-    ),
-    "cache": tuple({"kv_dtype": name} for name in ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")),
-    "sizes": tuple(
-        {"page_size": page, "num_columns": 320 // page, "num_tokens": tokens, "num_rows": 6}
-        for page, tokens in ((8, 6), (16, 150), (32, 60), (64, 90), (128, 300))
-    ),
-    "heads": ((2, 1), (6, 2), (9, 1), (20, 1)),
-    "head_dim": (64, 96, (128, 96), 256),
-    "q_dtype": ("bfloat16",),
-    "soft_cap": (None, 1.5),
-    "sinks": (False, True),
-    "scales": (None, "scalar", "per_head"),
 }
 
 
@@ -109,19 +88,6 @@ def test_equals_the_oracle(name: str) -> None:
     for rows in ([], ROWS) if name == "full" else (ROWS,):
         case = make_case(1, shape, rows, options)
         assert_right(run(*case.arrays), case, options)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(4))
-def test_sweep(seed: int) -> None:
-    """Every pair of features, random lengths, the sizes that the kernel itself chooses."""
-    for index, choice in enumerate(pairwise(FACTORS, seed)):
-        shape, options = shape_and_options(choice, 1000 * seed + index)
-        run = compiled(shape, options, kernel_gpu.Tuning(num_blocks=5) if index % 2 else SMALL)
-        for step in range(2):
-            number = 1000 * seed + 10 * index + step
-            case = make_case(number, shape, None, options)
-            assert_right(run(*case.arrays), case, options)
 
 
 def test_extreme_sinks_do_not_overflow() -> None:
