@@ -21,7 +21,7 @@ from unittest import mock
 import jax
 import numpy as np
 from jax._src import callback as jax_callback
-from jax._src import core
+from jax._src import core, dispatch
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -37,7 +37,11 @@ def quick_callbacks() -> Iterator[None]:
         mock.patch.object(jax_callback, "io_callback_impl", _call),
         mock.patch.object(thread_map, "_run_jaxpr", _run),
     ):
-        yield
+        try:
+            yield
+        except Exception:
+            dispatch.runtime_tokens.clear()  # the order of effects goes on from what failed
+            raise
 
 
 def _run(jaxpr: Any, consts: Any, *arguments: Any) -> None:
