@@ -142,7 +142,7 @@ def _stages(config: GpuConfig) -> int:
     return max(MIN_STAGES, most_stages(free, elements * jnp.dtype(config.page_dtype).itemsize))
 
 
-def _padded_rows(q: jax.Array) -> jax.Array:
+def padded_rows(q: jax.Array) -> jax.Array:
     """Query tiles [U, rows, D] with rows a multiple of 8."""
     return jnp.pad(q, [(0, 0), (0, cdiv(q.shape[1], MIN_GROUP_ROWS) * MIN_GROUP_ROWS - q.shape[1]), (0, 0)])
 
@@ -153,7 +153,7 @@ def _decode(
     """(out [S, Hq, Dl], lse float32[S, Hq]) of the sequences that decode; 0 and -inf for others."""
     config = step.config
     plan = plan_decode(seq_lens, num_decode, q_lens, config, num_blocks)
-    q = _padded_rows(step.q[first_token].reshape(-1, config.group, config.head_dim))
+    q = padded_rows(step.q[first_token].reshape(-1, config.group, config.head_dim))
     pieces = jnp.pad(plan.pieces, [(0, 0), (0, 2)])  # one token a tile: its bounds are the keys'
     tiles = pieces[:, 0] * config.num_kv_heads + pieces[:, 1]
     arguments = (q, step.pages, step.block_tables, pieces, tiles, plan.blocks, step.scale, config, 1, jnp.float32)
@@ -169,7 +169,7 @@ def _prefill(step: _Step, batch: Batch, shape: TileShape) -> tuple[jax.Array, ja
     num_tiles = table.shape[0]
     token = jnp.minimum(table[:, TileField.TOKEN, None] + jnp.arange(shape.tokens, dtype=jnp.int32), num_tokens - 1)
     q = step.q[token].reshape(num_tiles, shape.tokens, parts, shape.heads, config.head_dim).swapaxes(1, 2)
-    q = _padded_rows(q.reshape(num_tiles * parts, shape.tokens * shape.heads, config.head_dim))
+    q = padded_rows(q.reshape(num_tiles * parts, shape.tokens * shape.heads, config.head_dim))
 
     part = jnp.broadcast_to(jnp.arange(parts, dtype=jnp.int32), (num_tiles, parts)).reshape(-1, 1)
     table = jnp.repeat(table, parts, axis=0)

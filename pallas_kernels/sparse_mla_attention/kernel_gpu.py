@@ -21,9 +21,8 @@ from jax import lax
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.latent_entries import EntryFormat, LatentFp8, Plain
 from pallas_kernels.latent_pages import EntryCache
-from pallas_kernels.mla_paged_attention.kernel_gpu import tile_shape
+from pallas_kernels.mla_paged_attention.kernel_gpu import padded_rows, tile_shape
 from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
-from pallas_kernels.ragged_paged_attention.gpu_plan import MIN_GROUP_ROWS
 from pallas_kernels.ragged_paged_attention.gpu_softmax import LOG2_E
 from pallas_kernels.sparse_mla_attention.gpu_attend import attend_pieces
 from pallas_kernels.sparse_mla_attention.gpu_plan import Lists, SparseWork, entry_lists, window_lists
@@ -146,7 +145,7 @@ def _attend(
     parts = num_heads // heads
     (window, pages), (entries, entry_pages) = lists[0], lists[1] if len(lists) > 1 else (None, lists[0][1])
     work = SparseWork.of(window, entries, parts, tuning.num_blocks)
-    tiles = _padded(q.reshape(num_tokens * parts, heads, dim), MIN_GROUP_ROWS)
+    tiles = padded_rows(q.reshape(num_tokens * parts, heads, dim))
     scale = jnp.full((1,), sm_scale * LOG2_E, jnp.float32)
     if work.units is not None:
         no_sinks = jnp.full((parts, mosaic_gpu.ROWS), -jnp.inf, jnp.float32)
@@ -155,8 +154,3 @@ def _attend(
     of_tiles = jnp.pad(sinks.reshape(parts, heads), [(0, 0), (0, mosaic_gpu.ROWS - heads)], constant_values=-jnp.inf)
     out, lse = attend_pieces(tiles, pages, entry_pages, work, of_tiles, scale, q.dtype)
     return out[:, :heads].reshape(q.shape), lse[:, :heads].reshape(num_tokens, num_heads)
-
-
-def _padded(tiles: jax.Array, step: int) -> jax.Array:
-    """Query tiles [U, rows, D] with rows a multiple of `step`."""
-    return jnp.pad(tiles, [(0, 0), (0, -tiles.shape[1] % step), (0, 0)])
