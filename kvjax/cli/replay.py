@@ -15,8 +15,8 @@ from kvjax.cli.output_files import output_file, require_matplotlib
 from kvjax.cli.progress import progress
 from kvjax.cli.replay_calls import make_calls
 from kvjax.configs import known_models, load_model_config
-from kvjax.core.block_hash import ALGORITHMS
 from kvjax.core.eviction import FREE_ORDERS
+from kvjax.core.hashing.block_hash import ALGORITHMS
 from kvjax.errors import ConfigError
 from kvjax.replay import (
     REPLAY_POLICIES,

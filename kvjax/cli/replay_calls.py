@@ -8,7 +8,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from kvjax.cli.progress import progress
-from kvjax.core.call_replay import replay_calls
+from kvjax.core.record.call_replay import replay_calls
 
 
 def make_calls(path: str, with_progress: bool) -> int:

@@ -1,7 +1,8 @@
 """Host side of the KV cache: numpy state, no jax."""
 
-from kvjax.core.block import KVCacheBlock
-from kvjax.core.block_hash import (
+from kvjax.core.eviction import CostAwarePolicy, EvictionPolicy, LRUPolicy, SegmentedLRUPolicy, StepFlow
+from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.hashing.block_hash import (
     BlockHash,
     BlockHasher,
     BlockHashListWithBlockSize,
@@ -10,22 +11,7 @@ from kvjax.core.block_hash import (
     get_group_id,
     make_block_hash_with_group_id,
 )
-from kvjax.core.block_hash_map import BlockHashToBlockMap
-from kvjax.core.block_origins import BlockOrigin
-from kvjax.core.block_pool import BlockPool
-from kvjax.core.call_recorder import CallRecorder
-from kvjax.core.call_replay import ReplayedCalls, replay_calls
-from kvjax.core.context_parallel import lengths_of_rank, slots_of_rank
-from kvjax.core.coordinator import (
-    HybridKVCacheCoordinator,
-    KVCacheCoordinator,
-    KVCacheCoordinatorNoPrefixCache,
-    UnitaryKVCacheCoordinator,
-    get_kv_cache_coordinator,
-)
-from kvjax.core.evicted_blocks import EvictedBlock
-from kvjax.core.eviction import CostAwarePolicy, EvictionPolicy, LRUPolicy, SegmentedLRUPolicy, StepFlow
-from kvjax.core.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.hashing.block_origin import BlockOrigin
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionManager, ChunkedLocalAttentionSpec
 from kvjax.core.kinds.cross_attention import CrossAttentionManager, CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionManager, FullAttentionSpec
@@ -37,21 +23,36 @@ from kvjax.core.kinds.mla import (
     SlidingWindowMLASpec,
 )
 from kvjax.core.kinds.registry import manager_class_of, register_kv_cache_manager, registered_specs
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.kinds.sink_full import SinkFullAttentionManager, SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowManager, SlidingWindowSpec
-from kvjax.core.kv_cache_blocks import KVCacheBlocks
-from kvjax.core.kv_cache_manager import KVCacheManager
-from kvjax.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from kvjax.core.manager_snapshot import KVCacheManagerSnapshot
-from kvjax.core.miss_reasons import LookupReport, MissReason, MissReasons
-from kvjax.core.pins import PinnedPrefix
-from kvjax.core.prefix_cache_stats import CachingMetrics, PrefixCacheStats
-from kvjax.core.request import LoRARequest, MultiModalFeature, Request
-from kvjax.core.request_table import RequestTable
-from kvjax.core.residency_metrics import KVCacheMetricsCollector
-from kvjax.core.single_type_manager import SingleTypeKVCacheManager
+from kvjax.core.manager.coordinator import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+    get_kv_cache_coordinator,
+)
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.manager.manager_snapshot import KVCacheManagerSnapshot
+from kvjax.core.manager.pins import PinnedPrefix
+from kvjax.core.misses.miss_reasons import LookupReport, MissReason, MissReasons
+from kvjax.core.pool.block import KVCacheBlock
+from kvjax.core.pool.block_hash_map import BlockHashToBlockMap
+from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.pool.page_edits import PageCopies
+from kvjax.core.record.call_recorder import CallRecorder
+from kvjax.core.record.call_replay import ReplayedCalls, replay_calls
+from kvjax.core.requests.request import LoRARequest, MultiModalFeature, Request
+from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
-from kvjax.core.step_plan import GroupPlan, PageCopies, StepPlan, StepResult, TableUpdate
+from kvjax.core.step.context_parallel import lengths_of_rank, slots_of_rank
+from kvjax.core.step.step_plan import GroupPlan, StepPlan, StepResult, TableUpdate
+from kvjax.core.watch.evicted_blocks import EvictedBlock
+from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kvjax.core.watch.prefix_cache_stats import CachingMetrics, PrefixCacheStats
+from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
 
 __all__ = [
     "AllBlocksCleared",

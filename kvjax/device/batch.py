@@ -19,7 +19,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from kvjax.core.step_plan import GroupPlan, StepPlan
+from kvjax.core.step.step_plan import GroupPlan, StepPlan
 from kvjax.device.buckets import Bucket, Buckets
 
 Array: TypeAlias = np.ndarray | jax.Array

@@ -23,7 +23,7 @@ from flax import nnx
 
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step_plan import StepPlan
+from kvjax.core.step.step_plan import StepPlan
 from kvjax.device.batch import DeviceBatch, pick_bucket
 from kvjax.device.buckets import Bucket, Buckets
 from kvjax.device.page_ops import (

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from kvjax.core import BlockHasher, KVCacheManager, MissReasons, Request
-from kvjax.core.step_builder import build_step_plan
+from kvjax.core.step.step_builder import build_step_plan
 from kvjax.device import Buckets, Placement, UpdateStep, create_pages, make_update_step
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig

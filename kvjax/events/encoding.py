@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from kvjax.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from kvjax.core.watch.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from kvjax.extras import require_extra
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import abc
 from collections.abc import Sequence
 from types import TracebackType
 
-from kvjax.core.kv_events import KVCacheEvent
+from kvjax.core.watch.kv_events import KVCacheEvent
 
 
 class EventPublisher(abc.ABC):

@@ -1,6 +1,6 @@
 """The messages of KV events as they stand in msgpack: the fields of vLLM in vLLM's order.
 
-Flow:    kvjax.core.kv_events -> EventEncoder -> [wire] -> bytes -> EventDecoder -> [wire] -> a consumer
+Flow:    kvjax.core.watch.kv_events -> EventEncoder -> [wire] -> bytes -> EventDecoder -> [wire] -> a consumer
 Source:  vLLM 0.33 distributed/kv_events.py; the array form is what vLLM sent before its pull request 42892
 
     batch        [ts, events, data_parallel_rank]            always an array of three

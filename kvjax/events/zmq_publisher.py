@@ -29,7 +29,7 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvjax.core.kv_events import KVCacheEvent
+from kvjax.core.watch.kv_events import KVCacheEvent
 from kvjax.events.config import KVEventsConfig
 from kvjax.events.encoding import EventEncoder
 from kvjax.events.endpoints import endpoint_of_rank, is_bound

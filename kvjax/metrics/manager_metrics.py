@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.core.block_pool import BlockPool
-from kvjax.core.kv_cache_manager import KVCacheManager
-from kvjax.core.miss_reasons import MissReason, MissReasons
-from kvjax.core.prefix_cache_stats import PrefixCacheStats
-from kvjax.core.residency_metrics import KVCacheMetricsCollector
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.misses.miss_reasons import MissReason, MissReasons
+from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.watch.prefix_cache_stats import PrefixCacheStats
+from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
 from kvjax.metrics.families import MetricFamilies
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from time import thread_time_ns
 
 import numpy as np
 
-from kvjax.core.kv_cache_manager import KVCacheManager
-from kvjax.core.request import Request
-from kvjax.core.token_ids import MAX_TOKEN_ID
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.requests.request import Request
+from kvjax.core.requests.token_ids import MAX_TOKEN_ID
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvjax.core.block_hash import BlockHash
 from kvjax.core.eviction import StepFlow
 from kvjax.core.eviction.priority_policy import PriorityPolicy
-from kvjax.core.prefix_index import PrefixIndex
+from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvjax.core.miss_reasons import LookupReport, MissReason
+from kvjax.core.misses.miss_reasons import LookupReport, MissReason
 
 
 @dataclass

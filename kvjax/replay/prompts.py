@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from kvjax.core.block_hash import BlockHash, BlockHasher
-from kvjax.core.request import Request
+from kvjax.core.hashing.block_hash import BlockHash, BlockHasher
+from kvjax.core.requests.request import Request
 from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvjax.core.block_pool import BlockPool
-from kvjax.core.miss_reasons import MissReasons
+from kvjax.core.misses.miss_reasons import MissReasons
+from kvjax.core.pool.block_pool import BlockPool
 from kvjax.replay.misses import MissCounts
 
 MAX_SAMPLES = 500  # a sample reads every block's state, 0.3 ms for 320,000 blocks

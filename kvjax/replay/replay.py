@@ -14,13 +14,13 @@ from math import gcd, lcm
 from pathlib import Path
 from time import perf_counter
 
-from kvjax.core.block_hash import BlockHasher
-from kvjax.core.call_recorder import CallRecorder
 from kvjax.core.eviction import EVICTION_POLICIES
-from kvjax.core.kv_cache_manager import KVCacheManager
-from kvjax.core.miss_reasons import MissReasons
-from kvjax.core.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
+from kvjax.core.hashing.block_hash import BlockHasher
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.misses.miss_reasons import MissReasons
+from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.spec import KVCacheSpec
+from kvjax.core.watch.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
 from kvjax.planning import KVCachePlan, plan_kv_cache
 from kvjax.replay.batching import BatchedReplay, BatchingConfig
 from kvjax.replay.belady import BeladyPolicy, LookAhead

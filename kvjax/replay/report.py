@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.miss_reasons import MissReason
+from kvjax.core.misses.miss_reasons import MissReason
 from kvjax.replay.replay import ReplayResult
 from kvjax.text import align_table, count_of, format_bytes
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvjax.core.request import Request
+from kvjax.core.requests.request import Request
 from kvjax.replay.trace import TraceRequest
 
 

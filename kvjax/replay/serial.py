@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import thread_time_ns
 
-from kvjax.core.kv_cache_blocks import KVCacheBlocks
-from kvjax.core.kv_cache_manager import KVCacheManager
-from kvjax.core.request import Request
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.requests.request import Request
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from bench_host_cases.case import BenchCase, sample_us
-from kvjax.core.block_hash import ALGORITHMS, BlockHasher
+from kvjax.core.hashing.block_hash import ALGORITHMS, BlockHasher
 
 NUM_TOKENS = 32_768
 VOCABULARY = 150_000

@@ -9,7 +9,7 @@ import random
 from collections import OrderedDict
 
 from bench_host_cases.case import BenchCase, sample_us
-from kvjax.core.block_pool import BlockPool
+from kvjax.core.pool.block_pool import BlockPool
 
 NUM_TAKEN = 1_000
 NUM_BLOCKS = 100_001

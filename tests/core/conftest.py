@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvjax.core.block_pool import BlockPool
-from kvjax.core.kv_cache_manager import KVCacheManager
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.pool.block_pool import BlockPool
 
 NUM_CHECKED = 100  # the latest; a property test makes thousands
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.core.step_plan import StepPlan
+from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import Bucket, DeviceBatch
 from kvjax.device.batch import padded, plan_sizes
 from tests.device.toy import ToyHost, toy_config

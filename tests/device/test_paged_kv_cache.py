@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.core import KVCacheManager, Request
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
-from kvjax.core.step_builder import build_step_plan
+from kvjax.core.step.step_builder import build_step_plan
 from kvjax.device import AttentionOptions, Bucket, DeviceBatch, KVPages, PagedKVCache, create_pages
 from kvjax.planning import plan_kv_cache
 from tests.device.toy import HEAD_DIM, KV_HEADS, Q_HEADS, WINDOW, toy_config

@@ -15,8 +15,8 @@ from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step_builder import build_step_plan
-from kvjax.core.step_plan import StepPlan
+from kvjax.core.step.step_builder import build_step_plan
+from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import (
     Bucket,
     Buckets,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
-from kvjax.core.step_builder import build_step_plan
-from kvjax.core.step_plan import PageCopies, StepPlan
+from kvjax.core.pool.page_edits import PageCopies
+from kvjax.core.step.step_builder import build_step_plan
+from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import Bucket, Buckets, KVPages, UpdateStep, count_compilations, create_pages, make_update_step
 from tests.device.aliases import assert_in_place
 from tests.device.toy import BLOCK_SIZE, VOCAB, ToyHost, ToyModel, dense_logits, is_greedy, sample, toy_config

@@ -12,10 +12,10 @@ from flax import nnx
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.core.page_edits import NO_COPIES, NO_PAGES
+from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES, PageCopies
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, cdiv
-from kvjax.core.step_builder import build_step_plan
-from kvjax.core.step_plan import PageCopies, StepPlan
+from kvjax.core.step.step_builder import build_step_plan
+from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import AttentionOptions
 
 BLOCK_SIZE, WINDOW, VOCAB, NUM_BLOCKS = 4, 6, 31, 600

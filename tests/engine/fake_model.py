@@ -17,8 +17,8 @@ from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step_builder import build_step_plan
-from kvjax.core.step_plan import StepPlan
+from kvjax.core.step.step_builder import build_step_plan
+from kvjax.core.step.step_plan import StepPlan
 from kvjax.engine.engine_request import EngineRequest, sample_ids
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import NewToken, ScheduledStep, Scheduler, SchedulerConfig

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
-from tests.core.manager_lockstep import config_of
-from tests.core.naive_manager import NaiveGroup
+from tests.core.manager.manager_lockstep import config_of
+from tests.core.manager.naive_manager import NaiveGroup
 
 HASH_BLOCK_SIZE = 2
 MAX_MODEL_LEN = 40

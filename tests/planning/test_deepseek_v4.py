@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, KVCacheBlocks, KVCacheManager, Request
-from kvjax.core.block_hash import BlockHash
+from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.models.planned import CompressedModel
 from kvjax.planning import KVCachePlan, plan_kv_cache
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax.core.block_hash import BlockHasher
-from kvjax.core.request import Request
+from kvjax.core.hashing.block_hash import BlockHasher
+from kvjax.core.requests.request import Request
 from kvjax.replay.prompts import PromptMaker
 from tests.replay.random_traces import random_trace
 

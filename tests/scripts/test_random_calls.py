@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from kvjax.core.block_pool import BlockPool
+from kvjax.core.pool.block_pool import BlockPool
 from kvjax.errors import InvariantError
 
 SCRIPTS = str(Path(__file__).parents[2] / "scripts")

@@ -30,7 +30,7 @@ import numpy as np
 
 from kvjax.core.eviction.priority_policy import PriorityPolicy
 from kvjax.core.eviction.step_flow import StepFlow
-from kvjax.core.prefix_index import PrefixIndex
+from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import InvariantError
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.step_flow import StepFlow
-from kvjax.core.free_queue import FreeKVCacheBlockQueue
-from kvjax.core.prefix_index import PrefixIndex
+from kvjax.core.pool.prefix_index import PrefixIndex
 
 
 class LRUPolicy(EvictionPolicy):

@@ -22,7 +22,7 @@ from kvjax.errors import OutOfBlocksError
 
 if TYPE_CHECKING:
     from kvjax.core.eviction.step_flow import StepFlow
-    from kvjax.core.prefix_index import PrefixIndex
+    from kvjax.core.pool.prefix_index import PrefixIndex
 
 
 class EvictionPolicy(abc.ABC):

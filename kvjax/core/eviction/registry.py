@@ -11,7 +11,7 @@ from kvjax.core.eviction.cost_aware import CostAwarePolicy
 from kvjax.core.eviction.lru import LRUPolicy
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
-from kvjax.core.prefix_index import PrefixIndex
+from kvjax.core.pool.prefix_index import PrefixIndex
 
 FREE_ORDERS = ("append", "uncached_first")
 EVICTION_POLICIES = ("lru", "slru", "cost")

@@ -26,10 +26,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.step_flow import StepFlow
-from kvjax.core.free_queue import FreeKVCacheBlockQueue
-from kvjax.core.prefix_index import PrefixIndex
+from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import InvariantError
 
 

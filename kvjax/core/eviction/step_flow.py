@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from kvjax.core.row_changes import RowChanges
-    from kvjax.core.single_type_manager import SingleTypeKVCacheManager
+    from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
+    from kvjax.core.tables.row_changes import RowChanges
 
 
 class StepFlow:

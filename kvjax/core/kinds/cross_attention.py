@@ -16,9 +16,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvjax.core.column_runs import NO_RUNS
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.single_type_manager import (
+from kvjax.core.kinds.single_type_manager import (
     NEVER,
     IntOrArray,
     PrefixLookup,
@@ -26,6 +25,7 @@ from kvjax.core.single_type_manager import (
     SingleTypeKVCacheManager,
 )
 from kvjax.core.spec import AttentionSpec, cdiv
+from kvjax.core.tables.column_runs import NO_RUNS
 
 
 @dataclass(frozen=True, kw_only=True)

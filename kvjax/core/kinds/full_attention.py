@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.single_type_manager import NEVER, IntOrArray, PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.spec import AttentionSpec, cdiv
 
 

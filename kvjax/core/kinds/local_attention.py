@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvjax.core.single_type_manager import PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.kinds.single_type_manager import PrefixLookup, SingleTypeKVCacheManager
 
 
 class LocalAttentionManager(SingleTypeKVCacheManager):

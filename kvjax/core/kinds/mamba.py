@@ -27,13 +27,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvjax.core.column_runs import Runs
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.retention import CheckpointBlocks
-from kvjax.core.row_changes import RowChanges
-from kvjax.core.single_type_manager import IntOrArray, PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.kinds.retention import CheckpointBlocks
+from kvjax.core.kinds.single_type_manager import IntOrArray, PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.spec import KVCacheSpec, cdiv
-from kvjax.core.state_steps import StateBlocks
+from kvjax.core.tables.column_runs import Runs
+from kvjax.core.tables.row_changes import RowChanges
 from kvjax.errors import InvariantError
 from pallas_kernels.layouts import PageLayout, dtype_bits, recurrent_layout
 

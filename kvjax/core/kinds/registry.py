@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvjax.core.single_type_manager import SingleTypeKVCacheManager
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.spec import KVCacheSpec
 
 ManagerClass = TypeVar("ManagerClass", bound=type[SingleTypeKVCacheManager])

@@ -17,8 +17,8 @@ import numpy as np
 
 from kvjax.core.kinds.local_attention import LocalAttentionManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.retention import CheckpointBlocks
-from kvjax.core.single_type_manager import IntOrArray
+from kvjax.core.kinds.retention import CheckpointBlocks
+from kvjax.core.kinds.single_type_manager import IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 
 

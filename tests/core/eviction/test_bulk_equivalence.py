@@ -9,10 +9,10 @@ import pytest
 
 from kvjax.core import CostAwarePolicy, SegmentedLRUPolicy
 from kvjax.core.eviction import StepFlow
-from kvjax.core.step_planner import StepPlanner
+from kvjax.core.manager.step_planner import StepPlanner
 from tests.core.eviction.test_policies import MostRecentlyUsed
-from tests.core.manager_lockstep import SETUPS, Setup
-from tests.core.test_step_planner import check_step
+from tests.core.manager.manager_lockstep import SETUPS, Setup
+from tests.core.manager.test_step_planner import check_step
 
 POLICIES: dict[str, Any] = {
     "slru": "slru",

@@ -12,10 +12,10 @@ import pytest
 
 from kvjax.core import BlockPool, CostAwarePolicy, EvictionPolicy, KVCacheManager, LRUPolicy, SegmentedLRUPolicy
 from kvjax.core.eviction import StepFlow, make_eviction_policy
-from kvjax.core.prefix_index import PrefixIndex
+from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
 from tests.core.eviction.naive_policies import NaiveCostAware, NaiveLRU, NaivePolicy, NaiveSegmentedLRU
-from tests.core.manager_lockstep import FULL
+from tests.core.manager.manager_lockstep import FULL
 
 BLOCK_SIZE = 4
 Models = tuple[Callable[[PrefixIndex], EvictionPolicy], Callable[[int], NaivePolicy]]

@@ -21,7 +21,7 @@ from kvjax.core import (
     register_kv_cache_manager,
 )
 from kvjax.core.kinds.local_attention import LocalAttentionManager
-from kvjax.core.single_type_manager import IntOrArray
+from kvjax.core.kinds.single_type_manager import IntOrArray
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
 LATENT: dict[str, Any] = {"head_size": 8, "dtype": "float32"}

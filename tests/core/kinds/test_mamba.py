@@ -18,7 +18,7 @@ from kvjax.core import (
     Request,
 )
 from kvjax.core.kinds.mamba import MambaManager
-from kvjax.core.step_builder import build_step_plan
+from kvjax.core.step.step_builder import build_step_plan
 from kvjax.errors import InvariantError
 
 SIZE = 4

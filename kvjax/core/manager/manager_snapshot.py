@@ -1,0 +1,65 @@
+"""The state of a manager as comparable values, and in words.
+
+Flow:    pools, coordinator, request table of a KVCacheManager -> [take_snapshot, describe_manager] -> tests, people
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvjax.core.manager.coordinator import KVCacheCoordinator
+from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.pool.block_pool_snapshot import BlockPoolSnapshot
+from kvjax.core.requests.request_table import RequestState, RequestTable
+
+
+@dataclass(frozen=True)
+class KVCacheManagerSnapshot:
+    """The state of a manager, comparable: equal snapshots answer every further sequence of calls equally.
+
+    Rows are left out: which row a request has does not matter to what happens.
+    """
+
+    pools: tuple[BlockPoolSnapshot, ...]
+    requests: dict[str, RequestState]
+    block_ids: dict[str, tuple[tuple[int, ...], ...]]  # request -> per group
+    num_cached_blocks: dict[str, tuple[int, ...]]  # request -> per group
+    fresh_blocks: tuple[tuple[int, ...], ...]  # per pool, registered in this step and not yet to be hit
+    sharing_requests: tuple[str, ...]  # in ascending order, those that share a partly filled block since a fork
+    pins: dict[int, tuple[tuple[int, ...], ...]]  # pin -> per group
+    checkpoints: dict[str, tuple[int, ...]]  # request -> tokens, where `retention_interval` is given
+
+
+def take_snapshot(
+    pools: Sequence[BlockPool], coordinator: KVCacheCoordinator, request_table: RequestTable
+) -> KVCacheManagerSnapshot:
+    """The whole state as values. O(blocks + tokens)."""
+    rows = {request.request_id: row for row, request in enumerate(request_table.requests) if request}
+    num_cached = coordinator.by_group([[m.num_cached_blocks] * m.num_groups for m in coordinator.managers])
+    return KVCacheManagerSnapshot(
+        pools=tuple(pool.snapshot() for pool in pools),
+        requests=request_table.snapshot(),
+        block_ids={
+            name: tuple(tuple(ids.tolist()) for ids in coordinator.row_block_ids(row)) for name, row in rows.items()
+        },
+        num_cached_blocks={name: tuple(counts.item(row) for counts in num_cached) for name, row in rows.items()},
+        fresh_blocks=tuple(tuple(fresh.block_ids()) for fresh in coordinator.fresh_blocks),
+        sharing_requests=tuple(sorted(name for name, row in rows.items() if coordinator.copy_on_write.is_sharing[row])),
+        pins=coordinator.pins.snapshot(),
+        checkpoints={}
+        if coordinator.retention is None
+        else {name: coordinator.retention.lengths_of(row) for name, row in rows.items()},
+    )
+
+
+def describe_manager(pools: Sequence[BlockPool], coordinator: KVCacheCoordinator, request_table: RequestTable) -> str:
+    """Groups, pools and the number of requests, a few lines."""
+    lines = [f"KV cache of {coordinator.num_groups} groups, {len(request_table)} running requests"]
+    for manager, pool_id in zip(coordinator.managers, coordinator.pool_ids, strict=True):
+        held = manager.num_groups * int((manager.num_blocks - manager.first_live).sum())
+        lines.append(
+            f"groups {manager.group_ids}: {manager.kv_cache_spec.kind}, blocks of {manager.block_size} tokens "
+            f"in pool {pool_id}, {held} in tables"
+        )
+    return "\n".join(lines + [pool.describe() for pool in pools])

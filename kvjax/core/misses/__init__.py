@@ -1,0 +1,1 @@
+"""Why a lookup found no more of a prompt than it did."""

@@ -1,0 +1,155 @@
+"""What each group has, had and never had of a prompt's blocks, and how long a hit would be if it still had them.
+
+Flow:    KVCacheCoordinator, Request -> [LookupStates] -> MissReasons
+
+Each block of each group that a hit may need is at a level, the lowest that applies:
+
+    CACHED       a lookup finds it
+    FRESH        cached in this step, found from the next one on
+    EVICTED      was cached, and its block got other contents
+    INVALIDATED  was cached, and was dropped on request
+    ELSEWHERE    the same tokens are cached under another salt, adapter or weight version
+    UNKNOWN      none of these
+
+A length needs the highest level of all blocks that its hit needs, in all groups. So `longest(CACHED)` is the hit, and
+`longest(EVICTED)` the hit if nothing had been evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.core.watch.evicted_blocks import EvictedBlock
+
+if TYPE_CHECKING:
+    from kvjax.core.hashing.block_hash import BlockHash
+    from kvjax.core.hashing.block_origin import BlockOrigin
+    from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
+    from kvjax.core.manager.coordinator import KVCacheCoordinator
+    from kvjax.core.requests.request import Request
+
+CACHED, FRESH, EVICTED, INVALIDATED, ELSEWHERE, UNKNOWN = range(6)
+NO_NUMBER = 1 << 62  # later than every eviction
+
+
+@dataclass(frozen=True)
+class _GroupStates:
+    """One group's blocks, and what each length of a hit needs of them."""
+
+    manager: SingleTypeKVCacheManager
+    group_id: int
+    levels: np.ndarray  # int8[columns]
+    evicted_as: np.ndarray  # int64[columns] numbers in the pool's EvictedBlocks
+    first_columns: np.ndarray  # int64[lengths] a hit of each length needs the columns from here
+    end_columns: np.ndarray  # int64[lengths] to before here
+
+    def needed_levels(self) -> np.ndarray:  # int8[lengths]
+        """The highest level among the columns that each length needs."""
+        needed = np.zeros(len(self.end_columns), np.int8)
+        for level in sorted(set(self.levels.tolist())):
+            before = np.concatenate(([0], np.cumsum(self.levels == level)))
+            needed[before[self.end_columns] > before[self.first_columns]] = level
+        return needed
+
+    def oldest_eviction(self, place: int) -> EvictedBlock | None:
+        """Of the columns that a length needs and that were evicted, the one that went first."""
+        numbers = self.evicted_as[self.first_columns[place] : self.end_columns[place]]
+        oldest = int(numbers.min(initial=NO_NUMBER))
+        evicted = self.manager.block_pool.prefix_index.evicted
+        return None if evicted is None or oldest == NO_NUMBER else evicted.describe(oldest)
+
+
+class LookupStates:
+    """One prompt's blocks at this moment."""
+
+    def __init__(self, coordinator: KVCacheCoordinator, request: Request, other_origins: Sequence[BlockOrigin]) -> None:
+        self._request = request
+        self._other_origins = other_origins
+        self._hashing = coordinator.hashing
+        cacheable = [
+            (manager, drops)
+            for manager, drops in zip(coordinator.managers, coordinator.drops_last_block, strict=True)
+            if manager.is_prefix_cacheable
+        ]
+        self.alignment = lcm(*(manager.block_size for manager, _ in cacheable))
+        whole = request.num_tokens - 1
+        self.max_length = self._aligned(min(whole - drops * manager.block_size for manager, drops in cacheable))
+        self.max_length_without_drops = self._aligned(whole)
+        self.max_length_without_last_token = self._aligned(request.num_tokens)
+        self._lengths = np.arange(self.alignment, self.max_length + 1, self.alignment)
+        self._groups: list[_GroupStates] = []
+        for manager, drops in cacheable:
+            self._groups += self._states_of(manager, drops and manager.needs_dropped_block)
+        needed = [group.needed_levels() for group in self._groups]
+        self._needed_of_group = {group.group_id: one for group, one in zip(self._groups, needed, strict=True)}
+        self._needed = np.max(needed, axis=0)
+
+    def _aligned(self, num_tokens: int) -> int:
+        return max(num_tokens - num_tokens % self.alignment, 0)
+
+    def longest(self, level: int) -> int:
+        """The longest hit, in tokens, if all blocks up to this level were cached."""
+        return self._last_length(self._needed <= level)
+
+    def longest_by_group(self) -> dict[int, int]:
+        """By group the longest hit, in tokens, if the others had every block."""
+        return {group: self._last_length(needed == CACHED) for group, needed in sorted(self._needed_of_group.items())}
+
+    def oldest_eviction(self, length: int) -> EvictedBlock | None:
+        """Of the blocks that a hit of `length` tokens needs and that were evicted, the one that went first."""
+        place = length // self.alignment - 1
+        found = [group.oldest_eviction(place) for group in self._groups]
+        evicted = [block for block in found if block is not None]
+        return max(evicted, key=lambda block: (block.seconds_since, block.num_evicted_since), default=None)
+
+    def _last_length(self, possible: np.ndarray) -> int:
+        places = np.flatnonzero(possible)
+        return self._lengths.item(places[-1]) if len(places) else 0
+
+    def _states_of(self, manager: SingleTypeKVCacheManager, needs_drop: bool) -> list[_GroupStates]:
+        """A manager's groups."""
+        ends = self._lengths // manager.block_size
+        firsts = np.minimum(manager.count_skipped_tokens(self._lengths) // manager.block_size, ends - 1)
+        num_columns = self.max_length // manager.block_size + needs_drop
+        hashes = self._hashing.of_block_size(self._request.block_hashes, manager.block_size)[:num_columns]
+        states = []
+        for group_id in manager.group_ids:
+            levels = np.full(num_columns, UNKNOWN, np.int8)
+            evicted_as = np.full(num_columns, NO_NUMBER, np.int64)
+            self._fill(manager, group_id, hashes, levels, evicted_as)
+            states.append(_GroupStates(manager, group_id, levels, evicted_as, firsts, ends + needs_drop))
+        return states
+
+    def _fill(
+        self,
+        manager: SingleTypeKVCacheManager,
+        group_id: int,
+        hashes: Sequence[BlockHash],  # of the leading columns, all where the request is hashed
+        levels: np.ndarray,  # int8[columns], filled
+        evicted_as: np.ndarray,  # int64[columns], filled
+    ) -> None:
+        index = manager.block_pool.prefix_index
+        ids = manager.block_pool.find_each(hashes, group_id)
+        found = np.flatnonzero(ids >= 0)
+        levels[found] = np.where(manager.fresh_blocks.are_fresh(ids[found]), FRESH, CACHED)
+        for column in np.flatnonzero(ids < 0).tolist():
+            number = None if index.evicted is None else index.evicted.number_of(hashes[column], group_id)
+            if number is not None and index.evicted is not None:
+                levels[column] = EVICTED if index.evicted.was_reused(number) else INVALIDATED
+                evicted_as[column] = number
+        unknown = np.flatnonzero(levels == UNKNOWN).tolist()
+        for others in self._hashes_under_others if unknown else ():
+            other = self._hashing.of_block_size(others, manager.block_size)
+            for column in unknown:
+                if column < len(other) and other[column] in index.hash_maps[group_id]:
+                    levels[column] = ELSEWHERE
+
+    @cached_property
+    def _hashes_under_others(self) -> list[list[BlockHash]]:
+        return [self._request.block_hashes_under(origin) for origin in self._other_origins]

@@ -1,0 +1,487 @@
+"""Fixed pool of KV-cache blocks: who holds each block, what prefix it caches, and which to hand out next.
+
+Flow:    managers -> [BlockPool] -> block ids -> block tables
+Source:  semantics of vLLM v1/core/block_pool.py on arrays instead of objects; why: ARCHITECTURE.md, "Block pool"
+
+A block is in exactly one state, and a free or held one may also be hashed (a prefix-cache hit):
+
+    free   ref_count == 0, with the policy     -> held by get_new_blocks (which forgets its hash) or touch
+    held   ref_count >= 1, not with the policy -> free by free_blocks, when its last reference goes
+    null   block 0: never handed out, freed, hashed or evicted; calls that contain it skip it
+
+An `EvictionPolicy` holds the free blocks and decides which is reused next. "lru", the default, puts every released
+block at the tail of a queue, or with the free order "uncached_first" blocks without a hash at its head, since nothing
+is lost by reusing them. Callers give blocks in eviction order: a request's last block first.
+
+Invariants (`check_invariants`; the tests run it after every test):
+
+    P1  a block other than null is with the policy iff its ref_count is 0; no ref_count is negative
+    P2  the null block is never with the policy, never hashed, and its ref_count stays 0
+    P3  of `PrefixIndex`, and the policy's own, such as Q1 and Q2 of `FreeKVCacheBlockQueue`; E1 and E2 of `PageEdits`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvjax.core.eviction import EvictionPolicyFactory, make_eviction_policy
+from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.pool.block import BlockViews, KVCacheBlock
+from kvjax.core.pool.block_origins import BlockOrigins
+from kvjax.core.pool.block_pool_snapshot import BlockPoolSnapshot, describe_pool, take_pool_snapshot
+from kvjax.core.pool.page_edits import PageEdits
+from kvjax.core.pool.prefix_index import PrefixIndex
+from kvjax.core.watch.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
+from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
+from kvjax.errors import BlockStateError, InvariantError
+
+
+class BlockPool:
+    """Blocks 1 to num_blocks - 1 to hand out, shared by the groups `group_ids`.
+
+    Owned by one manager, not thread-safe. Calls take ids as integer sequences and return int32 arrays; a bulk call
+    costs some 10 ns a block, and about 100 ns a block where hashes are registered or forgotten. A call that raises has
+    changed nothing.
+    """
+
+    NULL_BLOCK_ID = 0
+
+    def __init__(
+        self,
+        num_blocks: int,
+        enable_caching: bool = True,
+        hash_block_size: int = 16,
+        *,
+        group_ids: Sequence[int] = (0,),
+        enable_kv_cache_events: bool = False,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        free_order: str = "append",
+        eviction_policy: str | EvictionPolicyFactory = "lru",
+        event_log: KVEventLog | None = None,  # shared with other pools; None: the pool has its own
+        track_origins: bool = False,  # remember salt, adapter and weight version of hashed blocks: 4 bytes a block
+        zero_new_pages: bool = False,
+    ) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {num_blocks}")
+        if not group_ids or len(set(group_ids)) != len(group_ids):
+            raise ValueError(f"expected distinct group ids, at least one, got {group_ids}")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.hash_block_size = hash_block_size
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.free_order = free_order
+        self.ref_count = np.zeros(num_blocks, np.int32)
+        self.num_outside_refs = np.zeros(num_blocks, np.int32)  # those of them that no block table holds
+        self.prefix_index = PrefixIndex(num_blocks, group_ids)
+        self.eviction_policy = make_eviction_policy(eviction_policy, self.prefix_index, free_order)
+        self.is_hashed = self.prefix_index.is_hashed
+        self.hash_maps = self.prefix_index.hash_maps
+        self.origins = BlockOrigins(self.is_hashed) if track_origins else None
+        self.group_infos = {group_id: GroupInfo(hash_block_size) for group_id in group_ids}
+        self.num_usable_blocks = num_blocks - 1  # neither null nor taken for good
+        self.blocks = BlockViews(self)
+        self.page_edits = PageEdits(self, zero_new_pages)
+        self._scratch = np.zeros(num_blocks, np.int32)
+        self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
+        self._event_log = KVEventLog() if event_log is None else event_log
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def null_block(self) -> KVCacheBlock:
+        """View of the block that fills skipped places of tables."""
+        return self.blocks[self.NULL_BLOCK_ID]
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `get_new_blocks` can hand out, cached ones included."""
+        return self.eviction_policy.num_free
+
+    def get_num_free_blocks(self) -> int:
+        """`num_free_blocks`."""
+        return self.eviction_policy.num_free
+
+    @property
+    def num_hashed_blocks(self) -> int:
+        """Blocks that a prefix lookup can hit, held or free."""
+        return self.prefix_index.num_hashed
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Cached blocks that ceased to be hits so far, by reuse or `evict_blocks`; a reset counts none."""
+        return self.prefix_index.num_forgotten
+
+    def get_usage(self) -> float:
+        """Held share of `num_usable_blocks`, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_usable_blocks if self.num_usable_blocks else 0.0
+
+    def block_hash_of(self, block_id: int) -> BlockHash | None:
+        """Hash that a block is registered under."""
+        return self.prefix_index.hash_of(block_id)
+
+    def group_of(self, block_id: int) -> int:
+        """Group that a hashed block is registered in; meaningless for others."""
+        return self.prefix_index.group_of(block_id)
+
+    def get_cached_block(self, block_hash: BlockHash, group_ids: Sequence[int]) -> list[int] | None:
+        """One block of the hash per group, or None if a group has none."""
+        for group_id in group_ids:
+            self._check_group(group_id)
+        found = [self.hash_maps[group_id].get_one_block(block_hash) for group_id in group_ids]
+        return None if None in found else found  # type: ignore[return-value]
+
+    def find_run(
+        self, block_hashes: Sequence[BlockHash], group_id: int, limit: int | None = None
+    ) -> np.ndarray:  # int32[k]
+        """Blocks of the longest leading run of cached hashes, at most `limit` long."""
+        self._check_group(group_id)
+        return self.hash_maps[group_id].find_run(block_hashes, limit)
+
+    def find_each(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # int32[n]
+        """One block of every hash, -1 where there is none."""
+        self._check_group(group_id)
+        return self.hash_maps[group_id].get_many(block_hashes)
+
+    # -- taking and giving back -------------------------------------------------------------------------------------
+
+    def get_new_blocks(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
+        """Takes the next blocks in eviction order with one reference each, and forgets their hashes.
+
+        Raises:
+            OutOfBlocksError: fewer are free. The pool is unchanged.
+        """
+        ids = self.eviction_policy.take(num_blocks)
+        if self.prefix_index.num_hashed and np.count_nonzero(self.is_hashed[ids]):
+            self._forget_hashes(self.prefix_index.hashed_of(ids))
+        self.ref_count[ids] = 1
+        if self.page_edits.watches:
+            self.page_edits.on_new_blocks(ids.tolist())
+        if self._residency is not None:
+            self._residency.on_blocks_evicted(ids)
+            self._residency.on_blocks_allocated(ids)
+        return ids.astype(np.int32)
+
+    def get_new_block(self) -> int:
+        """`get_new_blocks` of one block, without the cost of arrays.
+
+        Raises:
+            OutOfBlocksError: no block is free. The pool is unchanged.
+        """
+        if self._residency is not None:
+            return self.get_new_blocks(1).item()
+        block_id = self.eviction_policy.take_one()
+        if self.is_hashed.item(block_id):
+            self._forget_hashes(np.array([block_id]))
+        self.ref_count[block_id] = 1
+        if self.page_edits.watches:
+            self.page_edits.on_new_blocks((block_id,))
+        return block_id
+
+    def take_for_good(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
+        """`get_new_blocks` of blocks that are never given back and do not count as usable any more; same errors."""
+        ids = self.get_new_blocks(num_blocks)
+        self.num_usable_blocks -= num_blocks
+        return ids
+
+    def touch(self, block_ids: npt.ArrayLike) -> None:
+        """Adds one reference per occurrence of a block; free ones leave the free queue.
+
+        Raises:
+            ValueError: an id is none of the pool. The pool is unchanged.
+        """
+        ids = _without_null(self._checked_ids(block_ids))
+        distinct, repeats = self._count_repeats(ids)
+        counts = self.ref_count[distinct]
+        self.eviction_policy.remove(distinct[counts == 0])
+        self.ref_count[distinct] = counts + repeats
+        if self.eviction_policy.is_told_of_use:
+            self.eviction_policy.note_hit(distinct)
+        if self._residency is not None:
+            self._residency.on_blocks_accessed(ids)
+
+    def free_blocks(self, block_ids_in_eviction_order: npt.ArrayLike) -> None:
+        """Drops one reference per occurrence of a block; a block becomes free where its last reference goes.
+
+        Raises:
+            ValueError: an id is none of the pool. The pool is unchanged.
+            BlockStateError: a block has fewer references than occurrences. The pool is unchanged.
+        """
+        ids, counts = self._ids_and_counts(block_ids_in_eviction_order)
+        is_last_reference = np.count_nonzero(counts == 1) == len(ids)
+        if is_last_reference and self.eviction_policy.try_release(ids):
+            self.ref_count[ids] = 0
+        else:
+            self._free_shared(_without_null(ids))
+
+    def free_held(self, ids: np.ndarray) -> None:  # int64[n]
+        """`free_blocks` of blocks, none null, of which the caller holds a reference per occurrence; unchecked.
+
+        A block with one reference therefore occurs once.
+        """
+        if np.maximum.reduce(self.ref_count[ids], initial=0) == 1:
+            self.eviction_policy.release(ids)
+            self.ref_count[ids] = 0
+        else:
+            self._free_shared(ids)
+
+    def free_groups(self, ids: np.ndarray) -> None:  # int64[groups, n]
+        """`free_held` of one group after the other: of blocks that go to the head, the last group's come first."""
+        if len(ids) == 1 or self.eviction_policy.joins_releases:
+            self.free_held(ids.ravel())
+        else:
+            for of_group in ids:
+                self.free_held(of_group)
+
+    def _free_shared(self, ids: np.ndarray) -> None:
+        """`free_blocks` where blocks may keep references or occur more than once."""
+        distinct, repeats = self._count_repeats(ids)
+        before = self.ref_count[distinct]
+        counts = before - repeats
+        if counts.size and counts.min() < 0:
+            bad = int(np.argmax(counts < 0))
+            given = repeats if isinstance(repeats, int) else int(repeats[bad])
+            raise BlockStateError(
+                f"block {distinct[bad]} has {before[bad]} references, {given} given back; free each reference once"
+            )
+        self.ref_count[distinct] = counts
+        self.eviction_policy.release(distinct[counts == 0])
+
+    def free_block(self, block_id: int) -> None:
+        """`free_blocks` of one block, without the cost of arrays; same errors."""
+        self._check_id(block_id)
+        if block_id == self.NULL_BLOCK_ID:
+            return
+        count = self.ref_count.item(block_id)
+        if count < 1:
+            raise BlockStateError(f"block {block_id} has {count} references, 1 given back; free each reference once")
+        self.ref_count[block_id] = count - 1
+        if count == 1:
+            self.eviction_policy.release_one(block_id)
+
+    # -- the prefix cache -------------------------------------------------------------------------------------------
+
+    def register_group(self, group_id: int, info: GroupInfo) -> None:
+        """Says what KV events tell about a group.
+
+        Raises:
+            ValueError: the pool does not serve the group. The pool is unchanged.
+        """
+        self._check_group(group_id)
+        self.group_infos[group_id] = info
+
+    def cache_full_blocks(
+        self,
+        request: StoredRequest,
+        block_ids: npt.ArrayLike,  # int32[k]: the request's blocks first_block, first_block + 1, ...
+        block_hashes: Sequence[BlockHash],  # the request's, at the group's block size, from its block 0 on
+        first_block: int,
+        group_id: int,
+    ) -> None:
+        """Makes full blocks of a request prefix-cache hits, null blocks excepted; emits a BlockStored per run.
+
+        Raises:
+            ValueError: a block has no hash yet, or an id or group is none of the pool. The pool is unchanged.
+            BlockStateError: a block is free, hashed already or given twice. The pool is unchanged.
+        """
+        ids = self._checked_ids(block_ids)
+        hashes = block_hashes[first_block : first_block + len(ids)]
+        _check_aligned(ids, hashes)
+        real = np.flatnonzero(ids)
+        if len(real) < len(ids):
+            ids, hashes = ids[real], [hashes[i] for i in real.tolist()]
+        self._register(ids, hashes, real + first_block, group_id)
+        if self.enable_kv_cache_events:
+            info = self.group_infos[group_id]
+            self._event_log.extend(stored_events(request, block_hashes, real + first_block, group_id, info))
+
+    def register_many(
+        self,
+        block_ids: npt.ArrayLike,
+        block_hashes: Sequence[BlockHash],
+        group_id: int,
+        columns: npt.ArrayLike = 0,  # which block of its request each is, for policies that weigh it
+    ) -> None:
+        """Makes one full block (not null) of each of many requests a prefix-cache hit.
+
+        Raises:
+            ValueError: KV events are on (they need each request: use `cache_full_blocks`), or as there.
+            BlockStateError: as `cache_full_blocks`. The pool is unchanged.
+        """
+        if self.enable_kv_cache_events:
+            raise ValueError("expected cache_full_blocks per request while KV events are on, got register_many")
+        ids = self._checked_ids(block_ids)
+        _check_aligned(ids, block_hashes)
+        self._register(ids, block_hashes, np.broadcast_to(columns, ids.shape), group_id)
+
+    def register_rows(
+        self, block_ids: np.ndarray, block_hashes: np.ndarray, columns: np.ndarray, group_ids: Sequence[int]
+    ) -> None:
+        """`register_many` of int32[groups, n] blocks under the same n hashes, an array of objects, unchecked.
+
+        For the owner of block tables, who knows its blocks to be held, distinct, not null and not hashed. The groups
+        are of one block size.
+        """
+        self.prefix_index.register(block_ids, block_hashes, group_ids)
+        if self.eviction_policy.is_told_of_use:
+            block_size = self.group_infos[group_ids[0]].block_size
+            starts = np.broadcast_to(columns * block_size, block_ids.shape)
+            self.eviction_policy.note_registered(block_ids.ravel().astype(np.int64), starts.ravel(), block_size)
+
+    def register_block(self, block_id: int, block_hash: BlockHash, column: int, group_id: int) -> None:
+        """`register_rows` of one block, without the cost of arrays."""
+        if self.eviction_policy.is_told_of_use:
+            hashes = np.fromiter((block_hash,), np.object_, 1)
+            self.register_rows(np.array([[block_id]], np.int32), hashes, np.array([column]), (group_id,))
+        else:
+            self.prefix_index.register_one(block_id, block_hash, group_id)
+
+    def evict_blocks(self, block_ids: npt.ArrayLike, was_reused: bool = False) -> None:
+        """Forgets the hashes of blocks; who holds them stays, and under "lru" the free order.
+
+        `was_reused`: who holds them writes other contents there, which `MissReasons` tells from dropping them.
+
+        Raises:
+            ValueError: an id is none of the pool. The pool is unchanged.
+        """
+        ids, _ = self._count_repeats(_without_null(self._checked_ids(block_ids)))
+        ids = self.prefix_index.hashed_of(ids)
+        self._forget_hashes(ids, was_reused)
+        if self.eviction_policy.is_told_of_use:
+            self.eviction_policy.note_forgotten(ids)
+        if self._residency is not None:
+            self._residency.on_blocks_evicted(ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all hashes (new weights make them wrong). False, and no change, while any block is held."""
+        if self.num_free_blocks != self.num_usable_blocks:
+            return False
+        hashed = np.flatnonzero(self.is_hashed)
+        self.prefix_index.clear()
+        if self.eviction_policy.is_told_of_use:
+            self.eviction_policy.note_forgotten(hashed)
+        if self._residency is not None:
+            self._residency.reset()
+        if self.enable_kv_cache_events:
+            self._event_log.note_cleared()
+        return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events since the last call, oldest first, with those of the pools that share the log."""
+        return self._event_log.take()
+
+    def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], columns: np.ndarray, group_id: int) -> None:
+        self._check_group(group_id)
+        if not self.enable_caching:
+            raise ValueError("expected a pool with enable_caching=True to register hashes, got one without")
+        self._check_registrable(ids)
+        self.register_rows(ids[None], np.fromiter(hashes, np.object_, len(hashes)), columns, (group_id,))
+
+    def _check_registrable(self, ids: np.ndarray) -> None:
+        hashed = self.is_hashed[ids]
+        if hashed.any():
+            raise BlockStateError(f"block {ids[hashed][0]} is hashed already; a full block is registered once")
+        held = self.ref_count[ids] > 0
+        if not held.all():
+            raise BlockStateError(f"block {ids[~held][0]} is free or null; only held blocks are registered")
+        distinct, repeats = self._count_repeats(ids)
+        if len(distinct) != len(ids):
+            raise BlockStateError(f"block {distinct[np.argmax(repeats)]} is given {np.max(repeats)} times")
+
+    def _forget_hashes(self, ids: np.ndarray, was_reused: bool = True) -> None:
+        """Removes hashed, distinct blocks from the index."""
+        if not len(ids):
+            return
+        hashes, groups = self.prefix_index.forget(ids, was_reused)
+        if self.enable_kv_cache_events:
+            pairs = zip(hashes, groups.tolist(), strict=True)
+            self._event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in pairs)
+
+    # -- arguments --------------------------------------------------------------------------------------------------
+
+    def _checked_ids(self, block_ids: npt.ArrayLike) -> np.ndarray:  # int64[n]
+        return self._ids_and_counts(block_ids)[0]
+
+    def _ids_and_counts(self, block_ids: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:  # int64[n], int32[n]
+        """Checked ids and their reference counts; reading the counts checks the ids.
+
+        A negative int32 reads as a huge uint32, so that numpy refuses it as it refuses an id past the end.
+        """
+        given = np.asarray(block_ids)
+        if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+            raise ValueError(f"expected a row of integer block ids, got {given.dtype}{list(given.shape)}")
+        if given.dtype == np.int32:
+            ids = given.view(np.uint32).astype(np.int64)
+        else:
+            ids = given.astype(np.int64)
+            ids[ids < 0] = self.num_blocks
+        try:
+            return ids, self.ref_count[ids]
+        except IndexError:
+            bad = given[(given < 0) | (given >= self.num_blocks)][0]
+            raise ValueError(f"expected block ids in [0, {self.num_blocks}), got {bad}") from None
+
+    def _check_id(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"expected block ids in [0, {self.num_blocks}), got {block_id}")
+
+    def _check_group(self, group_id: int) -> None:
+        if group_id not in self.hash_maps:
+            raise ValueError(f"expected a group of {tuple(self.hash_maps)}, got {group_id}")
+
+    def _count_repeats(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
+        """Distinct ids in the order of their last occurrence, and how often each occurs (1 if none repeats).
+
+        Every occurrence writes its index and reads back the last one that was written: O(n), without a sort.
+        """
+        order = np.arange(len(ids), dtype=np.int32)
+        self._scratch[ids] = order
+        last = self._scratch[ids]
+        is_last = last == order
+        if np.count_nonzero(is_last) == len(ids):
+            return ids, 1
+        return ids[is_last], np.bincount(last, minlength=len(ids))[is_last]
+
+    # -- for people and tests ---------------------------------------------------------------------------------------
+
+    def snapshot(self) -> BlockPoolSnapshot:
+        """The whole state as values. O(num_blocks)."""
+        return take_pool_snapshot(self)
+
+    def check_invariants(self) -> None:
+        """Checks P1 to P3 and the policy. O(num_blocks).
+
+        Raises:
+            InvariantError: one of them is broken.
+        """
+        self.eviction_policy.check_invariants()
+        self.prefix_index.check_invariants()
+        self.page_edits.check_invariants()
+        null = self.NULL_BLOCK_ID
+        is_free = np.zeros(self.num_blocks, np.bool_)
+        is_free[self.eviction_policy.order()] = True
+        if is_free[null] or self.is_hashed[null] or self.ref_count[null] != 0:
+            raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")
+        if np.count_nonzero(is_free) != self.num_free_blocks:
+            raise InvariantError(f"P1: {self.num_free_blocks} blocks counted as free, {np.count_nonzero(is_free)} are")
+        broken = np.flatnonzero((is_free != (self.ref_count == 0)) | (self.ref_count < 0))
+        if (broken != null).any():
+            block_id = broken[broken != null][0]
+            raise InvariantError(
+                f"P1: block {block_id} has {self.ref_count[block_id]} references, queued: {is_free[block_id]}"
+            )
+
+    def describe(self) -> str:
+        """A few lines for a person."""
+        return describe_pool(self)
+
+
+def _without_null(ids: np.ndarray) -> np.ndarray:
+    return ids if np.count_nonzero(ids) == len(ids) else ids[ids != BlockPool.NULL_BLOCK_ID]
+
+
+def _check_aligned(ids: np.ndarray, hashes: Sequence[BlockHash]) -> None:
+    if len(hashes) != len(ids):
+        raise ValueError(f"expected a hash for each of {len(ids)} blocks, got {len(hashes)}")

@@ -1,0 +1,144 @@
+"""Pages of one pool that the device has to copy or zero before the next step writes anything.
+
+Flow:    CopyOnWrite, sub-block hits -> [PageEdits] -> KVCacheManager.take_page_copies, take_pages_to_zero -> StepPlan
+Source:  DESIGN, "Device layer", order inside a step: copies, zeroing, KV writes, attention
+
+A copy's source keeps a reference until the copies are taken, so that nobody writes to it or copies to it first. A
+destination that is given back and dealt again needs its old copy no more. A copy from a page that is itself still to be
+copied to reads that page's source instead, so that no copy waits for another.
+
+Invariants (`check_invariants`):
+
+    E1  a destination is nobody's source, held or cached when it is planned, and never zeroed
+    E2  a source is held, with a reference outside the block tables for every copy planned from it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.errors import InvariantError
+
+if TYPE_CHECKING:
+    from kvjax.core.pool.block_pool import BlockPool
+
+
+@dataclass(frozen=True)
+class PageCopies:
+    """Pages to copy in one pool before anything is written. No destination is a source."""
+
+    sources: np.ndarray  # int32[C]
+    destinations: np.ndarray  # int32[C]
+
+
+NO_PAGES = np.zeros(0, np.int32)
+NO_PAGES.flags.writeable = False
+NO_COPIES = PageCopies(NO_PAGES, NO_PAGES)
+
+
+@dataclass(frozen=True)
+class PageEditsSnapshot:
+    """What is planned for one pool, comparable."""
+
+    copies: tuple[tuple[int, int], ...]  # (source, destination) in the order of planning
+    held_sources: tuple[int, ...]
+    pages_to_zero: tuple[int, ...]
+
+
+class PageEdits:
+    """Planned copies and zeroing of one `BlockPool`, which owns it. Costs nothing while there are none."""
+
+    def __init__(self, pool: BlockPool, zero_new_pages: bool) -> None:
+        self._pool = pool
+        self._zeroes = zero_new_pages
+        self._source_of: dict[int, int] = {}  # destination -> source
+        self._held_sources: list[int] = []  # one reference each
+        self._is_to_zero = np.zeros(pool.num_blocks if zero_new_pages else 0, np.bool_)
+        self.watches = zero_new_pages  # whether `on_new_blocks` has anything to do
+
+    @property
+    def held_sources(self) -> np.ndarray:  # int64[n]
+        """A block per reference that planned copies hold."""
+        return np.array(self._held_sources, np.int64)
+
+    def on_new_blocks(self, block_ids: Iterable[int]) -> None:
+        """Notes that blocks are dealt anew: what was to be copied there is needed no more."""
+        ids = list(block_ids)
+        for block_id in ids:
+            self._source_of.pop(block_id, None)
+        if self._zeroes:
+            self._is_to_zero[ids] = True
+
+    def exchange_for_copies(self, block_ids: Sequence[int]) -> np.ndarray:  # int32[n]
+        """New blocks that get the pages of `block_ids`, of each of which the caller gives up a reference.
+
+        Raises:
+            OutOfBlocksError: fewer blocks are free. Nothing is changed.
+        """
+        new_ids = self._pool.get_new_blocks(len(block_ids))
+        for block_id, new_id in zip(block_ids, new_ids.tolist(), strict=True):
+            source = self._source_of.get(block_id, block_id)
+            if source != block_id:
+                self._pool.touch([source])
+                self._pool.free_block(block_id)
+            self._source_of[new_id] = source
+            self._held_sources.append(source)
+            self._pool.num_outside_refs[source] += 1
+            if self._zeroes:
+                self._is_to_zero[new_id] = False
+        self.watches = True
+        return new_ids
+
+    def take_copies(self) -> PageCopies:
+        """The copies planned since the last call, those excepted whose destinations nobody needs any more."""
+        if not self._held_sources:
+            return NO_COPIES
+        needed = [
+            (source, destination)
+            for destination, source in self._source_of.items()
+            if self._pool.ref_count[destination] or self._pool.is_hashed[destination]
+        ]
+        held = self.held_sources
+        np.subtract.at(self._pool.num_outside_refs, held, 1)
+        self._pool.free_held(held)
+        self._source_of.clear()
+        self._held_sources.clear()
+        self.watches = self._zeroes
+        pairs = np.array(needed, np.int32).reshape(-1, 2)
+        return PageCopies(pairs[:, 0].copy(), pairs[:, 1].copy())
+
+    def take_pages_to_zero(self) -> np.ndarray:  # int32[Z] ascending
+        """The blocks dealt since the last call that no copy fills."""
+        if not self._zeroes:
+            return NO_PAGES
+        ids = self._is_to_zero.nonzero()[0].astype(np.int32)
+        self._is_to_zero[ids] = False
+        return ids
+
+    def snapshot(self) -> PageEditsSnapshot:
+        """What is planned, as values."""
+        return PageEditsSnapshot(
+            copies=tuple((source, destination) for destination, source in self._source_of.items()),
+            held_sources=tuple(self._held_sources),
+            pages_to_zero=tuple(self._is_to_zero.nonzero()[0].tolist()),
+        )
+
+    def check_invariants(self) -> None:
+        """Checks E1 and E2.
+
+        Raises:
+            InvariantError: one of them is broken.
+        """
+        destinations, sources = set(self._source_of), set(self._source_of.values())
+        if destinations & sources or (self._zeroes and self._is_to_zero[list(destinations)].any()):
+            raise InvariantError(f"E1: copies to {sorted(destinations)}, from {sorted(sources)}")
+        held = np.bincount(self.held_sources, minlength=self._pool.num_blocks)
+        if not sources <= set(self._held_sources) or (held > self._pool.num_outside_refs).any():
+            raise InvariantError(f"E2: copies from {sorted(sources)} hold {sorted(self._held_sources)}")
+
+
+__all__ = ["NO_COPIES", "NO_PAGES", "PageCopies", "PageEdits", "PageEditsSnapshot"]

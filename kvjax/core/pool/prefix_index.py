@@ -1,0 +1,137 @@
+"""Which blocks of a pool hold which cached prefix: a hash per block, and per group an index from hash to blocks.
+
+Flow:    BlockPool.cache_full_blocks -> [PrefixIndex] -> prefix hits; BlockPool.get_new_blocks -> forgets on reuse
+Source:  semantics of vLLM v1/core/block_pool.py
+
+Both directions are kept: the index to find hits, the hash per block to forget it when the block is reused. Blocks of
+several groups share the pool's ids but no index, so the index is keyed by raw hashes.
+
+Invariant (`check_invariants`):
+
+    P3  a block is registered in exactly the map of its group iff `is_hashed`, under its own hash, once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.pool.block_hash_map import BlockHashToBlockMap
+from kvjax.core.watch.evicted_blocks import EvictedBlocks
+from kvjax.errors import InvariantError
+
+
+class PrefixIndex:
+    """Hashes of the blocks of one pool. Ids are int64 arrays of distinct blocks, checked by the pool.
+
+    Registering and forgetting cost about 100 ns a block.
+    """
+
+    def __init__(self, num_blocks: int, group_ids: Sequence[int]) -> None:
+        self.hash_maps = {group_id: BlockHashToBlockMap() for group_id in group_ids}
+        self.is_hashed = np.zeros(num_blocks, np.bool_)
+        self.num_hashed = 0
+        self.num_forgotten = 0  # blocks that lost their hash to reuse or eviction so far; a counter, not state
+        self.evicted: EvictedBlocks | None = None  # remembers what was forgotten, where someone asks why lookups miss
+        self._hash_of = np.full(num_blocks, None, np.object_)  # an object array is no work for the garbage collector
+        self._group_of = np.full(num_blocks, group_ids[0], np.int32)  # meant where is_hashed
+
+    def hash_of(self, block_id: int) -> BlockHash | None:
+        """The hash that a block is registered under."""
+        return self._hash_of[block_id]
+
+    def group_of(self, block_id: int) -> int:
+        """The group that a hashed block is registered in."""
+        return self._group_of.item(block_id)
+
+    def hashed_of(self, ids: np.ndarray) -> np.ndarray:  # int64[k]
+        """Those of the blocks that are hashed."""
+        hashed = self.is_hashed[ids]
+        return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
+
+    def register(self, ids: np.ndarray, hashes: np.ndarray, group_ids: Sequence[int]) -> None:
+        """Registers blocks that are not hashed, [groups, n] with the same object[n] hashes in every group."""
+        listed = hashes.tolist()
+        for group_id, of_group in zip(group_ids, ids, strict=True):
+            self.hash_maps[group_id].insert_n(listed, of_group)
+        self._hash_of[ids] = hashes
+        if len(self.hash_maps) > 1:
+            self._group_of[ids] = np.array(group_ids)[:, None]
+        self.is_hashed[ids] = True
+        self.num_hashed += ids.size
+
+    def register_one(self, block_id: int, block_hash: BlockHash, group_id: int) -> None:
+        """`register` of one block, without the cost of arrays."""
+        self.hash_maps[group_id].insert(block_hash, block_id)
+        self._hash_of[block_id] = block_hash
+        self._group_of[block_id] = group_id
+        self.is_hashed[block_id] = True
+        self.num_hashed += 1
+
+    def forget(self, ids: np.ndarray, was_reused: bool) -> tuple[list[BlockHash], np.ndarray]:
+        """Removes hashed blocks, whose contents go (`was_reused`) or stay.
+
+        Returns:
+            Their hashes and their groups, int32[n].
+        """
+        hashes = self._hash_of[ids].tolist()
+        groups = self._group_of[ids]
+        present = set(groups.tolist()) if len(self.hash_maps) > 1 else self.hash_maps.keys()
+        for group_id in present:
+            if len(present) == 1:
+                self.hash_maps[group_id].pop_n(hashes, ids)
+            else:
+                of_group = np.flatnonzero(groups == group_id)
+                self.hash_maps[group_id].pop_n([hashes[i] for i in of_group.tolist()], ids[of_group])
+        self._hash_of[ids] = None
+        self.is_hashed[ids] = False
+        self.num_hashed -= len(ids)
+        self.num_forgotten += len(ids)
+        if self.evicted is not None:
+            self.evicted.add(hashes, groups.tolist(), was_reused)
+        return hashes, groups
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        if self.evicted is not None:
+            ids = np.flatnonzero(self.is_hashed)
+            self.evicted.add(self._hash_of[ids].tolist(), self._group_of[ids].tolist(), was_reused=False)
+        for hash_map in self.hash_maps.values():
+            hash_map.clear()
+        self._hash_of[:] = None
+        self.is_hashed[:] = False
+        self.num_hashed = 0
+
+    def snapshot(self) -> dict[int, dict[bytes, tuple[int, ...]]]:
+        """Group -> hash -> its blocks in the order they were registered."""
+        return {group_id: hash_map.snapshot() for group_id, hash_map in self.hash_maps.items()}
+
+    def check_invariants(self) -> None:
+        """Checks P3. O(num_blocks).
+
+        Raises:
+            InvariantError: it is broken.
+        """
+        registered = [
+            (block_id, group_id, block_hash)
+            for group_id, blocks_by_hash in self.snapshot().items()
+            for block_hash, block_ids in blocks_by_hash.items()
+            for block_id in block_ids
+        ]
+        hashed = np.flatnonzero(self.is_hashed).tolist()
+        own = [(block_id, self.group_of(block_id), self._hash_of[block_id]) for block_id in hashed]
+        if sorted(registered) != own:
+            raise InvariantError(f"P3: the index and the blocks' own hashes differ: {set(registered) ^ set(own)}")
+        for group_id, blocks_by_hash in self.snapshot().items():
+            num_shared = sum(len(block_ids) > 1 for block_ids in blocks_by_hash.values())
+            if num_shared != self.hash_maps[group_id].num_shared:
+                raise InvariantError(
+                    f"P3: group {group_id} counts other than its {num_shared} hashes of several blocks"
+                )
+        num_own = sum(block_hash is not None for block_hash in self._hash_of)
+        if not len(hashed) == self.num_hashed == num_own:
+            raise InvariantError(
+                f"P3: {self.num_hashed} blocks counted as hashed, {len(hashed)} marked, {num_own} have one"
+            )

@@ -1,0 +1,1 @@
+"""A manager's calls written down with their answers, and made again."""

@@ -1,0 +1,1 @@
+"""Requests: their tokens and counts, in a table of rows while they run."""

@@ -1,0 +1,1 @@
+"""The whole state of a manager as bytes, and back."""

@@ -1,0 +1,91 @@
+"""One step of the model as numpy arrays: what the host tells the device, in no stack's private form.
+
+Flow:    KVCacheManager tables + scheduled rows -> [StepPlan] -> kvjax.device.DeviceBatch, or another stack's metadata
+Source:  DESIGN, "Device layer"; fields named as vLLM and tpu-inference name theirs
+
+Axis names: S requests of the step, T new tokens, N rows of logits, P columns of a block table, K table updates.
+Requests stand in the order decode (one query token), prefill, mixed; `distribution` holds the three ends, and the
+prefill part is empty unless asked for. Nothing here is padded: buckets are the device layer's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.core.pool.page_edits import PageCopies
+
+
+@dataclass(frozen=True)
+class TableUpdate:
+    """Entries that one step wrote into a group's block table, in the order in which ids were dealt.
+
+    A column may have held another block before: a copy takes the place of a block that a fork shares.
+    """
+
+    rows: np.ndarray  # int64[K] rows of the request table
+    columns: np.ndarray  # int64[K]
+    block_ids: np.ndarray  # int32[K]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What `KVCacheManager.plan_step` did: the first `num_planned` rows fit, the next one did not."""
+
+    num_planned: int
+    new_blocks: tuple[TableUpdate, ...]  # one per group
+
+
+@dataclass(frozen=True)
+class CompressedStates:
+    """The states of those layers of a group that keep one for `tokens_per_state` tokens."""
+
+    tokens_per_state: int
+    seq_lens: np.ndarray  # int32[S] states after this step
+    slot_mapping: np.ndarray  # int32 slot of each state that the new tokens complete, request by request
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group's part of a step."""
+
+    pool_id: int
+    kind: str
+    block_tables: np.ndarray  # int32[S, P] copies of the requests' rows, 0 beyond their blocks
+    new_blocks: TableUpdate  # what changed since the last step, for a table mirrored on the device
+    seq_lens: np.ndarray  # int32[S] states visible after this step's writes
+    slot_mapping: np.ndarray  # int32 slot of each new state, of T tokens unless the group's are others; -1: not written
+    state_read: np.ndarray | None = None  # int32[S] page of the recurrent state to start from
+    state_write: np.ndarray | None = None  # int32[S] page to leave it in
+    has_initial_state: np.ndarray | None = None  # bool[S]
+    compressed: tuple[CompressedStates, ...] = ()  # where layers differ in tokens per state: each number, ascending
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything one call of the model needs from the host."""
+
+    request_ids: tuple[str, ...]  # S ids; results are matched by id, never by row
+    rows: np.ndarray  # int64[S] rows of the request table
+    num_new_tokens: np.ndarray  # int32[S] >= 1
+    num_computed_tokens: np.ndarray  # int32[S] before this step
+    token_ids: np.ndarray  # int32[T]
+    positions: np.ndarray  # int32[T], or [3, T] for M-RoPE
+    query_start_loc: np.ndarray  # int32[S + 1]
+    logits_indices: np.ndarray  # int32[N] indices into T whose logits are wanted
+    distribution: np.ndarray  # int32[3] ends of the decode, prefill and mixed parts
+    token_source: np.ndarray  # int32[T] -1: `token_ids` holds it, else the index of a token sampled one step before
+    page_copies: tuple[PageCopies, ...]  # one per pool
+    pages_to_zero: tuple[np.ndarray, ...]  # int32[Z] per pool
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the new tokens of the step."""
+        return int(self.token_ids.size)
+
+    @property
+    def num_requests(self) -> int:
+        """S, the requests of the step."""
+        return len(self.request_ids)

@@ -1,0 +1,208 @@
+"""Checkpoints: what is kept is what hits need there, hits at checkpoints are as long as if all were kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import lcm
+
+import numpy as np
+import pytest
+
+from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core.kinds.retention import CheckpointBlocks, Retention
+from tests.core.manager.manager_lockstep import FULL, Setup
+from tests.core.manager.naive_manager import NaiveGroup
+
+HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
+MAX_MODEL_LEN = 96
+HYBRIDS = {
+    "window": Setup((NaiveGroup(2), NaiveGroup(2, window=9)), max_model_len=MAX_MODEL_LEN),
+    "window alone": Setup((NaiveGroup(2, window=5),), max_model_len=MAX_MODEL_LEN),
+    "sizes": Setup((NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(6, window=3)), max_model_len=MAX_MODEL_LEN),
+    "EAGLE": Setup((NaiveGroup(2), NaiveGroup(4, window=6)), max_model_len=MAX_MODEL_LEN, eagle=True),
+    "Mamba": Setup((NaiveGroup(2), NaiveGroup(4, mamba="align")), max_model_len=MAX_MODEL_LEN),
+    "all": Setup(
+        (NaiveGroup(4), NaiveGroup(4, mamba="align"), NaiveGroup(2, window=7), NaiveGroup(2, window=1)),
+        max_model_len=MAX_MODEL_LEN,
+    ),
+}
+WITH_STATES = ("Mamba", "all")
+
+
+def alignment(setup: Setup) -> int:
+    return lcm(*(group.block_size for group in setup.groups))
+
+
+def make(setup: Setup, retention: int | None) -> KVCacheManager:
+    return replace(setup, retention=retention).manager([2_000])
+
+
+def request(name: str, tokens: list[int]) -> Request:
+    return Request(name, tokens, block_hasher=HASHER)
+
+
+def compute(manager: KVCacheManager, name: str, tokens: list[int], budget: int = MAX_MODEL_LEN) -> int:
+    """Computes a prompt in steps of at most `budget` tokens and frees it; the hit."""
+    new = request(name, tokens)
+    manager.new_step_starts()
+    blocks, hit = manager.get_computed_blocks(new)
+    step = manager.limit_step(new, min(len(tokens) - hit, budget), hit, blocks)
+    assert manager.allocate_slots(new, step, hit, blocks) is not None
+    new.num_computed_tokens = hit + step
+    while left := len(tokens) - new.num_computed_tokens:
+        manager.new_step_starts()
+        step = manager.limit_step(new, min(left, budget))
+        assert manager.allocate_slots(new, step) is not None
+        new.num_computed_tokens += step
+    manager.check_invariants()
+    manager.free(new)
+    manager.new_step_starts()
+    return hit
+
+
+def lookup(manager: KVCacheManager, tokens: list[int]) -> int:
+    return manager.get_computed_blocks(request("lookup", tokens))[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_kept_is_what_checkpoints_need(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    block_size = int(rng.integers(1, 5))
+    step = block_size * int(rng.integers(1, 5))
+    interval = step * int(rng.integers(0, 5))
+    kind = CheckpointBlocks(block_size, int(rng.integers(1, 9)), int(rng.integers(0, 2)))
+    dropped = int(rng.integers(0, 5))
+    retention = Retention(interval, step, dropped)
+    retention.reserve_rows(3)
+    lengths: list[set[int]] = []
+    for row in range(3):
+        num_tokens, shared = int(rng.integers(1, 200)), int(rng.integers(0, 200)) // step * step
+        retention.note_admission(row, num_tokens, shared)
+        ends = {n // step * step for n in (num_tokens - dropped - 1, num_tokens - dropped) if n > 0}
+        lengths.append((ends | {shared} | set(range(interval, 400, interval) if interval else ())) - {0})
+    rows, columns = np.repeat(np.arange(3), 60), np.tile(np.arange(60), 3)
+    needed = [
+        any(end // block_size - kind.num_before <= column < end // block_size + kind.num_after for end in lengths[row])
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True)
+    ]
+    assert retention.keeps(rows, columns, kind).tolist() == needed
+
+
+@pytest.mark.parametrize("interval", [0, 1, 2])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_prompt_that_comes_again_hits_as_much_as_ever(name: str, interval: int) -> None:
+    """Or more: recurrent states exist where steps end, and with checkpoints steps end where the prompt is hit."""
+    setup = HYBRIDS[name]
+    rng = np.random.default_rng(3)
+    dense, sparse = make(setup, None), make(setup, interval * 2 * alignment(setup))
+    for i in range(60):
+        tokens = rng.integers(0, 9_999, int(rng.integers(2, MAX_MODEL_LEN))).tolist()
+        for manager in (dense, sparse):
+            assert compute(manager, f"r{i}", tokens) == 0
+        hits = [lookup(manager, tokens) for manager in (dense, sparse)]
+        assert hits[0] <= hits[1] if name in WITH_STATES else hits[0] == hits[1]
+    num_sparse, num_dense = sparse.block_pool.num_hashed_blocks, dense.block_pool.num_hashed_blocks
+    if name not in WITH_STATES:
+        assert num_sparse < num_dense if interval == 0 else num_sparse <= num_dense
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in WITH_STATES])
+def test_checkpoints_everywhere_hit_as_if_all_were_kept(name: str) -> None:
+    """Prompts that part and come again, in one step each."""
+    setup = HYBRIDS[name]
+    rng = np.random.default_rng(5)
+    dense, sparse = make(setup, None), make(setup, alignment(setup))
+    trunk = rng.integers(0, 9, MAX_MODEL_LEN).tolist()
+    hits = 0
+    for i in range(60):
+        tokens = (
+            trunk[: int(rng.integers(0, MAX_MODEL_LEN - 20))] + rng.integers(0, 9, int(rng.integers(1, 20))).tolist()
+        )
+        hit = compute(sparse, f"r{i}", tokens)
+        assert hit == compute(dense, f"r{i}", tokens)
+        hits += hit > 0
+    assert hits > 20
+    assert sparse.block_pool.num_hashed_blocks <= dense.block_pool.num_hashed_blocks
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "window alone"])
+def test_a_third_request_hits_what_two_had_in_common(name: str) -> None:
+    """The second one finds no checkpoint there, and leaves one; an interval has one not far before."""
+    setup = HYBRIDS[name]
+    shared = 60
+    prompts = [list(range(shared)) + [100 + i] * 30 for i in range(3)]
+    for interval in (0, 12):
+        manager = make(setup, interval)
+        hits = [compute(manager, f"r{i}", prompt, interval or MAX_MODEL_LEN) for i, prompt in enumerate(prompts)]
+        assert hits[0] == 0
+        assert hits[1] >= lookup_length(setup, shared, interval) if interval else hits[1] == 0
+        assert hits[2] == lookup_length(setup, shared, alignment(setup))
+
+
+def lookup_length(setup: Setup, shared: int, step: int) -> int:
+    """Multiples of `step` that are hits where `shared` tokens are in common; EAGLE drops a block of what is."""
+    dropped = min(group.block_size for group in setup.groups) if setup.eagle else 0
+    return (shared - dropped) // step * step
+
+
+def test_steps_of_recurrent_groups_end_at_checkpoints() -> None:
+    setup = HYBRIDS["Mamba"]
+    manager = make(setup, 16)
+    new = request("new", list(range(90)))
+    assert [manager.limit_step(new, n) for n in (3, 7, 15, 17, 39, 90)] == [0, 4, 12, 16, 32, 80]
+    blocks = manager.empty_kv_cache_blocks
+    blocks = type(blocks)(blocks.block_ids, blocks.pools, num_shared_tokens=12)
+    assert manager.limit_step(new, 90, 0, blocks) == 12
+    assert manager.allocate_slots(new, 12, 0, blocks) is not None
+    new.num_computed_tokens = 12
+    assert manager.limit_step(new, 78) == 68
+    sparse = make(setup, 0)
+    again = request("again", list(range(88)))
+    assert sparse.limit_step(again, 88) == 84  # where the same prompt can go on from
+    assert sparse.allocate_slots(again, 84) is not None
+    again.num_computed_tokens = 84
+    assert sparse.limit_step(again, 4) == 4
+
+
+def test_other_kinds_keep_everything() -> None:
+    setup = Setup((NaiveGroup(2), NaiveGroup(2, chunk=8)), max_model_len=MAX_MODEL_LEN)
+    managers = [make(setup, retention) for retention in (None, 0)]
+    for manager in managers:
+        compute(manager, "r", list(range(50)))
+    assert managers[0].block_pool.snapshot() == managers[1].block_pool.snapshot()
+
+
+def test_forks_keep_what_their_parent_keeps() -> None:
+    manager = make(HYBRIDS["window"], 0)
+    parent = request("parent", list(range(40)))
+    assert manager.allocate_slots(parent, 8) is not None
+    parent.num_computed_tokens = 8
+    children = manager.fork(parent, 2)
+    assert children is not None
+    checkpoints = manager.snapshot().checkpoints
+    assert {checkpoints[r.request_id] for r in (parent, *children)} == {(38, 40, 0)}
+    assert manager.allocate_slots(children[0], 32) is not None
+    children[0].num_computed_tokens = 40
+    assert lookup(manager, list(range(50))) == 40
+
+
+@pytest.mark.parametrize(
+    ("interval", "message"),
+    [
+        (-12, r"expected retention_interval as a multiple of 12 \(the LCM of the block sizes\), or 0, got -12"),
+        (18, r"expected retention_interval as a multiple of 12 .* got 18"),
+    ],
+)
+def test_bad_intervals_are_refused(interval: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(HYBRIDS["sizes"], interval)
+
+
+def test_without_a_cache_there_is_nothing_to_keep() -> None:
+    with pytest.raises(ValueError, match="expected enable_caching=True with retention_interval, got 4 without caching"):
+        replace(FULL, caching=False, retention=4).manager([9])
+
+
+def test_hits_inside_blocks_do_not_go_with_it() -> None:
+    with pytest.raises(NotImplementedError, match="retention_interval=4 does not work with sub_block_hits=True"):
+        replace(FULL, retention=4, same_step_hits=False).manager([9], sub_block_hits=True)

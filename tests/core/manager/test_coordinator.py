@@ -1,0 +1,156 @@
+"""Which coordinator and managers a config gets, what a lookup costs, and kinds of a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvjax.core import (
+    AttentionSpec,
+    FullAttentionManager,
+    FullAttentionSpec,
+    HybridKVCacheCoordinator,
+    KVCacheConfig,
+    KVCacheCoordinatorNoPrefixCache,
+    KVCacheManager,
+    Request,
+    SlidingWindowManager,
+    UnitaryKVCacheCoordinator,
+    manager_class_of,
+    register_kv_cache_manager,
+)
+from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.watch.kv_events import BlockStored
+from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
+from tests.core.manager.naive_manager import NaiveGroup
+
+
+def test_a_lookup_that_misses_asks_few_blocks_of_a_window() -> None:
+    """Nothing cached, window of 64 blocks: about one probe per 64 blocks, not one per block."""
+    setup = Setup((NaiveGroup(2, window=129),), max_model_len=4_000)
+    manager = setup.manager([10])
+    probes = []
+    find_run = manager.block_pool.find_run
+
+    def counted(block_hashes: list[bytes], group_id: int, limit: int | None = None) -> np.ndarray:
+        probes.append(len(block_hashes))
+        return find_run(block_hashes, group_id, limit)
+
+    manager.block_pool.find_run = counted  # type: ignore[method-assign]
+    both = Lockstep(setup, [10])
+    request = both.new_pair("r", list(range(4_000))).request
+    assert manager.get_computed_blocks(request)[1] == 0
+    assert len(probes) <= 4_000 // 2 // 64 + 1
+
+
+def ask(setup: Setup, monkeypatch: pytest.MonkeyPatch, evicted: tuple[int, ...] = ()) -> list[tuple[int, int, int]]:
+    """Looks up a computed prompt of 48 tokens: (manager, longest length asked for, alignment) of each question.
+
+    `evicted` are columns whose blocks of the last group are not cached any more.
+    """
+    both = Lockstep(setup, [200] * setup.num_pools)
+    tokens = list(range(setup.max_model_len))
+    pair = both.new_pair("r", tokens)
+    both.allocate_new(pair, len(tokens))
+    lost = [both.naive.tables["r"][-1][column] for column in evicted]
+    both.manager.evict_blocks(lost, setup.groups[-1].pool)
+    both.naive.evict(setup.groups[-1].pool, lost)
+    questions: list[tuple[int, int, int]] = []
+    for i, manager in enumerate(both.manager.coordinator.managers):
+        find = manager.find_longest_cache_hit
+
+        def counted(lookup: PrefixLookup, i: int = i, find: Callable = find) -> np.ndarray:
+            questions.append((i, lookup.max_length, lookup.alignment))
+            return find(lookup)
+
+        monkeypatch.setattr(manager, "find_longest_cache_hit", counted)
+    both.lookup(both.new_pair("s", tokens))
+    return questions
+
+
+def test_full_attention_is_asked_once_and_first_however_the_groups_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup((NaiveGroup(4, window=6), NaiveGroup(6), NaiveGroup(2, window=3)), max_model_len=48)
+    questions = ask(setup, monkeypatch, evicted=(20,))
+    assert questions[0] == (1, 47, 12)
+    assert [manager for manager, _, _ in questions].count(1) == 1
+
+
+def test_with_one_other_kind_each_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the window's answer is shorter: nobody can shorten it further."""
+    setup = Setup((NaiveGroup(4), NaiveGroup(2, window=5)), max_model_len=48)
+    assert ask(setup, monkeypatch, evicted=(21,)) == [(0, 47, 4), (1, 44, 4)]
+
+
+def test_several_other_kinds_are_asked_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last window lost what 44 and 46 tokens need: the first is asked again from 42."""
+    setup = Setup((NaiveGroup(2), NaiveGroup(2, window=5), NaiveGroup(2, window=3)), max_model_len=48)
+    assert ask(setup, monkeypatch, evicted=(21, 22)) == [(0, 47, 2), (1, 46, 2), (2, 46, 2), (1, 42, 2)]
+    assert ask(setup, monkeypatch) == [(0, 47, 2), (1, 46, 2), (2, 46, 2)]
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (FULL, UnitaryKVCacheCoordinator),
+        (HYBRID, HybridKVCacheCoordinator),
+        (SETUPS["hybrid_no_caching"], KVCacheCoordinatorNoPrefixCache),
+    ],
+)
+def test_the_config_chooses_the_coordinator(setup: Setup, expected: type) -> None:
+    assert type(setup.manager([9]).coordinator) is expected
+
+
+def test_groups_of_equal_spec_share_a_manager() -> None:
+    managers = SETUPS["hybrid_interleaved"].manager([9]).coordinator.managers
+    assert [manager.group_ids for manager in managers] == [(0, 2), (1, 3)]
+    assert [type(manager) for manager in managers] == [SlidingWindowManager, FullAttentionManager]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StickySpec(AttentionSpec):
+    """A kind of a user's own."""
+
+    @property
+    def kind(self) -> str:
+        return "sticky"
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        return -(-max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StickierSpec(StickySpec):
+    """Managed as its base."""
+
+
+def test_users_register_kinds_of_their_own() -> None:
+    spec = StickySpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    with pytest.raises(ValueError, match=r"no manager for StickySpec; known: .*FullAttentionSpec"):
+        KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4)
+
+    class StickyManager(FullAttentionManager):
+        supports_eagle = False
+
+    assert register_kv_cache_manager(StickySpec)(StickyManager) is StickyManager
+    assert register_kv_cache_manager(StickySpec)(StickyManager) is StickyManager
+    with pytest.raises(ValueError, match="StickySpec is managed by StickyManager; derive a spec class of its own"):
+        register_kv_cache_manager(StickySpec)(FullAttentionManager)
+    assert manager_class_of(StickierSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")) is StickyManager
+
+    manager = KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4, enable_kv_cache_events=True)
+    request = Request("r", range(8), block_hasher=Lockstep(Setup((NaiveGroup(4),), hash_block_size=4), [9]).hasher)
+    manager.allocate_slots(request, 8)
+    [stored] = manager.take_events()
+    assert isinstance(stored, BlockStored)
+    assert (stored.kind, stored.sliding_window) == ("sticky", None)
+    with pytest.raises(NotImplementedError, match="sticky attention does not work with use_eagle=True"):
+        KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4, use_eagle=True)
+
+
+def test_a_promoted_window_tells_its_mask_to_events() -> None:
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=6)
+    manager = KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4)
+    assert manager.block_pool.group_infos[0].sliding_window == 6

@@ -1,0 +1,485 @@
+"""Forks share blocks, copy a page for each request that writes to a shared one, and everyone reads back its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core.step.step_builder import build_step_plan
+from kvjax.errors import UnknownRequestError
+from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, WINDOW, Setup
+from tests.core.manager.naive_manager import MAX_ENCODER, NaiveGroup
+from tests.core.manager.page_contents import PageContents, Writes
+from tests.core.manager.random_forks import RandomForks
+
+OPTIONS: list[dict[str, Any]] = [{}, {"zero_new_pages": True}, {"reserve": True}]
+FOUR = Setup((NaiveGroup(4), NaiveGroup(4, window=6), NaiveGroup(8, pool=1)), hash_block_size=4, max_model_len=40)
+
+
+def running(
+    manager: KVCacheManager, num_tokens: int, name: str = "parent", salt: str | None = None, **options: Any
+) -> Request:
+    """A request whose prompt is computed."""
+    hasher = BlockHasher(manager.hash_block_size, seed="0") if manager.enable_caching else None
+    request = Request(name, range(num_tokens), cache_salt=salt, block_hasher=hasher, **options)
+    encoder = MAX_ENCODER if manager.coordinator.reads_encoder else 0
+    assert manager.allocate_slots(request, num_tokens, num_encoder_tokens=encoder) is not None
+    request.num_computed_tokens = num_tokens
+    return request
+
+
+def decode(manager: KVCacheManager, requests: list[Request], first_token: int = 100) -> None:
+    """A token of its own for each, and slots for it."""
+    for i, request in enumerate(requests):
+        request.append_output_token_ids(first_token + i)
+    assert manager.plan_step([request.row for request in requests], 1).num_planned == len(requests)
+
+
+def num_copies(manager: KVCacheManager) -> list[int]:
+    return [copies.sources.size for copies in manager.take_page_copies()]
+
+
+def unchanged(manager: KVCacheManager, call: Callable[[], object], error: type[Exception], message: str) -> None:
+    before = manager.snapshot()
+    with pytest.raises(error, match=message):
+        call()
+    assert manager.snapshot() == before
+
+
+# -- the laws
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SETUPS)
+def test_everyone_reads_back_its_own_tokens(name: str, seed: int) -> None:
+    """Random forks, in bulk and request by request, with the same states after each call."""
+    runs = [RandomForks(SETUPS[name], seed, bulk, OPTIONS[seed]) for bulk in (True, False)]
+    for _ in range(15):
+        for run in runs:
+            run.step()
+    assert runs[0].snapshots == runs[1].snapshots
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_fork_of_8_shares_all_full_blocks_and_copies_a_page_for_each_child_that_writes(name: str) -> None:
+    setup = SETUPS[name]
+    manager = setup.manager([100] * setup.num_pools)
+    device = PageContents(manager)
+    device.encoders.add("parent")
+    request = running(manager, 7, salt="input")
+    request.num_computed_tokens = 0
+    device.run([Writes(request, 7)])
+    request.num_computed_tokens = 7
+    held = [pool.num_free_blocks for pool in manager.block_pools]
+    children = manager.fork(request, 8)
+    assert children is not None
+    if not any(group.drafts for group in setup.groups):
+        assert [pool.num_free_blocks for pool in manager.block_pools] == held
+    for group_id, (group, ids) in enumerate(zip(setup.groups, manager.get_block_ids("parent"), strict=True)):
+        for child in children:
+            of_child = manager.get_block_ids(child.request_id)[group_id]
+            shared = len(of_child) - group.drafts * (group.mamba is not None)
+            assert of_child[:shared] == ([0] * (shared - 1) + [ids[shared - 1]] if group.mamba else ids)
+    decode(manager, list(children))
+    num_partial = sum(
+        not m.reads_encoder and 7 % m.block_size > 0 for m in manager.coordinator.managers for _ in m.group_ids
+    )
+    device.run([Writes(child, 1) for child in children])
+    for child in children:
+        child.num_computed_tokens += 1
+        device.check(child, 8)
+    device.check(request, 7)
+    assert device.num_copies == 8 * num_partial
+
+
+@pytest.mark.parametrize("setup", [FULL, WINDOW, HYBRID, FOUR], ids=["full", "window", "hybrid", "two pools"])
+def test_the_parents_page_goes_to_the_last_that_writes(setup: Setup) -> None:
+    """The parent is freed: of 8 children 7 take a copy. If the parent writes too, so do all children but one."""
+    manager = setup.manager([200] * setup.num_pools)
+    groups_of_pool = [sum(group.pool == pool for group in setup.groups) for pool in range(setup.num_pools)]
+    request = running(manager, 7)
+    children = manager.fork(request, 8)
+    assert children is not None
+    manager.free(request)
+    decode(manager, list(children))
+    assert num_copies(manager) == [7 * groups for groups in groups_of_pool]
+    second = running(manager, 7, "second")
+    more = manager.fork(second, 7)
+    assert more is not None
+    decode(manager, [second, *more], 200)
+    assert num_copies(manager) == [7 * groups for groups in groups_of_pool]
+    decode(manager, [second, *more, *children], 300)
+    assert num_copies(manager) == [0] * setup.num_pools
+
+
+def test_a_whole_number_of_blocks_copies_nothing() -> None:
+    manager = HYBRID.manager([100])
+    request = running(manager, 8)
+    children = manager.fork(request, 8)
+    assert children is not None
+    decode(manager, [request, *children])
+    assert num_copies(manager) == [0]
+    assert all(manager.get_block_ids(child.request_id)[0][:4] == [1, 2, 3, 4] for child in children)
+
+
+def test_a_group_copies_only_what_is_partly_filled() -> None:
+    """12 tokens fill blocks of 4, not of 8."""
+    manager = FOUR.manager([100, 100])
+    children = manager.fork(running(manager, 12), 2)
+    assert children is not None
+    decode(manager, list(children))
+    copies = manager.take_page_copies()
+    assert [c.sources.tolist() for c in copies] == [[], [2, 2]]
+    assert [c.destinations.tolist() for c in copies] == [[], [3, 4]]
+
+
+@pytest.mark.parametrize("num_blocks", range(2, 12))
+@pytest.mark.parametrize("name", ["full", "hybrid", "window_uncached_first"])
+def test_running_out_changes_nothing(name: str, num_blocks: int) -> None:
+    """A fork needs no block; children write until one does not fit, and that one may try again."""
+    manager = SETUPS[name].manager([num_blocks])
+    request = Request("parent", range(3))
+    if manager.allocate_slots(request, 3) is None:
+        return
+    request.num_computed_tokens = 3
+    children = manager.fork(request, 8)
+    assert children is not None
+    for child in children:
+        child.append_output_token_ids(9)
+    planned = manager.plan_step([child.row for child in children], 1).num_planned
+    num_groups = len(SETUPS[name].groups)
+    assert planned == min((num_blocks - 1 - 2 * num_groups) // num_groups, 8)
+    if planned == 8:
+        return
+    refused = manager.snapshot()
+    for _ in range(2):
+        assert manager.allocate_slots(children[planned], 1) is None
+        assert manager.allocate_slots(children[planned], 1, full_sequence_must_fit=True) is None
+        assert manager.plan_step([child.row for child in children[planned:]], 1).num_planned == 0
+        assert manager.snapshot() == refused
+    for other in [request, *children[:planned], *children[planned + 1 :]]:
+        manager.free(other)
+    assert manager.allocate_slots(children[planned], 1) is not None  # alone, it writes in place
+
+
+def test_sources_are_held_until_the_copies_are_taken() -> None:
+    manager = FULL.manager([20])
+    request = running(manager, 3)
+    (child,) = manager.fork(request, 1) or ()
+    decode(manager, [child])
+    manager.free(request)
+    assert manager.block_pool.ref_count[2] == 1
+    (copies,) = manager.take_page_copies()
+    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([2], [3])
+    assert manager.block_pool.ref_count[2] == 0
+    assert num_copies(manager) == [0]
+
+
+def test_the_last_holder_writes_in_place_while_copies_wait() -> None:
+    manager = FULL.manager([20])
+    children = manager.fork(request := running(manager, 3), 2)
+    assert children is not None
+    manager.free(request)
+    decode(manager, list(children))
+    assert [manager.get_block_ids(child.request_id)[0][1] for child in children] == [3, 2]
+    assert num_copies(manager) == [1]
+
+
+def test_a_copy_of_a_copy_reads_the_first_source() -> None:
+    """No copy waits for another, whoever is forked between two copies of one step."""
+    manager = FULL.manager([20])
+    request = running(manager, 3)
+    (child,) = manager.fork(request, 1) or ()
+    decode(manager, [child])
+    (grandchild,) = manager.fork(child, 1) or ()
+    assert manager.allocate_slots(grandchild, 1) is not None
+    manager.check_invariants()
+    (copies,) = manager.take_page_copies()
+    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([2, 2], [3, 4])
+
+
+def test_a_copy_that_nobody_needs_any_more_is_not_made() -> None:
+    manager = Setup((NaiveGroup(4),)).manager([5])
+    request = running(manager, 2)
+    first, second = manager.fork(request, 2) or ()
+    decode(manager, [first])
+    manager.free(first)  # its copy, block 2, is free, and dealt again last
+    decode(manager, [second])
+    (copies,) = manager.take_page_copies()
+    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([1], [3])
+
+
+def test_a_destination_that_is_dealt_again_is_copied_to_once() -> None:
+    manager = FULL.manager([4], zero_new_pages=True)
+    request = running(manager, 3)
+    first, second = manager.fork(request, 2) or ()
+    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[1, 2]]
+    decode(manager, [first])
+    manager.free(first)
+    decode(manager, [second])
+    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[]]  # never a destination
+    (copies,) = manager.take_page_copies()
+    assert (copies.sources.tolist(), copies.destinations.tolist()) == ([2], [3])
+
+
+def test_a_destination_that_is_dealt_as_a_new_block_is_zeroed_and_not_copied_to() -> None:
+    manager = FULL.manager([4], zero_new_pages=True)
+    request = running(manager, 3)
+    (child,) = manager.fork(request, 1) or ()
+    decode(manager, [child])
+    manager.free(child)
+    running(manager, 2, "other")
+    assert num_copies(manager) == [0]
+    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[1, 2, 3]]
+
+
+def test_a_block_that_the_parent_filled_is_no_hit_once_a_child_writes_there() -> None:
+    """The parent's token in flight, unknown at the fork, filled the shared block; the child samples another."""
+    setup = Setup((NaiveGroup(4),), hash_block_size=4)
+    manager = setup.manager([20])
+    request = running(manager, 7)
+    assert manager.allocate_slots(request, 1) is not None
+    request.num_computed_tokens = 8
+    (child,) = manager.fork(request, 1, num_in_flight_tokens=2) or ()
+    assert (child.num_computed_tokens, child.num_tokens) == (6, 7)
+    request.append_output_token_ids(50)
+    manager.cache_blocks(request, 8)
+    same = Request("same", [*range(7), 50, 9], block_hasher=request.block_hasher)
+    assert manager.get_computed_blocks(same)[1] == 8
+    manager.free(request)
+    assert manager.allocate_slots(child, 1) is not None
+    assert num_copies(manager) == [0]
+    assert manager.get_computed_blocks(same)[1] == 4
+
+
+def test_a_block_that_a_request_filled_itself_stays_a_hit() -> None:
+    """Forked while its step is planned; the child is gone when the step is planned again."""
+    manager = FULL.manager([20])
+    request = Request("parent", range(4), block_hasher=BlockHasher(2, seed="0"))
+    assert manager.allocate_slots(request, 3) is not None
+    request.num_computed_tokens = 3
+    assert manager.allocate_slots(request, 1) is not None
+    (child,) = manager.fork(request, 1) or ()
+    manager.free(child)
+    assert manager.allocate_slots(request, 1) is not None
+    assert manager.block_pool.num_hashed_blocks == 2
+
+
+def test_admission_of_a_whole_sequence_counts_the_copy() -> None:
+    manager = FULL.manager([6])
+    request = Request("parent", range(8))
+    assert manager.allocate_slots(request, 3) is not None
+    request.num_computed_tokens = 3
+    (child,) = manager.fork(request, 1) or ()
+    manager.block_pool.get_new_block()  # 2 of 5 are free; the child lacks 2, and a copy
+    assert manager.allocate_slots(child, 1, full_sequence_must_fit=True) is None
+    assert manager.allocate_slots(child, 1) is not None
+    manager.block_pool.free_block(3)
+
+
+def test_children_have_their_parents_encoder_tokens() -> None:
+    manager = SETUPS["full_cross"].manager([20])
+    (child,) = manager.fork(running(manager, 3, salt="input"), 1) or ()
+    decode(manager, [child])
+    plan = build_step_plan(manager, np.array([child.row]), np.array([1]))
+    assert plan.groups[1].seq_lens.tolist() == [MAX_ENCODER]
+
+
+def test_a_state_left_in_the_running_column_is_copied_at_a_block_end_too() -> None:
+    """Drafts took the row to column 3, were rejected up to the end of column 2, which has no block of its own."""
+    manager = Setup((NaiveGroup(2, mamba="align", drafts=3),), caching=False).manager([30])
+    request = running(manager, 4)
+    request.append_output_token_ids(1)
+    assert manager.allocate_slots(request, 4) is not None
+    request.append_output_token_ids([2, 3])
+    request.num_computed_tokens = 6
+    (child,) = manager.fork(request, 1) or ()
+    (state,) = manager.get_block_ids(child.request_id)
+    assert state[2] == manager.get_block_ids("parent")[0][3] > 0
+    assert manager.allocate_slots(request, 1) is not None
+    (copies,) = manager.take_page_copies()
+    assert copies.sources.tolist() == [state[2]]
+
+
+def test_children_register_and_hit_like_any_request() -> None:
+    manager = FOUR.manager([100, 100])
+    request = running(manager, 6)
+    (child,) = manager.fork(request, 1) or ()
+    assert child.block_hashes == request.block_hashes
+    assert child.block_hashes is not request.block_hashes
+    for token in range(50, 53):
+        child.append_output_token_ids(token)
+        assert manager.allocate_slots(child, 1) is not None
+        child.num_computed_tokens += 1
+    other = Request("other", [*range(6), 50, 51, 52, 53], block_hasher=request.block_hasher)
+    hit, length = manager.get_computed_blocks(other)
+    assert length == 8
+    assert hit.get_block_ids()[0] == manager.get_block_ids(child.request_id)[0][:2]
+
+
+def test_a_fork_registers_full_blocks_that_wait_for_it() -> None:
+    """Else parent and children would register them each."""
+    manager = FULL.manager([20])
+    request = Request("parent", range(5), block_hasher=BlockHasher(2, seed="0"))
+    assert manager.allocate_slots(request, 5, delay_cache_blocks=True) is not None
+    request.num_computed_tokens = 5
+    children = manager.fork(request, 2)
+    assert children is not None
+    decode(manager, [request, *children])
+    assert manager.get_computed_blocks(Request("o", range(5), block_hasher=request.block_hasher))[1] == 4
+
+
+def test_children_of_a_request_that_registers_nothing_register_nothing() -> None:
+    manager = FULL.manager([20])
+    request = running(manager, 5, skip_writing_prefix_cache=True)
+    children = manager.fork(request, 2)
+    assert children is not None
+    decode(manager, list(children))
+    assert manager.block_pool.num_hashed_blocks == 0
+
+
+def test_reserve_counts_children_with_the_worst_case_of_their_parent() -> None:
+    setup = Setup((NaiveGroup(2),))
+    manager = setup.manager([13], reserve=True)
+    request = running(manager, 3, max_tokens=5)  # 4 blocks of 12
+    before = manager.snapshot()
+    assert manager.fork(request, 3) is None
+    assert manager.snapshot() == before
+    children = manager.fork(request, 2)
+    assert children is not None
+    manager.free(request)
+    assert manager.fork(children[0], 2) is None
+    assert manager.fork(children[0], 1) is not None
+
+
+def test_reserve_counts_a_source_that_only_a_copy_holds() -> None:
+    manager = FULL.manager([7], reserve=True)
+    request = running(manager, 3, max_tokens=1)  # 2 blocks of 6
+    (child,) = manager.fork(request, 1) or ()
+    decode(manager, [child])
+    manager.free(request)  # block 2 is held for the copy
+    late = Request("late", range(7), max_tokens=1)  # 4 blocks
+    assert manager.allocate_slots(late, 1) is None
+    manager.take_page_copies()
+    assert manager.allocate_slots(late, 1) is not None
+
+
+def test_step_plans_take_the_copies_once_and_tell_of_replaced_blocks() -> None:
+    manager = FULL.manager([20], zero_new_pages=True)
+    request = running(manager, 3)
+    children = manager.fork(request, 2)
+    assert children is not None
+    for child in children:
+        child.append_output_token_ids(7)
+    rows = np.array([child.row for child in children])
+    result = manager.plan_step(rows, 1)
+    assert result.new_blocks[0].columns.tolist() == [1, 1]
+    assert result.new_blocks[0].block_ids.tolist() == [3, 4]
+    plan = build_step_plan(manager, rows, np.array([1, 1]), new_blocks=result.new_blocks)
+    assert plan.page_copies[0].destinations.tolist() == [3, 4]
+    assert plan.pages_to_zero[0].tolist() == [1, 2]
+    again = build_step_plan(manager, rows, np.array([1, 1]))
+    assert not again.page_copies[0].destinations.size
+    assert not again.pages_to_zero[0].size
+
+
+def test_a_refused_plan_keeps_the_copies() -> None:
+    manager = FULL.manager([20])
+    (child,) = manager.fork(running(manager, 3), 1) or ()
+    decode(manager, [child])
+    with pytest.raises(ValueError, match="distinct rows"):
+        build_step_plan(manager, np.array([child.row, child.row]), np.array([1, 1]))
+    assert num_copies(manager) == [1]
+
+
+def test_pages_of_new_blocks_are_zeroed_once() -> None:
+    manager = FOUR.manager([50, 50], zero_new_pages=True)
+    running(manager, 9)
+    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[1, 2, 3, 4, 5, 6], [1, 2]]
+    assert [ids.size for ids in manager.take_pages_to_zero()] == [0, 0]
+    assert [ids.size for ids in FOUR.manager([50, 50]).take_pages_to_zero()] == [0, 0]
+
+
+# -- names and bad input
+
+
+def test_names_are_free_ones_or_the_callers() -> None:
+    manager = FULL.manager([20])
+    request = running(manager, 3)
+    first = manager.fork(request, 2)
+    assert [child.request_id for child in first or ()] == ["parent.1", "parent.2"]
+    second = manager.fork(request, 2, request_ids=["a", "b"])
+    assert [child.request_id for child in second or ()] == ["a", "b"]
+    assert [child.request_id for child in manager.fork(request, 1) or ()] == ["parent.3"]
+
+
+def test_bad_input() -> None:
+    manager = FULL.manager([20])
+    request = running(manager, 3)
+    unchanged(manager, lambda: manager.fork(request, 0), ValueError, "expected n >= 1 children, got 0")
+    for names, message in (
+        (["a"], r"expected 2 distinct request_ids, got \['a'\]"),
+        (["a", "a"], r"expected 2 distinct request_ids, got \['a', 'a'\]"),
+        (["a", "parent"], "another request with the id 'parent' is running"),
+    ):
+        unchanged(manager, lambda names=names: manager.fork(request, 2, request_ids=names), ValueError, message)
+    for in_flight, message in (
+        (-1, "expected num_in_flight_tokens >= 0, got -1"),
+        (3, "expected computed tokens to share, got 3, 3 of them in flight; fork it after its first step"),
+    ):
+        unchanged(
+            manager,
+            lambda in_flight=in_flight: manager.fork(request, 1, num_in_flight_tokens=in_flight),
+            ValueError,
+            message,
+        )
+    stranger = Request("stranger", range(3))
+    unchanged(manager, lambda: manager.fork(stranger, 1), UnknownRequestError, "expected a request that runs here")
+    assert manager.allocate_slots(request, 2) is not None
+    request.num_computed_tokens = 4
+    unchanged(manager, lambda: manager.fork(request, 1), ValueError, "at most the 3 tokens that are known, got 4")
+    request.append_output_token_ids([7, 7, 7, 7])
+    request.num_computed_tokens = 7
+    unchanged(manager, lambda: manager.fork(request, 1), ValueError, "blocks of the 7 tokens to share, got 6 slots")
+
+
+def test_blocks_that_a_window_gave_back_can_not_be_shared() -> None:
+    manager = Setup((NaiveGroup(2, window=3),)).manager([20])
+    request = running(manager, 6)
+    request.append_output_token_ids(1)
+    assert manager.allocate_slots(request, 1) is not None
+    request.num_computed_tokens = 7
+    assert manager.fork(request, 1, num_in_flight_tokens=1) is not None
+    unchanged(
+        manager,
+        lambda: manager.fork(request, 1, num_in_flight_tokens=3),
+        ValueError,
+        "blocks that token 4 attends to were given back",
+    )
+
+
+def test_tokens_in_flight_can_not_be_left_out_of_a_state() -> None:
+    manager = SETUPS["full_mamba"].manager([20])
+    request = running(manager, 4)
+    unchanged(
+        manager,
+        lambda: manager.fork(request, 1, num_in_flight_tokens=1),
+        NotImplementedError,
+        "a recurrent state holds the tokens in flight too; expected num_in_flight_tokens = 0, got 1",
+    )
+
+
+@pytest.mark.parametrize("num_blocks", range(4, 12))
+def test_a_fork_is_refused_where_blocks_for_drafts_are_missing(num_blocks: int) -> None:
+    """A child needs 2 of its own; its state page it shares."""
+    manager = Setup((NaiveGroup(2, mamba="align", drafts=2),)).manager([num_blocks])
+    request = running(manager, 2)  # 3 blocks
+    n = (num_blocks - 4) // 2
+    before = manager.snapshot()
+    assert manager.fork(request, n + 1) is None
+    assert manager.snapshot() == before
+    assert not n or len(manager.fork(request, n) or ()) == n

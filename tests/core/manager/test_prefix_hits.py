@@ -1,0 +1,119 @@
+"""Hits are right: the longest aligned length for which every group finds every block that it needs, and nobody else's.
+
+The naive model tries every length that is a multiple of the alignment and leaves a token to compute, and for each looks
+for every block that every group needs, the one that EAGLE drops among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.core.manager.manager_lockstep import SETUPS, Lockstep, Setup
+from tests.core.manager.naive_manager import NaiveGroup
+
+CACHING = {
+    name: setup
+    for name, setup in SETUPS.items()
+    if setup.caching
+    and not all(group.cross for group in setup.groups)
+    and not any(group.mamba == "none" for group in setup.groups)
+}  # where there can be hits
+MANY_WINDOWS = Setup(
+    (NaiveGroup(2, window=9), NaiveGroup(4, window=6), NaiveGroup(6), NaiveGroup(2, window=2)), max_model_len=48
+)
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 1},
+    {"window": 5},
+    {"window": 11},
+    {"window": 8, "latent": True},
+    {"chunk": 4},
+    {"chunk": 6},
+    {"latent": True},
+    {"sinks": 1},
+    {"cross": True},
+    {"mamba": "align"},
+    {"mamba": "align", "drafts": 2},
+)
+BLOCK_SIZES = (2, 4, 6)
+NUM_HYBRIDS = settings.default.max_examples * 3 // 5
+
+
+def check_hits(setup: Setup, seed: int) -> int:
+    """Prompts of one family are computed; blocks lose their hashes at random; then every prompt is looked up."""
+    rng = np.random.default_rng(seed)
+    both = Lockstep(setup, [int(rng.integers(30, 90)) for _ in range(setup.num_pools)])
+    trunk = rng.integers(0, 2, setup.max_model_len).tolist()
+    for i in range(4):
+        length = int(rng.integers(1, setup.max_model_len))
+        pair = both.new_pair(f"r{i}", trunk[:length], salt="a" if rng.random() < 0.3 else None)
+        if both.allocate_new(pair, int(rng.integers(1, length + 1))):
+            while (left := length - pair.naive.computed) > 0 and both.allocate_running(pair, left):
+                pass
+            if rng.random() < 0.5:
+                both.free(pair)
+    for pool_id, size in enumerate(both.pool_sizes):
+        lost = rng.integers(0, size, int(rng.integers(0, 12))).tolist()
+        both.manager.evict_blocks(lost, pool_id)
+        both.naive.evict(pool_id, lost)
+    if rng.random() < 0.5:
+        both.manager.new_step_starts()
+        both.naive.new_step_starts()
+    found = 0
+    for length in range(1, setup.max_model_len + 1):
+        for salt in (None, "a"):
+            found += both.lookup(both.new_pair("new", trunk[:length], salt))[1] > 0
+    both.compare()
+    return found
+
+
+@pytest.mark.parametrize("setup", [*CACHING.values(), MANY_WINDOWS], ids=[*CACHING, "many_windows"])
+def test_hits_agree_with_brute_force(setup: Setup) -> None:
+    assert sum(check_hits(setup, seed) for seed in range(9)) > 20
+
+
+def random_hybrid(rng: np.random.Generator) -> Setup:
+    """One to four groups of any kinds and block sizes, in one or two pools, with any options that they allow."""
+    kinds = [KINDS[i] for i in rng.integers(0, len(KINDS), rng.integers(1, 5))]
+    eagle = bool(rng.random() < 0.4) and not any("chunk" in kind for kind in kinds)
+    num_pools = int(rng.integers(1, min(len(kinds), 2) + 1))
+    groups = tuple(
+        NaiveGroup(int(rng.choice(BLOCK_SIZES)), pool=i % num_pools, eagle=eagle and bool(rng.random() < 0.3), **kind)
+        for i, kind in enumerate(kinds)
+    )
+    return Setup(
+        groups,
+        max_model_len=48,
+        eagle=eagle,
+        same_step_hits=bool(rng.random() < 0.7),
+        coarse_hash_mode=str(rng.choice(["concat", "last"])),
+    )
+
+
+def test_hits_of_random_hybrids_agree_with_brute_force() -> None:
+    found = [check_hits(random_hybrid(np.random.default_rng([5, seed])), seed) > 0 for seed in range(NUM_HYBRIDS)]
+    assert sum(found) > NUM_HYBRIDS // 2
+
+
+SALT = st.none() | st.text(min_size=1, max_size=3)
+
+
+@given(
+    name=st.sampled_from(sorted(CACHING)),
+    tokens=st.lists(st.integers(0, 1), min_size=13, max_size=24),
+    salts=st.lists(SALT, min_size=2, max_size=2, unique=True),
+)
+def test_no_hit_crosses_salts(name: str, tokens: list[int], salts: list[str | None]) -> None:
+    setup = CACHING[name]
+    both = Lockstep(setup, [60] * setup.num_pools)
+    own, other = salts
+    assert both.allocate_new(both.new_pair("a", tokens, own), len(tokens))
+    both.manager.new_step_starts()
+    both.naive.new_step_starts()
+    assert both.manager.get_computed_blocks(both.new_pair("b", tokens, other).request)[1] == 0
+    both.lookup(both.new_pair("c", tokens, own))

@@ -1,0 +1,229 @@
+"""Step plans hold what the manager's tables say, request by request, and nothing of them afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mla import MLAAttentionSpec
+from kvjax.core.kinds.sliding_window import SlidingWindowSpec
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.pool.page_edits import PageCopies
+from kvjax.core.requests.request import Request
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.core.step.step_builder import NO_UPDATE, build_step_plan, logits_requests
+from kvjax.core.step.step_plan import StepPlan, TableUpdate
+
+SIZES = {"num_kv_heads": 1, "head_size": 4, "dtype": "float32"}
+
+
+def hybrid_manager() -> KVCacheManager:
+    """Full attention with blocks of 4 in one pool, a window of 9 with blocks of 8 in another."""
+    config = KVCacheConfig(
+        (KVCachePoolSpec(200), KVCachePoolSpec(100)),
+        (
+            KVCacheGroupSpec(("a",), FullAttentionSpec(block_size=4, **SIZES), 0),
+            KVCacheGroupSpec(("b",), SlidingWindowSpec(block_size=8, sliding_window=9, **SIZES), 1),
+        ),
+    )
+    return KVCacheManager(config, max_model_len=200, hash_block_size=4, enable_caching=False)
+
+
+def start(manager: KVCacheManager, name: str, num_tokens: int, num_computed: int = 0, num_new: int = 0) -> int:
+    """A running request with `num_computed` tokens done and blocks for `num_new` more; its row."""
+    tokens = np.random.default_rng(num_tokens).integers(0, 1000, num_tokens)
+    request = Request(name, tokens)
+    for done, count in ((0, num_computed), (num_computed, num_new)):
+        if count:
+            request.num_computed_tokens = done
+            assert manager.allocate_slots(request, count) is not None
+    return request.row
+
+
+def check_against_the_tables(plan: StepPlan, manager: KVCacheManager, wanted: dict[str, bool]) -> None:
+    """The plan again, one request at a time in plain Python."""
+    table, token, logits = manager.request_table, 0, []
+    for i, (name, row) in enumerate(zip(plan.request_ids, plan.rows.tolist(), strict=True)):
+        request = table.requests[row]
+        computed, count = request.num_computed_tokens, int(plan.num_new_tokens[i])
+        assert request.request_id == name
+        assert plan.num_computed_tokens[i] == computed
+        assert plan.query_start_loc[i] == token
+        assert plan.positions[token : token + count].tolist() == list(range(computed, computed + count))
+        assert plan.token_ids[token : token + count].tolist() == request.token_ids[computed:][:count].tolist()
+        for group_id, group in enumerate(plan.groups):
+            size = manager.kv_cache_config.kv_cache_groups[group_id].kv_cache_spec.block_size
+            ids = manager.get_block_ids(name)[group_id]
+            assert group.block_tables[i].tolist() == ids + [0] * (group.block_tables.shape[1] - len(ids))
+            assert group.seq_lens[i] == computed + count
+            slots = [ids[p // size] * size + p % size for p in range(computed, computed + count)]
+            assert group.slot_mapping[token : token + count].tolist() == slots
+        token += count
+        if wanted[name]:
+            logits.append(token - 1)
+    assert plan.query_start_loc[-1] == token == plan.num_tokens
+    assert plan.logits_indices.tolist() == logits
+    assert [plan.request_ids[i] for i in logits_requests(plan)] == [n for n in plan.request_ids if wanted[n]]
+    assert [group.pool_id for group in plan.groups] == [0, 1]
+    assert [group.kind for group in plan.groups] == ["full_attention", "sliding_window"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_agrees_with_a_plan_made_request_by_request(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    manager, rows, counts, wanted = hybrid_manager(), [], [], {}
+    is_decode_only = seed % 3 == 0
+    for i in range(int(rng.integers(1, 7))):
+        computed = int(rng.integers(0, 40))
+        count = 1 if is_decode_only or rng.random() < 0.4 else int(rng.integers(1, 25))
+        length = computed + count + int(rng.integers(0, 3))
+        rows.append(start(manager, f"r{i}", length, computed, count))
+        counts.append(count)
+        wanted[f"r{i}"] = length == computed + count
+    order = rng.permutation(len(rows))
+    plan = build_step_plan(manager, np.array(rows)[order], np.array(counts)[order])
+    check_against_the_tables(plan, manager, wanted)
+    given = [f"r{i}" for i in order]
+    ones = [name for name in given if counts[int(name[1:])] == 1]
+    assert plan.request_ids == (*ones, *(name for name in given if name not in ones))
+    assert plan.distribution.tolist() == [len(ones), len(ones), len(rows)]
+
+
+def arrays_of(value: object) -> list[np.ndarray]:
+    """Every array inside a plan."""
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, tuple):
+        return [array for item in value for array in arrays_of(item)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [array for f in fields(value) for array in arrays_of(getattr(value, f.name))]
+    return []
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5, 2]], ids=["decode", "mixed"])
+def test_shares_no_memory_with_the_host_state(counts: list[int]) -> None:
+    manager = hybrid_manager()
+    rows = np.array([start(manager, f"r{i}", 20, 12, count) for i, count in enumerate(counts)])
+    num_new = np.array(counts)
+    plan = build_step_plan(manager, rows, num_new)
+    table = manager.request_table
+    live = [rows, num_new, table.token_ids, table.num_tokens, table.num_computed_tokens]
+    live += [f(group_id) for f in (manager.block_tables, manager.num_blocks) for group_id in range(2)]
+    assert len(arrays_of(plan)) > 15
+    assert not any(np.shares_memory(a, b) for a in arrays_of(plan) for b in live)
+
+
+def test_a_token_sampled_one_step_before_needs_no_host_token() -> None:
+    """`a` decodes the third token sampled, which the host has not seen; `b` ends its prompt with known tokens."""
+    manager = hybrid_manager()
+    rows = [start(manager, "b", 9, 4, 5), start(manager, "a", 6, 6, 1)]
+    manager.request_table.token_ids[rows[1], 6:] = 99  # left behind by someone else
+    plan = build_step_plan(manager, np.array(rows), np.array([5, 1]), last_token_source=np.array([-1, 2]))
+    assert plan.request_ids == ("a", "b")
+    assert plan.token_ids[0] == 0
+    assert plan.positions.tolist() == [6, 4, 5, 6, 7, 8]
+    assert plan.token_source.tolist() == [2, -1, -1, -1, -1, -1]
+    assert plan.logits_indices.tolist() == [0, 5]
+
+
+def test_wanted_logits_updates_and_page_edits_are_passed_on() -> None:
+    manager = hybrid_manager()
+    rows = np.array([start(manager, "long", 9, 0, 4), start(manager, "one", 9, 8, 1)])
+    update = TableUpdate(rows, np.array([0, 0]), np.array([1, 2], np.int32))
+    copies = (PageCopies(np.array([1]), np.array([2])), PageCopies(np.array([3]), np.array([4])))
+    zeros = (np.array([5]), np.array([6]))
+    options = {"new_blocks": (update, NO_UPDATE), "page_copies": copies, "pages_to_zero": zeros}
+    plan = build_step_plan(manager, rows, np.array([4, 1]), wants_logits=np.array([True, False]), **options)
+    assert plan.request_ids == ("one", "long")
+    assert plan.logits_indices.tolist() == [4]
+    assert logits_requests(plan).tolist() == [1]
+    assert plan.groups[0].new_blocks is update
+    assert plan.page_copies == copies
+    assert plan.pages_to_zero == zeros
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_compressed_caches_have_slots_of_states(seed: int) -> None:
+    """Groups of one ratio each, and one whose layers differ."""
+    rng = np.random.default_rng(seed)
+    specs = [MLAAttentionSpec(block_size=16, head_size=4, dtype="float32", tokens_per_state=r) for r in (1, 4, 16)]
+    groups = [KVCacheGroupSpec((f"layers.{i}",), spec) for i, spec in enumerate(specs)]
+    mixed = KVCacheGroupSpec(("a", "b", "c", "d"), specs[1], layer_specs=(specs[1], specs[2], specs[0], specs[1]))
+    config = KVCacheConfig((KVCachePoolSpec(200),), (*groups, mixed))
+    manager = KVCacheManager(config, 200, 16, enable_caching=False)
+    rows, counts = [], []
+    for name in "abc":
+        computed, new = int(rng.integers(0, 40)), int(rng.integers(1, 40))
+        rows.append(start(manager, name, computed + new, computed, new))
+        manager.request_table.num_computed_tokens[rows[-1]] = computed
+        counts.append(new)
+    plan = build_step_plan(manager, np.array(rows), np.array(counts))
+
+    def check(group_id: int, ratio: int, seq_lens: np.ndarray, slot_mapping: np.ndarray) -> None:
+        ends, size, slots = plan.num_computed_tokens + plan.num_new_tokens, 16 // ratio, []
+        for name, computed, end in zip(plan.request_ids, plan.num_computed_tokens, ends, strict=True):
+            ids = manager.get_block_ids(name)[group_id]
+            states = range(computed // ratio, end // ratio)  # those whose last token is new
+            slots += [ids[i // size] * size + i % size for i in states]
+        assert slot_mapping.tolist() == slots
+        assert seq_lens.tolist() == (ends // ratio).tolist()
+
+    for group_id, spec in enumerate(specs):
+        group = plan.groups[group_id]
+        check(group_id, spec.tokens_per_state, group.seq_lens, group.slot_mapping)
+        assert group.compressed == ()
+    assert [states.tokens_per_state for states in plan.groups[3].compressed] == [1, 4, 16]
+    for states in plan.groups[3].compressed:
+        check(3, states.tokens_per_state, states.seq_lens, states.slot_mapping)
+
+
+def test_a_step_without_requests_is_empty() -> None:
+    plan = build_step_plan(hybrid_manager(), np.array([], np.int64), np.array([], np.int64))
+    assert (plan.num_requests, plan.num_tokens) == (0, 0)
+    assert plan.query_start_loc.tolist() == [0]
+    assert plan.distribution.tolist() == [0, 0, 0]
+
+
+def plain_tables(request_ids: list[str | None]) -> SimpleNamespace:
+    """Two rows of 8 and 20 tokens in blocks of 4."""
+    return SimpleNamespace(
+        kv_cache_config=KVCacheConfig.single_pool(50, FullAttentionSpec(block_size=4, **SIZES)),
+        request_table=SimpleNamespace(
+            token_ids=np.zeros((2, 40), np.int32),
+            num_tokens=np.array([8, 20]),
+            num_computed_tokens=np.array([0, 0]),
+            requests=[None if name is None else SimpleNamespace(request_id=name) for name in request_ids],
+        ),
+        block_tables=lambda group_id: np.arange(1, 21, dtype=np.int32).reshape(2, 10),
+        num_blocks=lambda group_id: np.array([2, 5]),
+    )
+
+
+def test_refuses_a_row_without_a_request() -> None:
+    with pytest.raises(ValueError, match=r"rows \[1\] hold no request"):
+        build_step_plan(plain_tables(["a", None]), np.array([0, 1]), np.array([8, 20]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "message"),
+    [
+        ([0], [1, 1], r"as many rows as numbers of tokens, got \(1,\) and \(2,\)"),
+        ([0, 99], [1, 1], r"expected rows in \[0, 16\), got 0 to 99"),
+        ([-1], [1], r"expected rows in \[0, 16\), got -1 to -1"),
+        ([0, 0], [1, 1], r"expected distinct rows, got \[0, 0\]"),
+        ([0], [0], "row 0: expected at least 1 new token, got 0"),
+        ([0], [3], "row 0: a step up to token 11 needs tokens, the request has 10"),
+        ([0], [2], "row 0, group 0: expected blocks for 10 tokens, got 2 blocks of 4; allocate them"),
+        ([5], [1], "row 5: a step up to token 1 needs tokens, the request has 0"),
+    ],
+)
+def test_refuses_steps_that_cannot_be(rows: list[int], counts: list[int], message: str) -> None:
+    manager = hybrid_manager()
+    request_row = start(manager, "a", 10, 8, 0)
+    manager.request_table.num_computed_tokens[request_row] = 8
+    with pytest.raises(ValueError, match=message):
+        build_step_plan(manager, np.array(rows), np.array(counts))
