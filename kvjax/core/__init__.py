@@ -1,6 +1,6 @@
 """Host side of the KV cache: numpy state, no jax."""
 
-from kvjax.core.eviction import CostAwarePolicy, EvictionPolicy, LRUPolicy, SegmentedLRUPolicy, StepFlow
+from kvjax.core.eviction import CostAwarePolicy, EvictionPolicy, HashedBlocks, LRUPolicy, SegmentedLRUPolicy, StepFlow
 from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.hashing.block_hash import (
     BlockHash,
@@ -79,6 +79,7 @@ __all__ = [
     "FullAttentionManager",
     "FullAttentionSpec",
     "GroupPlan",
+    "HashedBlocks",
     "HybridKVCacheCoordinator",
     "KVCacheBlock",
     "KVCacheBlocks",

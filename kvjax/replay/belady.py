@@ -21,10 +21,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvjax.core.eviction import StepFlow
+from kvjax.core.eviction import HashedBlocks, StepFlow
 from kvjax.core.eviction.priority_policy import PriorityPolicy
 from kvjax.core.hashing.block_hash import BlockHash
-from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
 
 
@@ -91,7 +90,7 @@ class BeladyPolicy(PriorityPolicy):
     Uses that have passed are renewed when blocks are taken; `order` tells them as they stand.
     """
 
-    def __init__(self, index: PrefixIndex, look_ahead: LookAhead) -> None:
+    def __init__(self, index: HashedBlocks, look_ahead: LookAhead) -> None:
         super().__init__(index)
         self._look_ahead = look_ahead
         self._next_use = np.full(self.num_blocks, look_ahead.never, np.int64)
@@ -110,8 +109,7 @@ class BeladyPolicy(PriorityPolicy):
         """Never where another block of the same hash is the one that lookups find."""
         block_hash = self.index.hash_of(block_id)
         assert block_hash is not None  # it is hashed
-        found = self.index.hash_maps[self.index.group_of(block_id)].get_one_block(block_hash)
-        return self._look_ahead.next_use(block_hash) if found == block_id else self._look_ahead.never
+        return self._look_ahead.next_use(block_hash) if self.index.is_found(block_id) else self._look_ahead.never
 
     def _look_again(self) -> None:
         """Renews uses that have passed: their requests did not hit the block."""

@@ -4,6 +4,7 @@ Flow:    BlockPool -> [EvictionPolicy] -> block ids; names of policies -> [make_
 """
 
 from kvjax.core.eviction.cost_aware import CostAwarePolicy
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.lru import LRUPolicy
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.registry import (
@@ -21,6 +22,7 @@ __all__ = [
     "CostAwarePolicy",
     "EvictionPolicy",
     "EvictionPolicyFactory",
+    "HashedBlocks",
     "LRUPolicy",
     "SegmentedLRUPolicy",
     "StepFlow",

@@ -28,16 +28,16 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.priority_policy import PriorityPolicy
 from kvjax.core.eviction.step_flow import StepFlow
-from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import InvariantError
 
 
 class CostAwarePolicy(PriorityPolicy):
     """A `PriorityPolicy` of uses, cost and a clock."""
 
-    def __init__(self, index: PrefixIndex, attention_parity_tokens: float = 30_500.0) -> None:
+    def __init__(self, index: HashedBlocks, attention_parity_tokens: float = 30_500.0) -> None:
         if not attention_parity_tokens > 0:
             raise ValueError(f"expected attention_parity_tokens > 0, got {attention_parity_tokens}")
         super().__init__(index)

@@ -11,15 +11,15 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.step_flow import StepFlow
-from kvjax.core.pool.prefix_index import PrefixIndex
 
 
 class LRUPolicy(EvictionPolicy):
     """A `FreeKVCacheBlockQueue`. Costs are its costs: some 10 ns a block."""
 
-    def __init__(self, index: PrefixIndex, uncached_first: bool = False) -> None:
+    def __init__(self, index: HashedBlocks, uncached_first: bool = False) -> None:
         super().__init__(index)
         self.uncached_first = uncached_first
         self.queue = FreeKVCacheBlockQueue(self.num_blocks)

@@ -7,22 +7,20 @@ A policy holds exactly the free blocks of one pool (null never among them) and a
 when it is called. Ids are int64 arrays of distinct blocks, checked by the pool.
 
 A user's own policy subclasses `EvictionPolicy` and is given to `BlockPool` or `KVCacheManager` as a factory: anything
-that makes one from the pool's `PrefixIndex`, such as the class itself. At first all blocks but 0 are free and unhashed.
-Keep state in plain attributes, so that a pool can be copied.
+that makes one from the pool's `HashedBlocks`, such as the class itself. At first all blocks but 0 are
+free and unhashed. Keep state in plain attributes, so that a pool can be copied.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
+from kvjax.core.eviction.step_flow import StepFlow
 from kvjax.errors import OutOfBlocksError
-
-if TYPE_CHECKING:
-    from kvjax.core.eviction.step_flow import StepFlow
-    from kvjax.core.pool.prefix_index import PrefixIndex
 
 
 class EvictionPolicy(abc.ABC):
@@ -34,7 +32,7 @@ class EvictionPolicy(abc.ABC):
 
     is_told_of_use: ClassVar[bool] = False  # whether the pool calls `note_registered`, `note_hit` and `note_forgotten`
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: HashedBlocks) -> None:
         self.index = index  # who has which hash; `index.is_hashed` is bool[num_blocks]
 
     @property

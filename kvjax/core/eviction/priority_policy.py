@@ -15,9 +15,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.priority_order import PriorityOrder
-from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import InvariantError
 
 
@@ -26,7 +26,7 @@ class PriorityPolicy(EvictionPolicy):
 
     is_told_of_use: ClassVar[bool] = True
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: HashedBlocks) -> None:
         super().__init__(index)
         self._blank = FreeKVCacheBlockQueue(self.num_blocks)
         self._blank.remove(0)

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvjax.core.eviction.cost_aware import CostAwarePolicy
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.lru import LRUPolicy
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
-from kvjax.core.pool.prefix_index import PrefixIndex
 
 FREE_ORDERS = ("append", "uncached_first")
 EVICTION_POLICIES = ("lru", "slru", "cost")
-EvictionPolicyFactory = Callable[[PrefixIndex], EvictionPolicy]
+EvictionPolicyFactory = Callable[[HashedBlocks], EvictionPolicy]
 
 
 def make_eviction_policy(
-    policy: str | EvictionPolicyFactory, index: PrefixIndex, free_order: str = "append"
+    policy: str | EvictionPolicyFactory, index: HashedBlocks, free_order: str = "append"
 ) -> EvictionPolicy:
     """The policy of the pool whose hashes `index` knows.
 
@@ -42,6 +42,6 @@ def make_eviction_policy(
     if not isinstance(made, EvictionPolicy):
         raise ValueError(
             f"expected eviction_policy of {', '.join(EVICTION_POLICIES)}, or a callable that makes an EvictionPolicy "
-            f"from a PrefixIndex, got {policy!r}"
+            f"from HashedBlocks, got {policy!r}"
         )
     return made

@@ -27,9 +27,9 @@ from typing import ClassVar
 import numpy as np
 
 from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.step_flow import StepFlow
-from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import InvariantError
 
 
@@ -38,7 +38,7 @@ class SegmentedLRUPolicy(EvictionPolicy):
 
     is_told_of_use: ClassVar[bool] = True
 
-    def __init__(self, index: PrefixIndex, protected_share: float = 0.2) -> None:
+    def __init__(self, index: HashedBlocks, protected_share: float = 0.2) -> None:
         if not 0 <= protected_share <= 1:
             raise ValueError(f"expected protected_share in [0, 1], got {protected_share}")
         super().__init__(index)

@@ -8,13 +8,10 @@ Totals are ready; what a policy may not need is computed when it asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
-    from kvjax.core.tables.row_changes import RowChanges
+from kvjax.core.tables.row_changes import RowChanges
 
 
 class StepFlow:
@@ -22,12 +19,13 @@ class StepFlow:
 
     __slots__ = ("_parts", "num_rows", "num_taken")
 
-    def __init__(self, num_rows: int, parts: Sequence[tuple[SingleTypeKVCacheManager, RowChanges]]) -> None:
+    def __init__(self, num_rows: int, parts: Sequence[tuple[np.ndarray, RowChanges]]) -> None:
+        """`parts` are block tables of the pool, int32[groups, rows, columns] of a size each, and the step's changes."""
         self.num_rows = num_rows
-        self._parts = parts  # the managers of the pool, and what the step changes in their tables
+        self._parts = parts
         self.num_taken = 0  # blocks that all rows take
-        for manager, changes in parts:
-            self.num_taken += changes.needed.num_columns * manager.num_groups
+        for tables, changes in parts:
+            self.num_taken += changes.needed.num_columns * len(tables)
 
     def rows_within(self, num_blocks: int) -> int:
         """Leading rows that take at most `num_blocks` together."""
@@ -37,8 +35,8 @@ class StepFlow:
 
     def _taken_by_row(self) -> np.ndarray:  # int64[n]
         taken = np.zeros(self.num_rows, np.int64)
-        for manager, changes in self._parts:
-            taken[changes.needed.positions] += changes.needed.counts * manager.num_groups
+        for tables, changes in self._parts:
+            taken[changes.needed.positions] += changes.needed.counts * len(tables)
         return taken
 
     def released(self) -> tuple[np.ndarray, np.ndarray]:
@@ -47,11 +45,11 @@ class StepFlow:
         A block that is shared need not become free.
         """
         ids, positions = [_NONE], [_NONE]
-        for manager, changes in self._parts:
+        for tables, changes in self._parts:
             skipped = changes.skipped
             if skipped.num_columns:
                 rows, columns = skipped.entries()
-                entries = manager.block_tables[:, rows, columns]
+                entries = tables[:, rows, columns]
                 real = entries != 0
                 ids.append(entries[real])
                 positions.append(np.broadcast_to(skipped.spread(skipped.positions), entries.shape)[real])

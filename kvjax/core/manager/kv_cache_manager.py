@@ -96,7 +96,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
                 None: no better bound than `max_model_len`.
             free_order: "append" or "uncached_first" (blocks without a hash are reused first), of the policy "lru".
             eviction_policy: which free block to reuse next: "lru", "slru", "cost", or a callable that makes the
-                `EvictionPolicy` of a pool from its `PrefixIndex`.
+                `EvictionPolicy` of a pool from its `HashedBlocks`.
             same_step_hits: whether a block may be hit in the step that computes it; right only if a step writes all
                 its KV before any attention. False: not before `new_step_starts`.
             coarse_hash_mode: "concat" or "last": the hash of a block made of several hash blocks.

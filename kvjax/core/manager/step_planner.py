@@ -188,7 +188,8 @@ class StepPlanner:
             sharing = self._coordinator.copy_on_write.is_sharing[work.rows]
             length = int(sharing.argmax()) if sharing.any() else length
         for pool, of_pool in zip(self._coordinator.pools, self._managers_of_pool, strict=True):
-            flow = StepFlow(work.rows.size, [(self._managers[i], work.changes[i]) for i, _ in of_pool])
+            parts = [(self._managers[i].block_tables, work.changes[i]) for i, _ in of_pool]
+            flow = StepFlow(work.rows.size, parts)
             length = min(length, pool.eviction_policy.bulk_equivalent(flow))
         return length
 

@@ -7,12 +7,25 @@ Source:  attributes of vLLM v1/core/kv_cache_utils.py (KVCacheBlock), without st
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import Protocol, overload
 
-from kvjax.core.hashing.block_hash import BlockHashWithGroupId, make_block_hash_with_group_id
+import numpy as np
 
-if TYPE_CHECKING:
-    from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.hashing.block_hash import BlockHash, BlockHashWithGroupId, make_block_hash_with_group_id
+
+
+class BlockStates(Protocol):
+    """What a view reads of its pool."""
+
+    NULL_BLOCK_ID: int
+    num_blocks: int
+    ref_count: np.ndarray  # int32[num_blocks]
+
+    def block_hash_of(self, block_id: int) -> BlockHash | None:
+        """Hash that a block is registered under."""
+
+    def group_of(self, block_id: int) -> int:
+        """Group that a hashed block is registered in."""
 
 
 class KVCacheBlock:
@@ -20,7 +33,7 @@ class KVCacheBlock:
 
     __slots__ = ("_pool", "block_id")
 
-    def __init__(self, pool: BlockPool, block_id: int) -> None:
+    def __init__(self, pool: BlockStates, block_id: int) -> None:
         self._pool = pool
         self.block_id = block_id
 
@@ -62,7 +75,7 @@ class BlockViews(Sequence[KVCacheBlock]):
 
     __slots__ = ("_pool",)
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockStates) -> None:
         self._pool = pool
 
     def __len__(self) -> int:

@@ -30,8 +30,9 @@ import numpy.typing as npt
 from kvjax.core.eviction import EvictionPolicyFactory, make_eviction_policy
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.pool.block import BlockViews, KVCacheBlock
+from kvjax.core.pool.block_ids import BlockIds, without_null
 from kvjax.core.pool.block_origins import BlockOrigins
-from kvjax.core.pool.block_pool_snapshot import BlockPoolSnapshot, describe_pool, take_pool_snapshot
+from kvjax.core.pool.block_pool_snapshot import BlockPoolSnapshot
 from kvjax.core.pool.page_edits import PageEdits
 from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.core.watch.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
@@ -84,7 +85,7 @@ class BlockPool:
         self.num_usable_blocks = num_blocks - 1  # neither null nor taken for good
         self.blocks = BlockViews(self)
         self.page_edits = PageEdits(self, zero_new_pages)
-        self._scratch = np.zeros(num_blocks, np.int32)
+        self._ids = BlockIds(self.ref_count)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
         self._event_log = KVEventLog() if event_log is None else event_log
 
@@ -192,8 +193,8 @@ class BlockPool:
         Raises:
             ValueError: an id is none of the pool. The pool is unchanged.
         """
-        ids = _without_null(self._checked_ids(block_ids))
-        distinct, repeats = self._count_repeats(ids)
+        ids = without_null(self._ids.checked(block_ids))
+        distinct, repeats = self._ids.count_repeats(ids)
         counts = self.ref_count[distinct]
         self.eviction_policy.remove(distinct[counts == 0])
         self.ref_count[distinct] = counts + repeats
@@ -209,12 +210,12 @@ class BlockPool:
             ValueError: an id is none of the pool. The pool is unchanged.
             BlockStateError: a block has fewer references than occurrences. The pool is unchanged.
         """
-        ids, counts = self._ids_and_counts(block_ids_in_eviction_order)
+        ids, counts = self._ids.with_counts(block_ids_in_eviction_order)
         is_last_reference = np.count_nonzero(counts == 1) == len(ids)
         if is_last_reference and self.eviction_policy.try_release(ids):
             self.ref_count[ids] = 0
         else:
-            self._free_shared(_without_null(ids))
+            self._free_shared(without_null(ids))
 
     def free_held(self, ids: np.ndarray) -> None:  # int64[n]
         """`free_blocks` of blocks, none null, of which the caller holds a reference per occurrence; unchecked.
@@ -237,7 +238,7 @@ class BlockPool:
 
     def _free_shared(self, ids: np.ndarray) -> None:
         """`free_blocks` where blocks may keep references or occur more than once."""
-        distinct, repeats = self._count_repeats(ids)
+        distinct, repeats = self._ids.count_repeats(ids)
         before = self.ref_count[distinct]
         counts = before - repeats
         if counts.size and counts.min() < 0:
@@ -251,7 +252,7 @@ class BlockPool:
 
     def free_block(self, block_id: int) -> None:
         """`free_blocks` of one block, without the cost of arrays; same errors."""
-        self._check_id(block_id)
+        self._ids.check_one(block_id)
         if block_id == self.NULL_BLOCK_ID:
             return
         count = self.ref_count.item(block_id)
@@ -286,7 +287,7 @@ class BlockPool:
             ValueError: a block has no hash yet, or an id or group is none of the pool. The pool is unchanged.
             BlockStateError: a block is free, hashed already or given twice. The pool is unchanged.
         """
-        ids = self._checked_ids(block_ids)
+        ids = self._ids.checked(block_ids)
         hashes = block_hashes[first_block : first_block + len(ids)]
         _check_aligned(ids, hashes)
         real = np.flatnonzero(ids)
@@ -312,7 +313,7 @@ class BlockPool:
         """
         if self.enable_kv_cache_events:
             raise ValueError("expected cache_full_blocks per request while KV events are on, got register_many")
-        ids = self._checked_ids(block_ids)
+        ids = self._ids.checked(block_ids)
         _check_aligned(ids, block_hashes)
         self._register(ids, block_hashes, np.broadcast_to(columns, ids.shape), group_id)
 
@@ -346,7 +347,7 @@ class BlockPool:
         Raises:
             ValueError: an id is none of the pool. The pool is unchanged.
         """
-        ids, _ = self._count_repeats(_without_null(self._checked_ids(block_ids)))
+        ids, _ = self._ids.count_repeats(without_null(self._ids.checked(block_ids)))
         ids = self.prefix_index.hashed_of(ids)
         self._forget_hashes(ids, was_reused)
         if self.eviction_policy.is_told_of_use:
@@ -386,7 +387,7 @@ class BlockPool:
         held = self.ref_count[ids] > 0
         if not held.all():
             raise BlockStateError(f"block {ids[~held][0]} is free or null; only held blocks are registered")
-        distinct, repeats = self._count_repeats(ids)
+        distinct, repeats = self._ids.count_repeats(ids)
         if len(distinct) != len(ids):
             raise BlockStateError(f"block {distinct[np.argmax(repeats)]} is given {np.max(repeats)} times")
 
@@ -401,54 +402,22 @@ class BlockPool:
 
     # -- arguments --------------------------------------------------------------------------------------------------
 
-    def _checked_ids(self, block_ids: npt.ArrayLike) -> np.ndarray:  # int64[n]
-        return self._ids_and_counts(block_ids)[0]
-
-    def _ids_and_counts(self, block_ids: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:  # int64[n], int32[n]
-        """Checked ids and their reference counts; reading the counts checks the ids.
-
-        A negative int32 reads as a huge uint32, so that numpy refuses it as it refuses an id past the end.
-        """
-        given = np.asarray(block_ids)
-        if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-            raise ValueError(f"expected a row of integer block ids, got {given.dtype}{list(given.shape)}")
-        if given.dtype == np.int32:
-            ids = given.view(np.uint32).astype(np.int64)
-        else:
-            ids = given.astype(np.int64)
-            ids[ids < 0] = self.num_blocks
-        try:
-            return ids, self.ref_count[ids]
-        except IndexError:
-            bad = given[(given < 0) | (given >= self.num_blocks)][0]
-            raise ValueError(f"expected block ids in [0, {self.num_blocks}), got {bad}") from None
-
-    def _check_id(self, block_id: int) -> None:
-        if not 0 <= block_id < self.num_blocks:
-            raise ValueError(f"expected block ids in [0, {self.num_blocks}), got {block_id}")
-
     def _check_group(self, group_id: int) -> None:
         if group_id not in self.hash_maps:
             raise ValueError(f"expected a group of {tuple(self.hash_maps)}, got {group_id}")
-
-    def _count_repeats(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | int]:
-        """Distinct ids in the order of their last occurrence, and how often each occurs (1 if none repeats).
-
-        Every occurrence writes its index and reads back the last one that was written: O(n), without a sort.
-        """
-        order = np.arange(len(ids), dtype=np.int32)
-        self._scratch[ids] = order
-        last = self._scratch[ids]
-        is_last = last == order
-        if np.count_nonzero(is_last) == len(ids):
-            return ids, 1
-        return ids[is_last], np.bincount(last, minlength=len(ids))[is_last]
 
     # -- for people and tests ---------------------------------------------------------------------------------------
 
     def snapshot(self) -> BlockPoolSnapshot:
         """The whole state as values. O(num_blocks)."""
-        return take_pool_snapshot(self)
+        return BlockPoolSnapshot(
+            free_order=tuple(self.eviction_policy.order().tolist()),
+            ref_count=tuple(self.ref_count.tolist()),
+            blocks_by_hash=self.prefix_index.snapshot(),
+            page_edits=self.page_edits.snapshot(),
+            policy_state=self.eviction_policy.state(),
+            origins=None if self.origins is None else self.origins.snapshot(),
+        )
 
     def check_invariants(self) -> None:
         """Checks P1 to P3 and the policy. O(num_blocks).
@@ -475,11 +444,20 @@ class BlockPool:
 
     def describe(self) -> str:
         """A few lines for a person."""
-        return describe_pool(self)
-
-
-def _without_null(ids: np.ndarray) -> np.ndarray:
-    return ids if np.count_nonzero(ids) == len(ids) else ids[ids != BlockPool.NULL_BLOCK_ID]
+        held = self.num_usable_blocks - self.num_free_blocks
+        cached_free = int(np.count_nonzero(self.is_hashed & (self.ref_count == 0)))
+        shared = int(np.count_nonzero(self.ref_count > 1))
+        following = self.eviction_policy.order()[:8].tolist()
+        return "\n".join(
+            [
+                f"pool of {self.num_blocks} blocks (null block included), groups {tuple(self.hash_maps)}, "
+                f"{type(self.eviction_policy).__name__}, free order {self.free_order}, "
+                f"prefix caching {'on' if self.enable_caching else 'off'}",
+                f"  held    {held} ({self.get_usage():.1%}), {shared} of them shared",
+                f"  free    {self.num_free_blocks}, {cached_free} of them cached; next {following}",
+                f"  hashed  {self.num_hashed_blocks}, {sum(map(len, self.hash_maps.values()))} distinct hashes",
+            ]
+        )
 
 
 def _check_aligned(ids: np.ndarray, hashes: Sequence[BlockHash]) -> None:

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvjax.errors import InvariantError
-
-if TYPE_CHECKING:
-    from kvjax.core.pool.block_pool import BlockPool
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,31 @@ class PageEditsSnapshot:
     pages_to_zero: tuple[int, ...]
 
 
+class BlockHolder(Protocol):
+    """What planned copies need of their pool: blocks, and references that keep sources."""
+
+    num_blocks: int
+    ref_count: np.ndarray  # int32[num_blocks]
+    num_outside_refs: np.ndarray  # int32[num_blocks]
+    is_hashed: np.ndarray  # bool[num_blocks]
+
+    def get_new_blocks(self, num_blocks: int) -> np.ndarray:
+        """Takes blocks with one reference each."""
+
+    def touch(self, block_ids: npt.ArrayLike) -> None:
+        """Adds one reference per occurrence."""
+
+    def free_block(self, block_id: int) -> None:
+        """Drops one reference of a block."""
+
+    def free_held(self, ids: np.ndarray) -> None:
+        """Drops one reference per occurrence of int64[n] held blocks."""
+
+
 class PageEdits:
     """Planned copies and zeroing of one `BlockPool`, which owns it. Costs nothing while there are none."""
 
-    def __init__(self, pool: BlockPool, zero_new_pages: bool) -> None:
+    def __init__(self, pool: BlockHolder, zero_new_pages: bool) -> None:
         self._pool = pool
         self._zeroes = zero_new_pages
         self._source_of: dict[int, int] = {}  # destination -> source

@@ -46,6 +46,10 @@ class PrefixIndex:
         """The group that a hashed block is registered in."""
         return self._group_of.item(block_id)
 
+    def is_found(self, block_id: int) -> bool:
+        """Whether a lookup of a hashed block's hash finds this block, and not another of the same hash."""
+        return self.hash_maps[self.group_of(block_id)].get_one_block(self._hash_of[block_id]) == block_id
+
     def hashed_of(self, ids: np.ndarray) -> np.ndarray:  # int64[k]
         """Those of the blocks that are hashed."""
         hashed = self.is_hashed[ids]

@@ -279,7 +279,7 @@ def test_a_policy_of_ones_own_needs_the_abstract_methods_only() -> None:
     [
         ({"eviction_policy": "fifo"}, "expected eviction_policy of lru, slru, cost, or a callable .*, got 'fifo'"),
         ({"eviction_policy": None}, "expected eviction_policy of lru, slru, cost, or a callable .*, got None"),
-        ({"eviction_policy": lambda index: index}, "or a callable that makes an EvictionPolicy from a PrefixIndex"),
+        ({"eviction_policy": lambda index: index}, "or a callable that makes an EvictionPolicy from HashedBlocks"),
         ({"eviction_policy": "slru", "free_order": "uncached_first"}, "expected free_order='append' with .*'slru'"),
         ({"free_order": "lifo"}, "expected free_order of append, uncached_first, got 'lifo'"),
         (
