@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,16 @@ ALLOWED = {
     "kvjax.cli.generate": ("numpy", "jax", "kvjax"),
     "kvjax.__main__": ("kvjax.cli",),
 }
+
+
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+HEADINGS = frozenset(re.findall(r"^#+ (.+)$", ARCHITECTURE, re.MULTILINE))
+TEXTS = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "kvjax/**/*.py", "pallas_kernels/**/*.py", "scripts/**/*.py", "tests/**/*.py")
+    for path in ROOT.glob(pattern)
+    if path != Path(__file__)
+)
 
 
 def module_name(path: Path) -> str:
@@ -107,3 +118,30 @@ def test_host_side_loads_no_jax(module: str) -> None:
 def test_layouts_load_nothing() -> None:
     code = "import pallas_kernels.layouts, sys; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def citations_of(text: str) -> list[str]:
+    """The headings that `text` cites: ARCHITECTURE.md, "One" and "Another", over line ends too."""
+    lists = re.findall(r'ARCHITECTURE\.md,((?:(?:\s+and)?[\s#]*"[^"]+",?)+)', text)
+    return [" ".join(title.split()) for titles in lists for title in re.findall(r'"([^"]+)"', titles)]
+
+
+def test_citations_are_found_over_line_ends_and_in_lists() -> None:
+    text = 'ARCHITECTURE.md, "One\n  heading" and "Two"; ARCHITECTURE.md,\n    "Three": "none"'
+    assert citations_of(text) == ["One heading", "Two", "Three"]
+
+
+def test_citations_of_the_architecture_name_its_headings() -> None:
+    """A reader who follows `ARCHITECTURE.md, "Title"` finds that heading."""
+    lost = [
+        f"{path.relative_to(ROOT)}: {title}"
+        for path in TEXTS
+        for title in citations_of(path.read_text())
+        if title not in HEADINGS
+    ]
+    assert lost == []
+
+
+def test_sources_are_in_the_repository() -> None:
+    """Nobody can follow a citation of a design document that only its authors have."""
+    assert [str(path.relative_to(ROOT)) for path in TEXTS if re.search(r"\bDESIGN\b", path.read_text())] == []

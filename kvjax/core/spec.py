@@ -1,7 +1,7 @@
 """What one layer's cache is, which layers share a block table, and which groups share a pool of block ids.
 
 Flow:    model config -> KVCacheSpec per layer -> [KVCacheGroupSpec, KVCachePoolSpec, KVCacheConfig] -> managers
-Source:  vLLM v1/kv_cache_interface.py (names and formulas); pools on typed arrays: DESIGN, "Pools on typed arrays"
+Source:  vLLM v1/kv_cache_interface.py (names and formulas); ARCHITECTURE.md, "Pools on typed arrays"
 
 Specs are frozen values: equal specs mean layers that one group may hold. Dtypes are names ("bfloat16").
 """

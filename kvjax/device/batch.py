@@ -1,7 +1,7 @@
 """One step's inputs in the shapes of a bucket: the StepPlan padded, as the compiled step takes it.
 
 Flow:    StepPlan + Bucket -> [DeviceBatch.from_plan] -> numpy leaves -> jitted update step
-Source:  DESIGN, "Device layer"
+Source:  ARCHITECTURE.md, "The step plan"
 
 A dispatched step may read its numpy arguments later, and on CPU a device array may be a view of them. So every call
 pads into arrays of its own, which nobody writes again; the plan and the manager may change at once.

@@ -1,7 +1,7 @@
 """The shapes that a step may have on the device: a declared list, so that warm-up compiles all of them.
 
 Flow:    limits of a deployment -> [Buckets] -> smallest bucket that a StepPlan fits -> DeviceBatch
-Source:  DESIGN, "Device layer"
+Source:  ARCHITECTURE.md, "Buckets"
 
 A product of three ladders would be hundreds of programs. The list is two short products instead: decode steps (one
 token a request, so T = S) over S and P, and mixed steps over T and P with S as large as it can be.

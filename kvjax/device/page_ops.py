@@ -1,7 +1,7 @@
 """Jitted work on pages outside the model: write, copy, zero, gather, scatter. All but gather donate and work in place.
 
 Flow:    KVPages + page ids of the host -> [page_ops] -> KVPages
-Source:  DESIGN, "Device layer"; ids -1 and 0 are skipped, so page 0 stays zero and padding costs nothing
+Source:  ARCHITECTURE.md, "Page arrays"; ids -1 and 0 are skipped, so page 0 stays zero and padding costs nothing
 
 Kernels run once per device, on its part of the heads. Id lists are padded to declared lengths
 (`Buckets.page_counts`), so that they compile nothing new. A function that returns KVPages deletes the KVPages it was

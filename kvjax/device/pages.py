@@ -1,7 +1,7 @@
 """The page arrays of a deployment as one pytree: pools -> columns -> arrays, all with pages leading.
 
 Flow:    KVCacheConfig + Placement -> [create_pages] -> KVPages -> update step (donated) -> KVPages
-Source:  DESIGN, "Device layer"
+Source:  ARCHITECTURE.md, "Page arrays"
 
 Invariants:
 

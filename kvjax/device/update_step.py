@@ -1,7 +1,7 @@
 """One call of the model over the pages: jitted once per bucket, pages donated and updated in place.
 
 Flow:    StepPlan -> page copies -> pages to zero -> [model: KV writes, attention] -> logits rows -> sampled tokens
-Source:  DESIGN, "Device layer", order inside a step
+Source:  ARCHITECTURE.md, "Order inside a step"
 
 Page copies and zeroing are rare, so they are dispatched before the model as programs of their own: were they part of
 the step, each of their lengths would multiply the number of compiled steps.

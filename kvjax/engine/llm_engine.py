@@ -1,7 +1,7 @@
 """The engine: prompts in, tokens out, step by step.
 
 Flow:    prompts -> [LLMEngine] -> Scheduler -> StepPlan -> UpdateStep (device) -> tokens -> StepOutput
-Source:  DESIGN, "Engine and models"; names of vLLM's LLMEngine
+Source:  ARCHITECTURE.md, "Engine"; names of vLLM's LLMEngine
 
 One step, in order: schedule (blocks are allocated), plan (numpy arrays of the step), dispatch (the device works, the
 host goes on), read (sampled tokens), update (tokens to their requests, ended requests give back their blocks). With

@@ -1,8 +1,8 @@
 """Which requests take part in the next step, and with how many tokens: first come, first served.
 
 Flow:    EngineRequest -> [Scheduler.schedule] -> ScheduledStep -> model -> [Scheduler.update] -> finished requests
-Source:  vLLM v1/core/sched/scheduler.py (running first, preemption by recomputation, watermark); the planning of all
-         running requests in one call is DESIGN's `plan_step`
+Source:  vLLM v1/core/sched/scheduler.py (running first, preemption by recomputation, watermark); all running
+         requests in one call: ARCHITECTURE.md, "Planning a step"
 
 A step takes at most `max_num_batched_tokens` tokens. Running requests come first, in order of priority, a token or a
 chunk of prompt each; then waiting requests are admitted while tokens, rows and blocks last. When blocks run out, the

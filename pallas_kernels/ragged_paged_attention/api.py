@@ -1,7 +1,7 @@
 """Attention of ragged queries over paged KV: decode, prefill and mixed in one call.
 
 Flow:    q, pages, block tables, lengths -> [ragged_paged_attention] -> AttentionOutput
-Source:  the contract is DESIGN's; masks follow vLLM's sliding-window and chunked-local attention, sinks GPT-OSS's
+Source:  ARCHITECTURE.md, "The attention contract"; masks as vLLM's windowed and chunked attention, sinks as GPT-OSS's
 
 Axis names: T query tokens (padded), S sequences (padded), P table columns, Hq and Hkv heads, D head dimension.
 """

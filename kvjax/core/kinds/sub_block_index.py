@@ -1,7 +1,7 @@
 """Which cached blocks go on from a prefix, and with which tokens: to reuse the first part of one of them.
 
 Flow:    SingleTypeKVCacheManager.cache_blocks -> [SubBlockIndex] -> SubBlockHits.find
-Source:  DESIGN, "Beyond vLLM": sub-block hits by page copy
+Source:  ARCHITECTURE.md, "Hits inside blocks"
 
 Blocks that continue one prefix with equal extra keys (salt, adapter, multimodal items ... of the whole block) are
 siblings. They are kept sorted by their tokens, so those that begin like a given block stand around its place: the

@@ -1,7 +1,7 @@
 """What a `KVCacheManager` offers beyond a request's own blocks: forks, the page edits that they cause, and pins.
 
 Flow:    running request -> [BlockSharing.fork] -> child requests; take_page_copies, take_pages_to_zero -> StepPlan
-Source:  DESIGN, "Beyond vLLM"; when a shared block is copied: copy_on_write.py; what pins hold: pins.py
+Source:  ARCHITECTURE.md, "Forks"; when a shared block is copied: copy_on_write.py; what pins hold: pins.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Forked requests share even the block that is only partly filled; who writes to it first takes a copy.
 
 Flow:    fork -> rows marked as sharing -> [CopyOnWrite] when a row gets slots -> PageEdits -> page copies of the step
-Source:  DESIGN, "Beyond vLLM"
+Source:  ARCHITECTURE.md, "Forks"
 
 Of k requests that share a block, k - 1 take a copy when they write, and the last one writes in place: nobody reads what
 it writes. A row shares at most one such block per group, that of the next token, and is marked from the fork until it

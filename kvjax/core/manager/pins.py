@@ -1,7 +1,7 @@
 """Prefixes that stay in the cache until they are let go: their blocks are held outside every block table.
 
 Flow:    KVCacheManager.pin(request) -> [Pins] -> PinnedPrefix; its blocks are never dealt until unpin
-Source:  DESIGN, users: prompt sharing over the samples of a training step, system prompts
+Source:  ARCHITECTURE.md, "Pins"; for system prompts, and prompts that the samples of a training step share
 
 A pin takes blocks from what requests can have, so one is refused that would leave a pool less than the longest request
 needs (and, with reserve=True, less than the running requests have reserved).

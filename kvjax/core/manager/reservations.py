@@ -1,7 +1,7 @@
 """Admission by worst case: a request enters only if all that run, and it, can go on to their ends side by side.
 
 Flow:    SlotAllocator admits -> [Reservations] -> no later call of an admitted request is refused
-Source:  DESIGN, "Coordination"; the cap of windowed kinds: vLLM v1/core/single_type_kv_cache_manager.py
+Source:  ARCHITECTURE.md, "Admission by worst case"; cap of windowed kinds: vLLM v1/core/single_type_kv_cache_manager.py
 
 A request reserves, per pool, the most blocks that it will ever hold at once: those of its final length, or for kinds
 that give blocks back their admission cap, where that is less. Blocks that requests share count once for each, so the

@@ -1,7 +1,7 @@
 """One step of all running requests as vector operations, equal to a sequence of `allocate_slots` calls.
 
 Flow:    rows + new tokens, in scheduling order -> [StepPlanner.plan] -> block tables, prefix cache, StepResult
-Source:  DESIGN, "plan_step"; why bulk equals sequential: ARCHITECTURE.md, "Planning a step"
+Source:  ARCHITECTURE.md, "Planning a step": why bulk equals sequential
 
 Most rows of a decoding step have nothing to do: `KVCacheCoordinator.quiet_until` tells which in a few operations.
 The rest are planned in stretches, each as

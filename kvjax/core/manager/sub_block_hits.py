@@ -1,7 +1,7 @@
 """Hits that end inside a block: the first part of a cached block is reused by copying its page.
 
 Flow:    request -> [SubBlockHits.find] -> blocks, the last one partly used -> SlotAllocator -> [split] -> page copies
-Source:  DESIGN, "Beyond vLLM"; SGLang and vLLM issues on hits lost to large blocks
+Source:  ARCHITECTURE.md, "Hits inside blocks"; SGLang and vLLM issues on hits lost to large blocks
 
 A hit of n tokens is good if every group has cached the blocks that token n attends to, the last one perhaps beyond n:
 some cached block that continues the same prefix and begins with the same tokens. Its first part is valid for the new

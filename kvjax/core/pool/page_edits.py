@@ -1,7 +1,7 @@
 """Pages of one pool that the device has to copy or zero before the next step writes anything.
 
 Flow:    CopyOnWrite, sub-block hits -> [PageEdits] -> KVCacheManager.take_page_copies, take_pages_to_zero -> StepPlan
-Source:  DESIGN, "Device layer", order inside a step: copies, zeroing, KV writes, attention
+Source:  ARCHITECTURE.md, "Order inside a step"
 
 A copy's source keeps a reference until the copies are taken, so that nobody writes to it or copies to it first. A
 destination that is given back and dealt again needs its old copy no more. A copy from a page that is itself still to be

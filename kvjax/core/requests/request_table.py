@@ -1,7 +1,7 @@
 """Running requests as arrays: a row per request, so that one step over all of them is a few vector operations.
 
 Flow:    Request -> [RequestTable] -> KVCacheManager.plan_step, StepPlan -> sampled tokens -> append_tokens
-Source:  DESIGN, "Structure of arrays, not objects"
+Source:  ARCHITECTURE.md, "Structure of arrays"
 
 A row is free, owned by a request whose attributes are views of it, or retiring (row_allocator.py).
 

@@ -1,7 +1,7 @@
 """Which rows of the request table are free, and which must wait because a step in flight still names them.
 
 Flow:    RequestTable.add / release, open_step / close_step -> [RowAllocator] -> row numbers
-Source:  DESIGN, "RequestTable": a released row is not reissued while a step that names it is unread
+Source:  ARCHITECTURE.md, "Rows and steps in flight"
 
 A row is in exactly one state:
 

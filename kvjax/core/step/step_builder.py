@@ -1,7 +1,7 @@
 """Builds a StepPlan from the manager's tables and the rows that the scheduler chose.
 
 Flow:    KVCacheManager tables + rows in scheduling order -> [build_step_plan] -> StepPlan
-Source:  DESIGN, "Device layer"; request order as tpu-inference emits it (decode, prefill, mixed)
+Source:  ARCHITECTURE.md, "The step plan"; request order as tpu-inference emits it (decode, prefill, mixed)
 
 A handful of vector operations whatever the number of requests, request ids apart. Every array of the plan is a copy:
 the tables may change while the step is on its way to the device.

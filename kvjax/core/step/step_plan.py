@@ -1,7 +1,7 @@
 """One step of the model as numpy arrays: what the host tells the device, in no stack's private form.
 
 Flow:    KVCacheManager tables + scheduled rows -> [StepPlan] -> kvjax.device.DeviceBatch, or another stack's metadata
-Source:  DESIGN, "Device layer"; fields named as vLLM and tpu-inference name theirs
+Source:  ARCHITECTURE.md, "The step plan"; fields named as vLLM and tpu-inference name theirs
 
 Axis names: S requests of the step, T new tokens, N rows of logits, P columns of a block table, K table updates.
 Requests stand in the order decode (one query token), prefill, mixed; `distribution` holds the three ends, and the
