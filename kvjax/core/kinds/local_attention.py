@@ -24,15 +24,16 @@ class LocalAttentionManager(SingleTypeKVCacheManager):
         """Right to left: the rightmost aligned edge before which every block is cached that the next token sees.
 
         A missing block rules out every edge whose run would contain it, so a failed probe moves the edge to that
-        block: about one probe per window or chunk where little is cached. Where the next token sees no block, the hit
-        still rests on something cached: the last block.
+        block: about one probe per window or chunk where little is cached. Where the next token sees no block, as at
+        the start of a chunk, the edge is a hit, or rests on its last block if the lookup says so.
         """
         dropped = int(lookup.drop_last_block)
         num_blocks = min(lookup.max_length // self.block_size, len(lookup.block_hashes))
         edge = num_blocks - dropped  # blocks of the hit under test
         while edge > 0:
             edge -= edge * self.block_size % lookup.alignment // self.block_size
-            start = max(min(self.get_num_skipped_tokens(edge * self.block_size) // self.block_size, edge - 1), 0)
+            start = min(self.get_num_skipped_tokens(edge * self.block_size) // self.block_size, edge)
+            start = max(start - (lookup.needs_last_block and start == edge), 0)
             end = edge + dropped
             run = self.cached_run(lookup.block_hashes[start:end])
             if run.shape[1] == end - start:

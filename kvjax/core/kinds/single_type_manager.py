@@ -71,6 +71,7 @@ class PrefixLookup:
     max_length: int  # tokens; a hit is no longer
     alignment: int  # tokens; a hit's length is a multiple
     drop_last_block: bool  # EAGLE: the block after the hit must be cached too, and is computed again
+    needs_last_block: bool = True  # whether the hit's last block must be cached even where the next token sees none
 
 
 class SingleTypeKVCacheManager(abc.ABC):
@@ -139,7 +140,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         """int32[G, k] ids of the longest hit, null where a block is not needed.
 
         The hit is the longest L with L a multiple of the alignment, L (plus a block if the last is dropped) at most
-        `max_length`, and every block cached that the tokens from L on attend to (and the dropped one).
+        `max_length`, and every block cached that the tokens from L on attend to (and the dropped one; and the last
+        one, if the lookup needs it).
         """
 
     @abc.abstractmethod
@@ -453,6 +455,11 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.first_live[rows] = changes.first_live
 
     # Lookup.
+
+    def hits_need_blocks(self) -> bool:
+        """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""
+        ends = np.arange(self.block_size, self.settings.max_model_len + 1, self.block_size)
+        return bool((self.count_skipped_tokens(ends) < ends).all())
 
     def cached_run(self, block_hashes: Sequence[BlockHash]) -> np.ndarray:
         """int32[G, k] blocks of the longest leading run of hashes that every group has cached."""

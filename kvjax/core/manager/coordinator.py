@@ -71,6 +71,8 @@ class KVCacheCoordinator(abc.ABC):
         self.copy_on_write = CopyOnWrite(self.managers, self.pool_ids, pools)
         self.drops_last_block = self._find_eagle_managers(kv_cache_config)  # per manager
         self._check_kinds()
+        # Where no group needs a block at every length, a hit rests on its last one: something of it is cached.
+        self.needs_last_block = not any(manager.hits_need_blocks() for manager in self._cacheable_managers)
         self.reservations = Reservations(self) if settings.reserve else None
         self.pins = Pins(self)
         self.sub_block_hits = SubBlockHits(self, kv_cache_config) if settings.sub_block_hits else None
@@ -415,7 +417,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         manager = self.managers[0]
         hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
         drops = self.drops_last_block[0]
-        hit = manager.find_longest_cache_hit(PrefixLookup(hashes, max_length, manager.block_size, drops))
+        lookup = PrefixLookup(hashes, max_length, manager.block_size, drops, self.needs_last_block)
+        hit = manager.find_longest_cache_hit(lookup)
         return tuple(hit), hit.shape[1] * manager.block_size
 
 
@@ -442,7 +445,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             manager, drops = self.managers[index], self.drops_last_block[index]
             limit = min(length + manager.block_size, max_length) if drops else length
             hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
-            found[index] = manager.find_longest_cache_hit(PrefixLookup(hashes, limit, alignment, drops))
+            lookup = PrefixLookup(hashes, limit, alignment, drops, self.needs_last_block)
+            found[index] = manager.find_longest_cache_hit(lookup)
             return found[index].shape[1] * manager.block_size
 
         others = []

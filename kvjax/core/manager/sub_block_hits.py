@@ -4,7 +4,8 @@ Flow:    request -> [SubBlockHits.find] -> blocks, the last one partly used -> S
 Source:  ARCHITECTURE.md, "Hits inside blocks"; SGLang and vLLM issues on hits lost to large blocks
 
 A hit of n tokens is good if every group has cached the blocks that token n attends to, the last one perhaps beyond n:
-some cached block that continues the same prefix and begins with the same tokens. Its first part is valid for the new
+some cached block that continues the same prefix and begins with the same tokens. Token n writes behind the first n of
+its block, so where the hit ends inside one, that block counts as attended to. Its first part is valid for the new
 request, because the KV of a token depends on the tokens before it alone. So any n is good that is a multiple of what
 each group can cut at (`granularity_of`): one token; the tokens of one compressed state of each layer; a whole block of
 a recurrent kind, whose state is that of its last token.
@@ -77,6 +78,8 @@ class SubBlockHits:
         if manager.hits_are_prefix_closed:
             column = min(column, manager.cached_run(hashes[: column + 1]).shape[1])
         while column >= 0:
+            if self._sees_nothing(manager, edge := (column + 1) * size, limit):
+                return np.zeros((manager.num_groups, column + 1), np.int32), edge
             last, end = self._reach(manager, request, hashes, column, min(limit, (column + 1) * size))
             if last is not None:
                 first = max(min(manager.get_num_skipped_tokens(end) // size, column), 0)
@@ -88,6 +91,12 @@ class SubBlockHits:
             else:
                 column -= 1
         return np.empty((manager.num_groups, 0), np.int32), 0
+
+    def _sees_nothing(self, manager: SingleTypeKVCacheManager, edge: int, limit: int) -> bool:
+        """Whether a hit may end at the block edge `edge` with no block of the manager, as where a chunk begins."""
+        if edge > limit or edge % self.granularity or self._coordinator.needs_last_block:
+            return False
+        return manager.get_num_skipped_tokens(edge) == edge
 
     def _reach(
         self,

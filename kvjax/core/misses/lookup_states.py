@@ -72,6 +72,7 @@ class LookupStates:
         self._request = request
         self._other_origins = other_origins
         self._hashing = coordinator.hashing
+        self._needs_last_block = coordinator.needs_last_block
         cacheable = [
             (manager, drops)
             for manager, drops in zip(coordinator.managers, coordinator.drops_last_block, strict=True)
@@ -115,7 +116,8 @@ class LookupStates:
     def _states_of(self, manager: SingleTypeKVCacheManager, needs_drop: bool) -> list[_GroupStates]:
         """A manager's groups."""
         ends = self._lengths // manager.block_size
-        firsts = np.minimum(manager.count_skipped_tokens(self._lengths) // manager.block_size, ends - 1)
+        firsts = manager.count_skipped_tokens(self._lengths) // manager.block_size
+        firsts = np.minimum(firsts, ends - self._needs_last_block)
         num_columns = self.max_length // manager.block_size + needs_drop
         hashes = self._hashing.of_block_size(self._request.block_hashes, manager.block_size)[:num_columns]
         states = []

@@ -193,7 +193,8 @@ def brute_force_hit(kind: SingleTypeKVCacheManager, lookup: PrefixLookup, is_cac
     """The longest hit in tokens; bool[k] says which blocks every group has."""
     for length in range(lookup.max_length - lookup.max_length % lookup.alignment, 0, -lookup.alignment):
         blocks = length // kind.block_size
-        start = min(kind.get_num_skipped_tokens(length) // kind.block_size, blocks - 1)
+        start = kind.get_num_skipped_tokens(length) // kind.block_size
+        start -= lookup.needs_last_block and start == blocks
         end = blocks + lookup.drop_last_block
         needed = is_cached[start : end if kind.has_stable_positions else blocks]  # a state follows from the one before
         if end * kind.block_size <= lookup.max_length and end <= is_cached.size and needed.all():
@@ -218,11 +219,13 @@ def test_the_longest_hit_agrees_with_brute_force(spec: KVCacheSpec) -> None:
             is_cached &= of_group
         for drops in {False, kind.supports_eagle}:
             alignment = kind.block_size * world.some(1, 3)
-            lookup = PrefixLookup(hashes, world.some(0, len(hashes) * kind.block_size + 3), alignment, drops)
+            max_length, needs_last = world.some(0, len(hashes) * kind.block_size + 3), bool(world.some(0, 1))
+            lookup = PrefixLookup(hashes, max_length, alignment, drops, needs_last)
             hit = kind.find_longest_cache_hit(lookup)
             length = brute_force_hit(kind, lookup, is_cached)
             assert hit.shape == (2, length // kind.block_size), lookup
-            start = min(kind.get_num_skipped_tokens(length) // kind.block_size, max(hit.shape[1] - 1, 0))
+            start = kind.get_num_skipped_tokens(length) // kind.block_size
+            start -= needs_last and length > 0 and start == hit.shape[1]
             assert not hit[:, :start].any()
             for group_id, ids in zip(kind.group_ids, hit, strict=True):
                 expected = [pool.get_cached_block(block_hash, [group_id]) for block_hash in hashes[start : ids.size]]

@@ -96,6 +96,14 @@ class NaiveGroup:
     def is_local(self) -> bool:
         return self.mamba is not None or self.window is not None or self.chunk is not None
 
+    def sees(self, token: int, key: int) -> bool:
+        """The mask: whether a token attends to what is kept of an earlier one, or goes on from its state."""
+        if self.mamba is not None:
+            return key == token - 1
+        if self.window is not None:
+            return token - key < self.window
+        return self.chunk is None or key // self.chunk == token // self.chunk
+
     def first_seen(self, token: int) -> int:
         """The first token that `token` attends to."""
         if self.mamba is not None:
@@ -111,10 +119,13 @@ class NaiveGroup:
     def skipped_blocks(self, computed: int) -> int:
         return self.first_seen(computed) // self.block_size
 
-    def needed_for_hit(self, length: int) -> range:
-        """Blocks that the token after a hit of `length` tokens attends to; the last one even where it sees none."""
-        first = min(self.first_seen(length), length - 1)
-        return range(first // self.block_size, length // self.block_size)
+    def needed_for_hit(self, length: int) -> set[int]:
+        """Blocks of the tokens that the token after a hit of `length` tokens sees."""
+        return {key // self.block_size for key in range(length) if self.sees(length, key)}
+
+    def needs_some_block(self, max_model_len: int) -> bool:
+        """Whether a hit of any number of blocks needs one of them."""
+        return all(self.needed_for_hit(n) for n in range(self.block_size, max_model_len + 1, self.block_size))
 
     def required(self, slots: int, encoder: int) -> int:
         """Blocks of a new request, or columns of Mamba."""
@@ -166,6 +177,8 @@ class NaiveManager:
         self.cached: dict[str, list[int]] = {}  # request -> per group how many were registered
         self.fresh: list[set[int]] = [set() for _ in pool_sizes]
         self.stopped: set[str] = set()  # running requests that register no more
+        # a hit rests on something cached: on its last blocks, if no group needs a block at every length
+        self.needs_last = not any(group.needs_some_block(max_model_len) for group in groups if not group.cross)
         for i in self.order:
             for _ in range(groups[i].sinks):
                 self.pools[groups[i].pool].take()
@@ -185,13 +198,15 @@ class NaiveManager:
                 return hit, length
         return [[] for _ in self.groups], 0
 
-    def _hit_of(self, group_id: int, request: NaiveRequest, length: int, limit: int) -> list[int] | None:
+    def _hit_of(
+        self, group_id: int, request: NaiveRequest, length: int, limit: int, needs_last: bool | None = None
+    ) -> list[int] | None:
         group = self.groups[group_id]
         if group.cross:
             return []
         if group.mamba == "none":
             return None
-        needed = set(group.needed_for_hit(length))
+        needed = self.needed_for_hit(group, length, needs_last)
         if self._drops(group):
             if length + group.block_size > limit:
                 return None
@@ -201,6 +216,13 @@ class NaiveManager:
         if None in found.values():
             return None
         return [found.get(i, 0) for i in range(length // group.block_size)]
+
+    def needed_for_hit(self, group: NaiveGroup, length: int, needs_last: bool | None = None) -> set[int]:
+        """Blocks that a hit of `length` tokens needs of a group, apart from the one that EAGLE drops."""
+        needed = group.needed_for_hit(length)
+        if self.needs_last if needs_last is None else needs_last:
+            needed.add(length // group.block_size - 1)
+        return needed
 
     def _drops(self, group: NaiveGroup) -> bool:
         """Groups of equal kind share a flag; without any flag the rule is everybody's."""
@@ -234,7 +256,7 @@ class NaiveManager:
         if self.retention is None or not (self.caching and cached and names_input):
             return 0
         for length in range(limit // self.hit_step * self.hit_step, 0, -self.hit_step):
-            if all(self._hit_of(i, request, length, limit) is not None for i in closed):
+            if all(self._hit_of(i, request, length, limit, needs_last=True) is not None for i in closed):
                 return length
         return 0
 

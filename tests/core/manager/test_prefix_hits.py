@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from kvjax.core import BlockHasher, Request
 from tests.core.manager.manager_lockstep import SETUPS, Lockstep, Setup
 from tests.core.manager.naive_manager import NaiveGroup
 
@@ -117,3 +118,63 @@ def test_no_hit_crosses_salts(name: str, tokens: list[int], salts: list[str | No
     both.naive.new_step_starts()
     assert both.manager.get_computed_blocks(both.new_pair("b", tokens, other).request)[1] == 0
     both.lookup(both.new_pair("c", tokens, own))
+
+
+LOCAL = {"chunk": {"chunk": 8}, "window of 1": {"window": 1}}
+
+
+@pytest.mark.parametrize("local", LOCAL.values(), ids=LOCAL)
+def test_a_group_that_the_next_token_sees_nothing_of_shortens_no_hit(local: dict[str, Any]) -> None:
+    """As of Llama 4: where a chunk begins, its layers need no block; full attention alone says how long the hit is."""
+    both = Lockstep(Setup((NaiveGroup(2), NaiveGroup(2, **local)), max_model_len=40), [80])
+    tokens = list(range(30))
+    assert both.allocate_new(both.new_pair("a", tokens), 30)
+    full, _ = both.naive.tables["a"]
+    both.free(both.pairs["a"])
+    of_local = [ids for (group, _), ids in both.naive.pools[0].holders.items() if group == 1]
+    assert of_local
+    for ids in of_local:
+        both.manager.evict_blocks(ids)
+    both.naive.evict(0, [block for ids in of_local for block in ids])
+    hits = []
+    for num_full in range(15, 0, -1):
+        hits.append(both.lookup(both.new_pair("b", tokens))[1])
+        both.manager.evict_blocks(full[num_full - 1 : num_full])
+        both.naive.evict(0, full[num_full - 1 : num_full])
+    at_every_block = [28, *range(28, 0, -2)]
+    assert hits == (at_every_block if "window" in local else [hit // 8 * 8 for hit in at_every_block])
+
+
+def test_llama_4_hits_at_every_start_of_a_chunk() -> None:
+    """Blocks of 16, chunks of 128, a prompt of 400: what vLLM hits as blocks of full attention are lost."""
+    setup = Setup(
+        (NaiveGroup(16), NaiveGroup(16, chunk=128), NaiveGroup(16, chunk=128)), hash_block_size=16, max_model_len=512
+    )
+    manager = setup.manager([200])
+    hasher = BlockHasher(16, "xxhash_cbor", seed="0")
+    request = Request("a", range(400), block_hasher=hasher)
+    assert manager.allocate_slots(request, 400) is not None
+    full, *chunked = manager.get_block_ids("a")
+    manager.free(request)
+    for ids in chunked:
+        manager.evict_blocks([block for block in ids if block])
+    hits = []
+    for lost in ([], full[23:], full[15:], full[7:]):
+        manager.evict_blocks(lost)
+        again = Request("b", range(400), block_hasher=hasher)
+        hit, num_tokens = manager.get_computed_blocks(again)
+        hits.append(num_tokens)
+        assert manager.allocate_slots(again, 400 - num_tokens, num_tokens, hit) is not None
+        manager.check_invariants()
+        manager.free(again)
+    assert hits == [384, 256, 128, 0]
+
+
+@pytest.mark.parametrize("local", LOCAL.values(), ids=LOCAL)
+def test_a_hit_of_layers_that_may_need_no_block_rests_on_its_last_one(local: dict[str, Any]) -> None:
+    """A model of such layers alone hits nothing where nothing of it is cached."""
+    both = Lockstep(Setup((NaiveGroup(2, **local),), max_model_len=40), [80])
+    tokens = list(range(30))
+    assert both.lookup(both.new_pair("a", tokens))[1] == 0
+    assert both.allocate_new(both.new_pair("a", tokens), 30)
+    assert both.lookup(both.new_pair("b", tokens))[1] == 28

@@ -58,15 +58,11 @@ class SubBlockLockstep(Lockstep):
         n = len(prefix)
         for i, group in enumerate(self.setup.groups):
             size, pool = group.block_size, self.naive.pools[group.pool]
-            last = (n - 1) // size
             if group.mamba == "none":
                 return False
-            if group.cross:
-                columns = []
-            elif group.mamba is not None:
-                columns = [last]
-            else:
-                columns = list(range(min(group.first_seen(n) // size, last), last + 1))
+            columns = set() if group.cross else group.needed_for_hit(n)
+            if not group.cross and (n % size or self.naive.needs_last):
+                columns.add((n - 1) // size)  # inside a block the next token writes behind the hit's
             for column in columns:
                 start, end = column * size, min((column + 1) * size, n)
                 if not any(

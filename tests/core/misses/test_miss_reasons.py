@@ -108,7 +108,7 @@ class RandomMisses(RandomInvalidation):
     def needed(self, i: int, length: int) -> list[int]:
         """Where the blocks end that a hit of the group needs."""
         group = self.naive.groups[i]
-        columns = [*group.needed_for_hit(length)]
+        columns = [*self.naive.needed_for_hit(group, length)]
         if self.naive._drops(group) and group.mamba is None:
             columns.append(length // group.block_size)
         return [(column + 1) * group.block_size for column in columns]
