@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -53,18 +55,27 @@ def test_a_seed_given_outweighs_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 @every_algorithm
-def test_without_a_seed_hashes_are_private(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_seed_the_hashers_of_a_process_agree(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hasher made for each request finds what earlier requests cached."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     one, other = BlockHasher(2, algorithm), BlockHasher(2, algorithm)
     assert not one.has_seed
     assert len(one.none_hash) == 32
-    assert one != other
+    assert one == other
     tokens = np.arange(9)
-    assert one.hash_tokens(tokens) != other.hash_tokens(tokens)
+    assert one.hash_tokens(tokens) == other.hash_tokens(tokens)
     assert one.hash_tokens(tokens) == plain_hashes(algorithm, one.none_hash, tokens, 2)
     assert one.hash_blocks(tokens[:4].reshape(2, 2), [one.none_hash] * 2) == [
         hash_value(algorithm, (one.none_hash, block, None)) for block in ((0, 1), (2, 3))
     ]
+
+
+def test_without_a_seed_hashes_are_private_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    code = "from kvjax.core import BlockHasher; print(BlockHasher(4).none_hash.hex())"
+    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert len(bytes.fromhex(there.stdout)) == 32
+    assert there.stdout.strip() != BlockHasher(4).none_hash.hex()
 
 
 @every_algorithm
