@@ -139,7 +139,7 @@ class BlockHasher:
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
     ) -> list[BlockHash]:
         """Hashes of blocks that are independent of each other, as one step of many requests fills them."""
-        tails = self._encoding.tails(blocks, extra_keys)
+        tails = self._tails(blocks, extra_keys)
         if tails is None:
             keys = [None] * len(blocks) if extra_keys is None else extra_keys
             return [self._hash_plain(*block) for block in zip(parents, blocks.tolist(), keys, strict=True)]
@@ -183,7 +183,7 @@ class BlockHasher:
     ) -> list[BlockHash]:
         if not len(blocks):
             return []
-        tails = self._encoding.tails(blocks, extra_keys)
+        tails = self._tails(blocks, extra_keys)
         hashes: list[BlockHash] = []
         if tails is None:
             keys = [None] * len(blocks) if extra_keys is None else extra_keys
@@ -195,6 +195,10 @@ class BlockHasher:
         heads = chain((first_head,), self._encoding.heads(self.digest_bytes, tails[1:]))
         self._append_hashes(hashes, heads, chain((parent,), hashes), tails)  # each hash is the parent of the next
         return hashes
+
+    def _tails(self, blocks: np.ndarray, extra_keys: Sequence[tuple[Any, ...] | None] | None) -> Sequence[bytes] | None:
+        """Bytes after the parent hash, per block. None: the messages are encoded whole, one by one."""
+        return self._encoding.tails(blocks, extra_keys) if blocks.size > self._encoding.short_tokens else None
 
     def _hash_plain(self, parent: BlockHash, block: list[int], extra_keys: tuple[Any, ...] | None) -> BlockHash:
         return self._digest(self._encoding.dumps((parent, tuple(block), extra_keys)))
