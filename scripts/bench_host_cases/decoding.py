@@ -2,7 +2,8 @@
 
 Request i starts from `prompt + i mod spread` tokens, so that every step fills blocks of some requests; spread is the
 largest block size. Prompts reach past the windows that release; the samples are whole steps. The baseline is
-`PlainManager`, called once per request, with a window of two tokens for recurrent states.
+`PlainManager`, called once per request, with a window of two tokens for recurrent states. In the case `evicting` every
+free block is cached, so that each new block evicts one.
 """
 
 from __future__ import annotations
@@ -177,9 +178,34 @@ class Decoding:
     def advance(self) -> None:
         self.manager.request_table.advance(self.rows, 1)
 
+    def cache_free_blocks(self) -> None:
+        """Makes every free block hold a cached one of a request that ended."""
+        size, pool, fillers = FULL.block_size, self.manager.block_pools[0], []
+        while pool.num_free_blocks:
+            num_tokens = min(pool.num_free_blocks * size, self.manager.max_model_len // size * size)
+            tokens = self.rng.integers(0, VOCABULARY, num_tokens).astype(np.int32)
+            fillers.append(Request(f"filler{len(fillers)}", tokens, block_hasher=self.requests[0].block_hasher))
+            self.manager.allocate_slots(fillers[-1], num_tokens)
+        for filler in fillers:
+            self.manager.free(filler)
+
+
+def evicting_step_samples(num_requests: int) -> list[float]:
+    decoding = Decoding(SHAPES["full"], num_requests)
+    decoding.cache_free_blocks()
+    pool = decoding.manager.block_pools[0]
+    before = pool.num_evicted_blocks
+    samples = samples_of(decoding)
+    if pool.num_evicted_blocks - before < num_requests * NUM_STEPS // FULL.block_size:
+        raise AssertionError("expected every new block to evict a cached one")
+    return samples
+
 
 def step_samples(shape: Shape, num_requests: int) -> list[float]:
-    decoding = Decoding(shape, num_requests)
+    return samples_of(Decoding(shape, num_requests))
+
+
+def samples_of(decoding: Decoding) -> list[float]:
     samples = []
     with collector_off():
         for _ in range(NUM_STEPS):
@@ -248,6 +274,15 @@ class PlainDecoding:
             request.num_computed += 1
 
 
+def plain_evicting_step_samples(num_requests: int) -> list[float]:
+    decoding = PlainDecoding(SHAPES["full"], num_requests)
+    pool = decoding.manager.pool
+    blocks = pool.get(len(pool.free))
+    pool.register(blocks, [os.urandom(32) for _ in blocks])
+    pool.release(blocks)
+    return sample_us(decoding.step, NUM_STEPS // 4)
+
+
 def plain_step_samples(shape: Shape, num_requests: int) -> list[float]:
     decoding = PlainDecoding(shape, num_requests)
     return sample_us(decoding.step, NUM_STEPS // 4)
@@ -283,6 +318,7 @@ def cases() -> list[BenchCase]:
         for name, shape in SHAPES.items()
         for n in (sizes if name in ("full", "hybrid") else (1_024,))
     ]
+    evicting = case("decode_step/full/1024/evicting", evicting_step_samples, plain_evicting_step_samples, 1_024)
     with_tokens = [
         case(f"decode_step_with_tokens/full/{n}", step_with_tokens_samples, plain_step_with_tokens_samples, n)
         for n in sizes[:2]
@@ -292,4 +328,4 @@ def cases() -> list[BenchCase]:
         allocate_slots_samples,
         lambda: [sample / 1_024 for sample in plain_step_samples(SHAPES["full"], 1_024)],
     )
-    return [*steps, *with_tokens, one_call]
+    return [*steps, evicting, *with_tokens, one_call]

@@ -15,7 +15,10 @@ SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 NAMES = {
     *(f"decode_step/{groups}/{rows}" for groups in ("full", "hybrid") for rows in (256, 1024, 4096)),
     *(f"decode_step/{kind}/1024" for kind in ("mla", "chunked", "sink", "cross")),
+    "decode_step/full/1024/evicting",
     *(f"decode_step_with_tokens/full/{rows}" for rows in (256, 1024)),
+    *(f"admit/{size}" for size in ("40", "200", "1k", "4k")),
+    "first_chunk/1M",
     "allocate_slots/decode",
     "allocate/32k",
     "prefix_hit/2k",
@@ -52,8 +55,8 @@ def test_every_case_has_a_name_of_its_own(driver: ModuleType) -> None:
     assert set(names) >= NAMES
 
 
-@pytest.mark.parametrize("name", sorted(name for name in NAMES if name.startswith("pool/")))
-def test_a_case_of_the_pool_gives_samples_of_both_sides(driver: ModuleType, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(name for name in NAMES if name.startswith(("pool/", "admit/"))))
+def test_a_case_gives_samples_of_both_sides(driver: ModuleType, name: str) -> None:
     (case,) = (case for case in driver.all_cases() if case.name == name)
     assert all(sample > 0 for sample in (*case.run(), *case.baseline()))
 

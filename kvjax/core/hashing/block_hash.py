@@ -11,8 +11,8 @@ Source:  vLLM v1/core/kv_cache_utils.py and utils/hashing.py; defaults: ARCHITEC
     xxhash       pickle          XXH3-128  16 bytes
     xxhash_cbor  canonical CBOR  XXH3-128  16 bytes
 
-The parent of the first block is NONE_HASH = H(encode(seed text)); without a seed text it is 32 random bytes, and then
-hashes mean nothing to another process.
+The parent of the first block is NONE_HASH = H(encode(seed text)); without a seed text it is 32 random bytes, which all
+hashers of a process share, and then hashes mean nothing to another process.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from itertools import chain
 from typing import Any, NewType, overload
@@ -55,6 +56,12 @@ def get_group_id(key: BlockHashWithGroupId) -> int:
     return int.from_bytes(key[-GROUP_ID_BYTES:], "big")
 
 
+@cache
+def seedless_none_hash() -> BlockHash:
+    """NONE_HASH of every hasher of this process that has no seed."""
+    return BlockHash(os.urandom(SHA256_BYTES))
+
+
 @dataclass(frozen=True)
 class BlockHasher:
     """An algorithm, a block size and a seed. A value: equal hashers give equal hashes; costs about 1 us a block."""
@@ -85,7 +92,7 @@ class BlockHasher:
         object.__setattr__(self, "_encoding", encoding)
         object.__setattr__(self, "digest_bytes", digest_bytes)
         object.__setattr__(self, "has_seed", seed is not None)
-        none_hash = os.urandom(32) if seed is None else self._digest(encoding.dumps(seed))
+        none_hash = seedless_none_hash() if seed is None else self._digest(encoding.dumps(seed))
         object.__setattr__(self, "none_hash", none_hash)
 
     @classmethod
@@ -102,6 +109,10 @@ class BlockHasher:
     def is_cbor(self) -> bool:
         """Whether hashes are meant to be computed by other programs too (canonical CBOR, not pickle)."""
         return self.algorithm.endswith("_cbor")
+
+    def shares_with(self, other: BlockHasher) -> bool:
+        """Whether equal blocks without extra keys get equal hashes from both."""
+        return (self.block_size, self.algorithm, self.none_hash) == (other.block_size, other.algorithm, other.none_hash)
 
     def hash_tokens(
         self,
@@ -128,7 +139,7 @@ class BlockHasher:
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
     ) -> list[BlockHash]:
         """Hashes of blocks that are independent of each other, as one step of many requests fills them."""
-        tails = self._encoding.tails(blocks, extra_keys)
+        tails = self._tails(blocks, extra_keys)
         if tails is None:
             keys = [None] * len(blocks) if extra_keys is None else extra_keys
             return [self._hash_plain(*block) for block in zip(parents, blocks.tolist(), keys, strict=True)]
@@ -172,7 +183,7 @@ class BlockHasher:
     ) -> list[BlockHash]:
         if not len(blocks):
             return []
-        tails = self._encoding.tails(blocks, extra_keys)
+        tails = self._tails(blocks, extra_keys)
         hashes: list[BlockHash] = []
         if tails is None:
             keys = [None] * len(blocks) if extra_keys is None else extra_keys
@@ -184,6 +195,10 @@ class BlockHasher:
         heads = chain((first_head,), self._encoding.heads(self.digest_bytes, tails[1:]))
         self._append_hashes(hashes, heads, chain((parent,), hashes), tails)  # each hash is the parent of the next
         return hashes
+
+    def _tails(self, blocks: np.ndarray, extra_keys: Sequence[tuple[Any, ...] | None] | None) -> Sequence[bytes] | None:
+        """Bytes after the parent hash, per block. None: the messages are encoded whole, one by one."""
+        return self._encoding.tails(blocks, extra_keys) if blocks.size > self._encoding.short_tokens else None
 
     def _hash_plain(self, parent: BlockHash, block: list[int], extra_keys: tuple[Any, ...] | None) -> BlockHash:
         return self._digest(self._encoding.dumps((parent, tuple(block), extra_keys)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,6 +29,7 @@ GOLDEN_NONE_HASH = "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581
 GOLDEN_NONE_HASH_SEED_0 = "4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e"
 GOLDEN_FIRST_BLOCK = "58d0879dff3800f65f8c5fd449d73048c0f7699dd238a03b84b146b151d55111"
 
+MANY_TOKENS = 600  # so many are encoded in bulk, few one by one
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 # Around every change of width in CBOR and pickle, and what int64 can hold.
 WIDTH_EDGES = [e for w in (24, 2**8, 2**16, 2**31, 2**32, 2**39, 2**47, 2**63) for e in (w - 1, w) if e < 2**63]
@@ -53,18 +57,27 @@ def test_a_seed_given_outweighs_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 @every_algorithm
-def test_without_a_seed_hashes_are_private(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_seed_the_hashers_of_a_process_agree(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hasher made for each request finds what earlier requests cached."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     one, other = BlockHasher(2, algorithm), BlockHasher(2, algorithm)
     assert not one.has_seed
     assert len(one.none_hash) == 32
-    assert one != other
+    assert one == other
     tokens = np.arange(9)
-    assert one.hash_tokens(tokens) != other.hash_tokens(tokens)
+    assert one.hash_tokens(tokens) == other.hash_tokens(tokens)
     assert one.hash_tokens(tokens) == plain_hashes(algorithm, one.none_hash, tokens, 2)
     assert one.hash_blocks(tokens[:4].reshape(2, 2), [one.none_hash] * 2) == [
         hash_value(algorithm, (one.none_hash, block, None)) for block in ((0, 1), (2, 3))
     ]
+
+
+def test_without_a_seed_hashes_are_private_to_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    code = "from kvjax.core import BlockHasher; print(BlockHasher(4).none_hash.hex())"
+    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert len(bytes.fromhex(there.stdout)) == 32
+    assert there.stdout.strip() != BlockHasher(4).none_hash.hex()
 
 
 @every_algorithm
@@ -87,29 +100,31 @@ def test_digest_sizes_and_seed_text(algorithm: str) -> None:
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 16, 23, 24, 25, 255, 256, 300])
 @pytest.mark.parametrize("top", [24, 256, 2**16, 150_000, 2**31, 2**32, 2**63 - 1])
 def test_agrees_with_plain_encoders(algorithm: str, block_size: int, top: int) -> None:
-    tokens = np.random.default_rng(block_size).integers(0, top, 3 * block_size + block_size // 2)
     hasher = BlockHasher(block_size, algorithm, seed="s")
-    expected = plain_hashes(algorithm, hasher.none_hash, tokens, block_size)
-    assert hasher.hash_tokens(tokens) == expected
-    if top <= 2**31:
-        assert hasher.hash_tokens(tokens.astype(np.int32)) == expected
-        assert hasher.hash_tokens(tokens.astype(np.uint32)) == expected
+    for num_blocks in (3, 3 + MANY_TOKENS // block_size):
+        tokens = np.random.default_rng(block_size).integers(0, top, num_blocks * block_size + block_size // 2)
+        expected = plain_hashes(algorithm, hasher.none_hash, tokens, block_size)
+        assert hasher.hash_tokens(tokens) == expected
+        if top <= 2**31:
+            assert hasher.hash_tokens(tokens.astype(np.int32)) == expected
+            assert hasher.hash_tokens(tokens.astype(np.uint32)) == expected
 
 
 @every_algorithm
 @given(st.lists(st.sampled_from(WIDTH_EDGES) | st.integers(0, 2**63 - 1), max_size=24), st.integers(1, 8))
 def test_agrees_with_plain_encoders_at_every_width(algorithm: str, tokens: list[int], block_size: int) -> None:
     hasher = BlockHasher(block_size, algorithm, seed="s")
-    array = np.array(tokens, np.int64)
-    assert hasher.hash_tokens(array) == plain_hashes(algorithm, hasher.none_hash, tokens, block_size)
+    for copies in (1, 1 + MANY_TOKENS // max(len(tokens), 1)):
+        array = np.array(tokens * copies, np.int64)
+        assert hasher.hash_tokens(array) == plain_hashes(algorithm, hasher.none_hash, tokens * copies, block_size)
 
 
 @every_algorithm
 def test_agrees_with_plain_encoders_around_every_change_of_width(algorithm: str) -> None:
     """All edges that a packed code holds, then one that it does not."""
     hasher = BlockHasher(4, algorithm, seed="s")
-    for edges in ([edge for edge in WIDTH_EDGES if edge < top] for top in (2**31, 2**32, 2**63)):
-        tokens = np.array(edges * 4, np.int64)
+    for top, copies in product((2**31, 2**32, 2**63), (4, MANY_TOKENS)):
+        tokens = np.array([edge for edge in WIDTH_EDGES if edge < top] * copies, np.int64)
         assert hasher.hash_tokens(tokens) == plain_hashes(algorithm, hasher.none_hash, tokens, 4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 
 import cbor2
 import numpy as np
@@ -38,7 +39,7 @@ def test_the_bytes_that_routers_expect() -> None:
 
 
 @given(
-    st.integers(0, 4),
+    st.sampled_from([0, 1, 2, 3, 4, 40, 300]),
     st.integers(1, 40),
     st.sampled_from([8, 20, 60, 300, 70_000, 2**31, 2**32, 2**40, 2**63 - 1]),
     st.sampled_from([16, 32]),
@@ -65,9 +66,11 @@ def test_packed_messages_are_the_encoders_own(n: int, size: int, top: int, paren
 def test_every_integer_type_holds_tokens(dtype: type) -> None:
     top = min(np.iinfo(dtype).max, 2**63)
     blocks = np.linspace(0, float(top) * 0.99, 32).astype(dtype).reshape(4, 8)
-    for encoding in (CborEncoding(), PickleEncoding()):
-        tails = encoding.tails(blocks)
+    for encoding, copies in product((CborEncoding(), PickleEncoding()), (1, 100)):
+        tails = encoding.tails(np.tile(blocks, (copies, 1)))
         assert tails is not None
         parent = bytes(32)
+        assert tails == tails[:4] * copies
+        tails = tails[:4]
         values = [(parent, tuple(block), None) for block in blocks.tolist()]
         assert [whole(encoding, parent, tail) for tail in tails] == [encoding.dumps(value) for value in values]

@@ -401,6 +401,26 @@ def test_a_seedless_cbor_hash_that_is_published_is_warned_of_once(monkeypatch: p
         make_manager().get_computed_blocks(make_request("d", block_hasher=BlockHasher(BLOCK_SIZE)))
 
 
+def test_requests_with_a_seedless_hasher_each_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    manager = make_manager()
+    run_prompt(manager, "a", block_hasher=BlockHasher(BLOCK_SIZE))
+    assert manager.get_computed_blocks(make_request("b", block_hasher=BlockHasher(BLOCK_SIZE)))[1] == 8
+
+
+@pytest.mark.parametrize("other", [BlockHasher(BLOCK_SIZE, seed="t"), BlockHasher(BLOCK_SIZE, "xxhash", seed="s")])
+def test_hashers_that_share_nothing_are_warned_of_once(other: BlockHasher) -> None:
+    manager = make_manager()
+    one = BlockHasher(BLOCK_SIZE, seed="s")
+    manager.get_computed_blocks(make_request("a", block_hasher=one))
+    manager.get_computed_blocks(make_request("b", block_hasher=None))
+    manager.get_computed_blocks(make_request("c", block_hasher=BlockHasher(BLOCK_SIZE, seed="s")))
+    with pytest.warns(UserWarning, match=r"request 'd': .* got another .*; the two share no blocks"):
+        manager.get_computed_blocks(make_request("d", block_hasher=other))
+    for hasher in (one, other):
+        manager.get_computed_blocks(make_request("e", block_hasher=hasher))
+
+
 def test_blocks_can_be_made_from_ids_and_views() -> None:
     manager = make_manager()
     views = [manager.block_pool.blocks[2], manager.block_pool.blocks[5]]

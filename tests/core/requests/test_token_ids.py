@@ -11,7 +11,14 @@ from kvjax.core.requests.token_ids import MAX_TOKEN_ID, as_token_ids
 
 
 @pytest.mark.parametrize(
-    "values", [[0, 5, MAX_TOKEN_ID], (1,), range(3), np.arange(4, dtype=np.uint8), np.arange(4, dtype=np.int64), []]
+    "values",
+    [
+        [0, 5, MAX_TOKEN_ID],
+        (1,),
+        range(3),
+        [],
+        *(np.arange(4, dtype=dtype) for dtype in (np.uint8, np.int64, ">i4")),
+    ],
 )
 def test_rows_of_integers_become_int32(values: Any) -> None:
     tokens = as_token_ids(values)
@@ -34,6 +41,8 @@ def test_an_int32_row_is_not_copied() -> None:
         ([2**70], "expected integer ids, got object"),
         ([3, -1, 2], "expected ids >= 0, got -1 at index 1"),
         (np.array([0, 2**31]), "expected ids <= 2147483647, got 2147483648 at index 1"),
+        (np.array([3, -1], np.int8), "expected ids >= 0, got -1 at index 1"),
+        (np.array([3, -1], ">i4"), "expected ids >= 0, got -1 at index 1"),
         (np.array([2**63], np.uint64), "expected ids <= 2147483647, got 9223372036854775808 at index 0"),
         ([[1, 2]], r"expected ids as a row of integers, got shape \[1, 2\]"),
         (7, r"expected ids as a row of integers, got shape \[\]"),
