@@ -8,9 +8,14 @@ A heap would cost a Python call a block. Here a sorted front of a few hundred bl
     late    blocks that came since then with a priority < bound; sorted in when blocks are popped next
     rest    all others; when the front runs out the next is cut from them by a partition, O(num_blocks)
 
-Invariant (`check_invariants`):
+Where nothing is popped for long, late would grow with every push, also by blocks that have left. So once it holds more
+entries than the front, both become one front, which is cut to its usual size with a lower bound: what is above it
+belongs to the rest.
+
+Invariants (`check_invariants`):
 
     O1  `num_queued` blocks have a ticket; those below the bound are in the front or late, under that ticket
+    O2  late holds `num_late` entries, at most as many as the front or a new front does
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ class PriorityOrder:
         self._bound = -np.inf
         self._front = _NONE  # int64[2, k] blocks and the tickets under which they are meant
         self._late: list[np.ndarray] = []  # likewise
+        self._num_late = 0  # entries of all its arrays
 
     def contains_n(self, ids: np.ndarray) -> np.ndarray:  # bool[n]
         """Which of the blocks are here."""
@@ -54,7 +60,11 @@ class PriorityOrder:
         self.num_queued += ids.size
         late = priorities < self._bound
         if np.count_nonzero(late):
-            self._late.append(np.stack((ids[late], tickets[late])))
+            entries = np.stack((ids[late], tickets[late]))
+            self._late.append(entries)
+            self._num_late += entries.shape[1]
+            if self._num_late > max(self._front_size, self._front.shape[1]):
+                self._lower_bound()
 
     def remove(self, ids: np.ndarray) -> None:
         """Removes blocks that are here."""
@@ -63,10 +73,7 @@ class PriorityOrder:
 
     def pop(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """Removes the first `num_blocks` blocks; there must be as many."""
-        front = self._live(self._front)
-        if self._late:
-            front = self._sorted(np.concatenate((front, self._live(np.concatenate(self._late, axis=1))), axis=1))
-            self._late.clear()
+        front = self._take_near()
         if front.shape[1] < num_blocks:
             front = self._cut_front(max(num_blocks, self._front_size))
         ids, self._front = front[0, :num_blocks], front[:, num_blocks:]
@@ -77,6 +84,24 @@ class PriorityOrder:
         """All blocks, first one first."""
         ids = np.flatnonzero(self._ticket != ABSENT)
         return self._sorted(np.stack((ids, self._ticket[ids])))[0]
+
+    def _take_near(self) -> np.ndarray:
+        """Front and late together, in order, without blocks that have left; late is empty then."""
+        front = self._live(self._front)
+        if self._late:
+            front = self._sorted(np.concatenate((front, self._live(np.concatenate(self._late, axis=1))), axis=1))
+            self._late.clear()
+            self._num_late = 0
+        return front
+
+    def _lower_bound(self) -> None:
+        """Makes front and late one front of about its usual size, equal priorities together: O(log) a late block."""
+        front = self._take_near()
+        if front.shape[1] > self._front_size:
+            priorities = self._priority[front[0]]
+            self._bound = priorities[self._front_size - 1]
+            front = front[:, : np.searchsorted(priorities, self._bound, side="right")].copy()
+        self._front = front
 
     def _live(self, entries: np.ndarray) -> np.ndarray:
         """Those of int64[2, k] blocks and tickets that still hold."""
@@ -96,10 +121,10 @@ class PriorityOrder:
         return self._sorted(np.stack((ids, self._ticket[ids])))
 
     def check_invariants(self) -> None:
-        """Checks O1.
+        """Checks O1 and O2.
 
         Raises:
-            InvariantError: it is broken.
+            InvariantError: one of them does not hold.
         """
         ids = np.flatnonzero(self._ticket != ABSENT)
         if ids.size != self.num_queued:
@@ -108,6 +133,9 @@ class PriorityOrder:
         below = ids[self._priority[ids] < self._bound]
         if np.unique(near).size != near.size or not np.isin(below, near).all():
             raise InvariantError("O1: a block below the bound is not in the front or late, or is there twice")
+        num_late = sum(entries.shape[1] for entries in self._late)
+        if num_late != self._num_late or num_late > max(self._front_size, self._front.shape[1]):
+            raise InvariantError(f"O2: {num_late} late entries, {self._num_late} counted")
 
 
 _NONE = np.empty((2, 0), np.int64)

@@ -7,12 +7,16 @@ Blocks that continue one prefix with equal extra keys (salt, adapter, multimodal
 siblings. They are kept sorted by their tokens, so those that begin like a given block stand around its place: the
 nearer, the more tokens in common.
 
+No lookup hits a block in the step that registers it. So new entries wait until the next step starts: a lookup passes
+over all of them at once, however many prompts with one beginning a step admits.
+
 Entries outlive their blocks: the prefix index says whether a hash is still cached. Once there are twice as many as
 hashed blocks, those of blocks that are gone are dropped.
 
 Invariant (`check_invariants`):
 
-    S1  siblings are sorted and distinct, `num_entries` in all, and every cached block of the groups is among them
+    S1  siblings are sorted and distinct; with the entries that wait they are `num_entries`, and every cached block of
+        the groups is among them
 """
 
 from __future__ import annotations
@@ -50,19 +54,34 @@ class SubBlockIndex:
         self._pool = pool
         self._group_ids = tuple(group_ids)
         self._siblings: dict[Prefix, list[Sibling]] = {}
+        self._waiting: list[tuple[Prefix, Sibling]] = []  # of this step
         self.num_entries = 0
 
     def add(self, request: Request, block_hashes: Sequence[BlockHash], first: int, end: int) -> None:
         """Notes the request's full blocks `first` to `end`, which were just registered."""
         for column in range(first, end):
-            siblings = self._siblings.setdefault(self._prefix(request, block_hashes, column), [])
             sibling = (self._tokens(request, column, self._block_size), block_hashes[column])
-            place = bisect_left(siblings, sibling)
-            if siblings[place : place + 1] != [sibling]:
-                siblings.insert(place, sibling)
-                self.num_entries += 1
+            self._waiting.append((self._prefix(request, block_hashes, column), sibling))
+        self.num_entries += end - first
         if self.num_entries > 2 * self._pool.num_hashed_blocks + LEAST_ENTRIES:
             self._drop_gone()
+
+    def new_step_starts(self) -> None:
+        """Lets lookups find what earlier steps registered. About 2 us for each new block."""
+        for prefix, sibling in self._waiting:
+            siblings = self._siblings.setdefault(prefix, [])
+            place = bisect_left(siblings, sibling)
+            if siblings[place : place + 1] == [sibling]:
+                self.num_entries -= 1
+            else:
+                siblings.insert(place, sibling)
+        self._waiting.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, as the pool does when its prefix cache is reset."""
+        self._siblings.clear()
+        self._waiting.clear()
+        self.num_entries = 0
 
     def find(
         self, request: Request, block_hashes: Sequence[BlockHash], column: int, num_tokens: int
@@ -72,7 +91,9 @@ class SubBlockIndex:
         Yields:
             (tokens in common, 1 to `num_tokens`; hash).
         """
-        siblings = self._siblings.get(self._prefix(request, block_hashes, column), [])
+        siblings = self._siblings.get(self._prefix(request, block_hashes, column))
+        if siblings is None:
+            return
         tokens = self._tokens(request, column, num_tokens)
         place = bisect_left(siblings, (tokens,))
         before, after = range(place - 1, -1, -1), range(place, len(siblings))
@@ -85,9 +106,11 @@ class SubBlockIndex:
     def check_invariants(self) -> None:
         """Raises InvariantError if S1 does not hold."""
         known = {block_hash for siblings in self._siblings.values() for _, block_hash in siblings}
+        known |= {block_hash for _, (_, block_hash) in self._waiting}
+        num_entries = sum(map(len, self._siblings.values())) + len(self._waiting)
         cached = {block_hash for hash_map in self._hash_maps() for block_hash in hash_map.snapshot()}
         is_sorted = all(siblings == sorted(set(siblings)) for siblings in self._siblings.values())
-        if not is_sorted or sum(map(len, self._siblings.values())) != self.num_entries or not cached <= known:
+        if not is_sorted or num_entries != self.num_entries or not cached <= known:
             raise InvariantError(f"S1, groups {self._group_ids}: {len(cached - known)} cached blocks are missing")
 
     def _prefix(self, request: Request, block_hashes: Sequence[BlockHash], column: int) -> Prefix:
@@ -106,13 +129,13 @@ class SubBlockIndex:
 
     def _drop_gone(self) -> None:
         maps = self._hash_maps()
-        for prefix, siblings in list(self._siblings.items()):
-            left = [sibling for sibling in siblings if any(sibling[1] in hash_map for hash_map in maps)]
-            self.num_entries += len(left) - len(siblings)
-            if left:
-                self._siblings[prefix] = left
-            else:
-                del self._siblings[prefix]
+
+        def is_cached(sibling: Sibling) -> bool:
+            return any(sibling[1] in hash_map for hash_map in maps)
+
+        self._siblings = {p: left for p, siblings in self._siblings.items() if (left := [*filter(is_cached, siblings)])}
+        self._waiting = [(prefix, sibling) for prefix, sibling in self._waiting if is_cached(sibling)]
+        self.num_entries = sum(map(len, self._siblings.values())) + len(self._waiting)
 
 
 def _num_common(ours: bytes, theirs: bytes) -> int:

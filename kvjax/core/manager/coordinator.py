@@ -373,6 +373,8 @@ class KVCacheCoordinator(abc.ABC):
         """Lets lookups hit what earlier steps registered."""
         for fresh in self.fresh_blocks:
             fresh.clear()
+        if self.sub_block_hits is not None:
+            self.sub_block_hits.new_step_starts()
 
     # Checks.
 

@@ -78,6 +78,8 @@ class PrefixCacheControl:
         for pool in self.block_pools:
             pool.reset_prefix_cache()
         self.coordinator.new_step_starts()
+        if self.coordinator.sub_block_hits is not None:
+            self.coordinator.sub_block_hits.clear()
         if self._stats is not None:
             self._stats.reset = True
         return True

@@ -28,6 +28,7 @@ from kvjax.core.kinds.single_type_manager import PrefixLookup, SingleTypeKVCache
 
 if TYPE_CHECKING:
     from kvjax.core.hashing.block_hash import BlockHash
+    from kvjax.core.kinds.sub_block_index import SubBlockIndex
     from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator
     from kvjax.core.requests.request import Request
     from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec
@@ -112,10 +113,27 @@ class SubBlockHits:
         for num_tokens, block_hash in manager.sub_blocks.find(request, hashes, column, limit - start):
             end = start + num_tokens
             end -= end % self.granularity
+            if end <= start:  # the best come first: no later one reaches further
+                break
             block = manager.cached_run([block_hash])
-            if end > start and block.shape[1]:
+            if block.shape[1]:
                 return block[:, 0], end
         return None, 0
+
+    # Index.
+
+    def new_step_starts(self) -> None:
+        """Lets lookups find the first parts of blocks that earlier steps registered."""
+        for index in self._indices():
+            index.new_step_starts()
+
+    def clear(self) -> None:
+        """Forgets all blocks: the prefix cache was reset."""
+        for index in self._indices():
+            index.clear()
+
+    def _indices(self) -> list[SubBlockIndex]:
+        return [manager.sub_blocks for _, manager in self._managers if manager.sub_blocks is not None]
 
     # Allocation.
 

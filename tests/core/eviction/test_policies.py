@@ -170,6 +170,37 @@ def test_many_blocks_agree_too() -> None:
             assert life.pool.get_new_blocks(count).tolist() == life.naive.take(count)
 
 
+@pytest.mark.parametrize("name", ["cost", "cost_steep"])
+def test_hits_after_pressure_leave_nothing_behind(name: str) -> None:
+    """Blocks are hit and released again while none is taken: the order is right, and no list grows with the hits."""
+    life = Life(POLICIES[name], 200, seed=2)
+    for _ in range(2):  # the second time cached blocks are reused, in order of priority
+        blocks = life.pool.get_new_blocks(150).tolist()
+        assert blocks == life.naive.take(150)
+        for block in blocks:
+            life.naive.hashed.discard(block)
+        columns = life.rng.integers(0, 50, 150)
+        life.pool.register_many(blocks, [life.rng.bytes(8) for _ in blocks], 0, columns)
+        for block, column in zip(blocks, columns.tolist(), strict=True):
+            life.naive.hashed.add(block)
+            life.naive.registered(block, column * BLOCK_SIZE, BLOCK_SIZE)
+        life.pool.free_blocks(blocks)
+        life.naive.release(blocks)
+    order: Any = life.pool.eviction_policy._cached  # type: ignore[attr-defined]
+    for i in range(300):
+        blocks = life.rng.permutation(sorted(life.naive.hashed))[:20].tolist()
+        life.pool.touch(blocks)
+        for block in blocks:
+            life.naive.remove(block)
+            life.naive.hit(block)
+        life.pool.free_blocks(blocks)
+        life.naive.release(blocks)
+        assert sum(entries.shape[1] for entries in order._late) <= max(200, order._front_size)
+        if i % 30 == 0:
+            life.check()
+    assert life.pool.get_new_blocks(199).tolist() == life.naive.take(199)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_copy_goes_its_own_way(name: str) -> None:
     life = Life(POLICIES[name], 12, seed=3)

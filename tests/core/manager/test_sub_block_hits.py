@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvjax.configs import load_model_config
 from kvjax.core import BlockHasher, KVCacheManager, LoRARequest, MLAAttentionSpec, MultiModalFeature, Request
+from kvjax.core.kinds import sub_block_index
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
 from kvjax.core.misses.miss_reasons import MissReason, MissReasons
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
@@ -328,6 +329,77 @@ def test_entries_of_blocks_that_are_gone_are_dropped() -> None:
     assert hit_of(manager, [1990, 1991, 1992, 1993, 1994, 7])[1] == 5
 
 
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
+    """The pairs of token runs that lookups compare from here on."""
+    pairs = []
+
+    def num_common(ours: bytes, theirs: bytes) -> int:
+        pairs.append((ours, theirs))
+        return original(ours, theirs)
+
+    original = sub_block_index._num_common
+    monkeypatch.setattr(sub_block_index, "_num_common", num_common)
+    return pairs
+
+
+@pytest.mark.parametrize("num_prompts", [8, 64])
+def test_a_lookup_looks_at_few_blocks_however_many_begin_alike(
+    num_prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of 4 tokens, and prompts with one token in common: none of them serves, which the first one tells."""
+    spec = MLAAttentionSpec(block_size=8, head_size=8, dtype="float32", tokens_per_state=4)
+    config = KVCacheConfig.single_pool(2 * num_prompts + 2, spec)
+    manager = KVCacheManager(config, 40, 4, same_step_hits=False, sub_block_hits=True)
+    for i in range(num_prompts):
+        computed(manager, f"r{i}", [0, *range(10 * i + 10, 10 * i + 17)])
+    pairs = compared(monkeypatch)
+    assert hit_of(manager, [0, 1, 2, 3, 4, 5, 6, 7, 8])[1] == 0
+    assert len(pairs) <= 3
+    assert hit_of(manager, [0, *range(50, 57), 8])[1] == 8
+    assert hit_of(manager, [0, *range(50, 54), 1, 2, 3, 4])[1] == 4
+    assert len(pairs) <= 9
+
+
+@pytest.mark.parametrize("num_prompts", [8, 64])
+def test_a_lookup_passes_over_what_its_own_step_registers(num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts with one beginning a step admits: their blocks are no hits before the next step."""
+    manager = FOUR.manager([num_prompts + 2], sub_block_hits=True)
+    pairs = compared(monkeypatch)
+    for i in range(num_prompts):
+        request = Request(f"r{i}", [0, i + 1, 0, 0], block_hasher=HASHER)
+        assert manager.get_computed_blocks(request)[1] == 0
+        assert manager.allocate_slots(request, 4) is not None
+    assert not pairs
+    manager.check_invariants()
+    manager.new_step_starts()
+    assert hit_of(manager, [0, 5, 0, 9])[1] == 3
+    assert len(pairs) <= 3
+
+
+def test_the_index_is_emptied_with_the_pool() -> None:
+    manager = BIG.manager([30], sub_block_hits=True)
+    computed(manager, "a", list(range(24)))
+    indices = [part.sub_blocks for part in manager.coordinator.managers]
+    assert all(index is not None and index.num_entries > 0 for index in indices)
+    assert manager.reset_prefix_cache()
+    assert all(index is not None and index.num_entries == 0 and not index._siblings for index in indices)
+    assert hit_of(manager, list(range(24)))[1] == 0
+    computed(manager, "b", list(range(24)))
+    assert hit_of(manager, [*range(19), 77, 78])[1] == 19
+
+
+def test_entries_that_wait_for_a_step_are_dropped_with_their_blocks_too() -> None:
+    manager = FOUR.manager([12], sub_block_hits=True)
+    (only,) = manager.coordinator.managers
+    assert only.sub_blocks is not None
+    for i in range(200):
+        request = Request(f"r{i}", range(10 * i, 10 * i + 8), block_hasher=HASHER)
+        assert manager.allocate_slots(request, 8) is not None
+        manager.free(request)
+        assert only.sub_blocks.num_entries <= 2 * 11 + 64
+    manager.check_invariants()
+
+
 @given(
     blocks=st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=30),
     wanted=st.lists(st.integers(0, 3), min_size=1, max_size=4),
@@ -338,6 +410,8 @@ def test_siblings_come_by_tokens_in_common(blocks: list[list[int]], wanted: list
     requests = [Request(f"r{i}", block, block_hasher=HASHER) for i, block in enumerate(blocks)]
     for request in requests:
         index.add(request, request.block_hashes, 0, 1)
+    index.check_invariants()
+    index.new_step_starts()
     index.check_invariants()
     found = list(index.find(Request("new", wanted, block_hasher=HASHER), [], 0, len(wanted)))
     common = {
