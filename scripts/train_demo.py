@@ -1,6 +1,6 @@
 """Trains the demo model that ships in kvjax/demo/model: a small Gemma-3-shaped decoder on Python's own documentation.
 
-Flow:    demo_corpus -> BPE tokenizer -> packed rows -> [train_demo] -> Hugging Face folder
+Flow:    demo_model/corpus.py -> BPE tokenizer -> packed rows -> [train_demo] -> Hugging Face folder
 
     python scripts/train_demo.py --out build/demo --steps 1100        # pip install 'kvjax[train]'
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from demo_corpus import demo_documents
 from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvjax.demo.conversations import END_OF_TURN
 from kvjax.models import Decoder, DenseAttention, ModelConfig
 from kvjax.models.save import save_weights
+from scripts.demo_model.corpus import demo_documents
 
 ROW_TOKENS = 640
 BATCH_ROWS = 4

@@ -30,7 +30,9 @@ from pallas_kernels.tuned import Sizes
 from scripts.gpu_aot.target import CARDS
 from scripts.gpu_aot.time_one import PARTS, part_sizes
 from scripts.gpu_compile import compile_op
-from scripts.kernel_tuning import Case, Record, as_json, candidates, cases_of, measured, parser, tune, write_tuned
+from scripts.kernel_tuning.cases import Case, candidates
+from scripts.kernel_tuning.choice import Record, as_json, write_tuned
+from scripts.kernel_tuning.tuner import cases_of, measured, parser, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 RING_SIZES = tuple(product((64, 128), (2, 3, 4)))  # (slots of a KV block, stages)

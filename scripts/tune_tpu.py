@@ -26,7 +26,9 @@ from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries
 from pallas_kernels.ragged_paged_attention.tuning import FOLDER
 from pallas_kernels.tuned import Sizes
-from scripts.kernel_tuning import Case, Record, as_json, candidates, cases_of, parser, tune, write_tuned
+from scripts.kernel_tuning.cases import Case, candidates
+from scripts.kernel_tuning.choice import Record, as_json, write_tuned
+from scripts.kernel_tuning.tuner import cases_of, parser, tune
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
 from scripts.tpu_aot.score import block_scores

@@ -2,8 +2,8 @@
 
 Flow:    [demo_requests] -> texts -> tokenizer -> requests of `kvjax generate`
 
-The form is the one that the demo model was trained on (scripts/demo_corpus.py). The answers inside the prompts are
-taken from the Python reference manual, so later turns of a topic repeat the text of its earlier ones.
+The form is the one that the demo model was trained on (scripts/demo_model/corpus.py). The answers inside the prompts
+are taken from the Python reference manual, so later turns of a topic repeat the text of its earlier ones.
 """
 
 from __future__ import annotations

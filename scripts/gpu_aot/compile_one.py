@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.aot_cases import parse_case
+from scripts.aot.cases import parse_case
 from scripts.gpu_aot.resources import count_copies, count_instructions, parse_ptxas, parse_shared_memory
 from scripts.gpu_aot.target import CARDS, prepare_environment
 

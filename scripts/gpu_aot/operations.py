@@ -18,8 +18,8 @@ from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
-from scripts import sparse_case, ssm_case
-from scripts.aot_arguments import argument
+from scripts.aot import sparse_attention_case, ssm_case
+from scripts.aot.arguments import argument
 
 
 class Operation(NamedTuple):
@@ -187,9 +187,9 @@ def recurrent(build: Callable[..., Any], case: ssm_case.SsmCase) -> Operation:
     return Operation(call, arguments, donated=(1,))
 
 
-def sparse(case: sparse_case.SparseCase) -> Operation:
+def sparse(case: sparse_attention_case.SparseCase) -> Operation:
     """A layer's step of sparse attention."""
-    return Operation(*sparse_case.attention(case, backend="gpu"))
+    return Operation(*sparse_attention_case.attention(case, backend="gpu"))
 
 
 def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
@@ -214,5 +214,5 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "mla": (LatentCase, latent),
     "page_ops": (AttentionCase, page_work),
     "scan": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.scan)),
-    "sparse": (sparse_case.SparseCase, sparse),
+    "sparse": (sparse_attention_case.SparseCase, sparse),
 }

@@ -13,7 +13,7 @@ import re
 import sys
 from typing import Any
 
-from scripts.aot_cases import parse_case
+from scripts.aot.cases import parse_case
 from scripts.tpu_aot.chips import CHIPS, prepare_environment
 from scripts.tpu_aot.compiler import last_lines
 

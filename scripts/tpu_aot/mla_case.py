@@ -14,7 +14,7 @@ from pallas_kernels.layouts import PageLayout, latent_layout
 from pallas_kernels.mla_paged_attention import kernel_tpu as attention_kernel
 from pallas_kernels.mla_paged_attention.shapes import SHAPES
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from scripts.aot_arguments import argument
+from scripts.aot.arguments import argument
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_STATES = 1 << 19

@@ -18,9 +18,9 @@ from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
-from scripts import ssm_case
-from scripts.aot_arguments import argument
-from scripts.tpu_aot import mla_case, sparse_case
+from scripts.aot import ssm_case
+from scripts.aot.arguments import argument
+from scripts.tpu_aot import deepseek_v4_case, mla_case
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
 POOL_TOKENS = 1 << 19
@@ -178,7 +178,7 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tupl
     "attention": (AttentionCase, attention),
     "kv_write": (WriteCase, write),
     **mla_case.OPERATIONS,
-    **sparse_case.OPERATIONS,
+    **deepseek_v4_case.OPERATIONS,
     **ssm_case.OPERATIONS,
     **{name: (MoveCase, functools.partial(move, name=name)) for name in _MOVES},
 }
@@ -188,6 +188,6 @@ SHAPE_CASES: dict[str, Callable[[int], Iterable[tuple[str, list[str]]]]] = {
     "attention": attention_shapes,
     **dict.fromkeys(("kv_write", *_MOVES), page_shapes),
     **mla_case.SHAPE_CASES,
-    **sparse_case.SHAPE_CASES,
+    **deepseek_v4_case.SHAPE_CASES,
     **ssm_case.SHAPE_CASES,
 }

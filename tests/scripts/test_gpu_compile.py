@@ -11,10 +11,10 @@ import pytest
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from scripts import gpu_compile, gpu_compile_all
+from scripts.aot.sparse_attention_case import SparseCase
 from scripts.gpu_aot.compile_one import parse_case
 from scripts.gpu_aot.operations import OPERATIONS, AttentionCase, with_model_shape
 from scripts.gpu_aot.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
-from scripts.sparse_case import SparseCase
 
 LINKED = """
 ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain compatibility across compilation

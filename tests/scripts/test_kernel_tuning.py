@@ -11,9 +11,11 @@ from pallas_kernels.ragged_paged_attention.kernel_tpu import Tuning
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape
 from pallas_kernels.tuned import read_table
-from scripts import kernel_tuning, tune_tpu
-from scripts.aot_cases import parse_case
-from scripts.kernel_tuning import Choice, Log, Record, candidates, cases, choose, write_tuned
+from scripts import tune_tpu
+from scripts.aot.cases import parse_case
+from scripts.kernel_tuning.cases import Case, candidates, cases
+from scripts.kernel_tuning.choice import Choice, Record, choose, write_tuned
+from scripts.kernel_tuning.tuner import Log
 from scripts.tpu_aot.bundles import Kernel, Loop
 from scripts.tpu_aot.compiler import Compilation, CompilationError
 from scripts.tpu_aot.operations import OPERATIONS
@@ -88,7 +90,7 @@ def test_entries_are_replaced_and_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "tuned" / "v6e.json"
     other = cases(["llama3-8b"], [8], [128])[0]
 
-    def write(case: kernel_tuning.Case, *best: tuple[str, Record]) -> dict[str, object]:
+    def write(case: Case, *best: tuple[str, Record]) -> dict[str, object]:
         start = record(100.0)["decode"]
         choices = [Choice(case, part, start, found or start) for part, found in best]
         write_tuned(path, "static score", Tuning._fields, choices)

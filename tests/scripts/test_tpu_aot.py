@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import tpu_compile
-from scripts.aot_cases import parse_case
+from scripts.aot.cases import parse_case
 from scripts.tpu_aot.bundles import Kernel, Loop, read_bundles, read_dumps, read_kernel, read_utilization
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compile_one import vmem_bytes

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts import tpu_compile_all
-from scripts.aot_cases import parse_case
+from scripts.aot.cases import parse_case
 from scripts.tpu_aot import everything
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError

@@ -13,11 +13,11 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention.kernel_gpu import Tuning
 from scripts import tune_gpu
-from scripts.aot_cases import parse_case
+from scripts.aot.cases import parse_case
 from scripts.gpu_aot import time_one
 from scripts.gpu_aot.operations import AttentionCase
 from scripts.kernel_bench.timing import Timing
-from scripts.kernel_tuning import cases
+from scripts.kernel_tuning.cases import cases
 
 (CASE,) = cases(["llama3-8b"], [1], [16])
 ONE_CASE = ["h100", "--model=llama3-8b", "--tp=1", "--page=16"]

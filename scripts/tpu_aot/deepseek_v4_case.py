@@ -13,8 +13,8 @@ from pallas_kernels.indexer_topk import kernel_tpu as indexer_kernel
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
 from pallas_kernels.layouts import latent_layout
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
-from scripts.aot_arguments import argument
-from scripts.sparse_case import BLOCK_TOKENS, POOL_BYTES, SparseCase, attention
+from scripts.aot.arguments import argument
+from scripts.aot.sparse_attention_case import BLOCK_TOKENS, POOL_BYTES, SparseCase, attention
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pallas_kernels.latent_entries import EntryFormat, LatentFp8, Plain
 from pallas_kernels.layouts import latent_layout
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
-from scripts.aot_arguments import argument
+from scripts.aot.arguments import argument
 
 # Bytes of each cache: so many that XLA cannot keep the pages in a TPU's VMEM, which it does with a small array.
 POOL_BYTES = 1 << 29

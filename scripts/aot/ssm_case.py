@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
-from scripts.aot_arguments import argument
+from scripts.aot.arguments import argument
 
 _POOL_BYTES = 1 << 28  # of states: more than VMEM holds, so that they stay in HBM
 

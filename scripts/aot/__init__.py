@@ -1,0 +1,1 @@
+"""What the ahead-of-time compilers for TPU and GPU share: cases, and the arguments that stand for them."""

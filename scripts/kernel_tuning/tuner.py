@@ -1,0 +1,85 @@
+"""What both tuners run: every candidate of every case measured, results kept over an interruption.
+
+Flow:    command line -> [parser, cases_of] -> cases -> candidates -> measure, kept in [Log] -> choices
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pallas_kernels.tuned import Sizes
+from scripts.kernel_tuning.cases import Case, cases
+from scripts.kernel_tuning.choice import HEADER, Choice, Record, choose, words
+
+
+class Log:
+    """Records by name, in a file that is rewritten after each; what is there is not measured again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, Record] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+    def of(self, name: str, measure: Callable[[], Record]) -> Record:
+        """The record called `name`: as it stands in the file, or measured now. One that failed is measured again."""
+        if "error" in self._known.get(name, {"error": ""}):
+            self._known[name] = measure()
+            if self._path is not None:
+                part = self._path.with_suffix(".part")
+                part.write_text(json.dumps(self._known, indent=1) + "\n")
+                part.replace(self._path)
+        return self._known[name]
+
+
+def measured(
+    case: Case, wanted: Iterable[Sizes], measure: Callable[[Case, Sizes], Record], options: argparse.Namespace
+) -> list[Record]:
+    """A record for each candidate, out of `options.results` where it is there; the first alone if that one fails."""
+    log, records = Log(options.results), []
+    for sizes in wanted:
+        name = " ".join([options.device, *map(str, case.shape), words(sizes)])
+        records.append(log.of(name, functools.partial(measure, case, sizes)))
+        if "error" in records[-1]:
+            print(f"{case.label} {words(sizes)}: {records[-1]['error']}", file=sys.stderr, flush=True)
+        if "error" in records[0]:
+            break
+    return records
+
+
+def tune(
+    wanted: Iterable[Case],
+    candidates_of: Callable[[Case], Iterable[Sizes]],
+    measure: Callable[[Case, Sizes], Record],
+    options: argparse.Namespace,
+) -> list[Choice]:
+    """Measures every candidate of every case, and prints the choices as they are made."""
+    chosen = []
+    print(HEADER, flush=True)
+    for case in wanted:
+        chosen += (choices := choose(case, measured(case, candidates_of(case), measure, options), options.margin))
+        print("\n".join(choice.row for choice in choices), flush=True)
+    return chosen
+
+
+def parser(doc: str, devices: Iterable[str]) -> argparse.ArgumentParser:
+    """The options that both tuners take."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("device", choices=sorted(devices))
+    made.add_argument("--model", action="append", help="of shapes.py, repeatable; default: llama3-8b, llama3-70b")
+    made.add_argument("--tp", action="append", type=int, help="tensor-parallel shards, repeatable; default: 1, 8")
+    made.add_argument("--page", action="append", type=int, help="tokens of a page, repeatable; default: 128, 16")
+    made.add_argument("--margin", type=float, default=0.03, help="share of the cost that an entry must save")
+    made.add_argument("--results", type=Path, metavar="FILE", help="written after each candidate, and gone on from")
+    made.add_argument("--out", type=Path, metavar="FILE", help="default: the file that the kernel reads")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the choices with all figures")
+    made.add_argument("--timeout", type=float, default=400, metavar="SECONDS", help="of one candidate")
+    return made
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """The cases that the options name."""
+    return cases(options.model or ("llama3-8b", "llama3-70b"), options.tp or (1, 8), options.page or (128, 16))
