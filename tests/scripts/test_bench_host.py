@@ -16,6 +16,7 @@ NAMES = {
     *(f"decode_step/{groups}/{rows}" for groups in ("full", "hybrid") for rows in (256, 1024, 4096)),
     *(f"decode_step/{kind}/1024" for kind in ("mla", "chunked", "sink", "cross")),
     *(f"decode_step_with_tokens/full/{rows}" for rows in (256, 1024)),
+    *(f"step_inputs/{groups}/1024" for groups in ("full", "hybrid")),
     "allocate_slots/decode",
     "allocate/32k",
     "prefix_hit/2k",
