@@ -48,6 +48,7 @@ from kvjax.core.requests.request import LoRARequest, MultiModalFeature, Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from kvjax.core.step.context_parallel import lengths_of_rank, slots_of_rank
+from kvjax.core.step.mrope_positions import MRopePositions
 from kvjax.core.step.step_plan import GroupPlan, StepPlan, StepResult, TableUpdate
 from kvjax.core.watch.evicted_blocks import EvictedBlock
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -98,6 +99,7 @@ __all__ = [
     "LookupReport",
     "MLAAttentionManager",
     "MLAAttentionSpec",
+    "MRopePositions",
     "MambaManager",
     "MambaSpec",
     "MissReason",

@@ -11,9 +11,27 @@ from __future__ import annotations
 import abc
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
-from typing import ClassVar
+from typing import ClassVar, Protocol
+
+import numpy as np
 
 from pallas_kernels.layouts import PageLayout, attention_layout, cdiv, dtype_bits
+
+
+class StatePages(Protocol):
+    """Where a kind whose pages are recurrent states keeps the state of each row of a block table."""
+
+    def pages_of_states(
+        self,
+        table: np.ndarray,  # int32[rows, columns]
+        num_blocks: np.ndarray,  # int64[rows]
+        rows: np.ndarray,  # int64[S]
+        num_tokens: np.ndarray,  # int64[S]
+    ) -> np.ndarray:  # int32[S]
+        """The page of each row's state after `num_tokens` tokens."""
+
+    def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:  # int64[S] -> int64[S]
+        """Tokens that rows with `num_blocks` columns may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +67,21 @@ class KVCacheSpec(abc.ABC):
     def num_reserved_blocks(self) -> int:
         """Blocks that a group takes for good and no request holds."""
         return 0
+
+    @property
+    def state_pages(self) -> StatePages | None:
+        """Of a kind whose pages are recurrent states: where they lie. None: pages hold tokens."""
+        return None
+
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether lengths and slots of a step are those of the encoder's tokens, written when the encoder runs."""
+        return False
+
+    @property
+    def tokens_per_state(self) -> int:
+        """Tokens that one entry of a page stands for; more than 1 in compressed caches."""
+        return 1
 
     @abc.abstractmethod
     def page_layout(self, platform: str) -> PageLayout:
@@ -126,6 +159,11 @@ class KVCacheGroupSpec:
     def spec_of(self, place: int) -> KVCacheSpec:
         """Spec of the group's layer number `place`."""
         return self.layer_specs[place] if self.layer_specs else self.kv_cache_spec
+
+    @property
+    def tokens_per_state(self) -> frozenset[int]:
+        """Of all layers, which may differ."""
+        return frozenset(spec.tokens_per_state for spec in self.layer_specs or (self.kv_cache_spec,))
 
 
 @dataclass(frozen=True)
@@ -208,5 +246,6 @@ __all__ = [
     "KVCacheGroupSpec",
     "KVCachePoolSpec",
     "KVCacheSpec",
+    "StatePages",
     "cdiv",
 ]

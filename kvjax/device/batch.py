@@ -4,7 +4,8 @@ Flow:    StepPlan + Bucket -> [DeviceBatch.from_plan] -> numpy leaves -> jitted 
 Source:  ARCHITECTURE.md, "The step plan"
 
 A dispatched step may read its numpy arguments later, and on CPU a device array may be a view of them. So every call
-pads into arrays of its own, which nobody writes again; the plan and the manager may change at once.
+pads into arrays of its own, which nobody writes again; the plan and the manager may change at once. Block tables that
+the plan made in the bucket's shape are read-only, and passed on as they are.
 
 Padding: tokens 0 at position 0, slot -1 (not written), table columns 0 (the null page), requests of length 0 after
 the last real one, logits of token 0 (ignored).
@@ -52,7 +53,7 @@ class DeviceBatch:
     """One step, padded to a bucket. Leaves are numpy on the host side and jax arrays inside the step."""
 
     token_ids: Array  # int32[T]
-    positions: Array  # int32[T], or [3, T]
+    positions: Array  # int32[T], or [3, T] for M-RoPE
     token_source: Array  # int32[T] -1, or an index into the tokens sampled one step before
     query_start_loc: Array  # int32[S + 1], constant after the last real request
     distribution: Array  # int32[3]
@@ -77,16 +78,16 @@ class DeviceBatch:
             query_start_loc=padded(plan.query_start_loc, requests + 1, plan.num_tokens),
             distribution=np.array(plan.distribution, np.int32),
             logits_indices=padded(plan.logits_indices, requests),
-            groups=tuple(_group(group, bucket) for group in plan.groups),
+            groups=_groups(plan, bucket),
         )
 
     @classmethod
     def empty(
-        cls, bucket: Bucket, num_groups: int, *, positions_rank: int = 1, recurrent: Collection[int] = ()
+        cls, bucket: Bucket, num_groups: int, *, mrope: bool = False, recurrent: Collection[int] = ()
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
-        `recurrent` are the ids of groups whose pages are states.
+        With `mrope` positions have three axes. `recurrent` are the ids of groups whose pages are states.
         """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
@@ -98,7 +99,7 @@ class DeviceBatch:
         states = DeviceStates(no_pages, no_pages.copy(), np.zeros(requests, bool))
         return cls(
             token_ids=np.zeros(tokens, np.int32),
-            positions=np.zeros(tokens if positions_rank == 1 else (3, tokens), np.int32),
+            positions=np.zeros((3, tokens) if mrope else tokens, np.int32),
             token_source=np.full(tokens, -1, np.int32),
             query_start_loc=np.zeros(requests + 1, np.int32),
             distribution=np.zeros(3, np.int32),
@@ -130,16 +131,35 @@ def padded(values: np.ndarray, length: int, fill: int = 0) -> np.ndarray:
     return out
 
 
-def _group(group: GroupPlan, bucket: Bucket) -> DeviceGroup:
+def _groups(plan: StepPlan, bucket: Bucket) -> tuple[DeviceGroup, ...]:
+    """Every group padded; groups with the same lengths share them."""
+    seq_lens: dict[int, np.ndarray] = {}
+    groups = []
+    for group in plan.groups:
+        key = id(group.seq_lens)
+        if key not in seq_lens:
+            seq_lens[key] = padded(group.seq_lens, bucket.num_requests)
+        groups.append(
+            DeviceGroup(
+                block_tables=_block_tables(group, bucket),
+                seq_lens=seq_lens[key],
+                slot_mapping=padded(group.slot_mapping, bucket.num_tokens, -1),
+                states=_states(group, num_requests=bucket.num_requests),
+            )
+        )
+    return tuple(groups)
+
+
+def _block_tables(group: GroupPlan, bucket: Bucket) -> np.ndarray:
+    """int32[bucket requests, bucket columns], 0 beyond the plan's."""
+    shape = (bucket.num_requests, bucket.num_columns)
+    made = group.padded_tables
+    if made is not None and made.shape == shape and not made.flags.writeable:
+        return made
     num_requests, num_columns = group.block_tables.shape
-    block_tables = np.zeros((bucket.num_requests, bucket.num_columns), np.int32)
+    block_tables = np.zeros(shape, np.int32)
     block_tables[:num_requests, :num_columns] = group.block_tables
-    return DeviceGroup(
-        block_tables=block_tables,
-        seq_lens=padded(group.seq_lens, bucket.num_requests),
-        slot_mapping=padded(group.slot_mapping, bucket.num_tokens, -1),
-        states=_states(group, num_requests=bucket.num_requests),
-    )
+    return block_tables
 
 
 def _states(group: GroupPlan, num_requests: int) -> DeviceStates | None:

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device.batch import DeviceBatch, pick_bucket
@@ -66,6 +65,7 @@ class UpdateStep:
         *,
         sample_fn: SampleFn | None,
         return_logits: bool,
+        mrope: bool,
         backend: str,
     ) -> None:
         check_columns(kv_cache_config, placement)
@@ -74,6 +74,7 @@ class UpdateStep:
         self.placement = placement
         self._sample_fn = sample_fn
         self._return_logits = return_logits
+        self._mrope = mrope
         self._backend = backend
         self._graphdef, state = nnx.split(model)
         self._state = _placed(state, placement)
@@ -107,9 +108,14 @@ class UpdateStep:
         """Dispatches one step. `pages` is donated: use the output's. The plan and the host's state may change at once.
 
         Raises:
-            ValueError: the plan fits no bucket, its page edits or token sources cannot be, or `previous` or
-                `sampling` have other sizes. The pages are untouched.
+            ValueError: the plan fits no bucket, its page edits or token sources cannot be, its positions have other
+                axes than the step's, or `previous` or `sampling` have other sizes. The pages are untouched.
         """
+        if (plan.positions.ndim == 2) != self._mrope:
+            wanted = (
+                "[3, T] (build_step_plan with `mrope`)" if self._mrope else "[T] (or make the step with mrope=True)"
+            )
+            raise ValueError(f"expected positions {wanted}, got shape {list(plan.positions.shape)}")
         if plan.token_source.max(initial=-1) >= self.buckets.max_num_requests:
             raise ValueError(
                 f"expected token sources below {self.buckets.max_num_requests}, got {plan.token_source.max()}"
@@ -163,8 +169,8 @@ class UpdateStep:
     def _empty_batch(self, bucket: Bucket) -> DeviceBatch:
         """A batch of this config without requests."""
         groups = self.kv_cache_config.kv_cache_groups
-        recurrent = {i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)}
-        return DeviceBatch.empty(bucket, len(groups), recurrent=recurrent)
+        recurrent = {i for i, group in enumerate(groups) if group.kv_cache_spec.state_pages is not None}
+        return DeviceBatch.empty(bucket, len(groups), mrope=self._mrope, recurrent=recurrent)
 
     def _update(self, state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
         """The step as jax traces it, once per bucket."""
@@ -210,6 +216,7 @@ def make_update_step(
     placement: Placement | None = None,
     sample_fn: SampleFn | None = None,
     return_logits: bool | None = None,  # None: only where nothing samples
+    mrope: bool = False,  # whether the model takes positions int32[3, T]
     backend: str = "auto",
 ) -> UpdateStep:
     """The update step of `model` over pages of `kv_cache_config`, sampling in the same program if `sample_fn` is given.
@@ -226,6 +233,7 @@ def make_update_step(
         Placement.create() if placement is None else placement,
         sample_fn=sample_fn,
         return_logits=sample_fn is None if return_logits is None else return_logits,
+        mrope=mrope,
         backend=backend,
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 from kvjax.core.step.step_plan import StepPlan
-from kvjax.device import Bucket, DeviceBatch
+from kvjax.device import Bucket, Buckets, DeviceBatch
 from kvjax.device.batch import padded, plan_sizes
 from tests.device.toy import ToyHost, toy_config
 
@@ -49,6 +51,22 @@ def test_all_arrays_are_fresh_and_int32_even_where_nothing_is_padded() -> None:
     assert not any(np.shares_memory(leaf, array) for leaf in leaves for array in planned)
 
 
+def test_tables_that_the_plan_made_in_the_buckets_shape_are_passed_on() -> None:
+    host = ToyHost(toy_config())
+    for row, length in enumerate([9, 5]):
+        host.add(row, np.arange(1, length + 1))
+    plan = host.plan([0, 1], [9, 5], pick_shape=Buckets((BUCKET,)).pick)
+    batch = DeviceBatch.from_plan(plan, BUCKET)
+    without = replace(plan, groups=tuple(replace(group, padded_tables=None) for group in plan.groups))
+    jax.tree.map(np.testing.assert_array_equal, batch, DeviceBatch.from_plan(without, BUCKET))
+    assert all(b.block_tables is g.padded_tables for b, g in zip(batch.groups, plan.groups, strict=True))
+    assert not any(group.block_tables.flags.writeable for group in batch.groups)
+    larger = Bucket(16, 8, 6)
+    jax.tree.map(
+        np.testing.assert_array_equal, DeviceBatch.from_plan(plan, larger), DeviceBatch.from_plan(without, larger)
+    )
+
+
 def test_an_empty_batch_has_the_shapes_of_a_full_one() -> None:
     batch, empty = DeviceBatch.from_plan(mixed_plan(), BUCKET), DeviceBatch.empty(BUCKET, 2)
     assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, empty)
@@ -58,7 +76,7 @@ def test_an_empty_batch_has_the_shapes_of_a_full_one() -> None:
 
 def test_positions_of_three_axes_are_padded_along_tokens() -> None:
     assert padded(np.ones((3, 5), np.int64), 8).sum(axis=1).tolist() == [5, 5, 5]
-    assert DeviceBatch.empty(BUCKET, 1, positions_rank=2).positions.shape == (3, 16)
+    assert DeviceBatch.empty(BUCKET, 1, mrope=True).positions.shape == (3, 16)
 
 
 @pytest.mark.parametrize("bucket", [Bucket(9, 4, 6), Bucket(16, 1, 6), Bucket(16, 4, 2)], ids=str)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core import BlockHasher, KVCacheManager, MRopePositions, Request
 from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.step.step_builder import build_step_plan
 from kvjax.core.step.step_plan import StepPlan
@@ -115,6 +115,38 @@ def scramble_plan(plan: StepPlan) -> None:
     arrays = [plan.token_ids, plan.positions, plan.query_start_loc, plan.logits_indices, plan.distribution]
     for array in (*arrays, *(x for g in plan.groups for x in (g.block_tables, g.seq_lens, g.slot_mapping))):
         array[...] = 1
+
+
+class ThreeAxes(ToyModel):
+    """Takes positions of three axes and looks at the last."""
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend) -> jax.Array:
+        return super().__call__(token_ids, positions[2], attend)
+
+
+def test_positions_of_three_axes_reach_the_model(step: UpdateStep) -> None:
+    """Text on all axes gives the logits of plain positions, other positions on the axis give others; one program."""
+    mrope_step = make_update_step(
+        ThreeAxes(), toy_config(), Buckets(BUCKETS.steps[1:]), sample_fn=sample, return_logits=True, mrope=True
+    )
+    pages = mrope_step.warmup(create_pages(toy_config()), sampling=GREEDY)
+    moved = MRopePositions()
+    moved.set(0, np.array([[0] * 9, [0] * 9, range(3, 12)]))
+    logits = []
+    for mrope in (MRopePositions(), moved):
+        _, host = one_request()
+        output = mrope_step(pages, host.plan([0], [9], mrope=mrope), sampling=GREEDY)
+        pages = output.pages
+        logits.append(np.asarray(output.logits[0]))
+    assert mrope_step.num_compiled == 1
+    _, host = one_request()
+    plan = host.plan([0], [9])
+    np.testing.assert_allclose(logits[0], step(create_pages(toy_config()), plan, sampling=GREEDY).logits[0], **CLOSE)
+    assert np.abs(logits[1] - logits[0]).max() > 1e-3
+    with pytest.raises(ValueError, match=r"expected positions \[3, T\] .* got shape \[9\]"):
+        mrope_step(pages, plan, sampling=GREEDY)
+    with pytest.raises(ValueError, match=r"expected positions \[T\] .*mrope=True.* got shape \[3, 9\]"):
+        step(pages, replace(plan, positions=np.zeros((3, 9), np.int32)), sampling=GREEDY)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

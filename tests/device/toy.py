@@ -140,7 +140,7 @@ class ToyHost:
             token_ids=np.zeros(shape, np.int32),
             num_tokens=np.zeros(self.num_rows, np.int64),
             num_computed_tokens=np.zeros(self.num_rows, np.int64),
-            requests=[None] * self.num_rows,
+            request_ids=np.full(self.num_rows, None, np.object_),
         )
         groups = len(self.kv_cache_config.kv_cache_groups)
         self._tables = [np.zeros((self.num_rows, self.num_columns), np.int32) for _ in range(groups)]
@@ -164,7 +164,7 @@ class ToyHost:
 
     def add(self, row: int, token_ids: np.ndarray) -> None:
         table = self.request_table
-        table.requests[row] = SimpleNamespace(request_id=f"r{row}")
+        table.request_ids[row] = f"r{row}"
         table.token_ids[row, : len(token_ids)] = token_ids
         table.num_tokens[row], table.num_computed_tokens[row] = len(token_ids), 0
 
@@ -188,7 +188,7 @@ class ToyHost:
         for group_id, counts in enumerate(self._num_blocks):
             self._give_back(group_id, row, int(counts[row]))
             counts[row] = 0
-        self.request_table.requests[row] = None
+        self.request_table.request_ids[row] = None
 
     def _give_back(self, group_id: int, row: int, count: int) -> None:
         ids = self._tables[group_id][row, :count]

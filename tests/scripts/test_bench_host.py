@@ -19,6 +19,7 @@ NAMES = {
     *(f"decode_step_with_tokens/full/{rows}" for rows in (256, 1024)),
     *(f"admit/{size}" for size in ("40", "200", "1k", "4k")),
     "first_chunk/1M",
+    *(f"step_inputs/{groups}/1024" for groups in ("full", "hybrid")),
     "allocate_slots/decode",
     "allocate/32k",
     "prefix_hit/2k",

@@ -44,6 +44,11 @@ class CrossAttentionSpec(AttentionSpec):
         """Name in KV events."""
         return "cross_attention"
 
+    @property
+    def reads_encoder(self) -> bool:
+        """True."""
+        return True
+
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """Blocks of the longest encoder input, however long the request is."""
         return cdiv(self.max_num_encoder_tokens, self.block_size)

@@ -31,7 +31,7 @@ from kvjax.core.kinds.registry import register_kv_cache_manager
 from kvjax.core.kinds.retention import CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import IntOrArray, PrefixLookup, SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateBlocks
-from kvjax.core.spec import KVCacheSpec, cdiv
+from kvjax.core.spec import KVCacheSpec, StatePages, cdiv
 from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.row_changes import RowChanges
 from kvjax.errors import InvariantError
@@ -83,6 +83,11 @@ class MambaSpec(KVCacheSpec):
     def page_size_bytes(self) -> int:
         """One state, or what its page is padded to."""
         return self.state_bytes if self.page_size_padded is None else self.page_size_padded
+
+    @property
+    def state_pages(self) -> StatePages:
+        """The spec itself."""
+        return self
 
     def page_layout(self, platform: str) -> PageLayout:
         """Arrays that hold one layer's states; `page_size_padded` is for stacks that lay out bytes."""

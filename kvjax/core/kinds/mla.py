@@ -14,7 +14,7 @@ from typing import ClassVar
 from kvjax.core.kinds.full_attention import FullAttentionManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
 from kvjax.core.kinds.sliding_window import SlidingWindowManager
-from kvjax.core.spec import KVCacheGroupSpec, KVCacheSpec, cdiv
+from kvjax.core.spec import KVCacheSpec, cdiv
 from pallas_kernels.layouts import PageLayout, dtype_bits, latent_layout
 
 
@@ -97,12 +97,6 @@ class SlidingWindowMLASpec(LatentSpec):
         """As of `SlidingWindowSpec`."""
         tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
         return cdiv(tokens, self.block_size) + 1
-
-
-def tokens_per_state_of(group: KVCacheGroupSpec) -> set[int]:
-    """Of all layers of a group of any kind: they may differ, and are 1 but for compressed caches."""
-    specs = group.layer_specs or (group.kv_cache_spec,)
-    return {spec.tokens_per_state if isinstance(spec, LatentSpec) else 1 for spec in specs}
 
 
 @register_kv_cache_manager(MLAAttentionSpec)

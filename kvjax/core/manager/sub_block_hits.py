@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.core.kinds.mla import tokens_per_state_of
 from kvjax.core.kinds.single_type_manager import PrefixLookup, SingleTypeKVCacheManager
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class SubBlockHits:
 
 def granularity_of(manager: SingleTypeKVCacheManager, group: KVCacheGroupSpec) -> int:
     """Tokens that the length of a hit that ends inside a block has to be a multiple of, for one group."""
-    return lcm(*tokens_per_state_of(group)) if manager.supports_sub_block_hits else manager.block_size
+    return lcm(*group.tokens_per_state) if manager.supports_sub_block_hits else manager.block_size
 
 
 __all__ = ["PartialBlocks", "SubBlockHits", "granularity_of"]

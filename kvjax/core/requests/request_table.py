@@ -7,7 +7,7 @@ A row is free, owned by a request whose attributes are views of it, or retiring 
 
 Invariants (`check_invariants`; the test suite runs it after every test):
 
-    I1  rows by request id, requests by row, requests' own rows and the row allocator agree
+    I1  rows by request id, requests and their ids by row, requests' own rows and the row allocator agree
     I2  a row that is not owned has all counts 0
     I3  an owned row has 1 <= num_prompt_tokens <= num_tokens <= columns, and num_computed_tokens >= 0
     I4  block_hashes[row] is the request's own list, with num_hashed_blocks[row] = num_tokens // block size entries
@@ -71,6 +71,7 @@ class RequestTable:
         self.num_hashed_blocks = np.zeros(rows, np.int64)
         self.num_encoder_tokens = np.zeros(rows, np.int64)
         self.requests: list[Request | None] = [None] * rows
+        self.request_ids = np.full(rows, None, np.object_)  # text; None where a row is not owned
         self.block_hashes: list[list[BlockHash]] = [[] for _ in range(rows)]
         self.last_hashes = np.full(rows, None, np.object_)  # of each row's last full block
         self.skips_registration = np.zeros(rows, np.bool_)  # rows whose blocks become no hits
@@ -129,6 +130,7 @@ class RequestTable:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
         self.requests[row] = request
+        self.request_ids[row] = request.request_id
         self.block_hashes[row] = request.block_hashes
         self._row_by_id[request.request_id] = row
         self._has_extra_keys[row] = request.has_extra_keys
@@ -152,7 +154,7 @@ class RequestTable:
         request._move_from_row(tokens, int(self.num_prompt_tokens[row]), int(self.num_computed_tokens[row]))
         for name in COUNTS:
             getattr(self, name)[row] = 0
-        self.requests[row] = None
+        self.requests[row] = self.request_ids[row] = None
         self.block_hashes[row] = []
         self.last_hashes[row] = None
         self.num_skipping -= self.skips_registration.item(row)
@@ -344,6 +346,7 @@ class RequestTable:
         for name in (*COUNTS, "_next_hash_at", "_scratch"):
             setattr(self, name, np.append(getattr(self, name), np.zeros(old, np.int64)))
         self.requests += [None] * old
+        self.request_ids = np.append(self.request_ids, np.full(old, None, np.object_))
         self.last_hashes = np.append(self.last_hashes, np.full(old, None, np.object_))
         self.skips_registration = np.append(self.skips_registration, np.zeros(old, np.bool_))
         self._has_extra_keys = np.append(self._has_extra_keys, np.zeros(old, np.bool_))
@@ -392,6 +395,8 @@ class RequestTable:
 
     def _check_row(self, row: int) -> None:
         request = self.requests[row]
+        request_id = None if request is None else request.request_id
+        _hold(self.request_ids[row] == request_id, f"I1: row {row} of {request} has the id {self.request_ids[row]!r}")
         total, prompt, computed, hashed, encoder = (int(getattr(self, name)[row]) for name in COUNTS)
         if request is None:
             _hold(not any((total, prompt, computed, hashed, encoder)), f"I2: row {row} is not owned but has counts")

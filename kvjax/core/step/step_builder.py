@@ -3,23 +3,20 @@
 Flow:    KVCacheManager tables + rows in scheduling order -> [build_step_plan] -> StepPlan
 Source:  ARCHITECTURE.md, "The step plan"; request order as tpu-inference emits it (decode, prefill, mixed)
 
-A handful of vector operations whatever the number of requests, request ids apart. Every array of the plan is a copy:
-the tables may change while the step is on its way to the device.
+A handful of vector operations whatever the number of requests. Every array of the plan is a copy: the tables may change
+while the step is on its way to the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from kvjax.core.kinds.cross_attention import CrossAttentionSpec
-from kvjax.core.kinds.mamba import MambaSpec
-from kvjax.core.kinds.mla import tokens_per_state_of
 from kvjax.core.pool.page_edits import PageCopies
-from kvjax.core.spec import KVCacheConfig
+from kvjax.core.spec import KVCacheConfig, StatePages
+from kvjax.core.step.mrope_positions import MRopePositions
 from kvjax.core.step.step_plan import CompressedStates, GroupPlan, StepPlan, TableUpdate
 
 _NO_IDS = np.zeros(0, np.int32)
@@ -36,7 +33,7 @@ class StepTables(Protocol):
 
     @property
     def request_table(self) -> Any:
-        """token_ids int32[rows, cols], num_tokens and num_computed_tokens int64[rows], requests by row."""
+        """token_ids int32[rows, cols], num_tokens and num_computed_tokens int64[rows], request_ids object[rows]."""
 
     def block_tables(self, group_id: int) -> np.ndarray:
         """The group's int32[rows, columns], 0 beyond each row's blocks."""
@@ -54,6 +51,21 @@ class StepTables(Protocol):
         """Per pool int32[Z] the pages that it zeroes then."""
 
 
+class TableShape(Protocol):
+    """How large a step's block tables are made: a `Bucket` of the device layer, for example."""
+
+    @property
+    def num_requests(self) -> int:
+        """Rows, at least the step's requests."""
+
+    @property
+    def num_columns(self) -> int:
+        """Columns, at least those of the longest row."""
+
+
+PickShape: TypeAlias = Callable[[int, int, int], TableShape]  # of tokens, requests, columns
+
+
 def build_step_plan(
     tables: StepTables,
     rows: np.ndarray,  # int64[S] distinct rows in scheduling order
@@ -65,57 +77,65 @@ def build_step_plan(
     page_copies: Sequence[PageCopies] | None = None,  # per pool; None: taken from `tables`
     pages_to_zero: Sequence[np.ndarray] | None = None,  # per pool; None: taken from `tables`
     writes_encoder: np.ndarray | None = None,  # bool[S] whose encoder runs now; None: of requests with nothing computed
+    mrope: MRopePositions | None = None,  # None: positions are places in the sequence
+    pick_shape: PickShape | None = None,  # of the block tables: `Buckets.pick`; None: as large as they are
 ) -> StepPlan:
     """The plan of one step. Call it after the blocks are allocated and before `num_computed_tokens` advances.
 
     Requests come out as decode (one new token), prefill (empty), mixed, each in scheduling order; `plan.rows` tells.
-    With `last_token_source` the last new token of a request need not be in the table yet. Groups of cross attention
-    have lengths and slots of encoder tokens: the lengths of every request, slots where the encoder runs in this step.
+    With `last_token_source` the last new token of a request need not be in the table yet. With `pick_shape` block
+    tables are made in the shape that the device wants, instead of being copied into it later.
+    Groups of cross attention have lengths and slots of encoder tokens: the lengths of every request, slots where the
+    encoder runs in this step.
     Groups of compressed caches have lengths and slots of states, a slot for each state that the new tokens complete,
     and where layers differ in tokens per state `GroupPlan.compressed` has them for each number.
     Groups of recurrent layers have no slots but the pages of the states to start from and to leave. Under context
     parallelism lengths and slots count those of all ranks (`context_parallel`).
 
     Raises:
-        ValueError: a row repeats or holds no request, a request has no new tokens or more than it has tokens, or its
-            blocks do not hold them.
+        ValueError: a row repeats or holds no request, a request has no new tokens or more than it has tokens, its
+            blocks do not hold them, or `pick_shape` finds no shape. No page edits are taken.
     """
     table = tables.request_table
     rows, num_new = np.asarray(rows, np.int64), np.asarray(num_new_tokens, np.int64)
-    _check_rows(rows, num_new, len(table.requests))
-    order = np.argsort(num_new != 1, kind="stable")
-    rows, num_new = rows[order], num_new[order]
+    _check_rows(rows, num_new, len(table.request_ids))
+    is_longer = num_new != 1
+    num_decode = rows.size - int(np.count_nonzero(is_longer))
+    order = slice(None) if not is_longer[:num_decode].any() else np.argsort(is_longer, kind="stable")
+    rows, num_new = rows[order].copy(), num_new[order]
     computed = np.asarray(table.num_computed_tokens[rows], np.int64)
     seq_lens = computed + num_new
-    source = np.full(rows.size, -1, np.int64) if last_token_source is None else np.asarray(last_token_source)[order]
     known = np.asarray(table.num_tokens[rows], np.int64)
-    _check_tokens(rows, seq_lens, known + (source >= 0))
+    source = None if last_token_source is None else np.asarray(last_token_source)[order]
+    _check_tokens(rows, seq_lens, known if source is None else known + (source >= 0))
 
     starts = np.zeros(rows.size + 1, np.int64)
     np.cumsum(num_new, out=starts[1:])
+    ends = starts[1:] - 1
     tokens = _Tokens.of(rows, computed, num_new, starts)
-    token_ids = table.token_ids[tokens.rows, np.minimum(tokens.positions, table.token_ids.shape[1] - 1)]
     token_source = np.full(tokens.rows.size, -1, np.int32)
-    if last_token_source is not None:
-        token_source[starts[1:] - 1] = source
+    token_ids = table.token_ids[tokens.rows, np.minimum(tokens.positions, table.token_ids.shape[1] - 1)]
+    if source is not None:
+        token_source[ends] = source
         token_ids[token_source >= 0] = 0
     wanted = seq_lens >= known if wants_logits is None else np.asarray(wants_logits, bool)[order]
     writes = computed == 0 if writes_encoder is None else np.asarray(writes_encoder, bool)[order]
-    encoder = _Encoder(table, rows, writes)
-    num_decode = int(np.count_nonzero(num_new == 1))
     config = tables.kv_cache_config
     updates = [NO_UPDATE] * len(config.kv_cache_groups) if new_blocks is None else new_blocks
-    request_ids = _request_ids(table.requests, rows)
-    groups = _group_plans(tables, rows, seq_lens, tokens, updates, encoder)  # the last check: now edits may be taken
+    request_ids = _request_ids(table.request_ids, rows)
+    step = _Step(rows, computed, seq_lens, tokens, _Encoder(table, rows, writes))
+    groups = _group_plans(tables, step, updates, pick_shape)  # the last check: now edits may be taken
     return StepPlan(
         request_ids=request_ids,
         rows=rows,
         num_new_tokens=num_new.astype(np.int32),
         num_computed_tokens=computed.astype(np.int32),
         token_ids=token_ids.astype(np.int32, copy=False),
-        positions=tokens.positions.astype(np.int32),
+        positions=tokens.positions.astype(np.int32)
+        if mrope is None
+        else mrope.of_tokens(rows, computed, starts, *tokens),
         query_start_loc=starts.astype(np.int32),
-        logits_indices=(starts[1:] - 1)[wanted].astype(np.int32),
+        logits_indices=ends[wanted].astype(np.int32),
         distribution=np.array([num_decode, num_decode, rows.size], np.int32),
         token_source=token_source,
         page_copies=tables.take_page_copies() if page_copies is None else tuple(page_copies),
@@ -173,99 +193,154 @@ class _Encoder(NamedTuple):
         return _Tokens(np.repeat(self.rows, counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts))
 
 
+class _Step(NamedTuple):
+    """What the groups' plans are made from."""
+
+    rows: np.ndarray  # int64[S]
+    computed: np.ndarray  # int64[S] tokens before the step
+    seq_lens: np.ndarray  # int64[S] tokens after it
+    tokens: _Tokens
+    encoder: _Encoder
+
+
+class _Held(NamedTuple):
+    """The block table of one group, and how much of it the step's requests hold."""
+
+    group_id: int
+    block_size: int
+    table: np.ndarray  # int32[rows, columns], live
+    counts: np.ndarray  # int64[rows] blocks in each row of it, live
+    num_blocks: np.ndarray  # int64[S] those of the step's requests
+    num_columns: int  # the most of them
+
+
+def _held_blocks(tables: StepTables, num_groups: int, rows: np.ndarray) -> list[_Held]:
+    """Per group; groups of one manager share their counts, which are then looked at once."""
+    held: list[_Held] = []
+    for group_id in range(num_groups):
+        counts = tables.num_blocks(group_id)
+        if held and held[-1].counts is counts:
+            num_blocks, num_columns = held[-1].num_blocks, held[-1].num_columns
+        else:
+            num_blocks = counts[rows]
+            num_columns = int(num_blocks.max(initial=0))
+        size, table = tables.block_size(group_id), tables.block_tables(group_id)
+        held.append(_Held(group_id, size, table, counts, num_blocks, num_columns))
+    return held
+
+
 def _group_plans(
-    tables: StepTables,
-    rows: np.ndarray,
-    seq_lens: np.ndarray,
-    tokens: _Tokens,
-    updates: Sequence[TableUpdate],
-    encoder: _Encoder,
+    tables: StepTables, step: _Step, updates: Sequence[TableUpdate], pick_shape: PickShape | None
 ) -> tuple[GroupPlan, ...]:
     """Every group's part; what depends on the block size alone is computed once for each."""
     groups = tables.kv_cache_config.kv_cache_groups
-    sizes = [tables.block_size(group_id) for group_id in range(len(groups))]
-    places = {size: tokens.places(size) for size in set(sizes)}
+    held = _held_blocks(tables, len(groups), step.rows)
+    shape = None
+    if pick_shape is not None:
+        num_columns = max(1, max(own.num_columns for own in held))
+        shape = pick_shape(step.tokens.rows.size, step.rows.size, num_columns)
+    places = {size: step.tokens.places(size) for size in {own.block_size for own in held}}
+    seq_lens = step.seq_lens.astype(np.int32)
     plans = []
-    for group_id, (group, update) in enumerate(zip(groups, updates, strict=True)):
-        if isinstance(group.kv_cache_spec, MambaSpec):
-            plans.append(_state_plan(tables, group_id, rows, seq_lens, tokens, update))
-            continue
-        block_size = sizes[group_id]
-        num_blocks = tables.num_blocks(group_id)[rows]
-        table = tables.block_tables(group_id)
-        written, lengths, (columns, offsets) = tokens, seq_lens, places[block_size]
-        if isinstance(group.kv_cache_spec, CrossAttentionSpec):
-            written, lengths = encoder.tokens, encoder.lengths
-            columns, offsets = written.places(block_size)
-        _check_blocks(rows, group_id, num_blocks, block_size, lengths)
-        block_ids = table[written.rows, columns]
-        plan = GroupPlan(
-            pool_id=group.pool_id,
-            kind=group.kv_cache_spec.kind,
-            block_tables=table[rows, : int(num_blocks.max(initial=0))],
-            new_blocks=update,
-            seq_lens=lengths.astype(np.int32),
-            slot_mapping=np.where(block_ids > 0, block_ids * block_size + offsets, -1).astype(np.int32),
+    for group, own, update in zip(groups, held, updates, strict=True):
+        spec = group.kv_cache_spec
+        if spec.state_pages is not None:
+            of_tokens = _state_fields(spec.state_pages, own, step) | {"seq_lens": seq_lens}
+        elif spec.reads_encoder:
+            lengths, tokens = step.encoder.lengths, step.encoder.tokens
+            _check_blocks(step.rows, own, lengths)
+            slots = _slots(own.table, own.block_size, tokens.rows, *tokens.places(own.block_size))
+            of_tokens = {"seq_lens": lengths.astype(np.int32), "slot_mapping": slots}
+        else:
+            _check_blocks(step.rows, own, step.seq_lens)
+            if group.tokens_per_state == {1}:
+                slots = _slots(own.table, own.block_size, step.tokens.rows, *places[own.block_size])
+                of_tokens = {"seq_lens": seq_lens, "slot_mapping": slots}
+            else:
+                of_tokens = _compressed_fields(group.tokens_per_state, own, step)
+        block_tables, padded = _copied_tables(own, step.rows, shape)
+        plans.append(
+            GroupPlan(
+                pool_id=group.pool_id,
+                kind=spec.kind,
+                block_tables=block_tables,
+                padded_tables=padded,
+                new_blocks=update,
+                **of_tokens,
+            )
         )
-        ratios = tokens_per_state_of(group)
-        plans.append(plan if ratios == {1} else _compressed(plan, ratios, block_size, table, tokens, seq_lens))
     return tuple(plans)
 
 
-def _compressed(
-    plan: GroupPlan, ratios: set[int], block_size: int, table: np.ndarray, tokens: _Tokens, seq_lens: np.ndarray
-) -> GroupPlan:
-    """The plan of a group with states of several tokens: lengths and slots of them, for each number of tokens."""
+def _copied_tables(own: _Held, rows: np.ndarray, shape: TableShape | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """The requests' rows of a block table, and the array of `shape` that they are the start of."""
+    if shape is None:
+        return own.table[rows, : own.num_columns], None
+    wanted = (shape.num_requests, shape.num_columns)
+    if rows.size and own.table.shape[1] >= wanted[1]:
+        index = np.full(wanted[0], rows[0])
+        index[: rows.size] = rows
+        padded = own.table[index, : wanted[1]]
+        padded[rows.size :] = 0
+    else:
+        padded = np.zeros(wanted, np.int32)
+        padded[: rows.size, : own.num_columns] = own.table[rows, : own.num_columns]
+    padded.flags.writeable = False
+    return padded[: rows.size, : own.num_columns], padded
+
+
+def _slots(
+    table: np.ndarray, block_size: int, rows: np.ndarray, columns: np.ndarray, offsets: np.ndarray
+) -> np.ndarray:  # int32[T]
+    """Where the entries (row, column, offset in the block) are written; -1 in null blocks."""
+    block_ids = table[rows, columns]
+    slots = block_ids * block_size + offsets
+    if np.count_nonzero(block_ids) < block_ids.size:
+        slots[block_ids == 0] = -1
+    return slots.astype(np.int32)
+
+
+def _compressed_fields(ratios: frozenset[int], own: _Held, step: _Step) -> dict[str, Any]:
+    """Of a group with states of several tokens: lengths and slots of them, for each number of tokens."""
     compressed = []
     for ratio in sorted(ratios):
-        states, size = tokens.states(ratio), block_size // ratio
-        columns, offsets = states.places(size)
-        block_ids = table[states.rows, columns]
-        slots = np.where(block_ids > 0, block_ids * size + offsets, -1)
-        compressed.append(CompressedStates(ratio, (seq_lens // ratio).astype(np.int32), slots.astype(np.int32)))
+        states, size = step.tokens.states(ratio), own.block_size // ratio
+        slots = _slots(own.table, size, states.rows, *states.places(size))
+        compressed.append(CompressedStates(ratio, (step.seq_lens // ratio).astype(np.int32), slots))
     if len(compressed) == 1:
-        return replace(plan, seq_lens=compressed[0].seq_lens, slot_mapping=compressed[0].slot_mapping)
-    return replace(plan, compressed=tuple(compressed))
+        return {"seq_lens": compressed[0].seq_lens, "slot_mapping": compressed[0].slot_mapping}
+    slots = _slots(own.table, own.block_size, step.tokens.rows, *step.tokens.places(own.block_size))
+    return {"seq_lens": step.seq_lens.astype(np.int32), "slot_mapping": slots, "compressed": tuple(compressed)}
 
 
-def _state_plan(
-    tables: StepTables, group_id: int, rows: np.ndarray, seq_lens: np.ndarray, tokens: _Tokens, update: TableUpdate
-) -> GroupPlan:
-    """The part of a group of recurrent layers: the state to start from and where to leave it; tokens have no slots."""
-    group = tables.kv_cache_config.kv_cache_groups[group_id]
-    spec = group.kv_cache_spec
-    assert isinstance(spec, MambaSpec)
-    table, num_blocks = tables.block_tables(group_id), tables.num_blocks(group_id)
-    short = spec.most_tokens(num_blocks[rows]) < seq_lens
+def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
+    """Of a group of recurrent layers: the state to start from and where to leave it; tokens have no slots."""
+    short = pages.most_tokens(own.num_blocks) < step.seq_lens
     if short.any():
         i = int(short.argmax())
         raise ValueError(
-            f"row {rows[i]}, group {group_id}: expected the blocks of a state after {seq_lens[i]} tokens, got "
-            f"{num_blocks[rows[i]]} blocks; allocate them before the step is built"
+            f"row {step.rows[i]}, group {own.group_id}: expected the blocks of a state after {step.seq_lens[i]} "
+            f"tokens, got {own.num_blocks[i]} blocks; allocate them before the step is built"
         )
-    computed = tables.request_table.num_computed_tokens[rows]
-    write = spec.pages_of_states(table, num_blocks, rows, seq_lens)
-    read = np.where(computed > 0, spec.pages_of_states(table, num_blocks, rows, computed), 0)
-    return GroupPlan(
-        pool_id=group.pool_id,
-        kind=spec.kind,
-        block_tables=table[rows, : int(num_blocks[rows].max(initial=0))],
-        new_blocks=update,
-        seq_lens=seq_lens.astype(np.int32),
-        slot_mapping=np.full(tokens.rows.size, -1, np.int32),
-        state_read=read.astype(np.int32),
-        state_write=write.astype(np.int32),
-        has_initial_state=computed > 0,
-    )
+    write = pages.pages_of_states(own.table, own.counts, step.rows, step.seq_lens)
+    has_initial = step.computed > 0
+    read = np.where(has_initial, pages.pages_of_states(own.table, own.counts, step.rows, step.computed), 0)
+    return {
+        "slot_mapping": np.full(step.tokens.rows.size, -1, np.int32),
+        "state_read": read.astype(np.int32),
+        "state_write": write.astype(np.int32),
+        "has_initial_state": has_initial,
+    }
 
 
-def _request_ids(requests: Sequence[Any], rows: np.ndarray) -> tuple[str, ...]:
+def _request_ids(ids: np.ndarray, rows: np.ndarray) -> tuple[str, ...]:
     """Ids of the requests in `rows`."""
-    try:
-        return tuple([requests[row].request_id for row in rows.tolist()])
-    except AttributeError:
-        empty = [row for row in rows.tolist() if requests[row] is None]
-        raise ValueError(f"rows {empty} hold no request") from None
+    found = ids[rows].tolist()
+    if not all(found):  # an id may be empty
+        empty = [row for row, request_id in zip(rows.tolist(), found, strict=True) if request_id is None]
+        if empty:
+            raise ValueError(f"rows {empty} hold no request")
+    return tuple(found)
 
 
 def _check_rows(rows: np.ndarray, num_new: np.ndarray, num_rows: int) -> None:
@@ -279,15 +354,13 @@ def _check_rows(rows: np.ndarray, num_new: np.ndarray, num_rows: int) -> None:
         raise ValueError(f"row {rows[num_new.argmin()]}: expected at least 1 new token, got {num_new.min()}")
 
 
-def _check_blocks(
-    rows: np.ndarray, group_id: int, num_blocks: np.ndarray, block_size: int, seq_lens: np.ndarray
-) -> None:
-    short = num_blocks * block_size < seq_lens
+def _check_blocks(rows: np.ndarray, own: _Held, seq_lens: np.ndarray) -> None:
+    short = own.num_blocks * own.block_size < seq_lens
     if short.any():
         i = int(short.argmax())
         raise ValueError(
-            f"row {rows[i]}, group {group_id}: expected blocks for {seq_lens[i]} tokens, got {num_blocks[i]} blocks of "
-            f"{block_size}; allocate them before the step is built"
+            f"row {rows[i]}, group {own.group_id}: expected blocks for {seq_lens[i]} tokens, got {own.num_blocks[i]} "
+            f"blocks of {own.block_size}; allocate them before the step is built"
         )
 
 

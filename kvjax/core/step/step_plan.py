@@ -5,7 +5,8 @@ Source:  ARCHITECTURE.md, "The step plan"; fields named as vLLM and tpu-inferenc
 
 Axis names: S requests of the step, T new tokens, N rows of logits, P columns of a block table, K table updates.
 Requests stand in the order decode (one query token), prefill, mixed; `distribution` holds the three ends, and the
-prefill part is empty unless asked for. Nothing here is padded: buckets are the device layer's.
+prefill part is empty unless asked for. Nothing here is padded: buckets are the device layer's. Block tables alone, most
+of a step's bytes, may be made in the shape of a bucket at once (`padded_tables`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class GroupPlan:
     state_write: np.ndarray | None = None  # int32[S] page to leave it in
     has_initial_state: np.ndarray | None = None  # bool[S]
     compressed: tuple[CompressedStates, ...] = ()  # where layers differ in tokens per state: each number, ascending
+    padded_tables: np.ndarray | None = None  # read-only int32[>= S, >= P] that `block_tables` is the start of, 0 beyond
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class StepPlan:
     num_new_tokens: np.ndarray  # int32[S] >= 1
     num_computed_tokens: np.ndarray  # int32[S] before this step
     token_ids: np.ndarray  # int32[T]
-    positions: np.ndarray  # int32[T], or [3, T] for M-RoPE
+    positions: np.ndarray  # int32[T], or [3, T] where `MRopePositions` are given
     query_start_loc: np.ndarray  # int32[S + 1]
     logits_indices: np.ndarray  # int32[N] indices into T whose logits are wanted
     distribution: np.ndarray  # int32[3] ends of the decode, prefill and mixed parts

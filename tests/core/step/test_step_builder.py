@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.core.step import step_builder
 from kvjax.core.step.step_builder import NO_UPDATE, build_step_plan, logits_requests
 from kvjax.core.step.step_plan import StepPlan, TableUpdate
 
@@ -181,6 +184,107 @@ def test_compressed_caches_have_slots_of_states(seed: int) -> None:
         check(3, states.tokens_per_state, states.seq_lens, states.slot_mapping)
 
 
+class Shape(NamedTuple):
+    """Of padded tables."""
+
+    num_requests: int
+    num_columns: int
+
+
+@pytest.mark.parametrize("more", [(0, 0), (3, 2), (0, 9), (2, 60)], ids=str)
+def test_tables_made_in_a_shape_are_the_same_tables(more: tuple[int, int]) -> None:
+    """Zero beyond the requests and their blocks, whether the live tables are as wide as the shape or not."""
+    manager = hybrid_manager()
+    for i, length in enumerate([30, 9, 17]):  # rows before and behind those of the step
+        start(manager, f"r{i}", length, length - 1, 1)
+    rows, counts, asked = np.array([2, 0]), np.array([1, 1]), []
+
+    def pick(*sizes: int) -> Shape:
+        asked.append(sizes)
+        return Shape(sizes[1] + more[0], sizes[2] + more[1])
+
+    plan, made = (build_step_plan(manager, rows, counts, pick_shape=picked) for picked in (None, pick))
+    assert asked == [(2, 2, 8)]  # tokens, requests, blocks of 30 tokens
+    for group, expected in zip(made.groups, plan.groups, strict=True):
+        padded = group.padded_tables
+        assert padded is not None
+        assert expected.padded_tables is None
+        assert padded.shape == (2 + more[0], 8 + more[1])
+        assert group.block_tables.tolist() == expected.block_tables.tolist()
+        assert padded[:2, : group.block_tables.shape[1]].tolist() == expected.block_tables.tolist()
+        assert np.count_nonzero(padded) == np.count_nonzero(expected.block_tables)
+        assert not any(np.shares_memory(padded, manager.block_tables(group_id)) for group_id in range(2))
+        with pytest.raises(ValueError, match="read-only"):
+            padded[0, 0] = 1
+
+
+def test_a_step_that_fits_no_shape_takes_no_page_edits() -> None:
+    config = KVCacheConfig.single_pool(50, FullAttentionSpec(block_size=4, **SIZES))
+    manager = KVCacheManager(config, 100, 4, enable_caching=False, zero_new_pages=True)
+    rows = np.array([start(manager, "a", 9, 0, 9)])
+
+    def pick(*sizes: int) -> Shape:
+        raise ValueError(f"no shape for {sizes}")
+
+    with pytest.raises(ValueError, match=r"no shape for \(9, 1, 3\)"):
+        build_step_plan(manager, rows, np.array([9]), pick_shape=pick)
+    [pages] = build_step_plan(manager, rows, np.array([9])).pages_to_zero
+    assert pages.size == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CounterSpec(FullAttentionSpec):
+    """A kind that the step builder has never heard of: states of which row r's is in the first of its blocks."""
+
+    @property
+    def state_pages(self) -> CounterSpec:
+        return self
+
+    def pages_of_states(
+        self, table: np.ndarray, num_blocks: np.ndarray, rows: np.ndarray, num_tokens: np.ndarray
+    ) -> np.ndarray:
+        return table[rows, 0]
+
+    def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:
+        return num_blocks * self.block_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptionSpec(FullAttentionSpec):
+    """Another, that attends to an encoder."""
+
+    @property
+    def reads_encoder(self) -> bool:
+        return True
+
+
+def test_a_new_kind_says_itself_what_its_pages_hold() -> None:
+    tables = plain_tables(["a", "b"])
+    tables.kv_cache_config = KVCacheConfig.single_pool(
+        50, CounterSpec(block_size=4, **SIZES), CaptionSpec(block_size=4, **SIZES)
+    )
+    tables.block_size = lambda group_id: 4
+    tables.request_table.num_encoder_tokens = np.array([3, 6])
+    tables.request_table.num_computed_tokens = np.array([0, 19])
+    tables.take_page_copies = tables.take_pages_to_zero = tuple
+    states, captions = build_step_plan(tables, np.array([0, 1]), np.array([8, 1])).groups  # comes out as 1, 0
+    assert states.state_write is not None
+    assert states.state_read is not None
+    assert states.state_write.tolist() == [11, 1]
+    assert states.state_read.tolist() == [11, 0]
+    assert states.slot_mapping.tolist() == [-1] * 9
+    assert captions.seq_lens.tolist() == [6, 3]
+    assert captions.slot_mapping.tolist() == [4, 5, 6]
+    tables.request_table.num_tokens[1] = 21
+    with pytest.raises(ValueError, match="row 1, group 0: expected the blocks of a state after 21 tokens, got 5"):
+        build_step_plan(tables, np.array([1]), np.array([2]))
+
+
+def test_the_step_builder_knows_no_kind_by_name() -> None:
+    for path in Path(step_builder.__file__).parent.glob("*.py"):
+        assert "kvjax.core.kinds" not in path.read_text(), path
+
+
 def test_a_step_without_requests_is_empty() -> None:
     plan = build_step_plan(hybrid_manager(), np.array([], np.int64), np.array([], np.int64))
     assert (plan.num_requests, plan.num_tokens) == (0, 0)
@@ -196,7 +300,7 @@ def plain_tables(request_ids: list[str | None]) -> SimpleNamespace:
             token_ids=np.zeros((2, 40), np.int32),
             num_tokens=np.array([8, 20]),
             num_computed_tokens=np.array([0, 0]),
-            requests=[None if name is None else SimpleNamespace(request_id=name) for name in request_ids],
+            request_ids=np.array(request_ids, np.object_),
         ),
         block_tables=lambda group_id: np.arange(1, 21, dtype=np.int32).reshape(2, 10),
         num_blocks=lambda group_id: np.array([2, 5]),
