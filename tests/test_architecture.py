@@ -145,3 +145,10 @@ def test_citations_of_the_architecture_name_its_headings() -> None:
 def test_sources_are_in_the_repository() -> None:
     """Nobody can follow a citation of a design document that only its authors have."""
     assert [str(path.relative_to(ROOT)) for path in TEXTS if re.search(r"\bDESIGN\b", path.read_text())] == []
+
+
+def test_the_glossary_defines_each_word_once() -> None:
+    section = ARCHITECTURE.split("\n## Words\n")[1].split("\n## ")[0]
+    words = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
+    assert len(words) > 20
+    assert sorted(words) == sorted(set(words))

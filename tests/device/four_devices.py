@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,7 +88,7 @@ def test_every_placement_gives_equal_tokens(platform: str) -> None:
     for name in list(PLACEMENTS)[1:] if platform == "cpu" else ["split over four"]:
         tokens, logits = generate(PLACEMENTS[name], platform)
         assert tokens == expected_tokens, name
-        np.testing.assert_allclose(logits, expected_logits, atol=2e-5, err_msg=name)
+        chex.assert_trees_all_close({name: logits}, {name: expected_logits}, atol=2e-5, rtol=1e-7)
 
 
 @pytest.mark.parametrize("name", list(PLACEMENTS)[1:])
@@ -151,8 +152,7 @@ def test_tpu_kernels_run_once_per_device() -> None:
     expected = work("reference")
     assert expected[1][[1, 4, 5, 7]].any(axis=(1, 2, 3, 4)).all()
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        for leaf, wanted in zip(work("tpu"), expected, strict=True):
-            np.testing.assert_array_equal(leaf, wanted)
+        chex.assert_trees_all_equal(work("tpu"), expected, strict=True)
 
 
 StateShapes: TypeAlias = tuple[tuple[tuple[int, ...], ...], ...]
@@ -238,8 +238,7 @@ def test_states_of_recurrent_layers_are_split_with_their_heads(
         found, shards = update_recurrent_layers(Placement.over_heads(num_devices), backend, shapes)
     assert whole == {(STATE_PAGES, *shape) for layer in shapes for shape in layer}
     assert shards == {(pages, size // num_devices, *rest) for pages, size, *rest in whole}
-    for got, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=1e-5)
+    chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5, strict=True)
 
 
 def test_heads_that_do_not_split_are_refused() -> None:

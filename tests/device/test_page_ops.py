@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -33,8 +34,7 @@ def filled_pages(platform: str = "cpu", seed: int = 0) -> tuple[KVPages, list[np
 
 
 def assert_equal(pages: KVPages, arrays: list[np.ndarray]) -> None:
-    for leaf, array in zip(jax.tree.leaves(pages), arrays, strict=True):
-        np.testing.assert_array_equal(leaf, array)
+    chex.assert_trees_all_equal(jax.tree.leaves(pages), arrays, strict=True)
 
 
 @PLATFORMS
@@ -56,8 +56,8 @@ def test_copies_and_zeroing_agree_with_numpy(platform: str, count: int) -> None:
 def test_gathered_pages_can_be_scattered_to_other_pages(platform: str) -> None:
     pages, arrays = filled_pages(platform)
     gathered = gather_pages(pages, 0, np.array([5, 0, 7]))
-    for leaf, array in zip(jax.tree.leaves(gathered), arrays, strict=True):
-        np.testing.assert_array_equal(leaf, array[[5, 0, 7, 0, 0, 0, 0, 0]])
+    padded = [array[[5, 0, 7, 0, 0, 0, 0, 0]] for array in arrays]
+    chex.assert_trees_all_equal(jax.tree.leaves(gathered), padded, strict=True)
     pages = scatter_pages(pages, 0, np.array([9, 2, 1]), gathered)
     for array in arrays:
         array[[9, 2, 1]] = array[[5, 0, 7]]
