@@ -120,16 +120,17 @@ def test_shares_no_memory_with_the_host_state(counts: list[int]) -> None:
     assert not any(np.shares_memory(a, b) for a in arrays_of(plan) for b in live)
 
 
-def test_a_token_sampled_one_step_before_needs_no_host_token() -> None:
-    """`a` decodes the third token sampled, which the host has not seen; `b` ends its prompt with known tokens."""
+@pytest.mark.parametrize("source", [0, 2])
+def test_a_token_sampled_one_step_before_needs_no_host_token(source: int) -> None:
+    """`a` decodes a sampled token (the first, too) that the host has not seen; `b` ends its prompt with known tokens."""
     manager = hybrid_manager()
     rows = [start(manager, "b", 9, 4, 5), start(manager, "a", 6, 6, 1)]
     manager.request_table.token_ids[rows[1], 6:] = 99  # left behind by someone else
-    plan = build_step_plan(manager, np.array(rows), np.array([5, 1]), last_token_source=np.array([-1, 2]))
+    plan = build_step_plan(manager, np.array(rows), np.array([5, 1]), last_token_source=np.array([-1, source]))
     assert plan.request_ids == ("a", "b")
     assert plan.token_ids[0] == 0
     assert plan.positions.tolist() == [6, 4, 5, 6, 7, 8]
-    assert plan.token_source.tolist() == [2, -1, -1, -1, -1, -1]
+    assert plan.token_source.tolist() == [source, -1, -1, -1, -1, -1]
     assert plan.logits_indices.tolist() == [0, 5]
 
 

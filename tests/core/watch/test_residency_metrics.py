@@ -75,6 +75,18 @@ def test_a_reset_forgets_without_an_event() -> None:
     assert collector.drain_events() == []
 
 
+def test_what_was_observed_before_a_reset_is_not_afterwards() -> None:
+    """Nor when another block is observed again."""
+    collector = KVCacheMetricsCollector(1.0)
+    residency = collector.attach(4)
+    residency.on_blocks_allocated(np.array([1, 2]))
+    collector.reset()
+    residency.on_blocks_allocated(np.array([3]))
+    residency.on_blocks_accessed(np.array([1, 2, 3]))
+    residency.on_blocks_evicted(np.array([1, 2, 3]))
+    assert len(collector.drain_events()) == 1
+
+
 def test_what_has_ended_outlives_a_reset() -> None:
     collector = KVCacheMetricsCollector(1.0)
     pool = BlockPool(2, metrics_collector=collector)
