@@ -268,6 +268,7 @@ def test_what_this_step_computes_is_not_copied() -> None:
         "no hashes",
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*the two share no blocks")
 def test_no_hit_where_the_hash_covers_something_else(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     manager = FOUR.manager([20], sub_block_hits=True)
     computed(manager, "a", [0, 1, 2, 3], **theirs)
