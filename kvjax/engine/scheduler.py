@@ -367,9 +367,7 @@ class Scheduler:
 
     def _leaves_watermark(self, request: Request, hit: KVCacheBlocks, num_hit_tokens: int) -> bool:
         """Whether every pool keeps its watermark free after all of the request's tokens have their blocks."""
-        coordinator = self._manager.coordinator
-        needs = coordinator.num_blocks_for_new(request.num_tokens, hit.block_ids, num_hit_tokens, capped=True)
-        return coordinator.fits([need + kept for need, kept in zip(needs, self._watermarks, strict=True)])
+        return self._manager.can_admit(request, num_hit_tokens, hit, kept_free=self._watermarks)
 
 
 class _RowState:

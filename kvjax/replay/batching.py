@@ -115,7 +115,7 @@ class BatchedReplay:
         pending = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
         before = np.cumsum(pending) - pending
         num_new = np.clip(self.batching.max_num_batched_tokens - before, 0, pending)
-        if self.manager.coordinator.state_steps:
+        if self.manager.groups.state_steps:
             self._limit_steps(rows, num_new)
         rows, num_new = rows[num_new > 0], num_new[num_new > 0]
         planned, preempted = 0, False

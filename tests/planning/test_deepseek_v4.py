@@ -52,7 +52,7 @@ def manager_of(plan: KVCachePlan) -> KVCacheManager:
 def cached_columns(manager: KVCacheManager, hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:
     """bool[k] whether the pool has the group's block k of the prompt."""
     group = manager.kv_cache_config.kv_cache_groups[group_id]
-    of_blocks = manager.coordinator.hashing.of_block_size(hashes, group.kv_cache_spec.block_size)
+    of_blocks = manager.groups.hashing.of_block_size(hashes, group.kv_cache_spec.block_size)
     pool = manager.block_pools[group.pool_id]
     return np.array([pool.find_run([block_hash], group_id, 1).size == 1 for block_hash in of_blocks], bool)
 

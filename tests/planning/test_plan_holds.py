@@ -58,7 +58,7 @@ def planned(kinds: tuple[KVCacheSpec, ...], request_len: int) -> KVCachePlan:
 
 def run_together(manager: KVCacheManager, num_requests: int, length: int, rng: np.random.Generator) -> None:
     """Continuous batching: running requests first, a new one as soon as tokens of the step are left, no preemption."""
-    encoder = 30 if manager.coordinator.reads_encoder else 0
+    encoder = 30 if manager.groups.reads_encoder else 0
     waiting = [Request(f"r{i}", rng.integers(0, 9, int(rng.integers(1, length))).tolist()) for i in range(num_requests)]
     running: list[Request] = []
     while waiting or any(request.num_computed_tokens < length for request in running):

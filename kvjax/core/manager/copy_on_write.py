@@ -10,15 +10,13 @@ gets slots for that token. Nothing of this costs anything to rows that are not m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
-
-if TYPE_CHECKING:
-    from kvjax.core.pool.block_pool import BlockPool
 
 
 class TableEntry(NamedTuple):
@@ -32,14 +30,12 @@ class TableEntry(NamedTuple):
 
 
 class CopyOnWrite:
-    """The rows of one coordinator that share a partly filled block."""
+    """The rows that share a partly filled block. Owned by one `RowBlocks`."""
 
-    def __init__(
-        self, managers: Sequence[SingleTypeKVCacheManager], pool_ids: Sequence[int], pools: Sequence[BlockPool]
-    ) -> None:
-        self._managers = managers
-        self._pool_ids = pool_ids
-        self._pools = pools
+    def __init__(self, groups: GroupManagers) -> None:
+        self._managers = groups.managers
+        self._pool_ids = groups.pool_ids
+        self._pools = groups.pools
         self.is_sharing = np.zeros(0, np.bool_)  # [rows]
         self.num_sharing = 0
 

@@ -14,41 +14,49 @@ Invariants (`check_invariants`):
 
     M1  a block's references are its entries in all block tables, and those that copies and pins hold outside them
     M2  every row with blocks is owned by a request of the table
-    M3  a row that sleeps (`quiet_until`) has nothing to allocate, register or give back
+    M3  up to `quiet_until` slots (row_blocks.py) a row has nothing to allocate, register or release
     and those of the pools, the groups and the request table
 """
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.eviction import EvictionPolicyFactory
-from kvjax.core.hashing.block_hashing import BlockHashing
-from kvjax.core.kinds.single_type_manager import ManagerSettings
-from kvjax.core.manager.block_sharing import BlockSharing
+from kvjax.core.hashing.extra_keys import LoRARequest
+from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.manager.block_needs import BlockNeeds
 from kvjax.core.manager.coordinator import get_kv_cache_coordinator
+from kvjax.core.manager.forks import Forks
+from kvjax.core.manager.invalidation import OriginPredicate, origin_filter
+from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.manager.manager_reader import ManagerReader
+from kvjax.core.manager.pins import PinnedPrefix, Pins
 from kvjax.core.manager.prefix_cache_control import PrefixCacheControl
-from kvjax.core.manager.shared_prefix import find_shared_prefix
+from kvjax.core.manager.prefix_hits import PrefixHits
+from kvjax.core.manager.reservations import Reservations
+from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.manager.slot_allocator import SlotAllocator, SlotCounts
 from kvjax.core.manager.step_planner import StepPlanner
+from kvjax.core.manager.sub_block_hits import SubBlockHits
 from kvjax.core.misses.miss_reasons import MissReasons
-from kvjax.core.pool.block_pool import BlockPool
-from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
+from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.requests.hasher_check import HasherCheck
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.save.manager_state import SavableManager
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepResult
-from kvjax.core.watch.kv_events import KVEventLog
+from kvjax.core.watch.kv_events import KVCacheEvent, KVEventLog
 from kvjax.core.watch.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
 
 
-class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableManager):
+class KVCacheManager(ManagerReader, SavableManager):
     """Block tables and prefix cache of all groups. Used from one thread; a call that raises has changed nothing."""
 
     def __init__(
@@ -83,34 +91,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             kv_cache_config: pools and groups.
             max_model_len: most tokens of one request.
             hash_block_size: tokens of one `Request.block_hashes` entry; divides every group's block size.
-            enable_caching: whether full blocks become prefix hits.
-            use_eagle: drop the last block of every hit (a drafting head needs its hidden states); where groups are
-                marked `is_eagle_group`, only theirs.
-            log_stats: whether `make_prefix_cache_stats` counts.
-            enable_kv_cache_events: whether `take_events` tells what was stored and removed.
-            dcp_world_size: ranks of decode context parallelism; a block id stands for a block on each.
-            pcp_world_size: ranks of prefill context parallelism, likewise.
-            metrics_collector: samples how long blocks stay.
-            max_num_reqs: first size of the request table, a hint.
-            max_in_flight_tokens: most tokens that steps in flight add to one request (the admission cap of windows);
-                None: no better bound than `max_model_len`.
-            free_order: "append" or "uncached_first" (blocks without a hash are reused first), of the policy "lru".
-            eviction_policy: which free block to reuse next: "lru", "slru", "cost", or a callable that makes the
-                `EvictionPolicy` of a pool from its `HashedBlocks`.
-            same_step_hits: whether a block may be hit in the step that computes it; right only if a step writes all
-                its KV before any attention. False: not before `new_step_starts`.
-            coarse_hash_mode: "concat" or "last": the hash of a block made of several hash blocks.
-            retention_interval: cache blocks of sliding windows and recurrent states only where hits may end: where
-                requests end, where they part, and every so many tokens (0: nowhere else); hits of other lengths become
-                shorter, and room is left for other blocks. None: cache all of them. See retention.py.
-            reserve: admit a new request only if the worst cases of all that run and of it fit together (its final
-                length is its prompt and `max_tokens`); then no later call of a running request is refused.
-            track_origins: remember what each cached block was computed under, for `invalidate`: 4 bytes a block.
-            miss_reasons: explains every lookup, see there.
-            zero_new_pages: have the device zero every page before a request first uses it (`take_pages_to_zero`), so
-                that nobody can ever read what another request left there, nor a NaN.
-            sub_block_hits: let hits end inside a block, where a cached block begins with the same tokens: its page is
-                copied. Not inside the states of recurrent layers. Needs `same_step_hits=False`.
+            others: what each is, beside its field of `ManagerOptions`.
 
         Raises:
             ValueError: a size is below 1, `hash_block_size` does not divide a block size, a spec has no manager, or
@@ -118,77 +99,62 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             NotImplementedError: a kind does not work with EAGLE or context parallelism, or `sub_block_hits` with EAGLE
                 or `retention_interval`.
         """
-        self.arguments = MappingProxyType({name: value for name, value in locals().items() if name != "self"})
-        if max_in_flight_tokens is None:
-            max_in_flight_tokens = max_model_len
-        _check_sizes(
+        options = ManagerOptions(
             max_model_len=max_model_len,
             hash_block_size=hash_block_size,
+            enable_caching=enable_caching,
+            use_eagle=use_eagle,
+            log_stats=log_stats,
+            enable_kv_cache_events=enable_kv_cache_events,
             dcp_world_size=dcp_world_size,
             pcp_world_size=pcp_world_size,
+            metrics_collector=metrics_collector,
+            max_num_reqs=max_num_reqs,
             max_in_flight_tokens=max_in_flight_tokens,
-        )
-        if sub_block_hits:
-            _check_sub_block_hits(enable_caching, same_step_hits, use_eagle)
-        self.kv_cache_config = kv_cache_config
-        self.max_model_len = max_model_len
-        self.hash_block_size = hash_block_size
-        self.enable_caching = enable_caching
-        self.enable_kv_cache_events = enable_kv_cache_events
-        self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
-        self._event_log = KVEventLog()
-        self.block_pools = self._make_pools(
-            metrics_collector, free_order, eviction_policy, track_origins, zero_new_pages
-        )
-        settings = ManagerSettings(
-            enable_caching=enable_caching,
-            max_model_len=max_model_len,
-            max_in_flight_tokens=max_in_flight_tokens,
-            context_parallel_size=dcp_world_size * pcp_world_size,
+            free_order=free_order,
+            eviction_policy=eviction_policy,
             same_step_hits=same_step_hits,
-            reserve=reserve,
-            sub_block_hits=sub_block_hits,
+            coarse_hash_mode=coarse_hash_mode,
             retention_interval=retention_interval,
+            reserve=reserve,
+            track_origins=track_origins,
+            miss_reasons=miss_reasons,
+            zero_new_pages=zero_new_pages,
+            sub_block_hits=sub_block_hits,
         )
-        hashing = BlockHashing(hash_block_size, coarse_hash_mode)
-        self.coordinator = get_kv_cache_coordinator(kv_cache_config, self.block_pools, settings, hashing, use_eagle)
-        self.request_table = RequestTable(max_num_reqs, max_model_len)
-        self.coordinator.reserve_rows(self.request_table.capacity)
-        self._planner = StepPlanner(self.coordinator, self.request_table)
-        self._pool_of_group = tuple(self.block_pools[group.pool_id] for group in kv_cache_config.kv_cache_groups)
-        self.empty_kv_cache_blocks = KVCacheBlocks((NO_BLOCK_IDS,) * self.num_kv_cache_groups, self._pool_of_group)
-        self._slots = SlotAllocator(self.coordinator, self.request_table, self.empty_kv_cache_blocks)
-        self._stats = PrefixCacheStats() if log_stats else None
+        options.check()
+        self.arguments = options.arguments(kv_cache_config)
+        self.kv_cache_config = kv_cache_config
+        self.max_model_len, self.hash_block_size = max_model_len, hash_block_size
+        self.enable_caching, self.enable_kv_cache_events = enable_caching, enable_kv_cache_events
+        self.num_kv_cache_groups = len(kv_cache_config.kv_cache_groups)
         self.miss_reasons = miss_reasons
-        if miss_reasons is not None:
-            miss_reasons.attach(self.coordinator)
-        self._hasher_check = HasherCheck(hash_block_size, publishes_hashes=enable_kv_cache_events)
+        self._event_log = KVEventLog()
+        self.block_pools = options.make_pools(kv_cache_config, self._event_log)
+        self.groups = GroupManagers(kv_cache_config, self.block_pools, options.settings(), options.hashing(), use_eagle)
+        self.empty_kv_cache_blocks = self.groups.no_blocks
+        self.coordinator = get_kv_cache_coordinator(self.groups)
+        self.request_table = RequestTable(max_num_reqs, max_model_len)
+        self._make_parts(kv_cache_config, options)
 
-    def _make_pools(
-        self,
-        metrics_collector: KVCacheMetricsCollector | None,
-        free_order: str,
-        eviction_policy: str | EvictionPolicyFactory,
-        track_origins: bool,
-        zero_new_pages: bool,
-    ) -> tuple[BlockPool, ...]:
-        groups = self.kv_cache_config.kv_cache_groups
-        return tuple(
-            BlockPool(
-                pool.num_blocks,
-                self.enable_caching,
-                self.hash_block_size,
-                group_ids=[group_id for group_id, group in enumerate(groups) if group.pool_id == pool_id],
-                enable_kv_cache_events=self.enable_kv_cache_events,
-                metrics_collector=metrics_collector,
-                free_order=free_order,
-                eviction_policy=eviction_policy,
-                event_log=self._event_log,
-                track_origins=track_origins,
-                zero_new_pages=zero_new_pages,
-            )
-            for pool_id, pool in enumerate(self.kv_cache_config.pools)
+    def _make_parts(self, kv_cache_config: KVCacheConfig, options: ManagerOptions) -> None:
+        groups, table = self.groups, self.request_table
+        needs = self.block_needs = BlockNeeds(groups)
+        in_flight = groups.settings.max_in_flight_tokens
+        self.reservations = Reservations(self.block_pools, in_flight) if options.reserve else None
+        self.row_blocks = RowBlocks(groups, needs, table, self.reservations)
+        sub_block_hits = SubBlockHits(groups, kv_cache_config) if options.sub_block_hits else None
+        self._hasher_check = HasherCheck(options.hash_block_size, publishes_hashes=options.enable_kv_cache_events)
+        if options.miss_reasons is not None:
+            options.miss_reasons.attach(groups)
+        self._hits = PrefixHits(
+            groups, self.coordinator, sub_block_hits, self._hasher_check, options.miss_reasons, options.log_stats
         )
+        self._slots = SlotAllocator(groups, needs, self.row_blocks, table, self.reservations, sub_block_hits)
+        self._planner = StepPlanner(groups, self.row_blocks, table, self.reservations)
+        self._forks = Forks(groups, needs, self.row_blocks, table, self.reservations)
+        self.pins = Pins(groups, needs, self.reservations)
+        self._cache = PrefixCacheControl(groups, table)
 
     # -- hits -------------------------------------------------------------------------------------------------------
 
@@ -203,33 +169,38 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         Raises:
             ValueError: the request was hashed with another block size.
         """
-        if not self.enable_caching or request.skip_reading_prefix_cache:
-            return self._not_looked_up(request)
-        self._hasher_check.check(request)
-        if self.coordinator.reads_encoder and not request.names_input(self.hash_block_size):
-            return self._not_looked_up(request)
-        if self.coordinator.sub_block_hits is not None:
-            hits, num_tokens = self.coordinator.sub_block_hits.find(request, request.num_tokens - 1)
-        else:
-            hits, num_tokens = self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
-        if self._stats is not None:
-            self._stats.record(request.num_tokens, num_tokens, preempted=request.num_preemptions > 0)
-        if self.miss_reasons is not None:
-            self.miss_reasons.explain(request, num_tokens)
-        if self.coordinator.retention is not None:
-            shared = find_shared_prefix(self.coordinator, request.block_hashes, request.num_tokens - 1)
-            if shared > num_tokens:
-                return KVCacheBlocks(hits, self._pool_of_group, shared), num_tokens
-        return self._blocks(hits), num_tokens
+        return self._hits.find(request)
 
-    def _not_looked_up(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        if self.miss_reasons is not None:
-            self.miss_reasons.explain_off(request)
-        return self.empty_kv_cache_blocks, 0
+    def can_admit(
+        self,
+        request: Request,
+        num_hit_tokens: int = 0,
+        hit_blocks: KVCacheBlocks | None = None,
+        kept_free: int | Sequence[int] = 0,
+    ) -> bool:
+        """Whether every pool keeps `kept_free` blocks free once all tokens of a new request have theirs.
+
+        Counted as `full_sequence_must_fit` does, as far as the admission cap of each kind; changes nothing.
+
+        Args:
+            request: not running.
+            num_hit_tokens: tokens of the hit that it would start from.
+            hit_blocks: blocks of that hit; None: none.
+            kept_free: blocks of each pool, or one number for all.
+
+        Raises:
+            ValueError: a number is negative, or there is not one per pool.
+        """
+        return self._slots.can_admit(request, num_hit_tokens, hit_blocks, kept_free)
 
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps computed; call it once before each step with `same_step_hits=False`."""
-        self.coordinator.new_step_starts()
+        self.groups.new_step_starts()
+
+    @property
+    def smallest_reusable_prefix(self) -> int:
+        """Tokens of the shortest hit that there can be: hits are multiples of it; 0 without prefix caching."""
+        return self._hits.smallest
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
@@ -280,10 +251,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
                 (`limit_step`).
             BlockStateError: a block of the hit is no longer cached.
         """
-        row = request.row
-        coordinator = self.coordinator
+        row, quiet_until = request.row, self.row_blocks.quiet_until
         if (
-            0 <= row < coordinator.quiet_until.size
+            0 <= row < quiet_until.size
             and self.request_table.requests[row] is request
             and new_computed_blocks is None
             and num_new_tokens > 0
@@ -293,12 +263,12 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             and not full_sequence_must_fit
         ):
             slots = self.request_table.num_computed_tokens.item(row) + num_new_tokens + num_lookahead_tokens
-            if slots <= coordinator.quiet_until.item(row):
+            if slots <= quiet_until.item(row):
                 return self.empty_kv_cache_blocks
             ids = self._slots.extend(
                 request, row, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks
             )
-            return None if ids is None else self._blocks(ids)
+            return None if ids is None else self.groups.blocks(ids)
         counts = SlotCounts(
             new=num_new_tokens,
             new_computed=num_new_computed_tokens,
@@ -309,7 +279,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         )
         self._hasher_check.check(request)
         ids = self._slots.allocate(request, counts, new_computed_blocks, delay_cache_blocks, full_sequence_must_fit)
-        return None if ids is None else self._blocks(ids)
+        return None if ids is None else self.groups.blocks(ids)
 
     def plan_step(
         self,
@@ -344,17 +314,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         `retention_interval` (for a new request the hit's blocks tell of one); 0 if the tokens do not reach the end of
         a block: wait for a larger budget.
         """
-        computed = request.num_computed_tokens + num_new_computed_tokens
-        state_steps, retention = self.coordinator.state_steps, self.coordinator.retention
-        num_new = state_steps.limit(computed, num_new_tokens, request.num_tokens)
-        if retention is None or not state_steps or computed >= request.num_tokens - 1:
-            return num_new
-        if request.row >= 0:
-            lengths = retention.lengths_of(request.row)
-        else:
-            shared = 0 if new_computed_blocks is None else new_computed_blocks.num_shared_tokens
-            lengths = retention.lengths_for(request.num_tokens, shared)
-        return retention.step_end(computed, computed + num_new, lengths) - computed
+        return self._slots.limit_step(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Registers the full blocks of the first `num_computed_tokens` tokens, after `delay_cache_blocks`.
@@ -363,18 +323,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
             UnknownRequestError: the manager does not hold the request.
             ValueError: more tokens than the request's blocks hold.
         """
-        row = self._row(request)
-        if not self.enable_caching or self.request_table.skips_registration[row]:
-            return
-        for manager in self.coordinator.managers:
-            if not manager.is_prefix_cacheable:
-                continue
-            slots = manager.held_slots(row)
-            if not 0 <= num_computed_tokens <= slots:
-                raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")
-        num_hashed = self.request_table.num_hashed_blocks.item(row) * self.hash_block_size
-        self.coordinator.cache_blocks(request, row, min(num_computed_tokens, num_hashed))
-        self.coordinator.note_quiet(row)
+        self._slots.cache_blocks(request, num_computed_tokens)
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Gives back the blocks that no token after the first `num_computed_tokens` attends to.
@@ -386,7 +335,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         row = self.request_table.row_of(request_id)
         if num_computed_tokens < 0:
             raise ValueError(f"expected num_computed_tokens >= 0, got {num_computed_tokens}")
-        self.coordinator.remove_skipped_blocks(row, num_computed_tokens)
+        self.row_blocks.remove_skipped(row, num_computed_tokens)
 
     def free(self, request: Request) -> None:
         """Gives all blocks of a request back, its last block first, and its row. What is cached stays a hit.
@@ -394,22 +343,144 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, BlockSharing, SavableMan
         Raises:
             UnknownRequestError: the manager does not hold the request (it was freed before, for example).
         """
-        row = self._row(request)
-        self.coordinator.free(row)
+        row = self.row_blocks.row_of(request)
+        self.row_blocks.free(row)
         self.request_table.release(request)
 
+    # -- forks and pins -----------------------------------------------------------------------------------------------
 
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"expected {name} >= 1, got {size}")
+    def fork(
+        self, request: Request, n: int, *, request_ids: Sequence[str] | None = None, num_in_flight_tokens: int = 0
+    ) -> tuple[Request, ...] | None:
+        """`n` running requests more with the tokens of a running one: several samples of a prompt, or beams.
 
+        Children share all of the request's blocks of computed tokens, a partly filled last one included. That one is
+        copied, one page per group, for each request that then writes to it while others still hold it, the parent
+        like the children; `take_page_copies` tells. Only blocks for drafts of recurrent kinds are taken here. Full
+        blocks become prefix hits, if they are not yet and the request registers any.
 
-def _check_sub_block_hits(enable_caching: bool, same_step_hits: bool, use_eagle: bool) -> None:
-    if not enable_caching or same_step_hits:
-        raise ValueError(
-            f"expected enable_caching=True and same_step_hits=False with sub_block_hits=True, got {enable_caching} and "
-            f"{same_step_hits}; a page is copied before the step writes"
-        )
-    if use_eagle:
-        raise NotImplementedError("sub_block_hits does not work with use_eagle=True, which drops whole blocks")
+        Call it when the step that computes the request's tokens is dispatched and `num_computed_tokens` advanced, not
+        while a step of the request is being planned.
+
+        Args:
+            request: running here.
+            n: children, at least 1.
+            request_ids: theirs; None: `<id>.1`, `<id>.2`, ... as far as they are free.
+            num_in_flight_tokens: the last computed tokens that children shall not share: drafts that may be taken
+                back, or tokens that they compute for themselves.
+
+        Returns:
+            The children, or None: with `reserve=True` their worst cases do not fit beside what runs, or blocks for
+            drafts are missing.
+
+        Raises:
+            UnknownRequestError: the manager does not hold the request.
+            ValueError: `n` or a count is out of range, ids repeat or are in use, nothing is computed, or windows have
+                given back blocks that the children would need.
+            NotImplementedError: in-flight tokens with a kind that has one state for all tokens.
+        """
+        return self._forks.fork(request, n, request_ids, num_in_flight_tokens)
+
+    def take_page_copies(self) -> tuple[PageCopies, ...]:
+        """Per pool the pages to copy before the next step writes anything, since the last call; once per step.
+
+        All sources are to be read before any destination is written. Their blocks are held until this call, so put
+        the copies into the step that is being planned: `build_step_plan` does.
+        """
+        return tuple(pool.page_edits.take_copies() for pool in self.block_pools)
+
+    def take_pages_to_zero(self) -> tuple[np.ndarray, ...]:  # int32[Z] each
+        """Per pool the pages to zero after the copies of the next step, since the last call; once per step.
+
+        None without `zero_new_pages`; else those of all new blocks that no copy fills.
+        """
+        return tuple(pool.page_edits.take_pages_to_zero() for pool in self.block_pools)
+
+    def pin(self, request: Request, longest_request: int | None = None) -> PinnedPrefix | None:
+        """Keeps the longest cached prefix of a request's tokens in the cache until `unpin`, running or not.
+
+        Requests that start with the same tokens, and have more, hit it. Pinned blocks count as held: while there are
+        any, `reset_prefix_cache` refuses. `evict_blocks` and `invalidate` make them no hits, and they stay held.
+
+        Args:
+            request: with all the tokens that are to be hit.
+            longest_request: tokens of the longest request that must find room beside all pins; None: `max_model_len`.
+
+        Returns:
+            What is pinned, or None: nothing of it is cached.
+
+        Raises:
+            ValueError: `longest_request` is below 1, or the request was hashed with another block size.
+            OutOfBlocksError: a pool would have fewer blocks left than such a request may need, or than the running
+                requests have reserved. Nothing is changed.
+        """
+        longest = self.max_model_len if longest_request is None else longest_request
+        if longest < 1:
+            raise ValueError(f"expected longest_request >= 1, got {longest}")
+        hits, num_tokens = self._hits.find_to_pin(request)
+        return self.pins.add(hits, num_tokens, longest) if num_tokens else None
+
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        """Lets a pinned prefix go; what no request holds may be evicted, its last block first.
+
+        Raises:
+            BlockStateError: the prefix is not pinned here. Nothing is changed.
+        """
+        self.pins.remove(prefix)
+
+    # -- the cache as a whole -----------------------------------------------------------------------------------------
+
+    def evict_blocks(self, block_ids: npt.ArrayLike | Iterable[int], pool_id: int = 0) -> None:
+        """Forgets the hashes of blocks, held or free; who holds them stays.
+
+        Raises:
+            ValueError: an id or the pool is out of range.
+        """
+        self._cache.evict_blocks(block_ids, pool_id)
+
+    def invalidate(
+        self,
+        *,
+        cache_salt: str | None = None,
+        lora: LoRARequest | str | None = None,
+        weight_version: int | str | None = None,
+        predicate: OriginPredicate | None = None,
+    ) -> int:
+        """Forgets what was computed under a salt, an adapter (or all of a name) or a weight version: all that is given.
+
+        Matching blocks are no hits any more; requests that hold them go on, but register no more blocks. Needs
+        `track_origins=True`.
+
+        Returns:
+            How many blocks ceased to be hits.
+
+        Raises:
+            ValueError: no condition is given, or origins are not tracked.
+        """
+        return self._cache.invalidate(origin_filter(cache_salt, lora, weight_version, predicate))
+
+    def stop_registering(self, predicate: OriginPredicate | None = None) -> int:
+        """No block that requests running now fill from here on becomes a hit: other weights compute them, for example.
+
+        Args:
+            predicate: which requests, by their origin; None: all.
+
+        Returns:
+            How many requests that concerns.
+        """
+        return self._cache.stop_registering(predicate)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""
+        if not self._cache.reset():
+            return False
+        self._hits.note_reset()
+        return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events of all pools since the last call, oldest first."""
+        return self._event_log.take()
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Lookups since the last call; None without `log_stats`."""
+        return self._hits.take_stats()

@@ -1,5 +1,6 @@
-"""What can be read of a `KVCacheManager` at any time; nothing here changes it.
+"""What can be read of a running manager's tables and pools; nothing here changes them.
 
+Flow:    schedulers, build_step_plan, tests -> [ManagerReader] -> block tables, block ids, usage, snapshots
 Source:  names of vLLM v1/core/kv_cache_manager.py
 """
 
@@ -9,8 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvjax.core.manager.coordinator import KVCacheCoordinator
+from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.manager_snapshot import KVCacheManagerSnapshot, describe_manager, take_snapshot
+from kvjax.core.manager.pins import Pins
+from kvjax.core.manager.reservations import Reservations
+from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.pool.block import KVCacheBlock
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
@@ -18,14 +22,14 @@ from kvjax.core.requests.request_table import RequestTable
 
 
 class ManagerReader:
-    """The reading half of `KVCacheManager`."""
+    """The reading half of `KVCacheManager`: an interface over its public attributes, without state of its own."""
 
     block_pools: tuple[BlockPool, ...]
-    coordinator: KVCacheCoordinator
+    groups: GroupManagers
     request_table: RequestTable
-    num_kv_cache_groups: int
-    _pool_of_group: tuple[BlockPool, ...]
-    empty_kv_cache_blocks: KVCacheBlocks
+    row_blocks: RowBlocks
+    pins: Pins
+    reservations: Reservations | None
 
     @property
     def block_pool(self) -> BlockPool:
@@ -37,23 +41,18 @@ class ManagerReader:
         """Held share of the fullest pool, 0 to 1."""
         return max(pool.get_usage() for pool in self.block_pools)
 
-    @property
-    def smallest_reusable_prefix(self) -> int:
-        """Tokens of the shortest hit that there can be: hits are multiples of it; 0 without prefix caching."""
-        return self.coordinator.smallest_reusable_prefix
-
     def block_tables(self, group_id: int) -> np.ndarray:  # int32[rows, columns]
         """The group's live block table: for reading only, and replaced when it grows."""
-        manager, place = self.coordinator.place_of_group(group_id)
+        manager, place = self.groups.place_of_group(group_id)
         return manager.block_tables[place]
 
     def block_size(self, group_id: int) -> int:
         """Tokens of one of the group's blocks, those on all ranks of context parallelism."""
-        return self.coordinator.place_of_group(group_id)[0].block_size
+        return self.groups.place_of_group(group_id)[0].block_size
 
     def num_blocks(self, group_id: int) -> np.ndarray:  # int64[rows]
         """Blocks in each row of the group's table, nulls included: for reading only."""
-        return self.coordinator.place_of_group(group_id)[0].num_blocks
+        return self.groups.place_of_group(group_id)[0].num_blocks
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """All blocks of a running request.
@@ -61,7 +60,8 @@ class ManagerReader:
         Raises:
             UnknownRequestError: the manager holds no such request.
         """
-        return KVCacheBlocks(self.coordinator.row_block_ids(self.request_table.row_of(request_id)), self._pool_of_group)
+        row = self.request_table.row_of(request_id)
+        return KVCacheBlocks(self.groups.row_block_ids(row), self.groups.pool_of_group)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Per group the ids of a running request's blocks.
@@ -69,7 +69,7 @@ class ManagerReader:
         Raises:
             UnknownRequestError: the manager holds no such request.
         """
-        return tuple(ids.tolist() for ids in self.coordinator.row_block_ids(self.request_table.row_of(request_id)))
+        return tuple(ids.tolist() for ids in self.groups.row_block_ids(self.request_table.row_of(request_id)))
 
     def create_kv_cache_blocks(self, blocks: Sequence[Iterable[int | KVCacheBlock]]) -> KVCacheBlocks:
         """Per group ids or blocks as a value; the shared empty one if there are none.
@@ -77,13 +77,13 @@ class ManagerReader:
         Raises:
             ValueError: not one sequence per group.
         """
-        if len(blocks) != self.num_kv_cache_groups:
-            raise ValueError(f"expected blocks of {self.num_kv_cache_groups} groups, got {len(blocks)}")
+        if len(blocks) != self.groups.num_groups:
+            raise ValueError(f"expected blocks of {self.groups.num_groups} groups, got {len(blocks)}")
         ids = tuple(
             np.array([block.block_id if isinstance(block, KVCacheBlock) else block for block in group], np.int32)
             for group in blocks
         )
-        return self._blocks(ids)
+        return self.groups.blocks(ids)
 
     def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
         """Per group the leading blocks of a running request that all running requests share.
@@ -93,12 +93,12 @@ class ManagerReader:
         """
         row = self.request_table.row_of(request_id)
         running = len(self.request_table)
-        managers = self.coordinator.managers
-        return list(self.coordinator.by_group([m.get_num_common_prefix_blocks(row, running) for m in managers]))
+        by_manager = [manager.get_num_common_prefix_blocks(row, running) for manager in self.groups.managers]
+        return list(self.groups.by_group(by_manager))
 
     def snapshot(self) -> KVCacheManagerSnapshot:
         """The whole state as values. O(blocks + tokens)."""
-        return take_snapshot(self.block_pools, self.coordinator, self.request_table)
+        return take_snapshot(self.groups, self.row_blocks, self.request_table, self.pins)
 
     def check_invariants(self) -> None:
         """Checks M1 to M3 and the laws of pools, groups and request table. O(blocks + table).
@@ -109,16 +109,15 @@ class ManagerReader:
         self.request_table.check_invariants()
         for pool in self.block_pools:
             pool.check_invariants()
-        self.coordinator.check_invariants([row for row, r in enumerate(self.request_table.requests) if r is not None])
+        owned_rows = [row for row, request in enumerate(self.request_table.requests) if request is not None]
+        self.row_blocks.check_invariants(owned_rows)
+        if self.reservations is not None:
+            self.reservations.check_invariants(owned_rows)
+        self.pins.check_invariants()
 
     def describe(self) -> str:
         """A few lines for a person: groups, pools, requests."""
-        return describe_manager(self.block_pools, self.coordinator, self.request_table)
+        return describe_manager(self.groups, self.request_table)
 
-    def _blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:
-        if ids is self.coordinator.no_ids:
-            return self.empty_kv_cache_blocks
-        for group_ids in ids:
-            if group_ids.size:
-                return KVCacheBlocks(ids, self._pool_of_group)
-        return self.empty_kv_cache_blocks
+
+__all__ = ["ManagerReader"]

@@ -1,15 +1,15 @@
 """The state of a manager as comparable values, and in words.
 
-Flow:    pools, coordinator, request table of a KVCacheManager -> [take_snapshot, describe_manager] -> tests, people
+Flow:    parts of a KVCacheManager -> [take_snapshot, describe_manager] -> tests, people
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvjax.core.manager.coordinator import KVCacheCoordinator
-from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.manager.pins import Pins
+from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.pool.block_pool_snapshot import BlockPoolSnapshot
 from kvjax.core.requests.request_table import RequestState, RequestTable
 
@@ -32,34 +32,32 @@ class KVCacheManagerSnapshot:
 
 
 def take_snapshot(
-    pools: Sequence[BlockPool], coordinator: KVCacheCoordinator, request_table: RequestTable
+    groups: GroupManagers, row_blocks: RowBlocks, request_table: RequestTable, pins: Pins
 ) -> KVCacheManagerSnapshot:
     """The whole state as values. O(blocks + tokens)."""
     rows = {request.request_id: row for row, request in enumerate(request_table.requests) if request}
-    num_cached = coordinator.by_group([[m.num_cached_blocks] * m.num_groups for m in coordinator.managers])
+    num_cached = groups.by_group([[m.num_cached_blocks] * m.num_groups for m in groups.managers])
     return KVCacheManagerSnapshot(
-        pools=tuple(pool.snapshot() for pool in pools),
+        pools=tuple(pool.snapshot() for pool in groups.pools),
         requests=request_table.snapshot(),
-        block_ids={
-            name: tuple(tuple(ids.tolist()) for ids in coordinator.row_block_ids(row)) for name, row in rows.items()
-        },
+        block_ids={name: tuple(tuple(ids.tolist()) for ids in groups.row_block_ids(row)) for name, row in rows.items()},
         num_cached_blocks={name: tuple(counts.item(row) for counts in num_cached) for name, row in rows.items()},
-        fresh_blocks=tuple(tuple(fresh.block_ids()) for fresh in coordinator.fresh_blocks),
-        sharing_requests=tuple(sorted(name for name, row in rows.items() if coordinator.copy_on_write.is_sharing[row])),
-        pins=coordinator.pins.snapshot(),
+        fresh_blocks=tuple(tuple(fresh.block_ids()) for fresh in groups.fresh_blocks),
+        sharing_requests=tuple(sorted(name for name, row in rows.items() if row_blocks.copy_on_write.is_sharing[row])),
+        pins=pins.snapshot(),
         checkpoints={}
-        if coordinator.retention is None
-        else {name: coordinator.retention.lengths_of(row) for name, row in rows.items()},
+        if groups.retention is None
+        else {name: groups.retention.lengths_of(row) for name, row in rows.items()},
     )
 
 
-def describe_manager(pools: Sequence[BlockPool], coordinator: KVCacheCoordinator, request_table: RequestTable) -> str:
+def describe_manager(groups: GroupManagers, request_table: RequestTable) -> str:
     """Groups, pools and the number of requests, a few lines."""
-    lines = [f"KV cache of {coordinator.num_groups} groups, {len(request_table)} running requests"]
-    for manager, pool_id in zip(coordinator.managers, coordinator.pool_ids, strict=True):
+    lines = [f"KV cache of {groups.num_groups} groups, {len(request_table)} running requests"]
+    for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
         held = manager.num_groups * int((manager.num_blocks - manager.first_live).sum())
         lines.append(
             f"groups {manager.group_ids}: {manager.kv_cache_spec.kind}, blocks of {manager.block_size} tokens "
             f"in pool {pool_id}, {held} in tables"
         )
-    return "\n".join(lines + [pool.describe() for pool in pools])
+    return "\n".join(lines + [pool.describe() for pool in groups.pools])

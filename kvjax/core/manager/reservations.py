@@ -15,45 +15,45 @@ Invariant (`check_invariants`):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax.core.pool.block_pool import BlockPool
 from kvjax.errors import InvariantError
-
-if TYPE_CHECKING:
-    from kvjax.core.manager.coordinator import KVCacheCoordinator
 
 
 class Reservations:
-    """What the rows of one manager have reserved. Owned by its `SlotAllocator`."""
+    """What the rows of one manager have reserved. Owned by one `KVCacheManager`."""
 
-    def __init__(self, coordinator: KVCacheCoordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, pools: Sequence[BlockPool], max_in_flight_tokens: int) -> None:
+        self._pools = pools
+        self._max_in_flight_tokens = max_in_flight_tokens
         self._slots = np.zeros(0, np.int64)  # [rows] slots that the row may have
-        self._blocks = np.zeros((len(coordinator.pools), 0), np.int64)  # [pools, rows]
-        self.totals = [0] * len(coordinator.pools)  # per pool
+        self._blocks = np.zeros((len(pools), 0), np.int64)  # [pools, rows]
+        self.totals = [0] * len(pools)  # per pool
+
+    def reserve_rows(self, num_rows: int) -> None:
+        """Makes the arrays hold `num_rows` rows."""
+        missing = num_rows - self._slots.size
+        self._slots = np.pad(self._slots, (0, missing))
+        self._blocks = np.pad(self._blocks, ((0, 0), (0, missing)))
 
     def admits(self, num_blocks: Sequence[int]) -> bool:
         """Whether every pool can reserve as many blocks more, beside those that it holds outside block tables."""
         return all(
             total + more + np.count_nonzero(pool.num_outside_refs) <= pool.num_usable_blocks
-            for total, more, pool in zip(self.totals, num_blocks, self._coordinator.pools, strict=True)
+            for total, more, pool in zip(self.totals, num_blocks, self._pools, strict=True)
         )
 
     def add(self, row: int, num_slots: int, num_blocks: Sequence[int]) -> None:
         """Reserves for a row that has nothing reserved."""
-        missing = self._coordinator.quiet_until.size - self._slots.size
-        if missing > 0:
-            self._slots = np.pad(self._slots, (0, missing))
-            self._blocks = np.pad(self._blocks, ((0, 0), (0, missing)))
         self._slots[row] = num_slots
         self._blocks[:, row] = num_blocks
         self.totals = [total + more for total, more in zip(self.totals, num_blocks, strict=True)]
 
-    def slots_of(self, row: int) -> int:
-        """Slots that the row may have."""
-        return self._slots.item(row)
+    def copy(self, row: int, new_row: int) -> None:
+        """Reserves for a new row what another one has reserved."""
+        self.add(new_row, self._slots.item(row), self.blocks_of(row))
 
     def blocks_of(self, row: int) -> list[int]:
         """Per pool what the row has reserved."""
@@ -67,7 +67,7 @@ class Reservations:
 
     def check_step(self, num_slots: int, settled_tokens: int) -> None:
         """Raises ValueError for a step that takes more slots than the windows' cap counts with."""
-        limit, given = self._coordinator.settings.max_in_flight_tokens, num_slots - settled_tokens
+        limit, given = self._max_in_flight_tokens, num_slots - settled_tokens
         if given > limit:
             raise ValueError(
                 f"expected at most max_in_flight_tokens = {limit} new, lookahead and in-flight tokens with "
@@ -85,8 +85,7 @@ class Reservations:
 
     def check_rows(self, rows: np.ndarray, num_slots: np.ndarray, settled_tokens: np.ndarray) -> None:
         """`check_row` of int64[n] rows."""
-        limit = self._coordinator.settings.max_in_flight_tokens
-        over = (num_slots > self._slots[rows]) | (num_slots - settled_tokens > limit)
+        over = (num_slots > self._slots[rows]) | (num_slots - settled_tokens > self._max_in_flight_tokens)
         if over.any():
             i = int(over.argmax())
             self.check_row(rows.item(i), num_slots.item(i), settled_tokens.item(i))
@@ -97,7 +96,7 @@ class Reservations:
         unowned[list(owned_rows)] = False
         if self._slots[unowned].any() or self._blocks[:, unowned].any():
             raise InvariantError("V1: a row that no request owns has blocks reserved")
-        for pool_id, (total, pool) in enumerate(zip(self.totals, self._coordinator.pools, strict=True)):
+        for pool_id, (total, pool) in enumerate(zip(self.totals, self._pools, strict=True)):
             if total != self._blocks[pool_id].sum() or total > pool.num_usable_blocks:
                 raise InvariantError(
                     f"V1: pool {pool_id}: {total} blocks reserved in all, {self._blocks[pool_id].sum()} by rows, "

@@ -1,6 +1,6 @@
 """Slots for one request: what `KVCacheManager.allocate_slots` does once its quick answer does not hold.
 
-Flow:    KVCacheManager.allocate_slots -> [SlotAllocator] -> KVCacheCoordinator -> per group int32[k] new block ids
+Flow:    KVCacheManager.allocate_slots -> [SlotAllocator] -> RowBlocks -> per group int32[k] new block ids
 Source:  order of work of vLLM v1/core/kv_cache_manager.py (allocate_slots)
 
     1  check every argument                        nothing is changed by a call that raises
@@ -17,8 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.core.manager.coordinator import KVCacheCoordinator
-from kvjax.core.manager.sub_block_hits import PartialBlocks
+from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.manager.block_needs import BlockNeeds, sums
+from kvjax.core.manager.reservations import Reservations
+from kvjax.core.manager.row_blocks import RowBlocks
+from kvjax.core.manager.sub_block_hits import PartialBlocks, SubBlockHits
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
@@ -59,15 +62,25 @@ _PARAMETERS = {
 
 
 class SlotAllocator:
-    """Allocates over one coordinator's groups and one request table. Owned by one `KVCacheManager`."""
+    """Allocates over all groups and one request table. Owned by one `KVCacheManager`."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, request_table: RequestTable, no_blocks: KVCacheBlocks) -> None:
-        self._coordinator = coordinator
+    def __init__(
+        self,
+        groups: GroupManagers,
+        needs: BlockNeeds,
+        rows: RowBlocks,
+        request_table: RequestTable,
+        reservations: Reservations | None,
+        sub_block_hits: SubBlockHits | None,
+    ) -> None:
+        self._groups = groups
+        self._needs = needs
+        self._rows = rows
         self._table = request_table
-        self._no_blocks = no_blocks
-        self._settings = coordinator.settings
-        self._reservations = coordinator.reservations
-        none = (0,) * len(coordinator.pools)
+        self._reservations = reservations
+        self._sub_block_hits = sub_block_hits
+        self._settings = groups.settings
+        none = (0,) * len(groups.pools)
         self._no_partial_blocks = PartialBlocks((), none, none)
 
     def allocate(
@@ -79,13 +92,13 @@ class SlotAllocator:
             ValueError, BlockStateError: as `KVCacheManager.allocate_slots`. Nothing is changed.
         """
         counts.check()
-        hit = self._no_blocks if hit is None else hit
+        hit = self._groups.no_blocks if hit is None else hit
         if request.row < 0:
             return self._allocate_new(request, counts, hit, delay_caching, must_fit)
         row = self._own_row(request)
         if counts.new_computed or counts.external or hit.num_blocks:
             raise ValueError(f"request {request.request_id!r} is running; only a new request comes with a hit")
-        if counts.encoder and self._coordinator.reads_encoder:
+        if counts.encoder and self._groups.reads_encoder:
             raise ValueError(
                 f"request {request.request_id!r} is running; expected num_encoder_tokens when it was admitted"
             )
@@ -107,74 +120,112 @@ class SlotAllocator:
         limit = self._settings.max_model_len
         if after > limit:
             self._check_length(request, after)
-        if self._coordinator.state_steps:
-            self._coordinator.state_steps.check(np.array([computed]), np.array([after]))
+        if self._groups.state_steps:
+            self._groups.state_steps.check(np.array([computed]), np.array([after]))
         settled = max(computed - in_flight, 0)
         num_slots = min(after + lookahead, limit)
         if self._reservations is not None:
             self._reservations.check_row(row, num_slots, settled)
-        cacheable = self._cacheable(row, after, delay_caching)
-        return self._coordinator.extend_row(request, row, settled, num_slots, cacheable, after)
+        cacheable = 0 if delay_caching else self._rows.cacheable_tokens(row, after)
+        return self._rows.extend(request, row, settled, num_slots, cacheable, after)
+
+    def limit_step(self, request: Request, new: int, new_computed: int, hit: KVCacheBlocks | None) -> int:
+        """`KVCacheManager.limit_step`."""
+        computed = request.num_computed_tokens + new_computed
+        state_steps, retention = self._groups.state_steps, self._groups.retention
+        num_new = state_steps.limit(computed, new, request.num_tokens)
+        if retention is None or not state_steps or computed >= request.num_tokens - 1:
+            return num_new
+        if request.row >= 0:
+            lengths = retention.lengths_of(request.row)
+        else:
+            lengths = retention.lengths_for(request.num_tokens, 0 if hit is None else hit.num_shared_tokens)
+        return retention.step_end(computed, computed + num_new, lengths) - computed
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """`KVCacheManager.cache_blocks`."""
+        row = self._rows.row_of(request)
+        if not self._settings.enable_caching or self._table.skips_registration[row]:
+            return
+        for manager in self._groups.cacheable:
+            slots = manager.held_slots(row)
+            if not 0 <= num_computed_tokens <= slots:
+                raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")
+        self._rows.register(request, row, self._rows.cacheable_tokens(row, num_computed_tokens))
+        self._rows.note_quiet(row)
+
+    def can_admit(
+        self, request: Request, num_hit_tokens: int, hit: KVCacheBlocks | None, kept_free: int | Sequence[int]
+    ) -> bool:
+        """`KVCacheManager.can_admit`."""
+        num_pools = len(self._groups.pools)
+        kept = [kept_free] * num_pools if isinstance(kept_free, int) else list(kept_free)
+        if len(kept) != num_pools or min(kept) < 0:
+            raise ValueError(f"expected kept_free >= 0 for {num_pools} pools or one number, got {kept_free}")
+        if num_hit_tokens < 0:
+            raise ValueError(f"expected num_hit_tokens >= 0, got {num_hit_tokens}")
+        ids = self._groups.no_ids if hit is None else hit.block_ids
+        needs = self._needs.of_new(request.num_tokens, ids, num_hit_tokens, capped=True)
+        return self._needs.fit(sums(needs, kept))
 
     def _whole_fits(self, request: Request, row: int, counts: SlotCounts) -> bool:
         """Gives back what left the windows of a running row, and says whether the rest of its sequence fits."""
         computed = self._table.num_computed_tokens.item(row)
         self._check_length(request, computed + counts.new)
-        self._coordinator.remove_skipped_blocks(row, max(computed - counts.in_flight, 0))
+        self._rows.remove_skipped(row, max(computed - counts.in_flight, 0))
         whole = min(max(request.num_tokens, computed + counts.new), self._settings.max_model_len)
-        needs = self._coordinator.num_blocks_for_running(row, whole, capped=True)
-        if self._coordinator.copy_on_write.is_sharing[row]:
-            needs = _sums(needs, self._coordinator.copy_on_write.num_copies(row, computed))
-        return self._coordinator.fits(needs)
+        needs = self._needs.of_running(row, whole, capped=True)
+        if self._rows.copy_on_write.is_sharing[row]:
+            needs = sums(needs, self._rows.copy_on_write.num_copies(row, computed))
+        return self._needs.fit(needs)
 
     def _allocate_new(
         self, request: Request, counts: SlotCounts, hit: KVCacheBlocks, delay_caching: bool, must_fit: bool
     ) -> GroupIds | None:
-        coordinator = self._coordinator
         total_computed = counts.new_computed + counts.external
         after = total_computed + counts.new
         self._check_new(request, after)
-        if coordinator.state_steps:
-            coordinator.state_steps.check(np.array([total_computed]), np.array([after]))
+        if self._groups.state_steps:
+            self._groups.state_steps.check(np.array([total_computed]), np.array([after]))
         self._check_hit(hit, counts.new_computed, total_computed)
-        coordinator.check_encoder_tokens(counts.encoder)
+        self._check_encoder_tokens(counts.encoder)
         num_slots = min(after + counts.lookahead, self._settings.max_model_len)
-        reserved_slots, reserved_blocks = 0, [0] * len(coordinator.pools)
+        reserved_slots, reserved_blocks = 0, [0] * len(self._groups.pools)
         if self._reservations is not None:
             self._reservations.check_step(num_slots, total_computed)
             reserved_slots = self._final_slots(request, after, counts.lookahead)
-            reserved_blocks = coordinator.worst_case_blocks(reserved_slots)
+            reserved_blocks = self._needs.worst_case(reserved_slots)
             if not self._reservations.admits(reserved_blocks):
                 return None
         partial = self._no_partial_blocks
-        if coordinator.sub_block_hits is not None:
-            partial = coordinator.sub_block_hits.partial_blocks(hit.block_ids, counts.new_computed, total_computed)
+        if self._sub_block_hits is not None:
+            partial = self._sub_block_hits.partial_blocks(hit.block_ids, counts.new_computed, total_computed)
         if must_fit:
             whole = min(max(request.num_tokens, after), self._settings.max_model_len)
-            needs = coordinator.num_blocks_for_new(whole, hit.block_ids, total_computed, True, counts.encoder)
-            if not coordinator.fits(_sums(needs, partial.num_held)):
+            needs = self._needs.of_new(whole, hit.block_ids, total_computed, True, counts.encoder)
+            if not self._needs.fit(sums(needs, partial.num_held)):
                 return None
-        needs = coordinator.num_blocks_for_new(num_slots, hit.block_ids, total_computed, False, counts.encoder, after)
-        needs = _sums(needs, partial.num_held)
-        if not coordinator.fits(needs):
+        needs = self._needs.of_new(num_slots, hit.block_ids, total_computed, False, counts.encoder, after)
+        needs = sums(needs, partial.num_held)
+        if not self._needs.fit(needs):
             return None
-        copies = coordinator.fits(_sums(needs, partial.num_free)) and (
-            self._reservations is None or self._reservations.admits(_sums(reserved_blocks, partial.num_free))
+        copies = self._needs.fit(sums(needs, partial.num_free)) and (
+            self._reservations is None or self._reservations.admits(sums(reserved_blocks, partial.num_free))
         )
         row = self._table.add(request)
-        coordinator.reserve_rows(self._table.capacity)
+        self._rows.reserve_rows()
         if self._reservations is not None:
             self._reservations.add(row, reserved_slots, reserved_blocks)
-        if coordinator.retention is not None:
-            coordinator.retention.note_admission(row, request.num_tokens, hit.num_shared_tokens)
+        if self._groups.retention is not None:
+            self._groups.retention.note_admission(row, request.num_tokens, hit.num_shared_tokens)
         if total_computed:
-            coordinator.add_computed_blocks(row, hit.block_ids, total_computed, has_external=counts.external > 0)
-        if coordinator.sub_block_hits is not None:
-            coordinator.sub_block_hits.split(row, partial, copies)
+            self._rows.add_computed(row, hit.block_ids, total_computed, has_external=counts.external > 0)
+        if self._sub_block_hits is not None:
+            self._sub_block_hits.split(row, partial, copies)
         self._table.num_encoder_tokens[row] = counts.encoder
-        new_ids = coordinator.allocate_new_blocks(row, num_slots, counts.encoder, after)
-        coordinator.cache_blocks(request, row, self._cacheable(row, after, delay_caching))
-        coordinator.note_quiet(row)
+        new_ids = self._rows.allocate(row, num_slots, counts.encoder, after)
+        self._rows.register(request, row, 0 if delay_caching else self._rows.cacheable_tokens(row, after))
+        self._rows.note_quiet(row)
         return new_ids
 
     def _final_slots(self, request: Request, after: int, lookahead: int) -> int:
@@ -183,12 +234,6 @@ class SlotAllocator:
         if request.max_tokens is None:
             return limit
         return min(max(request.num_prompt_tokens + request.max_tokens, request.num_tokens, after) + lookahead, limit)
-
-    def _cacheable(self, row: int, num_tokens: int, delay_caching: bool) -> int:
-        """Of the first `num_tokens` tokens those whose blocks may be registered: the request has them, and hashes."""
-        if delay_caching or not self._settings.enable_caching or self._table.skips_registration.item(row):
-            return 0
-        return min(num_tokens, self._table.num_hashed_blocks.item(row) * self._coordinator.hashing.hash_block_size)
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -215,15 +260,22 @@ class SlotAllocator:
                 "expected 0: give a hit as num_new_computed_tokens"
             )
 
+    def _check_encoder_tokens(self, num_encoder_tokens: int) -> None:
+        limit = min(manager.max_encoder_tokens for manager in self._groups.managers)
+        if num_encoder_tokens > limit:
+            raise ValueError(
+                f"expected num_encoder_tokens <= {limit} (max_num_encoder_tokens), got {num_encoder_tokens}"
+            )
+
     def _check_hit(self, hit: KVCacheBlocks, num_tokens: int, total_computed: int) -> None:
         """Checks that the hit is of these pools, as long as it says, complete where it is read, and still cached."""
-        if hit.pools != self._no_blocks.pools:
+        if hit.pools != self._groups.pool_of_group:
             raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
-        if num_tokens and not self._coordinator.has_cacheable_groups:
+        if num_tokens and not self._groups.cacheable:
             raise ValueError(f"expected no hit, got {num_tokens} computed tokens: no group has a prefix cache")
-        sub_block_hits = self._coordinator.sub_block_hits
+        sub_block_hits = self._sub_block_hits
         for group_id, ids in enumerate(hit.block_ids):
-            manager, _ = self._coordinator.place_of_group(group_id)
+            manager, _ = self._groups.place_of_group(group_id)
             pool = manager.block_pool
             if not manager.is_prefix_cacheable:
                 if ids.size:
@@ -245,7 +297,3 @@ class SlotAllocator:
                 raise BlockStateError(
                     f"group {group_id}: block {stale} of the hit is no longer cached; look it up again"
                 )
-
-
-def _sums(needs: Sequence[int], more: Sequence[int]) -> list[int]:
-    return [need + other for need, other in zip(needs, more, strict=True)]

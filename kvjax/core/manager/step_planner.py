@@ -3,7 +3,7 @@
 Flow:    rows + new tokens, in scheduling order -> [StepPlanner.plan] -> block tables, prefix cache, StepResult
 Source:  ARCHITECTURE.md, "Planning a step": why bulk equals sequential
 
-Most rows of a decoding step have nothing to do: `KVCacheCoordinator.quiet_until` tells which in a few operations.
+Most rows of a decoding step have nothing to do: `RowBlocks.quiet_until` tells which in a few operations.
 The rest are planned in stretches, each as
 
     1  give back what left the windows        row by row, managers inner, groups inner
@@ -25,8 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.eviction import StepFlow
+from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
-from kvjax.core.manager.coordinator import KVCacheCoordinator
+from kvjax.core.manager.reservations import Reservations
+from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.requests.request_table import RequestTable
@@ -63,18 +65,22 @@ class StepWork(NamedTuple):
 
 
 class StepPlanner:
-    """Plans steps over one coordinator's groups. Owned by one `KVCacheManager`."""
+    """Plans steps over all groups. Owned by one `KVCacheManager`."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, request_table: RequestTable) -> None:
-        self._coordinator = coordinator
+    def __init__(
+        self, groups: GroupManagers, rows: RowBlocks, request_table: RequestTable, reservations: Reservations | None
+    ) -> None:
+        self._groups = groups
+        self._rows = rows
         self._table = request_table
-        self._max_model_len = coordinator.settings.max_model_len
-        self._managers = coordinator.managers
+        self._reservations = reservations
+        self._max_model_len = groups.settings.max_model_len
+        self._managers = groups.managers
         self._good_rows = b""  # the last rows that were found distinct and in range; the table only grows
-        self._no_updates = (NO_UPDATE,) * coordinator.num_groups
+        self._no_updates = (NO_UPDATE,) * groups.num_groups
         self._managers_of_pool = [
-            [(i, m.num_groups) for i, m in enumerate(coordinator.managers) if coordinator.pool_ids[i] == pool_id]
-            for pool_id in range(len(coordinator.pools))
+            [(i, m.num_groups) for i, m in enumerate(groups.managers) if groups.pool_ids[i] == pool_id]
+            for pool_id in range(len(groups.pools))
         ]  # per pool: index of a manager, its groups
 
     def plan(
@@ -100,11 +106,11 @@ class StepPlanner:
         rows_of_work, after_work = index[active], after[active]
         slots_of_work = after_work if num_slots is after else np.minimum(num_slots[active], self._max_model_len)
         self._check_active(rows_of_work, after_work)
-        if self._coordinator.state_steps:
-            self._coordinator.state_steps.check(self._table.num_computed_tokens[rows_of_work], after_work)
-        if self._coordinator.reservations is not None:
+        if self._groups.state_steps:
+            self._groups.state_steps.check(self._table.num_computed_tokens[rows_of_work], after_work)
+        if self._reservations is not None:
             settled = np.maximum(self._table.num_computed_tokens[rows_of_work] - _at(in_flight, active), 0)
-            self._coordinator.reservations.check_rows(rows_of_work, slots_of_work, settled)
+            self._reservations.check_rows(rows_of_work, slots_of_work, settled)
         work = self._work(rows_of_work, after_work, slots_of_work, _at(in_flight, active), delay_cache_blocks)
         num_done, updates = self._plan_work(work)
         return StepResult(index.size if num_done == active.size else int(active[num_done]), updates)
@@ -115,7 +121,7 @@ class StepPlanner:
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
             raise ValueError(f"expected rows as a row of integers, got {index.dtype}{list(index.shape)}")
         index = index.astype(np.int64, copy=False)
-        quiet_until = self._coordinator.quiet_until
+        quiet_until = self._rows.quiet_until
         if not index.size:
             return index, quiet_until[:0]
         key = index.tobytes()
@@ -131,7 +137,7 @@ class StepPlanner:
 
     def _check_active(self, rows: np.ndarray, after: np.ndarray) -> None:
         """Checks what a quiet row can not get wrong: a row without a request, or at the longest length, is active."""
-        quiet_until = self._coordinator.quiet_until[rows]
+        quiet_until = self._rows.quiet_until[rows]
         if np.minimum.reduce(quiet_until) < 0:
             raise ValueError(f"expected rows that a request owns, got row {rows[quiet_until.argmin()]}")
         if np.maximum.reduce(after) > self._max_model_len:
@@ -147,12 +153,12 @@ class StepPlanner:
         delay_cache_blocks: bool,
     ) -> StepWork:
         settled = after
-        if self._coordinator.gives_blocks_back:
+        if self._groups.gives_blocks_back:
             settled = np.maximum(self._table.num_computed_tokens[rows] - in_flight, 0)
-        if delay_cache_blocks or not self._coordinator.settings.enable_caching:
+        if delay_cache_blocks or not self._groups.settings.enable_caching:
             num_cacheable = np.zeros_like(after)
         else:
-            hash_block_size = self._coordinator.hashing.hash_block_size
+            hash_block_size = self._groups.hashing.hash_block_size
             num_cacheable = np.minimum(self._table.num_hashed_blocks[rows] * hash_block_size, after)
             if self._table.num_skipping:
                 num_cacheable[self._table.skips_registration[rows]] = 0
@@ -184,10 +190,10 @@ class StepPlanner:
     def _stretch_length(self, work: StepWork) -> int:
         """Rows of the longest leading stretch for which bulk equals sequential; 0: there is none."""
         length = work.rows.size
-        if self._coordinator.copy_on_write.num_sharing:
-            sharing = self._coordinator.copy_on_write.is_sharing[work.rows]
+        if self._rows.copy_on_write.num_sharing:
+            sharing = self._rows.copy_on_write.is_sharing[work.rows]
             length = int(sharing.argmax()) if sharing.any() else length
-        for pool, of_pool in zip(self._coordinator.pools, self._managers_of_pool, strict=True):
+        for pool, of_pool in zip(self._groups.pools, self._managers_of_pool, strict=True):
             parts = [(self._managers[i].block_tables, work.changes[i]) for i, _ in of_pool]
             flow = StepFlow(work.rows.size, parts)
             length = min(length, pool.eviction_policy.bulk_equivalent(flow))
@@ -196,7 +202,7 @@ class StepPlanner:
     # -- planning a stretch -----------------------------------------------------------------------------------------
 
     def _plan_stretch(self, work: StepWork, updates: Updates) -> None:
-        for pool, of_pool in zip(self._coordinator.pools, self._managers_of_pool, strict=True):
+        for pool, of_pool in zip(self._groups.pools, self._managers_of_pool, strict=True):
             self._release(work, pool, of_pool)
             self._allocate(work, pool, of_pool, updates)
         quiet_until = work.changes[0].quiet_until
@@ -206,7 +212,7 @@ class StepPlanner:
             manager.note_changes(work.rows, changes)
             if changes.quiet_until is not quiet_until:
                 quiet_until = np.minimum(quiet_until, changes.quiet_until)
-        self._coordinator.quiet_until[work.rows] = quiet_until
+        self._rows.quiet_until[work.rows] = quiet_until
 
     def _release(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]]) -> None:
         """Gives back what left the windows, of one pool's managers."""
@@ -246,7 +252,7 @@ class StepPlanner:
             for row, num_tokens in zip(filled.rows.tolist(), num_cacheable[filled.positions].tolist(), strict=True):
                 request = self._table.requests[row]
                 assert request is not None  # the rows were checked
-                hashes = self._coordinator.hashing.of_block_size(request.block_hashes, manager.block_size)
+                hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
                 manager.cache_blocks(request, row, hashes, num_tokens)
             return
         rows, columns = filled.entries()
@@ -257,7 +263,7 @@ class StepPlanner:
 
     def _hashes(self, block_size: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """object[k] the hash of each entry of a table with blocks of that size."""
-        table, hashing = self._table, self._coordinator.hashing
+        table, hashing = self._table, self._groups.hashing
         if block_size == hashing.hash_block_size and np.logical_and.reduce(
             table.num_hashed_blocks[rows] == columns + 1
         ):
@@ -272,10 +278,10 @@ class StepPlanner:
         row = work.rows.item(0)
         request = self._table.requests[row]
         assert request is not None  # the rows were checked
-        firsts = self._coordinator.by_group([[m.num_blocks.item(row)] * m.num_groups for m in self._managers])
-        is_sharing = self._coordinator.copy_on_write.is_sharing[row]
-        before = self._coordinator.row_block_ids(row) if is_sharing else self._coordinator.no_ids
-        new_ids = self._coordinator.extend_row(
+        firsts = self._groups.by_group([[m.num_blocks.item(row)] * m.num_groups for m in self._managers])
+        is_sharing = self._rows.copy_on_write.is_sharing[row]
+        before = self._groups.row_block_ids(row) if is_sharing else self._groups.no_ids
+        new_ids = self._rows.extend(
             request,
             row,
             work.settled_tokens.item(0),
@@ -294,7 +300,7 @@ class StepPlanner:
 
     def _note_copies(self, row: int, before: tuple[np.ndarray, ...], updates: Updates) -> None:
         """Tells of the blocks of the row that copies took the place of."""
-        for parts, old, now in zip(updates, before, self._coordinator.row_block_ids(row), strict=True):
+        for parts, old, now in zip(updates, before, self._groups.row_block_ids(row), strict=True):
             columns = ((now[: old.size] != old) & (now[: old.size] != 0)).nonzero()[0]
             if columns.size:
                 parts.append(TableUpdate(np.full(columns.size, row), columns, now[columns]))

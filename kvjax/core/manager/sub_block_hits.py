@@ -19,18 +19,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.single_type_manager import PrefixLookup, SingleTypeKVCacheManager
-
-if TYPE_CHECKING:
-    from kvjax.core.hashing.block_hash import BlockHash
-    from kvjax.core.kinds.sub_block_index import SubBlockIndex
-    from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator
-    from kvjax.core.requests.request import Request
-    from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec
+from kvjax.core.manager.coordinator import Hit
+from kvjax.core.requests.request import Request
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec
 
 
 @dataclass(frozen=True)
@@ -43,20 +40,20 @@ class PartialBlocks:
 
 
 class SubBlockHits:
-    """Lookups and copies within blocks over one coordinator's groups, which owns it."""
+    """Lookups and copies within blocks over all groups. Owned by one `KVCacheManager`."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, kv_cache_config: KVCacheConfig) -> None:
-        groups = kv_cache_config.kv_cache_groups
-        self._coordinator = coordinator
-        self._managers = [(i, m) for i, m in enumerate(coordinator.managers) if m.is_prefix_cacheable]
-        self.granularity = lcm(*(granularity_of(m, groups[i]) for _, m in self._managers for i in m.group_ids))
+    def __init__(self, groups: GroupManagers, kv_cache_config: KVCacheConfig) -> None:
+        specs = kv_cache_config.kv_cache_groups
+        self._groups = groups
+        self._managers = [(i, m) for i, m in enumerate(groups.managers) if m.is_prefix_cacheable]
+        self.granularity = lcm(*(granularity_of(m, specs[i]) for _, m in self._managers for i in m.group_ids))
 
     # Lookup.
 
     def find(self, request: Request, max_length: int) -> Hit:
         """The longest prefix of at most `max_length` tokens that every group can resume from, cut inside blocks."""
         length = max_length - max_length % self.granularity
-        found = {i: np.empty((manager.num_groups, 0), np.int32) for i, manager in enumerate(self._coordinator.managers)}
+        found = {i: np.empty((manager.num_groups, 0), np.int32) for i, manager in enumerate(self._groups.managers)}
         agreed = turn = 0
         while length and agreed < len(self._managers):
             index, manager = self._managers[turn % len(self._managers)]
@@ -64,13 +61,13 @@ class SubBlockHits:
             agreed = agreed + 1 if shorter == length else 1
             length = shorter
             turn += 1
-        cut = [found[i][:, : -(-length // manager.block_size)] for i, manager in enumerate(self._coordinator.managers)]
-        return self._coordinator.by_group(cut), length
+        cut = [found[i][:, : -(-length // manager.block_size)] for i, manager in enumerate(self._groups.managers)]
+        return self._groups.by_group(cut), length
 
     def _ask(self, manager: SingleTypeKVCacheManager, request: Request, limit: int) -> tuple[np.ndarray, int]:
         """int32[G, k] blocks of the manager's longest hit of at most `limit` tokens, and its tokens."""
         size = manager.block_size
-        hashes = self._coordinator.hashing.of_block_size(request.block_hashes, size)
+        hashes = self._groups.hashing.of_block_size(request.block_hashes, size)
         if not manager.supports_sub_block_hits:
             ids = manager.find_longest_cache_hit(PrefixLookup(hashes, limit, lcm(size, self.granularity), False))
             return ids, ids.shape[1] * size
@@ -94,7 +91,7 @@ class SubBlockHits:
 
     def _sees_nothing(self, manager: SingleTypeKVCacheManager, edge: int, limit: int) -> bool:
         """Whether a hit may end at the block edge `edge` with no block of the manager, as where a chunk begins."""
-        if edge > limit or edge % self.granularity or self._coordinator.needs_last_block:
+        if edge > limit or edge % self.granularity or self._groups.needs_last_block:
             return False
         return manager.get_num_skipped_tokens(edge) == edge
 
@@ -119,29 +116,14 @@ class SubBlockHits:
                 return block[:, 0], end
         return None, 0
 
-    # Index.
-
-    def new_step_starts(self) -> None:
-        """Lets lookups find the first parts of blocks that earlier steps registered."""
-        for index in self._indices():
-            index.new_step_starts()
-
-    def clear(self) -> None:
-        """Forgets all blocks: the prefix cache was reset."""
-        for index in self._indices():
-            index.clear()
-
-    def _indices(self) -> list[SubBlockIndex]:
-        return [manager.sub_blocks for _, manager in self._managers if manager.sub_blocks is not None]
-
     # Allocation.
 
     def partial_blocks(self, hits: Sequence[np.ndarray], num_tokens: int, total_computed: int) -> PartialBlocks:
         """Which blocks of a hit of `num_tokens` tokens are partly used, as far as tokens after `total_computed` see."""
-        pools = self._coordinator.pools
+        pools = self._groups.pools
         places, num_held, num_free = [], [0] * len(pools), [0] * len(pools)
         for index, manager in self._managers:
-            column, pool_id = num_tokens // manager.block_size, self._coordinator.pool_ids[index]
+            column, pool_id = num_tokens // manager.block_size, self._groups.pool_ids[index]
             first = manager.get_num_skipped_tokens(total_computed) // manager.block_size
             if not num_tokens % manager.block_size or column < first:
                 continue
@@ -155,7 +137,7 @@ class SubBlockHits:
     def split(self, row: int, partial: PartialBlocks, copies: bool) -> None:
         """Gives a new row, which holds the hit, copies of the partly used blocks, or the blocks themselves."""
         for index, place, column in partial.places:
-            manager = self._coordinator.managers[index]
+            manager = self._groups.managers[index]
             pool, block_id = manager.block_pool, manager.block_tables.item(place, row, column)
             manager.num_cached_blocks[row] = column
             if not copies and pool.ref_count[block_id] == 1:

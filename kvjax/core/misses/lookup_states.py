@@ -1,6 +1,6 @@
 """What each group has, had and never had of a prompt's blocks, and how long a hit would be if it still had them.
 
-Flow:    KVCacheCoordinator, Request -> [LookupStates] -> MissReasons
+Flow:    GroupManagers, Request -> [LookupStates] -> MissReasons
 
 Each block of each group that a hit may need is at a level, the lowest that applies:
 
@@ -20,19 +20,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.hashing.block_origin import BlockOrigin
+from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
+from kvjax.core.requests.request import Request
 from kvjax.core.watch.evicted_blocks import EvictedBlock
-
-if TYPE_CHECKING:
-    from kvjax.core.hashing.block_hash import BlockHash
-    from kvjax.core.hashing.block_origin import BlockOrigin
-    from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
-    from kvjax.core.manager.coordinator import KVCacheCoordinator
-    from kvjax.core.requests.request import Request
 
 CACHED, FRESH, EVICTED, INVALIDATED, ELSEWHERE, UNKNOWN = range(6)
 NO_NUMBER = 1 << 62  # later than every eviction
@@ -68,22 +64,18 @@ class _GroupStates:
 class LookupStates:
     """One prompt's blocks at this moment."""
 
-    def __init__(self, coordinator: KVCacheCoordinator, request: Request, other_origins: Sequence[BlockOrigin]) -> None:
+    def __init__(self, groups: GroupManagers, request: Request, other_origins: Sequence[BlockOrigin]) -> None:
         self._request = request
         self._other_origins = other_origins
-        self._hashing = coordinator.hashing
-        self._needs_last_block = coordinator.needs_last_block
-        cacheable = [
-            (manager, drops)
-            for manager, drops in zip(coordinator.managers, coordinator.drops_last_block, strict=True)
-            if manager.is_prefix_cacheable
-        ]
-        self.alignment = lcm(*(manager.block_size for manager, _ in cacheable))
+        self._hashing = groups.hashing
+        self._needs_last_block = groups.needs_last_block
+        cacheable = groups.cacheable_lookups
+        self._alignment = groups.alignment
         whole = request.num_tokens - 1
         self.max_length = self._aligned(min(whole - drops * manager.block_size for manager, drops in cacheable))
         self.max_length_without_drops = self._aligned(whole)
         self.max_length_without_last_token = self._aligned(request.num_tokens)
-        self._lengths = np.arange(self.alignment, self.max_length + 1, self.alignment)
+        self._lengths = np.arange(self._alignment, self.max_length + 1, self._alignment)
         self._groups: list[_GroupStates] = []
         for manager, drops in cacheable:
             self._groups += self._states_of(manager, drops and manager.needs_dropped_block)
@@ -92,7 +84,7 @@ class LookupStates:
         self._needed = np.max(needed, axis=0)
 
     def _aligned(self, num_tokens: int) -> int:
-        return max(num_tokens - num_tokens % self.alignment, 0)
+        return max(num_tokens - num_tokens % self._alignment, 0)
 
     def longest(self, level: int) -> int:
         """The longest hit, in tokens, if all blocks up to this level were cached."""
@@ -104,7 +96,7 @@ class LookupStates:
 
     def oldest_eviction(self, length: int) -> EvictedBlock | None:
         """Of the blocks that a hit of `length` tokens needs and that were evicted, the one that went first."""
-        place = length // self.alignment - 1
+        place = length // self._alignment - 1
         found = [group.oldest_eviction(place) for group in self._groups]
         evicted = [block for block in found if block is not None]
         return max(evicted, key=lambda block: (block.seconds_since, block.num_evicted_since), default=None)

@@ -33,15 +33,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.misses.lookup_states import ELSEWHERE, EVICTED, FRESH, INVALIDATED, LookupStates
 from kvjax.core.misses.seen_origins import SeenOrigins
+from kvjax.core.requests.request import Request
 from kvjax.core.watch.evicted_blocks import EvictedBlock, EvictedBlocks
-
-if TYPE_CHECKING:
-    from kvjax.core.manager.coordinator import KVCacheCoordinator
-    from kvjax.core.requests.request import Request
 
 
 class MissReason(StrEnum):
@@ -120,7 +117,7 @@ class MissReasons:
         self.max_evicted_blocks = max_evicted_blocks
         self._clock = clock
         self._seen = SeenOrigins(max_prefixes)
-        self._coordinator: KVCacheCoordinator | None = None
+        self._groups: GroupManagers | None = None
         self.reports: deque[LookupReport] = deque(maxlen=max_reports)  # the latest lookups, oldest first
         self.num_lookups = 0
         self.num_hit_tokens = 0
@@ -132,16 +129,16 @@ class MissReasons:
         """The latest lookup."""
         return self.reports[-1] if self.reports else None
 
-    def attach(self, coordinator: KVCacheCoordinator) -> None:
-        """Watches the pools of a manager.
+    def attach(self, groups: GroupManagers) -> None:
+        """Watches the pools of a manager, whose groups these are.
 
         Raises:
             ValueError: it watches another manager already.
         """
-        if self._coordinator is not None:
+        if self._groups is not None:
             raise ValueError("expected a MissReasons of its own for each manager, got one that watches another")
-        self._coordinator = coordinator
-        for pool in coordinator.pools:
+        self._groups = groups
+        for pool in groups.pools:
             pool.prefix_index.evicted = EvictedBlocks(self.max_evicted_blocks, self._clock)
 
     def explain_off(self, request: Request) -> None:
@@ -151,14 +148,14 @@ class MissReasons:
 
     def explain(self, request: Request, num_hit_tokens: int) -> None:
         """Reports a lookup that has just found so many tokens."""
-        coordinator = self._coordinator
-        assert coordinator is not None  # the manager that calls this is attached
-        if not coordinator.has_cacheable_groups:
+        groups = self._groups
+        assert groups is not None  # the manager that calls this is attached
+        if not groups.cacheable:
             self.explain_off(request)
             return
         # where salts name the encoder's input, another salt is another input
-        others = [] if coordinator.reads_encoder else self._seen.meet(request)
-        states = LookupStates(coordinator, request, others)
+        others = [] if groups.reads_encoder else self._seen.meet(request)
+        states = LookupStates(groups, request, others)
         had = states.longest(INVALIDATED)
         self._add(
             LookupReport(

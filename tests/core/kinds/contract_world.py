@@ -34,7 +34,7 @@ class World:
 
     @property
     def kind(self) -> SingleTypeKVCacheManager:
-        [kind] = self.manager.coordinator.managers
+        [kind] = self.manager.groups.managers
         return kind
 
     @property
@@ -65,7 +65,7 @@ class World:
         encoder = self.some(0, 7) if self.kind.reads_encoder else 0
         after, lookahead = length + new, self.some(0, 3)
         slots = min(after + lookahead, MAX_MODEL_LEN)
-        [needed] = self.manager.coordinator.num_blocks_for_new(slots, hit.block_ids, length, False, encoder, after)
+        [needed] = self.manager.block_needs.of_new(slots, hit.block_ids, length, False, encoder, after)
         before, num_free = self.manager.snapshot(), self.num_free
         options |= {"num_lookahead_tokens": lookahead, "num_encoder_tokens": encoder}
         if self.manager.allocate_slots(request, new, length, hit, **options) is None:
@@ -90,7 +90,7 @@ class World:
         self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
         after = request.num_computed_tokens + new
         slots = min(after + lookahead, MAX_MODEL_LEN)
-        [needed] = self.manager.coordinator.num_blocks_for_running(request.row, slots, num_tokens=after)
+        [needed] = self.manager.block_needs.of_running(request.row, slots, num_tokens=after)
         before, num_free = self.manager.snapshot(), self.num_free
         if self.manager.allocate_slots(request, new, num_lookahead_tokens=lookahead) is None:
             assert needed > num_free

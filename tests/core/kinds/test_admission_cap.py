@@ -25,7 +25,7 @@ def test_the_cap_is_the_most_blocks_that_a_step_can_need(block_size: int) -> Non
     for spec, in_flight in product(specs(block_size), (1, 2, 5, 9, MAX_MODEL_LEN)):
         config = KVCacheConfig.single_pool(2, spec)
         manager = KVCacheManager(config, MAX_MODEL_LEN, block_size, max_in_flight_tokens=in_flight)
-        [kind] = manager.coordinator.managers
+        [kind] = manager.groups.managers
         most = 0
         for settled in range(MAX_MODEL_LEN):
             slots = min(settled + in_flight, MAX_MODEL_LEN)

@@ -96,8 +96,8 @@ def test_exactly_the_needed_blocks_suffice(spec: KVCacheSpec, lacking: int) -> N
         world = World(spec, seed, num_groups=2)
         request = world.new_request()
         encoder = 5 if world.kind.reads_encoder else 0
-        coordinator = world.manager.coordinator
-        [needed] = coordinator.num_blocks_for_new(request.num_tokens, coordinator.no_ids, 0, False, encoder)
+        no_ids = world.manager.groups.no_ids
+        [needed] = world.manager.block_needs.of_new(request.num_tokens, no_ids, 0, False, encoder)
         held = world.manager.block_pool.get_new_blocks(world.num_free - needed + lacking)
         fits = world.manager.allocate_slots(request, request.num_tokens, num_encoder_tokens=encoder) is not None
         assert fits == (lacking == 0)

@@ -105,7 +105,7 @@ def test_refused_arguments_change_nothing() -> None:
 
 
 def test_the_kind_itself_answers_no_lookup() -> None:
-    kind = make_manager().coordinator.managers[1]
+    kind = make_manager().groups.managers[1]
     assert isinstance(kind, CrossAttentionManager)
     with pytest.raises(NotImplementedError, match="cross_attention blocks are no prefix hits"):
         kind.find_longest_cache_hit(PrefixLookup([], 4, 4, False))

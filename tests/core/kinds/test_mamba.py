@@ -361,7 +361,7 @@ def run_states(manager: KVCacheManager, pages: dict[int, list[int]], requests: l
 def test_check_invariants_finds_a_lost_state() -> None:
     manager = make_manager(state(drafts=1))
     request = admit(manager, "r", 6)
-    kind = manager.coordinator.managers[0]
+    kind = manager.groups.managers[0]
     assert isinstance(kind, MambaManager)
     ids = kind.block_tables[0, request.row].copy()
     kind.block_tables[0, request.row, kind.num_blocks[request.row] - 1] = 0

@@ -15,7 +15,7 @@ from tests.core.manager.naive_manager import NaiveGroup
 
 @pytest.mark.parametrize("setup", [FULL, WINDOW, SETUPS["window_1"], SETUPS["full_coarse"]])
 def test_one_row_and_many_agree(setup: Setup) -> None:
-    [manager] = setup.manager([9]).coordinator.managers
+    [manager] = setup.manager([9]).groups.managers
     computed = np.arange(60)
     skipped = manager.count_skipped_tokens(computed)
     assert skipped.tolist() == [manager.get_num_skipped_tokens(n) for n in range(60)]
@@ -29,7 +29,7 @@ def test_one_row_and_many_agree(setup: Setup) -> None:
 @pytest.mark.parametrize("window", range(1, 9))
 def test_a_window_skips_what_its_next_token_does_not_see(window: int) -> None:
     """Token n sees n - window + 1 to n."""
-    manager = SETUPS["window"].manager([9]).coordinator.managers[0]
+    manager = SETUPS["window"].manager([9]).groups.managers[0]
     object.__setattr__(manager.kv_cache_spec, "sliding_window", window)
     for computed in range(30):
         unseen = [token for token in range(computed) if token < computed - window + 1]
@@ -61,7 +61,7 @@ def running() -> tuple[KVCacheManager, SingleTypeKVCacheManager, int]:
     request = Request("r", range(7))
     manager.allocate_slots(request, 7)
     manager.remove_skipped_blocks("r", 7)
-    return manager, manager.coordinator.managers[1], request.row
+    return manager, manager.groups.managers[1], request.row
 
 
 BREAKS: dict[str, Callable[[SingleTypeKVCacheManager, int], tuple[np.ndarray, tuple[int, ...] | int, int]]] = {
@@ -88,7 +88,7 @@ def test_the_checker_finds_rows_without_a_request() -> None:
     manager, windows, row = running()
     with pytest.raises(InvariantError, match=r"G3, groups \(1, 2\): a row that no request owns holds blocks"):
         windows.check_invariants([])
-    manager.coordinator.quiet_until[row] += 1
+    manager.row_blocks.quiet_until[row] += 1
     with pytest.raises(InvariantError, match=f"M3: row {row} sleeps past its next allocation, registration or release"):
         manager.check_invariants()
-    manager.coordinator.quiet_until[row] -= 1
+    manager.row_blocks.quiet_until[row] -= 1

@@ -260,7 +260,7 @@ class Lockstep:
 
     def new_pair(self, name: str, tokens: list[int], salt: str | None = None, **options: Any) -> Pair:
         request = Request(name, tokens, cache_salt=salt, block_hasher=self.hasher, **options)
-        encoder = len(tokens) % (MAX_ENCODER + 1) if self.manager.coordinator.reads_encoder else 0
+        encoder = len(tokens) % (MAX_ENCODER + 1) if self.manager.groups.reads_encoder else 0
         origin, inserts = (request.lora, request.weight_version), not request.skip_writing_prefix_cache
         return Pair(request, NaiveRequest(name, list(tokens), salt, encoder=encoder, origin=origin, inserts=inserts))
 
@@ -401,7 +401,7 @@ class Lockstep:
 
     def _learn_hashes(self, pair: Pair) -> None:
         """Which tokens each hash of the request stands for, at every block size in use."""
-        hashing = self.manager.coordinator.hashing
+        hashing = self.manager.groups.hashing
         for size in {group.block_size for group in self.setup.groups}:
             for i, block_hash in enumerate(hashing.of_block_size(pair.request.block_hashes, size)):
                 key = pair.naive.key((i + 1) * size)

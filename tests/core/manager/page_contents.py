@@ -111,5 +111,5 @@ class PageContents:
         """Per group: its id, pool, manager, and the request's blocks."""
         ids = self.manager.get_block_ids(request.request_id)
         groups = self.manager.kv_cache_config.kv_cache_groups
-        place_of = self.manager.coordinator.place_of_group
+        place_of = self.manager.groups.place_of_group
         return [(i, group.pool_id, place_of(i)[0], ids[i]) for i, group in enumerate(groups)]

@@ -134,7 +134,7 @@ class RandomForks:
         length = self.some(1, self.setup.max_model_len - 4)
         tokens = self.trunk[:length]
         tokens[-self.some(1, 3) :] = [self.some(0, 1)]
-        reads_encoder = self.manager.coordinator.reads_encoder
+        reads_encoder = self.manager.groups.reads_encoder
         salt = f"input {self.some(0, 1)}" if reads_encoder else None
         most = self.some(1, self.setup.max_model_len - len(tokens)) if self.options.get("reserve") else None
         request = Request(f"r{self.num_requests}", tokens, cache_salt=salt, block_hasher=self.hasher, max_tokens=most)
@@ -174,7 +174,7 @@ class RandomForks:
     def may_share(self, parent: Request, in_flight: int) -> bool:
         """Whether no window has passed on."""
         shared = parent.num_computed_tokens - in_flight
-        managers = self.manager.coordinator.managers
+        managers = self.manager.groups.managers
         return shared > 0 and all(
             m.reads_encoder or m.first_live[parent.row] <= m.get_num_skipped_tokens(shared) // m.block_size
             for m in managers

@@ -59,7 +59,7 @@ def ask(setup: Setup, monkeypatch: pytest.MonkeyPatch, evicted: tuple[int, ...] 
     both.manager.evict_blocks(lost, setup.groups[-1].pool)
     both.naive.evict(setup.groups[-1].pool, lost)
     questions: list[tuple[int, int, int]] = []
-    for i, manager in enumerate(both.manager.coordinator.managers):
+    for i, manager in enumerate(both.manager.groups.managers):
         find = manager.find_longest_cache_hit
 
         def counted(lookup: PrefixLookup, i: int = i, find: Callable = find) -> np.ndarray:
@@ -104,7 +104,7 @@ def test_the_config_chooses_the_coordinator(setup: Setup, expected: type) -> Non
 
 
 def test_groups_of_equal_spec_share_a_manager() -> None:
-    managers = SETUPS["hybrid_interleaved"].manager([9]).coordinator.managers
+    managers = SETUPS["hybrid_interleaved"].manager([9]).groups.managers
     assert [manager.group_ids for manager in managers] == [(0, 2), (1, 3)]
     assert [type(manager) for manager in managers] == [SlidingWindowManager, FullAttentionManager]
 

@@ -26,7 +26,7 @@ def running(
     """A request whose prompt is computed."""
     hasher = BlockHasher(manager.hash_block_size, seed="0") if manager.enable_caching else None
     request = Request(name, range(num_tokens), cache_salt=salt, block_hasher=hasher, **options)
-    encoder = MAX_ENCODER if manager.coordinator.reads_encoder else 0
+    encoder = MAX_ENCODER if manager.groups.reads_encoder else 0
     assert manager.allocate_slots(request, num_tokens, num_encoder_tokens=encoder) is not None
     request.num_computed_tokens = num_tokens
     return request
@@ -86,7 +86,7 @@ def test_a_fork_of_8_shares_all_full_blocks_and_copies_a_page_for_each_child_tha
             assert of_child[:shared] == ([0] * (shared - 1) + [ids[shared - 1]] if group.mamba else ids)
     decode(manager, list(children))
     num_partial = sum(
-        not m.reads_encoder and 7 % m.block_size > 0 for m in manager.coordinator.managers for _ in m.group_ids
+        not m.reads_encoder and 7 % m.block_size > 0 for m in manager.groups.managers for _ in m.group_ids
     )
     device.run([Writes(child, 1) for child in children])
     for child in children:

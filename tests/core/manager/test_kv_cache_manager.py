@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -653,3 +655,21 @@ def test_rows_are_shared_by_no_two_requests() -> None:
     third = run_prompt(manager, "c", 4)
     assert len({row, second.row, third.row}) == 3
     manager.request_table.close_step(step)
+
+
+def test_its_arguments_are_those_of_the_call_under_a_debugger_too() -> None:
+    """A tracer that reads frames, as debuggers do, sees and changes nothing of them."""
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        assert frame.f_locals is not None
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        manager = make_manager(9, use_eagle=True, max_num_reqs=3)
+    finally:
+        sys.settrace(before)
+    assert manager.arguments == make_manager(9, use_eagle=True, max_num_reqs=3).arguments
+    given = {"max_model_len": 40, "hash_block_size": BLOCK_SIZE, "use_eagle": True, "max_num_reqs": 3}
+    assert given.items() <= dict(manager.arguments).items()

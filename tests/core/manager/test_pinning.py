@@ -21,7 +21,7 @@ CACHING = [name for name, setup in SETUPS.items() if setup.caching and name not 
 def computed(manager: KVCacheManager, num_tokens: int, name: str = "r", **options: Any) -> Request:
     """A request that is computed and gone; its blocks are free hits."""
     request = Request(name, range(num_tokens), block_hasher=HASHER, **options)
-    encoder = MAX_ENCODER if manager.coordinator.reads_encoder else 0
+    encoder = MAX_ENCODER if manager.groups.reads_encoder else 0
     assert manager.allocate_slots(request, num_tokens, num_encoder_tokens=encoder) is not None
     manager.new_step_starts()
     manager.free(request)
@@ -225,5 +225,5 @@ def test_the_checker_finds_references_that_nobody_holds() -> None:
     outside = manager.block_pool.num_outside_refs
     outside[1] -= 1
     with pytest.raises(InvariantError, match=r"N1: pool 0: pins and copies hold \[1, 2, 3, 4\]"):
-        manager.coordinator.pins.check_invariants()
+        manager.pins.check_invariants()
     outside[1] += 1

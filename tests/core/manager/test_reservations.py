@@ -28,7 +28,7 @@ def manager_of(groups: tuple[NaiveGroup, ...], pool_sizes: int | list[int], **op
 
 def worst_case(groups: tuple[NaiveGroup, ...]) -> list[int]:
     """Blocks of a request of the longest length, per pool."""
-    return manager_of(groups, 1_000).coordinator.worst_case_blocks(MAX_MODEL_LEN)
+    return manager_of(groups, 1_000).block_needs.worst_case(MAX_MODEL_LEN)
 
 
 def request_of(name: str, rng: np.random.Generator, **options: object) -> Request:
@@ -53,7 +53,7 @@ class Simulation:
         new = min(request.num_tokens - length, int(self.rng.integers(1, IN_FLIGHT - 1)))
         new = self.step_of(request, new, length)
         lookahead = self.lookahead[request.request_id] = int(self.rng.integers(0, 3))
-        encoder = int(self.rng.integers(0, MAX_ENCODER + 1)) if self.manager.coordinator.reads_encoder else 0
+        encoder = int(self.rng.integers(0, MAX_ENCODER + 1)) if self.manager.groups.reads_encoder else 0
         before = self.manager.snapshot()
         if self.manager.allocate_slots(request, new, length, hit, lookahead, num_encoder_tokens=encoder) is None:
             assert self.manager.snapshot() == before
@@ -137,7 +137,7 @@ def test_the_largest_steps_fit_wherever_they_begin(groups: tuple[NaiveGroup, ...
     for first in range(1, IN_FLIGHT + 1):
         manager = manager_of(groups, [worst + 1 for worst in worst_case(groups)], reserve=True)
         request, new = Request("r", [1] * MAX_MODEL_LEN), first
-        encoder = MAX_ENCODER if manager.coordinator.reads_encoder else 0
+        encoder = MAX_ENCODER if manager.groups.reads_encoder else 0
         while request.num_computed_tokens < MAX_MODEL_LEN:
             new = min(new, MAX_MODEL_LEN - request.num_computed_tokens)
             new = max(manager.limit_step(request, new), 1)
@@ -148,7 +148,7 @@ def test_the_largest_steps_fit_wherever_they_begin(groups: tuple[NaiveGroup, ...
 
 @every_kind
 def test_a_pool_one_block_short_admits_nobody_of_the_longest_length(groups: tuple[NaiveGroup, ...]) -> None:
-    needs, least = worst_case(groups), manager_of(groups, 1_000).coordinator.worst_case_blocks(2)
+    needs, least = worst_case(groups), manager_of(groups, 1_000).block_needs.worst_case(2)
     for short in range(len(needs)):
         sizes = [max(need + (pool_id != short), 2) for pool_id, need in enumerate(needs)]
         for request, blocks in ((Request("r", [1]), needs), (Request("s", [1], max_tokens=1), least)):
@@ -163,11 +163,11 @@ def test_a_short_request_reserves_what_one_step_takes(groups: tuple[NaiveGroup, 
     for num_tokens in range(1, 1 + min([IN_FLIGHT, *states])):
         manager = manager_of(groups, 1_000)
         before = [pool.num_free_blocks for pool in manager.block_pools]
-        encoder = MAX_ENCODER if manager.coordinator.reads_encoder else 0
+        encoder = MAX_ENCODER if manager.groups.reads_encoder else 0
         request = Request("r", [1] * num_tokens)
         assert manager.allocate_slots(request, num_tokens, num_encoder_tokens=encoder) is not None
         taken = [free - pool.num_free_blocks for free, pool in zip(before, manager.block_pools, strict=True)]
-        assert manager.coordinator.worst_case_blocks(num_tokens) == taken
+        assert manager.block_needs.worst_case(num_tokens) == taken
 
 
 def test_the_reservation_ends_with_the_request() -> None:
@@ -207,7 +207,7 @@ def test_broken_laws_are_found(break_it: object) -> None:
     manager = KVCacheManager(manager.kv_cache_config, MAX_MODEL_LEN, 2, reserve=True)
     request = Request("r", [1])
     manager.allocate_slots(request, 1)
-    reservations = manager.coordinator.reservations
+    reservations = manager.reservations
     assert reservations is not None
     totals, slots = list(reservations.totals), reservations._slots.copy()
     break_it(reservations)  # type: ignore[operator]

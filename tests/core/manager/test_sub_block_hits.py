@@ -52,7 +52,7 @@ class SubBlockLockstep(Lockstep):
     def brute_force(self, tokens: list[int], salt: str | None) -> int:
         """The longest length for which every group has all that the next token sees."""
         cut = lcm(*(group.block_size for group in self.setup.groups if group.mamba == "align"))
-        longest = 0 if salt is None and self.manager.coordinator.reads_encoder else len(tokens) - 1
+        longest = 0 if salt is None and self.manager.groups.reads_encoder else len(tokens) - 1
         return next((n for n in range(longest - longest % cut, 0, -cut) if self.is_hit(tokens[:n], salt)), 0)
 
     def is_hit(self, prefix: list[int], salt: str | None) -> bool:
@@ -243,6 +243,7 @@ def test_what_this_step_computes_is_not_copied() -> None:
     assert hit_of(manager, [0, 1, 66])[1] == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*the two share no blocks:UserWarning")
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -324,7 +325,7 @@ def test_entries_of_blocks_that_are_gone_are_dropped() -> None:
     manager = FOUR.manager([12], sub_block_hits=True)
     for i in range(200):
         computed(manager, f"r{i}", list(range(10 * i, 10 * i + 8)))
-    (only,) = manager.coordinator.managers
+    (only,) = manager.groups.managers
     assert only.sub_blocks is not None
     assert only.sub_blocks.num_entries <= 2 * 11 + 64
     assert hit_of(manager, [1990, 1991, 1992, 1993, 1994, 7])[1] == 5
@@ -380,7 +381,7 @@ def test_a_lookup_passes_over_what_its_own_step_registers(num_prompts: int, monk
 def test_the_index_is_emptied_with_the_pool() -> None:
     manager = BIG.manager([30], sub_block_hits=True)
     computed(manager, "a", list(range(24)))
-    indices = [part.sub_blocks for part in manager.coordinator.managers]
+    indices = [part.sub_blocks for part in manager.groups.managers]
     assert all(index is not None and index.num_entries > 0 for index in indices)
     assert manager.reset_prefix_cache()
     assert all(index is not None and index.num_entries == 0 and not index._siblings for index in indices)
@@ -391,7 +392,7 @@ def test_the_index_is_emptied_with_the_pool() -> None:
 
 def test_entries_that_wait_for_a_step_are_dropped_with_their_blocks_too() -> None:
     manager = FOUR.manager([12], sub_block_hits=True)
-    (only,) = manager.coordinator.managers
+    (only,) = manager.groups.managers
     assert only.sub_blocks is not None
     for i in range(200):
         request = Request(f"r{i}", range(10 * i, 10 * i + 8), block_hasher=HASHER)

@@ -208,8 +208,8 @@ def test_a_kind_of_the_user_is_restored(monkeypatch: pytest.MonkeyPatch) -> None
 
     config = KVCacheConfig.single_pool(9, OwnSpec(block_size=2, num_kv_heads=1, head_size=8, dtype="float32"))
     manager = KVCacheManager(config, 24, 2)
-    manager.coordinator.managers[0].seen["more"] = {1, 2}
-    restored = restore(manager).coordinator.managers[0]
+    manager.groups.managers[0].seen["more"] = {1, 2}
+    restored = restore(manager).groups.managers[0]
     assert type(restored) is OwnManager
     assert list(restored.seen) == ["answer", "more"]
     assert restored.seen["more"] == {1, 2}

@@ -1,0 +1,186 @@
+"""The groups of a deployment: one manager per spec and pool, and what all work over groups has to know of them.
+
+Flow:    KVCacheConfig, pools, settings -> [GroupManagers] -> lookups, slots, steps, forks, pins, miss reasons
+Source:  vLLM v1/core/kv_cache_coordinator.py (its managers)
+
+Groups of equal spec in one pool share a manager: they are looked up together and hold equally many blocks. Managers
+stand in the order of their first groups; releases, new blocks and registrations of a request go manager by manager,
+group by group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import lcm
+from typing import TypeVar
+
+import numpy as np
+
+from kvjax.core.hashing.block_hashing import BlockHashing
+from kvjax.core.kinds.registry import manager_class_of
+from kvjax.core.kinds.retention import Retention
+from kvjax.core.kinds.single_type_manager import ManagerSettings, SingleTypeKVCacheManager
+from kvjax.core.kinds.state_steps import StateSteps
+from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.pool.fresh_blocks import FreshBlocks
+from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS, KVCacheBlocks
+from kvjax.core.spec import KVCacheConfig, KVCacheSpec
+from kvjax.core.watch.kv_events import GroupInfo
+
+Value = TypeVar("Value")
+
+
+class GroupManagers:
+    """What there is: managers, their pools, and the settings that they share. Nothing is exchanged once it is made.
+
+    Made by one `KVCacheManager`, which hands it to its parts.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        pools: tuple[BlockPool, ...],
+        settings: ManagerSettings,
+        hashing: BlockHashing,
+        use_eagle: bool,
+    ) -> None:
+        """Managers of all groups, without rows.
+
+        Raises:
+            ValueError: a spec has no manager, `hash_block_size` does not divide a block size, or `retention_interval`
+                is no multiple of every block size.
+            NotImplementedError: a kind does not work with EAGLE or context parallelism, or `retention_interval` with
+                `sub_block_hits`.
+        """
+        self.pools = pools
+        self.settings = settings
+        self.hashing = hashing
+        self.fresh_blocks = tuple(FreshBlocks(pool.num_blocks) for pool in pools)
+        self.managers, self.pool_ids = self._make_managers(kv_cache_config)
+        self.num_groups = len(kv_cache_config.kv_cache_groups)
+        self.drops_last_block = self._find_eagle_managers(kv_cache_config, use_eagle)  # per manager
+        self.cacheable = tuple(manager for manager in self.managers if manager.is_prefix_cacheable)
+        self.releasing = tuple(manager for manager in self.managers if manager.gives_blocks_back)
+        self.reads_encoder = any(manager.reads_encoder for manager in self.managers)
+        self.alignment = lcm(*(manager.block_size for manager in self.cacheable))  # tokens: hits are multiples of it
+        # Where no group needs a block at every length, a hit rests on its last one: something of it is cached.
+        self.needs_last_block = not any(manager.hits_need_blocks() for manager in self.cacheable)
+        self.sub_block_indices = tuple(m.sub_blocks for m in self.managers if m.sub_blocks is not None)
+        self.state_steps = StateSteps(tuple(m.state_blocks for m in self.managers if m.state_blocks is not None))
+        self.pool_of_group = tuple(pools[group.pool_id] for group in kv_cache_config.kv_cache_groups)
+        self.no_ids = (NO_BLOCK_IDS,) * self.num_groups
+        self.no_blocks = KVCacheBlocks(self.no_ids, self.pool_of_group)
+        self._place_of_group = {
+            group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
+        }
+        self._check_kinds()
+        self.retention = self._make_retention()
+
+    def _make_managers(
+        self, kv_cache_config: KVCacheConfig
+    ) -> tuple[tuple[SingleTypeKVCacheManager, ...], tuple[int, ...]]:
+        """A manager per spec and pool, and the pool of each."""
+        group_ids: dict[tuple[KVCacheSpec, int], list[int]] = {}
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+            group_ids.setdefault((group.kv_cache_spec, group.pool_id), []).append(group_id)
+        managers = tuple(
+            manager_class_of(spec)(spec, self.pools[pool_id], tuple(ids), self.settings, self.fresh_blocks[pool_id])
+            for (spec, pool_id), ids in group_ids.items()
+        )
+        for manager in managers:
+            _describe_to_events(manager)
+        return managers, tuple(pool_id for _, pool_id in group_ids)
+
+    def _find_eagle_managers(self, kv_cache_config: KVCacheConfig, use_eagle: bool) -> tuple[bool, ...]:
+        """Whose hits drop their last block: those with a group of the drafting head; all, if no group is named."""
+        groups = kv_cache_config.kv_cache_groups
+        if not use_eagle or not any(group.is_eagle_group for group in groups):
+            return (use_eagle,) * len(self.managers)
+        return tuple(any(groups[i].is_eagle_group for i in manager.group_ids) for manager in self.managers)
+
+    def _check_kinds(self) -> None:
+        for manager, drops in zip(self.managers, self.drops_last_block, strict=True):
+            kind = manager.kv_cache_spec.kind
+            if drops and not manager.supports_eagle:
+                raise NotImplementedError(f"{kind} attention does not work with use_eagle=True")
+            caches = self.settings.enable_caching and manager.is_prefix_cacheable
+            if caches and manager.block_size % self.hashing.hash_block_size:
+                raise ValueError(
+                    f"expected hash_block_size to divide the block size of every group, got hash_block_size "
+                    f"{self.hashing.hash_block_size} and {kind} blocks of {manager.block_size} tokens"
+                )
+
+    def _make_retention(self) -> Retention | None:
+        """Checkpoints for all managers that can do with them; None: everything is registered."""
+        interval = self.settings.retention_interval
+        if interval is None:
+            return None
+        if not self.settings.enable_caching:
+            raise ValueError(f"expected enable_caching=True with retention_interval, got {interval} without caching")
+        if self.settings.sub_block_hits:
+            raise NotImplementedError(f"retention_interval={interval} does not work with sub_block_hits=True")
+        pairs = list(zip(self.managers, self.drops_last_block, strict=True))
+        dropped = [manager.block_size * drops for manager, drops in pairs if manager.is_prefix_cacheable]
+        retention = Retention(interval, self.alignment, max(dropped, default=0))
+        for manager, drops in pairs:
+            manager.retain(retention, drops)
+        return retention
+
+    @property
+    def gives_blocks_back(self) -> bool:
+        """Whether any group releases blocks before its request ends."""
+        return bool(self.releasing)
+
+    @property
+    def cacheable_lookups(self) -> list[tuple[SingleTypeKVCacheManager, bool]]:
+        """The managers whose kind has a prefix cache, each with whether its hits drop their last block."""
+        pairs = zip(self.managers, self.drops_last_block, strict=True)
+        return [(manager, drops) for manager, drops in pairs if manager.is_prefix_cacheable]
+
+    def place_of_group(self, group_id: int) -> tuple[SingleTypeKVCacheManager, int]:
+        """The manager of a group, and the group's place in its arrays."""
+        return self._place_of_group[group_id]
+
+    def by_group(self, by_manager: Sequence[Iterable[Value]]) -> tuple[Value, ...]:
+        """What each manager says of each of its groups, in the order of groups."""
+        if len(by_manager) == 1:
+            return tuple(by_manager[0])
+        values: list[Value | None] = [None] * self.num_groups
+        for manager, of_groups in zip(self.managers, by_manager, strict=True):
+            for group_id, value in zip(manager.group_ids, of_groups, strict=True):
+                values[group_id] = value
+        return tuple(values)  # type: ignore[arg-type]
+
+    def by_manager(self, hits: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Per manager int32[G, k], from per group int32[k]."""
+        return [np.stack([hits[group_id] for group_id in manager.group_ids]) for manager in self.managers]
+
+    def blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:
+        """Per group int32[k] as a value; the shared empty one if there are none."""
+        if ids is self.no_ids:
+            return self.no_blocks
+        for group_ids in ids:
+            if group_ids.size:
+                return KVCacheBlocks(ids, self.pool_of_group)
+        return self.no_blocks
+
+    def row_block_ids(self, row: int) -> tuple[np.ndarray, ...]:
+        """Per group int32[k] copy of the row's blocks, nulls where they were released."""
+        return self.by_group([manager.row_block_ids(row) for manager in self.managers])
+
+    def new_step_starts(self) -> None:
+        """Lets lookups hit what earlier steps registered."""
+        for fresh in self.fresh_blocks:
+            fresh.clear()
+        for index in self.sub_block_indices:
+            index.new_step_starts()
+
+
+def _describe_to_events(manager: SingleTypeKVCacheManager) -> None:
+    spec = manager.kv_cache_spec
+    info = GroupInfo(manager.block_size, spec.kind, getattr(spec, "sliding_window", None))
+    for group_id in manager.group_ids:
+        manager.block_pool.register_group(group_id, info)
+
+
+__all__ = ["GroupManagers"]

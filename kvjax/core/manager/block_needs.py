@@ -1,0 +1,79 @@
+"""How many blocks of each pool a request takes: what admission, forks, pins and steps compare with what is free.
+
+Flow:    counts of tokens, hits -> [BlockNeeds] -> blocks per pool -> fits, or not
+Source:  get_num_blocks_to_allocate of vLLM v1/core/kv_cache_coordinator.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.kinds.single_type_manager import NEVER
+
+
+class BlockNeeds:
+    """Asks the managers of all groups. Changes nothing; a call costs about a microsecond per manager."""
+
+    def __init__(self, groups: GroupManagers) -> None:
+        self._groups = groups
+
+    def of_new(
+        self,
+        num_slots: int,
+        hits: Sequence[np.ndarray],
+        total_computed: int,
+        capped: bool,
+        num_encoder_tokens: int = 0,
+        num_tokens: int = NEVER,
+    ) -> list[int]:
+        """Per pool the free blocks that a first allocation takes; `hits` are int32[k] per group.
+
+        `num_tokens` are the slots without lookahead.
+        """
+        groups = self._groups
+        needs = [0] * len(groups.pools)
+        for manager, pool_id, ids in zip(groups.managers, groups.pool_ids, groups.by_manager(hits), strict=True):
+            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            slots = manager.slots_of(slots, num_encoder_tokens)
+            needs[pool_id] += manager.num_blocks_for_new(slots, ids, total_computed, capped)
+        return needs
+
+    def of_running(self, row: int, num_slots: int, capped: bool = False, num_tokens: int = NEVER) -> list[int]:
+        """Per pool the free blocks that a row still needs; `num_tokens` are the slots without lookahead."""
+        groups = self._groups
+        needs = [0] * len(groups.pools)
+        for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
+            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            needs[pool_id] += manager.num_blocks_for_running(row, slots, capped)
+        return needs
+
+    def of_children(self, num_rows: int) -> list[int]:
+        """Per pool the free blocks that so many new rows take when they share what another row holds."""
+        groups = self._groups
+        needs = [0] * len(groups.pools)
+        for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
+            needs[pool_id] += manager.num_blocks_for_share(num_rows)
+        return needs
+
+    def worst_case(self, num_slots: int) -> list[int]:
+        """Per pool the most blocks that a request of at most `num_slots` slots ever holds at once."""
+        groups = self._groups
+        needs = [0] * len(groups.pools)
+        for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
+            needs[pool_id] += manager.worst_case_blocks(num_slots)
+        return needs
+
+    def fit(self, needs: Sequence[int]) -> bool:
+        """Whether every pool has the blocks free."""
+        return all(need <= pool.num_free_blocks for need, pool in zip(needs, self._groups.pools, strict=True))
+
+
+def sums(needs: Sequence[int], more: Sequence[int]) -> list[int]:
+    """Per pool both together."""
+    return [need + other for need, other in zip(needs, more, strict=True)]
+
+
+__all__ = ["BlockNeeds", "sums"]

@@ -1,0 +1,139 @@
+"""The arguments of a `KVCacheManager` beside its groups, checked, and what its parts are made with.
+
+Flow:    KVCacheManager(...) -> [ManagerOptions] -> BlockPool, ManagerSettings, BlockHashing; save_state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+from kvjax.core.eviction import EvictionPolicyFactory
+from kvjax.core.hashing.block_hashing import BlockHashing
+from kvjax.core.kinds.single_type_manager import ManagerSettings
+from kvjax.core.misses.miss_reasons import MissReasons
+from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.spec import KVCacheConfig
+from kvjax.core.watch.kv_events import KVEventLog
+from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
+
+SIZES = ("max_model_len", "hash_block_size", "dcp_world_size", "pcp_world_size", "max_in_flight_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOptions:
+    """Each option with its meaning; the defaults are those of `KVCacheManager`."""
+
+    max_model_len: int  # most tokens of one request
+    hash_block_size: int  # tokens of one `Request.block_hashes` entry; divides every group's block size
+    # Whether full blocks become prefix hits.
+    enable_caching: bool
+    # Drop the last block of every hit (a drafting head needs its hidden states); where groups are marked
+    # `is_eagle_group`, only theirs.
+    use_eagle: bool
+    # Whether `make_prefix_cache_stats` counts.
+    log_stats: bool
+    # Whether `take_events` tells what was stored and removed.
+    enable_kv_cache_events: bool
+    # Ranks of decode context parallelism; a block id stands for a block on each.
+    dcp_world_size: int
+    # Ranks of prefill context parallelism, likewise.
+    pcp_world_size: int
+    # Samples how long blocks stay.
+    metrics_collector: KVCacheMetricsCollector | None
+    # First size of the request table, a hint.
+    max_num_reqs: int | None
+    # Most tokens that steps in flight add to one request (the admission cap of windows); None: no better bound than
+    # `max_model_len`.
+    max_in_flight_tokens: int | None
+    # "append" or "uncached_first" (blocks without a hash are reused first), of the policy "lru".
+    free_order: str
+    # Which free block to reuse next: "lru", "slru", "cost", or a callable that makes a pool's `EvictionPolicy` from its
+    # `HashedBlocks`.
+    eviction_policy: str | EvictionPolicyFactory
+    # Whether a block may be hit in the step that computes it; right only if a step writes all its KV before any
+    # attention. False: not before `new_step_starts`.
+    same_step_hits: bool
+    # "concat" or "last": the hash of a block made of several hash blocks.
+    coarse_hash_mode: str
+    # Cache blocks of sliding windows and recurrent states only where hits may end: where requests end, where they part,
+    # and every so many tokens (0: nowhere else); hits of other lengths become shorter, and room is left for other
+    # blocks. None: cache all of them. See kinds/retention.py.
+    retention_interval: int | None
+    # Admit a new request only if the worst cases of all that run and of it fit together (its final length is its prompt
+    # and `max_tokens`); then no later call of a running request is refused.
+    reserve: bool
+    # Remember what each cached block was computed under, for `invalidate`: 4 bytes a block.
+    track_origins: bool
+    # Explains every lookup, see there.
+    miss_reasons: MissReasons | None
+    # Have the device zero every page before a request first uses it (`take_pages_to_zero`), so that nobody can ever
+    # read what another request left there, nor a NaN.
+    zero_new_pages: bool
+    # Let hits end inside a block, where a cached block begins with the same tokens: its page is copied. Not inside the
+    # states of recurrent layers. Needs `same_step_hits=False`.
+    sub_block_hits: bool
+
+    def check(self) -> None:
+        """Raises ValueError or NotImplementedError for options that can not be, or not together."""
+        for name in SIZES:
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"expected {name} >= 1, got {size}")
+        if not self.sub_block_hits:
+            return
+        if not self.enable_caching or self.same_step_hits:
+            raise ValueError(
+                f"expected enable_caching=True and same_step_hits=False with sub_block_hits=True, got "
+                f"{self.enable_caching} and {self.same_step_hits}; a page is copied before the step writes"
+            )
+        if self.use_eagle:
+            raise NotImplementedError("sub_block_hits does not work with use_eagle=True, which drops whole blocks")
+
+    def arguments(self, kv_cache_config: KVCacheConfig) -> Mapping[str, Any]:
+        """What to make an equal manager with, by name."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return MappingProxyType({"kv_cache_config": kv_cache_config, **own})
+
+    def settings(self) -> ManagerSettings:
+        """What the managers of all groups have in common."""
+        in_flight = self.max_in_flight_tokens
+        return ManagerSettings(
+            enable_caching=self.enable_caching,
+            max_model_len=self.max_model_len,
+            max_in_flight_tokens=self.max_model_len if in_flight is None else in_flight,
+            context_parallel_size=self.dcp_world_size * self.pcp_world_size,
+            same_step_hits=self.same_step_hits,
+            reserve=self.reserve,
+            sub_block_hits=self.sub_block_hits,
+            retention_interval=self.retention_interval,
+        )
+
+    def hashing(self) -> BlockHashing:
+        """How the hash of a group's block is made of `Request.block_hashes`."""
+        return BlockHashing(self.hash_block_size, self.coarse_hash_mode)
+
+    def make_pools(self, kv_cache_config: KVCacheConfig, event_log: KVEventLog) -> tuple[BlockPool, ...]:
+        """The pools of a config, all blocks free, with one log of events."""
+        groups = kv_cache_config.kv_cache_groups
+        return tuple(
+            BlockPool(
+                pool.num_blocks,
+                self.enable_caching,
+                self.hash_block_size,
+                group_ids=[group_id for group_id, group in enumerate(groups) if group.pool_id == pool_id],
+                enable_kv_cache_events=self.enable_kv_cache_events,
+                metrics_collector=self.metrics_collector,
+                free_order=self.free_order,
+                eviction_policy=self.eviction_policy,
+                event_log=event_log,
+                track_origins=self.track_origins,
+                zero_new_pages=self.zero_new_pages,
+            )
+            for pool_id, pool in enumerate(kv_cache_config.pools)
+        )
+
+
+__all__ = ["ManagerOptions"]

@@ -1,0 +1,214 @@
+"""What one running request does to the blocks of all groups: appends, releases, registers, shares, ends.
+
+Flow:    SlotAllocator, StepPlanner, Forks -> [RowBlocks] -> SingleTypeKVCacheManager per spec -> BlockPool per pool
+Source:  vLLM v1/core/kv_cache_coordinator.py; idle rows: ARCHITECTURE.md, "Host core"
+
+A row of a decoding step has mostly nothing to do. `quiet_until` has for each row the number of slots up to which no
+group allocates, registers or releases anything for it; -1 where no request has the row.
+
+Invariants (`check_invariants`), of `KVCacheManager`:
+
+    M1  a block's references are its entries in all block tables, and those that copies and pins hold outside them
+    M3  up to `quiet_until` slots a row has nothing to allocate, register or release
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.kinds.single_type_manager import NEVER
+from kvjax.core.manager.block_needs import BlockNeeds, sums
+from kvjax.core.manager.copy_on_write import CopyOnWrite
+from kvjax.core.manager.reservations import Reservations
+from kvjax.core.requests.request import Request
+from kvjax.core.requests.request_table import RequestTable
+from kvjax.errors import InvariantError, UnknownRequestError
+
+
+class RowBlocks:
+    """The blocks of every row of one `RequestTable`, over all groups. Owned by one `KVCacheManager`."""
+
+    def __init__(
+        self,
+        groups: GroupManagers,
+        needs: BlockNeeds,
+        request_table: RequestTable,
+        reservations: Reservations | None,
+    ) -> None:
+        self._groups = groups
+        self._needs = needs
+        self._table = request_table
+        self._reservations = reservations
+        self.quiet_until = np.zeros(0, np.int64)  # [rows], -1: no request
+        self.copy_on_write = CopyOnWrite(groups)
+        self.reserve_rows()
+
+    def reserve_rows(self) -> None:
+        """Makes every array hold the rows of the request table."""
+        num_rows = self._table.capacity
+        missing = num_rows - self.quiet_until.size
+        if missing <= 0:
+            return
+        self.quiet_until = np.pad(self.quiet_until, (0, missing), constant_values=-1)
+        self.copy_on_write.reserve_rows(num_rows)
+        if self._reservations is not None:
+            self._reservations.reserve_rows(num_rows)
+        if self._groups.retention is not None:
+            self._groups.retention.reserve_rows(num_rows)
+        for manager in self._groups.managers:
+            manager.reserve_rows(num_rows)
+
+    def row_of(self, request: Request) -> int:
+        """The row of a request that runs here.
+
+        Raises:
+            UnknownRequestError: the manager does not hold the request.
+        """
+        row = request.row
+        if 0 <= row < self._table.capacity and self._table.requests[row] is request:
+            return row
+        raise UnknownRequestError(
+            f"expected a request that runs here, got {request.request_id!r}, which was freed already or never allocated"
+        )
+
+    # A new row.
+
+    def add_computed(self, row: int, hits: Sequence[np.ndarray], total_computed: int, has_external: bool) -> None:
+        """Holds the hits of all groups, and only then takes blocks for tokens that come from outside.
+
+        In this order no group's new blocks can evict another group's hit.
+        """
+        for manager, ids in zip(self._groups.managers, self._groups.by_manager(hits), strict=True):
+            manager.add_computed_blocks(row, ids, total_computed)
+        if has_external:
+            for manager in self._groups.cacheable:
+                manager.allocate_new_blocks(row, total_computed)
+
+    def share(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
+        """Lets int64[n] new rows hold what a row holds of its first `num_tokens` tokens, and reserve what it has."""
+        for manager in self._groups.managers:
+            manager.share_row(row, new_rows, num_tokens)
+        if self._groups.retention is not None:
+            self._groups.retention.share_row(row, new_rows)
+        for each in [row, *new_rows.tolist()]:
+            if self.copy_on_write.writes_to_its_blocks(each, num_tokens):
+                self.copy_on_write.mark(each)
+            self.note_quiet(each)
+        if self._reservations is not None:
+            for new_row in new_rows.tolist():
+                self._reservations.copy(row, new_row)
+
+    # A step of a row.
+
+    def extend(
+        self,
+        request: Request,
+        row: int,
+        settled_tokens: int,
+        num_slots: int,
+        num_cacheable: int,
+        num_tokens: int = NEVER,
+    ) -> tuple[np.ndarray, ...] | None:
+        """One step of a running row: releases, appends up to `num_slots` slots, registers `num_cacheable` tokens.
+
+        `num_tokens` are the slots without lookahead.
+
+        Returns:
+            Per group int32[k] new blocks; None if they do not fit, when only skipped blocks were released.
+        """
+        self.remove_skipped(row, settled_tokens)
+        needs = self._needs.of_running(row, num_slots, num_tokens=num_tokens)
+        new_ids = self._groups.no_ids
+        if self.copy_on_write.is_sharing[row]:
+            copies = self.copy_on_write.num_copies(row, request.num_computed_tokens)
+            if not self._needs.fit(sums(needs, copies)):
+                return None
+            self.copy_on_write.make_exclusive(row, request.num_computed_tokens)
+        if any(needs):
+            if not self._needs.fit(needs):
+                return None
+            new_ids = self.allocate(row, num_slots, num_tokens=num_tokens)
+        self.register(request, row, num_cacheable)
+        self.note_quiet(row)
+        return new_ids
+
+    def remove_skipped(self, row: int, settled_tokens: int) -> None:
+        """Releases what left the windows of the row."""
+        for manager in self._groups.releasing:
+            manager.remove_skipped_blocks(row, settled_tokens)
+
+    def allocate(
+        self, row: int, num_slots: int, num_encoder_tokens: int = 0, num_tokens: int = NEVER
+    ) -> tuple[np.ndarray, ...]:
+        """Per group int32[k] new blocks, until the row has `num_slots` slots; the encoder's are those of a new row.
+
+        `num_tokens` are the slots without lookahead.
+        """
+        new_ids = []
+        for manager in self._groups.managers:
+            slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
+            new_ids.append(manager.allocate_new_blocks(row, manager.slots_of(slots, num_encoder_tokens)))
+        return self._groups.by_group(new_ids)
+
+    def cacheable_tokens(self, row: int, num_tokens: int) -> int:
+        """Of the first `num_tokens` tokens those whose blocks may be registered: the request has them, and hashes."""
+        if not self._groups.settings.enable_caching or self._table.skips_registration.item(row):
+            return 0
+        return min(num_tokens, self._table.num_hashed_blocks.item(row) * self._groups.hashing.hash_block_size)
+
+    def register(self, request: Request, row: int, num_cacheable: int) -> None:
+        """Registers the blocks that the first `num_cacheable` tokens fill."""
+        hashing = self._groups.hashing
+        for manager in self._groups.cacheable:
+            if num_cacheable >= (manager.num_cached_blocks.item(row) + 1) * manager.block_size:
+                hashes: Sequence[BlockHash] = request.block_hashes
+                if manager.block_size != hashing.hash_block_size:
+                    hashes = hashing.of_block_size(hashes, manager.block_size)
+                manager.cache_blocks(request, row, hashes, num_cacheable)
+
+    def free(self, row: int) -> None:
+        """Releases all blocks of the row."""
+        self.quiet_until[row] = -1
+        self.copy_on_write.unmark(row)
+        if self._reservations is not None:
+            self._reservations.release(row)
+        for manager in self._groups.managers:
+            manager.free(row)
+
+    def note_quiet(self, row: int) -> None:
+        """Renews one row's entry of `quiet_until`."""
+        quiet_until = 0 if self.copy_on_write.is_sharing[row] else self._groups.settings.max_model_len
+        for manager in self._groups.managers:
+            quiet_until = min(quiet_until, manager.row_quiet_until(row))
+        self.quiet_until[row] = quiet_until
+
+    # Checks.
+
+    def check_invariants(self, owned_rows: Sequence[int]) -> None:
+        """Raises InvariantError if a manager's laws, M1 or M3 do not hold."""
+        managers = self._groups.managers
+        for manager in managers:
+            manager.check_invariants(owned_rows)
+        for row in owned_rows:
+            if self.quiet_until[row] > min(manager.row_quiet_until(row) for manager in managers):
+                raise InvariantError(f"M3: row {row} sleeps past its next allocation, registration or release")
+        for pool_id, pool in enumerate(self._groups.pools):
+            owners = pool.num_outside_refs.astype(np.int64)
+            for manager, of_pool in zip(managers, self._groups.pool_ids, strict=True):
+                if of_pool == pool_id:
+                    owners[manager.reserved_block_ids] += 1
+                    owners += np.bincount(manager.block_tables.ravel(), minlength=pool.num_blocks)
+            wrong = np.flatnonzero(owners[1:] != pool.ref_count[1:]) + 1
+            if wrong.size:
+                block_id = int(wrong[0])
+                raise InvariantError(
+                    f"M1: pool {pool_id}, block {block_id}: {owners[block_id]} owners, "
+                    f"ref_count {pool.ref_count[block_id]}"
+                )
+
+
+__all__ = ["RowBlocks"]
