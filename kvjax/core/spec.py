@@ -40,6 +40,8 @@ class KVCacheSpec(abc.ABC):
 
     # Fields that say how a page looks or what of it is read, not which tokens it holds.
     layer_fields: ClassVar[frozenset[str]] = frozenset()
+    # Whether lengths and slots of a step are those of the encoder's tokens, written when the encoder runs.
+    reads_encoder: ClassVar[bool] = False
 
     block_size: int
 
@@ -64,24 +66,19 @@ class KVCacheSpec(abc.ABC):
         """Bytes of one page without any padding of a device."""
 
     @property
+    @abc.abstractmethod
     def num_reserved_blocks(self) -> int:
         """Blocks that a group takes for good and no request holds."""
-        return 0
 
     @property
+    @abc.abstractmethod
     def state_pages(self) -> StatePages | None:
         """Of a kind whose pages are recurrent states: where they lie. None: pages hold tokens."""
-        return None
 
     @property
-    def reads_encoder(self) -> bool:
-        """Whether lengths and slots of a step are those of the encoder's tokens, written when the encoder runs."""
-        return False
-
-    @property
+    @abc.abstractmethod
     def tokens_per_state(self) -> int:
         """Tokens that one entry of a page stands for; more than 1 in compressed caches."""
-        return 1
 
     @abc.abstractmethod
     def page_layout(self, platform: str) -> PageLayout:
@@ -101,6 +98,7 @@ class AttentionSpec(KVCacheSpec):
     """Cache of K and V per head."""
 
     layer_fields: ClassVar[frozenset[str]] = frozenset({"num_kv_heads", "head_size", "head_size_v", "dtype"})
+    sink_len: ClassVar[int] = 0  # tokens of the layer's own that stand before a request's, in reserved blocks
 
     num_kv_heads: int
     head_size: int
@@ -113,6 +111,21 @@ class AttentionSpec(KVCacheSpec):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         dtype_bits(self.dtype)
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks of the sinks."""
+        return self.sink_len // self.block_size
+
+    @property
+    def state_pages(self) -> None:
+        """None: pages hold tokens."""
+        return
+
+    @property
+    def tokens_per_state(self) -> int:
+        """1."""
+        return 1
 
     @property
     def page_size_bytes(self) -> int:

@@ -12,12 +12,13 @@ After n computed tokens the next token (number n) starts or continues the chunk 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 import numpy as np
 
 from kvjax.core.kinds.local_attention import LocalAttentionManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
+from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 
@@ -44,11 +45,11 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return cdiv(tokens, self.block_size) + (self.attention_chunk_size % self.block_size > 0)
 
 
+@final
 @register_kv_cache_manager(ChunkedLocalAttentionSpec)
 class ChunkedLocalAttentionManager(LocalAttentionManager):
-    """Gives the blocks of a chunk back when the next begins; a hit needs those of its last, unfinished chunk."""
+    """Releases the blocks of a chunk when the next begins; a hit needs those of its last, unfinished chunk."""
 
-    supports_context_parallelism: ClassVar[bool] = False
     supports_eagle: ClassVar[bool] = False
 
     kv_cache_spec: ChunkedLocalAttentionSpec
@@ -67,3 +68,7 @@ class ChunkedLocalAttentionManager(LocalAttentionManager):
         """Computed tokens at which the first chunk begins that starts after the block `first_live`."""
         chunk = self.kv_cache_spec.attention_chunk_size
         return -(-(first_live + 1) * self.block_size // chunk) * chunk
+
+    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
+        """None: lengths in a chunk need unlike numbers of blocks."""
+        return NO_CHECKPOINT

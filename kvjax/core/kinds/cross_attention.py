@@ -12,25 +12,24 @@ nothing unless something in the hash of its first block names that input: a mult
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 import numpy as np
 
+from kvjax.core.kinds.columns import ColumnManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.single_type_manager import (
-    NEVER,
-    IntOrArray,
-    PrefixLookup,
-    RowChanges,
-    SingleTypeKVCacheManager,
-)
+from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
+from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray, PrefixLookup
 from kvjax.core.spec import AttentionSpec, cdiv
 from kvjax.core.tables.column_runs import NO_RUNS
+from kvjax.core.tables.row_changes import RowChanges
 
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
     """K and V of at most `max_num_encoder_tokens` encoder tokens."""
+
+    reads_encoder: ClassVar[bool] = True
 
     max_num_encoder_tokens: int
 
@@ -44,28 +43,31 @@ class CrossAttentionSpec(AttentionSpec):
         """Name in KV events."""
         return "cross_attention"
 
-    @property
-    def reads_encoder(self) -> bool:
-        """True."""
-        return True
-
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """Blocks of the longest encoder input, however long the request is."""
         return cdiv(self.max_num_encoder_tokens, self.block_size)
 
 
+@final
 @register_kv_cache_manager(CrossAttentionSpec)
-class CrossAttentionManager(SingleTypeKVCacheManager):
+class CrossAttentionManager(ColumnManager):
     """Blocks by encoder tokens, for the request's whole life."""
 
-    supports_context_parallelism: ClassVar[bool] = False
     supports_eagle: ClassVar[bool] = True
     hits_are_prefix_closed: ClassVar[bool] = True
     gives_blocks_back: ClassVar[bool] = False
     is_prefix_cacheable: ClassVar[bool] = False
-    reads_encoder: ClassVar[bool] = True
 
     kv_cache_spec: CrossAttentionSpec
+
+    @property
+    def max_encoder_tokens(self) -> int:
+        """As the spec says."""
+        return self.kv_cache_spec.max_num_encoder_tokens
+
+    def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
+        """Slots are the encoder's tokens."""
+        return num_encoder_tokens
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """None: every encoder token is attended to for ever."""
@@ -91,19 +93,9 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         """None: every request has an encoder input of its own."""
         return [0] * self.num_groups
 
-    @property
-    def max_admission_blocks(self) -> int:
-        """Blocks of the longest encoder input."""
-        return cdiv(self.kv_cache_spec.max_num_encoder_tokens, self.block_size)
-
-    @property
-    def max_encoder_tokens(self) -> int:
-        """As the spec says."""
-        return self.kv_cache_spec.max_num_encoder_tokens
-
-    def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
-        """Slots are the encoder's tokens."""
-        return num_encoder_tokens
+    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
+        """None: there are no hits."""
+        return NO_CHECKPOINT
 
     def worst_case_blocks(self, num_slots: int) -> int:
         """Blocks of the longest encoder input."""
@@ -113,20 +105,17 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
         """None: decoding takes no blocks."""
         return 0
 
+    def held_slots(self, row: int) -> int:
+        """`NEVER`: the encoder's blocks serve any number of tokens."""
+        return NEVER
+
     def written_column(self, row: int, num_tokens: int) -> int | None:
         """None: decoding writes nothing."""
         return None
 
-    def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
-        """Nothing to check: the encoder's blocks serve any number of tokens."""
-
     def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
         """Gives int64[n] new rows all of the row's blocks, by reference."""
-        super().share_row(row, new_rows, self.held_slots(row))
-
-    def row_quiet_until(self, row: int) -> int:
-        """For ever: nothing happens until the request ends."""
-        return NEVER
+        self.share_columns(row, new_rows, self.num_blocks.item(row))
 
     def plan_rows(
         self, rows: np.ndarray, settled_tokens: np.ndarray, num_slots: np.ndarray, num_cacheable: np.ndarray

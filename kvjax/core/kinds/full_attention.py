@@ -1,4 +1,4 @@
-"""Full attention: every token stays visible, so blocks are never given back before the request ends.
+"""Full attention: every token stays visible, so blocks are never released before the request ends.
 
 Source:  vLLM v1/kv_cache_interface.py (FullAttentionSpec), v1/core/single_type_kv_cache_manager.py
 """
@@ -6,12 +6,14 @@ Source:  vLLM v1/kv_cache_interface.py (FullAttentionSpec), v1/core/single_type_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 import numpy as np
 
+from kvjax.core.kinds.positional import PositionalManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray, PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
+from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray, PrefixLookup
 from kvjax.core.spec import AttentionSpec, cdiv
 
 
@@ -34,15 +36,11 @@ class FullAttentionSpec(AttentionSpec):
         return cdiv(max_model_len, self.block_size)
 
 
-@register_kv_cache_manager(FullAttentionSpec)
-class FullAttentionManager(SingleTypeKVCacheManager):
+class WholePrefixManager(PositionalManager):
     """Holds every block of a request until the request is freed."""
 
-    supports_context_parallelism: ClassVar[bool] = True
-    supports_eagle: ClassVar[bool] = True
     hits_are_prefix_closed: ClassVar[bool] = True
     gives_blocks_back: ClassVar[bool] = False
-    supports_sub_block_hits: ClassVar[bool] = True
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """None: every token is attended to for ever."""
@@ -77,10 +75,18 @@ class FullAttentionManager(SingleTypeKVCacheManager):
             counts.append(_num_leading((table[running, :first] == ids[:first]).all(axis=0)) if first else 0)
         return counts
 
-    @property
-    def max_admission_blocks(self) -> int:
-        """No bound: a sequence needs all its blocks."""
-        return NEVER
+    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
+        """None: a hit needs every block before its end."""
+        return NO_CHECKPOINT
+
+
+@final
+@register_kv_cache_manager(FullAttentionSpec)
+class FullAttentionManager(WholePrefixManager):
+    """Every token over one or more ranks."""
+
+    supports_context_parallelism: ClassVar[bool] = True
+    supports_eagle: ClassVar[bool] = True
 
 
 def _num_leading(flags: np.ndarray) -> int:

@@ -1,6 +1,6 @@
-"""Kinds whose tokens see a stretch before them that moves on: blocks behind it go back, a hit needs only what it sees.
+"""Kinds whose tokens see a stretch before them that moves on: blocks behind it are released, a hit needs what it sees.
 
-Flow:    SlidingWindowManager, ChunkedLocalManager say which tokens are skipped -> [LocalAttentionManager]
+Flow:    WindowManager, ChunkedLocalAttentionManager say which tokens are skipped -> [LocalAttentionManager]
 Source:  vLLM v1/core/single_type_kv_cache_manager.py
 """
 
@@ -10,15 +10,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvjax.core.kinds.single_type_manager import PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.kinds.positional import PositionalManager
+from kvjax.core.kinds.single_type_manager import PrefixLookup
 
 
-class LocalAttentionManager(SingleTypeKVCacheManager):
-    """Hits, common prefixes and the admission cap, from `get_num_skipped_tokens` and the spec."""
+class LocalAttentionManager(PositionalManager):
+    """Hits and common prefixes, from `get_num_skipped_tokens`."""
 
     hits_are_prefix_closed: ClassVar[bool] = False
     gives_blocks_back: ClassVar[bool] = True
-    supports_sub_block_hits: ClassVar[bool] = True
 
     def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
         """Right to left: the rightmost aligned edge before which every block is cached that the next token sees.
@@ -44,9 +44,3 @@ class LocalAttentionManager(SingleTypeKVCacheManager):
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """None: a prefix is left behind."""
         return [0] * self.num_groups
-
-    @property
-    def max_admission_blocks(self) -> int:
-        """Most blocks that what a token sees and the tokens in flight take."""
-        settings = self.settings
-        return self.kv_cache_spec.max_blocks_per_request(settings.max_model_len, settings.max_in_flight_tokens)

@@ -9,11 +9,11 @@ tokens. Keys and values are one vector, so there is no second array for values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
-from kvjax.core.kinds.full_attention import FullAttentionManager
+from kvjax.core.kinds.full_attention import WholePrefixManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.sliding_window import SlidingWindowManager
+from kvjax.core.kinds.sliding_window import WindowManager
 from kvjax.core.spec import KVCacheSpec, cdiv
 from pallas_kernels.layouts import PageLayout, dtype_bits, latent_layout
 
@@ -45,6 +45,16 @@ class LatentSpec(KVCacheSpec):
     def states_per_block(self) -> int:
         """Vectors in a page."""
         return self.block_size // self.tokens_per_state
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def state_pages(self) -> None:
+        """None: pages hold tokens, or vectors that stand for several."""
+        return
 
     @property
     def page_size_bytes(self) -> int:
@@ -99,14 +109,25 @@ class SlidingWindowMLASpec(LatentSpec):
         return cdiv(tokens, self.block_size) + 1
 
 
+@final
 @register_kv_cache_manager(MLAAttentionSpec)
-class MLAAttentionManager(FullAttentionManager):
+class MLAAttentionManager(WholePrefixManager):
     """Holds every block of a request until the request is freed."""
 
-
-@register_kv_cache_manager(SlidingWindowMLASpec)
-class SlidingWindowMLAManager(SlidingWindowManager):
-    """Gives blocks back as they leave the window."""
-
-    kv_cache_spec: SlidingWindowMLASpec  # type: ignore[assignment]
+    supports_context_parallelism: ClassVar[bool] = True
     supports_eagle: ClassVar[bool] = True
+
+
+@final
+@register_kv_cache_manager(SlidingWindowMLASpec)
+class SlidingWindowMLAManager(WindowManager):
+    """Releases blocks as they leave the window."""
+
+    supports_eagle: ClassVar[bool] = True
+
+    kv_cache_spec: SlidingWindowMLASpec
+
+    @property
+    def sliding_window(self) -> int:
+        """As the spec says."""
+        return self.kv_cache_spec.sliding_window

@@ -11,15 +11,20 @@ A row's part of a table, columns in token order (`block_size` tokens a column):
     | registered in the prefix cache: num_cached_blocks |
 
 Every operation exists twice with one meaning: for one row as ints (`allocate_slots`), for many rows as arrays
-(`plan_step`). Ids of several groups come group by group. A kind fills in the abstract methods only;
+(`plan_step`). Ids of several groups come group by group. A kind fills in abstract methods only, and no class overrides
+what another has filled in:
+
+    SingleTypeKVCacheManager       tables, registration, release: all kinds
+        ColumnManager              blocks are appended as slots grow                    columns.py
+            PositionalManager      a column is the request's own tokens                 positional.py
+                WholePrefixManager     every token stays visible                        full_attention.py
+                LocalAttentionManager  what a token sees moves on                       local_attention.py
+            CrossAttentionManager  a column is the encoder's tokens                     cross_attention.py
+        RecurrentManager           a column is a state of all tokens before its end     recurrent.py
+
 `kinds/registry.py` finds the manager of a spec.
 
-Invariants (`check_invariants`):
-
-    G1  0 <= first_live <= num_blocks <= columns, and num_cached_blocks <= num_blocks
-    G2  a row's entries are the null block outside [first_live, num_blocks) and a block of the pool inside, where
-        positions are stable (else some are null inside, too)
-    G3  a row that no request owns has all counts 0
+Invariants: G1 to G3 of `table_laws.py` (`check_invariants`).
 """
 
 from __future__ import annotations
@@ -31,13 +36,14 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
+from kvjax.core.kinds.reserved_blocks import take_reserved_blocks
 from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks, Retention
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
+from kvjax.core.kinds.table_laws import check_tables
 from kvjax.core.spec import KVCacheSpec, cdiv
-from kvjax.core.tables.column_runs import NO_RUNS, Runs
+from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.row_changes import RowChanges
-from kvjax.errors import InvariantError
 
 if TYPE_CHECKING:
     from kvjax.core.hashing.block_hash import BlockHash
@@ -64,6 +70,16 @@ class ManagerSettings:
 
 
 @dataclass(frozen=True)
+class TableLayout:
+    """What a family makes of a spec and the settings: how its tables look, and when it registers."""
+
+    block_size: int  # tokens of a column
+    num_tail_columns: int  # columns at the end of a row that are never released before the request ends
+    enable_caching: bool
+    same_step_hits: bool
+
+
+@dataclass(frozen=True)
 class PrefixLookup:
     """One question to the prefix cache."""
 
@@ -80,16 +96,30 @@ class SingleTypeKVCacheManager(abc.ABC):
     `block_size` counts context parallelism in: one block id stands for `spec.block_size` tokens on each of its ranks.
     """
 
-    supports_context_parallelism: ClassVar[bool]
-    supports_eagle: ClassVar[bool]
-    hits_are_prefix_closed: ClassVar[bool]  # every shorter aligned prefix of a hit is a hit
-    gives_blocks_back: ClassVar[bool]  # whether blocks are ever skipped before the request ends
-    reads_encoder: ClassVar[bool] = False  # whether slots are the encoder's tokens
+    # What a kind says of itself. It sets them on the class.
+
+    @property
+    @abc.abstractmethod
+    def supports_eagle(self) -> bool:
+        """Whether hits can drop their last block."""
+
+    @property
+    @abc.abstractmethod
+    def hits_are_prefix_closed(self) -> bool:
+        """Whether every shorter aligned prefix of a hit is a hit."""
+
+    @property
+    @abc.abstractmethod
+    def gives_blocks_back(self) -> bool:
+        """Whether blocks are ever skipped, and released, before the request ends."""
+
+    supports_context_parallelism: ClassVar[bool] = False  # whether a block may be spread over its ranks
     has_stable_positions: ClassVar[bool] = True  # False: tables have nulls between blocks, and blocks change column
     takes_lookahead: ClassVar[bool] = True  # whether slots of lookahead tokens are blocks of these groups
     needs_dropped_block: ClassVar[bool] = True  # whether the block behind a hit that EAGLE drops must be cached
     is_prefix_cacheable: ClassVar[bool] = True  # False: blocks are never registered, lookups pass the kind over
     supports_sub_block_hits: ClassVar[bool] = False  # whether the first part of a block is of use without the rest
+    knows_tokens_in_flight: ClassVar[bool] = True  # whether what tokens in flight wrote can be told from the rest
 
     def __init__(
         self,
@@ -99,6 +129,12 @@ class SingleTypeKVCacheManager(abc.ABC):
         settings: ManagerSettings,
         fresh_blocks: FreshBlocks,
     ) -> None:
+        """Empty tables; the blocks that the spec reserves are taken from the pool.
+
+        Raises:
+            NotImplementedError: the kind does not work with context parallelism.
+            ValueError: the pool lacks the reserved blocks, or they do not divide among the ranks.
+        """
         if settings.context_parallel_size > 1 and not self.supports_context_parallelism:
             raise NotImplementedError(
                 f"{kv_cache_spec.kind} attention does not work with context parallelism, "
@@ -109,8 +145,16 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.group_ids = group_ids
         self.settings = settings
         self.fresh_blocks = fresh_blocks
-        self.block_size = kv_cache_spec.block_size * settings.context_parallel_size
-        self._max_columns = cdiv(settings.max_model_len, self.block_size)
+        layout = self.table_layout()
+        self.block_size = layout.block_size
+        self.enable_caching = layout.enable_caching
+        self.same_step_hits = layout.same_step_hits
+        self.num_tail_columns = layout.num_tail_columns
+        # Blocks of one group beyond which the admission of a whole sequence counts no need.
+        self.max_admission_blocks = kv_cache_spec.max_blocks_per_request(
+            settings.max_model_len, settings.max_in_flight_tokens
+        )
+        self._max_columns = cdiv(settings.max_model_len, self.block_size) + max(self.num_tail_columns - 1, 0)
         self.block_tables = np.zeros((len(group_ids), 0, 0), np.int32)  # [G, rows, columns]
         self.num_blocks = np.zeros(0, np.int64)  # [rows]
         self.num_cached_blocks = np.zeros(0, np.int64)  # [rows]
@@ -120,8 +164,35 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
         self._retention: Retention | None = None  # None: every block is registered
         self._checkpoint = NO_CHECKPOINT
+        self.reserved_block_ids = take_reserved_blocks(
+            kv_cache_spec, block_pool, group_ids, self.block_size
+        )  # int32[G, k] held for good outside the tables
 
-    # What a kind decides.
+    # What a family decides: the layout of tables.
+
+    @abc.abstractmethod
+    def table_layout(self) -> TableLayout:
+        """Of `kv_cache_spec` under `settings`, the only attributes that are there already."""
+
+    @abc.abstractmethod
+    def find_misplaced(self, is_block: np.ndarray, inside: np.ndarray) -> str | None:
+        """What G2 wants and bool[G, rows, columns] blocks break; None: nothing. `inside`: bool[rows, columns]."""
+
+    @property
+    @abc.abstractmethod
+    def state_blocks(self) -> StateBlocks | None:
+        """What these groups ask of steps, where their blocks hold states."""
+
+    @property
+    @abc.abstractmethod
+    def max_encoder_tokens(self) -> int:
+        """Most encoder tokens of a request that these groups hold."""
+
+    @abc.abstractmethod
+    def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
+        """Slots that a new request takes in these groups."""
+
+    # What a kind decides: which tokens are seen, and what of them is shared.
 
     @abc.abstractmethod
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -133,7 +204,7 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     @abc.abstractmethod
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
-        """Fewest computed tokens at which a row with `first_live` leading nulls gives a block back (or `NEVER`)."""
+        """Fewest computed tokens at which a row with `first_live` leading nulls releases a block (or `NEVER`)."""
 
     @abc.abstractmethod
     def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
@@ -148,19 +219,75 @@ class SingleTypeKVCacheManager(abc.ABC):
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """Per group the leading blocks of the row that all `num_running_requests` hold."""
 
-    @property
     @abc.abstractmethod
-    def max_admission_blocks(self) -> int:
-        """Blocks of one group beyond which the admission of a whole sequence counts no need (`NEVER`: no bound)."""
-
     def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """What a hit of any length needs, where that is a few blocks."""
-        return NO_CHECKPOINT
+        """What a hit of any length needs, where that is a few blocks; else `NO_CHECKPOINT`."""
 
-    def retain(self, retention: Retention, drops_last_block: bool) -> None:
-        """From now on registers only what checkpoints keep, where a few blocks suffice for a hit."""
-        self._checkpoint = self.checkpoint_blocks(drops_last_block)
-        self._retention = retention if self._checkpoint is not NO_CHECKPOINT else None
+    # What a family does with one row.
+
+    @abc.abstractmethod
+    def num_blocks_for_new(self, num_slots: int, hit_ids: np.ndarray, total_computed: int, capped: bool) -> int:
+        """Free blocks that a first allocation takes: new ones, and hits that leave the free queue when touched.
+
+        Args:
+            num_slots: tokens that need a slot, those computed included.
+            hit_ids: int32[G, k] blocks of the hit.
+            total_computed: tokens already computed, found and loaded from outside.
+            capped: whether the admission cap of the kind applies.
+        """
+
+    @abc.abstractmethod
+    def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> int:
+        """Free blocks that the row still needs for `num_slots` slots; 0 if rejected drafts left more than enough."""
+
+    @abc.abstractmethod
+    def worst_case_blocks(self, num_slots: int) -> int:
+        """Most blocks that all groups together hold at once of a request that never has more than `num_slots` slots."""
+
+    @abc.abstractmethod
+    def allocate_new_blocks(self, row: int, num_slots: int) -> np.ndarray:
+        """Takes new blocks until the row has `num_slots` slots.
+
+        Returns:
+            int32[G, k] what the columns from the old end on hold.
+        """
+
+    @abc.abstractmethod
+    def held_slots(self, row: int) -> int:
+        """Slots in the row's blocks."""
+
+    @abc.abstractmethod
+    def written_column(self, row: int, num_tokens: int) -> int | None:
+        """The column of a block that a row of `num_tokens` computed tokens has and writes to next; None: a new one."""
+
+    @abc.abstractmethod
+    def num_blocks_for_share(self, num_rows: int) -> int:
+        """Free blocks that `share_row` takes for so many new rows."""
+
+    @abc.abstractmethod
+    def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
+        """Gives int64[n] new rows the blocks of the row's first `num_tokens` tokens, by reference."""
+
+    # What a family does with many rows.
+
+    @abc.abstractmethod
+    def plan_rows(
+        self, rows: np.ndarray, settled_tokens: np.ndarray, num_slots: np.ndarray, num_cacheable: np.ndarray
+    ) -> RowChanges:
+        """What one step of int64[n] rows changes, as `remove_skipped_blocks`, `allocate_new_blocks` and `cache_blocks`.
+
+        Each row's changes depend on that row alone; nothing is changed yet.
+        """
+
+    @abc.abstractmethod
+    def attach(
+        self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns.
+
+        Returns:
+            Rows, columns and blocks of all entries that the rows gained.
+        """
 
     # Table memory.
 
@@ -170,9 +297,9 @@ class SingleTypeKVCacheManager(abc.ABC):
         return len(self.group_ids)
 
     @property
-    def reserved_block_ids(self) -> np.ndarray:
-        """int32[k] blocks that these groups hold for good outside their tables."""
-        return np.empty(0, np.int32)
+    def reads_encoder(self) -> bool:
+        """Whether slots are the encoder's tokens."""
+        return self.kv_cache_spec.reads_encoder
 
     def reserve_rows(self, num_rows: int) -> None:
         """Makes the arrays hold at least `num_rows` rows."""
@@ -192,58 +319,21 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     # One row.
 
-    @property
-    def state_blocks(self) -> StateBlocks | None:
-        """What these groups ask of steps, where their blocks hold states."""
-        return None
-
-    @property
-    def max_encoder_tokens(self) -> int:
-        """Most encoder tokens of a request that these groups hold."""
-        return NEVER
-
-    def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
-        """Slots that a new request takes in these groups."""
-        return num_slots
-
-    def num_blocks_for_new(self, num_slots: int, hit_ids: np.ndarray, total_computed: int, capped: bool) -> int:
-        """Free blocks that a first allocation takes: new ones, and hits that leave the free queue when touched.
-
-        Args:
-            num_slots: tokens that need a slot, those computed included.
-            hit_ids: int32[G, k] blocks of the hit.
-            total_computed: tokens already computed, found and loaded from outside.
-            capped: whether the admission cap of the kind applies.
-        """
-        required = cdiv(num_slots, self.block_size)
-        if capped:
-            required = min(required, self.max_admission_blocks)
-        skipped = self.get_num_skipped_tokens(total_computed) // self.block_size
-        live = hit_ids[:, skipped:]
-        evictable = int(((self.block_pool.ref_count[live] == 0) & (live != 0)).sum()) if live.size else 0
-        return self.num_groups * max(required - max(skipped, hit_ids.shape[1]), 0) + evictable
-
-    def worst_case_blocks(self, num_slots: int) -> int:
-        """Most blocks that all groups together hold at once of a request that never has more than `num_slots` slots."""
-        return self.num_groups * min(cdiv(num_slots, self.block_size), self.max_admission_blocks)
-
-    def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> int:
-        """Free blocks that the row still needs for `num_slots` slots; 0 if rejected drafts left more than enough."""
-        required = cdiv(num_slots, self.block_size)
-        if capped:
-            required = min(required, self.max_admission_blocks)
-        return self.num_groups * max(required - self.num_blocks.item(row), 0)
-
     def remove_skipped_blocks(self, row: int, settled_tokens: int) -> None:
-        """Gives back what no token after the first `settled_tokens` attends to; the last block is evicted first."""
-        skipped = min(self.get_num_skipped_tokens(settled_tokens) // self.block_size, self.num_blocks.item(row))
-        first = self.first_live.item(row)
-        if skipped <= first:
-            return
-        entries = self.block_tables[:, row, first:skipped]
+        """Releases what no token after the first `settled_tokens` attends to; the last block is evicted first."""
+        end = self.num_blocks.item(row) - self.num_tail_columns
+        skipped = min(self.get_num_skipped_tokens(settled_tokens) // self.block_size, end)
+        if skipped > self.first_live.item(row):
+            self._release_before(row, skipped)
+            self.first_live[row] = skipped
+
+    def _release_before(self, row: int, end: int) -> None:
+        """Releases the row's blocks before column `end`, the last first."""
+        entries = self.block_tables[:, row, self.first_live.item(row) : end]
         ids = entries[:, ::-1].astype(np.int64)
         entries[...] = 0
-        self.first_live[row] = skipped
+        if not self.has_stable_positions:
+            ids = ids[:, ids[0] != 0]  # groups have their nulls in the same columns
         if ids.size == 1:
             self.block_pool.free_block(ids.item())
         else:
@@ -261,27 +351,6 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.num_blocks[row] = count
         self.num_cached_blocks[row] = count
         self.first_live[row] = skipped
-
-    def allocate_new_blocks(self, row: int, num_slots: int) -> np.ndarray:
-        """Appends new blocks until the row has `num_slots` slots.
-
-        Returns:
-            int32[G, k] their ids.
-        """
-        held = self.num_blocks.item(row)
-        required = -(-num_slots // self.block_size)
-        if required <= held:
-            return np.empty((self.num_groups, 0), np.int32)
-        if required > self.block_tables.shape[2]:
-            self.reserve_columns(required)
-        num_new = self.num_groups * (required - held)
-        if num_new == 1:
-            ids = np.array([[self.block_pool.get_new_block()]], np.int32)
-        else:
-            ids = self.block_pool.get_new_blocks(num_new).reshape(self.num_groups, -1)
-        self.block_tables[:, row, held:required] = ids
-        self.num_blocks[row] = required
-        return ids
 
     def cache_blocks(self, request: Request, row: int, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """Registers the row's blocks that the first `num_tokens` tokens fill. Null blocks are passed over.
@@ -302,7 +371,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.num_cached_blocks[row] = full
         if self.sub_blocks is not None:
             self.sub_blocks.add(request, block_hashes, cached, full)
-        if not self.settings.same_step_hits:
+        if not self.same_step_hits:
             self._note_registered(self._blocks_to_register(row, cached, full))
 
     def _blocks_to_register(self, row: int, start: int, end: int) -> np.ndarray:  # int32[G, end - start]
@@ -323,24 +392,22 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.fresh_blocks.add(block_ids[block_ids != 0])
 
     def free(self, row: int) -> None:
-        """Gives all of the row's blocks back, the last first, so that a shared prefix lives longest."""
-        entries = self.block_tables[:, row, self.first_live.item(row) : self.num_blocks.item(row)]
-        ids = entries[:, ::-1].astype(np.int64)
-        entries[...] = 0
+        """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
+        self._release_before(row, self.num_blocks.item(row))
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
-        self.block_pool.free_groups(ids)
-
-    def written_column(self, row: int, num_tokens: int) -> int | None:
-        """The column of a block that a row of `num_tokens` computed tokens has and writes to next; None: a new one."""
-        column = num_tokens // self.block_size
-        return column if num_tokens % self.block_size and column < self.num_blocks[row] else None
-
-    def num_blocks_for_share(self, num_rows: int) -> int:
-        """Free blocks that `share_row` takes for so many new rows."""
-        return 0
 
     def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
-        """Raises ValueError unless a row has the blocks that go on from its first `num_tokens` tokens."""
+        """Checks that a row has the blocks that go on from its first `num_tokens` tokens.
+
+        Raises:
+            ValueError: it does not.
+            NotImplementedError: tokens are in flight, and the kind can not tell what they wrote from the rest.
+        """
+        if num_in_flight and not self.knows_tokens_in_flight:
+            raise NotImplementedError(
+                f"groups {self.group_ids}: a recurrent state holds the tokens in flight too; expected "
+                f"num_in_flight_tokens = 0, got {num_in_flight}"
+            )
         if num_tokens > self.held_slots(row):
             raise ValueError(
                 f"row {row}: expected blocks of the {num_tokens} tokens to share, got {self.held_slots(row)} slots"
@@ -351,63 +418,19 @@ class SingleTypeKVCacheManager(abc.ABC):
                 "num_in_flight_tokens, or as many when the slots were allocated"
             )
 
-    def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
-        """Gives int64[n] new rows the blocks of the row's first `num_tokens` tokens, by reference."""
-        count = cdiv(num_tokens, self.block_size)
-        entries = self.block_tables[:, row, :count]
-        self.block_pool.touch(np.tile(entries.ravel(), new_rows.size))
-        self.block_tables[:, new_rows, :count] = entries[:, None]
-        self.num_blocks[new_rows] = count
-        self.num_cached_blocks[new_rows] = min(self.num_cached_blocks.item(row), num_tokens // self.block_size)
-        self.first_live[new_rows] = min(self.first_live.item(row), count)
-
     def row_block_ids(self, row: int) -> np.ndarray:
         """int32[G, k] copy of the row's blocks, nulls where they were given back."""
         return self.block_tables[:, row, : self.num_blocks.item(row)].copy()
 
-    def held_slots(self, row: int) -> int:
-        """Slots in the row's blocks."""
-        return self.num_blocks.item(row) * self.block_size
-
     def row_quiet_until(self, row: int) -> int:
-        """Slots up to which a step of the row neither allocates, registers nor gives back in these groups."""
+        """Slots up to which a step of the row neither allocates, registers nor releases in these groups."""
         size = self.block_size
         quiet = min(self.held_slots(row), self.tokens_until_release(self.first_live.item(row)))
-        if self.settings.enable_caching:
+        if self.enable_caching:
             quiet = min(quiet, (self.num_cached_blocks.item(row) + 1) * size - 1)
         return quiet
 
     # Many rows.
-
-    def plan_rows(
-        self, rows: np.ndarray, settled_tokens: np.ndarray, num_slots: np.ndarray, num_cacheable: np.ndarray
-    ) -> RowChanges:
-        """What one step of int64[n] rows changes, as `remove_skipped_blocks`, `allocate_new_blocks` and `cache_blocks`.
-
-        Each row's changes depend on that row alone; nothing is changed yet.
-        """
-        size = self.block_size
-        held, cached, first = self.num_blocks[rows], self.num_cached_blocks[rows], NO_RUNS.starts
-        required, full, skipped = (num_slots + (size - 1)) // size, num_cacheable // size, NO_RUNS
-        num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
-        quiet_until = np.minimum(num_blocks * size, self.settings.max_model_len)
-        if self.settings.enable_caching:
-            quiet_until = np.minimum(quiet_until, num_cached_blocks * size + (size - 1))
-        if self.gives_blocks_back:
-            before = self.first_live[rows]
-            first = np.minimum(self.count_skipped_tokens(settled_tokens) // size, held)
-            first = np.maximum(first, before)
-            skipped = Runs.between(rows, before, first)
-            quiet_until = np.minimum(quiet_until, self.tokens_until_release(first))
-        return RowChanges(
-            skipped=skipped,
-            needed=Runs.between(rows, held, required),
-            filled=Runs.between(rows, cached, full),
-            num_blocks=num_blocks,
-            num_cached_blocks=num_cached_blocks,
-            first_live=first,
-            quiet_until=quiet_until,
-        )
 
     def detach(self, skipped: Runs) -> np.ndarray:
         """Puts nulls there and returns int32[G, k] the blocks that were there, still held; a row's last come first."""
@@ -415,19 +438,6 @@ class SingleTypeKVCacheManager(abc.ABC):
         ids = self.block_tables[:, rows, columns]
         self.block_tables[:, rows, columns] = 0
         return ids
-
-    def attach(
-        self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns.
-
-        Returns:
-            Rows, columns and blocks of all entries that the rows gained.
-        """
-        if self.block_tables.shape[2] < self._max_columns:
-            self.reserve_columns(int(np.maximum.reduce(columns)) + 1)
-        self.block_tables[:, rows, columns] = block_ids
-        return rows, columns, block_ids
 
     def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
         """Registers the blocks at int64[k] rows and columns under object[k] hashes.
@@ -444,7 +454,7 @@ class SingleTypeKVCacheManager(abc.ABC):
             real = np.flatnonzero(ids[0])
             ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
         self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
-        if not self.settings.same_step_hits:
+        if not self.same_step_hits:
             self._note_registered(ids)
 
     def note_changes(self, rows: np.ndarray, changes: RowChanges) -> None:
@@ -455,6 +465,11 @@ class SingleTypeKVCacheManager(abc.ABC):
             self.first_live[rows] = changes.first_live
 
     # Lookup.
+
+    def retain(self, retention: Retention, drops_last_block: bool) -> None:
+        """From now on registers only what checkpoints keep, where a few blocks suffice for a hit."""
+        self._checkpoint = self.checkpoint_blocks(drops_last_block)
+        self._retention = retention if self._checkpoint is not NO_CHECKPOINT else None
 
     def hits_need_blocks(self) -> bool:
         """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""
@@ -477,23 +492,6 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def check_invariants(self, owned_rows: Sequence[int]) -> None:
         """Raises InvariantError if G1 to G3 do not hold for these groups, or S1 of `SubBlockIndex`."""
-        groups = f"groups {self.group_ids}"
-        num_columns = self.block_tables.shape[2]
-        if not np.all((self.first_live >= 0) & (self.first_live <= self.num_blocks) & (self.num_blocks <= num_columns)):
-            raise InvariantError(f"G1, {groups}: expected 0 <= first_live <= num_blocks <= {num_columns} in every row")
-        if (self.num_cached_blocks > self.num_blocks).any():
-            raise InvariantError(f"G1, {groups}: a row has more registered blocks than blocks")
-        columns = np.arange(num_columns)
-        inside = (columns >= self.first_live[:, None]) & (columns < self.num_blocks[:, None])
-        is_block = self.block_tables != 0
-        if not (is_block == inside if self.has_stable_positions else is_block <= inside).all():
-            raise InvariantError(f"G2, {groups}: expected null blocks exactly outside [first_live, num_blocks)")
-        num_blocks = self.block_pool.num_blocks
-        if self.block_tables.size and not 0 <= self.block_tables.min() <= self.block_tables.max() < num_blocks:
-            raise InvariantError(f"G2, {groups}: a block id is outside its pool of {num_blocks} blocks")
-        unowned = np.ones(self.num_blocks.size, bool)
-        unowned[list(owned_rows)] = False
-        if self.num_blocks[unowned].any() or self.num_cached_blocks[unowned].any():
-            raise InvariantError(f"G3, {groups}: a row that no request owns holds blocks")
+        check_tables(self, owned_rows)
         if self.sub_blocks is not None:
             self.sub_blocks.check_invariants()

@@ -3,17 +3,17 @@
 Source:  vLLM v1/kv_cache_interface.py (SinkFullAttentionSpec), v1/core/single_type_kv_cache_manager.py
 
 The model writes its learned sinks once into blocks that the manager reserves for good when it is made
-(`sink_block_ids`); every request's queries read them before its own blocks. They are never dealt, freed or hashed.
+(`sink_block_ids`); every request's queries read them before its own blocks. They are never allocated, freed or hashed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, final
 
 import numpy as np
 
-from kvjax.core.kinds.full_attention import FullAttentionManager
+from kvjax.core.kinds.full_attention import WholePrefixManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
 from kvjax.core.spec import AttentionSpec, cdiv
 
@@ -22,7 +22,7 @@ from kvjax.core.spec import AttentionSpec, cdiv
 class SinkFullAttentionSpec(AttentionSpec):
     """K and V of every token, behind `sink_len` positions that all requests share."""
 
-    sink_len: int
+    sink_len: int = 0  # type: ignore[misc]  # of a spec, not of the kind; 0 is refused
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,45 +36,20 @@ class SinkFullAttentionSpec(AttentionSpec):
         """Name in KV events."""
         return "sink_full_attention"
 
-    @property
-    def num_reserved_blocks(self) -> int:
-        """Blocks that are taken for good."""
-        return self.sink_len // self.block_size
-
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """Blocks of a request of `max_model_len` tokens; the sinks are nobody's."""
         return cdiv(max_model_len, self.block_size)
 
 
+@final
 @register_kv_cache_manager(SinkFullAttentionSpec)
-class SinkFullAttentionManager(FullAttentionManager):
+class SinkFullAttentionManager(WholePrefixManager):
     """Full attention in what the sinks leave of the pool."""
 
-    kv_cache_spec: SinkFullAttentionSpec
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        sink_len = self.kv_cache_spec.sink_len
-        if sink_len % self.block_size:
-            raise ValueError(
-                f"expected sink_len to be a multiple of the {self.block_size} tokens of a block over all ranks of "
-                f"context parallelism, got {sink_len}"
-            )
-        num_sinks = sink_len // self.block_size
-        if self.num_groups * num_sinks > self.block_pool.num_free_blocks:
-            raise ValueError(
-                f"expected a pool with {self.num_groups * num_sinks} free blocks for the sinks of groups "
-                f"{self.group_ids}, got {self.block_pool.num_free_blocks}; give the pool more blocks"
-            )
-        self._sink_block_ids = self.block_pool.take_for_good(self.num_groups * num_sinks).reshape(-1, num_sinks)
-        self._sink_block_ids.flags.writeable = False
+    supports_context_parallelism: ClassVar[bool] = True
+    supports_eagle: ClassVar[bool] = True
 
     @property
     def sink_block_ids(self) -> np.ndarray:
         """int32[G, k] blocks of the sinks, per group: `sink_len` tokens in blocks that count all ranks' tokens."""
-        return self._sink_block_ids
-
-    @property
-    def reserved_block_ids(self) -> np.ndarray:
-        """int32[k] the blocks of the sinks."""
-        return self._sink_block_ids.ravel()
+        return self.reserved_block_ids

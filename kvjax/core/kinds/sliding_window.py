@@ -1,4 +1,4 @@
-"""Sliding-window attention: token n sees the last `sliding_window` tokens, itself included; older blocks go back.
+"""Sliding-window attention: token n sees the last `sliding_window` tokens, itself included; older blocks are released.
 
 Source:  vLLM v1/kv_cache_interface.py (SlidingWindowSpec), v1/core/single_type_kv_cache_manager.py
 
@@ -10,8 +10,9 @@ With window W, after n computed tokens the next token (number n) sees n - W + 1 
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, final
 
 import numpy as np
 
@@ -44,28 +45,42 @@ class SlidingWindowSpec(AttentionSpec):
         return cdiv(tokens, self.block_size) + 1
 
 
-@register_kv_cache_manager(SlidingWindowSpec)
-class SlidingWindowManager(LocalAttentionManager):
-    """Gives blocks back as they leave the window; a hit needs only the blocks that the window sees."""
+class WindowManager(LocalAttentionManager):
+    """Releases blocks as they leave the window; a hit needs only the blocks that the window sees."""
 
-    supports_context_parallelism: ClassVar[bool] = False
-    supports_eagle: ClassVar[bool] = True
-
-    kv_cache_spec: SlidingWindowSpec
+    @property
+    @abc.abstractmethod
+    def sliding_window(self) -> int:
+        """Tokens that a token sees, itself included."""
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Tokens before the window of the next token."""
-        return max(0, num_computed_tokens - self.kv_cache_spec.sliding_window + 1)
+        return max(0, num_computed_tokens - self.sliding_window + 1)
 
     def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
         """Tokens before the window of the next token, for int64[n] rows."""
-        return np.maximum(num_computed_tokens - (self.kv_cache_spec.sliding_window - 1), 0)
+        return np.maximum(num_computed_tokens - (self.sliding_window - 1), 0)
 
     def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
         """Those of the `sliding_window - 1` tokens before the next, one where it sees none; and the dropped one."""
-        num_before = max(cdiv(self.kv_cache_spec.sliding_window - 1, self.block_size), 1)
+        num_before = max(cdiv(self.sliding_window - 1, self.block_size), 1)
         return CheckpointBlocks(self.block_size, num_before, int(drops_last_block))
 
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
         """Computed tokens at which the block `first_live` has left the window."""
-        return (first_live + 1) * self.block_size + (self.kv_cache_spec.sliding_window - 1)
+        return (first_live + 1) * self.block_size + (self.sliding_window - 1)
+
+
+@final
+@register_kv_cache_manager(SlidingWindowSpec)
+class SlidingWindowManager(WindowManager):
+    """K and V per head."""
+
+    supports_eagle: ClassVar[bool] = True
+
+    kv_cache_spec: SlidingWindowSpec
+
+    @property
+    def sliding_window(self) -> int:
+        """As the spec says."""
+        return self.kv_cache_spec.sliding_window

@@ -21,6 +21,9 @@ from kvjax.core import (
     register_kv_cache_manager,
 )
 from kvjax.core.kinds.local_attention import LocalAttentionManager
+from kvjax.core.kinds.recurrent import RecurrentManager
+from kvjax.core.kinds.recurrent_spec import RecurrentSpec
+from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import IntOrArray
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
@@ -43,7 +46,7 @@ class HalfAttentionSpec(AttentionSpec):
 
 @register_kv_cache_manager(HalfAttentionSpec)
 class HalfAttentionManager(LocalAttentionManager):
-    """What a user writes: the three answers about skipped tokens, and what the kind supports."""
+    """What a user writes: the three answers about skipped tokens, that of checkpoints, and what the kind supports."""
 
     supports_context_parallelism: ClassVar[bool] = True
     supports_eagle: ClassVar[bool] = True
@@ -56,6 +59,36 @@ class HalfAttentionManager(LocalAttentionManager):
 
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
         return 2 * (first_live + 1) * self.block_size
+
+    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
+        return NO_CHECKPOINT
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleSpec(RecurrentSpec):
+    """A user's own recurrent kind: a matrix of `size` by `size` a head, and its name."""
+
+    num_heads: int
+    size: int
+
+    @property
+    def kind(self) -> str:
+        return "delta_rule"
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.num_heads, self.size, self.size),)
+
+    @property
+    def state_dtypes(self) -> tuple[str, ...]:
+        return ("float32",)
+
+
+@register_kv_cache_manager(DeltaRuleSpec)
+class DeltaRuleManager(RecurrentManager):
+    """What a user writes: what the kind supports."""
+
+    supports_eagle: ClassVar[bool] = True
 
 
 EXAMPLES: dict[str, KVCacheSpec] = {
@@ -73,4 +106,7 @@ EXAMPLES: dict[str, KVCacheSpec] = {
     "mamba_align": MambaSpec(block_size=4, mamba_cache_mode="align", **STATE),
     "mamba_drafts": MambaSpec(block_size=2, mamba_cache_mode="align", num_speculative_blocks=2, **STATE),
     "own": HalfAttentionSpec(block_size=2, **HEADS),
+    "own_recurrent": DeltaRuleSpec(
+        block_size=4, num_heads=2, size=3, mamba_cache_mode="align", num_speculative_blocks=1
+    ),
 }

@@ -22,6 +22,7 @@ from kvjax.core import (
     manager_class_of,
     register_kv_cache_manager,
 )
+from kvjax.core.kinds.full_attention import WholePrefixManager
 from kvjax.core.kinds.single_type_manager import PrefixLookup
 from kvjax.core.watch.kv_events import BlockStored
 from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
@@ -131,7 +132,7 @@ def test_users_register_kinds_of_their_own() -> None:
     with pytest.raises(ValueError, match=r"no manager for StickySpec; known: .*FullAttentionSpec"):
         KVCacheManager(KVCacheConfig.single_pool(9, spec), 40, 4)
 
-    class StickyManager(FullAttentionManager):
+    class StickyManager(WholePrefixManager):
         supports_eagle = False
 
     assert register_kv_cache_manager(StickySpec)(StickyManager) is StickyManager

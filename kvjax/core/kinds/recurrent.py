@@ -1,0 +1,261 @@
+"""Kinds with one recurrent state a page: it holds everything before it, so the last one suffices.
+
+Flow:    MambaManager and others say what they support -> [RecurrentManager] -> SingleTypeKVCacheManager
+Source:  vLLM v1/core/single_type_kv_cache_manager.py (MambaManager)
+
+Mode `align` keeps table columns of `block_size` tokens. The state after n tokens is in column (n - 1) // block_size, so
+a block that filled holds the state at its end and can be a prefix hit. With s speculative blocks a row looks like
+
+    | null ... null | state | null ... null | running | speculative 1 ... s |
+                      read                    written                        num_blocks
+
+A step writes to column (after - 1) // block_size, lookahead not counted. Where that is a new column, speculative
+blocks move on with it and one new block follows them; columns passed over stay null. A state is released once the
+settled tokens lie in a later column: two steps after it was written, where every step enters a new one.
+
+A step that leaves a column it began inside has to end where the column ends (`state_steps`); else the column would hold
+the state of fewer tokens than it is registered under. Where drafts cross the end, the device leaves the state at the
+end in that column's page once it knows what was accepted.
+
+Mode `none` keeps 1 + s blocks for life in one column of all tokens, and never hits.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from kvjax.core.kinds.recurrent_spec import RecurrentSpec
+from kvjax.core.kinds.retention import CheckpointBlocks
+from kvjax.core.kinds.single_type_manager import (
+    NEVER,
+    IntOrArray,
+    PrefixLookup,
+    SingleTypeKVCacheManager,
+    TableLayout,
+)
+from kvjax.core.kinds.state_steps import StateBlocks
+from kvjax.core.spec import cdiv
+from kvjax.core.tables.column_runs import Runs
+from kvjax.core.tables.row_changes import RowChanges
+
+
+class RecurrentManager(SingleTypeKVCacheManager):
+    """Both modes: `none` is `align` with one column for all tokens, and caches nothing.
+
+    A block registered in this step is never hit before `new_step_starts`: its state does not exist yet.
+    """
+
+    hits_are_prefix_closed: ClassVar[bool] = False
+    gives_blocks_back: ClassVar[bool] = True
+    has_stable_positions: ClassVar[bool] = False
+    takes_lookahead: ClassVar[bool] = False
+    needs_dropped_block: ClassVar[bool] = False
+    knows_tokens_in_flight: ClassVar[bool] = False
+
+    kv_cache_spec: RecurrentSpec
+
+    def table_layout(self) -> TableLayout:
+        """Running and speculative columns are the tail; in mode `none` no request fills the one column."""
+        spec, settings = self.kv_cache_spec, self.settings
+        tail = 1 + spec.num_speculative_blocks
+        if spec.mamba_cache_mode == "align":
+            return TableLayout(spec.block_size, tail, settings.enable_caching, same_step_hits=False)
+        block_size = spec.block_size * (settings.max_model_len // spec.block_size + 1)
+        return TableLayout(block_size, tail, enable_caching=False, same_step_hits=False)
+
+    def find_misplaced(self, is_block: np.ndarray, inside: np.ndarray) -> str | None:
+        """Blocks stand inside, nulls between them, and every row has its tail."""
+        if not (is_block <= inside).all():
+            return "expected null blocks outside [first_live, num_blocks)"
+        for row in np.flatnonzero(self.num_blocks).tolist():
+            end = self.num_blocks.item(row)
+            if not is_block[:, row, end - self.num_tail_columns : end].all():
+                return f"row {row} lacks a running or speculative block"
+        return None
+
+    @property
+    def _num_speculative(self) -> int:
+        return self.num_tail_columns - 1
+
+    # What is seen, and what of it is shared.
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """All but the last token: its state holds what came before."""
+        return max(num_computed_tokens - 1, 0)
+
+    def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
+        """All but the last token, for int64[n] rows."""
+        return np.maximum(num_computed_tokens - 1, 0)
+
+    def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
+        """Computed tokens whose state is behind the column `first_live`."""
+        return (first_live + 1) * self.block_size + 1
+
+    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
+        """The rightmost cached state at an aligned length, nulls before it. A dropped block need not be cached."""
+        num_blocks = min(lookup.max_length // self.block_size, len(lookup.block_hashes)) - lookup.drop_last_block
+        if not self.enable_caching or num_blocks < 1:
+            return np.empty((self.num_groups, 0), np.int32)
+        hashes = lookup.block_hashes[:num_blocks]
+        ids = np.stack([self.block_pool.find_each(hashes, group_id) for group_id in self.group_ids])
+        ends = np.arange(1, num_blocks + 1) * self.block_size
+        for column in np.flatnonzero((ids > 0).all(axis=0) & (ends % lookup.alignment == 0))[::-1].tolist():
+            if self.fresh_blocks.cut(ids[:, column]) == self.num_groups:
+                return np.pad(ids[:, column : column + 1], ((0, 0), (column, 0)))
+        return np.empty((self.num_groups, 0), np.int32)
+
+    def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
+        """None: a state is no prefix."""
+        return [0] * self.num_groups
+
+    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
+        """The state at the end."""
+        return CheckpointBlocks(self.block_size, num_before=1, num_after=0)
+
+    @property
+    def state_blocks(self) -> StateBlocks | None:
+        """Where steps must end, so that what is cached is right."""
+        return StateBlocks(self.block_size, self._num_speculative) if self.enable_caching else None
+
+    # One row.
+
+    @property
+    def max_encoder_tokens(self) -> int:
+        """`NEVER`: they take no slots here."""
+        return NEVER
+
+    def slots_of(self, num_slots: int, num_encoder_tokens: int) -> int:
+        """Those of the request's tokens."""
+        return num_slots
+
+    def num_blocks_for_new(self, num_slots: int, hit_ids: np.ndarray, total_computed: int, capped: bool) -> int:
+        """The running state and those of drafts, one more where a state from outside ends an earlier column."""
+        skipped = self.get_num_skipped_tokens(total_computed) // self.block_size
+        live = hit_ids[:, skipped:]
+        evictable = int((self.block_pool.ref_count[live] == 0).sum()) if live.size else 0
+        has_external = total_computed > hit_ids.shape[1] * self.block_size
+        enters_column = has_external and cdiv(num_slots, self.block_size) > cdiv(total_computed, self.block_size)
+        return self.num_groups * (self.num_tail_columns + enters_column) + evictable
+
+    def num_blocks_for_running(self, row: int, num_slots: int, capped: bool = False) -> int:
+        """One per group if the step enters a new column."""
+        return self.num_groups * (self._columns_for(num_slots) > self.num_blocks.item(row))
+
+    def worst_case_blocks(self, num_slots: int) -> int:
+        """States from the column of the settled tokens to the running one, and those of drafts."""
+        in_flight = cdiv(self.settings.max_in_flight_tokens, self.block_size) + 1
+        return self.num_groups * (min(cdiv(num_slots, self.block_size), in_flight) + self._num_speculative)
+
+    def allocate_new_blocks(self, row: int, num_slots: int) -> np.ndarray:
+        """Moves the row on to the column of `num_slots` tokens.
+
+        Returns:
+            int32[G, k] what the columns from the old end on hold: nulls, moved blocks, new ones.
+        """
+        held, required = self.num_blocks.item(row), self._columns_for(num_slots)
+        if required <= held:
+            return np.empty((self.num_groups, 0), np.int32)
+        self.reserve_columns(required)
+        # a row whose columns are all registered has a hit at most: speculative blocks are not
+        is_first = held == self.num_cached_blocks.item(row)
+        num_new = self.num_tail_columns if is_first else 1
+        ids = self.block_pool.get_new_blocks(self.num_groups * num_new).reshape(self.num_groups, -1)
+        if not is_first:
+            self._move_speculative(np.array([row]), np.array([required]))
+        self.block_tables[:, row, required - num_new : required] = ids
+        self.num_blocks[row] = required
+        return self.block_tables[:, row, held:required].copy()
+
+    def held_slots(self, row: int) -> int:
+        """Slots up to the end of the running column; speculative columns have none."""
+        return (self.num_blocks.item(row) - self._num_speculative) * self.block_size
+
+    def written_column(self, row: int, num_tokens: int) -> int | None:
+        """That of the state after `num_tokens` tokens, unless it is the one at the end of its column."""
+        column = self._state_column(row, num_tokens)
+        return None if num_tokens == (column + 1) * self.block_size else column
+
+    def num_blocks_for_share(self, num_rows: int) -> int:
+        """Those of drafts."""
+        return num_rows * self.num_groups * self._num_speculative
+
+    def share_row(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
+        """Gives int64[n] new rows the state after `num_tokens` tokens, by reference, and new blocks for drafts."""
+        column = cdiv(num_tokens, self.block_size) - 1
+        state = self.block_tables[:, row, self._state_column(row, num_tokens)]
+        self.reserve_columns(column + self.num_tail_columns)
+        self.block_pool.touch(np.tile(state, new_rows.size))
+        self.block_tables[:, new_rows, column] = state[:, None]
+        new_ids = self.block_pool.get_new_blocks(self.num_blocks_for_share(new_rows.size))
+        by_row = new_ids.reshape(new_rows.size, self.num_groups, -1)
+        self.block_tables[:, new_rows, column + 1 : column + self.num_tail_columns] = by_row.swapaxes(0, 1)
+        self.num_blocks[new_rows] = column + self.num_tail_columns
+        self.num_cached_blocks[new_rows] = min(self.num_cached_blocks.item(row), num_tokens // self.block_size)
+        self.first_live[new_rows] = column
+
+    def _state_column(self, row: int, num_tokens: int) -> int:
+        """The column of the state after `num_tokens` tokens; the running one where that has no block."""
+        column = max(num_tokens - 1, 0) // self.block_size
+        return column if self.block_tables[0, row, column] else self.num_blocks.item(row) - self.num_tail_columns
+
+    def _columns_for(self, num_slots: int) -> int:
+        return cdiv(num_slots, self.block_size) + self._num_speculative
+
+    # Many rows.
+
+    def plan_rows(
+        self, rows: np.ndarray, settled_tokens: np.ndarray, num_slots: np.ndarray, num_cacheable: np.ndarray
+    ) -> RowChanges:
+        """What one step of int64[n] rows changes: at most one new block, in the last column."""
+        size, speculative = self.block_size, self._num_speculative
+        held, cached, before = self.num_blocks[rows], self.num_cached_blocks[rows], self.first_live[rows]
+        required, full = (num_slots + (size - 1)) // size + speculative, num_cacheable // size
+        num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
+        first = np.minimum(self.count_skipped_tokens(settled_tokens) // size, held - self.num_tail_columns)
+        first = np.maximum(first, before)
+        quiet_until = np.minimum((num_blocks - speculative) * size, self.tokens_until_release(first))
+        quiet_until = np.minimum(quiet_until, self.settings.max_model_len)
+        if self.enable_caching:
+            quiet_until = np.minimum(quiet_until, num_cached_blocks * size + (size - 1))
+        return RowChanges(
+            skipped=Runs.between(rows, before, first),
+            needed=Runs.between(rows, np.maximum(required - 1, held), required),
+            filled=Runs.between(rows, cached, full),
+            num_blocks=num_blocks,
+            num_cached_blocks=num_cached_blocks,
+            first_live=first,
+            quiet_until=quiet_until,
+        )
+
+    def attach(
+        self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Moves int64[k] rows on to end at int64[k] columns, where int32[G, k] new blocks stand.
+
+        Returns:
+            Rows, columns and blocks of all columns from the old ends on.
+        """
+        held = self.num_blocks[rows]
+        self.reserve_columns(int(columns.max()) + 1)
+        self._move_speculative(rows, columns + 1)
+        self.block_tables[:, rows, columns] = block_ids
+        entered = Runs.between(rows, held, columns + 1)
+        if entered.is_single:
+            return rows, columns, block_ids
+        rows, columns = entered.entries()
+        return rows, columns, self.block_tables[:, rows, columns]
+
+    def _move_speculative(self, rows: np.ndarray, num_columns: np.ndarray) -> None:
+        """Moves speculative blocks that int64[k] rows of int64[k] columns leave behind to before the last column."""
+        held = self.num_blocks[rows]
+        moved = np.minimum(num_columns - held - 1, self._num_speculative)
+        for i in range(self._num_speculative):
+            own = rows[moved > i]
+            source = (held - self._num_speculative + i)[moved > i]
+            self.block_tables[:, own, (num_columns - 1 - moved + i)[moved > i]] = self.block_tables[:, own, source]
+            self.block_tables[:, own, source] = 0
+
+
+__all__ = ["RecurrentManager"]

@@ -1,0 +1,114 @@
+"""Spec of layers whose page is one recurrent state of everything before it: Mamba, linear attention, gated delta rule.
+
+Flow:    a kind's spec says which arrays a state has -> [RecurrentSpec] -> KVCacheGroupSpec -> RecurrentManager
+Source:  vLLM v1/kv_cache_interface.py (MambaSpec)
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+
+from kvjax.core.spec import KVCacheSpec, StatePages
+from pallas_kernels.layouts import PageLayout, dtype_bits, recurrent_layout
+
+MODES = ("none", "align")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSpec(KVCacheSpec):
+    """One state a page. What a kind adds are the arrays of a state, or what they follow from, and its name."""
+
+    layer_fields: ClassVar[frozenset[str]] = frozenset({"page_size_padded"})
+
+    mamba_cache_mode: str = "none"  # vLLM's name, of any recurrent kind
+    num_speculative_blocks: int = 0  # one state per drafted token
+    page_size_padded: int | None = None  # bytes; None: as the state needs
+
+    @property
+    @abc.abstractmethod
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each array of one state, for example of convolution and recurrence."""
+
+    @property
+    @abc.abstractmethod
+    def state_dtypes(self) -> tuple[str, ...]:
+        """Of each array of one state."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shapes, dtypes = self.state_shapes, self.state_dtypes
+        if not shapes or len(shapes) != len(dtypes):
+            raise ValueError(f"expected a dtype for each of one or more shapes, got {shapes} and {dtypes}")
+        if any(size < 1 for shape in shapes for size in shape):
+            raise ValueError(f"expected sizes >= 1 in shapes, got {shapes}")
+        for dtype in dtypes:
+            dtype_bits(dtype)
+        if self.mamba_cache_mode not in MODES:
+            raise ValueError(f"expected mamba_cache_mode none or align, got {self.mamba_cache_mode!r}")
+        if self.num_speculative_blocks < 0:
+            raise ValueError(f"expected num_speculative_blocks >= 0, got {self.num_speculative_blocks}")
+        if self.page_size_padded is not None and self.state_bytes > self.page_size_padded:
+            raise ValueError(
+                f"expected page_size_padded >= {self.state_bytes}, the bytes of a state, got {self.page_size_padded}"
+            )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state."""
+        arrays = zip(self.state_shapes, self.state_dtypes, strict=True)
+        return sum(prod(shape) * dtype_bits(dtype) // 8 for shape, dtype in arrays)
+
+    @property
+    def state_pages(self) -> StatePages:
+        """The spec itself."""
+        return self
+
+    @property
+    def tokens_per_state(self) -> int:
+        """1: a state is not divided among tokens."""
+        return 1
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def page_size_bytes(self) -> int:
+        """One state, or what its page is padded to."""
+        return self.state_bytes if self.page_size_padded is None else self.page_size_padded
+
+    def page_layout(self, platform: str) -> PageLayout:
+        """Arrays that hold one layer's states; `page_size_padded` is for stacks that lay out bytes."""
+        return recurrent_layout(shapes=self.state_shapes, dtypes=self.state_dtypes, platform=platform)
+
+    def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
+        """The running state, those of drafts, and with `align` the state that the step starts from."""
+        return 1 + (self.mamba_cache_mode == "align") + self.num_speculative_blocks
+
+    def pages_of_states(
+        self,
+        table: np.ndarray,  # int32[rows, columns]
+        num_blocks: np.ndarray,  # int64[rows]
+        rows: np.ndarray,  # int64[S]
+        num_tokens: np.ndarray,  # int64[S]
+    ) -> np.ndarray:  # int32[S]
+        """The page of each row's state after `num_tokens` tokens; the running one where its column has no block."""
+        running = table[rows, num_blocks[rows] - 1 - self.num_speculative_blocks]
+        if self.mamba_cache_mode == "none":
+            return running
+        pages = table[rows, np.maximum(num_tokens - 1, 0) // self.block_size]
+        return np.where(pages == 0, running, pages)
+
+    def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:
+        """Tokens that rows with int64[S] `num_blocks` columns may have."""
+        tokens = (num_blocks - self.num_speculative_blocks) * self.block_size
+        return tokens if self.mamba_cache_mode == "align" else np.where(tokens > 0, np.iinfo(np.int64).max, 0)
+
+
+__all__ = ["RecurrentSpec"]

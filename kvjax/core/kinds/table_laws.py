@@ -1,0 +1,46 @@
+"""What holds in the block tables of one manager at any time.
+
+Flow:    SingleTypeKVCacheManager.check_invariants -> [check_tables] -> InvariantError
+
+    G1  0 <= first_live <= num_blocks <= columns, and num_cached_blocks <= num_blocks
+    G2  a row's entries are the null block outside [first_live, num_blocks) and a block of the pool inside, where
+        positions are stable (else some are null inside, too)
+    G3  a row that no request owns has all counts 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.errors import InvariantError
+
+if TYPE_CHECKING:
+    from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
+
+
+def check_tables(manager: SingleTypeKVCacheManager, owned_rows: Sequence[int]) -> None:
+    """Raises InvariantError if G1 to G3 do not hold; requests own `owned_rows`."""
+    groups, tables = f"groups {manager.group_ids}", manager.block_tables
+    first_live, num_blocks, num_columns = manager.first_live, manager.num_blocks, tables.shape[2]
+    if not np.all((first_live >= 0) & (first_live <= num_blocks) & (num_blocks <= num_columns)):
+        raise InvariantError(f"G1, {groups}: expected 0 <= first_live <= num_blocks <= {num_columns} in every row")
+    if (manager.num_cached_blocks > num_blocks).any():
+        raise InvariantError(f"G1, {groups}: a row has more registered blocks than blocks")
+    columns = np.arange(num_columns)
+    inside = (columns >= first_live[:, None]) & (columns < num_blocks[:, None])
+    wrong = manager.find_misplaced(tables != 0, inside)
+    if wrong is not None:
+        raise InvariantError(f"G2, {groups}: {wrong}")
+    size = manager.block_pool.num_blocks
+    if tables.size and not 0 <= tables.min() <= tables.max() < size:
+        raise InvariantError(f"G2, {groups}: a block id is outside its pool of {size} blocks")
+    unowned = np.ones(num_blocks.size, bool)
+    unowned[list(owned_rows)] = False
+    if num_blocks[unowned].any() or manager.num_cached_blocks[unowned].any():
+        raise InvariantError(f"G3, {groups}: a row that no request owns holds blocks")
+
+
+__all__ = ["check_tables"]
