@@ -171,12 +171,15 @@ class RowTable:
         self.entries = by_row[:, :num_rows, :num_columns]  # int32[num_tables, rows, columns]
 
     def _replace(self, num_rows: int, num_columns: int) -> None:
-        """Larger memory with what the rows own."""
+        """Larger memory with what the rows own, but for stretches of zeros, which a window leaves behind."""
         before = self.entries
         self._allocate(len(before), num_rows, num_columns)
         for row in np.flatnonzero(self.lengths).tolist():
             length = self.lengths.item(row)
-            self.entries[:, row, :length] = before[:, row, :length]
+            for start in range(0, length, DISCARD_ENTRIES):
+                part = slice(start, min(start + DISCARD_ENTRIES, length))
+                if length <= DISCARD_ENTRIES or before[:, row, part].any():
+                    self.entries[:, row, part] = before[:, row, part]
 
 
 def _committed_on_touch(num_bytes: int, large_pages: bool) -> mmap.mmap:

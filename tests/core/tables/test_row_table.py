@@ -195,6 +195,8 @@ def test_growth_touches_only_what_rows_own() -> None:
 table = RowTable(6, 64, 70_000)
 table.entries[:, :, :100] = 1
 table.lengths[:] = 100
+table.entries[:, 3, 60_000:] = 1  # a window
+table.lengths[3] = 70_000
 print(resident())
 table.reserve_rows(1024)
 print(resident())
