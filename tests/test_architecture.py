@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,51 @@ def test_imports_point_one_way(path: Path) -> None:
         if imported.split(".")[0] in STANDARD_LIBRARY:
             continue
         assert within(imported, ALLOWED[rule]), f"{name} imports {imported}; {rule} may import {ALLOWED[rule]}"
+
+
+# Rooms of kvjax.core, low to high: a module imports its own room and lower ones, for types too.
+ROOMS = (
+    "tables",
+    "spec",
+    "hashing",
+    "requests",
+    "watch",
+    "eviction",
+    "pool",
+    "kinds",
+    "step",
+    "misses",
+    "save",
+    "manager",
+    "record",
+)
+CORE_MODULES = [path for path in MODULES if path.is_relative_to(ROOT / "kvjax" / "core")]
+
+
+def room_of(name: str) -> str | None:
+    """Of a module of kvjax.core; None: the package itself, which exports from every room."""
+    parts = name.split(".")
+    return parts[2] if len(parts) > 2 else None
+
+
+@pytest.mark.parametrize("path", CORE_MODULES, ids=module_name)
+def test_rooms_of_the_core_import_lower_rooms_only(path: Path) -> None:
+    name = module_name(path)
+    room = room_of(name)
+    if room is None:
+        return
+    lower = ROOMS[: ROOMS.index(room) + 1]
+    for imported in imports_of(path):
+        if within(imported, ("kvjax.core",)):
+            assert room_of(imported) in lower, f"{name} imports {imported}; {room} may import {lower}"
+
+
+def test_modules_of_the_core_import_each_other_in_no_circle() -> None:
+    """But Request and RequestTable, of which each holds the other."""
+    imports = {module_name(path): imports_of(path) for path in CORE_MODULES}
+    imports["kvjax.core.requests.request"].discard("kvjax.core.requests.request_table")
+    order = TopologicalSorter({name: imported & imports.keys() for name, imported in imports.items()})
+    order.prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

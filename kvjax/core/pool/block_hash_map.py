@@ -20,7 +20,8 @@ from operator import itemgetter
 
 import numpy as np
 
-FIRST_CHUNK = 64  # hashes looked up before the first check for a miss: most lookups miss early or not at all
+FIRST_HASHES = 8  # looked up one by one: most lookups miss at once or not at all
+FIRST_CHUNK = 64  # then in bulk, before the first check for a miss
 NEXT_CHUNK = 512
 
 
@@ -70,8 +71,14 @@ class BlockHashToBlockMap:
         the first miss is not looked at.
         """
         remaining = len(block_hashes) if limit is None else min(limit, len(block_hashes))
-        hashes = iter(block_hashes)
-        chunks: list[np.ndarray] = []
+        hashes, first = iter(block_hashes), []
+        for block_hash in islice(hashes, max(min(remaining, FIRST_HASHES), 0)):
+            value = self._blocks.get(block_hash)
+            if value is None:
+                return np.array(first, np.int32)
+            first.append(value if isinstance(value, int) else next(iter(value)))
+        remaining -= len(first)
+        chunks = [np.array(first, np.int32)]
         size = FIRST_CHUNK
         while remaining > 0:
             chunk = list(islice(hashes, min(size, remaining)))
@@ -81,8 +88,6 @@ class BlockHashToBlockMap:
                 break
             remaining -= len(chunk)
             size = NEXT_CHUNK
-        if not chunks:
-            return np.empty(0, np.int32)
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def _find_chunk(self, chunk: list[bytes]) -> np.ndarray:  # int32[k]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvjax.core.requests.request_table import RequestTable
 
 NO_ROW = -1
+NO_ORIGIN = BlockOrigin()
 
 
 class Request:
@@ -78,9 +79,10 @@ class Request:
                 order, the salt is empty, there is not one embedding per prompt token, weight_version is neither an
                 integer nor text, or max_tokens is below 1.
         """
-        prompt_embeds = None if prompt_embeds is None else np.asarray(prompt_embeds)
-        if prompt_token_ids is None and prompt_embeds is not None:
-            prompt_token_ids = np.zeros(prompt_embeds.shape[:1], np.int32)
+        if prompt_embeds is not None:
+            prompt_embeds = np.asarray(prompt_embeds)
+            if prompt_token_ids is None:
+                prompt_token_ids = np.zeros(prompt_embeds.shape[:1], np.int32)
         tokens = as_token_ids(prompt_token_ids, "prompt_token_ids")
         _check_prompt(tokens.size, mm_features, prompt_embeds)
         if max_tokens is not None and max_tokens < 1:
@@ -104,7 +106,7 @@ class Request:
         self._tokens = np.array(tokens, np.int32)  # int32[>= num_tokens], grows by doubling
         self._num_tokens = self._num_prompt_tokens = tokens.size
         self._num_computed_tokens = 0
-        self._extend_block_hashes()
+        self.extend_block_hashes()
 
     def __repr__(self) -> str:
         return (
@@ -149,8 +151,7 @@ class Request:
     @property
     def token_ids(self) -> np.ndarray:  # int32[num_tokens]
         """Prompt and output, as a read-only view."""
-        tokens = self._tokens if self._table is None else self._table.token_ids[self._row]
-        view = tokens[: self.num_tokens]
+        view = self._tokens[: self._num_tokens] if self._table is None else self._table.tokens_of(self._row)
         view.flags.writeable = False
         return view
 
@@ -181,11 +182,13 @@ class Request:
             self._tokens = grown
         self._tokens[self._num_tokens : end] = new
         self._num_tokens = end
-        self._extend_block_hashes()
+        self.extend_block_hashes()
 
     @property
     def origin(self) -> BlockOrigin:
         """What invalidation knows of the blocks that this request fills."""
+        if self.cache_salt is None and self.lora is None and self.weight_version is None:
+            return NO_ORIGIN
         return BlockOrigin(self.cache_salt, self.lora, self.weight_version)
 
     def set_weight_version(self, weight_version: int | str | None) -> None:
@@ -202,7 +205,7 @@ class Request:
         self._extra_keys = self._make_extra_keys(self.origin)
         self.has_extra_keys = self._extra_keys is not None
         self.block_hashes.clear()
-        self._extend_block_hashes()
+        self.extend_block_hashes()
 
     def block_hashes_under(self, origin: BlockOrigin, max_blocks: int | None = None) -> list[BlockHash]:
         """The first hashes that the request would have under another origin; none without a hasher."""
@@ -241,6 +244,8 @@ class Request:
         return [to_event_extra_keys(keys.of_block(start, start + block_size)) for start in starts]
 
     def _make_extra_keys(self, origin: BlockOrigin) -> ExtraKeys | None:
+        if origin is NO_ORIGIN and not self.mm_features and self.prompt_embeds is None:
+            return None
         style = "tagged" if self.block_hasher is None else self.block_hasher.extra_key_style
         keys = ExtraKeys(
             mm_features=self.mm_features,
@@ -252,27 +257,29 @@ class Request:
         )
         return None if keys.is_empty else keys
 
-    def _extend_block_hashes(self) -> int:
-        if self.block_hasher is None:
-            return 0
-        return self.block_hasher.extend(self.block_hashes, self.token_ids, self._extra_keys)
+    # -- for the table that holds the request ----------------------------------------------------------------------
 
-    def _move_to_row(self, table: RequestTable, row: int) -> None:
-        """Hands the state to the table, which has copied it.
+    def move_to_row(self, table: RequestTable, row: int) -> None:
+        """From here on the request reads its tokens and counts from the table's row, into which they were copied.
 
-        The tokens stay where they are, unread: they are a prefix of what the row will give back.
+        The tokens stay here too, unread: they are a prefix of what the row will return.
         """
         self._table, self._row = table, row
 
-    def _move_from_row(self, tokens: np.ndarray, num_prompt_tokens: int, num_computed_tokens: int) -> None:
-        """Takes the state back from the table, of whose row `tokens` is a view: copies those that are new."""
+    def move_from_row(self, tokens: np.ndarray, num_prompt_tokens: int, num_computed_tokens: int) -> None:
+        """From here on the request holds its state itself: these counts, and a copy of the row's int32[n] tokens."""
         self._table, self._row = None, NO_ROW
         self._num_prompt_tokens, self._num_computed_tokens = num_prompt_tokens, num_computed_tokens
         if tokens.size > self._tokens.size:
             self._tokens = tokens.copy()
-        else:
+        elif tokens.size > self._num_tokens:
             self._tokens[self._num_tokens : tokens.size] = tokens[self._num_tokens :]
         self._num_tokens = tokens.size
+
+    def extend_block_hashes(self) -> None:
+        """Appends the hashes of full blocks that `block_hashes` lacks; to be called when tokens were appended."""
+        if self.block_hasher is not None:
+            self.block_hasher.extend(self.block_hashes, self.token_ids, self._extra_keys)
 
 
 def _check_prompt(

@@ -26,10 +26,10 @@ from kvjax.core.hashing.block_hash import BlockHash, BlockHasher
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.row_allocator import RowAllocator
 from kvjax.core.requests.token_ids import MAX_TOKEN_ID, as_token_ids
+from kvjax.core.tables.row_table import RowTable
 from kvjax.errors import InvariantError, UnknownRequestError
 
 MIN_ROWS = 16
-MIN_COLUMNS = 256
 NEVER = np.iinfo(np.int64).max
 COUNTS = ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks", "num_encoder_tokens")  # by row
 
@@ -49,8 +49,8 @@ class RequestState:
 class RequestTable:
     """Table of one manager's running requests, used from one thread. `append_tokens` costs some 50 ns a row.
 
-    The arrays are replaced when the table grows: read them through the table each time, write none but
-    `num_computed_tokens`, and copy what you pass to jax.
+    Memory is that of the tokens which running requests have. The arrays are replaced when the table grows: read them
+    through the table each time, write none but `num_computed_tokens`, and copy what you pass to jax.
     """
 
     def __init__(self, max_num_reqs: int | None = None, max_model_len: int | None = None):
@@ -64,8 +64,8 @@ class RequestTable:
                 raise ValueError(f"expected {name} >= 1, got {value}")
         rows = max_num_reqs or MIN_ROWS
         self.max_model_len = max_model_len
-        self.token_ids = np.zeros((rows, min(MIN_COLUMNS, max_model_len or MIN_COLUMNS)), np.int32)
-        self.num_tokens = np.zeros(rows, np.int64)
+        self._tokens = RowTable(1, rows, max_model_len)
+        self.num_tokens = self._tokens.lengths
         self.num_prompt_tokens = np.zeros(rows, np.int64)
         self.num_computed_tokens = np.zeros(rows, np.int64)
         self.num_hashed_blocks = np.zeros(rows, np.int64)
@@ -86,6 +86,16 @@ class RequestTable:
         self._row_by_id: dict[str, int] = {}
 
     # -- rows ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def token_ids(self) -> np.ndarray:  # int32[rows, columns]
+        """Tokens of the rows; what is behind a row's `num_tokens` means nothing."""
+        return self._tokens.entries[0]
+
+    def tokens_of(self, row: int) -> np.ndarray:  # int32[num_tokens]
+        """The tokens of a row, as a view."""
+        start = row * self._tokens.stride
+        return self._tokens.flat[start : start + self.num_tokens.item(row)]
 
     @property
     def capacity(self) -> int:
@@ -120,13 +130,16 @@ class RequestTable:
             raise ValueError(f"request {request.request_id!r} owns row {request.row} already; release it first")
         if request.request_id in self._row_by_id:
             raise ValueError(f"expected a request id that is not in the table, got {request.request_id!r}")
-        self._check_length(request.num_tokens, request.request_id)
-        self._reserve_columns(request.num_tokens)
+        tokens = request.token_ids
+        num_tokens = tokens.size
+        self._check_length(num_tokens, request.request_id)
+        self._tokens.reserve_columns(num_tokens)
         if not self._rows.num_free:
             self._double_rows()
         row = self._rows.take()
-        self.token_ids[row, : request.num_tokens] = request.token_ids
-        self.num_tokens[row] = request.num_tokens
+        start = row * self._tokens.stride
+        self._tokens.flat[start : start + num_tokens] = tokens
+        self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
         self.requests[row] = request
@@ -136,7 +149,7 @@ class RequestTable:
         self._has_extra_keys[row] = request.has_extra_keys
         if request.skip_writing_prefix_cache:
             self.skip_registration(row)
-        request._move_to_row(self, row)
+        request.move_to_row(self, row)
         self._note_hasher(request.block_hasher)
         self._note_hashes(row)
         return row
@@ -150,8 +163,9 @@ class RequestTable:
         row = request.row
         if row < 0 or row >= self.capacity or self.requests[row] is not request:
             raise UnknownRequestError(f"request {request.request_id!r} owns no row of this table")
-        tokens = self.token_ids[row, : self.num_tokens[row]]
-        request._move_from_row(tokens, int(self.num_prompt_tokens[row]), int(self.num_computed_tokens[row]))
+        tokens = self.tokens_of(row)
+        request.move_from_row(tokens, self.num_prompt_tokens.item(row), self.num_computed_tokens.item(row))
+        self._tokens.discard(row, 0, tokens.size)
         for name in COUNTS:
             getattr(self, name)[row] = 0
         self.requests[row] = self.request_ids[row] = None
@@ -212,8 +226,8 @@ class RequestTable:
         longest = int(lengths.max())
         if self.max_model_len is not None and longest >= self.max_model_len:
             self._check_length(longest + 1, self._request_of(int(rows[lengths.argmax()])).request_id)
-        self._reserve_columns(longest + 1)
-        self.token_ids.reshape(-1)[rows * self.token_ids.shape[1] + lengths] = tokens  # faster than an index of two
+        self._tokens.reserve_columns(longest + 1)
+        self._tokens.flat[rows * self._tokens.stride + lengths] = tokens  # faster than an index of two
         lengths += 1
         self.num_tokens[rows] = lengths
         full = rows[lengths >= self._next_hash_at[rows]]
@@ -231,11 +245,11 @@ class RequestTable:
         start = int(self.num_tokens[row])
         end = start + tokens.size
         self._check_length(end, request.request_id)
-        self._reserve_columns(end)
+        self._tokens.reserve_columns(end)
         self.token_ids[row, start:end] = tokens
         self.num_tokens[row] = end
         if end >= self._next_hash_at[row]:
-            request._extend_block_hashes()
+            request.extend_block_hashes()
             self._note_hashes(row)
 
     def advance(self, rows: np.ndarray, num_tokens: np.ndarray | int) -> None:  # rows distinct
@@ -262,8 +276,8 @@ class RequestTable:
     def _hash_rows(self, hasher: BlockHasher, rows: np.ndarray) -> None:
         size = hasher.block_size
         starts = self.num_hashed_blocks[rows] * size
-        first = rows * self.token_ids.shape[1] + starts
-        blocks = self.token_ids.reshape(-1)[first[:, None] + np.arange(size)]
+        first = rows * self._tokens.stride + starts
+        blocks = self._tokens.flat[first[:, None] + np.arange(size)]
         extra_keys = None
         if np.count_nonzero(self._has_extra_keys[rows]):
             requests = map(self._request_of, rows.tolist())
@@ -331,19 +345,11 @@ class RequestTable:
         self.last_hashes[row] = self.block_hashes[row][-1] if num_hashed else None
         self._next_hash_at[row] = NEVER if hasher is None else (num_hashed + 1) * hasher.block_size
 
-    def _reserve_columns(self, num_tokens: int) -> None:
-        columns = self.token_ids.shape[1]
-        if num_tokens <= columns:
-            return
-        while columns < num_tokens:
-            columns *= 2
-        columns = min(columns, self.max_model_len or columns)
-        self._replace_tokens(self.capacity, columns)
-
     def _double_rows(self) -> None:
         old, new = self.capacity, 2 * self.capacity
-        self._replace_tokens(new, self.token_ids.shape[1])
-        for name in (*COUNTS, "_next_hash_at", "_scratch"):
+        self._tokens.reserve_rows(new)
+        self.num_tokens = self._tokens.lengths
+        for name in (*COUNTS[1:], "_next_hash_at", "_scratch"):
             setattr(self, name, np.append(getattr(self, name), np.zeros(old, np.int64)))
         self.requests += [None] * old
         self.request_ids = np.append(self.request_ids, np.full(old, None, np.object_))
@@ -352,13 +358,6 @@ class RequestTable:
         self._has_extra_keys = np.append(self._has_extra_keys, np.zeros(old, np.bool_))
         self.block_hashes += [[] for _ in range(old)]
         self._rows.grow(new)
-
-    def _replace_tokens(self, rows: int, columns: int) -> None:
-        """Moves the tokens to a larger array; only memory that holds tokens is touched."""
-        tokens = np.zeros((rows, columns), np.int32)
-        for row in self._row_by_id.values():
-            tokens[row, : self.num_tokens[row]] = self.token_ids[row, : self.num_tokens[row]]
-        self.token_ids = tokens
 
     # -- inspection ---------------------------------------------------------------------------------------------------
 

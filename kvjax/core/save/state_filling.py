@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.core.save.state_graph import MADE_CLASSES, OBSERVER_CLASSES, Node, attributes_of
+from kvjax.core.tables.row_table import RowTable
 
 MISSING = object()
 
@@ -78,6 +79,8 @@ class _Decoder:
             made = deque(maxlen=node[1])
         elif kind == "array":
             made = _array_of(*node[1:])
+        elif kind == "rows":
+            made = self._rows(*node[1:])
         elif kind == "objects":
             made = np.empty(node[1], np.object_)
         elif kind == "kept":
@@ -108,6 +111,11 @@ class _Decoder:
             return _blank(type(fresh))
         self._in_use.add(id(fresh))
         return fresh
+
+    def _rows(self, num_tables: int, max_columns: int | None, num_columns: int, lengths: Any, owned: bytes) -> RowTable:
+        return RowTable.restored(
+            num_tables, max_columns, num_columns, self._value(lengths), np.frombuffer(owned, np.int32)
+        )
 
     def _frozen(self, number: int) -> Any:
         _, name, parts = self._nodes[number]

@@ -18,6 +18,7 @@ A value is None, a bool, a number, text, bytes, or `[i]`, node i. Node 0 is the 
     ["list" | "tuple" | "set" | "frozenset", [value, ...]]      ["dict", [key, value, key, value, ...]]
     ["deque", maximal length, [value, ...]]
     ["array", dtype, shape, bytes, writeable]        ["objects", shape, [value, ...]]  an array of Python objects
+    ["rows", tables, longest row foreseen, columns, value of `lengths`, bytes]  a `RowTable`: only what rows own
     ["kept", class name]
 
 An object met twice is one node, and one object again.
@@ -40,6 +41,7 @@ from kvjax.core.hashing.pickle_encoding import PickleEncoding
 from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
+from kvjax.core.tables.row_table import RowTable
 from kvjax.core.watch.evicted_blocks import EvictedBlocks
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector, PoolResidency
@@ -134,6 +136,9 @@ class _Encoder:
             return ["deque", value.maxlen, self._values(value)]
         if cls is np.ndarray:
             return self._array(value)
+        if cls is RowTable:
+            lengths, owned = self._value(value.lengths), value.owned().tobytes()
+            return ["rows", value.num_tables, value.max_columns, value.num_columns, lengths, owned]
         if cls.__module__.split(".")[0] in FOREIGN_MODULES or isinstance(value, Enum):
             raise NotImplementedError(
                 f"a {cls.__name__} can not be saved: expected state in arrays, lists, tuples, dicts, sets, deques and "

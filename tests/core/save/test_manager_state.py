@@ -28,6 +28,7 @@ from kvjax.core.kinds.registry import register_kv_cache_manager
 from kvjax.core.save.manager_state import open_state
 from kvjax.core.save.state_filling import fill_graph
 from kvjax.core.save.state_graph import _Encoder, attributes_of, encode_graph
+from kvjax.core.tables.row_table import RowTable
 from kvjax.errors import UnknownRequestError
 from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
 from tests.core.manager.random_forks import RandomForks
@@ -226,7 +227,10 @@ def other_than(value: Any) -> Any:
 
 
 def test_every_attribute_of_every_object_is_state() -> None:
-    """Change any number, array or container of any object below a manager, and its state differs."""
+    """Change any number, array or container of any object below a manager, and its state differs.
+
+    Of a `RowTable` what a row owns is state; its other attributes are how memory is laid out.
+    """
     calls = RandomLockstep(HYBRID, 5, **OPTIONS)
     for _ in range(CALLS_BEFORE):
         calls.call()
@@ -241,6 +245,12 @@ def test_every_attribute_of_every_object_is_state() -> None:
                 assert encode_graph(manager) != before, f"{type(owner).__name__}.{name} is not saved"
                 object.__setattr__(owner, name, value)
                 num_changed += 1
+            if isinstance(value, RowTable):
+                row = value.lengths.argmax()
+                value.entries[-1, row, value.lengths[row] - 1] += 1
+                assert encode_graph(manager) != before, f"{type(owner).__name__}.{name}: an entry is not saved"
+                value.entries[-1, row, value.lengths[row] - 1] -= 1
+                continue
             for part in value if isinstance(value, tuple | list) else [value]:
                 if type(part).__module__.startswith("kvjax.core.") and id(part) not in reached:
                     if not isinstance(part, KVCacheConfig | KVCacheSpec):
