@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,9 +42,9 @@ def golden_model(request: pytest.FixtureRequest) -> tuple[str, Forward]:
 
 def test_logits_are_those_of_hugging_face(golden_model: tuple[str, Forward]) -> None:
     name, forward = golden_model
-    for golden in goldens_of(name):
-        logits = forward(golden.prompt)[golden.positions]
-        np.testing.assert_allclose(logits, golden.logits, atol=1e-4, rtol=0)
+    goldens = goldens_of(name)
+    logits = [forward(golden.prompt)[golden.positions] for golden in goldens]
+    chex.assert_trees_all_close(logits, [golden.logits for golden in goldens], atol=1e-4, rtol=0, strict=True)
 
 
 def test_greedy_tokens_are_those_of_hugging_face(golden_model: tuple[str, Forward]) -> None:
@@ -93,7 +94,7 @@ def test_strict_promotion_of_dtypes_and_ranks_is_enough() -> None:
 def test_padding_tokens_outside_the_vocabulary_are_clipped_not_nan() -> None:
     module = load_model(model_folder("llama")).module
     forward = jax.jit(lambda token_ids: module(token_ids, jnp.arange(3), DenseAttention()))
-    assert np.isfinite(np.asarray(forward(jnp.asarray([1, -1, 10_000])))).all()
+    chex.assert_tree_all_finite(forward(jnp.asarray([1, -1, 10_000])))
 
 
 def test_models_that_can_only_be_planned_for_are_refused() -> None:

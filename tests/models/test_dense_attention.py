@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import parameterized
 
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.models import DenseAttention
@@ -28,16 +29,17 @@ def looped_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Atten
     return out
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 12, 13])
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_agrees_with_a_loop_over_queries(window: int | None, soft_cap: float | None) -> None:
-    random = np.random.default_rng(0)
-    q = random.normal(size=(13, 4, 8)).astype(np.float32)
-    k, v = random.normal(size=(2, 13, 2, 8)).astype(np.float32)
-    options = AttentionOptions(sm_scale=0.4, sliding_window=window, soft_cap=soft_cap)
-    attend = jax.jit(lambda *qkv: DenseAttention()("layers.0", *qkv, options))
-    out = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
-    np.testing.assert_allclose(np.asarray(out), looped_attention(q, k, v, options), atol=1e-5)
+class TestAgainstALoop(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    @parameterized.product(window=[None, 1, 5, 12, 13], soft_cap=[None, 2.0])
+    def test_agrees_with_a_loop_over_queries(self, window: int | None, soft_cap: float | None) -> None:
+        random = np.random.default_rng(0)
+        q = random.normal(size=(13, 4, 8)).astype(np.float32)
+        k, v = random.normal(size=(2, 13, 2, 8)).astype(np.float32)
+        options = AttentionOptions(sm_scale=0.4, sliding_window=window, soft_cap=soft_cap)
+        attend = self.variant(lambda *qkv: DenseAttention()("layers.0", *qkv, options))
+        out = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v))
+        chex.assert_trees_all_close(out, looped_attention(q, k, v, options), atol=1e-5, rtol=1e-7, strict=True)
 
 
 @pytest.mark.parametrize("option", [{"attention_chunk_size": 4}, {"num_sink_tokens": 1}, {"sinks": jnp.zeros(1)}])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,10 +73,7 @@ def test_a_checkpoint_in_several_files_is_the_same_model(qwen3: Path) -> None:
 def test_what_is_saved_loads_as_the_same_weights(qwen3: Path) -> None:
     before = load_file(qwen3 / "model.safetensors")
     save_weights(load_model(qwen3).module, qwen3)
-    after = load_file(qwen3 / "model.safetensors")
-    assert after.keys() == before.keys()
-    for name, tensor in before.items():
-        np.testing.assert_array_equal(after[name], tensor)
+    chex.assert_trees_all_equal(load_file(qwen3 / "model.safetensors"), before, strict=True)
 
 
 def test_missing_misshapen_and_surplus_tensors_are_named_with_their_shapes(qwen3: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -214,11 +215,13 @@ def every_level(rows: list[dict[str, Any]]) -> list[int]:
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str, what: str) -> None:
-    """Within `TOLERANCE[dtype]`, infinities equal."""
-    got = np.asarray(got).astype(np.float64)
-    finite = np.isfinite(expected)
-    np.testing.assert_array_equal(np.isfinite(got), finite, err_msg=what)
-    np.testing.assert_array_equal(got[~finite], expected[~finite], err_msg=what)
-    scale = max(1.0, float(np.abs(expected[finite]).max(initial=0.0)))
-    worst = float(np.abs(got[finite] - expected[finite]).max(initial=0.0)) / scale
-    assert worst <= TOLERANCE[dtype], f"{what}: {worst} > {TOLERANCE[dtype]}"
+    """Within `TOLERANCE[dtype]` of the largest finite value (of 1 at least); infinities and NaN equal."""
+    got, expected = (np.asarray(values).astype(np.float64) for values in (got, expected))
+    scale = max(1.0, float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0)))
+    limit = TOLERANCE[dtype] * scale
+    chex.assert_trees_all_close({what: got}, {what: expected}, rtol=0, atol=limit, strict=True)
+
+
+def as_bytes(tree: Any) -> Any:
+    """The arrays of a tree as bytes, which are equal only where every bit is, NaN and signed zeros included."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf).view(np.uint8), tree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import KV_CACHE_DTYPES, attention_layout
-from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.cases import as_bytes, random_values
 
 PAGES, PAGE_SIZE, HEADS, DIM = 7, 4, 3, 8
 
@@ -54,9 +55,9 @@ def test_writes_what_a_loop_writes(dtype: str, platform: str) -> None:
     k, v = (random_values(rng, (9, HEADS, DIM), dtype) for _ in range(2))
     new = [jnp.asarray(x).astype(jnp.float32) for x in (k, v)]
     got = jax.jit(kv_write)(*new, tuple(jnp.asarray(p) for p in pages), jnp.asarray(slots))
-    for a, b in zip(got, _loop(pages, k, v, slots), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b.view(np.uint8))
+    expected = _loop(pages, k, v, slots)
+    chex.assert_trees_all_equal_dtypes(got, expected)
+    chex.assert_trees_all_equal(as_bytes(got), as_bytes(expected), strict=True)
 
 
 def test_scales_divide_before_storing() -> None:
@@ -113,5 +114,4 @@ def test_nothing_to_write() -> None:
     """All tokens skipped: the pages come back unchanged."""
     pages = tuple(jnp.asarray(p) for p in _pages("float32", "cpu"))
     new = jnp.ones((3, HEADS, DIM))
-    for a, b in zip(kv_write(new, new, pages, jnp.full(3, -1, jnp.int32)), pages, strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(kv_write(new, new, pages, jnp.full(3, -1, jnp.int32)), pages, strict=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 
-from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.cases import as_bytes, random_values
 from tests.pallas_kernels.on_tpu import compile_on_tpu
 from tests.pallas_kernels.page_ops.test_page_ops import all_four, expected
 from tests.pallas_kernels.sweeps import choices, naming
@@ -48,8 +49,8 @@ def tpu(seed: int) -> Iterator[None]:
             arguments = [jnp.asarray(array) for array in (pages, *ids, values)]
             with naming(choice, step):
                 run = run or compile_on_tpu(all_four("tpu"), *arguments)
-                for got, want in zip(run(*arguments), expected(pages, *ids, values), strict=True):
-                    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
+                want = expected(pages, *ids, values)
+                chex.assert_trees_all_equal(as_bytes(run(*arguments)), as_bytes(want), strict=True)
             yield
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.page_ops import copy_pages, gather_pages, scatter_pages, zero_pages
-from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.cases import as_bytes, random_values
 from tests.pallas_kernels.on_tpu import compile_on_tpu
 
 NUM_PAGES, COUNT = 13, 6
@@ -36,7 +37,7 @@ def case(seed: int, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...
     return (pages, *random_ids(rng), random_values(rng, (COUNT, *shape), dtype))
 
 
-def expected(pages: np.ndarray, sources: np.ndarray, targets: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+def expected(pages: np.ndarray, sources: np.ndarray, targets: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, ...]:
     """Copied, zeroed, gathered and scattered, a page at a time."""
     copied, zeroed, scattered = pages.copy(), pages.copy(), pages.copy()
     for source, target, value in zip(sources, targets, values, strict=True):
@@ -44,7 +45,7 @@ def expected(pages: np.ndarray, sources: np.ndarray, targets: np.ndarray, values
             copied[target] = pages[max(source, 0)]
             zeroed[target] = np.zeros((), pages.dtype)
             scattered[target] = value
-    return [copied, zeroed, np.stack([pages[max(source, 0)] for source in sources]), scattered]
+    return copied, zeroed, np.stack([pages[max(source, 0)] for source in sources]), scattered
 
 
 def all_four(backend: str) -> Callable[..., tuple[jax.Array, ...]]:
@@ -67,9 +68,8 @@ def test_equals_numpy(shape: tuple[int, ...], dtype: str) -> None:
         arrays = case(seed, shape, dtype)
         given = [jnp.asarray(array) for array in arrays]
         run = run or compile_on_tpu(all_four("tpu"), *given)
-        for results in (run(*given), all_four("reference")(*given)):
-            for got, want in zip(results, expected(*arrays), strict=True):
-                np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
+        results = (run(*given), all_four("reference")(*given), expected(*arrays))
+        chex.assert_trees_all_equal(*map(as_bytes, results), strict=True)
 
 
 def test_no_pages() -> None:
@@ -77,12 +77,13 @@ def test_no_pages() -> None:
     pages, none = jnp.ones((3, 8, 128)), jnp.zeros(0, jnp.int32)
     for backend in ("reference", "tpu"):
         assert gather_pages(pages, none, backend=backend).shape == (0, 8, 128)
-        for got in (
+        chex.assert_trees_all_equal(
+            pages,
             copy_pages(pages, none, none, backend=backend),
             zero_pages(pages, none, backend=backend),
             scatter_pages(pages, none, jnp.zeros((0, 8, 128)), backend=backend),
-        ):
-            np.testing.assert_array_equal(got, pages)
+            strict=True,
+        )
 
 
 def ids(*values: int) -> jax.Array:
@@ -139,5 +140,4 @@ def test_on_gpu_xla_does_it() -> None:
     """No kernel is needed: XLA's scatter writes donated pages in place (scripts/gpu_compile.py page_ops --check)."""
     arrays = case(5, *ARRAYS[0])
     results = all_four("gpu")(*(jnp.asarray(array) for array in arrays))
-    for got, want in zip(results, expected(*arrays), strict=True):
-        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
+    chex.assert_trees_all_equal(as_bytes(results), as_bytes(expected(*arrays)), strict=True)

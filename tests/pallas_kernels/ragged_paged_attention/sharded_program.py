@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,10 +57,8 @@ def main() -> None:
     args = (q, pages, new_kv, sinks, jnp.linspace(0.5, 2, 4), *meta, slots)
     *got, got_pages = jax.jit(sharded)(*args)
     *expected, expected_pages = jax.jit(op)(*args)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    for a, b in zip(got_pages, expected_pages, strict=True):
-        np.testing.assert_array_equal(a, b, strict=True)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6, strict=True)
+    chex.assert_trees_all_equal(got_pages, expected_pages, strict=True)
     print("equal")
 
 

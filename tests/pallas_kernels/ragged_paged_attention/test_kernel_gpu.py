@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
 from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys, plan_decode
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case, random_values
+from tests.pallas_kernels.cases import Case, Shape, as_bytes, assert_close, make_case, random_values
 from tests.pallas_kernels.on_gpu import compile_on_gpu, gpu_device
 from tests.pallas_kernels.oracle import Options
 
@@ -277,10 +278,9 @@ def test_the_op_writes_new_kv_and_attends(monkeypatch: pytest.MonkeyPatch) -> No
     arguments = (*case.arrays, *new_kv, jnp.asarray(slots))
     out, lse, pages = compile_on_gpu(step, *arguments)(*arguments)
     expected = jax.jit(functools.partial(step, backend="reference"))(*arguments)
-    for got, want in zip(pages, expected.pages, strict=True):
-        np.testing.assert_array_equal(got.view(np.uint8), np.asarray(want).view(np.uint8))
-    assert_close(out, np.asarray(expected.out).astype(np.float64), "bfloat16", "out")
-    assert_close(lse, np.asarray(expected.lse).astype(np.float64), "float32", "lse")
+    chex.assert_trees_all_equal(as_bytes(pages), as_bytes(expected.pages), strict=True)
+    assert_close(out, expected.out, "bfloat16", "out")
+    assert_close(lse, expected.lse, "float32", "lse")
 
 
 def test_heads_split_over_devices() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,8 +137,7 @@ def test_order_of_pages_does_not_matter(run_short) -> None:  # type: ignore[no-u
     order = np.concatenate([[0], 1 + np.random.default_rng(2).permutation(case.pages[0].shape[0] - 1)])
     where = np.argsort(order).astype(np.int32)
     moved = dataclasses.replace(case, pages=tuple(p[order] for p in case.pages), block_tables=where[case.block_tables])
-    for a, b in zip(run_short(*case.arrays)[:2], run_short(*moved.arrays)[:2], strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(run_short(*case.arrays)[:2], run_short(*moved.arrays)[:2], strict=True)
 
 
 def test_nan_stays_in_its_sequence(run_short) -> None:  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +26,7 @@ def test_order_of_pages_does_not_matter() -> None:
     order = np.concatenate([[0], 1 + np.random.default_rng(2).permutation(case.pages[0].shape[0] - 1)])
     where = np.argsort(order).astype(np.int32)
     moved = dataclasses.replace(case, pages=tuple(p[order] for p in case.pages), block_tables=where[case.block_tables])
-    for a, b in zip(run(case, WINDOW)[:2], run(moved, WINDOW)[:2], strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(run(case, WINDOW)[:2], run(moved, WINDOW)[:2], strict=True)
 
 
 @pytest.mark.parametrize("row", range(4))
@@ -43,8 +43,8 @@ def test_a_sequence_does_not_see_the_others(row: int) -> None:
         distribution=np.array([0, 0, 1], np.int32),
     )
     together, single = run(case, WINDOW), run(alone, WINDOW)
-    np.testing.assert_array_equal(together.out[start:end], single.out[: end - start])
-    np.testing.assert_array_equal(together.lse[start:end], single.lse[: end - start])
+    among_others = together.out[start:end], together.lse[start:end]
+    chex.assert_trees_all_equal(among_others, (single.out[: end - start], single.lse[: end - start]), strict=True)
 
 
 def test_nan_stays_in_its_sequence() -> None:
@@ -86,7 +86,7 @@ def test_extreme_sinks_do_not_overflow(sink: float) -> None:
     """A sink far above the logits takes all the weight, far below none."""
     options = Options(sinks=np.full(4, sink, np.float32))
     result = assert_matches_oracle(make_case(7, SHAPE, ROWS), options)
-    assert np.isfinite(np.asarray(result.out)).all()
+    chex.assert_tree_all_finite(result.out)
 
 
 def test_the_split_of_rows_does_not_matter() -> None:
@@ -159,8 +159,8 @@ def test_window_and_rest_merge_to_full_attention() -> None:
     lse = np.logaddexp(inside.lse[:4], before.lse[:4])
     parts = [np.asarray(x.out[:4]) * np.exp(x.lse[:4] - lse)[..., None] for x in (inside, before)]
     full = run(case, Options())
-    assert_close(parts[0] + parts[1], np.asarray(full.out[:4]).astype(np.float64), "float32", "out")
-    assert_close(lse, np.asarray(full.lse[:4]).astype(np.float64), "float32", "lse")
+    assert_close(parts[0] + parts[1], full.out[:4], "float32", "out")
+    assert_close(lse, full.lse[:4], "float32", "lse")
 
 
 def test_new_kv_is_written_first() -> None:
@@ -175,9 +175,7 @@ def test_new_kv_is_written_first() -> None:
     fused = run(case, Options(), new_kv=new_kv, slot_mapping=slots)
     pages = kv_write(*(jnp.asarray(x) for x in new_kv), case.arrays[1], jnp.asarray(slots))
     apart = assert_matches_oracle(dataclasses.replace(case, pages=tuple(np.asarray(p) for p in pages)), Options())
-    np.testing.assert_array_equal(fused.out, apart.out)
-    for got, expected in zip(fused.pages, pages, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    chex.assert_trees_all_equal((fused.out, fused.pages), (apart.out, pages), strict=True)
 
 
 def test_packed_and_split_pages_agree() -> None:
@@ -201,7 +199,7 @@ def test_scales_are_those_of_the_values() -> None:
     scaled = dataclasses.replace(case, pages=(case.pages[0] / 4, case.pages[1] / 8))
     plain = run(case, Options())
     result = run(scaled, Options(k_scale=np.float32(4), v_scale=np.array([8, 8], np.float32)))
-    assert_close(result.out, np.asarray(plain.out).astype(np.float64), "float32", "out")
+    assert_close(result.out, plain.out, "float32", "out")
 
 
 def test_the_oracle_sees_by_the_rule() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,8 +55,7 @@ def test_a_schedule_serves_all_layers_of_a_kind() -> None:
     case = make_case(5, Shape(ratio=4, topk=5), [(1, 30), (1, 1), (11, 40), (6, 6)])
     schedule = plan(*case.step, num_tokens=24, sliding_window=5, page_size=4)
     result, planned = run(case, None), run(case, None, schedule=schedule)
-    np.testing.assert_array_equal(result.out, planned.out)
-    np.testing.assert_array_equal(result.lse, planned.lse)
+    chex.assert_trees_all_equal((result.out, result.lse), (planned.out, planned.lse), strict=True)
 
 
 def test_window_slots() -> None:
