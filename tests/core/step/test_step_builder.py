@@ -119,7 +119,7 @@ def test_shares_no_memory_with_the_host_state(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("source", [0, 2])
 def test_a_token_sampled_one_step_before_needs_no_host_token(source: int) -> None:
-    """`a` decodes a sampled token (the first, too) that the host has not seen; `b` ends its prompt with known tokens."""
+    """`a` decodes a sampled token, the first too, that the host has not seen; `b` ends its prompt."""
     manager = hybrid_manager()
     rows = [start(manager, "b", 9, 4, 5), start(manager, "a", 6, 6, 1)]
     manager.request_table.token_ids[rows[1], 6:] = 99  # left behind by someone else
