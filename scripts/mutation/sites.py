@@ -26,7 +26,7 @@ from mutation.operators import CHANGED_NAMES, operators
 
 Span = tuple[tuple[int, int], tuple[int, int]]  # (first line, column), (last line, end column)
 
-TEXT_FUNCTIONS = frozenset({"__repr__", "__str__", "describe"})
+TEXT_FUNCTIONS = ("__repr__", "__str__", "describe")  # and functions whose name begins so
 PUNCTUATION = frozenset("()[]{}.,:=")
 NOT_BINARY = frozenset({"parameters", "lambdef", "dictorsetmaker"})  # the bare `*` of a signature, `**` of a display
 MESSAGE_CALLS = frozenset({"warn", "debug", "info", "warning", "error", "exception"})
@@ -208,7 +208,7 @@ class _Module:
         spans: list[Span] = []
         for node in ast.walk(self._tree):
             match node:
-                case ast.FunctionDef(name=name) if name in TEXT_FUNCTIONS:
+                case ast.FunctionDef(name=name) if name.startswith(TEXT_FUNCTIONS):
                     spans.append(self._span(node))
                 case ast.FunctionDef(returns=ast.expr() as returns):
                     spans.append(self._span(returns))

@@ -11,17 +11,29 @@ Flow:    SingleTypeKVCacheManager.check_invariants -> [check_tables] -> Invarian
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from kvjax.core.pool.block_pool import BlockPool
 from kvjax.errors import InvariantError
 
-if TYPE_CHECKING:
-    from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
+
+class Tables(Protocol):
+    """What the laws speak of: the block tables and counts of one manager."""
+
+    group_ids: tuple[int, ...]
+    block_pool: BlockPool
+    block_tables: np.ndarray  # int32[G, rows, columns]
+    num_blocks: np.ndarray  # int64[rows]
+    num_cached_blocks: np.ndarray  # int64[rows]
+    first_live: np.ndarray  # int64[rows]
+
+    def find_misplaced(self, is_block: np.ndarray, inside: np.ndarray) -> str | None:
+        """What G2 wants and bool[G, rows, columns] blocks break; None: nothing."""
 
 
-def check_tables(manager: SingleTypeKVCacheManager, owned_rows: Sequence[int]) -> None:
+def check_tables(manager: Tables, owned_rows: Sequence[int]) -> None:
     """Raises InvariantError if G1 to G3 do not hold; requests own `owned_rows`."""
     groups, tables = f"groups {manager.group_ids}", manager.block_tables
     first_live, num_blocks, num_columns = manager.first_live, manager.num_blocks, tables.shape[2]

@@ -71,7 +71,8 @@ class BlockHashToBlockMap:
         the first miss is not looked at.
         """
         remaining = len(block_hashes) if limit is None else min(limit, len(block_hashes))
-        hashes, first = iter(block_hashes), []
+        hashes = iter(block_hashes)
+        first: list[int] = []
         for block_hash in islice(hashes, max(min(remaining, FIRST_HASHES), 0)):
             value = self._blocks.get(block_hash)
             if value is None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvjax.core import CostAwarePolicy, SegmentedLRUPolicy
+from kvjax.core import BlockPool, CostAwarePolicy, SegmentedLRUPolicy
 from kvjax.core.eviction import StepFlow
 from kvjax.core.manager.step_planner import StepPlanner
+from tests.core.eviction.test_policies import POLICIES as LIVES
 from tests.core.eviction.test_policies import MostRecentlyUsed
 from tests.core.manager.manager_lockstep import SETUPS, Setup
 from tests.core.manager.test_step_planner import check_step
@@ -70,6 +74,63 @@ def test_steps_are_planned_at_once_where_that_is_right(policy: str, monkeypatch:
     assert any(length == rows > 1 for length, rows in lengths)
     assert any(0 < length < rows for length, rows in lengths)
     assert any(length == 0 for length, rows in lengths)
+
+
+@dataclass(frozen=True)
+class ListedFlow:
+    """Rows as lists, with what a policy asks of a `StepFlow`."""
+
+    rows: list[tuple[list[int], int]]  # blocks that the row releases, and how many it takes then
+
+    def rows_within(self, num_blocks: int) -> int:
+        leads = range(len(self.rows) + 1)
+        return max(lead for lead in leads if sum(count for _, count in self.rows[:lead]) <= num_blocks)
+
+    def released(self) -> tuple[np.ndarray, np.ndarray]:
+        pairs = [(block, position) for position, (blocks, _) in enumerate(self.rows) for block in blocks]
+        ids, positions = np.array(pairs, np.int64).reshape(-1, 2).T
+        return ids, positions
+
+    def rows_before(self, positions: np.ndarray) -> int:
+        return min(positions.tolist(), default=len(self.rows))
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_rows_at_once_get_what_they_get_one_by_one(name: str) -> None:
+    """Every lead of random rows that a policy calls equivalent, by the definition."""
+    num_whole = 0
+    for seed in range(300):
+        rng = np.random.default_rng(seed)
+        pool = BlockPool(13, hash_block_size=4, eviction_policy=LIVES[name][0])
+        ids = rng.permutation(pool.get_new_blocks(12))
+        hashed = ids[: int(rng.integers(13))]
+        pool.register_many(hashed, [bytes([block]) for block in hashed.tolist()], 0, rng.integers(0, 9, hashed.size))
+        hit = ids[rng.random(12) < 0.3]
+        pool.touch(hit)
+        pool.free_blocks(hit)
+        ids = rng.permutation(ids)
+        num_free = int(rng.integers(13))
+        pool.free_blocks(ids[:num_free])
+        held, rows = ids[num_free:].tolist(), []
+        for _ in range(int(rng.integers(1, 5))):
+            num_released = int(rng.integers(3))
+            rows.append((held[:num_released], int(rng.integers(5))))
+            del held[:num_released]
+        flow: Any = ListedFlow(rows)
+        num_equal = pool.eviction_policy.bulk_equivalent(flow)
+        num_whole += num_equal == len(rows) > 1
+        for lead in range(num_equal + 1):
+            bulk, single = copy.deepcopy(pool), copy.deepcopy(pool)
+            bulk.free_blocks([block for blocks, _ in rows[:lead] for block in blocks])
+            at_once = bulk.get_new_blocks(sum(count for _, count in rows[:lead])).tolist()
+            one_by_one: list[int] = []
+            for blocks, count in rows[:lead]:
+                single.free_blocks(blocks)
+                one_by_one += single.get_new_blocks(count).tolist()
+            assert at_once == one_by_one
+            assert bulk.eviction_policy.order().tolist() == single.eviction_policy.order().tolist()
+            assert bulk.eviction_policy.state() == single.eviction_policy.state()
+    assert num_whole > 30
 
 
 @pytest.mark.parametrize("policy", [SegmentedLRUPolicy, CostAwarePolicy])

@@ -111,6 +111,23 @@ def test_compaction_keeps_order_and_size(scalar: bool) -> None:
     assert queue.popleft_n(5).tolist() == model
 
 
+def test_compaction_is_paid_for_by_removals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cells a block: the ring is full after as many removals as there are blocks, and not before."""
+    queue, num_compactions = FreeKVCacheBlockQueue(50), 0
+    compacted = FreeKVCacheBlockQueue._live
+
+    def counted(self: FreeKVCacheBlockQueue) -> np.ndarray:
+        nonlocal num_compactions
+        num_compactions += 1
+        return compacted(self)
+
+    monkeypatch.setattr(FreeKVCacheBlockQueue, "_live", counted)
+    for i in range(1_000):
+        queue.remove(i % 50)
+        queue.append(i % 50)
+    assert 0 < num_compactions <= 1_000 / 50
+
+
 def test_taken_ids_are_the_callers_own() -> None:
     queue = FreeKVCacheBlockQueue(4)
     taken, popped = queue.take(2), queue.popleft_n(2)

@@ -318,6 +318,7 @@ CORRUPTIONS = {
     "I2": lambda table: table.num_tokens.__setitem__(2, 1),
     "I3": lambda table: table.num_tokens.__setitem__(0, 0),
     "I4: row 0 has another": lambda table: table.block_hashes.__setitem__(0, []),
+    "I4: row 0: 2 hashes, expected 1": lambda table: table.num_hashed_blocks.__setitem__(0, 2),
     "I4: row 0:": lambda table: table.num_hashed_blocks.__setitem__(0, 0),
 }
 
