@@ -15,13 +15,14 @@ from kvjax.engine.stats import PoolUse, RequestStats, StepStats
 if TYPE_CHECKING:
     from kvjax.engine.engine_request import FinishReason
     from kvjax.engine.llm_engine import LLMEngine
-    from kvjax.engine.outputs import GenerationResult, StepOutput
+    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs
 
 _HOME_OF = {
     "FinishReason": "engine_request",
     "GenerationResult": "outputs",
     "LLMEngine": "llm_engine",
     "StepOutput": "outputs",
+    "StepOutputs": "outputs",
 }
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "RequestStats",
     "SamplingParams",
     "StepOutput",
+    "StepOutputs",
     "StepStats",
 ]
 

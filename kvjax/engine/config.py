@@ -23,7 +23,7 @@ class EngineConfig:
     simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit may end inside a block, whose page
     is then copied. `eviction_policy` says which free block is used next: "lru", "slru" or "cost". With `miss_reasons`
     the manager explains every lookup, and requests know why their prompts were not found; that takes some 200 us a
-    lookup, and a request that waits is looked up before every step. With `zero_new_pages` a page is zeroed before a
+    lookup. With `zero_new_pages` a page is zeroed before a
     request first uses it, so that nothing that another left there can be read.
 
     Raises:

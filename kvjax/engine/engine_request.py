@@ -49,7 +49,7 @@ class EngineRequest:
     stats: RequestStats
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    logprobs: list[float] = field(default_factory=list)  # one per output token
+    logprobs: list[float] = field(default_factory=list)  # one per output token; while it runs, of those before it did
     first_sample: EngineRequest | None = None  # of the same prompt, which that one computes for both
 
     @property
@@ -77,11 +77,11 @@ class EngineRequest:
             return False
         return first.request.num_computed_tokens < first.request.num_prompt_tokens
 
-    def finish_reason_after(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
-        """Why the request ends with `token_id`, its output token number `num_output_tokens`; None: it goes on."""
+    def finish_reason_after(self, token_id: int) -> FinishReason | None:
+        """Why the request ends with `token_id`, its newest output token; None: it goes on."""
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if num_output_tokens >= self.params.max_tokens else None
+        return FinishReason.LENGTH if self.request.num_output_tokens >= self.params.max_tokens else None
 
     def output_token_ids(self) -> np.ndarray:  # int32[num_output_tokens]
         """A copy of the tokens sampled so far."""

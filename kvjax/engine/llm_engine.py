@@ -1,12 +1,12 @@
 """The engine: prompts in, tokens out, step by step.
 
-Flow:    prompts -> [LLMEngine] -> Scheduler -> StepPlan -> UpdateStep (device) -> tokens -> StepOutput
+Flow:    prompts -> [LLMEngine] -> HostLoop -> StepPlan -> UpdateStep (device) -> tokens -> HostLoop -> StepOutputs
 Source:  ARCHITECTURE.md, "Engine"; names of vLLM's LLMEngine
 
-One step, in order: schedule (blocks are allocated), plan (numpy arrays of the step), dispatch (the device works, the
-host goes on), read (sampled tokens), update (tokens to their requests, ended requests give back their blocks). With
-`async_scheduling` step n + 1 is dispatched before step n is read: its decode tokens are taken on the device from
-step n's samples.
+One step, in order: begin (`HostLoop`: blocks are allocated, numpy arrays of the step are made), dispatch (the device
+works, the host goes on), read (sampled tokens), end (`HostLoop`: tokens to their requests, blocks of ended requests
+are freed). With `async_scheduling` step n + 1 is dispatched before step n is read: its decode tokens are taken on the
+device from step n's samples.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ import jax
 import numpy as np
 
 from kvjax.core import BlockHasher, KVCacheManager, MissReasons, Request
-from kvjax.core.step.step_builder import build_step_plan
 from kvjax.device import Buckets, Placement, UpdateStep, create_pages, make_update_step
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.engine_request import EngineRequest, FinishReason, sample_ids
-from kvjax.engine.outputs import GenerationResult, StepOutput
+from kvjax.engine.engine_request import EngineRequest, sample_ids
+from kvjax.engine.host_loop import HostLoop, HostStep
+from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_params import MAX_SEED, SamplingParams
-from kvjax.engine.sampling_table import SamplingTable
-from kvjax.engine.scheduler import NewToken, ScheduledStep, Scheduler, SchedulerConfig
-from kvjax.engine.stats import PoolUse, RequestStats, StepStats
-from kvjax.errors import UnknownRequestError
+from kvjax.engine.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.stats import RequestStats
 from kvjax.models import LoadedModel, load_model
 from kvjax.planning import plan_kv_cache
 
@@ -41,11 +39,9 @@ from kvjax.planning import plan_kv_cache
 class _Flight:
     """A dispatched step that is not read yet."""
 
-    step: ScheduledStep
-    fence: int  # the request table's open step: its rows are not reissued before it is closed
+    step: HostStep
     sampled: jax.Array  # int32[max_num_requests]
     logprobs: jax.Array  # float32[max_num_requests]
-    host_us: float  # scheduling and planning
 
 
 class LLMEngine:
@@ -120,12 +116,16 @@ class LLMEngine:
             if config.enable_prefix_caching
             else None
         )
-        self._sampling = SamplingTable()
-        self._requests: dict[str, EngineRequest] = {}
         self._num_added = 0
-        self._num_steps = 0
-        self.step_stats: deque[StepStats] = deque(maxlen=config.num_step_stats)
         self._update_step = self._make_update_step() if like is None else self._shared_update_step(like)
+        self._loop = HostLoop(
+            self.manager,
+            self.scheduler,
+            num_step_stats=config.num_step_stats,
+            pick_shape=self._update_step.buckets.pick,
+            clock=clock,
+        )
+        self.step_stats = self._loop.step_stats
         self._pages = create_pages(self.plan.config, self._placement)
         self._previous: jax.Array | None = None  # sampled tokens of the newest step, on the device
         self._flights: deque[_Flight] = deque()
@@ -154,7 +154,7 @@ class LLMEngine:
     def warmup(self, on_compiled: Callable[[int], object] | None = None) -> None:
         """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
         nothing = np.zeros(0, np.int64)
-        sampling = self._sampling.batch(nothing, nothing)
+        sampling = self._loop.sampling.batch(nothing, nothing)
         self._pages = self._update_step.warmup(self._pages, sampling=sampling, on_compiled=on_compiled)
 
     def add_request(
@@ -173,9 +173,7 @@ class LLMEngine:
                 tokenizer, or the request can never run. Nothing is changed.
         """
         samples = self._make_samples(prompt, params, request_id)
-        for one in samples:
-            self.scheduler.add(one)
-            self._requests[one.request_id] = one
+        self._loop.add(samples)
         self._num_added += len(samples)
         return samples[0].request_id
 
@@ -194,20 +192,21 @@ class LLMEngine:
         Raises:
             UnknownRequestError: no unfinished request has that id.
         """
-        if request_id not in self._requests:
-            raise UnknownRequestError(f"expected the id of an unfinished request, got {request_id!r}")
-        engine_request = self._requests[request_id]
-        self.scheduler.abort(engine_request)
-        return self._end(engine_request)
+        return self._loop.abort(request_id)
 
-    def step(self) -> list[StepOutput]:
-        """Runs one step; the tokens that became known, which may be none. Without requests it does nothing."""
-        flight = self._dispatch()
-        if flight is not None:
-            self._flights.append(flight)
-        if self._flights and (flight is None or len(self._flights) >= self.config.max_steps_in_flight):
-            return self._read(self._flights.popleft())
-        return []
+    def step(self) -> StepOutputs:
+        """Runs one step; the tokens that became known, which may be none. Without requests it does nothing.
+
+        Returns:
+            Columns, which are also a sequence of `StepOutput`.
+        """
+        step = self._loop.begin_step()
+        if step is not None:
+            self._flights.append(self._dispatch(step))
+        if self._flights and (step is None or len(self._flights) >= self.config.max_steps_in_flight):
+            flight = self._flights.popleft()
+            return self._loop.end_step(flight.step, np.asarray(flight.sampled), np.asarray(flight.logprobs))
+        return NO_OUTPUTS
 
     def generate(
         self,
@@ -237,7 +236,7 @@ class LLMEngine:
             raise
         results: dict[str, GenerationResult] = {}
         while self.num_unfinished or self._flights:
-            results |= {out.request_id: out.result for out in self.step() if out.result is not None}
+            results |= {result.request_id: result for result in self.step().results.values()}
         return [results[request_id] for request_id in request_ids]
 
     def check_invariants(self) -> None:
@@ -280,7 +279,7 @@ class LLMEngine:
         params = SamplingParams() if params is None else params
         names = sample_ids(f"request-{self._num_added}" if request_id is None else request_id, params.n)
         for name in names:
-            if name in self._requests:
+            if name in self._loop.requests:
                 raise ValueError(f"request id {name!r} is in use; expected a new one")
         request = Request(names[0], self._token_ids(prompt), block_hasher=self._hasher)
         largest = int(request.prompt_token_ids.max())
@@ -322,92 +321,13 @@ class LLMEngine:
             return (params.seed + place) % (MAX_SEED + 1)
         return int(np.random.SeedSequence((self.config.seed, self._num_added + place)).generate_state(1)[0])
 
-    def _dispatch(self) -> _Flight | None:
-        """Schedules the next step and hands it to the device; None: nothing can run now."""
-        start = time.thread_time()
-        step = self.scheduler.schedule()
-        if step is None:
-            return None
-        for request in step.admitted:
-            self._sampling.set(request.request.row, request.params, request.seed)
-        plan = build_step_plan(
-            self.manager,
-            step.rows,
-            step.num_new_tokens,
-            wants_logits=step.samples,
-            last_token_source=step.token_source,
+    def _dispatch(self, step: HostStep) -> _Flight:
+        """Hands a step to the device."""
+        output: DeviceOutput = self._update_step(
+            self._pages, step.plan, previous=self._previous, sampling=step.sampling
         )
-        table = self.manager.request_table
-        rows = step.rows[step.samples]
-        positions = table.num_computed_tokens[rows] + step.num_new_tokens[step.samples]
-        sampling = self._sampling.batch(rows, positions)
-        fence = table.open_step(step.rows)
-        for request in self.scheduler.start(step):
-            self._sampling.set(request.request.row, request.params, request.seed)
-        host_us = (time.thread_time() - start) * 1e6
-        output: DeviceOutput = self._update_step(self._pages, plan, previous=self._previous, sampling=sampling)
         self._pages, self._previous = output.pages, output.sampled
-        return _Flight(step, fence, output.sampled, output.extras, host_us)
-
-    def _read(self, flight: _Flight) -> list[StepOutput]:
-        """Waits for a step's tokens and gives them to their requests."""
-        count = int(np.count_nonzero(flight.step.samples))
-        token_ids, logprobs = np.asarray(flight.sampled)[:count], np.asarray(flight.logprobs)[:count]
-        start = time.thread_time()
-        self.manager.request_table.close_step(flight.fence)
-        new_tokens = self.scheduler.update(flight.step, token_ids, logprobs)
-        outputs = [self._output(new_token) for new_token in new_tokens]
-        self._record(flight, (time.thread_time() - start) * 1e6)
-        return outputs
-
-    def _output(self, new_token: NewToken) -> StepOutput:
-        engine_request = new_token.request
-        stats = engine_request.stats
-        if stats.first_token_time_s is None:
-            stats.first_token_time_s = self._clock()
-        stats.num_output_tokens += 1
-        result = None if new_token.finish_reason is None else self._end(engine_request)
-        return StepOutput(engine_request.request_id, new_token.token_id, new_token.logprob, result)
-
-    def _end(self, engine_request: EngineRequest) -> GenerationResult:
-        """Forgets a request that ended; its result."""
-        del self._requests[engine_request.request_id]
-        engine_request.stats.finish_time_s = self._clock()
-        return GenerationResult(
-            request_id=engine_request.request_id,
-            prompt_token_ids=np.array(engine_request.request.prompt_token_ids, np.int32),
-            output_token_ids=engine_request.output_token_ids(),
-            logprobs=tuple(engine_request.logprobs),
-            finish_reason=engine_request.finish_reason or FinishReason.ABORT,
-            stats=engine_request.stats,
-        )
-
-    def _record(self, flight: _Flight, read_us: float) -> None:
-        step = flight.step
-        self._num_steps += 1
-        self.step_stats.append(
-            StepStats(
-                step=self._num_steps,
-                num_running=len(self.scheduler.running),
-                num_waiting=len(self.scheduler.waiting),
-                num_requests=len(step.requests),
-                num_new_tokens=int(step.num_new_tokens.sum()),
-                num_sampled_tokens=int(np.count_nonzero(step.samples)),
-                num_hit_tokens=step.num_hit_tokens,
-                num_queried_tokens=step.num_queried_tokens,
-                num_preemptions=step.num_preemptions,
-                host_us=flight.host_us + read_us,
-                pools=self._pool_uses(step.num_released),
-            )
-        )
-
-    def _pool_uses(self, num_released: tuple[int, ...]) -> tuple[PoolUse, ...]:
-        uses = []
-        for pool, released in zip(self.manager.block_pools, num_released, strict=True):
-            num_cached = int(np.count_nonzero(pool.is_hashed & (pool.ref_count == 0)))
-            num_free = int(pool.num_free_blocks)
-            uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
-        return tuple(uses)
+        return _Flight(step, output.sampled, output.extras)
 
 
 def _weight_dtype(model: LoadedModel) -> str:

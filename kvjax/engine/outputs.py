@@ -1,11 +1,13 @@
-"""What the engine gives back: tokens as they come, and an ended request as a whole.
+"""What the engine returns: tokens as they come, and an ended request as a whole.
 
-Flow:    LLMEngine.step -> [StepOutput] -> caller; its last for a request brings the [GenerationResult]
+Flow:    LLMEngine.step -> [StepOutputs] -> caller; a request's last token brings its [GenerationResult]
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -33,3 +35,44 @@ class StepOutput:
     token_id: int
     logprob: float
     result: GenerationResult | None  # None: the request goes on
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutputs(Sequence[StepOutput]):
+    """The new tokens of one step, as columns; a sequence of `StepOutput`, each made when it is asked for.
+
+    Reading columns costs nothing a token, so that is the way for many requests.
+    """
+
+    request_ids: np.ndarray  # object[n] text
+    token_ids: np.ndarray  # int32[n]
+    logprobs: np.ndarray  # float32[n]
+    results: Mapping[int, GenerationResult]  # of the requests that ended, by place in the columns
+
+    def __len__(self) -> int:
+        return self.token_ids.size
+
+    @overload
+    def __getitem__(self, index: int) -> StepOutput: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepOutput]: ...
+
+    def __getitem__(self, index: int | slice) -> StepOutput | list[StepOutput]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return StepOutput(
+            self.request_ids[place],
+            self.token_ids.item(place),
+            self.logprobs.item(place),
+            self.results.get(place),
+        )
+
+    def __iter__(self) -> Iterator[StepOutput]:
+        columns = zip(self.request_ids.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        for place, (request_id, token_id, logprob) in enumerate(columns):
+            yield StepOutput(request_id, token_id, logprob, self.results.get(place))
+
+
+NO_OUTPUTS = StepOutputs(np.zeros(0, np.object_), np.zeros(0, np.int32), np.zeros(0, np.float32), {})

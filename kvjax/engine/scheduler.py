@@ -13,23 +13,34 @@ Samples of one prompt wait in a row. The first computes the prompt; once that st
 as there are rows for are forked from it: they share its blocks of all prompt tokens but the last, which each computes
 for itself, to draw its own first token. The rest are admitted like other requests.
 
+Running requests are rows of the request table, kept in order of priority in one array; what a step needs of them stands
+in arrays too (`RunningRows`), so that Python looks at a request only when it starts, ends or waits.
+
+The first waiting request is looked up when it may fit: once it was refused, not before a pool has more free blocks
+than it had then, a running request has stopped, or `RETRY_STEPS` steps have passed (its prefix may be cached by then).
+
 Invariants (`check_invariants`):
 
     I1  priorities rise through `running`, then `waiting`: preemption moves the last of one to the front of the other
     I2  a running request owns a row, a waiting one does not
     I3  a request is in one of the two queues, once
+    I4  the arrays by row hold exactly the running requests
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
+from kvjax.engine.running_rows import RunningRows
+from kvjax.engine.scheduled_step import NewTokens, ScheduledStep, StepDraft
 from kvjax.errors import InvariantError
+
+RETRY_STEPS = 32  # a lookup of 128k tokens takes half as long as a step of 1,024 requests, so these cost 2 %
 
 
 @dataclass(frozen=True)
@@ -44,48 +55,12 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class ScheduledStep:
-    """One step, and what it took to schedule it. Requests with one new token come first, as in a `StepPlan`."""
-
-    requests: tuple[EngineRequest, ...]  # S
-    rows: np.ndarray  # int64[S]
-    num_new_tokens: np.ndarray  # int64[S] >= 1
-    samples: np.ndarray  # bool[S] whether the request's last token is computed here, so that the next is sampled
-    token_source: np.ndarray  # int32[S] -1: the host knows the tokens, else the index of the one sampled a step before
-    admitted: tuple[EngineRequest, ...]
-    num_preemptions: int
-    num_queried_tokens: int  # tokens of the requests admitted in this step
-    num_hit_tokens: int  # those of them that the prefix cache held
-    num_released: tuple[int, ...]  # per pool: blocks that running requests gave back
-
-
-@dataclass(frozen=True)
-class NewToken:
-    """A token that a request got, and why the request ends with it, if it does."""
+class _Refusal:
+    """The first waiting request did not fit."""
 
     request: EngineRequest
-    token_id: int
-    logprob: float
-    finish_reason: FinishReason | None
-
-
-@dataclass
-class _Draft:
-    """A step while it is being scheduled."""
-
-    budget: int  # tokens left
-    requests: list[EngineRequest] = field(default_factory=list)
-    rows: list[np.ndarray] = field(default_factory=list)  # int64[...] each
-    num_new_tokens: list[np.ndarray] = field(default_factory=list)  # int64[...] each
-    admitted: list[EngineRequest] = field(default_factory=list)
-    num_queried_tokens: int = 0
-    num_hit_tokens: int = 0
-
-    def take(self, requests: list[EngineRequest], rows: np.ndarray, num_new_tokens: np.ndarray) -> None:
-        self.requests += requests
-        self.rows.append(rows)
-        self.num_new_tokens.append(num_new_tokens)
-        self.budget -= int(num_new_tokens.sum())
+    num_free_blocks: tuple[int, ...]  # per pool
+    step: int  # number of the step
 
 
 class Scheduler:
@@ -96,19 +71,43 @@ class Scheduler:
     """
 
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
-        self.waiting: deque[EngineRequest] = deque()
-        self.running: list[EngineRequest] = []
+        self._waiting: OrderedDict[EngineRequest, None] = OrderedDict()
+        self._rows = np.zeros(0, np.int64)  # of running requests, by priority; replaced, never written
+        self._by_row = RunningRows()
+        self._flights: deque[ScheduledStep] = deque()  # started and not updated
         self._manager = manager
         self._table = manager.request_table
         self._config = config
         self._watermarks = [int(config.watermark * pool.num_blocks) for pool in manager.kv_cache_config.pools]
-        self._by_row = _RowState()
+        self._refusal: _Refusal | None = None
+        self._num_steps = 0
         self._num_preempted = 0  # since the last step was scheduled
+
+    @property
+    def waiting(self) -> list[EngineRequest]:
+        """Requests that wait, by priority."""
+        return list(self._waiting)
+
+    @property
+    def running(self) -> list[EngineRequest]:
+        """Requests that run, by priority."""
+        running: list[EngineRequest] = self._by_row.requests[self._rows].tolist()
+        return running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+        return self._rows.size
 
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return len(self.waiting) + len(self.running)
+        return len(self._waiting) + self._rows.size
 
     def add(self, request: EngineRequest) -> None:
         """Queues a request behind all others.
@@ -117,7 +116,7 @@ class Scheduler:
             ValueError: it can never run: longer than `max_model_len`, or than a pool holds. Nothing is changed.
         """
         self.check_fits(request)
-        self.waiting.append(request)
+        self._waiting[request] = None
 
     def check_fits(self, request: EngineRequest) -> None:
         """Raises ValueError if the request can never run, as `add` would."""
@@ -129,22 +128,25 @@ class Scheduler:
             )
         config = self._manager.kv_cache_config
         in_flight = self._config.max_num_batched_tokens * self._config.max_steps_in_flight
-        for pool_id, pool in enumerate(config.pools):
+        for pool_id, pool in enumerate(self._manager.block_pools):
             needed = sum(
                 group.kv_cache_spec.max_blocks_per_request(num_tokens, in_flight)
                 for group in config.kv_cache_groups
                 if group.pool_id == pool_id
             )
-            if needed > pool.num_blocks - 1:
+            if needed > pool.num_usable_blocks:
                 raise ValueError(
                     f"request {request.request_id}: {num_tokens} tokens need {needed} blocks of pool {pool_id}, which "
-                    f"has {pool.num_blocks - 1} beside the null block; give the pool more blocks or the request fewer "
-                    "tokens"
+                    f"has {pool.num_usable_blocks} beside the null block and those taken for good; give the pool more "
+                    "blocks or the request fewer tokens"
                 )
 
     def abort(self, request: EngineRequest) -> None:
         """Ends a request where it stands. A step in flight that names it is read as usual; its token is dropped."""
+        was_running = request.status is RequestStatus.RUNNING
         self._finish(request, FinishReason.ABORT)
+        if was_running:
+            self._forget_stopped()
 
     def preempt_last(self) -> None:
         """The running request of the lowest priority gives back all it has and waits at the head of the queue.
@@ -154,37 +156,38 @@ class Scheduler:
         Raises:
             ValueError: nothing runs.
         """
-        if not self.running:
+        if not self._rows.size:
             raise ValueError("expected a running request to preempt, got none")
-        engine_request = self.running.pop()
+        engine_request: EngineRequest = self._by_row.requests[self._rows[-1]]
+        self._rows = self._rows[:-1]
         self._stop_running(engine_request)
         engine_request.request.num_computed_tokens = 0
         engine_request.request.num_preemptions += 1
         engine_request.stats.num_preemptions += 1
         engine_request.status = RequestStatus.WAITING
-        self.waiting.appendleft(engine_request)
+        self._waiting[engine_request] = None
+        self._waiting.move_to_end(engine_request, last=False)
         self._num_preempted += 1
 
     def schedule(self) -> ScheduledStep | None:
         """Allocates blocks for the next step; None: nothing can run now."""
         self._manager.new_step_starts()
-        draft = _Draft(self._config.max_num_batched_tokens)
+        self._num_steps += 1
+        draft = StepDraft(self._config.max_num_batched_tokens)
         num_released = self._schedule_running(draft)
         num_preemptions, self._num_preempted = self._num_preempted, 0
         if not num_preemptions:  # nor could a request come back before its token in flight is read
             self._admit(draft)
-        if not draft.requests:
+        rows, num_new_tokens, samples = draft.columns()
+        if not rows.size:
             return None
-        rows, num_new_tokens = np.concatenate(draft.rows), np.concatenate(draft.num_new_tokens)
-        order = np.argsort(num_new_tokens != 1, kind="stable")
-        rows, num_new_tokens = rows[order], num_new_tokens[order]
-        is_pending = self._by_row.num_pending[rows] > 0
         return ScheduledStep(
-            requests=tuple(draft.requests[i] for i in order),
+            requests=self._by_row.requests[rows],
+            request_ids=self._table.request_ids[rows],
             rows=rows,
             num_new_tokens=num_new_tokens,
-            samples=num_new_tokens == self._num_left(rows),
-            token_source=np.where(is_pending, self._by_row.sample_index[rows], -1).astype(np.int32),
+            samples=samples,
+            token_source=self._token_source(rows),
             admitted=tuple(draft.admitted),
             num_preemptions=num_preemptions,
             num_queried_tokens=draft.num_queried_tokens,
@@ -199,10 +202,7 @@ class Scheduler:
             The samples that run from now on, as the step has computed their prompts.
         """
         self._table.advance(step.rows, step.num_new_tokens)
-        sampling = step.rows[step.samples]
-        self._by_row.num_in_flight[step.rows] += step.num_new_tokens
-        self._by_row.num_pending[sampling] += 1
-        self._by_row.sample_index[sampling] = np.arange(sampling.size)
+        self._flights.append(step)
         return self._fork_samples()
 
     def update(
@@ -210,29 +210,27 @@ class Scheduler:
         step: ScheduledStep,
         token_ids: np.ndarray,  # int32[number of true `samples`] in their order
         logprobs: np.ndarray,  # float32[likewise]
-    ) -> list[NewToken]:
+    ) -> NewTokens:
         """Gives the sampled tokens to their requests and ends those that are done; steps are updated in order.
 
         A token of a request that ended or was aborted while the step was in flight is dropped.
         """
-        self._by_row.num_in_flight[step.rows] -= step.num_new_tokens
-        self._by_row.num_pending[step.rows[step.samples]] -= 1
-        sampled = [step.requests[i] for i in np.flatnonzero(step.samples)]
-        is_running = np.array([request.status is RequestStatus.RUNNING for request in sampled], bool)
-        rows = np.array([request.request.row for request in sampled], np.int64)
-        self._table.append_tokens(rows[is_running], token_ids[is_running])
-        new_tokens = []
-        for request, token_id, logprob in zip(sampled, token_ids.tolist(), logprobs.tolist(), strict=True):
-            if request.status is RequestStatus.FINISHED:
-                continue
-            if request.status is RequestStatus.WAITING:  # preempted while its step was in flight
-                request.request.append_output_token_ids(token_id)
-            request.logprobs.append(logprob)
-            reason = request.finish_reason_after(token_id, len(request.logprobs))
-            new_tokens.append(NewToken(request, token_id, logprob, reason))
-            if reason is not None:
-                self._finish(request, reason)
-        return new_tokens
+        self._flights.popleft()
+        columns = (step.requests, step.request_ids, step.rows)
+        requests, request_ids, rows = columns if step.samples.all() else [column[step.samples] for column in columns]
+        is_running = self._by_row.is_running[rows]
+        if not is_running.all():  # some were preempted or ended while the step was in flight
+            is_kept = np.array([request.status is not RequestStatus.FINISHED for request in requests], bool)
+            kept = (requests, request_ids, rows, token_ids, logprobs, is_running)
+            requests, request_ids, rows, token_ids, logprobs, is_running = [column[is_kept] for column in kept]
+        first, may_end = self._append(rows, token_ids, logprobs, is_running)
+        for place in np.flatnonzero(~is_running).tolist():
+            waiting: EngineRequest = requests[place]
+            first[place] = not waiting.request.num_output_tokens
+            waiting.request.append_output_token_ids(token_ids.item(place))
+            waiting.logprobs.append(logprobs.item(place))
+        ended = self._end(requests, token_ids, np.flatnonzero(may_end).tolist())
+        return NewTokens(requests, request_ids, token_ids, logprobs, tuple(np.flatnonzero(first).tolist()), ended)
 
     def check_invariants(self) -> None:
         """Checks I1 to I3.
@@ -240,73 +238,85 @@ class Scheduler:
         Raises:
             InvariantError: one does not hold.
         """
-        queued = [*self.running, *self.waiting]
+        running, waiting = self.running, self.waiting
+        queued = [*running, *waiting]
         priorities = [request.priority for request in queued]
         if priorities != sorted(set(priorities)):
             raise InvariantError(f"I1, I3: expected rising priorities, got {priorities}")
         for i, request in enumerate(queued):
-            expected = RequestStatus.RUNNING if i < len(self.running) else RequestStatus.WAITING
+            expected = RequestStatus.RUNNING if i < len(running) else RequestStatus.WAITING
             row = request.request.row
             if request.status is not expected or (row >= 0) != (expected is RequestStatus.RUNNING):
                 raise InvariantError(
                     f"I2: {request.request_id} is queued as {expected.value} and is {request.status.value}, row {row}"
                 )
+        rows, in_arrays = [one.request.row for one in running], np.flatnonzero(self._by_row.is_running).tolist()
+        if self._rows.tolist() != rows or sorted(rows) != in_arrays:
+            raise InvariantError(f"I4: rows {rows} run, {self._rows.tolist()} are queued, the arrays hold {in_arrays}")
 
-    def _schedule_running(self, draft: _Draft) -> tuple[int, ...]:
+    def _schedule_running(self, draft: StepDraft) -> tuple[int, ...]:
         """Plans the running requests in order, preempting from the end while one does not fit; blocks given back."""
         pools = self._manager.block_pools
         num_released = [-pool.num_free_blocks for pool in pools]
         start = 0  # running requests before it are planned, or have nothing to do
-        while start < len(self.running) and draft.budget:
-            rows = np.array([request.request.row for request in self.running[start:]], np.int64)
-            num_new_tokens = _share(self._num_left(rows), draft.budget)
-            active = np.flatnonzero(num_new_tokens)
-            rows, num_new_tokens = rows[active], num_new_tokens[active]
-            num_in_flight = self._by_row.num_in_flight[rows]
-            result = self._manager.plan_step(rows, num_new_tokens, num_in_flight_tokens=num_in_flight)
+        while start < self._rows.size and draft.budget:
+            rows = self._rows[start:]
+            num_left = self._num_left(rows)
+            num_new_tokens = _share(num_left, draft.budget)
+            active = num_new_tokens.nonzero()[0]
+            if active.size < rows.size:
+                rows, num_new_tokens, num_left = rows[active], num_new_tokens[active], num_left[active]
+            result = self._manager.plan_step(rows, num_new_tokens, num_in_flight_tokens=self._num_in_flight(rows))
             for group, update in zip(self._manager.kv_cache_config.kv_cache_groups, result.new_blocks, strict=True):
                 num_released[group.pool_id] += update.block_ids.size
-            planned = active[: result.num_planned]
-            draft.take(
-                [self.running[start + i] for i in planned],
-                rows[: result.num_planned],
-                num_new_tokens[: result.num_planned],
-            )
-            if planned.size == active.size:
-                start = len(self.running)
-            else:
-                start += int(active[planned.size])
-                for pool_id, pool in enumerate(pools):  # what the preemption frees is no release
-                    num_released[pool_id] += pool.num_free_blocks
-                self.preempt_last()
-                for pool_id, pool in enumerate(pools):
-                    num_released[pool_id] -= pool.num_free_blocks
+            planned = slice(0, result.num_planned)
+            draft.take(rows[planned], num_new_tokens[planned], num_left[planned])
+            if result.num_planned == rows.size:
+                break
+            start += int(active[result.num_planned])
+            for pool_id, pool in enumerate(pools):  # what the preemption frees is no release
+                num_released[pool_id] += pool.num_free_blocks
+            self.preempt_last()
+            for pool_id, pool in enumerate(pools):
+                num_released[pool_id] -= pool.num_free_blocks
         return tuple(released + pool.num_free_blocks for released, pool in zip(num_released, pools, strict=True))
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: StepDraft) -> None:
         """Admits waiting requests in order, until one does not fit."""
-        while self.waiting and draft.budget and len(self.running) < self._config.max_num_seqs:
-            engine_request = self.waiting[0]
-            if engine_request.waits_for_first_sample:
+        while self._waiting and draft.budget and self._rows.size < self._config.max_num_seqs:
+            engine_request = next(iter(self._waiting))
+            if engine_request.waits_for_first_sample or self._is_refused(engine_request):
                 return
             request = engine_request.request
             blocks, num_hit = self._manager.get_computed_blocks(request)
-            num_new_tokens = min(request.num_tokens - num_hit, draft.budget)
-            if self.running and not self._leaves_watermark(request, blocks, num_hit):
-                return
-            allocated = self._manager.allocate_slots(
-                request, num_new_tokens, num_hit, blocks, full_sequence_must_fit=True
-            )
+            num_left = request.num_tokens - num_hit
+            num_new_tokens = min(num_left, draft.budget)
+            allocated = None
+            if not self._rows.size or self._leaves_watermark(request, blocks, num_hit):
+                allocated = self._manager.allocate_slots(
+                    request, num_new_tokens, num_hit, blocks, full_sequence_must_fit=True
+                )
             if allocated is None:
+                self._refusal = _Refusal(engine_request, self._num_free_blocks(), self._num_steps)
                 return
-            self.waiting.popleft()
+            del self._waiting[engine_request]
             request.num_computed_tokens = num_hit
             self._note_misses(engine_request)
             self._start_running(engine_request, num_hit)
-            draft.take([engine_request], np.array([request.row]), np.array([num_new_tokens]))
+            draft.take(np.array([request.row]), np.array([num_new_tokens]), np.array([num_left]))
             draft.admitted.append(engine_request)
             draft.num_queried_tokens += request.num_tokens
             draft.num_hit_tokens += num_hit
+
+    def _is_refused(self, engine_request: EngineRequest) -> bool:
+        """Whether the first waiting request was refused, and nothing has happened since that could let it in."""
+        refusal = self._refusal
+        if refusal is None or refusal.request is not engine_request or self._num_steps >= refusal.step + RETRY_STEPS:
+            return False
+        return all(now <= then for now, then in zip(self._num_free_blocks(), refusal.num_free_blocks, strict=True))
+
+    def _num_free_blocks(self) -> tuple[int, ...]:
+        return tuple([pool.num_free_blocks for pool in self._manager.block_pools])
 
     def _note_misses(self, engine_request: EngineRequest) -> None:
         """Keeps what the last lookup found out of a request that is admitted for the first time."""
@@ -317,8 +327,9 @@ class Scheduler:
     def _fork_samples(self) -> list[EngineRequest]:
         """Starts the waiting samples whose first one has just computed the prompt, while there are rows."""
         forked: list[EngineRequest] = []
-        while self.waiting and len(self.running) < self._config.max_num_seqs:
-            sample, first = self.waiting[0], self.waiting[0].first_sample
+        while self._waiting and self._rows.size < self._config.max_num_seqs:
+            sample = next(iter(self._waiting))
+            first = sample.first_sample
             if first is None or not first.is_at_its_prompts_end or first.request.num_prompt_tokens == 1:
                 break
             children = self._manager.fork(first.request, 1, request_ids=[sample.request_id], num_in_flight_tokens=1)
@@ -327,65 +338,111 @@ class Scheduler:
             sample.request = children[0]
             if sample.stats.num_cached_tokens is None:
                 sample.stats.num_shared_tokens = sample.request.num_computed_tokens
-            self._start_running(self.waiting.popleft(), sample.request.num_computed_tokens)
+            del self._waiting[sample]
+            self._start_running(sample, sample.request.num_computed_tokens)
             forked.append(sample)
         return forked
 
     def _start_running(self, engine_request: EngineRequest, num_hit_tokens: int) -> None:
         engine_request.status = RequestStatus.RUNNING
-        self.running.append(engine_request)
         stats = engine_request.stats
         if stats.num_cached_tokens is None:
             stats.num_cached_tokens = num_hit_tokens
         stats.num_computed_tokens -= num_hit_tokens  # `_stop_running` adds all that the request had computed
         row = engine_request.request.row
-        self._by_row.reserve(row)
-        self._by_row.max_total_tokens[row] = engine_request.max_total_tokens
+        self._by_row.start(row, engine_request)
+        self._rows = np.append(self._rows, row)
 
     def _stop_running(self, engine_request: EngineRequest) -> None:
-        """Takes a running request's row and blocks. The caller removes it from `running`."""
+        """Takes a running request's row and blocks. The caller removes it from `_rows`."""
         request = engine_request.request
+        self._by_row.stop(request.row, request.num_tokens)
         # Blocks that a token in flight filled could not be registered when they were planned.
         self._manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         engine_request.stats.num_computed_tokens += request.num_computed_tokens
         self._manager.free(request)
+        self._refusal = None
 
     def _finish(self, engine_request: EngineRequest, reason: FinishReason) -> None:
+        """Ends a request. The caller calls `_forget_stopped` if it ran."""
         if engine_request.status is RequestStatus.RUNNING:
-            self.running.remove(engine_request)
             self._stop_running(engine_request)
         else:
-            self.waiting.remove(engine_request)
+            del self._waiting[engine_request]
         engine_request.status = RequestStatus.FINISHED
         engine_request.finish_reason = reason
 
+    def _forget_stopped(self) -> None:
+        """Takes the requests that ended out of `_rows`."""
+        self._rows = self._rows[self._by_row.is_running[self._rows]]
+
+    def _append(
+        self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray, is_running: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Appends tokens to the rows that run; bool[n] whether a token is its request's first, and may be its last."""
+        if not is_running.all():
+            first, may_end = np.zeros(rows.size, bool), np.ones(rows.size, bool)
+            running = is_running.nonzero()[0]
+            own = (rows[running], token_ids[running], logprobs[running], is_running[running])
+            first[running], may_end[running] = self._append(*own)
+            return first, may_end
+        num_tokens = self._table.num_tokens[rows]
+        self._table.append_tokens(rows, token_ids)
+        first = num_tokens == self._table.num_prompt_tokens[rows]
+        return first, self._by_row.append(rows, num_tokens, token_ids, logprobs)
+
+    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: list[int]) -> tuple[int, ...]:
+        """Ends those of the requests at `places` that their newest tokens end; their places."""
+        ended = []
+        for place in places:
+            reason = requests[place].finish_reason_after(token_ids.item(place))
+            if reason is not None:
+                self._finish(requests[place], reason)
+                ended.append(place)
+        if ended:
+            self._forget_stopped()
+        return tuple(ended)
+
     def _num_left(self, rows: np.ndarray) -> np.ndarray:  # int64[n]
         """Tokens that running requests still have to compute, those sampled but not read yet included."""
-        num_tokens = self._table.num_tokens[rows] + self._by_row.num_pending[rows]
-        has_all = num_tokens >= self._by_row.max_total_tokens[rows]  # its last token is sampled: only reading is left
-        return np.where(has_all, 0, num_tokens - self._table.num_computed_tokens[rows])
+        num_tokens = self._table.num_tokens[rows]
+        num_left = num_tokens - self._table.num_computed_tokens[rows]
+        if not self._flights:
+            return num_left
+        num_pending = self._in_flight([(step.rows[step.samples], 1) for step in self._flights])[rows]
+        has_all = num_tokens + num_pending >= self._by_row.max_total_tokens[rows]  # only reading its last is left
+        return np.where(has_all, 0, num_left + num_pending)
+
+    def _num_in_flight(self, rows: np.ndarray) -> np.ndarray | int:  # int64[n]
+        """Tokens of each row that are computed in steps that are not read yet."""
+        if not self._flights:
+            return 0
+        return self._in_flight([(step.rows, step.num_new_tokens) for step in self._flights])[rows]
+
+    def _token_source(self, rows: np.ndarray) -> np.ndarray | None:  # int32[n]
+        """Where the newest token of each row is among those that the last step samples; -1: the host knows it."""
+        if not self._flights:
+            return None
+        sampling = self._flights[-1].rows[self._flights[-1].samples]
+        source = np.full(self._table.capacity, -1, np.int32)
+        source[sampling] = np.arange(sampling.size)
+        return source[rows]
+
+    def _in_flight(self, parts: list[tuple[np.ndarray, np.ndarray | int]]) -> np.ndarray:  # int64[rows]
+        """Sums by row of the table; each part is (distinct rows, what to add)."""
+        sums = np.zeros(self._table.capacity, np.int64)
+        for rows, counts in parts:
+            sums[rows] += counts
+        return sums
 
     def _leaves_watermark(self, request: Request, hit: KVCacheBlocks, num_hit_tokens: int) -> bool:
         """Whether every pool keeps its watermark free after all of the request's tokens have their blocks."""
         return self._manager.can_admit(request, num_hit_tokens, hit, kept_free=self._watermarks)
 
 
-class _RowState:
-    """Arrays by row of the request table; rows grow by doubling."""
-
-    def __init__(self) -> None:
-        self.num_pending = np.zeros(16, np.int64)  # tokens sampled in steps that are not read yet
-        self.num_in_flight = np.zeros(16, np.int64)  # tokens computed in those steps
-        self.sample_index = np.zeros(16, np.int64)  # place of the newest pending token among its step's
-        self.max_total_tokens = np.zeros(16, np.int64)
-
-    def reserve(self, row: int) -> None:
-        while row >= self.num_pending.size:
-            for name, values in vars(self).items():
-                setattr(self, name, np.concatenate([values, np.zeros_like(values)]))
-
-
 def _share(num_tokens: np.ndarray, budget: int) -> np.ndarray:  # int64[n]
     """`num_tokens`, cut so that they sum to at most `budget`, first come first served."""
+    if int(num_tokens.sum()) <= budget:
+        return num_tokens
     before = np.cumsum(num_tokens) - num_tokens
     return np.clip(budget - before, 0, num_tokens)

@@ -18,9 +18,9 @@ from kvjax.device.buckets import Buckets
 NUM_REQUESTS = 1_024
 
 
-def buckets_of(shape: Shape) -> Buckets:
+def buckets_of(shape: Shape, max_num_batched_tokens: int = 4 * NUM_REQUESTS) -> Buckets:
     return Buckets.default(
-        max_num_batched_tokens=4 * NUM_REQUESTS,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=NUM_REQUESTS,
         max_model_len=shape.most_tokens + 1,
         block_size=shape.hash_block_size,

@@ -17,11 +17,13 @@ from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step.step_builder import build_step_plan
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.engine.engine_request import EngineRequest, sample_ids
+from kvjax.engine.host_loop import HostLoop, HostStep
+from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
 from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.scheduler import NewToken, ScheduledStep, Scheduler, SchedulerConfig
+from kvjax.engine.scheduled_step import ScheduledStep
+from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.stats import RequestStats
 
 BLOCK_SIZE = 4
@@ -83,8 +85,13 @@ class FakeDevice:
         return self.slots[table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE].tolist()
 
 
+def logprobs_of(tokens: np.ndarray | list[int]) -> np.ndarray:  # float32[n]
+    """What the fake model says of its tokens."""
+    return -np.array(tokens, np.float32) / 8
+
+
 class FakeEngine:
-    """Scheduler, manager and fake device in one loop, with `depth` steps in flight."""
+    """Host loop, manager and fake device, with `depth` steps in flight."""
 
     def __init__(
         self,
@@ -109,59 +116,59 @@ class FakeEngine:
         )
         config = SchedulerConfig(**sizes, watermark=watermark, max_steps_in_flight=depth)
         self.scheduler = Scheduler(self.manager, config)
+        self.loop = HostLoop(self.manager, self.scheduler, num_step_stats=1_000)
         self.hasher = BlockHasher(BLOCK_SIZE, seed="0") if enable_caching else None
         self.device = FakeDevice(np.full(num_blocks * BLOCK_SIZE, -1), np.zeros(64, np.int32))
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, EngineRequest] = {}
+        self.results: dict[str, GenerationResult] = {}
         self.steps: list[ScheduledStep] = []
-        self._flights: deque[tuple[ScheduledStep, int, np.ndarray]] = deque()
+        self._flights: deque[tuple[HostStep, np.ndarray]] = deque()
         self._depth = depth
 
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int, stop_token_ids: tuple[int, ...] = (), n: int = 1
     ) -> None:
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        samples: list[EngineRequest] = []
         for name in sample_ids(request_id, n):
             request = EngineRequest(
                 request=Request(name, prompt, block_hasher=self.hasher),
                 params=params,
                 seed=0,
                 stop_token_ids=frozenset(stop_token_ids),
-                priority=len(self.requests),
+                priority=len(self.requests) + len(samples),
                 stats=RequestStats(name, len(prompt), 0.0),
-                first_sample=self.requests.get(request_id),
+                first_sample=samples[0] if samples else None,
             )
-            self.scheduler.add(request)
-            self.requests[name] = request
-            self.outputs[name] = []
+            samples.append(request)
+        self.loop.add(samples)
+        for request in samples:
+            self.requests[request.request_id] = request
+            self.outputs[request.request_id] = []
 
-    def step(self) -> list[NewToken]:
-        step = self.scheduler.schedule()
+    def step(self) -> StepOutputs:
+        step = self.loop.begin_step()
         if step is not None:
-            plan = build_step_plan(
-                self.manager,
-                step.rows,
-                step.num_new_tokens,
-                wants_logits=step.samples,
-                last_token_source=step.token_source,
-            )
-            fence = self.manager.request_table.open_step(step.rows)
-            self.scheduler.start(step)
-            self.steps.append(step)
-            self._flights.append((step, fence, self.device.run(plan)))
-        new_tokens: list[NewToken] = []
+            self.steps.append(step.scheduled)
+            self._flights.append((step, self.device.run(step.plan)))
+        outputs = NO_OUTPUTS
         if self._flights and (step is None or len(self._flights) >= self._depth):
-            done, fence, sampled = self._flights.popleft()
-            self.manager.request_table.close_step(fence)
-            new_tokens = self.scheduler.update(done, sampled, np.zeros(sampled.size, np.float32))
-        for new in new_tokens:
-            self.outputs[new.request.request_id].append(new.token_id)
+            done, sampled = self._flights.popleft()
+            outputs = self.loop.end_step(done, sampled, logprobs_of(sampled))
+        for output in outputs:
+            self.outputs[output.request_id].append(output.token_id)
+            if output.result is not None:
+                self.results[output.request_id] = output.result
         self.scheduler.check_invariants()
         self.manager.check_invariants()
-        return new_tokens
+        return outputs
 
     def run(self) -> dict[str, list[int]]:
         while self.scheduler.num_unfinished or self._flights:
             self.step()
         assert self.manager.usage == 0
+        for name, result in self.results.items():
+            assert result.output_token_ids.tolist() == self.outputs[name]
+            assert list(result.logprobs) == logprobs_of(self.outputs[name]).tolist()
         return self.outputs

@@ -113,7 +113,7 @@ def test_a_step_updates_the_pages_in_place() -> None:
     engine = make_engine(NAME)
     bucket = engine._update_step.buckets.steps[0]
     nothing = np.zeros(0, np.int64)
-    batch = engine._sampling.batch(nothing, nothing)
+    batch = engine._loop.sampling.batch(nothing, nothing)
     compiled = engine._update_step.compiled(engine._pages, bucket, sampling=batch)
     num_leaves = len(jax.tree.leaves(engine._pages))
     header = compiled.as_text().split("\n", 1)[0]
@@ -141,7 +141,7 @@ def test_tokens_come_as_they_are_made(async_scheduling: bool) -> None:
         assert result.finish_reason is FinishReason.LENGTH
         np.testing.assert_array_equal(result.prompt_token_ids, prompts[i])
     engine.step()  # async: the step that was in flight for the last request
-    assert engine.step() == []
+    assert len(engine.step()) == 0
     assert_no_leak(engine)
 
 

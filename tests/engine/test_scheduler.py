@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.engine.engine_request import FinishReason, RequestStatus
+from kvjax.core import BlockHasher, KVCacheBlocks, KVCacheConfig, KVCacheManager, Request, SinkFullAttentionSpec
+from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
+from kvjax.engine.sampling_params import SamplingParams
+from kvjax.engine.scheduler import RETRY_STEPS, Scheduler, SchedulerConfig
+from kvjax.engine.stats import RequestStats
 from tests.engine.fake_model import BLOCK_SIZE, VOCAB, FakeEngine, expected_output
 
 Workload = list[tuple[str, list[int], int]]
@@ -147,6 +151,139 @@ def test_an_abort_leaves_the_others_alone(depth: int, after: int) -> None:
     for name, prompt, count in requests:
         expected = expected_output(prompt, count)
         assert engine.outputs[name] == (expected[: len(engine.outputs[name])] if name in victims else expected)
+
+
+def test_a_request_that_fits_the_pool_but_not_beside_the_sinks_is_refused() -> None:
+    """Sinks take blocks for good, so such a request would wait for ever."""
+    spec = SinkFullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32", sink_len=8)
+    manager = KVCacheManager(KVCacheConfig.single_pool(12, spec), 128, 4)
+    scheduler = Scheduler(manager, SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128))
+    for num_tokens in (44, 40, 37):  # 11 or 10 blocks; the pool has 11 beside the null block, 9 of them to use
+        with pytest.raises(ValueError, match=r"request a: \d+ tokens need 1[01] blocks of pool 0, which has 9 beside"):
+            scheduler.add(request_of("a", num_tokens - 1))
+    assert scheduler.num_unfinished == 0
+    scheduler.add(request_of("a", 35))
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.num_new_tokens.tolist() == [35]
+
+
+def request_of(request_id: str, num_prompt_tokens: int, max_tokens: int = 1) -> EngineRequest:
+    prompt = np.random.default_rng(num_prompt_tokens).integers(0, VOCAB, num_prompt_tokens)
+    return EngineRequest(
+        request=Request(request_id, prompt, block_hasher=BlockHasher(4, seed="0")),
+        params=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        stop_token_ids=frozenset(),
+        priority=0,
+        stats=RequestStats(request_id, num_prompt_tokens, 0.0),
+    )
+
+
+def note_lookups(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(id, free blocks) of each request that is looked up from here on."""
+    looked_up: list[tuple[str, int]] = []
+    look_up = engine.manager.get_computed_blocks
+
+    def noted(request: Request) -> tuple[KVCacheBlocks, int]:
+        looked_up.append((request.request_id, engine.manager.block_pool.num_free_blocks))
+        return look_up(request)
+
+    monkeypatch.setattr(engine.manager, "get_computed_blocks", noted)
+    return looked_up
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.4])
+def test_a_request_that_waits_for_blocks_is_not_looked_up_before_some_are_freed(
+    watermark: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nobody stops, only when more blocks are free than when it was refused (here: a window slid)."""
+    engine = FakeEngine(num_blocks=56, watermark=watermark, max_num_batched_tokens=128)
+    engine.add("a", list(range(40)), 30)
+    engine.add("b", list(range(200, 300)), 4)
+    looked_up = note_lookups(engine, monkeypatch)
+    while engine.requests["a"].status is not RequestStatus.FINISHED:
+        assert engine.requests["b"].stats.num_cached_tokens is None
+        engine.step()
+    free = [num_free for name, num_free in looked_up if name == "b"]
+    assert free == sorted(set(free))
+    assert 1 <= len(free) <= 4
+    engine.step()
+    assert engine.requests["b"].status is RequestStatus.RUNNING
+    engine.run()
+
+
+def test_a_request_that_waits_is_looked_up_again_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it shares with a running request may be cached by then, so that it needs fewer blocks."""
+    engine = FakeEngine()
+    engine.add("a", [1, 2], 100)
+    engine.step()
+    engine.add("b", [5, 6], 4)
+    looked_up = note_lookups(engine, monkeypatch)
+    monkeypatch.setattr(engine.manager, "allocate_slots", lambda *args, **options: None)
+    for _ in range(2 * RETRY_STEPS):
+        engine.step()
+    assert [name for name, _ in looked_up] == ["b", "b"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [34, 48])
+def test_remembering_a_refusal_changes_no_schedule(
+    depth: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without shared prefixes, steps are those of a scheduler that asks every time; preemptions and aborts included."""
+    refusals = 0
+
+    def schedules(requests: Workload, forgets: bool) -> list[list[tuple[str, int]]]:
+        nonlocal refusals
+        engine = FakeEngine(num_blocks, depth=depth, max_num_batched_tokens=12, watermark=0.1, enable_caching=False)
+        for request in requests:
+            engine.add(*request)
+        for i in range(400):
+            if forgets:
+                engine.scheduler._refusal = None
+            if i == 9:
+                engine.scheduler.abort(engine.requests["r0"])
+            if i == 15 and engine.scheduler.num_running > 1:
+                engine.scheduler.preempt_last()
+            engine.step()
+            refusals += engine.scheduler._refusal is not None
+        assert not engine.scheduler.num_unfinished
+        return [list(zip(step.request_ids, step.num_new_tokens.tolist(), strict=True)) for step in engine.steps]
+
+    for seed in range(6):
+        requests = [(name, prompt, 20) for name, prompt, _ in workload(seed)]
+        assert schedules(requests, forgets=False) == schedules(requests, forgets=True)
+    assert refusals > 50
+
+
+def test_a_running_request_is_aborted_in_any_order() -> None:
+    engine = FakeEngine(num_blocks=300, max_num_seqs=40, max_num_batched_tokens=80)
+    for i in range(40):
+        engine.add(f"r{i}", [i, i + 1], 9)
+    engine.step()
+    left = [f"r{i}" for i in range(40)]
+    for i in np.random.default_rng(0).permutation(40).tolist():
+        result = engine.loop.abort(f"r{i}")
+        left.remove(f"r{i}")
+        assert [request.request_id for request in engine.scheduler.running] == left
+        assert (result.output_token_ids.size, len(result.logprobs)) == (1, 1)
+        engine.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_more", [0, 2, 20])
+def test_any_number_of_stop_tokens_works(depth: int, num_more: int) -> None:
+    """Ids that no token can have are ignored."""
+    prompt = [1, 2, 3]
+    expected = expected_output(prompt, 10)
+    others = tuple(token for token in range(VOCAB) if token not in expected)[:num_more]
+    engine = FakeEngine(depth=depth)
+    engine.add("a", prompt, 10, stop_token_ids=(-1, 2**40, *others, expected[4]))
+    engine.add("b", prompt, 10, stop_token_ids=others)
+    engine.run()
+    assert engine.outputs == {"a": expected[:5], "b": expected}
+    assert [engine.results[name].finish_reason for name in "ab"] == [FinishReason.STOP, FinishReason.LENGTH]
 
 
 def test_the_watermark_holds_admissions_back_but_not_the_first() -> None:

@@ -19,6 +19,8 @@ NAMES = {
     *(f"decode_step_with_tokens/full/{rows}" for rows in (256, 1024)),
     *(f"admit/{size}" for size in ("40", "200", "1k", "4k")),
     "first_chunk/1M",
+    "engine_step/1024",
+    "engine_step/hybrid/1024",
     *(f"step_inputs/{groups}/1024" for groups in ("full", "hybrid")),
     "allocate_slots/decode",
     "allocate/32k",

@@ -1,0 +1,167 @@
+"""The engine without its model: a step's inputs from the requests, and outputs from a step's tokens.
+
+Flow:    EngineRequest -> [HostLoop.begin_step] -> HostStep -> device -> [HostLoop.end_step] -> StepOutputs
+Source:  names of vLLM's LLMEngine
+
+All that the host does for a step is here, and no jax: `begin_step` schedules (blocks are allocated), plans (numpy
+arrays of the step) and counts the tokens as computed; `end_step` hands the sampled tokens to their requests. Python
+looks at a request only when it starts, gets its first token or ends; the rest are columns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.core import KVCacheManager, StepPlan
+from kvjax.core.step.step_builder import PickShape, build_step_plan
+from kvjax.engine.engine_request import EngineRequest, FinishReason
+from kvjax.engine.outputs import GenerationResult, StepOutputs
+from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
+from kvjax.engine.scheduled_step import ScheduledStep
+from kvjax.engine.scheduler import Scheduler
+from kvjax.engine.stats import PoolUse, StepStats
+from kvjax.errors import UnknownRequestError
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """A step that the device is to run, or runs."""
+
+    scheduled: ScheduledStep
+    plan: StepPlan
+    sampling: SamplingBatch  # a line per row of logits
+    fence: int  # the request table's open step: its rows are not reissued before it is closed
+    host_us: float  # CPU time of `begin_step`
+
+
+class HostLoop:
+    """Requests from `add` to their results, over one manager. Owned by one thread."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        scheduler: Scheduler,
+        *,
+        num_step_stats: int,
+        pick_shape: PickShape | None = None,  # of the plans' block tables
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.sampling = SamplingTable()
+        self.requests: dict[str, EngineRequest] = {}  # unfinished, by id
+        self.step_stats: deque[StepStats] = deque(maxlen=num_step_stats)
+        self._manager = manager
+        self._pick_shape = pick_shape
+        self._clock = clock
+        self._num_steps = 0
+
+    def add(self, samples: Sequence[EngineRequest]) -> None:
+        """Queues the samples of one prompt, the first first, behind all other requests.
+
+        Raises:
+            ValueError: they can never run. Nothing is changed.
+        """
+        for one in samples:  # all of one length: if the first is accepted, so are the others
+            self.scheduler.add(one)
+            self.requests[one.request_id] = one
+
+    def abort(self, request_id: str) -> GenerationResult:
+        """Ends a request now; what it has so far.
+
+        Raises:
+            UnknownRequestError: no unfinished request has that id.
+        """
+        if request_id not in self.requests:
+            raise UnknownRequestError(f"expected the id of an unfinished request, got {request_id!r}")
+        engine_request = self.requests[request_id]
+        self.scheduler.abort(engine_request)
+        return self._result(engine_request)
+
+    def begin_step(self) -> HostStep | None:
+        """The next step, its tokens counted as computed; None: nothing can run now."""
+        start = time.thread_time()
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        for request in step.admitted:
+            self.sampling.set(request.request.row, request.params, request.seed)
+        plan = build_step_plan(
+            self._manager,
+            step.rows,
+            step.num_new_tokens,
+            wants_logits=step.samples,
+            last_token_source=step.token_source,
+            pick_shape=self._pick_shape,
+        )
+        sampling = self.sampling.batch(step.rows[step.samples], plan.positions[plan.logits_indices] + 1)
+        fence = self._manager.request_table.open_step(step.rows)
+        for request in self.scheduler.start(step):
+            self.sampling.set(request.request.row, request.params, request.seed)
+        return HostStep(step, plan, sampling, fence, host_us=(time.thread_time() - start) * 1e6)
+
+    def end_step(
+        self,
+        step: HostStep,
+        token_ids: np.ndarray,  # int32[>= rows of logits]
+        logprobs: np.ndarray,  # float32[likewise]
+    ) -> StepOutputs:
+        """Hands a step's tokens to their requests; steps end in the order in which they began."""
+        start = time.thread_time()
+        num_sampled = step.plan.logits_indices.size
+        self._manager.request_table.close_step(step.fence)
+        new = self.scheduler.update(step.scheduled, token_ids[:num_sampled], logprobs[:num_sampled])
+        if new.first:
+            now = self._clock()
+            for place in new.first:
+                new.requests[place].stats.first_token_time_s = now
+        results = {place: self._result(new.requests[place]) for place in new.ended}
+        outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results)
+        self._record(step, num_sampled, start)
+        return outputs
+
+    def _result(self, engine_request: EngineRequest) -> GenerationResult:
+        """Forgets a request that ended."""
+        del self.requests[engine_request.request_id]
+        request, stats = engine_request.request, engine_request.stats
+        stats.finish_time_s = self._clock()
+        stats.num_output_tokens = request.num_output_tokens
+        return GenerationResult(
+            request_id=engine_request.request_id,
+            prompt_token_ids=np.array(request.prompt_token_ids, np.int32),
+            output_token_ids=engine_request.output_token_ids(),
+            logprobs=tuple(engine_request.logprobs),
+            finish_reason=engine_request.finish_reason or FinishReason.ABORT,
+            stats=stats,
+        )
+
+    def _record(self, step: HostStep, num_sampled: int, start: float) -> None:
+        scheduled = step.scheduled
+        self._num_steps += 1
+        self.step_stats.append(
+            StepStats(
+                step=self._num_steps,
+                num_running=self.scheduler.num_running,
+                num_waiting=self.scheduler.num_waiting,
+                num_requests=scheduled.rows.size,
+                num_new_tokens=int(scheduled.num_new_tokens.sum()),
+                num_sampled_tokens=num_sampled,
+                num_hit_tokens=scheduled.num_hit_tokens,
+                num_queried_tokens=scheduled.num_queried_tokens,
+                num_preemptions=scheduled.num_preemptions,
+                pools=self._pool_uses(scheduled.num_released),
+                host_us=step.host_us + (time.thread_time() - start) * 1e6,
+            )
+        )
+
+    def _pool_uses(self, num_released: tuple[int, ...]) -> tuple[PoolUse, ...]:
+        uses = []
+        for pool, released in zip(self._manager.block_pools, num_released, strict=True):
+            num_cached = int(np.count_nonzero(pool.is_hashed & (pool.ref_count == 0)))
+            num_free = int(pool.num_free_blocks)
+            uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
+        return tuple(uses)
