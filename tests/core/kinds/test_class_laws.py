@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvjax.core import SingleTypeKVCacheManager, manager_class_of, registered_specs
+from kvjax.core import KVCacheSpec, SingleTypeKVCacheManager, manager_class_of, registered_specs
 from tests.core.kinds.examples import EXAMPLES
 
 MANAGERS = sorted({manager_class_of(spec) for spec in EXAMPLES.values()}, key=lambda cls: cls.__name__)
@@ -58,3 +58,11 @@ def test_the_law_finds_an_override() -> None:
         def kept(self) -> None: ...
 
     assert list(concrete_overrides(Leaf)) == ["Leaf.kept over Base"]
+
+
+@pytest.mark.parametrize("spec_class", sorted({type(spec) for spec in EXAMPLES.values()}, key=lambda cls: cls.__name__))
+def test_no_spec_overrides_a_concrete_method(spec_class: type[KVCacheSpec]) -> None:
+    """But dataclasses: what they generate, and `__post_init__`, which goes on to its base's."""
+    overrides = [name for cls in spec_class.__mro__ for name in concrete_overrides(cls)]
+    assert [name for name in overrides if "__" not in name] == []
+    assert all(inspect.isabstract(base) for base in spec_class.__mro__[1:] if issubclass(base, KVCacheSpec))
