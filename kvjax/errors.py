@@ -12,7 +12,7 @@ class OutOfBlocksError(KVCacheError, ValueError):
 
 
 class MemoryBudgetError(KVCacheError, ValueError):
-    """A memory budget is too small for the cache of one request; the message says how many bytes are missing."""
+    """A budget is too small for the cache of one request; the message says how many bytes or blocks are missing."""
 
 
 class BlockStateError(KVCacheError, ValueError):

@@ -32,7 +32,7 @@ from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, SamplingParams
 from kvjax.engine.pool_picture import pool_picture
 from kvjax.errors import ConfigError
-from kvjax.planning import plan_kv_cache
+from kvjax.planning import CacheShape, Parallelism
 from kvjax.text import format_bytes
 
 if TYPE_CHECKING:
@@ -236,13 +236,10 @@ def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -
 
 def _ample_blocks(args: argparse.Namespace, model: LoadedModel, max_model_len: int) -> int:
     """Blocks for all requests that run at once, at their longest, and half as many again to cache."""
-    plan = plan_kv_cache(
-        model.config.kv_cache_specs(args.block_size),
-        max_model_len=max_model_len,
-        num_blocks=2,
-        max_in_flight_tokens=args.max_num_batched_tokens * (2 if args.async_scheduling else 1),
-    )
-    return 1 + max(pool.in_flight_blocks + cdiv(3 * args.max_num_seqs * pool.request_blocks, 2) for pool in plan.pools)
+    specs = model.config.kv_cache_specs(args.block_size)
+    in_flight = max(args.max_num_batched_tokens, args.max_num_seqs) * (2 if args.async_scheduling else 1)
+    needs = CacheShape.of(specs, platform="cpu", parallel=Parallelism()).needs(max_model_len, max_model_len, in_flight)
+    return max(need.fixed_blocks + cdiv(3 * args.max_num_seqs * need.request_blocks, 2) for need in needs)
 
 
 def _make_engine(model: LoadedModel, config: EngineConfig, mesh: Mesh | None) -> LLMEngine:

@@ -66,7 +66,7 @@ class LLMEngine:
 
         Raises:
             ValueError: the model allows fewer tokens than `max_model_len`, or `like` does not fit.
-            MemoryBudgetError: `memory_bytes` does not hold one request of `max_model_len` tokens.
+            MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
         """
         if config.max_model_len > model.config.max_model_len:
             raise ValueError(

@@ -25,7 +25,7 @@ from kvjax.errors import MemoryBudgetError
 from kvjax.planning.grouping import LayerGroup
 from kvjax.planning.parallel import Parallelism
 from kvjax.planning.shape import CacheShape, GroupShape
-from kvjax.planning.sizing import PoolNeed, requests_that_fit, size_pools
+from kvjax.planning.sizing import PoolNeed, check_sizes, requests_that_fit, size_pools
 from kvjax.planning.spec_rules import replicated
 from kvjax.planning.summary import GroupPlanSummary, PoolPlan, group_summaries, pool_plans
 
@@ -134,8 +134,8 @@ def plan_kv_cache(
         shared_layers: layers without a cache of their own, each with the layer whose pages it reads.
 
     Raises:
-        MemoryBudgetError: the budget does not hold one request of `max_model_len` tokens; has the missing bytes and
-            the longest request that fits.
+        MemoryBudgetError: the budget or the blocks do not hold one request of `max_model_len` tokens; has the missing
+            bytes or blocks and the longest request that fits.
         ValueError: an argument is out of range, both or none of budget and blocks are given, both ways of
             parallelism, heads or tokens do not split over the devices, or ids overflow int32.
         NotImplementedError: a kind does not work with context parallelism.
@@ -152,6 +152,7 @@ def plan_kv_cache(
         sizes = _sizes_of_budget(shape, needs, memory_bytes, max_model_len, max_in_flight_tokens)
     else:
         sizes = _given_sizes(num_blocks, shape.num_pools)
+        _check_given_sizes(shape, needs, sizes, max_model_len, max_in_flight_tokens)
     for pool_id, size in enumerate(sizes):
         _check_ids_fit(size, shape.pool_groups(pool_id))
     return KVCachePlan(
@@ -196,18 +197,34 @@ def _sizes_of_budget(
         return size_pools(needs, memory_bytes)
     except MemoryBudgetError as error:
         longest = shape.longest_request(memory_bytes, max_model_len, in_flight_tokens)
-        raise MemoryBudgetError(
-            f"{error}. The longest request that fits has {longest:,} tokens"
-            if longest
-            else f"{error}. No request fits with {in_flight_tokens:,} tokens in flight"
-        ) from None
+        raise _with_longest(error, longest, in_flight_tokens) from None
 
 
 def _given_sizes(num_blocks: int | Sequence[int] | None, num_pools: int) -> list[int]:
     sizes = [num_blocks] * num_pools if isinstance(num_blocks, int) else list(num_blocks or ())
     if len(sizes) != num_pools:
         raise ValueError(f"expected num_blocks for {num_pools} pools, got {len(sizes)} numbers")
+    if min(sizes) < 2:
+        raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {min(sizes)}")
     return sizes
+
+
+def _check_given_sizes(
+    shape: CacheShape, needs: Sequence[PoolNeed], sizes: Sequence[int], max_model_len: int, in_flight_tokens: int
+) -> None:
+    try:
+        check_sizes(needs, sizes)
+    except MemoryBudgetError as error:
+        longest = shape.longest_request_in(sizes, max_model_len, in_flight_tokens)
+        raise _with_longest(error, longest, in_flight_tokens) from None
+
+
+def _with_longest(error: MemoryBudgetError, longest: int, in_flight_tokens: int) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"{error}. The longest request that fits has {longest:,} tokens"
+        if longest
+        else f"{error}. No request fits with {in_flight_tokens:,} tokens in flight"
+    )
 
 
 def _check_ids_fit(num_blocks: int, groups: Sequence[GroupShape]) -> None:

@@ -8,7 +8,7 @@ Bytes are what one device takes: its share of the KV heads under tensor parallel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvjax.core.spec import KVCacheSpec, cdiv
@@ -136,14 +136,28 @@ class CacheShape:
 
     def longest_request(self, memory_bytes: int, limit: int, in_flight_tokens: int) -> int:
         """Largest `max_model_len` of at most `limit` with which one request fits; 0 if none does."""
-        low, high = 0, limit + 1  # low fits (or is 0), high does not (or is beyond the limit)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if least_bytes(self.needs(middle, middle, in_flight_tokens)) <= memory_bytes:
-                low = middle
-            else:
-                high = middle
-        return low
+        return _longest(limit, lambda length: least_bytes(self.needs(length, length, in_flight_tokens)) <= memory_bytes)
+
+    def longest_request_in(self, sizes: Sequence[int], limit: int, in_flight_tokens: int) -> int:
+        """As `longest_request`, in pools of so many blocks each, the null block included."""
+
+        def fits(length: int) -> bool:
+            needs = self.needs(length, length, in_flight_tokens)
+            return all(need.least_blocks <= size for need, size in zip(needs, sizes, strict=True))
+
+        return _longest(limit, fits)
+
+
+def _longest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Largest length of at most `limit` that fits, given that shorter ones do too; 0 if none does."""
+    low, high = 0, limit + 1  # low fits (or is 0), high does not (or is beyond the limit)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _grows_with_length(spec: KVCacheSpec) -> bool:

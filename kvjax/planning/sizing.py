@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from kvjax.errors import MemoryBudgetError
-from kvjax.text import format_bytes
+from kvjax.text import count_of, format_bytes
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,22 @@ def size_pools(needs: Sequence[PoolNeed], budget_bytes: int) -> list[int]:
     sizes = [need.num_blocks(requests) for need in needs]
     _hand_out_rest(needs, sizes, budget_bytes)
     return sizes
+
+
+def check_sizes(needs: Sequence[PoolNeed], sizes: Sequence[int]) -> None:
+    """Whether pools of these sizes, the null block included, hold one request.
+
+    Raises:
+        MemoryBudgetError: a pool does not; says how many blocks are missing.
+    """
+    for pool_id, (need, size) in enumerate(zip(needs, sizes, strict=True)):
+        least = need.num_blocks(Fraction(1))
+        if least > size:
+            raise MemoryBudgetError(
+                f"the cache of one request of the planned length needs {least:,} blocks of pool {pool_id} (one is the "
+                f"null block), got {size:,}: {count_of(least - size, 'block')} short; give more blocks, plan for "
+                "shorter requests, or take fewer tokens in flight"
+            )
 
 
 def least_bytes(needs: Sequence[PoolNeed]) -> int:

@@ -21,7 +21,7 @@ from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.spec import KVCacheSpec
 from kvjax.core.watch.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
-from kvjax.planning import KVCachePlan, plan_kv_cache
+from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
 from kvjax.replay.batching import BatchedReplay, BatchingConfig
 from kvjax.replay.belady import BeladyPolicy, LookAhead
 from kvjax.replay.clock import VirtualClock
@@ -93,7 +93,7 @@ def run_replay(
     Raises:
         ValueError: the trace is empty, or the config has neither or both of blocks and memory, or bad values.
         NotImplementedError: a record of Belady's rule.
-        MemoryBudgetError: the memory does not hold the cache of the longest request.
+        MemoryBudgetError: the memory does not hold the cache of the longest request, or the blocks not one token.
         OSError: the record cannot be written.
     """
     if config.eviction_policy not in REPLAY_POLICIES:
@@ -106,14 +106,15 @@ def run_replay(
     if not trace:
         raise ValueError("expected a trace of at least one request, got none")
     start = perf_counter()
-    plan = _plan(trace, config)
+    longest = _longest_request(trace, config)
+    plan = _plan(longest, config)
     clock = VirtualClock()
     look_ahead = _look_ahead(trace, config, plan)
     collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
     reasons = MissReasons(config.max_evicted_blocks, clock=clock.now_ns) if config.explain_misses else None
     manager = KVCacheManager(
         plan.config,
-        plan.max_model_len,
+        longest,
         config.hash_block_size,
         metrics_collector=collector,
         max_in_flight_tokens=plan.max_in_flight_tokens,
@@ -152,16 +153,28 @@ def _look_ahead(trace: Sequence[TraceRequest], config: ReplayConfig, plan: KVCac
     return LookAhead(trace, config.block_size, num_blocks=min(pool.num_blocks for pool in plan.pools) - 1)
 
 
-def _plan(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePlan:
-    """A cache whose longest request is the trace's."""
+def _longest_request(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
     outputs = 0 if config.serial else 1
-    longest = max(request.input_length + outputs * request.output_length for request in trace)
+    return max(request.input_length + outputs * request.output_length for request in trace)
+
+
+def _plan(longest: int, config: ReplayConfig) -> KVCachePlan:
+    """A cache for requests of `longest` tokens; or, where blocks are given, of as many of these as the blocks hold.
+
+    What is longer is refused in the replay.
+    """
     in_flight = longest if config.serial else config.batching.max_num_batched_tokens
+    num_blocks, max_model_len = None, longest
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks + 1
+        parallel = Parallelism(tensor=config.tensor_parallel)
+        shape = CacheShape.of(config.specs, platform=config.platform, parallel=parallel, hybrid=config.hybrid)
+        max_model_len = max(shape.longest_request_in([num_blocks] * shape.num_pools, longest, in_flight), 1)
     return plan_kv_cache(
         config.specs,
-        max_model_len=longest,
+        max_model_len=max_model_len,
         memory_bytes=config.memory_bytes,
-        num_blocks=None if config.num_blocks is None else config.num_blocks + 1,
+        num_blocks=num_blocks,
         max_in_flight_tokens=in_flight,
         platform=config.platform,
         tensor_parallel=config.tensor_parallel,

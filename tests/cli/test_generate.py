@@ -229,7 +229,7 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, content: str, message: str
         (["--max-tokens", "4000"], "max_model_len"),
         (["--prompt", "a", "--max-model-len", "2"], "request prompt-1: expected prompt and max_tokens of at most 2"),
         (["--prompt", "\udcff"], "expected Unicode text in prompt prompt-1, got '\\udcff'"),
-        (["--num-blocks", "5"], "give the pool more blocks"),
+        (["--num-blocks", "5"], "blocks short; give more blocks"),
         (["--num-blocks", "1"], "num_blocks >= 2"),
         (["--memory", "1KiB"], "bytes"),
         (["--devices", "64"], "devices"),

@@ -44,8 +44,8 @@ def test_worked_example_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_deployment_fills_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
     deployed = json.loads(run(capsys, "--deployment", "llama-3-70b-56gib", "--json"))
     assert deployed["pools"][0]["num_blocks"] == 11_468
-    shorter = json.loads(run(capsys, "--deployment", "llama-3-70b-56gib", "--num-blocks", "99", "--json"))
-    assert shorter["pools"][0]["num_blocks"] == 99
+    shorter = json.loads(run(capsys, "--deployment", "llama-3-70b-56gib", "--num-blocks", "9000", "--json"))
+    assert shorter["pools"][0]["num_blocks"] == 9_000
     assert shorter["memory_bytes"] is None
 
 

@@ -12,7 +12,7 @@ from kvjax.core import MissReason
 from kvjax.core.eviction import LRUPolicy
 from kvjax.device import count_compilations
 from kvjax.engine import EngineConfig, FinishReason, LLMEngine, SamplingParams
-from kvjax.errors import UnknownRequestError
+from kvjax.errors import MemoryBudgetError, UnknownRequestError
 from tests.engine.engines import (
     AMPLE_BLOCKS,
     FEW_BLOCKS,
@@ -265,9 +265,9 @@ def test_bad_prompts_are_refused(prompt: object, params: SamplingParams | None, 
     assert_no_leak(engine)
 
 
-def test_a_pool_that_is_too_small_for_a_request_is_named() -> None:
-    with pytest.raises(ValueError, match="blocks of pool 0"):
-        LLMEngine(loaded(NAME), base_config(NAME, num_blocks=4)).add_request([1] * 40)
+def test_a_pool_that_is_too_small_for_the_longest_request_is_named() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"needs \d+ blocks of pool 0 .*, got 4: \d+ blocks short"):
+        LLMEngine(loaded(NAME), base_config(NAME, num_blocks=4))
 
 
 def test_ids_in_use_and_busy_engines_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvjax.core import BlockHasher, KVCacheBlocks, KVCacheManager, Request
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.models.planned import CompressedModel
-from kvjax.planning import KVCachePlan, plan_kv_cache
+from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
 
 HASH_BLOCK_SIZE = 4  # the smallest block of any table
 MAX_MODEL_LEN = 2_048
@@ -40,8 +40,9 @@ def planned(name: str, num_requests: int) -> KVCachePlan:
     """Pools that hold `num_requests` longest requests and the tokens of a step."""
     specs = small_v4(name).kv_cache_specs()
     arguments = {"max_model_len": MAX_MODEL_LEN, "max_in_flight_tokens": STEP_TOKENS}
-    one = plan_kv_cache(specs, num_blocks=2, **arguments)
-    sizes = [1 + pool.in_flight_blocks + num_requests * pool.request_blocks for pool in one.pools]
+    shape = CacheShape.of(specs, platform="cpu", parallel=Parallelism())
+    needs = shape.needs(MAX_MODEL_LEN, MAX_MODEL_LEN, STEP_TOKENS)
+    sizes = [1 + need.in_flight_blocks + num_requests * need.request_blocks for need in needs]
     return plan_kv_cache(specs, num_blocks=sizes, **arguments)
 
 

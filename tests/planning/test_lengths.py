@@ -42,6 +42,28 @@ def test_the_longest_request_fits_and_one_token_more_does_not(
             plan_kv_cache(specs, max_model_len=longest + 1, **arguments)
 
 
+@settings(max_examples=60)
+@given(
+    kinds=st.lists(KINDS, min_size=1, max_size=6),
+    sizes=st.lists(st.integers(8, 3_000), min_size=2, max_size=2),
+    limit=st.integers(1, 60_000),
+    in_flight=st.integers(1, 2_000),
+)
+def test_given_blocks_hold_the_longest_request_and_not_one_token_more(
+    kinds: list[KVCacheSpec], sizes: list[int], limit: int, in_flight: int
+) -> None:
+    specs = {f"layers.{i}": spec for i, spec in enumerate(kinds)}
+    shape = shape_of(specs)
+    arguments = {"num_blocks": sizes[: shape.num_pools], "max_in_flight_tokens": in_flight}
+    longest = shape.longest_request_in(sizes[: shape.num_pools], limit, in_flight)
+    assert 0 <= longest <= limit
+    if longest:
+        assert plan_kv_cache(specs, max_model_len=longest, **arguments).concurrency >= 1
+    if longest < limit:
+        with pytest.raises(MemoryBudgetError, match=r"blocks? short"):
+            plan_kv_cache(specs, max_model_len=longest + 1, **arguments)
+
+
 def test_the_shortfall_names_the_longest_request_that_fits() -> None:
     specs = layers((80, full()))
     block = 80 * 65_536
@@ -100,7 +122,7 @@ def test_sinks_are_set_aside_once() -> None:
 
 def test_scalar_memory_holds_the_rows_that_are_named_and_no_more() -> None:
     """4,096 blocks a row are 16 KiB: 1 MiB holds 63 rows and what the kernel needs beside them, not 64."""
-    plan = plan_kv_cache(layers((1, full())), num_blocks=64, max_model_len=65_536)
+    plan = plan_kv_cache(layers((1, full())), num_blocks=4_097, max_model_len=65_536)
     group = plan.groups[0]
     assert (group.table_bytes, group.rows_in_scalar_memory) == (4 * 4_096, 63)
     for rows, fits in ((63, True), (64, False)):
@@ -109,5 +131,5 @@ def test_scalar_memory_holds_the_rows_that_are_named_and_no_more() -> None:
 
 def test_context_ranks_shorten_the_tables() -> None:
     parallel = Parallelism(prefill_context=4)
-    plan = plan_kv_cache(layers((1, full())), num_blocks=64, max_model_len=65_536, parallel=parallel)
+    plan = plan_kv_cache(layers((1, full())), num_blocks=1_025, max_model_len=65_536, parallel=parallel)
     assert plan.groups[0].table_bytes == 4 * 1_024

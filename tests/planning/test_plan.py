@@ -99,12 +99,12 @@ def test_shortfall_is_named_in_bytes() -> None:
 @given(
     counts=st.lists(st.integers(1, 6), min_size=4, max_size=4),
     platform=st.sampled_from(["cpu", "tpu"]),
-    num_blocks=st.integers(2, 99),
+    num_blocks=st.integers(20, 99),
 )
 def test_bytes_are_those_of_the_arrays(counts: list[int], platform: str, num_blocks: int) -> None:
     kinds = (full(), full(2), window(64), window(128, 2))
     specs = layers(*zip(counts, kinds, strict=True))
-    plan = plan_kv_cache(specs, num_blocks=num_blocks, max_model_len=64, platform=platform)
+    plan = plan_kv_cache(specs, num_blocks=num_blocks, max_model_len=16, platform=platform)
     arrays = [array for pool in plan.config.pools for column in pool.columns for array in column.arrays]
     assert plan.used_bytes == sum(array.page_bytes for array in arrays) * num_blocks
     assert [len(pool.columns) for pool in plan.config.pools] == [pool.num_columns for pool in plan.pools]
@@ -133,9 +133,24 @@ def test_tokens_in_flight_are_set_aside_once() -> None:
     assert plan.pools[0].request_blocks == 1024 // 16 + 1
 
 
-def test_too_few_blocks_for_the_tokens_in_flight_fit_no_request() -> None:
-    plan = plan_kv_cache(layers((1, window())), num_blocks=8, max_model_len=100_000)
-    assert plan.concurrency == 0
+def test_a_shortfall_is_named_in_blocks() -> None:
+    specs = layers((4, full()), (1, window()))  # one pool of five groups of a layer; 8,192 tokens are in flight
+    one_request = 1 + 4 * 1_024 + math.ceil((1_023 + 8_192) / 16) + 1
+    words = (
+        f"needs {one_request:,} blocks of pool 0 .*, got 4,600: {one_request - 4_600} blocks short; give more blocks, "
+        r"plan for shorter requests, .*\. The longest request that fits has 16,080 tokens"
+    )
+    with pytest.raises(MemoryBudgetError, match=words):
+        plan_kv_cache(specs, num_blocks=4_600, max_model_len=16_384)
+    assert plan_kv_cache(specs, num_blocks=one_request, max_model_len=16_384).concurrency == 1
+    with pytest.raises(MemoryBudgetError, match=r"got 5: 2 blocks short; .* No request fits with 64 tokens in flight"):
+        plan_kv_cache(specs, num_blocks=5, max_model_len=16, max_in_flight_tokens=64)
+
+
+def test_each_pool_of_given_blocks_must_hold_a_request() -> None:
+    specs = layers((2, full()), (2, window(num_kv_heads=1)))
+    with pytest.raises(MemoryBudgetError, match=r"needs 6 blocks of pool 1 .* got 4: 2 blocks short"):
+        plan_kv_cache(specs, num_blocks=(64, 4), max_model_len=64)
 
 
 def test_tensor_parallelism_splits_heads_and_replicates_the_rest() -> None:

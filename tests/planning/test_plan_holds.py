@@ -47,9 +47,19 @@ MODELS = [
 MODELS.append((KINDS[-1], KINDS[0]))
 
 
+def specs_of(kinds: tuple[KVCacheSpec, ...]) -> dict[str, KVCacheSpec]:
+    """Three layers of each kind."""
+    return {f"{name}.{i}": spec for name, spec in zip("abcdefgh", kinds, strict=False) for i in range(3)}
+
+
+def manager_of(plan: KVCachePlan, kinds: tuple[KVCacheSpec, ...]) -> KVCacheManager:
+    hash_block_size = int(np.gcd.reduce([spec.block_size for spec in kinds]))
+    return KVCacheManager(plan.config, 200, hash_block_size, max_in_flight_tokens=STEP_TOKENS)
+
+
 def planned(kinds: tuple[KVCacheSpec, ...], request_len: int) -> KVCachePlan:
     """Three layers of each kind, and memory for about four longest requests."""
-    specs = {f"{name}.{i}": spec for name, spec in zip("abcdefgh", kinds, strict=False) for i in range(3)}
+    specs = specs_of(kinds)
     least = least_bytes(CacheShape.of(specs, platform="cpu", parallel=Parallelism()).needs(200, 200, STEP_TOKENS))
     return plan_kv_cache(
         specs, memory_bytes=3 * least, max_model_len=200, request_len=request_len, max_in_flight_tokens=STEP_TOKENS
@@ -88,6 +98,21 @@ def test_as_many_requests_as_planned_run_to_their_length(kinds: tuple[KVCacheSpe
     plan = planned(kinds, request_len)
     num_requests = min(int(plan.requests_of(request_len)), STEP_TOKENS)
     assert num_requests >= 1
-    hash_block_size = int(np.gcd.reduce([spec.block_size for spec in kinds]))
-    manager = KVCacheManager(plan.config, 200, hash_block_size, max_in_flight_tokens=STEP_TOKENS)
-    run_together(manager, num_requests, request_len, np.random.default_rng(0))
+    run_together(manager_of(plan, kinds), num_requests, request_len, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("kinds", MODELS, ids=lambda kinds: "-".join(spec.kind for spec in kinds))
+def test_the_fewest_blocks_that_are_accepted_hold_one_longest_request(kinds: tuple[KVCacheSpec, ...]) -> None:
+    """And every pool needs them all: with one block less of any the plan is refused."""
+    specs = specs_of(kinds)
+    needs = CacheShape.of(specs, platform="cpu", parallel=Parallelism()).needs(200, 200, STEP_TOKENS)
+    least = [need.least_blocks for need in needs]
+    arguments: dict[str, Any] = {"max_model_len": 200, "max_in_flight_tokens": STEP_TOKENS}
+    plan = plan_kv_cache(specs, num_blocks=least, **arguments)
+    assert plan.concurrency >= 1
+    run_together(manager_of(plan, kinds), 1, 200, np.random.default_rng(0))
+    for pool_id in range(len(least)):
+        fewer = [size - (i == pool_id) for i, size in enumerate(least)]
+        words = rf"of pool {pool_id} .*: 1 block short" if fewer[pool_id] > 1 else "expected num_blocks >= 2"
+        with pytest.raises(ValueError, match=words):
+            plan_kv_cache(specs, num_blocks=fewer, **arguments)

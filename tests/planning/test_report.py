@@ -39,7 +39,7 @@ def test_words_name_what_scalar_memory_holds() -> None:
     plan = plan_kv_cache(layers((2, full())), num_blocks=9_000, max_model_len=32_768, platform="tpu")
     words = one_line(plan_words(plan))
     assert "of group 0, takes 8.00 KiB for a request of 32,768 tokens: 126 such requests fit in one launch." in words
-    plan = plan_kv_cache(layers((2, full(block_size=4))), num_blocks=9_000, max_model_len=2**20, platform="tpu")
+    plan = plan_kv_cache(layers((2, full(block_size=4))), num_blocks=300_000, max_model_len=2**20, platform="tpu")
     words = one_line(plan_words(plan))
     assert "takes 1.00 MiB for a request of 1,048,576 tokens: 0 such requests fit in one launch. Take larger" in words
     assert "scalar memory" not in plan_words(plan_kv_cache(layers((2, full())), num_blocks=9, max_model_len=32))
@@ -77,7 +77,7 @@ def test_words_say_that_blocks_were_given() -> None:
 
 
 def test_tables_name_every_group() -> None:
-    plan = plan_kv_cache(layers((4, full()), (20, window())), num_blocks=1_000, max_model_len=8_192)
+    plan = plan_kv_cache(layers((4, full()), (20, window())), num_blocks=4_000, max_model_len=8_192)
     table = plan_table(plan, [2_048, 8_192])
     assert re.search(r"1-5 +0 +sliding_window 1,024 +4 ", table)
     assert re.search(r" 0 +0 +full_attention +4 ", table)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,22 @@ EXTRA_KEY_STYLES = ("tagged", "bare")
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """A LoRA adapter: `path` tells adapters of one name apart."""
+    """A LoRA adapter: `path` tells adapters of one name apart.
+
+    `adapter_id` is the number that KV events tell beside the name (`lora_int_id` in vLLM). It decides no hash: requests
+    that differ in it alone are of one adapter.
+    """
 
     name: str
     path: str = ""
+    adapter_id: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("expected a LoRA name that is not empty")
+        number = self.adapter_id
+        if number is not None and (type(number) is not int or not 0 < number < 2**63):
+            raise ValueError(f"expected a LoRA adapter_id that is an integer in [1, 2**63), or None, got {number!r}")
 
 
 @dataclass(frozen=True)

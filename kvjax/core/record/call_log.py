@@ -14,7 +14,7 @@ Numbers, text, bytes and lists stand for themselves; a map with one key for anyt
     {"request": id}      {"blocks": [int32 bytes per group]}      {"array": [dtype, shape, bytes]}
     {"rows": ids}        rows of the request table, which differ between managers, by the requests that own them
     {"origins": [...]}   a predicate, as the (salt, adapter, weight version) triples that it holds for
-    {"lora": [name, path]}      {"value": [class name, field, ...]}    any other frozen value, in answers only
+    {"lora": [name, path, id]}  {"value": [class name, field, ...]}    any other frozen value, in answers only
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class CallEncoding:
         if isinstance(value, KVCacheBlocks):
             return {"blocks": [value.num_shared_tokens, *(ids.astype("<i4").tobytes() for ids in value.block_ids)]}
         if isinstance(value, LoRARequest):
-            return {"lora": [value.name, value.path]}
+            return {"lora": [value.name, value.path, value.adapter_id]}
         if is_dataclass(value):
             parts = [self.encode(getattr(value, field.name)) for field in fields(value)]
             return {"value": [type(value).__name__, *parts]}

@@ -23,7 +23,7 @@ def encode_request(request: Request) -> dict[str, Any]:
         "num_computed_tokens": request.num_computed_tokens,
         "num_preemptions": request.num_preemptions,
         "mm_features": [[item.identifier, item.offset, item.length] for item in request.mm_features],
-        "lora": None if lora is None else [lora.name, lora.path],
+        "lora": None if lora is None else [lora.name, lora.path, lora.adapter_id],
         "cache_salt": request.cache_salt,
         "prompt_embeds": None if embeds is None else [embeds.dtype.str, list(embeds.shape), embeds.tobytes()],
         "weight_version": request.weight_version,

@@ -30,7 +30,7 @@ class BlockStored:
     parent_block_hash: BlockHash | None  # of the block before the run; None at the start of a sequence
     token_ids: tuple[int, ...]  # len(block_hashes) * block_size
     block_size: int
-    lora_id: int | None = None  # superseded by lora_name; consumers still read the field
+    lora_id: int | None = None  # the adapter's number; superseded by lora_name, but consumers read it
     lora_name: str | None = None
     medium: str = MEDIUM_DEVICE
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None  # None: no block has any
@@ -132,6 +132,7 @@ def _stored_run(
         parent_block_hash=block_hashes[first - 1] if first else None,
         token_ids=tuple(request.token_ids[first * size : end * size].tolist()),
         block_size=size,
+        lora_id=None if request.lora is None else request.lora.adapter_id,
         lora_name=None if request.lora is None else request.lora.name,
         extra_keys=tuple(request.event_extra_keys(first, end, size)) if request.has_extra_keys else None,
         group_idx=group_id,

@@ -75,6 +75,13 @@ def test_an_adapter_at_another_path_is_another() -> None:
     assert ExtraKeys(lora=LoRARequest("x", "a")).of_block(0, 4) != ExtraKeys(lora=LoRARequest("x", "b")).of_block(0, 4)
 
 
+def test_the_number_of_an_adapter_decides_nothing() -> None:
+    numbered = LoRARequest("adapter", "/adapters/1", adapter_id=3)
+    assert numbered == LORA
+    assert hash(numbered) == hash(LORA)
+    assert ExtraKeys(lora=numbered).of_block(0, 4) == ExtraKeys(lora=LORA).of_block(0, 4)
+
+
 def test_an_item_that_ends_where_a_block_starts_is_not_its_own() -> None:
     items = [MultiModalFeature("long", 0, 9), MultiModalFeature("short", 1, 3)]
     assert ExtraKeys(mm_features=items).of_block(4, 8) == (("mm", "long", -4),)
@@ -124,6 +131,12 @@ def test_events_publish_keys_without_tags(style: str) -> None:
     ("build", "message"),
     [
         (lambda: LoRARequest(""), "expected a LoRA name that is not empty"),
+        (lambda: LoRARequest("a", adapter_id=0), r"expected a LoRA adapter_id that is an integer in \[1, .* got 0"),
+        (
+            lambda: LoRARequest("a", adapter_id=2**63),
+            r"adapter_id that is an integer .* got 9223372036854775808",
+        ),
+        (lambda: LoRARequest("a", adapter_id=True), r"adapter_id that is an integer in \[1, .* got True"),
         (lambda: MultiModalFeature("a", -1, 2), "expected offset >= 0 and length >= 1, got -1 and 2"),
         (lambda: MultiModalFeature("a", 0, 0), "expected offset >= 0 and length >= 1, got 0 and 0"),
         (lambda: ExtraKeys(style="old"), "expected an extra key style of tagged, bare, got 'old'"),

@@ -304,7 +304,7 @@ def test_layers_of_several_ratios_are_cut_where_all_can() -> None:
 
 def test_deepseek_v4_is_cut_between_the_states_of_its_longest_ratio() -> None:
     model = load_model_config("deepseek-v4-flash")
-    plan = plan_kv_cache(model.kv_cache_specs(), max_model_len=4096, num_blocks=400)
+    plan = plan_kv_cache(model.kv_cache_specs(), max_model_len=4096, num_blocks=2_200)
     managers = [KVCacheManager(plan.config, 4096, 4, same_step_hits=False, sub_block_hits=on) for on in (False, True)]
     assert [manager.smallest_reusable_prefix for manager in managers] == [256, 128]
     computed(managers[1], "a", list(range(800)))

@@ -172,7 +172,7 @@ def test_a_request_is_written_in_full() -> None:
         None,
         prompt_embeds=embeds,
         mm_features=[MultiModalFeature("image", 1, 3)],
-        lora=LoRARequest("adapter", "/1"),
+        lora=LoRARequest("adapter", "/1", adapter_id=5),
         cache_salt="salt",
         weight_version=4,
         skip_reading_prefix_cache=True,
@@ -184,6 +184,8 @@ def test_a_request_is_written_in_full() -> None:
     whole.num_computed_tokens, whole.num_preemptions = 7, 2
     again = decode_request("r", encode_request(whole))
     assert again.block_hasher == whole.block_hasher
+    assert again.lora is not None
+    assert again.lora.adapter_id == 5
     for name in Request.__slots__:
         ours, theirs = getattr(whole, name), getattr(again, name)
         if isinstance(ours, np.ndarray):

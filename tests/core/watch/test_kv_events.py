@@ -95,6 +95,17 @@ def test_extra_keys_are_told_per_block_and_untagged() -> None:
     )
 
 
+def test_the_number_of_an_adapter_is_told_if_it_has_one() -> None:
+    pool = make_pool()
+    told = []
+    for i, lora in enumerate((None, LoRARequest("adapter", "/1"), LoRARequest("adapter", "/1", adapter_id=7))):
+        request = make_request(SIZE, first_token=i * SIZE, lora=lora)
+        pool.cache_full_blocks(request, pool.get_new_blocks(1), request.block_hashes, 0, 0)
+        (event,) = pool.take_events()
+        told.append((event.lora_id, event.lora_name))
+    assert told == [(None, None), (None, "adapter"), (7, "adapter")]
+
+
 def test_reuse_is_told_block_by_block_in_eviction_order() -> None:
     pool, request = make_pool(6), make_request()
     ids = pool.get_new_blocks(5)
