@@ -68,10 +68,11 @@ class TestLines:
         ]
 
     def selected(self, change: Change, node_ids: list[str]) -> list[str]:
-        """The tests that run the changed statement, or its module if it runs at import; quick ones first.
+        """The tests that run the changed statement, or its module if it runs at import; those of its room first.
 
         The quickest case of every test function comes before any second case, since cases fail together.
         """
+        own = f"tests/{'/'.join(change.path.split('/')[1:-1])}/"  # kvjax/core/pool/block.py: tests/core/pool/
         records = [(self.tests[name], name) for name in node_ids]
         if self.runs_at_import(change):
             found = [(record.seconds, name) for record, name in records if change.path in record.lines]
@@ -81,7 +82,7 @@ class TestLines:
         order = []
         for seconds, name in sorted(found):
             function = name.split("[")[0]
-            order.append((min(cases[function], 1), seconds, name))
+            order.append((not name.startswith(own), min(cases[function], 1), seconds, name))
             cases[function] += 1
         return [name for *_, name in sorted(order)]
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, CallRecorder, KVCacheManager, LoRARequest, MultiModalFeature, Request, replay_calls
-from kvjax.core.record.call_log import CallLogWriter, read_call_log
+from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.record.call_log import CallEncoding, CallLogWriter, read_call_log
 from kvjax.core.record.recorded_request import decode_request, encode_request
+from kvjax.core.requests.request_table import RequestTable
 from kvjax.errors import BlockStateError, CallLogError, UnknownRequestError
 from tests.core.manager.manager_lockstep import FULL, SETUPS
 from tests.core.manager.random_forks import RandomForks
@@ -91,6 +93,17 @@ def test_invalidations_and_requests_of_every_sort_replay(tmp_path: Path) -> None
     assert {"invalidate", "stop_registering", "plan_step", "reset_prefix_cache"} <= num_calls.keys()
 
 
+def test_an_invalidation_of_what_nobody_runs_replays(tmp_path: Path) -> None:
+    """A predicate is written as the origins that it holds for: those of cached blocks too, not of running requests."""
+    manager = FULL.manager([30], track_origins=True)
+    with CallRecorder(manager, tmp_path / "calls") as recorder:
+        gone = request("gone", cache_salt="a")
+        assert recorder.manager.allocate_slots(gone, 9) is not None
+        recorder.manager.free(gone)
+        assert recorder.manager.invalidate(predicate=lambda origin: origin.cache_salt == "a") == 4
+    check_replay(tmp_path / "calls", manager)
+
+
 def test_forks_and_their_page_edits_replay(tmp_path: Path) -> None:
     forks = RandomForks(SETUPS["hybrid_sizes"], 11, options={"zero_new_pages": True})
     manager = forks.manager
@@ -163,6 +176,30 @@ def test_after_the_end_calls_are_made_and_not_recorded(tmp_path: Path) -> None:
     assert recorder.manager.allocate_slots(request("r"), 3) is not None
     assert replay_calls(tmp_path / "calls").num_calls == {"new_step_starts": 1}
     assert recorder.manager.block_pool is manager.block_pool
+
+
+def table_of_two() -> RequestTable:
+    """Requests a and b in rows 0 and 1 of 4."""
+    table = RequestTable(4)
+    for name in "ab":
+        table.add(request(name))
+    return table
+
+
+@pytest.mark.parametrize(("rows", "names"), [([0], ["a"]), ([1, 0], ["b", "a"]), ([], []), ([0, 0], ["a", "a"])])
+@pytest.mark.parametrize("kind", [list, tuple, np.int64, np.uint8])
+def test_rows_are_written_by_the_requests_that_own_them(kind: Any, rows: list[int], names: list[str]) -> None:
+    given = kind(rows) if kind in (list, tuple) else np.array(rows, kind)
+    encoding = CallEncoding(table_of_two(), list)
+    assert encoding.rows(given) == {"rows": names}
+    decoded = encoding.decode({"rows": names}, {}, KVCacheBlocks((), ()))
+    assert decoded.tolist() == rows
+
+
+@pytest.mark.parametrize("rows", [[2], [0, 3], [4], [0, 99], [-1], [1, -2], [0.0], [True], ["a"], [[0]], 0, None])
+def test_what_names_no_request_is_written_as_it_is(rows: Any) -> None:
+    encoding = CallEncoding(table_of_two(), list)
+    assert encoding.rows(rows) == encoding.encode(rows) == rows
 
 
 def test_a_request_is_written_in_full() -> None:
