@@ -159,7 +159,7 @@ def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     key_heads, value_heads = keys.take_int("linear_num_key_heads"), keys.take_int("linear_num_value_heads")
     key_dim, value_dim = keys.take_int("linear_key_head_dim"), keys.take_int("linear_value_head_dim")
     convolved = 2 * key_heads * key_dim + value_heads * value_dim
-    shapes = ((convolved, keys.take_int("linear_conv_kernel_dim") - 1), (value_heads, value_dim, key_dim))
+    shapes = ((convolved, keys.take_int("linear_conv_kernel_dim") - 1), (value_heads, key_dim, value_dim))
     return AttentionModel(
         **common,
         **sizes,
