@@ -18,7 +18,7 @@ import numpy as np
 
 from kvjax.core.hashing.block_hashing import BlockHashing
 from kvjax.core.kinds.registry import manager_class_of
-from kvjax.core.kinds.retention import Retention
+from kvjax.core.kinds.retention import Retention, SegmentEnds
 from kvjax.core.kinds.single_type_manager import ManagerSettings, SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateSteps
 from kvjax.core.pool.block_pool import BlockPool
@@ -73,8 +73,11 @@ class GroupManagers:
         self._place_of_group = {
             group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
         }
+        # Whether the block that EAGLE drops may hold the last token, as in vLLM 0.33's hybrids: it is computed again.
+        self.may_drop_end = self.num_groups > 1
         self._check_kinds()
         self.retention = self._make_retention()
+        self._register_what_hits_need()
 
     def _make_managers(
         self, kv_cache_config: KVCacheConfig
@@ -123,8 +126,22 @@ class GroupManagers:
         dropped = [manager.block_size * drops for manager, drops in pairs if manager.is_prefix_cacheable]
         retention = Retention(interval, self.alignment, max(dropped, default=0))
         for manager, drops in pairs:
-            manager.retain(retention, drops)
+            manager.retain(retention, drops, self.needs_last_block)
         return retention
+
+    def _register_what_hits_need(self) -> None:
+        """Where nothing else is asked for, lets managers register only what a hit of whole blocks can use."""
+        settings = self.settings
+        if settings.enable_caching and self.retention is None and not settings.sub_block_hits:
+            for manager, drops in self.cacheable_lookups:
+                manager.retain(SegmentEnds(self.alignment), drops, self.needs_last_block)
+
+    def lookup_limit(self, manager: SingleTypeKVCacheManager, length: int, max_length: int, num_hashed: int) -> int:
+        """Tokens that a manager whose hits drop a block looks at, for a hit of at most `length` tokens.
+
+        `max_length` is that of a hit, `num_hashed` the tokens that have hashes.
+        """
+        return min(length + manager.block_size, num_hashed if self.may_drop_end else max_length)
 
     @property
     def gives_blocks_back(self) -> bool:

@@ -16,6 +16,9 @@ What a checkpoint at L keeps, with blocks of b tokens, of which a hit needs `num
 
     blocks     0 ... | L/b - num_before ... L/b - 1 | L/b ... L/b + num_after - 1 | ...
 
+Without `retention_interval` every length that a hit can have is a checkpoint (`SegmentEnds`). Where block sizes differ
+that still leaves out blocks of windows that end too far from a multiple of the hits' alignment, as in vLLM since 0.22.
+
 Blocks between checkpoints are never registered. They are reused like any other: a policy that takes unhashed blocks
 first (all but plain "lru") then leaves more room to full attention. Lengths are multiples of the hits' alignment.
 """
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -40,6 +44,35 @@ class CheckpointBlocks:
 
 
 NO_CHECKPOINT = CheckpointBlocks(1, 0, 0)  # of kinds that need all before L, or not always as many
+
+
+class Checkpoints(Protocol):
+    """Which blocks are registered."""
+
+    def keeps(self, rows: np.ndarray, columns: np.ndarray, kind: CheckpointBlocks) -> np.ndarray:  # bool[n]
+        """Which of the blocks at int64[n] rows and columns a checkpoint needs."""
+
+    def keeps_all(self, kind: CheckpointBlocks) -> bool:
+        """Whether that is every block of a kind."""
+
+
+class SegmentEnds:
+    """A checkpoint every `interval` tokens, in all rows alike. `keeps` costs some microseconds a call."""
+
+    def __init__(self, interval: int) -> None:
+        """`interval` is a multiple of the block sizes."""
+        self._interval = interval
+
+    def keeps(self, rows: np.ndarray, columns: np.ndarray, kind: CheckpointBlocks) -> np.ndarray:  # bool[n]
+        """Which of the blocks at int64[n] columns stand near enough before or behind a multiple of the interval."""
+        per_segment = self._interval // kind.block_size
+        places = columns - kind.num_after  # a checkpoint at block e keeps the places e - span ... e - 1
+        segment_ends = np.maximum(places // per_segment + 1, 1) * per_segment
+        return places >= segment_ends - (kind.num_before + kind.num_after)
+
+    def keeps_all(self, kind: CheckpointBlocks) -> bool:
+        """Whether what a checkpoint keeps reaches back to the one before."""
+        return kind.num_before + kind.num_after >= self._interval // kind.block_size
 
 
 class Retention:
@@ -61,6 +94,7 @@ class Retention:
                 f"got {interval}"
             )
         self._interval = interval
+        self._segment_ends = SegmentEnds(interval) if interval else None
         self._alignment = alignment
         self._dropped_tokens = dropped_tokens
         self._lengths = np.zeros((0, NUM_LENGTHS), np.int64)  # [rows], 0: none
@@ -104,8 +138,10 @@ class Retention:
         span = kind.num_before + kind.num_after
         ends = self._lengths[rows] // kind.block_size  # [n, NUM_LENGTHS]
         kept = ((ends > 0) & (places[:, None] < ends) & (places[:, None] >= ends - span)).any(axis=1)
-        if self._interval:
-            per_segment = self._interval // kind.block_size
-            segment_ends = np.maximum(places // per_segment + 1, 1) * per_segment
-            kept |= places >= segment_ends - span
+        if self._segment_ends is not None:
+            kept |= self._segment_ends.keeps(rows, columns, kind)
         return kept
+
+    def keeps_all(self, kind: CheckpointBlocks) -> bool:
+        """Whether the interval's checkpoints keep every block."""
+        return self._segment_ends is not None and self._segment_ends.keeps_all(kind)

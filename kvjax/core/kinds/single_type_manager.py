@@ -31,13 +31,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
 from kvjax.core.kinds.reserved_blocks import take_reserved_blocks
-from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks, Retention
+from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks, Checkpoints
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
 from kvjax.core.kinds.table_laws import check_tables
@@ -162,7 +162,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.sub_blocks: SubBlockIndex | None = None
         if settings.sub_block_hits and self.supports_sub_block_hits:
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
-        self._retention: Retention | None = None  # None: every block is registered
+        self._checkpoints: Checkpoints | None = None  # None: every block is registered
         self._checkpoint = NO_CHECKPOINT
         self.reserved_block_ids = take_reserved_blocks(
             kv_cache_spec, block_pool, group_ids, self.block_size
@@ -221,7 +221,7 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     @abc.abstractmethod
     def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """What a hit of any length needs, where that is a few blocks; else `NO_CHECKPOINT`."""
+        """What a hit of any length needs, where that is as many blocks before every length; else `NO_CHECKPOINT`."""
 
     # What a family does with one row.
 
@@ -361,7 +361,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         cached = self.num_cached_blocks.item(row)
         if full <= cached:
             return
-        if full == cached + 1 and self._retention is None and not self.block_pool.enable_kv_cache_events:
+        if full == cached + 1 and self._checkpoints is None and not self.block_pool.enable_kv_cache_events:
             self._register_column(row, cached, block_hashes[cached])
         else:
             for group_id, ids in zip(self.group_ids, self._blocks_to_register(row, cached, full), strict=True):
@@ -377,9 +377,9 @@ class SingleTypeKVCacheManager(abc.ABC):
     def _blocks_to_register(self, row: int, start: int, end: int) -> np.ndarray:  # int32[G, end - start]
         """The row's blocks from column `start` on, null where no checkpoint keeps them."""
         ids = self.block_tables[:, row, start:end]
-        if self._retention is None:
+        if self._checkpoints is None:
             return ids
-        return ids * self._retention.keeps(np.array([row]), np.arange(start, end), self._checkpoint)
+        return ids * self._checkpoints.keeps(np.array([row]), np.arange(start, end), self._checkpoint)
 
     def _register_column(self, row: int, column: int, block_hash: BlockHash) -> None:
         for place, group_id in enumerate(self.group_ids):
@@ -444,8 +444,8 @@ class SingleTypeKVCacheManager(abc.ABC):
 
         Null blocks, and those that no checkpoint keeps, are passed over.
         """
-        if self._retention is not None:
-            kept = self._retention.keeps(rows, columns, self._checkpoint)
+        if self._checkpoints is not None:
+            kept = self._checkpoints.keeps(rows, columns, self._checkpoint)
             rows, columns, block_hashes = rows[kept], columns[kept], block_hashes[kept]
             if not rows.size:
                 return
@@ -466,10 +466,16 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     # Lookup.
 
-    def retain(self, retention: Retention, drops_last_block: bool) -> None:
-        """From now on registers only what checkpoints keep, where a few blocks suffice for a hit."""
-        self._checkpoint = self.checkpoint_blocks(drops_last_block)
-        self._retention = retention if self._checkpoint is not NO_CHECKPOINT else None
+    def retain(self, checkpoints: Checkpoints, drops_last_block: bool, needs_last_block: bool) -> None:
+        """From now on registers only what checkpoints keep, where a few blocks suffice for a hit.
+
+        `needs_last_block`: whether a hit rests on its last block even where the next token sees none.
+        """
+        needed = self.checkpoint_blocks(drops_last_block)
+        if needed is not NO_CHECKPOINT:
+            needed = replace(needed, num_before=max(needed.num_before, int(needs_last_block)))
+            self._checkpoint = needed
+            self._checkpoints = None if checkpoints.keeps_all(needed) else checkpoints
 
     def hits_need_blocks(self) -> bool:
         """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""

@@ -62,8 +62,8 @@ class WindowManager(LocalAttentionManager):
         return np.maximum(num_computed_tokens - (self.sliding_window - 1), 0)
 
     def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """Those of the `sliding_window - 1` tokens before the next, one where it sees none; and the dropped one."""
-        num_before = max(cdiv(self.sliding_window - 1, self.block_size), 1)
+        """Those of the `sliding_window - 1` tokens before the next; and the dropped one."""
+        num_before = cdiv(self.sliding_window - 1, self.block_size)
         return CheckpointBlocks(self.block_size, num_before, int(drops_last_block))
 
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:

@@ -72,7 +72,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """The greatest common hit of all groups."""
         alignment = self.alignment
-        length = max_length
+        length, num_hashed = max_length, len(block_hashes) * self.hashing.hash_block_size
         found = {  # manager -> int32[G, k]
             index: np.empty((manager.num_groups, 0), np.int32)
             for index, manager in enumerate(self.managers)
@@ -82,7 +82,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         def ask(index: int) -> int:
             """The manager's longest hit of at most `length` tokens; one that drops a block may look a block further."""
             manager, drops = self.managers[index], self.drops_last_block[index]
-            limit = min(length + manager.block_size, max_length) if drops else length
+            limit = self.groups.lookup_limit(manager, length, max_length, num_hashed) if drops else length
             hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
             lookup = PrefixLookup(hashes, limit, alignment, drops, self.needs_last_block)
             found[index] = manager.find_longest_cache_hit(lookup)

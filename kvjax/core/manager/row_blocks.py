@@ -80,13 +80,15 @@ class RowBlocks:
     def add_computed(self, row: int, hits: Sequence[np.ndarray], total_computed: int, has_external: bool) -> None:
         """Holds the hits of all groups, and only then takes blocks for tokens that come from outside.
 
-        In this order no group's new blocks can evict another group's hit.
+        In this order no group's new blocks can evict another group's hit. A group whose later tokens see none of those
+        from outside takes none yet.
         """
         for manager, ids in zip(self._groups.managers, self._groups.by_manager(hits), strict=True):
             manager.add_computed_blocks(row, ids, total_computed)
         if has_external:
             for manager in self._groups.cacheable:
-                manager.allocate_new_blocks(row, total_computed)
+                if manager.get_num_skipped_tokens(total_computed) < total_computed:
+                    manager.allocate_new_blocks(row, total_computed)
 
     def share(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
         """Lets int64[n] new rows hold what a row holds of its first `num_tokens` tokens, and reserve what it has."""

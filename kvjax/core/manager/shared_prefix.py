@@ -19,9 +19,9 @@ def find_shared_prefix(groups: GroupManagers, block_hashes: Sequence[BlockHash],
     A lookup of those groups: at most what a hit costs.
     """
     cacheable = groups.cacheable_lookups
-    length = max_length
+    length, num_hashed = max_length, len(block_hashes) * groups.hashing.hash_block_size
     for manager, drops in [pair for pair in cacheable if pair[0].hits_are_prefix_closed] or cacheable[:1]:
-        limit = min(length + manager.block_size, max_length) if drops else length
+        limit = groups.lookup_limit(manager, length, max_length, num_hashed) if drops else length
         hashes = groups.hashing.of_block_size(block_hashes, manager.block_size)
         hit = manager.find_longest_cache_hit(PrefixLookup(hashes, limit, groups.alignment, drops))
         length = hit.shape[1] * manager.block_size

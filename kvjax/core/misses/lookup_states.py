@@ -72,7 +72,9 @@ class LookupStates:
         cacheable = groups.cacheable_lookups
         self._alignment = groups.alignment
         whole = request.num_tokens - 1
-        self.max_length = self._aligned(min(whole - drops * manager.block_size for manager, drops in cacheable))
+        reach = whole + groups.may_drop_end
+        most = min(reach - drops * manager.block_size for manager, drops in cacheable)
+        self.max_length = self._aligned(min(most, whole))
         self.max_length_without_drops = self._aligned(whole)
         self.max_length_without_last_token = self._aligned(request.num_tokens)
         self._lengths = np.arange(self._alignment, self.max_length + 1, self._alignment)

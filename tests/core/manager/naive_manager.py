@@ -177,6 +177,7 @@ class NaiveManager:
         self.cached: dict[str, list[int]] = {}  # request -> per group how many were registered
         self.fresh: list[set[int]] = [set() for _ in pool_sizes]
         self.stopped: set[str] = set()  # running requests that register no more
+        self._kept: dict[tuple[int, int, int], bool] = {}  # (group, column, tokens between checkpoints)
         # a hit rests on something cached: on its last blocks, if no group needs a block at every length
         self.needs_last = not any(group.needs_some_block(max_model_len) for group in groups if not group.cross)
         for i in self.order:
@@ -208,7 +209,8 @@ class NaiveManager:
             return None
         needed = self.needed_for_hit(group, length, needs_last)
         if self._drops(group):
-            if length + group.block_size > limit:
+            # in a hybrid the dropped block may hold the last token: it is computed again
+            if length + group.block_size > limit + (len(self.groups) > 1):
                 return None
             if group.mamba is None:
                 needed.add(length // group.block_size)
@@ -244,8 +246,10 @@ class NaiveManager:
 
     @property
     def hit_step(self) -> int:
-        """Every hit is a multiple."""
-        return lcm(*(group.block_size for group in self.groups if not group.cross))
+        """Every hit is a multiple; one block of Mamba `none` holds more than any request."""
+        sizes = [group.block_size for group in self.groups if not group.cross]
+        is_none = any(group.mamba == "none" for group in self.groups)
+        return lcm(*sizes) * (self.max_model_len + 1 if is_none else 1)
 
     def find_shared(self, request: NaiveRequest) -> int:
         """The longest prefix that all groups have that keep everything before it; of the first, if there is none."""
@@ -267,19 +271,22 @@ class NaiveManager:
         self.checkpoints[request.request_id] = {max(n, 0) // self.hit_step * self.hit_step for n in lengths} - {0}
 
     def keeps(self, name: str, group: NaiveGroup, column: int) -> bool:
-        """Whether a hit that ends at a checkpoint of the request needs the block."""
-        if self.retention is None or (group.window is None and group.mamba is None):
+        """Whether a hit that ends at a checkpoint needs the block: at one of the request's own, or of all lengths."""
+        if group.window is None and group.mamba is None:
             return True
-        lengths = set(self.checkpoints[name])
-        if self.retention:
-            lengths |= set(range(self.retention, self.max_model_len + group.window_or_0 + 99, self.retention))
-        for length in lengths:
-            end = length // group.block_size
-            before = 1 if group.mamba is not None else max(ceil((group.window_or_0 - 1) / group.block_size), 1)
-            after = int(self._drops(group) and group.mamba is None)
-            if end - before <= column < end + after:
-                return True
-        return False
+        every = self.hit_step if self.retention is None else self.retention
+        key = (self.groups.index(group), column, every)
+        if every and key not in self._kept:
+            first, last = column * group.block_size, (column + 1) * group.block_size + group.window_or_0
+            multiples = range(max(first // every * every, every), last + every, every)
+            self._kept[key] = any(self._needs(group, length, column) for length in multiples)
+        own = () if self.retention is None else self.checkpoints[name]
+        return bool(every and self._kept[key]) or any(self._needs(group, length, column) for length in own)
+
+    def _needs(self, group: NaiveGroup, length: int, column: int) -> bool:
+        """Whether a hit of `length` tokens needs a block, the one that EAGLE drops among them."""
+        drops = self._drops(group) and group.mamba is None
+        return column in self.needed_for_hit(group, length) or (drops and column == length // group.block_size)
 
     # -- slots
 
@@ -325,7 +332,7 @@ class NaiveManager:
                 tables[i] += [0] * skipped + hit[i][skipped:]
                 self.cached[name][i] = len(tables[i])
             if external:
-                self._append(tables, computed, computed, 0, is_first=True)
+                self._append(tables, computed, computed, 0, is_first=True, sees=computed)
         dealt = self._append(tables, slots, after, 0 if running else request.encoder, not (running or external))
         if not delay:
             self.register(request, computed + new)
@@ -376,10 +383,20 @@ class NaiveManager:
         table += [0] * (columns - held - len(moved) - len(blocks)) + moved + blocks
         return table[held:]
 
-    def _append(self, tables: list[list[int]], slots: int, after: int, encoder: int, is_first: bool) -> list[list[int]]:
+    def _append(
+        self,
+        tables: list[list[int]],
+        slots: int,
+        after: int,
+        encoder: int,
+        is_first: bool,
+        sees: int | None = None,  # only groups whose token of this number sees one before it take blocks
+    ) -> list[list[int]]:
         dealt: list[list[int]] = [[] for _ in self.groups]
         for i in self.order:
             group = self.groups[i]
+            if sees is not None and (group.cross or group.first_seen(sees) >= sees):
+                continue
             if group.mamba is not None:
                 dealt[i] = self._advance_mamba(i, tables[i], after, is_first)
                 continue

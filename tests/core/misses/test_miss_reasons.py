@@ -101,7 +101,8 @@ class RandomMisses(RandomInvalidation):
         """Lengths that a hit can have; the longest, and the longest without EAGLE, and with the last token."""
         dropped = max([g.block_size for i in self.cacheable if self.naive._drops(g := self.naive.groups[i])], default=0)
         bounds = []
-        for limit in (num_tokens - 1 - dropped, num_tokens - 1, num_tokens):
+        longest = min(num_tokens - (len(self.naive.groups) == 1) - dropped, num_tokens - 1)
+        for limit in (longest, num_tokens - 1, num_tokens):
             bounds.append(max(range(0, max(limit, 0) + 1, self.alignment)))
         return list(range(self.alignment, bounds[0] + 1, self.alignment)), bounds
 
