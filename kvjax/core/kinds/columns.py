@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager, TableLayout
+from kvjax.core.kinds.manager_settings import TableLayout
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.spec import cdiv
 

@@ -11,9 +11,10 @@ from typing import ClassVar, final
 import numpy as np
 
 from kvjax.core.kinds.positional import PositionalManager
+from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.registry import register_kv_cache_manager
 from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
-from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray, PrefixLookup
+from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 
 
@@ -36,6 +37,33 @@ class FullAttentionSpec(AttentionSpec):
         return cdiv(max_model_len, self.block_size)
 
 
+@final
+class WholePrefixScan(HitScan):
+    """The leading run of cached blocks, looked up once and cut as limits fall."""
+
+    def __init__(self, manager: WholePrefixManager, lookup: PrefixLookup) -> None:
+        self._manager = manager
+        self._lookup = lookup
+        self._run: np.ndarray | None = None  # int32[G, k]
+        self._num_blocks = 0
+
+    def longest(self, max_length: int) -> int:
+        """Tokens of the run within the limit, without the dropped block."""
+        lookup, size = self._lookup, self._manager.block_size
+        most = max_length // size
+        if self._run is None:
+            self._run = self._manager.cached_run(lookup.block_hashes[:most])
+        num_tokens = (min(self._run.shape[1], most) - lookup.drop_last_block) * size
+        num_tokens = max(num_tokens - num_tokens % lookup.alignment, 0)
+        self._num_blocks = num_tokens // size
+        return num_tokens
+
+    def ids(self) -> np.ndarray:  # int32[G, k]
+        """The run's first blocks."""
+        assert self._run is not None  # `longest` comes first
+        return self._run[:, : self._num_blocks]
+
+
 class WholePrefixManager(PositionalManager):
     """Holds every block of a request until the request is freed."""
 
@@ -54,12 +82,9 @@ class WholePrefixManager(PositionalManager):
         """`NEVER`."""
         return first_live * 0 + NEVER
 
-    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
+    def start_scan(self, lookup: PrefixLookup) -> HitScan:
         """Left to right until the first miss: hashes are chained, so nothing after a miss can be of this prefix."""
-        run = self.cached_run(lookup.block_hashes[: lookup.max_length // self.block_size])
-        num_tokens = (run.shape[1] - lookup.drop_last_block) * self.block_size
-        num_tokens = max(num_tokens - num_tokens % lookup.alignment, 0)
-        return run[:, : num_tokens // self.block_size]
+        return WholePrefixScan(self, lookup)
 
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """Leading blocks that stand in every running row: those with as many references, compared table by table.

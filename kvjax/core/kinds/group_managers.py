@@ -17,9 +17,10 @@ from typing import TypeVar
 import numpy as np
 
 from kvjax.core.hashing.block_hashing import BlockHashing
+from kvjax.core.kinds.manager_settings import ManagerSettings
 from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.kinds.retention import Retention, SegmentEnds
-from kvjax.core.kinds.single_type_manager import ManagerSettings, SingleTypeKVCacheManager
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateSteps
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.fresh_blocks import FreshBlocks

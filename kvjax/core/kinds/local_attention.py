@@ -6,12 +6,51 @@ Source:  vLLM v1/core/single_type_kv_cache_manager.py
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, final
 
 import numpy as np
 
 from kvjax.core.kinds.positional import PositionalManager
-from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.kinds.prefix_lookup import CachedStretch, HitScan, PrefixLookup
+
+
+@final
+class LocalScan(HitScan):
+    """Edges from right to left, one under test.
+
+    A missing block rules out every edge whose stretch would contain it, so a failed probe moves the edge to that
+    block: about one probe per window or chunk where little is cached. Where the next token sees no block, as at the
+    start of a chunk, the edge is a hit, or rests on its last block if the lookup says so.
+    """
+
+    def __init__(self, manager: LocalAttentionManager, lookup: PrefixLookup) -> None:
+        self._manager = manager
+        self._lookup = lookup
+        self._stretch = CachedStretch(lookup.block_hashes, manager.cached_run)
+        self._edge = len(lookup.block_hashes)  # blocks of the hit
+
+    def longest(self, max_length: int) -> int:
+        """Tokens before the rightmost edge within the limit that is a hit."""
+        lookup, size = self._lookup, self._manager.block_size
+        dropped = int(lookup.drop_last_block)
+        most = min(max_length // size, len(lookup.block_hashes)) - dropped
+        edge = min(self._edge, most)
+        while edge > 0:
+            edge -= edge * size % lookup.alignment // size
+            if not edge:
+                break
+            start = min(self._manager.get_num_skipped_tokens(edge * size) // size, edge)
+            start -= lookup.needs_last_block and start == edge
+            missing = self._stretch.first_missing(start, edge + dropped)
+            if missing is None:
+                break
+            edge = min(edge - 1, missing - dropped)
+        self._edge = max(edge, 0)
+        return self._edge * size
+
+    def ids(self) -> np.ndarray:  # int32[G, k]
+        """Blocks of the stretch before the edge, nulls before them."""
+        return self._stretch.ids(self._manager.num_groups, self._edge)
 
 
 class LocalAttentionManager(PositionalManager):
@@ -20,26 +59,9 @@ class LocalAttentionManager(PositionalManager):
     hits_are_prefix_closed: ClassVar[bool] = False
     gives_blocks_back: ClassVar[bool] = True
 
-    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
-        """Right to left: the rightmost aligned edge before which every block is cached that the next token sees.
-
-        A missing block rules out every edge whose run would contain it, so a failed probe moves the edge to that
-        block: about one probe per window or chunk where little is cached. Where the next token sees no block, as at
-        the start of a chunk, the edge is a hit, or rests on its last block if the lookup says so.
-        """
-        dropped = int(lookup.drop_last_block)
-        num_blocks = min(lookup.max_length // self.block_size, len(lookup.block_hashes))
-        edge = num_blocks - dropped  # blocks of the hit under test
-        while edge > 0:
-            edge -= edge * self.block_size % lookup.alignment // self.block_size
-            start = min(self.get_num_skipped_tokens(edge * self.block_size) // self.block_size, edge)
-            start = max(start - (lookup.needs_last_block and start == edge), 0)
-            end = edge + dropped
-            run = self.cached_run(lookup.block_hashes[start:end])
-            if run.shape[1] == end - start:
-                return np.pad(run[:, : edge - start], ((0, 0), (start, 0)))
-            edge = min(edge - 1, start + run.shape[1])
-        return np.empty((self.num_groups, 0), np.int32)
+    def start_scan(self, lookup: PrefixLookup) -> HitScan:
+        """Right to left: the rightmost aligned edge before which every block is cached that the next token sees."""
+        return LocalScan(self, lookup)
 
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """None: a prefix is left behind."""

@@ -22,23 +22,72 @@ Mode `none` keeps 1 + s blocks for life in one column of all tokens, and never h
 
 from __future__ import annotations
 
-from typing import ClassVar
+from math import lcm
+from typing import ClassVar, final
 
 import numpy as np
 
+from kvjax.core.kinds.manager_settings import TableLayout
+from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
 from kvjax.core.kinds.retention import CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import (
     NEVER,
     IntOrArray,
-    PrefixLookup,
     SingleTypeKVCacheManager,
-    TableLayout,
 )
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.spec import cdiv
 from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.row_changes import RowChanges
+
+FIRST_CHUNK, LAST_CHUNK = 32, 1_024  # columns that are looked up at once
+
+
+@final
+class StateScan(HitScan):
+    """Columns at aligned lengths, looked up from right to left in chunks that double."""
+
+    def __init__(self, manager: RecurrentManager, lookup: PrefixLookup) -> None:
+        size = manager.block_size
+        self._manager = manager
+        self._lookup = lookup
+        self._step = lcm(size, lookup.alignment) // size  # blocks from one length to the next
+        self._hashes = lookup.block_hashes[self._step - 1 :: self._step] if manager.enable_caching else ()
+        self._ids = np.zeros((manager.num_groups, 0), np.int32)  # of lengths first + 1 and on
+        self._is_hit = np.zeros(0, np.bool_)
+        self._first = self._place = len(self._hashes)
+        self._chunk = FIRST_CHUNK
+
+    def longest(self, max_length: int) -> int:
+        """Tokens before the rightmost state within the limit."""
+        size = self._manager.block_size
+        num_blocks = min(max_length // size, len(self._lookup.block_hashes)) - self._lookup.drop_last_block
+        most = num_blocks // self._step
+        place = min(self._place, most)  # a hit of so many steps
+        while place > 0:
+            if place <= self._first:
+                self._look_up(max(place - self._chunk, 0), place)
+            hits = self._is_hit[: place - self._first].nonzero()[0]
+            if hits.size:
+                place = self._first + hits.item(-1) + 1
+                break
+            place = self._first
+        self._place = max(place, 0)
+        return self._place * self._step * size
+
+    def _look_up(self, first: int, end: int) -> None:
+        hashes, manager = self._hashes[first:end], self._manager
+        self._ids = np.stack([manager.block_pool.find_each(hashes, group_id) for group_id in manager.group_ids])
+        self._is_hit = ((self._ids > 0) & ~manager.fresh_blocks.are_fresh(self._ids)).all(axis=0)
+        self._first, self._chunk = first, min(2 * self._chunk, LAST_CHUNK)
+
+    def ids(self) -> np.ndarray:  # int32[G, k]
+        """The state, nulls before it."""
+        ids = np.zeros((self._manager.num_groups, self._place * self._step), np.int32)
+        if self._place:
+            ids[:, -1] = self._ids[:, self._place - self._first - 1]
+        return ids
 
 
 class RecurrentManager(SingleTypeKVCacheManager):
@@ -93,18 +142,9 @@ class RecurrentManager(SingleTypeKVCacheManager):
         """Computed tokens whose state is behind the column `first_live`."""
         return (first_live + 1) * self.block_size + 1
 
-    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
-        """The rightmost cached state at an aligned length, nulls before it. A dropped block need not be cached."""
-        num_blocks = min(lookup.max_length // self.block_size, len(lookup.block_hashes)) - lookup.drop_last_block
-        if not self.enable_caching or num_blocks < 1:
-            return np.empty((self.num_groups, 0), np.int32)
-        hashes = lookup.block_hashes[:num_blocks]
-        ids = np.stack([self.block_pool.find_each(hashes, group_id) for group_id in self.group_ids])
-        ends = np.arange(1, num_blocks + 1) * self.block_size
-        for column in np.flatnonzero((ids > 0).all(axis=0) & (ends % lookup.alignment == 0))[::-1].tolist():
-            if self.fresh_blocks.cut(ids[:, column]) == self.num_groups:
-                return np.pad(ids[:, column : column + 1], ((0, 0), (column, 0)))
-        return np.empty((self.num_groups, 0), np.int32)
+    def start_scan(self, lookup: PrefixLookup) -> HitScan:
+        """Right to left: the rightmost cached state at an aligned length. A dropped block need not be cached."""
+        return StateScan(self, lookup)
 
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """None: a state is no prefix."""

@@ -31,11 +31,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
+from kvjax.core.kinds.manager_settings import ManagerSettings, TableLayout
+from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.reserved_blocks import take_reserved_blocks
 from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks, Checkpoints
 from kvjax.core.kinds.state_steps import StateBlocks
@@ -53,41 +55,6 @@ if TYPE_CHECKING:
 
 NEVER = 1 << 60  # a token count that no request reaches
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ManagerSettings:
-    """What the managers of all groups have in common."""
-
-    enable_caching: bool
-    max_model_len: int
-    max_in_flight_tokens: int
-    context_parallel_size: int = 1
-    same_step_hits: bool = True
-    reserve: bool = False
-    sub_block_hits: bool = False
-    retention_interval: int | None = None
-
-
-@dataclass(frozen=True)
-class TableLayout:
-    """What a family makes of a spec and the settings: how its tables look, and when it registers."""
-
-    block_size: int  # tokens of a column
-    num_tail_columns: int  # columns at the end of a row that are never released before the request ends
-    enable_caching: bool
-    same_step_hits: bool
-
-
-@dataclass(frozen=True)
-class PrefixLookup:
-    """One question to the prefix cache."""
-
-    block_hashes: Sequence[BlockHash]  # at the manager's block size
-    max_length: int  # tokens; a hit is no longer
-    alignment: int  # tokens; a hit's length is a multiple
-    drop_last_block: bool  # EAGLE: the block after the hit must be cached too, and is computed again
-    needs_last_block: bool = True  # whether the hit's last block must be cached even where the next token sees none
 
 
 class SingleTypeKVCacheManager(abc.ABC):
@@ -207,12 +174,12 @@ class SingleTypeKVCacheManager(abc.ABC):
         """Fewest computed tokens at which a row with `first_live` leading nulls releases a block (or `NEVER`)."""
 
     @abc.abstractmethod
-    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
-        """int32[G, k] ids of the longest hit, null where a block is not needed.
+    def start_scan(self, lookup: PrefixLookup) -> HitScan:
+        """Looks for hits.
 
-        The hit is the longest L with L a multiple of the alignment, L (plus a block if the last is dropped) at most
-        `max_length`, and every block cached that the tokens from L on attend to (and the dropped one; and the last
-        one, if the lookup needs it).
+        A hit is of L tokens with L a multiple of the alignment, L (plus a block if the last is dropped) at most the
+        limit, and every block cached that the tokens from L on attend to (and the dropped one; and the last one, if
+        the lookup needs it).
         """
 
     @abc.abstractmethod
@@ -295,6 +262,11 @@ class SingleTypeKVCacheManager(abc.ABC):
     def num_groups(self) -> int:
         """G."""
         return len(self.group_ids)
+
+    @property
+    def no_blocks(self) -> np.ndarray:
+        """int32[G, 0]"""
+        return np.empty((self.num_groups, 0), np.int32)
 
     @property
     def reads_encoder(self) -> bool:
@@ -481,6 +453,12 @@ class SingleTypeKVCacheManager(abc.ABC):
         """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""
         ends = np.arange(self.block_size, self.settings.max_model_len + 1, self.block_size)
         return bool((self.count_skipped_tokens(ends) < ends).all())
+
+    def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
+        """int32[G, k] ids of the longest hit of at most `max_length` tokens, null where a block is not needed."""
+        scan = self.start_scan(lookup)
+        scan.longest(lookup.max_length)
+        return scan.ids()
 
     def cached_run(self, block_hashes: Sequence[BlockHash]) -> np.ndarray:
         """int32[G, k] blocks of the longest leading run of hashes that every group has cached."""

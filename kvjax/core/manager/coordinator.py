@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 
 Hit = tuple[tuple[np.ndarray, ...], int]  # per group int32[k] ids, and the hit's tokens
 
@@ -66,44 +66,45 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
     Each manager maps a candidate length to the longest hit of its own that is no longer. Managers whose hits are
     prefix-closed are asked once, first: their answer bounds everybody's and is cut at the end. The others are asked
-    in turn until as many as there are have agreed on one length; with a single one, that is one question.
+    in turn until as many as there are have agreed on one length; with a single one, that is one question. A manager
+    goes on from its last answer, so all questions together look each block of each group up once at most.
     """
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """The greatest common hit of all groups."""
-        alignment = self.alignment
         length, num_hashed = max_length, len(block_hashes) * self.hashing.hash_block_size
-        found = {  # manager -> int32[G, k]
-            index: np.empty((manager.num_groups, 0), np.int32)
-            for index, manager in enumerate(self.managers)
-            if not manager.is_prefix_cacheable
-        }
+        scans: dict[int, HitScan] = {}
+        others = []
+        for index, manager in enumerate(self.managers):
+            if not manager.is_prefix_cacheable:
+                continue
+            hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
+            drops = self.drops_last_block[index]
+            lookup = PrefixLookup(hashes, max_length, self.alignment, drops, self.needs_last_block)
+            scans[index] = manager.start_scan(lookup)
+            if not manager.hits_are_prefix_closed:
+                others.append(index)
 
         def ask(index: int) -> int:
             """The manager's longest hit of at most `length` tokens; one that drops a block may look a block further."""
-            manager, drops = self.managers[index], self.drops_last_block[index]
+            drops, manager = self.drops_last_block[index], self.managers[index]
             limit = self.groups.lookup_limit(manager, length, max_length, num_hashed) if drops else length
-            hashes = self.hashing.of_block_size(block_hashes, manager.block_size)
-            lookup = PrefixLookup(hashes, limit, alignment, drops, self.needs_last_block)
-            found[index] = manager.find_longest_cache_hit(lookup)
-            return found[index].shape[1] * manager.block_size
+            return scans[index].longest(limit)
 
-        others = []
-        for index, manager in enumerate(self.managers):
-            if index in found:
-                continue
-            if manager.hits_are_prefix_closed:
+        for index in scans:
+            if index not in others:
                 length = ask(index)
-            else:
-                others.append(index)
         agreed = turn = 0
         while agreed < len(others):
             shorter = ask(others[turn % len(others)])
             agreed = agreed + 1 if shorter == length else 1
             length = shorter
             turn += 1
-        cut = [found[index][:, : length // manager.block_size] for index, manager in enumerate(self.managers)]
-        return self.groups.by_group(cut), length
+        hits = [
+            scans[index].ids()[:, : length // manager.block_size] if index in scans else manager.no_blocks
+            for index, manager in enumerate(self.managers)
+        ]
+        return self.groups.by_group(hits), length
 
 
 def get_kv_cache_coordinator(groups: GroupManagers) -> KVCacheCoordinator:

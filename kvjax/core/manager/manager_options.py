@@ -12,7 +12,7 @@ from typing import Any
 
 from kvjax.core.eviction import EvictionPolicyFactory
 from kvjax.core.hashing.block_hashing import BlockHashing
-from kvjax.core.kinds.single_type_manager import ManagerSettings
+from kvjax.core.kinds.manager_settings import ManagerSettings
 from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.spec import KVCacheConfig

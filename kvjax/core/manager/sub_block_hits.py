@@ -22,10 +22,11 @@ from math import lcm
 
 import numpy as np
 
-from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.kinds.single_type_manager import PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.manager.coordinator import Hit
+from kvjax.core.manager.sub_block_scan import SubBlockScan
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec
 
@@ -53,68 +54,28 @@ class SubBlockHits:
     def find(self, request: Request, max_length: int) -> Hit:
         """The longest prefix of at most `max_length` tokens that every group can resume from, cut inside blocks."""
         length = max_length - max_length % self.granularity
-        found = {i: np.empty((manager.num_groups, 0), np.int32) for i, manager in enumerate(self._groups.managers)}
+        scans: dict[int, HitScan] = {}
         agreed = turn = 0
         while length and agreed < len(self._managers):
             index, manager = self._managers[turn % len(self._managers)]
-            found[index], shorter = self._ask(manager, request, length)
+            if index not in scans:
+                scans[index] = self._start_scan(manager, request, length)
+            shorter = scans[index].longest(length)
             agreed = agreed + 1 if shorter == length else 1
             length = shorter
             turn += 1
-        cut = [found[i][:, : -(-length // manager.block_size)] for i, manager in enumerate(self._groups.managers)]
-        return self._groups.by_group(cut), length
+        hits = [
+            scans[i].ids()[:, : -(-length // manager.block_size)] if i in scans else manager.no_blocks
+            for i, manager in enumerate(self._groups.managers)
+        ]
+        return self._groups.by_group(hits), length
 
-    def _ask(self, manager: SingleTypeKVCacheManager, request: Request, limit: int) -> tuple[np.ndarray, int]:
-        """int32[G, k] blocks of the manager's longest hit of at most `limit` tokens, and its tokens."""
+    def _start_scan(self, manager: SingleTypeKVCacheManager, request: Request, max_length: int) -> HitScan:
         size = manager.block_size
         hashes = self._groups.hashing.of_block_size(request.block_hashes, size)
-        if not manager.supports_sub_block_hits:
-            ids = manager.find_longest_cache_hit(PrefixLookup(hashes, limit, lcm(size, self.granularity), False))
-            return ids, ids.shape[1] * size
-        column = min((limit - 1) // size, len(hashes))
-        if manager.hits_are_prefix_closed:
-            column = min(column, manager.cached_run(hashes[: column + 1]).shape[1])
-        while column >= 0:
-            if self._sees_nothing(manager, edge := (column + 1) * size, limit):
-                return np.zeros((manager.num_groups, column + 1), np.int32), edge
-            last, end = self._reach(manager, request, hashes, column, min(limit, (column + 1) * size))
-            if last is not None:
-                first = max(min(manager.get_num_skipped_tokens(end) // size, column), 0)
-                run = manager.cached_run(hashes[first:column])
-                if run.shape[1] == column - first:
-                    nulls = np.zeros((manager.num_groups, first), np.int32)
-                    return np.concatenate([nulls, run, last[:, None]], axis=1), end
-                column = first + run.shape[1]  # whose block is missing: it may still have a part
-            else:
-                column -= 1
-        return np.empty((manager.num_groups, 0), np.int32), 0
-
-    def _sees_nothing(self, manager: SingleTypeKVCacheManager, edge: int, limit: int) -> bool:
-        """Whether a hit may end at the block edge `edge` with no block of the manager, as where a chunk begins."""
-        if edge > limit or edge % self.granularity or self._groups.needs_last_block:
-            return False
-        return manager.get_num_skipped_tokens(edge) == edge
-
-    def _reach(
-        self,
-        manager: SingleTypeKVCacheManager,
-        request: Request,
-        hashes: Sequence[BlockHash],
-        column: int,
-        limit: int,
-    ) -> tuple[np.ndarray | None, int]:
-        """int32[G] blocks that serve the most tokens of a column up to token `limit`, and where these end; or None."""
-        start = column * manager.block_size
-        assert manager.sub_blocks is not None  # the option is on
-        for num_tokens, block_hash in manager.sub_blocks.find(request, hashes, column, limit - start):
-            end = start + num_tokens
-            end -= end % self.granularity
-            if end <= start:  # the best come first: no later one reaches further
-                break
-            block = manager.cached_run([block_hash])
-            if block.shape[1]:
-                return block[:, 0], end
-        return None, 0
+        if manager.sub_blocks is None:
+            return manager.start_scan(PrefixLookup(hashes, max_length, lcm(size, self.granularity), False))
+        return SubBlockScan(manager, request, hashes, self.granularity, self._groups.needs_last_block)
 
     # Allocation.
 

@@ -32,7 +32,9 @@ def hit_of(manager: KVCacheManager, num_tokens: int) -> int:
     return manager.get_computed_blocks(Request("new", range(num_tokens), block_hasher=HASHER))[1]
 
 
-@pytest.mark.parametrize(("num_tokens", "hybrid", "alone"), [(8, 4, 0), (9, 4, 4), (23, 16, 16), (24, 20, 16), (4, 0, 0)])
+@pytest.mark.parametrize(
+    ("num_tokens", "hybrid", "alone"), [(8, 4, 0), (9, 4, 4), (23, 16, 16), (24, 20, 16), (4, 0, 0)]
+)
 def test_the_block_that_eagle_drops_may_hold_the_last_token_of_a_hybrid(
     num_tokens: int, hybrid: int, alone: int
 ) -> None:

@@ -23,7 +23,7 @@ from kvjax.core import (
     register_kv_cache_manager,
 )
 from kvjax.core.kinds.full_attention import WholePrefixManager
-from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.watch.kv_events import BlockStored
 from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
 from tests.core.manager.naive_manager import NaiveGroup
@@ -61,15 +61,92 @@ def ask(setup: Setup, monkeypatch: pytest.MonkeyPatch, evicted: tuple[int, ...] 
     both.naive.evict(setup.groups[-1].pool, lost)
     questions: list[tuple[int, int, int]] = []
     for i, manager in enumerate(both.manager.groups.managers):
-        find = manager.find_longest_cache_hit
+        start_scan = manager.start_scan
 
-        def counted(lookup: PrefixLookup, i: int = i, find: Callable = find) -> np.ndarray:
-            questions.append((i, lookup.max_length, lookup.alignment))
-            return find(lookup)
+        def counted(lookup: PrefixLookup, i: int = i, start_scan: Callable = start_scan) -> HitScan:
+            scan = start_scan(lookup)
+            longest = scan.longest
 
-        monkeypatch.setattr(manager, "find_longest_cache_hit", counted)
+            def asked(max_length: int) -> int:
+                questions.append((i, max_length, lookup.alignment))
+                return longest(max_length)
+
+            scan.longest = asked
+            return scan
+
+        monkeypatch.setattr(manager, "start_scan", counted)
     both.lookup(both.new_pair("s", tokens))
     return questions
+
+
+def scattered(setup: Setup, num_blocks: int, share: float, seed: int) -> tuple[KVCacheManager, list[bytes]]:
+    """A manager that has cached a random share of a prompt's blocks, and all of full attention's; the hashes."""
+    rng = np.random.default_rng(seed)
+    manager = setup.manager([num_blocks * len(setup.groups) + 1] * setup.num_pools)
+    hashes = [rng.bytes(16) for _ in range(num_blocks)]
+    for kind in manager.groups.managers:
+        for group_id in kind.group_ids:
+            chosen = [h for h in hashes if kind.hits_are_prefix_closed or rng.random() < share]
+            ids = kind.block_pool.get_new_blocks(len(chosen))
+            kind.block_pool.register_many(ids, chosen, group_id)
+            kind.block_pool.free_blocks(ids)
+    return manager, hashes
+
+
+LOCAL_KINDS = (
+    NaiveGroup(2),
+    NaiveGroup(2, window=5),
+    NaiveGroup(2, window=12),
+    NaiveGroup(2, chunk=14),
+    NaiveGroup(2, mamba="align"),
+    NaiveGroup(2, window=1),
+)
+FEW_AGREE = Setup(LOCAL_KINDS, max_model_len=5_000)
+
+
+def test_a_lookup_looks_every_block_of_a_group_up_once_at_most_however_often_groups_disagree() -> None:
+    """2,000 blocks of which each group lacks others: hundreds of questions, and no more than 2,000 blocks a group."""
+    manager, hashes = scattered(FEW_AGREE, 2_000, 0.6, seed=0)
+    looked_up = dict.fromkeys(range(len(LOCAL_KINDS)), 0)
+    pool = manager.block_pool
+    find_run, find_each = pool.find_run, pool.find_each
+
+    def counted_run(block_hashes: list[bytes], group_id: int, limit: int | None = None) -> np.ndarray:
+        run = find_run(block_hashes, group_id, limit)
+        looked_up[group_id] += min(run.size + 1, len(block_hashes))
+        return run
+
+    def counted_each(block_hashes: list[bytes], group_id: int) -> np.ndarray:
+        looked_up[group_id] += len(block_hashes)
+        return find_each(block_hashes, group_id)
+
+    pool.find_run, pool.find_each = counted_run, counted_each  # type: ignore[method-assign]
+    manager.coordinator.find_longest_cache_hit(hashes, 4_000)
+    assert max(looked_up.values()) <= 2_000
+    assert sum(looked_up.values()) > 2_500  # it is a hard case
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_scans_that_go_on_answer_as_lookups_from_the_start(seed: int) -> None:
+    """The model asks every manager anew, until all agree."""
+    rng = np.random.default_rng(seed)
+    kinds = [LOCAL_KINDS[i] for i in rng.permutation(len(LOCAL_KINDS))[: rng.integers(2, len(LOCAL_KINDS) + 1)]]
+    setup = Setup(tuple(kinds), max_model_len=400)
+    manager, hashes = scattered(setup, 150, float(rng.choice([0.6, 0.8, 0.95])), seed)
+    groups = manager.groups
+    for max_length in rng.integers(0, 301, 8).tolist():
+        length, before = max_length, -1
+        while length != before:
+            before = length
+            for kind in groups.managers:
+                lookup = PrefixLookup(hashes, length, groups.alignment, False, groups.needs_last_block)
+                length = kind.find_longest_cache_hit(lookup).shape[1] * kind.block_size
+        hits, found = manager.coordinator.find_longest_cache_hit(hashes, max_length)
+        assert found == length
+        for kind in groups.managers:
+            lookup = PrefixLookup(hashes, length, groups.alignment, False, groups.needs_last_block)
+            expected = kind.find_longest_cache_hit(lookup)
+            assert [hits[i].tolist() for i in kind.group_ids] == expected.tolist()
 
 
 def test_full_attention_is_asked_once_and_first_however_the_groups_stand(monkeypatch: pytest.MonkeyPatch) -> None:
