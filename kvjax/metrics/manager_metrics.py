@@ -21,8 +21,6 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.misses.miss_reasons import MissReason, MissReasons
 from kvjax.core.pool.block_pool import BlockPool
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class KVCacheMetrics:
-    """The series of one manager. `observe` belongs to the manager's thread; about 20 us, 40 us at 100,000 blocks."""
+    """The series of one manager. `observe` belongs to the manager's thread; about 20 us, whatever the pools' sizes."""
 
     def __init__(
         self,
@@ -135,7 +133,7 @@ class _PoolSeries:
 
     def observe(self, pool: BlockPool) -> None:
         """Held by requests; free but still a hit; free and empty. The null block is none of them."""
-        num_cached = int(np.count_nonzero(pool.is_hashed & (pool.ref_count == 0)))
+        num_cached = pool.num_cached_free_blocks
         self._held.set(pool.num_blocks - 1 - pool.num_free_blocks)
         self._cached.set(num_cached)
         self._free.set(pool.num_free_blocks - num_cached)

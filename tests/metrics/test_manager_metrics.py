@@ -241,3 +241,14 @@ def test_the_manager_is_not_read_by_a_scrape() -> None:
     metrics.observe()
     assert value(metrics.registry, "kv_cache_usage_perc") == 1.0
     manager.block_pool.free_blocks(ids)
+
+
+def test_an_observation_looks_at_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step must not cost more for a larger pool: blocks are read from counters."""
+    manager = make_manager(FULL, 20)
+    metrics = KVCacheMetrics(manager)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.block_pool, "ref_count", None)
+        patch.setattr(manager.block_pool, "is_hashed", None)
+        metrics.observe()
+    assert value(metrics.registry, "kv_cache_blocks", pool="0", state="free") == 19

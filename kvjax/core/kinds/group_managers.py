@@ -186,6 +186,11 @@ class GroupManagers:
         """Per group int32[k] copy of the row's blocks, nulls where they were released."""
         return self.by_group([manager.row_block_ids(row) for manager in self.managers])
 
+    @property
+    def num_losses(self) -> int:
+        """Grows whenever a block of any pool loses its hash."""
+        return sum([pool.prefix_index.num_losses for pool in self.pools])
+
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps registered."""
         for fresh in self.fresh_blocks:

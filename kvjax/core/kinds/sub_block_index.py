@@ -84,12 +84,12 @@ class SubBlockIndex:
         self.num_entries = 0
 
     def find(
-        self, request: Request, block_hashes: Sequence[BlockHash], column: int, num_tokens: int
+        self, request: Request, block_hashes: Sequence[BlockHash], column: int, num_tokens: int, least: int = 1
     ) -> Iterator[tuple[int, BlockHash]]:
         """Blocks that could stand for the first tokens of the request's block `column`, the best first.
 
         Yields:
-            (tokens in common, 1 to `num_tokens`; hash).
+            (tokens in common, `least` to `num_tokens`; hash).
         """
         siblings = self._siblings.get(self._prefix(request, block_hashes, column))
         if siblings is None:
@@ -99,7 +99,7 @@ class SubBlockIndex:
         before, after = range(place - 1, -1, -1), range(place, len(siblings))
         outward = (((_num_common(tokens, siblings[i][0]), siblings[i][1]) for i in side) for side in (before, after))
         for num_common, block_hash in merge(*outward, key=lambda found: -found[0]):
-            if not num_common:
+            if num_common < least:
                 return
             yield num_common, block_hash
 

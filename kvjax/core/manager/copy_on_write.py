@@ -89,7 +89,7 @@ class CopyOnWrite:
 
     def _is_shared(self, entry: TableEntry) -> bool:
         pool = self._pools[entry.pool_id]
-        return bool(pool.ref_count[entry.block_id] - pool.num_outside_refs[entry.block_id] > 1)
+        return bool(pool.ref_count[entry.block_id] - pool.outside_refs.counts[entry.block_id] > 1)
 
 
 __all__ = ["CopyOnWrite"]

@@ -15,6 +15,7 @@ from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.block_needs import BlockNeeds
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
+from kvjax.core.manager.token_counts import as_count
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
 
@@ -41,8 +42,9 @@ class Forks:
     ) -> tuple[Request, ...] | None:
         """`KVCacheManager.fork`."""
         row = self._rows.row_of(request)
+        n = as_count("n", n, least=1)
         names = self._child_names(request, n, request_ids)
-        shared = self._shared_tokens(request, row, num_in_flight_tokens)
+        shared = self._shared_tokens(request, row, as_count("num_in_flight_tokens", num_in_flight_tokens))
         if self._reservations is not None and not self._reservations.admits(
             [n * num_blocks for num_blocks in self._reservations.blocks_of(row)]
         ):
@@ -62,8 +64,6 @@ class Forks:
         return children
 
     def _child_names(self, request: Request, n: int, request_ids: Sequence[str] | None) -> list[str]:
-        if n < 1:
-            raise ValueError(f"expected n >= 1 children, got {n}")
         if request_ids is None:
             candidates = (f"{request.request_id}.{i}" for i in count(1))
             return list(islice((name for name in candidates if name not in self._table), n))
@@ -77,8 +77,6 @@ class Forks:
 
     def _shared_tokens(self, request: Request, row: int, num_in_flight: int) -> int:
         """Tokens whose blocks the children share, checked."""
-        if num_in_flight < 0:
-            raise ValueError(f"expected num_in_flight_tokens >= 0, got {num_in_flight}")
         name, shared = request.request_id, request.num_computed_tokens - num_in_flight
         if shared < 1:
             raise ValueError(

@@ -42,6 +42,7 @@ from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.manager.slot_allocator import SlotAllocator, SlotCounts
 from kvjax.core.manager.step_planner import StepPlanner
 from kvjax.core.manager.sub_block_hits import SubBlockHits
+from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
 from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.pool.page_edits import PageCopies
@@ -246,15 +247,15 @@ class KVCacheManager(ManagerReader, SavableManager):
             Per group the new blocks (those of external tokens not among them), or None: they do not fit.
 
         Raises:
-            ValueError: counts that are negative or do not fit together, more tokens than `max_model_len`, a hit for a
-                running request, another request of the same id, a step that recurrent groups can not take
+            ValueError: counts that are negative, no integers or do not fit together, more tokens than `max_model_len`,
+                a hit for a running request, another request of the same id, a step that recurrent groups can not take
                 (`limit_step`).
-            BlockStateError: a block of the hit is no longer cached.
+            BlockStateError: a block of the hit no longer caches these tokens: look the request up again.
         """
-        row, quiet_until = request.row, self.row_blocks.quiet_until
+        row, table, quiet_until = request.row, self.request_table, self.row_blocks.quiet_until
         if (
             0 <= row < quiet_until.size
-            and self.request_table.requests[row] is request
+            and table.requests[row] is request
             and new_computed_blocks is None
             and num_new_tokens > 0
             and num_lookahead_tokens >= 0
@@ -262,21 +263,24 @@ class KVCacheManager(ManagerReader, SavableManager):
             and not (num_new_computed_tokens or num_external_computed_tokens or num_encoder_tokens)
             and not full_sequence_must_fit
         ):
-            slots = self.request_table.num_computed_tokens.item(row) + num_new_tokens + num_lookahead_tokens
-            if slots <= quiet_until.item(row):
-                return self.empty_kv_cache_blocks
-            ids = self._slots.extend(
-                request, row, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks
-            )
-            return None if ids is None else self.groups.blocks(ids)
+            slots = table.num_computed_tokens.item(row) + num_new_tokens + num_lookahead_tokens
+            most = slots + num_in_flight_tokens
+            if type(most) is int:
+                if slots <= quiet_until.item(row):
+                    return self.empty_kv_cache_blocks
+                if most <= MOST_TOKENS:
+                    ids = self._slots.extend(
+                        request, row, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks
+                    )
+                    return None if ids is None else self.groups.blocks(ids)
         counts = SlotCounts(
-            new=num_new_tokens,
-            new_computed=num_new_computed_tokens,
-            lookahead=num_lookahead_tokens,
-            external=num_external_computed_tokens,
-            encoder=num_encoder_tokens,
-            in_flight=num_in_flight_tokens,
-        )
+            num_new_tokens,
+            num_new_computed_tokens,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            num_encoder_tokens,
+            num_in_flight_tokens,
+        ).checked()
         self._hasher_check.check(request)
         ids = self._slots.allocate(request, counts, new_computed_blocks, delay_cache_blocks, full_sequence_must_fit)
         return None if ids is None else self.groups.blocks(ids)
@@ -313,6 +317,9 @@ class KVCacheManager(ManagerReader, SavableManager):
         All of them where no group is recurrent. Steps of a prompt end where blocks end, and at the checkpoints of
         `retention_interval` (for a new request the hit's blocks tell of one); 0 if the tokens do not reach the end of
         a block: wait for a larger budget.
+
+        Raises:
+            ValueError: a count is negative or no integer.
         """
         return self._slots.limit_step(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks)
 
@@ -333,9 +340,7 @@ class KVCacheManager(ManagerReader, SavableManager):
             ValueError: a negative number of tokens.
         """
         row = self.request_table.row_of(request_id)
-        if num_computed_tokens < 0:
-            raise ValueError(f"expected num_computed_tokens >= 0, got {num_computed_tokens}")
-        self.row_blocks.remove_skipped(row, num_computed_tokens)
+        self.row_blocks.remove_skipped(row, as_count("num_computed_tokens", num_computed_tokens))
 
     def free(self, request: Request) -> None:
         """Gives all blocks of a request back, its last block first, and its row. What is cached stays a hit.
@@ -414,9 +419,7 @@ class KVCacheManager(ManagerReader, SavableManager):
             OutOfBlocksError: a pool would have fewer blocks left than such a request may need, or than the running
                 requests have reserved. Nothing is changed.
         """
-        longest = self.max_model_len if longest_request is None else longest_request
-        if longest < 1:
-            raise ValueError(f"expected longest_request >= 1, got {longest}")
+        longest = self.max_model_len if longest_request is None else as_count("longest_request", longest_request, 1)
         hits, num_tokens = self._hits.find_to_pin(request)
         return self.pins.add(hits, num_tokens, longest) if num_tokens else None
 

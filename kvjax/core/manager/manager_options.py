@@ -13,6 +13,7 @@ from typing import Any
 from kvjax.core.eviction import EvictionPolicyFactory
 from kvjax.core.hashing.block_hashing import BlockHashing
 from kvjax.core.kinds.manager_settings import ManagerSettings
+from kvjax.core.manager.token_counts import as_count
 from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.spec import KVCacheConfig
@@ -80,8 +81,8 @@ class ManagerOptions:
         """Raises ValueError or NotImplementedError for options that can not be, or not together."""
         for name in SIZES:
             size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"expected {name} >= 1, got {size}")
+            if size is not None:
+                as_count(name, size, least=1)
         if not self.sub_block_hits:
             return
         if not self.enable_caching or self.same_step_hits:

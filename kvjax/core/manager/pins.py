@@ -54,7 +54,7 @@ class Pins:
         self._check_room(by_pool, longest_request)
         for pool, ids in zip(self._groups.pools, by_pool, strict=True):
             pool.touch(ids)
-            pool.num_outside_refs[ids] += 1
+            pool.outside_refs.add(ids)
         prefix = PinnedPrefix(self._num_made, num_tokens, block_ids)
         self._num_made += 1
         self._block_ids[prefix.pin_id] = block_ids
@@ -72,7 +72,7 @@ class Pins:
             )
         del self._block_ids[prefix.pin_id]
         for pool, ids in zip(self._groups.pools, self._by_pool(prefix.block_ids), strict=True):
-            pool.num_outside_refs[ids] -= 1
+            pool.outside_refs.drop(ids)
             pool.free_held(ids[::-1])
 
     def snapshot(self) -> dict[int, tuple[tuple[int, ...], ...]]:
@@ -84,7 +84,7 @@ class Pins:
         pinned = [self._by_pool(block_ids) for block_ids in self._block_ids.values()]
         for pool_id, pool in enumerate(self._groups.pools):
             ids = np.concatenate([pool.page_edits.held_sources, *(by_pool[pool_id] for by_pool in pinned)])
-            if not np.array_equal(np.bincount(ids, minlength=pool.num_blocks), pool.num_outside_refs):
+            if not np.array_equal(np.bincount(ids, minlength=pool.num_blocks), pool.outside_refs.counts):
                 raise InvariantError(f"N1: pool {pool_id}: pins and copies hold {sorted(ids.tolist())}")
 
     def _by_pool(self, block_ids: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
@@ -98,8 +98,8 @@ class Pins:
     def _check_room(self, by_pool: list[np.ndarray], longest_request: int) -> None:
         for pool_id, least in enumerate(self._needs.worst_case(longest_request)):
             pool = self._groups.pools[pool_id]
-            num_more = int(np.count_nonzero(pool.num_outside_refs[by_pool[pool_id]] == 0))
-            left = pool.num_usable_blocks - int(np.count_nonzero(pool.num_outside_refs)) - num_more
+            num_more = int(np.count_nonzero(pool.outside_refs.counts[by_pool[pool_id]] == 0))
+            left = pool.num_usable_blocks - pool.outside_refs.num_blocks - num_more
             reserved = 0 if self._reservations is None else self._reservations.totals[pool_id]
             if num_more and left < max(least, reserved):
                 raise OutOfBlocksError(

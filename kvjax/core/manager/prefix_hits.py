@@ -13,7 +13,7 @@ from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator
 from kvjax.core.manager.shared_prefix import find_shared_prefix
 from kvjax.core.manager.sub_block_hits import SubBlockHits
 from kvjax.core.misses.miss_reasons import MissReasons
-from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
 from kvjax.core.requests.hasher_check import HasherCheck
 from kvjax.core.requests.request import Request
 from kvjax.core.watch.prefix_cache_stats import PrefixCacheStats
@@ -32,6 +32,7 @@ class PrefixHits:
         log_stats: bool,
     ) -> None:
         self._groups = groups
+        self._looks_up = groups.settings.enable_caching
         self._coordinator = coordinator
         self._sub_block_hits = sub_block_hits
         self._hasher_check = hasher_check
@@ -47,10 +48,10 @@ class PrefixHits:
 
     def find(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """`KVCacheManager.get_computed_blocks`."""
-        if not self._groups.settings.enable_caching or request.skip_reading_prefix_cache:
+        if not self._looks_up or request.skip_reading_prefix_cache:
             return self._not_looked_up(request)
         self._hasher_check.check(request)
-        if not self._names_what_it_reads(request):
+        if self._groups.reads_encoder and not self._names_input(request):
             return self._not_looked_up(request)
         if self._sub_block_hits is not None:
             hits, num_tokens = self._sub_block_hits.find(request, request.num_tokens - 1)
@@ -60,11 +61,13 @@ class PrefixHits:
             self._stats.record(request.num_tokens, num_tokens, preempted=request.num_preemptions > 0)
         if self._miss_reasons is not None:
             self._miss_reasons.explain(request, num_tokens)
+        shared = 0
         if self._groups.retention is not None:
             shared = find_shared_prefix(self._groups, request.block_hashes, request.num_tokens - 1)
-            if shared > num_tokens:
-                return KVCacheBlocks(hits, self._groups.pool_of_group, shared), num_tokens
-        return self._groups.blocks(hits), num_tokens
+        if not num_tokens and not shared:
+            return self._groups.no_blocks, 0
+        found = FoundHit(request.block_hashes, num_tokens, self._groups.num_losses)
+        return KVCacheBlocks(hits, self._groups.pool_of_group, shared if shared > num_tokens else 0, found), num_tokens
 
     def find_to_pin(self, request: Request) -> Hit:
         """The hit that a longer request with these tokens would get, with the blocks that EAGLE drops from it.
@@ -73,7 +76,7 @@ class PrefixHits:
             ValueError: the request was hashed with another block size.
         """
         self._hasher_check.check(request)
-        if not self._names_what_it_reads(request):
+        if self._groups.reads_encoder and not self._names_input(request):
             return self._groups.no_ids, 0
         hashes = request.block_hashes
         hits, length = self._coordinator.find_longest_cache_hit(hashes, request.num_tokens)
@@ -99,9 +102,9 @@ class PrefixHits:
             self._stats = PrefixCacheStats()
         return stats
 
-    def _names_what_it_reads(self, request: Request) -> bool:
-        """Whether the request's hashes tell its KV: with cross attention they must name the encoder's input."""
-        return not self._groups.reads_encoder or request.names_input(self._groups.hashing.hash_block_size)
+    def _names_input(self, request: Request) -> bool:
+        """Whether the request's hashes tell its KV where layers read an encoder: they must name its input."""
+        return request.names_input(self._groups.hashing.hash_block_size)
 
     def _not_looked_up(self, request: Request) -> tuple[KVCacheBlocks, int]:
         if self._miss_reasons is not None:

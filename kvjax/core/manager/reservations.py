@@ -41,7 +41,7 @@ class Reservations:
     def admits(self, num_blocks: Sequence[int]) -> bool:
         """Whether every pool can reserve as many blocks more, beside those that it holds outside block tables."""
         return all(
-            total + more + np.count_nonzero(pool.num_outside_refs) <= pool.num_usable_blocks
+            total + more + pool.outside_refs.num_blocks <= pool.num_usable_blocks
             for total, more, pool in zip(self.totals, num_blocks, self._pools, strict=True)
         )
 

@@ -199,7 +199,7 @@ class RowBlocks:
             if self.quiet_until[row] > min(manager.row_quiet_until(row) for manager in managers):
                 raise InvariantError(f"M3: row {row} sleeps past its next allocation, registration or release")
         for pool_id, pool in enumerate(self._groups.pools):
-            owners = pool.num_outside_refs.astype(np.int64)
+            owners = pool.outside_refs.counts.astype(np.int64)
             for manager, of_pool in zip(managers, self._groups.pool_ids, strict=True):
                 if of_pool == pool_id:
                     owners[manager.reserved_block_ids] += 1

@@ -13,7 +13,7 @@ Source:  order of work of vLLM v1/core/kv_cache_manager.py (allocate_slots)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.manager.sub_block_hits import PartialBlocks, SubBlockHits
-from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
+from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.spec import cdiv
@@ -31,8 +32,7 @@ from kvjax.errors import BlockStateError
 GroupIds = tuple[np.ndarray, ...]  # per group int32[k]
 
 
-@dataclass(frozen=True)
-class SlotCounts:
+class SlotCounts(NamedTuple):
     """Numbers of tokens of one call."""
 
     new: int
@@ -42,23 +42,30 @@ class SlotCounts:
     encoder: int = 0
     in_flight: int = 0
 
-    def check(self) -> None:
-        """Raises ValueError for a count that can not be."""
-        for name, count in vars(self).items():
-            if count < 0:
-                raise ValueError(f"expected {_PARAMETERS[name]} >= 0, got {count}")
-        if not self.new and not self.external:
+    def checked(self) -> SlotCounts:
+        """The counts as ints.
+
+        Raises:
+            ValueError: one can not be.
+        """
+        counts = self
+        for count in self:
+            if type(count) is not int or not 0 <= count <= MOST_TOKENS:
+                counts = SlotCounts(*map(as_count, _PARAMETERS, self))
+                break
+        if not counts.new and not counts.external:
             raise ValueError("expected num_new_tokens >= 1, got 0; only a load of external tokens computes nothing")
+        return counts
 
 
-_PARAMETERS = {
-    "new": "num_new_tokens",
-    "new_computed": "num_new_computed_tokens",
-    "lookahead": "num_lookahead_tokens",
-    "external": "num_external_computed_tokens",
-    "encoder": "num_encoder_tokens",
-    "in_flight": "num_in_flight_tokens",
-}
+_PARAMETERS = (
+    "num_new_tokens",
+    "num_new_computed_tokens",
+    "num_lookahead_tokens",
+    "num_external_computed_tokens",
+    "num_encoder_tokens",
+    "num_in_flight_tokens",
+)
 
 
 class SlotAllocator:
@@ -91,7 +98,6 @@ class SlotAllocator:
         Raises:
             ValueError, BlockStateError: as `KVCacheManager.allocate_slots`. Nothing is changed.
         """
-        counts.check()
         hit = self._groups.no_blocks if hit is None else hit
         if request.row < 0:
             return self._allocate_new(request, counts, hit, delay_caching, must_fit)
@@ -131,7 +137,8 @@ class SlotAllocator:
 
     def limit_step(self, request: Request, new: int, new_computed: int, hit: KVCacheBlocks | None) -> int:
         """`KVCacheManager.limit_step`."""
-        computed = request.num_computed_tokens + new_computed
+        new = as_count("num_new_tokens", new)
+        computed = request.num_computed_tokens + as_count("num_new_computed_tokens", new_computed)
         state_steps, retention = self._groups.state_steps, self._groups.retention
         num_new = state_steps.limit(computed, new, request.num_tokens)
         if retention is None or not state_steps or computed >= request.num_tokens - 1:
@@ -145,11 +152,12 @@ class SlotAllocator:
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """`KVCacheManager.cache_blocks`."""
         row = self._rows.row_of(request)
+        num_computed_tokens = as_count("num_computed_tokens", num_computed_tokens)
         if not self._settings.enable_caching or self._table.skips_registration[row]:
             return
         for manager in self._groups.cacheable:
             slots = manager.held_slots(row)
-            if not 0 <= num_computed_tokens <= slots:
+            if num_computed_tokens > slots:
                 raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")
         self._rows.register(request, row, self._rows.cacheable_tokens(row, num_computed_tokens))
         self._rows.note_quiet(row)
@@ -159,11 +167,11 @@ class SlotAllocator:
     ) -> bool:
         """`KVCacheManager.can_admit`."""
         num_pools = len(self._groups.pools)
-        kept = [kept_free] * num_pools if isinstance(kept_free, int) else list(kept_free)
-        if len(kept) != num_pools or min(kept) < 0:
-            raise ValueError(f"expected kept_free >= 0 for {num_pools} pools or one number, got {kept_free}")
-        if num_hit_tokens < 0:
-            raise ValueError(f"expected num_hit_tokens >= 0, got {num_hit_tokens}")
+        by_pool = kept_free if isinstance(kept_free, Sequence) else [kept_free] * num_pools
+        kept = [as_count("kept_free", num_blocks) for num_blocks in by_pool]
+        if len(kept) != num_pools:
+            raise ValueError(f"expected kept_free of {num_pools} pools or one number, got {kept_free}")
+        num_hit_tokens = as_count("num_hit_tokens", num_hit_tokens)
         ids = self._groups.no_ids if hit is None else hit.block_ids
         needs = self._needs.of_new(request.num_tokens, ids, num_hit_tokens, capped=True)
         return self._needs.fit(sums(needs, kept))
@@ -187,7 +195,7 @@ class SlotAllocator:
         self._check_new(request, after)
         if self._groups.state_steps:
             self._groups.state_steps.check(np.array([total_computed]), np.array([after]))
-        self._check_hit(hit, counts.new_computed, total_computed)
+        self._check_hit(request, hit, counts.new_computed, total_computed)
         self._check_encoder_tokens(counts.encoder)
         num_slots = min(after + counts.lookahead, self._settings.max_model_len)
         reserved_slots, reserved_blocks = 0, [0] * len(self._groups.pools)
@@ -267,10 +275,14 @@ class SlotAllocator:
                 f"expected num_encoder_tokens <= {limit} (max_num_encoder_tokens), got {num_encoder_tokens}"
             )
 
-    def _check_hit(self, hit: KVCacheBlocks, num_tokens: int, total_computed: int) -> None:
+    def _check_hit(self, request: Request, hit: KVCacheBlocks, num_tokens: int, total_computed: int) -> None:
         """Checks that the hit is of these pools, as long as it says, complete where it is read, and still cached."""
         if hit.pools != self._groups.pool_of_group:
             raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
+        if hit.found is not None:
+            as_found = FoundHit(request.block_hashes, num_tokens, self._groups.num_losses)
+            if hit.found == as_found:  # no block has lost its hash since the lookup
+                return
         if num_tokens and not self._groups.cacheable:
             raise ValueError(f"expected no hit, got {num_tokens} computed tokens: no group has a prefix cache")
         sub_block_hits = self._sub_block_hits
@@ -292,8 +304,33 @@ class SlotAllocator:
                 raise ValueError(
                     f"group {group_id}: expected ids in (0, {pool.num_blocks}) inside the window, got {live.tolist()}"
                 )
-            if not pool.is_hashed[live].all():
-                stale = live[~pool.is_hashed[live]][0]
-                raise BlockStateError(
-                    f"group {group_id}: block {stale} of the hit is no longer cached; look it up again"
-                )
+            if live.size:
+                self._check_contents(request, group_id, live, ids.size - live.size, num_tokens)
+
+    def _check_contents(self, request: Request, group_id: int, live: np.ndarray, first: int, num_tokens: int) -> None:
+        """Checks that int32[k] blocks from column `first` on still hold the request's tokens up to `num_tokens`.
+
+        A block can have been evicted since the lookup, and registered again for other tokens, or for another group.
+        """
+        manager, _ = self._groups.place_of_group(group_id)
+        hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
+        num_full = num_tokens // manager.block_size - first
+        expected = list(hashes[first : first + num_full])
+        if len(expected) < num_full:
+            raise ValueError(
+                f"group {group_id}: expected a hit of at most the {len(hashes)} blocks that the request has hashes of, "
+                f"got {num_tokens} tokens"
+            )
+        stale = manager.block_pool.prefix_index.first_other(live[:num_full], expected, group_id)
+        if stale is None and (num_old := manager.fresh_blocks.cut(live)) < live.size:
+            stale = num_old  # registered for the same tokens in this step: they are not computed yet
+        if stale is None and num_full < live.size:
+            assert self._sub_block_hits is not None  # else hits end where blocks end
+            column = first + num_full
+            if not self._sub_block_hits.serves(request, group_id, live.item(num_full), column, num_tokens):
+                stale = num_full
+        if stale is not None:
+            raise BlockStateError(
+                f"group {group_id}: block {live[stale]} of the hit is no longer cached with these tokens; "
+                "look it up again"
+            )

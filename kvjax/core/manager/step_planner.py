@@ -29,6 +29,7 @@ from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
+from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.requests.request_table import RequestTable
@@ -308,22 +309,22 @@ class StepPlanner:
 
 def _checked_counts(name: str, values: npt.ArrayLike, rows: np.ndarray, least: int) -> np.ndarray | int:
     """`values` as an int, or as one int64 per row."""
-    if type(values) is int and values >= least:
+    if type(values) is int and least <= values <= MOST_TOKENS:
         return values
-    if not isinstance(values, int):
-        counts = np.asarray(values)
-        if counts.size and counts.dtype.kind not in "iu":
-            raise ValueError(f"expected {name} as integers, got {counts.dtype}")
-        if counts.ndim and counts.shape != rows.shape:
-            raise ValueError(f"expected {name} for {rows.size} rows or one number, got shape {list(counts.shape)}")
-        if counts.ndim:
-            if counts.size and counts.min() < least:
-                raise ValueError(f"expected {name} >= {least}, got {counts.min()}")
-            return counts.astype(np.int64, copy=False)
-        values = int(counts)
-    if values < least:
-        raise ValueError(f"expected {name} >= {least}, got {values}")
-    return values
+    if isinstance(values, int):
+        return as_count(name, values, least)
+    given = np.asarray(values)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"expected {name} as integers, got {given.dtype}")
+    if not given.ndim:
+        return as_count(name, given.item(), least)
+    if given.shape != rows.shape:
+        raise ValueError(f"expected {name} for {rows.size} rows or one number, got shape {list(given.shape)}")
+    counts = given.astype(np.int64, copy=False)
+    above_least = (counts - least).view(np.uint64)  # what is below, or too large for int64, is huge
+    if np.maximum.reduce(above_least, initial=0) > MOST_TOKENS:
+        as_count(name, given[above_least.argmax()].item(), least)
+    return counts
 
 
 def _at(values: np.ndarray | int, index: np.ndarray) -> np.ndarray | int:

@@ -77,6 +77,19 @@ class SubBlockHits:
             return manager.start_scan(PrefixLookup(hashes, max_length, lcm(size, self.granularity), False))
         return SubBlockScan(manager, request, hashes, self.granularity, self._groups.needs_last_block)
 
+    def serves(self, request: Request, group_id: int, block_id: int, column: int, num_tokens: int) -> bool:
+        """Whether a block is cached and begins with the tokens of the request's block `column` up to `num_tokens`."""
+        manager, _ = self._groups.place_of_group(group_id)
+        index = manager.block_pool.prefix_index
+        if manager.sub_blocks is None or not index.is_hashed[block_id] or index.group_of(block_id) != group_id:
+            return False
+        hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
+        block_hash, needed = index.hash_of(block_id), num_tokens - column * manager.block_size
+        for _, other in manager.sub_blocks.find(request, hashes, column, needed, least=needed):
+            if other == block_hash:
+                return True
+        return False
+
     # Allocation.
 
     def partial_blocks(self, hits: Sequence[np.ndarray], num_tokens: int, total_computed: int) -> PartialBlocks:

@@ -17,7 +17,9 @@ Invariants (`check_invariants`; the tests run it after every test):
 
     P1  a block other than null is with the policy iff its ref_count is 0; no ref_count is negative
     P2  the null block is never with the policy, never hashed, and its ref_count stays 0
-    P3  of `PrefixIndex`, and the policy's own, such as Q1 and Q2 of `FreeKVCacheBlockQueue`; E1 and E2 of `PageEdits`
+    P3  of `PrefixIndex`, and the policy's own, such as Q1 and Q2 of `FreeKVCacheBlockQueue`; E1 and E2 of `PageEdits`;
+        O1 of `OutsideRefs`
+    P4  `num_cached_free_blocks` are the blocks that are free and hashed
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from kvjax.core.pool.block import BlockViews, KVCacheBlock
 from kvjax.core.pool.block_ids import BlockIds, without_null
 from kvjax.core.pool.block_origins import BlockOrigins
 from kvjax.core.pool.block_pool_snapshot import BlockPoolSnapshot
+from kvjax.core.pool.outside_refs import OutsideRefs
 from kvjax.core.pool.page_edits import PageEdits
 from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.core.watch.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
@@ -75,7 +78,8 @@ class BlockPool:
         self.enable_kv_cache_events = enable_kv_cache_events
         self.free_order = free_order
         self.ref_count = np.zeros(num_blocks, np.int32)
-        self.num_outside_refs = np.zeros(num_blocks, np.int32)  # those of them that no block table holds
+        self.outside_refs = OutsideRefs(num_blocks)  # those of them that no block table holds
+        self.num_cached_free_blocks = 0  # free, and still prefix-cache hits
         self.prefix_index = PrefixIndex(num_blocks, group_ids)
         self.eviction_policy = make_eviction_policy(eviction_policy, self.prefix_index, free_order)
         self.is_hashed = self.prefix_index.is_hashed
@@ -156,7 +160,9 @@ class BlockPool:
         """
         ids = self.eviction_policy.take(num_blocks)
         if self.prefix_index.num_hashed and np.count_nonzero(self.is_hashed[ids]):
-            self._forget_hashes(self.prefix_index.hashed_of(ids))
+            hashed = self.prefix_index.hashed_of(ids)
+            self.num_cached_free_blocks -= len(hashed)
+            self._forget_hashes(hashed)
         self.ref_count[ids] = 1
         if self.page_edits.watches:
             self.page_edits.on_new_blocks(ids.tolist())
@@ -175,6 +181,7 @@ class BlockPool:
             return self.get_new_blocks(1).item()
         block_id = self.eviction_policy.take_one()
         if self.is_hashed.item(block_id):
+            self.num_cached_free_blocks -= 1
             self._forget_hashes(np.array([block_id]))
         self.ref_count[block_id] = 1
         if self.page_edits.watches:
@@ -196,7 +203,10 @@ class BlockPool:
         ids = without_null(self._ids.checked(block_ids))
         distinct, repeats = self._ids.count_repeats(ids)
         counts = self.ref_count[distinct]
-        self.eviction_policy.remove(distinct[counts == 0])
+        free = distinct[counts == 0]
+        self.eviction_policy.remove(free)
+        if self.num_cached_free_blocks:
+            self.num_cached_free_blocks -= int(np.count_nonzero(self.is_hashed[free]))
         self.ref_count[distinct] = counts + repeats
         if self.eviction_policy.is_told_of_use:
             self.eviction_policy.note_hit(distinct)
@@ -214,6 +224,7 @@ class BlockPool:
         is_last_reference = np.count_nonzero(counts == 1) == len(ids)
         if is_last_reference and self.eviction_policy.try_release(ids):
             self.ref_count[ids] = 0
+            self._count_freed(ids)
         else:
             self._free_shared(without_null(ids))
 
@@ -225,6 +236,7 @@ class BlockPool:
         if np.maximum.reduce(self.ref_count[ids], initial=0) == 1:
             self.eviction_policy.release(ids)
             self.ref_count[ids] = 0
+            self._count_freed(ids)
         else:
             self._free_shared(ids)
 
@@ -248,7 +260,13 @@ class BlockPool:
                 f"block {distinct[bad]} has {before[bad]} references, {given} given back; free each reference once"
             )
         self.ref_count[distinct] = counts
-        self.eviction_policy.release(distinct[counts == 0])
+        freed = distinct[counts == 0]
+        self.eviction_policy.release(freed)
+        self._count_freed(freed)
+
+    def _count_freed(self, ids: np.ndarray) -> None:
+        if self.prefix_index.num_hashed:
+            self.num_cached_free_blocks += int(np.count_nonzero(self.is_hashed[ids]))
 
     def free_block(self, block_id: int) -> None:
         """`free_blocks` of one block, without the cost of arrays; same errors."""
@@ -261,6 +279,7 @@ class BlockPool:
         self.ref_count[block_id] = count - 1
         if count == 1:
             self.eviction_policy.release_one(block_id)
+            self.num_cached_free_blocks += self.is_hashed.item(block_id)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
@@ -349,6 +368,7 @@ class BlockPool:
         """
         ids, _ = self._ids.count_repeats(without_null(self._ids.checked(block_ids)))
         ids = self.prefix_index.hashed_of(ids)
+        self.num_cached_free_blocks -= int(np.count_nonzero(self.ref_count[ids] == 0))
         self._forget_hashes(ids, was_reused)
         if self.eviction_policy.is_told_of_use:
             self.eviction_policy.note_forgotten(ids)
@@ -361,6 +381,7 @@ class BlockPool:
             return False
         hashed = np.flatnonzero(self.is_hashed)
         self.prefix_index.clear()
+        self.num_cached_free_blocks = 0
         if self.eviction_policy.is_told_of_use:
             self.eviction_policy.note_forgotten(hashed)
         if self._residency is not None:
@@ -420,7 +441,7 @@ class BlockPool:
         )
 
     def check_invariants(self) -> None:
-        """Checks P1 to P3 and the policy. O(num_blocks).
+        """Checks P1 to P4 and the policy. O(num_blocks).
 
         Raises:
             InvariantError: one of them is broken.
@@ -428,6 +449,7 @@ class BlockPool:
         self.eviction_policy.check_invariants()
         self.prefix_index.check_invariants()
         self.page_edits.check_invariants()
+        self.outside_refs.check_invariants()
         null = self.NULL_BLOCK_ID
         is_free = np.zeros(self.num_blocks, np.bool_)
         is_free[self.eviction_policy.order()] = True
@@ -435,6 +457,9 @@ class BlockPool:
             raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")
         if np.count_nonzero(is_free) != self.num_free_blocks:
             raise InvariantError(f"P1: {self.num_free_blocks} blocks counted as free, {np.count_nonzero(is_free)} are")
+        num_cached = int(np.count_nonzero(is_free & self.is_hashed))
+        if num_cached != self.num_cached_free_blocks:
+            raise InvariantError(f"P4: {self.num_cached_free_blocks} free blocks counted as cached, {num_cached} are")
         broken = np.flatnonzero((is_free != (self.ref_count == 0)) | (self.ref_count < 0))
         if (broken != null).any():
             block_id = broken[broken != null][0]
@@ -445,7 +470,6 @@ class BlockPool:
     def describe(self) -> str:
         """A few lines for a person."""
         held = self.num_usable_blocks - self.num_free_blocks
-        cached_free = int(np.count_nonzero(self.is_hashed & (self.ref_count == 0)))
         shared = int(np.count_nonzero(self.ref_count > 1))
         following = self.eviction_policy.order()[:8].tolist()
         return "\n".join(
@@ -454,7 +478,7 @@ class BlockPool:
                 f"{type(self.eviction_policy).__name__}, free order {self.free_order}, "
                 f"prefix caching {'on' if self.enable_caching else 'off'}",
                 f"  held    {held} ({self.get_usage():.1%}), {shared} of them shared",
-                f"  free    {self.num_free_blocks}, {cached_free} of them cached; next {following}",
+                f"  free    {self.num_free_blocks}, {self.num_cached_free_blocks} of them cached; next {following}",
                 f"  hashed  {self.num_hashed_blocks}, {sum(map(len, self.hash_maps.values()))} distinct hashes",
             ]
         )

@@ -9,11 +9,12 @@ The arrays are the value; `KVCacheBlock` objects appear only where someone reads
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from kvjax.core.hashing.block_hash import BlockHash
     from kvjax.core.pool.block import KVCacheBlock
     from kvjax.core.pool.block_pool import BlockPool
 
@@ -59,21 +60,34 @@ class BlockSequence(Sequence["KVCacheBlock"]):
         return f"BlockSequence({self._block_ids.tolist()})"
 
 
+class FoundHit(NamedTuple):
+    """What a hit was found for, and when: until a block loses its hash, it is good for a request of these hashes."""
+
+    block_hashes: list[BlockHash]  # the request's own list
+    num_tokens: int
+    num_losses: int  # of all pools at the lookup
+
+
 class KVCacheBlocks:
     """Block ids of every group, in table order. A value: nobody writes into the arrays.
 
-    A lookup's answer also says how long the hit would be, had groups with checkpoints (`retention_interval`) had one
-    there; equality does not look at it.
+    A lookup's answer also says what it was found for, and how long the hit would be, had groups with checkpoints
+    (`retention_interval`) had one there; equality does not look at these.
     """
 
-    __slots__ = ("block_ids", "num_shared_tokens", "pools")
+    __slots__ = ("block_ids", "found", "num_shared_tokens", "pools")
 
     def __init__(
-        self, block_ids: tuple[np.ndarray, ...], pools: tuple[BlockPool, ...], num_shared_tokens: int = 0
+        self,
+        block_ids: tuple[np.ndarray, ...],
+        pools: tuple[BlockPool, ...],
+        num_shared_tokens: int = 0,
+        found: FoundHit | None = None,
     ) -> None:
         self.block_ids = block_ids  # per group int32[k]
         self.pools = pools  # per group, the pool of its ids
         self.num_shared_tokens = num_shared_tokens  # 0 where that is no longer than the hit
+        self.found = found  # None: no lookup's answer
 
     @property
     def blocks(self) -> tuple[BlockSequence, ...]:

@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvjax.core.pool.outside_refs import OutsideRefs
 from kvjax.errors import InvariantError
 
 
@@ -52,7 +53,7 @@ class BlockHolder(Protocol):
 
     num_blocks: int
     ref_count: np.ndarray  # int32[num_blocks]
-    num_outside_refs: np.ndarray  # int32[num_blocks]
+    outside_refs: OutsideRefs
     is_hashed: np.ndarray  # bool[num_blocks]
 
     def get_new_blocks(self, num_blocks: int) -> np.ndarray:
@@ -76,7 +77,7 @@ class PageEdits:
         self._zeroes = zero_new_pages
         self._source_of: dict[int, int] = {}  # destination -> source
         self._held_sources: list[int] = []  # one reference each
-        self._is_to_zero = np.zeros(pool.num_blocks if zero_new_pages else 0, np.bool_)
+        self._to_zero: set[int] = set()
         self.watches = zero_new_pages  # whether `on_new_blocks` has anything to do
 
     @property
@@ -90,7 +91,7 @@ class PageEdits:
         for block_id in ids:
             self._source_of.pop(block_id, None)
         if self._zeroes:
-            self._is_to_zero[ids] = True
+            self._to_zero.update(ids)
 
     def exchange_for_copies(self, block_ids: Sequence[int]) -> np.ndarray:  # int32[n]
         """New blocks that get the pages of `block_ids`, of each of which the caller gives up a reference.
@@ -106,9 +107,8 @@ class PageEdits:
                 self._pool.free_block(block_id)
             self._source_of[new_id] = source
             self._held_sources.append(source)
-            self._pool.num_outside_refs[source] += 1
-            if self._zeroes:
-                self._is_to_zero[new_id] = False
+            self._pool.outside_refs.add_one(source)
+            self._to_zero.discard(new_id)
         self.watches = True
         return new_ids
 
@@ -122,7 +122,7 @@ class PageEdits:
             if self._pool.ref_count[destination] or self._pool.is_hashed[destination]
         ]
         held = self.held_sources
-        np.subtract.at(self._pool.num_outside_refs, held, 1)
+        self._pool.outside_refs.drop(held)
         self._pool.free_held(held)
         self._source_of.clear()
         self._held_sources.clear()
@@ -132,10 +132,10 @@ class PageEdits:
 
     def take_pages_to_zero(self) -> np.ndarray:  # int32[Z] ascending
         """The blocks dealt since the last call that no copy fills."""
-        if not self._zeroes:
+        if not self._to_zero:
             return NO_PAGES
-        ids = self._is_to_zero.nonzero()[0].astype(np.int32)
-        self._is_to_zero[ids] = False
+        ids = np.array(sorted(self._to_zero), np.int32)
+        self._to_zero.clear()
         return ids
 
     def snapshot(self) -> PageEditsSnapshot:
@@ -143,7 +143,7 @@ class PageEdits:
         return PageEditsSnapshot(
             copies=tuple((source, destination) for destination, source in self._source_of.items()),
             held_sources=tuple(self._held_sources),
-            pages_to_zero=tuple(self._is_to_zero.nonzero()[0].tolist()),
+            pages_to_zero=tuple(sorted(self._to_zero)),
         )
 
     def check_invariants(self) -> None:
@@ -153,10 +153,10 @@ class PageEdits:
             InvariantError: one of them is broken.
         """
         destinations, sources = set(self._source_of), set(self._source_of.values())
-        if destinations & sources or (self._zeroes and self._is_to_zero[list(destinations)].any()):
+        if destinations & sources or destinations & self._to_zero:
             raise InvariantError(f"E1: copies to {sorted(destinations)}, from {sorted(sources)}")
         held = np.bincount(self.held_sources, minlength=self._pool.num_blocks)
-        if not sources <= set(self._held_sources) or (held > self._pool.num_outside_refs).any():
+        if not sources <= set(self._held_sources) or (held > self._pool.outside_refs.counts).any():
             raise InvariantError(f"E2: copies from {sorted(sources)} hold {sorted(self._held_sources)}")
 
 

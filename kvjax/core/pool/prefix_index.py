@@ -34,6 +34,7 @@ class PrefixIndex:
         self.is_hashed = np.zeros(num_blocks, np.bool_)
         self.num_hashed = 0
         self.num_forgotten = 0  # blocks that lost their hash to reuse or eviction so far; a counter, not state
+        self.num_losses = 0  # grows whenever a block loses its hash, by `clear` too
         self.evicted: EvictedBlocks | None = None  # remembers what was forgotten, where someone asks why lookups miss
         self._hash_of = np.full(num_blocks, None, np.object_)  # an object array is no work for the garbage collector
         self._group_of = np.full(num_blocks, group_ids[0], np.int32)  # meant where is_hashed
@@ -54,6 +55,16 @@ class PrefixIndex:
         """Those of the blocks that are hashed."""
         hashed = self.is_hashed[ids]
         return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
+
+    def first_other(self, ids: np.ndarray, block_hashes: list[BlockHash], group_id: int) -> int | None:
+        """Place of the first block that is not registered under its hash in the group; None: all are."""
+        if self._hash_of[ids].tolist() == block_hashes:
+            if len(self.hash_maps) == 1:
+                return None
+            others = np.flatnonzero(self._group_of[ids] != group_id)
+            return None if not others.size else others.item(0)
+        pairs = zip(self._hash_of[ids].tolist(), block_hashes, strict=True)
+        return next(place for place, (own, given) in enumerate(pairs) if own != given)
 
     def register(self, ids: np.ndarray, hashes: np.ndarray, group_ids: Sequence[int]) -> None:
         """Registers blocks that are not hashed, [groups, n] with the same object[n] hashes in every group."""
@@ -93,6 +104,7 @@ class PrefixIndex:
         self.is_hashed[ids] = False
         self.num_hashed -= len(ids)
         self.num_forgotten += len(ids)
+        self.num_losses += len(ids)
         if self.evicted is not None:
             self.evicted.add(hashes, groups.tolist(), was_reused)
         return hashes, groups
@@ -106,6 +118,7 @@ class PrefixIndex:
             hash_map.clear()
         self._hash_of[:] = None
         self.is_hashed[:] = False
+        self.num_losses += self.num_hashed
         self.num_hashed = 0
 
     def snapshot(self) -> dict[int, dict[bytes, tuple[int, ...]]]:

@@ -51,9 +51,9 @@ def test_it_tells_what_an_admission_would_leave(seed: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kept_free": (1,)}, r"expected kept_free >= 0 for 2 pools or one number, got \(1,\)"),
-        ({"kept_free": (1, -1)}, r"expected kept_free >= 0 for 2 pools or one number, got \(1, -1\)"),
-        ({"kept_free": -1}, "expected kept_free >= 0 for 2 pools or one number, got -1"),
+        ({"kept_free": (1,)}, r"expected kept_free of 2 pools or one number, got \(1,\)"),
+        ({"kept_free": (1, -1)}, "expected kept_free >= 0, got -1"),
+        ({"kept_free": -1}, "expected kept_free >= 0, got -1"),
         ({"num_hit_tokens": -1}, "expected num_hit_tokens >= 0, got -1"),
     ],
 )

@@ -420,7 +420,7 @@ def test_names_are_free_ones_or_the_callers() -> None:
 def test_bad_input() -> None:
     manager = FULL.manager([20])
     request = running(manager, 3)
-    unchanged(manager, lambda: manager.fork(request, 0), ValueError, "expected n >= 1 children, got 0")
+    unchanged(manager, lambda: manager.fork(request, 0), ValueError, "expected n >= 1, got 0")
     for names, message in (
         (["a"], r"expected 2 distinct request_ids, got \['a'\]"),
         (["a", "a"], r"expected 2 distinct request_ids, got \['a', 'a'\]"),

@@ -606,7 +606,7 @@ def test_other_refusals() -> None:
     request = run_prompt(manager, "a")
     refusals: list[tuple[Callable[[], object], str]] = [
         (lambda: manager.cache_blocks(request, 13), r"expected num_computed_tokens in \[0, 12\], got 13"),
-        (lambda: manager.cache_blocks(request, -1), r"expected num_computed_tokens in \[0, 12\], got -1"),
+        (lambda: manager.cache_blocks(request, -1), "expected num_computed_tokens >= 0, got -1"),
         (lambda: manager.remove_skipped_blocks("a", -1), "expected num_computed_tokens >= 0, got -1"),
         (lambda: manager.evict_blocks([20]), r"expected block ids in \[0, 20\), got 20"),
         (lambda: manager.evict_blocks([1], pool_id=1), r"expected pool_id in \[0, 1\), got 1"),

@@ -222,7 +222,7 @@ def test_bad_input() -> None:
 def test_the_checker_finds_references_that_nobody_holds() -> None:
     manager = FULL.manager([30])
     assert manager.pin(computed(manager, 8)) is not None
-    outside = manager.block_pool.num_outside_refs
+    outside = manager.block_pool.outside_refs.counts
     outside[1] -= 1
     with pytest.raises(InvariantError, match=r"N1: pool 0: pins and copies hold \[1, 2, 3, 4\]"):
         manager.pins.check_invariants()

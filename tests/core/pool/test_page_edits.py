@@ -31,10 +31,10 @@ def test_the_checker_finds_a_copy_of_a_copy() -> None:
 
 def test_the_checker_finds_a_destination_that_is_to_be_zeroed() -> None:
     edits = with_a_copy_planned().block_pool.page_edits
-    edits._is_to_zero[3] = True
+    edits._to_zero.add(3)
     with pytest.raises(InvariantError, match=r"E1: copies to \[3\], from \[2\]"):
         edits.check_invariants()
-    edits._is_to_zero[3] = False
+    edits._to_zero.discard(3)
 
 
 @pytest.mark.parametrize("num_refs", [-1, 1])
