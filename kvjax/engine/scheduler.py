@@ -73,7 +73,7 @@ class Scheduler:
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
         self._waiting: OrderedDict[EngineRequest, None] = OrderedDict()
         self._rows = np.zeros(0, np.int64)  # of running requests, by priority; replaced, never written
-        self._by_row = RunningRows()
+        self._by_row = RunningRows(manager.request_table.capacity)
         self._flights: deque[ScheduledStep] = deque()  # started and not updated
         self._manager = manager
         self._table = manager.request_table
