@@ -20,7 +20,7 @@ NO_TOKEN = -1
 class RunningRows:
     """Arrays by row; rows grow by doubling, and so do the columns of log-probabilities. Owned by one `Scheduler`."""
 
-    def __init__(self, num_rows: int = 16) -> None:
+    def __init__(self, num_rows: int) -> None:
         self.requests = np.full(num_rows, None, np.object_)  # EngineRequest, None: nothing runs in the row
         self.is_running = np.zeros(num_rows, np.bool_)
         self.max_total_tokens = np.zeros(num_rows, np.int64)

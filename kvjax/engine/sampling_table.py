@@ -49,5 +49,5 @@ class SamplingTable:
         positions: np.ndarray,  # int[N]
     ) -> SamplingBatch:
         """The lines of `rows` in fresh arrays."""
-        columns = SamplingBatch(*(column[rows] for column in self._columns))
-        return columns._replace(position=np.asarray(positions, np.int32))
+        temperature, top_p, top_k, seed, _ = self._columns
+        return SamplingBatch(temperature[rows], top_p[rows], top_k[rows], seed[rows], np.array(positions, np.int32))

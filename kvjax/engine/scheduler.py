@@ -6,8 +6,8 @@ Source:  vLLM v1/core/sched/scheduler.py (running first, preemption by recomputa
 
 A step takes at most `max_num_batched_tokens` tokens. Running requests come first, in order of priority, a token or a
 chunk of prompt each; then waiting requests are admitted while tokens, rows and blocks last. When blocks run out, the
-running request of the lowest priority is preempted: it gives back its blocks, waits at the head of the queue, and on
-readmission computes again what the prefix cache no longer holds.
+running request of the lowest priority is preempted: its blocks are freed, it waits at the head of the queue, and once
+it is admitted again it computes what the prefix cache does not hold by then.
 
 Samples of one prompt wait in a row. The first computes the prompt; once that step is dispatched, as many of the others
 as there are rows for are forked from it: they share its blocks of all prompt tokens but the last, which each computes
@@ -73,7 +73,7 @@ class Scheduler:
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
         self._waiting: OrderedDict[EngineRequest, None] = OrderedDict()
         self._rows = np.zeros(0, np.int64)  # of running requests, by priority; replaced, never written
-        self._by_row = RunningRows()
+        self._by_row = RunningRows(manager.request_table.capacity)
         self._flights: deque[ScheduledStep] = deque()  # started and not updated
         self._manager = manager
         self._table = manager.request_table
@@ -149,7 +149,7 @@ class Scheduler:
             self._forget_stopped()
 
     def preempt_last(self) -> None:
-        """The running request of the lowest priority gives back all it has and waits at the head of the queue.
+        """The running request of the lowest priority loses its row and blocks and waits at the head of the queue.
 
         The next step admits nobody.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from kvjax.core.pool.page_edits import PageCopies
-from kvjax.core.spec import KVCacheConfig, StatePages
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, StatePages
 from kvjax.core.step.mrope_positions import MRopePositions
 from kvjax.core.step.step_plan import CompressedStates, GroupPlan, StepPlan, TableUpdate
 
@@ -120,10 +120,10 @@ def build_step_plan(
         token_ids[token_source >= 0] = 0
     wanted = seq_lens >= known if wants_logits is None else np.asarray(wants_logits, bool)[order]
     writes = computed == 0 if writes_encoder is None else np.asarray(writes_encoder, bool)[order]
-    config = tables.kv_cache_config
-    updates = [NO_UPDATE] * len(config.kv_cache_groups) if new_blocks is None else new_blocks
+    updates = [NO_UPDATE] * len(tables.kv_cache_config.kv_cache_groups) if new_blocks is None else new_blocks
+    positions = None if mrope is None else mrope.of_tokens(rows, computed, starts, *tokens)
     request_ids = _request_ids(table.request_ids, rows)
-    step = _Step(rows, computed, seq_lens, tokens, _Encoder(table, rows, writes))
+    step = _Step(rows, computed, seq_lens, seq_lens.astype(np.int32), tokens, _Encoder(table, rows, writes))
     groups = _group_plans(tables, step, updates, pick_shape)  # the last check: now edits may be taken
     return StepPlan(
         request_ids=request_ids,
@@ -131,9 +131,7 @@ def build_step_plan(
         num_new_tokens=num_new.astype(np.int32),
         num_computed_tokens=computed.astype(np.int32),
         token_ids=token_ids.astype(np.int32, copy=False),
-        positions=tokens.positions.astype(np.int32)
-        if mrope is None
-        else mrope.of_tokens(rows, computed, starts, *tokens),
+        positions=tokens.positions.astype(np.int32) if positions is None else positions,
         query_start_loc=starts.astype(np.int32),
         logits_indices=ends[wanted].astype(np.int32),
         distribution=np.array([num_decode, num_decode, rows.size], np.int32),
@@ -147,6 +145,9 @@ def build_step_plan(
 def logits_requests(plan: StepPlan) -> np.ndarray:  # int64[N]
     """Which request of the plan each row of logits belongs to, as indices into `plan.request_ids`."""
     return np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
+
+
+_Places: TypeAlias = tuple[np.ndarray, np.ndarray]  # int64[T] table columns, int64[T] offsets in the blocks
 
 
 class _Tokens(NamedTuple):
@@ -167,8 +168,8 @@ class _Tokens(NamedTuple):
         completes = (self.positions + 1) % tokens_per_state == 0
         return _Tokens(self.rows[completes], self.positions[completes] // tokens_per_state)
 
-    def places(self, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """(table column, offset in the block) of every token, int64[T] each."""
+    def places(self, block_size: int) -> _Places:
+        """Of every token."""
         columns = self.positions // block_size
         return columns, self.positions - columns * block_size
 
@@ -199,6 +200,7 @@ class _Step(NamedTuple):
     rows: np.ndarray  # int64[S]
     computed: np.ndarray  # int64[S] tokens before the step
     seq_lens: np.ndarray  # int64[S] tokens after it
+    plan_lens: np.ndarray  # int32[S] the same, for the plans
     tokens: _Tokens
     encoder: _Encoder
 
@@ -235,41 +237,52 @@ def _group_plans(
     """Every group's part; what depends on the block size alone is computed once for each."""
     groups = tables.kv_cache_config.kv_cache_groups
     held = _held_blocks(tables, len(groups), step.rows)
-    shape = None
-    if pick_shape is not None:
-        num_columns = max(1, max(own.num_columns for own in held))
-        shape = pick_shape(step.tokens.rows.size, step.rows.size, num_columns)
+    shape = None if pick_shape is None else _picked(pick_shape, step, max(1, *(own.num_columns for own in held)))
     places = {size: step.tokens.places(size) for size in {own.block_size for own in held}}
-    seq_lens = step.seq_lens.astype(np.int32)
     plans = []
     for group, own, update in zip(groups, held, updates, strict=True):
-        spec = group.kv_cache_spec
-        if spec.state_pages is not None:
-            of_tokens = _state_fields(spec.state_pages, own, step) | {"seq_lens": seq_lens}
-        elif spec.reads_encoder:
-            lengths, tokens = step.encoder.lengths, step.encoder.tokens
-            _check_blocks(step.rows, own, lengths)
-            slots = _slots(own.table, own.block_size, tokens.rows, *tokens.places(own.block_size))
-            of_tokens = {"seq_lens": lengths.astype(np.int32), "slot_mapping": slots}
-        else:
-            _check_blocks(step.rows, own, step.seq_lens)
-            if group.tokens_per_state == {1}:
-                slots = _slots(own.table, own.block_size, step.tokens.rows, *places[own.block_size])
-                of_tokens = {"seq_lens": seq_lens, "slot_mapping": slots}
-            else:
-                of_tokens = _compressed_fields(group.tokens_per_state, own, step)
         block_tables, padded = _copied_tables(own, step.rows, shape)
         plans.append(
             GroupPlan(
                 pool_id=group.pool_id,
-                kind=spec.kind,
+                kind=group.kv_cache_spec.kind,
                 block_tables=block_tables,
                 padded_tables=padded,
                 new_blocks=update,
-                **of_tokens,
+                **_lengths_and_places(group, own, step, places[own.block_size]),
             )
         )
     return tuple(plans)
+
+
+def _lengths_and_places(group: KVCacheGroupSpec, own: _Held, step: _Step, places: _Places) -> dict[str, Any]:
+    """The fields of a group's plan that say how long its requests are, and where this step reads and writes."""
+    spec = group.kv_cache_spec
+    if spec.state_pages is not None:
+        return _state_fields(spec.state_pages, own, step)
+    if spec.reads_encoder:
+        lengths, tokens = step.encoder.lengths, step.encoder.tokens
+        _check_blocks(step.rows, own, lengths)
+        slots = _slots(own.table, own.block_size, tokens.rows, tokens.places(own.block_size))
+        return {"seq_lens": lengths.astype(np.int32), "slot_mapping": slots}
+    _check_blocks(step.rows, own, step.seq_lens)
+    if group.tokens_per_state != {1}:
+        return _compressed_fields(group.tokens_per_state, own, step)
+    return {
+        "seq_lens": step.plan_lens,
+        "slot_mapping": _slots(own.table, own.block_size, step.tokens.rows, places),
+    }
+
+
+def _picked(pick_shape: PickShape, step: _Step, num_columns: int) -> TableShape:
+    num_requests = step.rows.size
+    shape = pick_shape(step.tokens.rows.size, num_requests, num_columns)
+    if shape.num_requests < num_requests or shape.num_columns < num_columns:
+        raise ValueError(
+            f"expected a shape of at least {num_requests} requests and {num_columns} columns, got "
+            f"{shape.num_requests} and {shape.num_columns}"
+        )
+    return shape
 
 
 def _copied_tables(own: _Held, rows: np.ndarray, shape: TableShape | None) -> tuple[np.ndarray, np.ndarray | None]:
@@ -289,10 +302,9 @@ def _copied_tables(own: _Held, rows: np.ndarray, shape: TableShape | None) -> tu
     return padded[: rows.size, : own.num_columns], padded
 
 
-def _slots(
-    table: np.ndarray, block_size: int, rows: np.ndarray, columns: np.ndarray, offsets: np.ndarray
-) -> np.ndarray:  # int32[T]
-    """Where the entries (row, column, offset in the block) are written; -1 in null blocks."""
+def _slots(table: np.ndarray, block_size: int, rows: np.ndarray, places: _Places) -> np.ndarray:  # int32[T]
+    """Where the states of int64[T] rows at these places are written; -1 in null blocks."""
+    columns, offsets = places
     block_ids = table[rows, columns]
     slots = block_ids * block_size + offsets
     if np.count_nonzero(block_ids) < block_ids.size:
@@ -305,12 +317,12 @@ def _compressed_fields(ratios: frozenset[int], own: _Held, step: _Step) -> dict[
     compressed = []
     for ratio in sorted(ratios):
         states, size = step.tokens.states(ratio), own.block_size // ratio
-        slots = _slots(own.table, size, states.rows, *states.places(size))
+        slots = _slots(own.table, size, states.rows, states.places(size))
         compressed.append(CompressedStates(ratio, (step.seq_lens // ratio).astype(np.int32), slots))
     if len(compressed) == 1:
         return {"seq_lens": compressed[0].seq_lens, "slot_mapping": compressed[0].slot_mapping}
-    slots = _slots(own.table, own.block_size, step.tokens.rows, *step.tokens.places(own.block_size))
-    return {"seq_lens": step.seq_lens.astype(np.int32), "slot_mapping": slots, "compressed": tuple(compressed)}
+    slots = _slots(own.table, own.block_size, step.tokens.rows, step.tokens.places(own.block_size))
+    return {"seq_lens": step.plan_lens, "slot_mapping": slots, "compressed": tuple(compressed)}
 
 
 def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
@@ -326,6 +338,7 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
     has_initial = step.computed > 0
     read = np.where(has_initial, pages.pages_of_states(own.table, own.counts, step.rows, step.computed), 0)
     return {
+        "seq_lens": step.plan_lens,
         "slot_mapping": np.full(step.tokens.rows.size, -1, np.int32),
         "state_read": read.astype(np.int32),
         "state_write": write.astype(np.int32),

@@ -233,6 +233,15 @@ def test_a_step_that_fits_no_shape_takes_no_page_edits() -> None:
     assert pages.size == 3
 
 
+@pytest.mark.parametrize("shape", [Shape(0, 3), Shape(1, 2)], ids=str)
+def test_a_shape_that_is_too_small_is_refused(shape: Shape) -> None:
+    manager = hybrid_manager()
+    rows = np.array([start(manager, "a", 9, 0, 9)])
+    message = rf"at least 1 requests and 3 columns, got {shape.num_requests} and {shape.num_columns}"
+    with pytest.raises(ValueError, match=message):
+        build_step_plan(manager, rows, np.array([9]), pick_shape=lambda *sizes: shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CounterSpec(FullAttentionSpec):
     """A kind that the step builder has never heard of: states of which row r's is in the first of its blocks."""
