@@ -17,9 +17,10 @@ from typing import ClassVar, final
 import numpy as np
 
 from kvjax.core.kinds.columns import ColumnManager
+from kvjax.core.kinds.prefix_lookup import PrefixLookup
 from kvjax.core.kinds.registry import register_kv_cache_manager
 from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
-from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray, PrefixLookup
+from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 from kvjax.core.tables.column_runs import NO_RUNS
 from kvjax.core.tables.row_changes import RowChanges

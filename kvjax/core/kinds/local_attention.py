@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvjax.core.kinds.positional import PositionalManager
-from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.kinds.prefix_lookup import PrefixLookup
 
 
 class LocalAttentionManager(PositionalManager):

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.kinds.prefix_lookup import PrefixLookup
 
 Hit = tuple[tuple[np.ndarray, ...], int]  # per group int32[k] ids, and the hit's tokens
 

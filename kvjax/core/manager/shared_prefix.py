@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.kinds.prefix_lookup import PrefixLookup
 
 
 def find_shared_prefix(groups: GroupManagers, block_hashes: Sequence[BlockHash], max_length: int) -> int:

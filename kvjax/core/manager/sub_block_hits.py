@@ -24,7 +24,8 @@ import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.kinds.single_type_manager import PrefixLookup, SingleTypeKVCacheManager
+from kvjax.core.kinds.prefix_lookup import PrefixLookup
+from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.manager.coordinator import Hit
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec

@@ -21,7 +21,8 @@ from kvjax.core import (
     manager_class_of,
     registered_specs,
 )
-from kvjax.core.kinds.single_type_manager import NEVER, PrefixLookup
+from kvjax.core.kinds.prefix_lookup import PrefixLookup
+from kvjax.core.kinds.single_type_manager import NEVER
 from tests.core.kinds.contract_world import MAX_MODEL_LEN, World
 from tests.core.kinds.examples import EXAMPLES
 

@@ -17,7 +17,7 @@ from kvjax.core import (
     Request,
 )
 from kvjax.core.kinds.cross_attention import CrossAttentionManager
-from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.kinds.prefix_lookup import PrefixLookup
 from kvjax.core.step.step_builder import build_step_plan
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}

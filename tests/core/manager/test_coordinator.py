@@ -23,7 +23,7 @@ from kvjax.core import (
     register_kv_cache_manager,
 )
 from kvjax.core.kinds.full_attention import WholePrefixManager
-from kvjax.core.kinds.single_type_manager import PrefixLookup
+from kvjax.core.kinds.prefix_lookup import PrefixLookup
 from kvjax.core.watch.kv_events import BlockStored
 from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, Lockstep, Setup
 from tests.core.manager.naive_manager import NaiveGroup
