@@ -58,8 +58,7 @@ class ColumnManager(SingleTypeKVCacheManager):
         required = -(-num_slots // self.block_size)
         if required <= held:
             return np.empty((self.num_groups, 0), np.int32)
-        if required > self.block_tables.shape[2]:
-            self.reserve_columns(required)
+        self._table.reserve_columns(required)
         num_new = self.num_groups * (required - held)
         if num_new == 1:
             ids = np.array([[self.block_pool.get_new_block()]], np.int32)
@@ -85,8 +84,8 @@ class ColumnManager(SingleTypeKVCacheManager):
         self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns, and returns these."""
-        if self.block_tables.shape[2] < self._max_columns:
-            self.reserve_columns(int(np.maximum.reduce(columns)) + 1)
+        if self._table.num_columns < self._max_columns:
+            self._table.reserve_columns(int(np.maximum.reduce(columns)) + 1)
         self.block_tables[:, rows, columns] = block_ids
         return rows, columns, block_ids
 

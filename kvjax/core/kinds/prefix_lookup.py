@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
 
 
-@dataclass(frozen=True)
-class PrefixLookup:
-    """One question to the prefix cache."""
+class PrefixLookup(NamedTuple):
+    """One question to the prefix cache. A tuple, since a lookup asks several."""
 
     block_hashes: Sequence[BlockHash]  # at the manager's block size
     max_length: int  # tokens; a hit is no longer

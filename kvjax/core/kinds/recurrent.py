@@ -197,7 +197,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         held, required = self.num_blocks.item(row), self._columns_for(num_slots)
         if required <= held:
             return np.empty((self.num_groups, 0), np.int32)
-        self.reserve_columns(required)
+        self._table.reserve_columns(required)
         # a row whose columns are all registered has a hit at most: speculative blocks are not
         is_first = held == self.num_cached_blocks.item(row)
         num_new = self.num_tail_columns if is_first else 1
@@ -225,7 +225,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         """Gives int64[n] new rows the state after `num_tokens` tokens, by reference, and new blocks for drafts."""
         column = cdiv(num_tokens, self.block_size) - 1
         state = self.block_tables[:, row, self._state_column(row, num_tokens)]
-        self.reserve_columns(column + self.num_tail_columns)
+        self._table.reserve_columns(column + self.num_tail_columns)
         self.block_pool.touch(np.tile(state, new_rows.size))
         self.block_tables[:, new_rows, column] = state[:, None]
         new_ids = self.block_pool.get_new_blocks(self.num_blocks_for_share(new_rows.size))
@@ -278,7 +278,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
             Rows, columns and blocks of all columns from the old ends on.
         """
         held = self.num_blocks[rows]
-        self.reserve_columns(int(columns.max()) + 1)
+        self._table.reserve_columns(int(columns.max()) + 1)
         self._move_speculative(rows, columns + 1)
         self.block_tables[:, rows, columns] = block_ids
         entered = Runs.between(rows, held, columns + 1)

@@ -46,6 +46,7 @@ from kvjax.core.kinds.table_laws import check_tables
 from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.row_changes import RowChanges
+from kvjax.core.tables.row_table import RowTable
 
 if TYPE_CHECKING:
     from kvjax.core.hashing.block_hash import BlockHash
@@ -122,8 +123,8 @@ class SingleTypeKVCacheManager(abc.ABC):
             settings.max_model_len, settings.max_in_flight_tokens
         )
         self._max_columns = cdiv(settings.max_model_len, self.block_size) + max(self.num_tail_columns - 1, 0)
-        self.block_tables = np.zeros((len(group_ids), 0, 0), np.int32)  # [G, rows, columns]
-        self.num_blocks = np.zeros(0, np.int64)  # [rows]
+        self._table = RowTable(len(group_ids), 0, self._max_columns)
+        self.num_blocks = self._table.lengths  # int64[rows]
         self.num_cached_blocks = np.zeros(0, np.int64)  # [rows]
         self.first_live = np.zeros(0, np.int64)  # [rows] leading null blocks
         self.sub_blocks: SubBlockIndex | None = None
@@ -273,21 +274,19 @@ class SingleTypeKVCacheManager(abc.ABC):
         """Whether slots are the encoder's tokens."""
         return self.kv_cache_spec.reads_encoder
 
+    @property
+    def block_tables(self) -> np.ndarray:  # int32[G, rows, columns]
+        """The groups' block tables, replaced when they grow. They take memory for the columns that rows hold."""
+        return self._table.entries
+
     def reserve_rows(self, num_rows: int) -> None:
         """Makes the arrays hold at least `num_rows` rows."""
         missing = num_rows - self.num_blocks.size
         if missing > 0:
-            self.block_tables = np.pad(self.block_tables, ((0, 0), (0, missing), (0, 0)))
-            self.num_blocks = np.pad(self.num_blocks, (0, missing))
+            self._table.reserve_rows(num_rows)
+            self.num_blocks = self._table.lengths
             self.num_cached_blocks = np.pad(self.num_cached_blocks, (0, missing))
             self.first_live = np.pad(self.first_live, (0, missing))
-
-    def reserve_columns(self, num_columns: int) -> None:
-        """Makes the tables hold at least `num_columns` columns; they double up to those of `max_model_len`."""
-        columns = self.block_tables.shape[2]
-        if num_columns > columns:
-            grown = max(min(max(2 * columns, 16), self._max_columns), num_columns)
-            self.block_tables = np.pad(self.block_tables, ((0, 0), (0, 0), (0, grown - columns)))
 
     # One row.
 
@@ -301,9 +300,10 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def _release_before(self, row: int, end: int) -> None:
         """Releases the row's blocks before column `end`, the last first."""
-        entries = self.block_tables[:, row, self.first_live.item(row) : end]
+        entries = self._table.entries[:, row, self.first_live.item(row) : end]
         ids = entries[:, ::-1].astype(np.int64)
         entries[...] = 0
+        self._table.discard_behind(row, self.first_live.item(row), end)
         if not self.has_stable_positions:
             ids = ids[:, ids[0] != 0]  # groups have their nulls in the same columns
         if ids.size == 1:
@@ -318,8 +318,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         if live.size:
             self.block_pool.touch(live.ravel())
         count = skipped + live.shape[1]
-        self.reserve_columns(count)
-        self.block_tables[:, row, skipped:count] = live
+        self._table.reserve_columns(count)
+        self._table.entries[:, row, skipped:count] = live
         self.num_blocks[row] = count
         self.num_cached_blocks[row] = count
         self.first_live[row] = skipped
@@ -333,18 +333,21 @@ class SingleTypeKVCacheManager(abc.ABC):
         cached = self.num_cached_blocks.item(row)
         if full <= cached:
             return
-        if full == cached + 1 and self._checkpoints is None and not self.block_pool.enable_kv_cache_events:
+        if self.block_pool.enable_kv_cache_events:
+            blocks = self._blocks_to_register(row, cached, full)
+            for group_id, ids in zip(self.group_ids, blocks, strict=True):
+                self.block_pool.cache_full_blocks(request, ids, block_hashes, cached, group_id)
+            self._note_registered(blocks)
+        elif full == cached + 1 and self._checkpoints is None:
             self._register_column(row, cached, block_hashes[cached])
         else:
-            for group_id, ids in zip(self.group_ids, self._blocks_to_register(row, cached, full), strict=True):
-                self.block_pool.cache_full_blocks(request, ids, block_hashes, cached, group_id)
+            hashes = np.fromiter(block_hashes[cached:full], np.object_, full - cached)
+            self.register(np.full(full - cached, row), np.arange(cached, full), hashes)
         if self.block_pool.origins is not None:
             self.block_pool.origins.note(self.block_tables[:, row, cached:full], request.origin)
         self.num_cached_blocks[row] = full
         if self.sub_blocks is not None:
             self.sub_blocks.add(request, block_hashes, cached, full)
-        if not self.same_step_hits:
-            self._note_registered(self._blocks_to_register(row, cached, full))
 
     def _blocks_to_register(self, row: int, start: int, end: int) -> np.ndarray:  # int32[G, end - start]
         """The row's blocks from column `start` on, null where no checkpoint keeps them."""
@@ -354,18 +357,22 @@ class SingleTypeKVCacheManager(abc.ABC):
         return ids * self._checkpoints.keeps(np.array([row]), np.arange(start, end), self._checkpoint)
 
     def _register_column(self, row: int, column: int, block_hash: BlockHash) -> None:
-        for place, group_id in enumerate(self.group_ids):
-            block_id = self.block_tables.item(place, row, column)
+        ids = self._table.entries[:, row, column]
+        for group_id, block_id in zip(self.group_ids, ids.tolist(), strict=True):
             if block_id:
                 self.block_pool.register_block(block_id, block_hash, column, group_id)
+        self._note_registered(ids)
 
     def _note_registered(self, block_ids: np.ndarray) -> None:
-        """Remembers int32[...] blocks as not to be hit in this step."""
-        self.fresh_blocks.add(block_ids[block_ids != 0])
+        """Remembers int32[...] blocks as not to be hit in this step, where that is asked for."""
+        if not self.same_step_hits:
+            self.fresh_blocks.add(block_ids[block_ids != 0])
 
     def free(self, row: int) -> None:
         """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
-        self._release_before(row, self.num_blocks.item(row))
+        end = self.num_blocks.item(row)
+        self._release_before(row, end)
+        self._table.discard(row, 0, end)
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
 
     def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:
@@ -394,6 +401,10 @@ class SingleTypeKVCacheManager(abc.ABC):
         """int32[G, k] copy of the row's blocks, nulls where they were given back."""
         return self.block_tables[:, row, : self.num_blocks.item(row)].copy()
 
+    def held_block_ids(self) -> np.ndarray:
+        """int32[k] all entries of all rows."""
+        return self._table.owned()
+
     def row_quiet_until(self, row: int) -> int:
         """Slots up to which a step of the row neither allocates, registers nor releases in these groups."""
         size = self.block_size
@@ -409,6 +420,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         rows, columns = skipped.entries(descending=True)
         ids = self.block_tables[:, rows, columns]
         self.block_tables[:, rows, columns] = 0
+        if self._table.has_long_rows:
+            self._table.discard_behind_n(skipped.rows, skipped.starts, skipped.starts + skipped.counts)
         return ids
 
     def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
@@ -421,13 +434,12 @@ class SingleTypeKVCacheManager(abc.ABC):
             rows, columns, block_hashes = rows[kept], columns[kept], block_hashes[kept]
             if not rows.size:
                 return
-        ids = self.block_tables[:, rows, columns]
+        ids = self._table.entries[:, rows, columns]
         if self.gives_blocks_back and np.count_nonzero(ids) < ids.size:
             real = np.flatnonzero(ids[0])
             ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
         self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
-        if not self.same_step_hits:
-            self._note_registered(ids)
+        self._note_registered(ids)
 
     def note_changes(self, rows: np.ndarray, changes: RowChanges) -> None:
         """Makes the counts of int64[n] changed rows what `plan_rows` said."""

@@ -24,10 +24,13 @@ class Tables(Protocol):
 
     group_ids: tuple[int, ...]
     block_pool: BlockPool
-    block_tables: np.ndarray  # int32[G, rows, columns]
     num_blocks: np.ndarray  # int64[rows]
     num_cached_blocks: np.ndarray  # int64[rows]
     first_live: np.ndarray  # int64[rows]
+
+    @property
+    def block_tables(self) -> np.ndarray:  # int32[G, rows, columns]
+        """The tables of all groups."""
 
     def find_misplaced(self, is_block: np.ndarray, inside: np.ndarray) -> str | None:
         """What G2 wants and bool[G, rows, columns] blocks break; None: nothing."""
@@ -41,13 +44,17 @@ def check_tables(manager: Tables, owned_rows: Sequence[int]) -> None:
         raise InvariantError(f"G1, {groups}: expected 0 <= first_live <= num_blocks <= {num_columns} in every row")
     if (manager.num_cached_blocks > num_blocks).any():
         raise InvariantError(f"G1, {groups}: a row has more registered blocks than blocks")
-    columns = np.arange(num_columns)
+    columns = np.arange(num_blocks.max(initial=0) + 1)  # the last one is beyond every row, and stands for the rest
     inside = (columns >= first_live[:, None]) & (columns < num_blocks[:, None])
-    wrong = manager.find_misplaced(tables != 0, inside)
+    is_block = np.zeros((len(tables), *inside.shape), np.bool_)
+    used = tables[:, :, : columns.size - 1]
+    is_block[:, :, :-1] = used != 0
+    is_block[:, :, -1] = tables[:, :, columns.size - 1 :].any(axis=2)
+    wrong = manager.find_misplaced(is_block, inside)
     if wrong is not None:
         raise InvariantError(f"G2, {groups}: {wrong}")
     size = manager.block_pool.num_blocks
-    if tables.size and not 0 <= tables.min() <= tables.max() < size:
+    if used.size and not 0 <= used.min() <= used.max() < size:
         raise InvariantError(f"G2, {groups}: a block id is outside its pool of {size} blocks")
     unowned = np.ones(num_blocks.size, bool)
     unowned[list(owned_rows)] = False

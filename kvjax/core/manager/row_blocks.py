@@ -203,7 +203,7 @@ class RowBlocks:
             for manager, of_pool in zip(managers, self._groups.pool_ids, strict=True):
                 if of_pool == pool_id:
                     owners[manager.reserved_block_ids] += 1
-                    owners += np.bincount(manager.block_tables.ravel(), minlength=pool.num_blocks)
+                    owners += np.bincount(manager.held_block_ids(), minlength=pool.num_blocks)
             wrong = np.flatnonzero(owners[1:] != pool.ref_count[1:]) + 1
             if wrong.size:
                 block_id = int(wrong[0])

@@ -102,6 +102,11 @@ class RowTable:
         if last > first:
             self.discard(row, first * DISCARD_ENTRIES, last * DISCARD_ENTRIES)
 
+    def discard_behind_n(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """`discard_behind` of int64[n] rows, starts and ends."""
+        for i in np.flatnonzero(starts // DISCARD_ENTRIES < ends // DISCARD_ENTRIES).tolist():
+            self.discard_behind(rows.item(i), starts.item(i), ends.item(i))
+
     @property
     def has_long_rows(self) -> bool:
         """Whether `discard` can return anything."""
