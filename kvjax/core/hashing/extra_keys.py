@@ -140,9 +140,10 @@ class ExtraKeys:
     ):
         if style not in EXTRA_KEY_STYLES:
             raise ValueError(f"expected an extra key style of {', '.join(EXTRA_KEY_STYLES)}, got {style!r}")
-        self._items = tuple(mm_features)
-        if any(a.offset > b.offset for a, b in zip(self._items, self._items[1:], strict=False)):
-            raise ValueError(f"expected mm_features sorted by offset, got {[item.offset for item in self._items]}")
+        self._items = tuple((item.offset, item.end, item.identifier) for item in mm_features)
+        offsets = [offset for offset, _, _ in self._items]
+        if offsets != sorted(offsets):
+            raise ValueError(f"expected mm_features sorted by offset, got {offsets}")
         if cache_salt is not None and not cache_salt:
             raise ValueError("expected a cache_salt that is not empty; pass None for no salt")
         if weight_version is not None and (
@@ -166,7 +167,7 @@ class ExtraKeys:
 
     def names_input(self, end: int) -> bool:
         """Whether the keys of the first block, of the tokens [0, end), tell the request's input: an item or a salt."""
-        return self._cache_salt is not None or any(item.offset < end for item in self._items)
+        return self._cache_salt is not None or any(offset < end for offset, _, _ in self._items)
 
     def of_block(self, start: int, end: int) -> tuple[Any, ...] | None:
         """Extra keys of the block that holds the tokens [start, end), as its hash covers them."""
@@ -185,24 +186,25 @@ class ExtraKeys:
     def _written(self, form: KeyForm, start: int, end: int) -> list[Any]:
         """All keys of a block but the weight version."""
         keys = [] if self._lora is None else [form.lora(self._lora)]
-        keys += [form.item(item.identifier, item.offset - start) for item in self._items_of_block(start, end)]
+        if self._items:
+            keys += self._item_keys(form.item, start, end)
         if self._cache_salt is not None and start == 0:
             keys.append(form.salt(self._cache_salt))
         if self._prompt_embeds is not None:
             keys.append(form.embeds(np.ascontiguousarray(self._prompt_embeds[start:end]).tobytes()))
         return keys
 
-    def _items_of_block(self, start: int, end: int) -> list[MultiModalFeature]:
-        items = self._items
+    def _item_keys(self, write: Callable[[str, int], Any], start: int, end: int) -> list[Any]:
+        items, first = self._items, self._first_item
         if start < self._scanned:
-            self._first_item = 0
-        self._scanned = start
-        while self._first_item < len(items) and items[self._first_item].end <= start:
-            self._first_item += 1
-        found: list[MultiModalFeature] = []
-        for item in items[self._first_item :]:
-            if item.offset >= end:
+            first = 0
+        while first < len(items) and items[first][1] <= start:
+            first += 1
+        self._first_item, self._scanned = first, start
+        keys: list[Any] = []
+        for offset, item_end, identifier in items[first:]:
+            if offset >= end:
                 break
-            if item.end > start:
-                found.append(item)
-        return found
+            if item_end > start:
+                keys.append(write(identifier, offset - start))
+        return keys
