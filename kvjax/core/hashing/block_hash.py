@@ -29,7 +29,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from kvjax.core.hashing.cbor_encoding import CborEncoding
-from kvjax.core.hashing.extra_keys import EXTRA_KEY_STYLES, ExtraKeys
+from kvjax.core.hashing.extra_keys import DEFAULT_EXTRA_KEY_STYLE, EXTRA_KEY_STYLES, ExtraKeys
 from kvjax.core.hashing.pickle_encoding import PickleEncoding
 
 BlockHash = NewType("BlockHash", bytes)
@@ -69,7 +69,7 @@ class BlockHasher:
     block_size: int
     algorithm: str = "sha256_cbor"
     seed: str | None = field(default=None, kw_only=True, compare=False)  # None: the text of PYTHONHASHSEED, if set
-    extra_key_style: str = field(default="tagged", kw_only=True)
+    extra_key_style: str = field(default=DEFAULT_EXTRA_KEY_STYLE, kw_only=True)  # one of EXTRA_KEY_STYLES
     none_hash: BlockHash = field(init=False)
     has_seed: bool = field(init=False, compare=False)  # whether another process can compute the same hashes
     digest_bytes: int = field(init=False, compare=False)  # of a hash; NONE_HASH may have another length

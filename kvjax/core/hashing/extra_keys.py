@@ -1,31 +1,39 @@
 """What beside its tokens decides a block's KV: adapter, multimodal items, salt, prompt embeddings, weight version.
 
-Flow:    Request -> [ExtraKeys.of_block] -> BlockHasher; [to_event_extra_keys] -> KV events
-Source:  vLLM v1/core/kv_cache_utils.py: the tagged form of 0.33 and the bare one of 0.16
+Flow:    Request -> [ExtraKeys.of_block] -> BlockHasher; [ExtraKeys.event_keys_of_block] -> KV events
+Source:  vLLM v1/core/kv_cache_utils.py of 0.16.0, 0.22.1 and 0.33.0
 
-A block's extra keys are a tuple in the order LoRA, items, salt, embeddings, weight version, or None if there is none:
+A block's extra keys are a tuple in the order LoRA, items, salt, embeddings, weight version, or None if there is none. A
+style writes them as one release of vLLM does; other releases may mix these forms:
 
-    tagged  ("lora", name, path)  ("mm", identifier, offset - start)  ("cache_salt", salt)  ("prompt_embeds", digest)
-    bare    name                  identifier                          salt                  digest
+    style      LoRA                  item                      salt                  embeddings
+    vllm-0.16  name                  identifier                salt                  bytes
+    vllm-0.22  name                  (identifier, start)       salt                  digest
+    vllm-0.33  ("lora", name, path)  ("mm", identifier, start) ("cache_salt", salt)  ("prompt_embeds", digest)
 
-and ("weight_version", version) in both: our own key, for weights that change while the cache stays (vLLM has none).
+and ("weight_version", version) in all: our own key, for weights that change while the cache stays (vLLM has none).
 
-An item counts for every block that its tokens overlap (where items overlap each other, vLLM names only some of them);
-salt and weight version for the first block only, since the chain carries them on. The digest is SHA-256 over the raw
-bytes of the block's slice of the embeddings, which is empty beyond the prompt.
-Bare keys collide where an adapter is named like a salt, hence the tags.
+`start` is where the item starts, counted from the block's first token. The bytes are those of the block's slice of the
+embeddings, which is empty beyond the prompt; the digest is their SHA-256. Salt and weight version are keys of the first
+block only, since the chain carries them on. KV events publish what consumers of vLLM parse, whatever the style: the
+form of 0.22, and the bare weight version.
+
+What the older styles cannot tell apart: an adapter named like a salt in both; in 0.16 also one item at two places of
+blocks with equal tokens.
+
+An item is a key of every block that its tokens overlap. vLLM differs in two corners. Where items overlap each other, it
+names only some of them. Where a block begins right behind the last item and is hashed after the prompt, 0.16 names that
+item once more.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-EXTRA_KEY_STYLES = ("tagged", "bare")
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,43 @@ class MultiModalFeature:
         return self.offset + self.length
 
 
+@dataclass(frozen=True)
+class KeyForm:
+    """How each key of a block is written."""
+
+    lora: Callable[[LoRARequest], Any]
+    item: Callable[[str, int], Any]  # identifier, and where the item starts, negative before the block
+    salt: Callable[[str], Any]
+    embeds: Callable[[bytes], Any]
+
+
+def _name(lora: LoRARequest) -> str:
+    return lora.name
+
+
+def _bare(value: Any) -> Any:
+    return value
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest()
+
+
+FORMS = {
+    "vllm-0.16": KeyForm(lora=_name, item=lambda identifier, start: identifier, salt=_bare, embeds=_bare),
+    "vllm-0.22": KeyForm(lora=_name, item=lambda identifier, start: (identifier, start), salt=_bare, embeds=_digest),
+    "vllm-0.33": KeyForm(
+        lora=lambda lora: ("lora", lora.name, lora.path),
+        item=lambda identifier, start: ("mm", identifier, start),
+        salt=lambda salt: ("cache_salt", salt),
+        embeds=lambda embeds: ("prompt_embeds", _digest(embeds)),
+    ),
+}
+EXTRA_KEY_STYLES = tuple(FORMS)
+DEFAULT_EXTRA_KEY_STYLE = "vllm-0.33"
+EVENT_FORM = FORMS["vllm-0.22"]
+
+
 class ExtraKeys:
     """Extra keys of one request's blocks.
 
@@ -79,7 +124,7 @@ class ExtraKeys:
         "_lora",
         "_prompt_embeds",
         "_scanned",
-        "_tagged",
+        "_style",
         "_weight_version",
     )
 
@@ -91,13 +136,14 @@ class ExtraKeys:
         cache_salt: str | None = None,
         prompt_embeds: np.ndarray | None = None,  # [num_prompt_tokens, hidden]
         weight_version: int | str | None = None,
-        style: str = "tagged",
+        style: str = DEFAULT_EXTRA_KEY_STYLE,
     ):
         if style not in EXTRA_KEY_STYLES:
             raise ValueError(f"expected an extra key style of {', '.join(EXTRA_KEY_STYLES)}, got {style!r}")
-        self._items = tuple(mm_features)
-        if any(a.offset > b.offset for a, b in zip(self._items, self._items[1:], strict=False)):
-            raise ValueError(f"expected mm_features sorted by offset, got {[item.offset for item in self._items]}")
+        self._items = tuple((item.offset, item.end, item.identifier) for item in mm_features)
+        offsets = [offset for offset, _, _ in self._items]
+        if offsets != sorted(offsets):
+            raise ValueError(f"expected mm_features sorted by offset, got {offsets}")
         if cache_salt is not None and not cache_salt:
             raise ValueError("expected a cache_salt that is not empty; pass None for no salt")
         if weight_version is not None and (
@@ -108,7 +154,7 @@ class ExtraKeys:
         self._cache_salt = cache_salt
         self._weight_version = weight_version
         self._prompt_embeds = prompt_embeds
-        self._tagged = style == "tagged"
+        self._style = style
         self._first_item = 0  # the items before it end at or before token _scanned
         self._scanned = 0
 
@@ -121,45 +167,44 @@ class ExtraKeys:
 
     def names_input(self, end: int) -> bool:
         """Whether the keys of the first block, of the tokens [0, end), tell the request's input: an item or a salt."""
-        return self._cache_salt is not None or any(item.offset < end for item in self._items)
+        return self._cache_salt is not None or any(offset < end for offset, _, _ in self._items)
 
     def of_block(self, start: int, end: int) -> tuple[Any, ...] | None:
-        """Extra keys of the block that holds the tokens [start, end)."""
-        keys: list[Any] = []
-        if self._lora is not None:
-            keys.append(("lora", self._lora.name, self._lora.path) if self._tagged else self._lora.name)
-        keys += self._item_keys(start, end)
-        if self._cache_salt is not None and start == 0:
-            keys.append(("cache_salt", self._cache_salt) if self._tagged else self._cache_salt)
-        if self._prompt_embeds is not None:
-            digest = hashlib.sha256(np.ascontiguousarray(self._prompt_embeds[start:end]).tobytes()).digest()
-            keys.append(("prompt_embeds", digest) if self._tagged else digest)
+        """Extra keys of the block that holds the tokens [start, end), as its hash covers them."""
+        keys = self._written(FORMS[self._style], start, end)
         if self._weight_version is not None and start == 0:
             keys.append(("weight_version", self._weight_version))
         return tuple(keys) or None
 
-    def _item_keys(self, start: int, end: int) -> list[Any]:
-        items = self._items
-        if start < self._scanned:
-            self._first_item = 0
-        self._scanned = start
-        while self._first_item < len(items) and items[self._first_item].end <= start:
-            self._first_item += 1
-        keys: list[Any] = []
-        for item in items[self._first_item :]:
-            if item.offset >= end:
-                break
-            if item.end > start:
-                keys.append(("mm", item.identifier, item.offset - start) if self._tagged else item.identifier)
+    def event_keys_of_block(self, start: int, end: int) -> tuple[Any, ...] | None:
+        """The same keys as KV events publish them."""
+        keys = self._written(EVENT_FORM, start, end)
+        if self._weight_version is not None and start == 0:
+            keys.append(self._weight_version)
+        return tuple(keys) or None
+
+    def _written(self, form: KeyForm, start: int, end: int) -> list[Any]:
+        """All keys of a block but the weight version."""
+        keys = [] if self._lora is None else [form.lora(self._lora)]
+        if self._items:
+            keys += self._item_keys(form.item, start, end)
+        if self._cache_salt is not None and start == 0:
+            keys.append(form.salt(self._cache_salt))
+        if self._prompt_embeds is not None:
+            keys.append(form.embeds(np.ascontiguousarray(self._prompt_embeds[start:end]).tobytes()))
         return keys
 
-
-def to_event_extra_keys(extra_keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """The form that KV events publish: `(identifier, offset)` for an item, the bare value for all others."""
-    return None if extra_keys is None else tuple(map(_untagged, extra_keys))
-
-
-def _untagged(key: Any) -> Any:
-    if not isinstance(key, tuple):
-        return key  # bare style
-    return key[1:] if key[0] == "mm" else key[1]
+    def _item_keys(self, write: Callable[[str, int], Any], start: int, end: int) -> list[Any]:
+        items, first = self._items, self._first_item
+        if start < self._scanned:
+            first = 0
+        while first < len(items) and items[first][1] <= start:
+            first += 1
+        self._first_item, self._scanned = first, start
+        keys: list[Any] = []
+        for offset, item_end, identifier in items[first:]:
+            if offset >= end:
+                break
+            if item_end > start:
+                keys.append(write(identifier, offset - start))
+        return keys

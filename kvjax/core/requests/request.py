@@ -20,7 +20,7 @@ import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash, BlockHasher
 from kvjax.core.hashing.block_origin import BlockOrigin
-from kvjax.core.hashing.extra_keys import ExtraKeys, LoRARequest, MultiModalFeature, to_event_extra_keys
+from kvjax.core.hashing.extra_keys import DEFAULT_EXTRA_KEY_STYLE, ExtraKeys, LoRARequest, MultiModalFeature
 from kvjax.core.requests.token_ids import as_token_ids
 
 if TYPE_CHECKING:
@@ -241,12 +241,12 @@ class Request:
         if keys is None:
             return [None] * (end_block - first_block)
         starts = range(first_block * block_size, end_block * block_size, block_size)
-        return [to_event_extra_keys(keys.of_block(start, start + block_size)) for start in starts]
+        return [keys.event_keys_of_block(start, start + block_size) for start in starts]
 
     def _make_extra_keys(self, origin: BlockOrigin) -> ExtraKeys | None:
         if origin is NO_ORIGIN and not self.mm_features and self.prompt_embeds is None:
             return None
-        style = "tagged" if self.block_hasher is None else self.block_hasher.extra_key_style
+        style = DEFAULT_EXTRA_KEY_STYLE if self.block_hasher is None else self.block_hasher.extra_key_style
         keys = ExtraKeys(
             mm_features=self.mm_features,
             lora=origin.lora,

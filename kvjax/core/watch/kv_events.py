@@ -106,7 +106,7 @@ class StoredRequest(Protocol):
         """Whether anything beside tokens decides the request's hashes."""
 
     def event_extra_keys(self, first_block: int, end_block: int, block_size: int) -> Sequence[tuple[Any, ...] | None]:
-        """Extra keys of the blocks [first_block, end_block), untagged."""
+        """Extra keys of the blocks [first_block, end_block), in the form of events."""
 
 
 def stored_events(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.core.hashing.extra_keys import ExtraKeys, LoRARequest, MultiModalFeature, to_event_extra_keys
+from kvjax.core.hashing.extra_keys import EXTRA_KEY_STYLES, ExtraKeys, LoRARequest, MultiModalFeature
 
 LORA = LoRARequest("adapter", "/adapters/1")
 EMBEDS = np.arange(20, dtype=np.float32).reshape(5, 4)
@@ -20,28 +20,44 @@ def digest(rows: np.ndarray) -> bytes:
     return hashlib.sha256(rows.tobytes()).digest()
 
 
-def test_tagged_keys_in_their_order() -> None:
-    keys = ExtraKeys(mm_features=[MultiModalFeature("image", 1, 4)], lora=LORA, cache_salt="salt", prompt_embeds=EMBEDS)
-    lora = ("lora", "adapter", "/adapters/1")
-    assert [keys.of_block(start, start + 3) for start in (0, 3, 6)] == [
-        (lora, ("mm", "image", 1), ("cache_salt", "salt"), ("prompt_embeds", digest(EMBEDS[:3]))),
-        (lora, ("mm", "image", -2), ("prompt_embeds", digest(EMBEDS[3:]))),
-        (lora, ("prompt_embeds", digest(EMBEDS[:0]))),
-    ]
+WRITTEN = {
+    "vllm-0.16": [
+        ("adapter", "image", "salt", EMBEDS[:3].tobytes()),
+        ("adapter", "image", EMBEDS[3:].tobytes()),
+        ("adapter", b""),
+    ],
+    "vllm-0.22": [
+        ("adapter", ("image", 1), "salt", digest(EMBEDS[:3])),
+        ("adapter", ("image", -2), digest(EMBEDS[3:])),
+        ("adapter", digest(EMBEDS[:0])),
+    ],
+    "vllm-0.33": [
+        (
+            ("lora", "adapter", "/adapters/1"),
+            ("mm", "image", 1),
+            ("cache_salt", "salt"),
+            ("prompt_embeds", digest(EMBEDS[:3])),
+        ),
+        (("lora", "adapter", "/adapters/1"), ("mm", "image", -2), ("prompt_embeds", digest(EMBEDS[3:]))),
+        (("lora", "adapter", "/adapters/1"), ("prompt_embeds", digest(EMBEDS[:0]))),
+    ],
+}
 
 
-def test_bare_keys_in_their_order() -> None:
-    keys = ExtraKeys(
-        mm_features=[MultiModalFeature("image", 1, 4)],
-        lora=LORA,
-        cache_salt="salt",
-        prompt_embeds=EMBEDS,
-        style="bare",
-    )
-    assert [keys.of_block(start, start + 3) for start in (0, 3)] == [
-        ("adapter", "image", "salt", digest(EMBEDS[:3])),
-        ("adapter", "image", digest(EMBEDS[3:])),
-    ]
+def keys_of_all_kinds(**options: Any) -> ExtraKeys:
+    items = [MultiModalFeature("image", 1, 4)]
+    return ExtraKeys(mm_features=items, lora=LORA, cache_salt="salt", prompt_embeds=EMBEDS, **options)
+
+
+@pytest.mark.parametrize("style", WRITTEN)
+def test_keys_in_their_order_as_a_release_writes_them(style: str) -> None:
+    keys = keys_of_all_kinds(style=style)
+    assert [keys.of_block(start, start + 3) for start in (0, 3, 6)] == WRITTEN[style]
+
+
+def test_every_style_is_known_and_the_default_is_the_newest() -> None:
+    assert tuple(WRITTEN) == EXTRA_KEY_STYLES
+    assert keys_of_all_kinds().of_block(0, 3) == WRITTEN["vllm-0.33"][0]
 
 
 def test_no_features_no_keys() -> None:
@@ -68,7 +84,8 @@ def test_the_salt_is_the_first_blocks_only() -> None:
 def test_tags_keep_an_adapter_from_a_salt_of_its_name() -> None:
     lora, salt = {"lora": LoRARequest("x")}, {"cache_salt": "x"}
     assert ExtraKeys(**lora).of_block(0, 4) != ExtraKeys(**salt).of_block(0, 4)
-    assert ExtraKeys(**lora, style="bare").of_block(0, 4) == ExtraKeys(**salt, style="bare").of_block(0, 4)
+    for style in ("vllm-0.16", "vllm-0.22"):
+        assert ExtraKeys(**lora, style=style).of_block(0, 4) == ExtraKeys(**salt, style=style).of_block(0, 4)
 
 
 def test_an_adapter_at_another_path_is_another() -> None:
@@ -113,18 +130,20 @@ def test_embeddings_are_hashed_by_their_bytes() -> None:
     assert ExtraKeys(prompt_embeds=other).of_block(1, 3) != ExtraKeys(prompt_embeds=EMBEDS).of_block(1, 3)
 
 
-@pytest.mark.parametrize("style", ["tagged", "bare"])
-def test_events_publish_keys_without_tags(style: str) -> None:
-    keys = ExtraKeys(
-        mm_features=[MultiModalFeature("image", 1, 4)],
-        lora=LORA,
-        cache_salt="salt",
-        prompt_embeds=EMBEDS,
-        style=style,
-    )
-    item = ("image", 1) if style == "tagged" else "image"
-    assert to_event_extra_keys(keys.of_block(0, 3)) == ("adapter", item, "salt", digest(EMBEDS[:3]))
-    assert to_event_extra_keys(None) is None
+@pytest.mark.parametrize("style", EXTRA_KEY_STYLES)
+def test_events_publish_keys_in_one_form(style: str) -> None:
+    """What consumers of vLLM parse: names, pairs of identifier and place, salts, digests."""
+    keys = keys_of_all_kinds(style=style, weight_version=5)
+    assert keys.event_keys_of_block(0, 3) == (*WRITTEN["vllm-0.22"][0], 5)
+    assert [keys.event_keys_of_block(start, start + 3) for start in (3, 6)] == WRITTEN["vllm-0.22"][1:]
+    assert ExtraKeys(style=style, cache_salt="s").event_keys_of_block(4, 8) is None
+
+
+def test_items_are_told_by_place_from_0_22_on() -> None:
+    """One image at two places of blocks with equal tokens, as runs of placeholders are."""
+    for style in EXTRA_KEY_STYLES:
+        early, late = (ExtraKeys(mm_features=[MultiModalFeature("image", at, 2)], style=style) for at in (0, 1))
+        assert (early.of_block(0, 4) == late.of_block(0, 4)) == (style == "vllm-0.16")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +158,10 @@ def test_events_publish_keys_without_tags(style: str) -> None:
         (lambda: LoRARequest("a", adapter_id=True), r"adapter_id that is an integer in \[1, .* got True"),
         (lambda: MultiModalFeature("a", -1, 2), "expected offset >= 0 and length >= 1, got -1 and 2"),
         (lambda: MultiModalFeature("a", 0, 0), "expected offset >= 0 and length >= 1, got 0 and 0"),
-        (lambda: ExtraKeys(style="old"), "expected an extra key style of tagged, bare, got 'old'"),
+        (
+            lambda: ExtraKeys(style="old"),
+            r"extra key style of vllm-0\.16, vllm-0\.22, vllm-0\.33, got 'old'",
+        ),
         (lambda: ExtraKeys(cache_salt=""), "expected a cache_salt that is not empty"),
         (
             lambda: ExtraKeys(mm_features=[MultiModalFeature("a", 4, 1), MultiModalFeature("b", 2, 1)]),

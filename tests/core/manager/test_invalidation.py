@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvjax.core import BlockHasher, BlockOrigin, BlockRemoved, KVCacheManager, LoRARequest, Request
+from kvjax.core.hashing.extra_keys import EXTRA_KEY_STYLES
 from tests.core.manager.manager_lockstep import FULL, SETUPS, Setup
 from tests.core.manager.random_lockstep import RandomLockstep
 
@@ -143,7 +144,7 @@ def test_weight_versions_share_nothing_and_a_waiting_request_changes_its_own() -
     assert not plain.has_extra_keys
 
 
-@pytest.mark.parametrize("style", ["tagged", "bare"])
+@pytest.mark.parametrize("style", EXTRA_KEY_STYLES)
 def test_a_weight_version_collides_with_no_salt_and_no_adapter(style: str) -> None:
     hasher = BlockHasher(2, "xxhash_cbor", seed="0", extra_key_style=style)
     options: list[dict[str, Any]] = [{"weight_version": "x"}, {"cache_salt": "x"}, {"lora": LoRARequest("x")}]

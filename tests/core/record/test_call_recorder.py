@@ -215,7 +215,7 @@ def test_a_request_is_written_in_full() -> None:
         skip_reading_prefix_cache=True,
         skip_writing_prefix_cache=True,
         max_tokens=9,
-        block_hasher=BlockHasher(2, "xxhash", extra_key_style="bare"),
+        block_hasher=BlockHasher(2, "xxhash", extra_key_style="vllm-0.16"),
     )
     whole.append_output_token_ids([3, 4, 5])
     whole.num_computed_tokens, whole.num_preemptions = 7, 2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.core.hashing.block_hash import ALGORITHMS, BlockHasher
-from kvjax.core.hashing.extra_keys import ExtraKeys
+from kvjax.core.hashing.extra_keys import EXTRA_KEY_STYLES, ExtraKeys
 from kvjax.core.requests.request import LoRARequest, MultiModalFeature, Request
 from tests.core.hashing.plain_hashing import plain_hashes
 
@@ -56,7 +56,7 @@ def test_without_a_hasher_there_are_no_hashes() -> None:
     assert request.block_hashes == []
 
 
-@pytest.mark.parametrize("style", ["tagged", "bare"])
+@pytest.mark.parametrize("style", EXTRA_KEY_STYLES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_hashes_cover_the_extra_keys(algorithm: str, style: str) -> None:
     hasher = BlockHasher(4, algorithm, seed="s", extra_key_style=style)

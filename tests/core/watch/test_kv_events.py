@@ -78,7 +78,7 @@ def test_events_name_the_group_its_kind_and_window() -> None:
     assert removed == BlockRemoved((request.block_hashes[0],), group_idx=4)
 
 
-def test_extra_keys_are_told_per_block_and_untagged() -> None:
+def test_extra_keys_are_told_per_block_and_without_tags() -> None:
     pool = make_pool()
     request = make_request(
         lora=LoRARequest("adapter"), cache_salt="salt", mm_features=[MultiModalFeature("image", SIZE + 1, 2)]
