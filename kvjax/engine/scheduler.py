@@ -6,7 +6,7 @@ Source:  vLLM v1/core/sched/scheduler.py (running first, preemption by recomputa
 
 A step takes at most `max_num_batched_tokens` tokens. Running requests come first, in order of priority, a token or a
 chunk of prompt each; then waiting requests are admitted while tokens, rows and blocks last. When blocks run out, the
-running request of the lowest priority is preempted: it gives back its blocks, waits at the head of the queue, and on
+running request of the lowest priority is preempted: its blocks are freed, it waits at the head of the queue, and on
 readmission computes again what the prefix cache no longer holds.
 
 Samples of one prompt wait in a row. The first computes the prompt; once that step is dispatched, as many of the others
@@ -149,7 +149,7 @@ class Scheduler:
             self._forget_stopped()
 
     def preempt_last(self) -> None:
-        """The running request of the lowest priority gives back all it has and waits at the head of the queue.
+        """Frees all blocks of the running request of the lowest priority, which waits at the head of the queue.
 
         The next step admits nobody.
 
@@ -255,7 +255,7 @@ class Scheduler:
             raise InvariantError(f"I4: rows {rows} run, {self._rows.tolist()} are queued, the arrays hold {in_arrays}")
 
     def _schedule_running(self, draft: StepDraft) -> tuple[int, ...]:
-        """Plans the running requests in order, preempting from the end while one does not fit; blocks given back."""
+        """Plans the running requests in order, preempting from the end while one does not fit; blocks released."""
         pools = self._manager.block_pools
         num_released = [-pool.num_free_blocks for pool in pools]
         start = 0  # running requests before it are planned, or have nothing to do

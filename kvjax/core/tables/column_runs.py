@@ -1,4 +1,4 @@
-"""Runs of block-table columns in many rows: what one vectorised step gives back, appends or registers.
+"""Runs of block-table columns in many rows: what one vectorised step releases, appends or registers.
 
 Flow:    counts of a SingleTypeKVCacheManager -> [Runs] -> table entries, shares of one sequence of blocks
 
