@@ -33,7 +33,7 @@ from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.step.step_plan import StepResult, TableUpdate
-from kvjax.core.tables.column_runs import Runs, deal, merge
+from kvjax.core.tables.column_runs import Runs, merge, split
 from kvjax.core.tables.row_changes import RowChanges
 
 NO_UPDATE = TableUpdate(np.empty(0, np.int64), np.empty(0, np.int64), NO_BLOCK_IDS)
@@ -239,7 +239,7 @@ class StepPlanner:
                 num_new += needed.num_columns * num_groups
         if not runs:
             return
-        shares = deal(pool.get_new_blocks(num_new), runs, groups, work.rows.size)
+        shares = split(pool.get_new_blocks(num_new), runs, groups, work.rows.size)
         for manager, run, block_ids in zip(managers, runs, shares, strict=True):
             rows, columns = run.entries()
             rows, columns, block_ids = manager.attach(rows, columns, block_ids)
