@@ -193,8 +193,44 @@ def test_sources_are_in_the_repository() -> None:
     assert [str(path.relative_to(ROOT)) for path in TEXTS if re.search(r"\bDESIGN\b", path.read_text())] == []
 
 
+def table_of(title: str, text: str = ARCHITECTURE) -> list[list[str]]:
+    """The cells of the table under the heading `title`, without its head, as plain text."""
+    section = re.split(rf"^#+ {re.escape(title)}$", text, flags=re.MULTILINE)[1]
+    section = re.split(r"^#", section, flags=re.MULTILINE)[0]
+    rows = [line.strip().strip("|").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip().strip("`") for cell in row] for row in rows[2:]]
+
+
+def definitions_of(path: Path) -> set[str]:
+    """Names of the functions, classes and methods (`Class.method`) that a module defines."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    top = [node for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
+    methods = {f"{node.name}.{part.name}" for node in top for part in node.body if isinstance(part, kinds)}
+    return methods | {node.name for node in top}
+
+
 def test_the_glossary_defines_each_word_once() -> None:
-    section = ARCHITECTURE.split("\n## Words\n")[1].split("\n## ")[0]
-    words = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
+    words = [row[0] for row in table_of("Words")]
     assert len(words) > 20
     assert sorted(words) == sorted(set(words))
+
+
+@pytest.mark.parametrize("row", table_of("Where is ...?"), ids=lambda row: row[0])
+def test_the_map_leads_to_a_function_in_three_steps(row: list[str]) -> None:
+    """From a question to a folder of the core, a file in it, and a function, method or class in that."""
+    _, folder, file, function = row
+    assert function in definitions_of(ROOT / "kvjax" / "core" / folder / file)
+
+
+def test_the_readme_of_the_core_lists_its_rooms_in_their_order() -> None:
+    readme = (ROOT / "kvjax" / "core" / "README.md").read_text()
+    assert tuple(Path(row[0]).stem for row in table_of("kvjax.core", readme)) == ROOMS
+
+
+def test_modules_and_paths_that_the_architecture_names_exist() -> None:
+    """`kvjax.core.pool` and `kvjax.core.pool.block_pool` are a folder and a module, `tests/x.py` is a file."""
+    modules = re.findall(r"\b(?:kvjax|pallas_kernels)(?:\.[a-z]\w*)+", ARCHITECTURE)
+    paths = re.findall(r"\b(?:kvjax|pallas_kernels|scripts|tests|docs)/[\w/.-]*\w", ARCHITECTURE)
+    places = [ROOT / name.replace(".", "/") for name in modules] + [ROOT / path for path in paths]
+    lost = {place for place in places if not (place.exists() or place.with_suffix(".py").exists())}
+    assert lost == set()

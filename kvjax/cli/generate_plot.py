@@ -1,4 +1,4 @@
-"""The pools over a run as a PNG: held, cached and free blocks per step, hits and blocks given back below.
+"""The pools over a run as a PNG: held, cached and free blocks per step, hits and released blocks below.
 
 Flow:    list of StepStats -> [save_pool_plot] -> PNG file
 """
@@ -15,7 +15,7 @@ HELD, CACHED, FREE, RELEASED, PREEMPTED = "#31688e", "#90c8ac", "#ebebeb", "#c96
 
 
 def save_pool_plot(steps: Sequence[StepStats], path: Path) -> None:
-    """Draws `steps` into a PNG at `path`: a panel per pool, then hits, then blocks given back. Needs matplotlib."""
+    """Draws `steps` into a PNG at `path`: a panel per pool, then hits, then released blocks. Needs matplotlib."""
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import MaxNLocator
 

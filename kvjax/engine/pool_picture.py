@@ -1,4 +1,4 @@
-"""A pool over time as text: held, cached and free blocks per step, with hits and blocks given back below.
+"""A pool over time as text: held, cached and free blocks per step, with hits and released blocks below.
 
 Flow:    list of StepStats -> [pool_picture] -> lines for a terminal
 """
@@ -36,7 +36,7 @@ def pool_picture(steps: Sequence[StepStats], pool_id: int, *, width: int = 72, h
         lines.append(f"{label:>{LABEL_WIDTH}} ┤" + "".join(column[level] for column in columns))
     series: list[tuple[str, Callable[[StepStats], int]]] = [
         ("hit tokens", lambda step: step.num_hit_tokens),
-        ("given back", lambda step: step.pools[pool_id].released),
+        ("released", lambda step: step.pools[pool_id].released),
         ("preempted", lambda step: step.num_preemptions),
     ]
     lines += [line for name, value in series if (line := _sparkline(name, [value(step) for step in steps], bins))]

@@ -28,7 +28,7 @@ class ScheduledStep:
     num_preemptions: int
     num_queried_tokens: int  # tokens of the requests admitted in this step
     num_hit_tokens: int  # those of them that the prefix cache held
-    num_released: tuple[int, ...]  # per pool: blocks that running requests gave back
+    num_released: tuple[int, ...]  # per pool: blocks that running requests released
 
 
 @dataclass(frozen=True)

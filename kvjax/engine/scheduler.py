@@ -255,7 +255,7 @@ class Scheduler:
             raise InvariantError(f"I4: rows {rows} run, {self._rows.tolist()} are queued, the arrays hold {in_arrays}")
 
     def _schedule_running(self, draft: StepDraft) -> tuple[int, ...]:
-        """Plans the running requests in order, preempting from the end while one does not fit; blocks given back."""
+        """Plans the running requests in order, preempting from the end while one does not fit; blocks released."""
         pools = self._manager.block_pools
         num_released = [-pool.num_free_blocks for pool in pools]
         start = 0  # running requests before it are planned, or have nothing to do

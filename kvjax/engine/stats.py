@@ -50,7 +50,7 @@ class PoolUse:
     held: int  # used by requests
     cached: int  # free, but still a prefix-cache hit
     free: int  # free and empty
-    released: int  # given back in this step by requests that go on (blocks that left a sliding window)
+    released: int  # in this step, by requests that go on (blocks that left a sliding window)
 
 
 @dataclass(frozen=True)

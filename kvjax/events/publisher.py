@@ -26,7 +26,7 @@ class EventPublisher(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self, timeout_s: float = 1.0) -> None:
-        """Sends what waits, for at most that long, and gives back thread and sockets. A second call does nothing."""
+        """Sends what waits, for at most that long, and ends its thread and sockets. A second call does nothing."""
 
     def __enter__(self) -> EventPublisher:
         return self

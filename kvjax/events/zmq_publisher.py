@@ -129,7 +129,7 @@ class ZmqEventPublisher(EventPublisher):
                 self._wake()
 
     def shutdown(self, timeout_s: float = 1.0) -> None:
-        """Sends what waits, for at most that long, and gives back thread and sockets. A second call does nothing."""
+        """Sends what waits, for at most that long, and ends its thread and sockets. A second call does nothing."""
         with self._changed:
             if self._deadline_s is not None:
                 return

@@ -129,7 +129,7 @@ def plan_kv_cache(
         platform: "cpu", "gpu" or "tpu", whose padding counts; None: "cpu", no padding.
         tensor_parallel: devices that share the KV heads, where that is all parallelism there is.
         parallel: all of it, instead.
-        hybrid: whether windowed and chunked layers give blocks back; else they keep every token, in the full layers'
+        hybrid: whether windowed and chunked layers release blocks; else they keep every token, in the full layers'
             table.
         shared_layers: layers without a cache of their own, each with the layer whose pages it reads.
 

@@ -109,7 +109,7 @@ def _(spec: MambaSpec, tensor_parallel: int) -> KVCacheSpec:
 
 @singledispatch
 def table_columns(spec: KVCacheSpec, num_tokens: int, context_parallel: int) -> int:
-    """Entries of a request's row in the block table; given back blocks keep their (null) entries."""
+    """Entries of a request's row in the block table; released blocks keep their (null) entries."""
     return cdiv(num_tokens, spec.block_size * context_parallel)
 
 

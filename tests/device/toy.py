@@ -124,7 +124,7 @@ def is_greedy(model: ToyModel, prompt: np.ndarray, generated: list[int]) -> bool
 
 @dataclass
 class ToyHost:
-    """Tables as the manager keeps them: blocks dealt from a list, all given back when a request ends.
+    """Tables as the manager keeps them: blocks allocated from a list, all freed when a request ends.
 
     Blocks of the window group that lie before every visible token become the null block, as a manager would make them.
     """
@@ -173,7 +173,7 @@ class ToyHost:
         self.request_table.num_tokens[row] += 1
 
     def allocate(self, row: int, num_new: int) -> None:
-        """Blocks up to the new tokens; window blocks out of sight are given back and become null."""
+        """Blocks up to the new tokens; window blocks out of sight are freed and become null."""
         computed = int(self.request_table.num_computed_tokens[row])
         for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups):
             table, counts, free = self._tables[group_id], self._num_blocks[group_id], self._free[group.pool_id]

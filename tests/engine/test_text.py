@@ -66,7 +66,7 @@ def test_long_runs_are_drawn_in_bins_that_add_up() -> None:
     steps = [step_stats(1, 1, 1, released=1, num_hit_tokens=3) for _ in range(1000)]
     lines = pool_picture(steps, 0, width=50)
     assert all(len(line) <= 13 + 50 + 10 for line in lines)
-    assert any("given back" in line and line.endswith("1,000") for line in lines)
+    assert any("released" in line and line.endswith("1,000") for line in lines)
     assert any("hit tokens" in line and line.endswith("3,000") for line in lines)
     assert not any("preempted" in line for line in lines)
 

@@ -103,7 +103,7 @@ class EvictionPolicy(abc.ABC):
 
     @property
     def joins_releases(self) -> bool:
-        """Whether one `release` of blocks and then more equals two; else groups are released by a call each."""
+        """Whether one `release` of the blocks of several groups leaves what a call for each group leaves."""
         return False
 
     def take_one(self) -> int:

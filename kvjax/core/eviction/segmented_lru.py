@@ -11,8 +11,8 @@ Three queues, taken in this order:
     release -> blank | probation | protected -(overflow: its oldest)-> tail of probation
 
 A hit leaves its queue and joins the protected one when it is released again. Within a queue the order is LRU. The share
-is small by default: conversations hit their prefixes and then end, and what is protected for good use by others is
-little (docs/eviction.md).
+is small by default: most conversations hit their prefixes and then end, so few blocks are worth protecting longer
+(docs/eviction.md).
 
 Invariants (`check_invariants`):
 

@@ -1,4 +1,4 @@
-"""What a step takes from one pool and gives back to it, row by row: the question of `EvictionPolicy.bulk_equivalent`.
+"""What a step allocates from one pool and frees there, row by row: what `EvictionPolicy.bulk_equivalent` is asked.
 
 Flow:    StepPlanner -> [StepFlow] -> EvictionPolicy.bulk_equivalent -> rows that are planned at once
 
@@ -40,7 +40,7 @@ class StepFlow:
         return taken
 
     def released(self) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks that the rows give a reference of back, and which of the n rows each: int64[k], int64[k], any order.
+        """Blocks of which the rows drop a reference, and which of the n rows each: int64[k], int64[k], any order.
 
         A block that is shared need not become free.
         """

@@ -1,4 +1,4 @@
-"""Kinds whose tokens see a stretch before them that moves on: blocks behind it are released, a hit needs what it sees.
+"""Kinds whose tokens see only the last part of a sequence: blocks before it are released, and no hit needs them.
 
 Flow:    WindowManager, ChunkedLocalAttentionManager say which tokens are skipped -> [LocalAttentionManager]
 Source:  vLLM v1/core/single_type_kv_cache_manager.py

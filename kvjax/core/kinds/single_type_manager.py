@@ -1,4 +1,4 @@
-"""Blocks of the KV-cache groups of one spec: who holds which, what a request needs, what may be given back.
+"""Blocks of the KV-cache groups of one spec: who holds which, what a request needs, what may be released.
 
 Flow:    KVCacheCoordinator -> [SingleTypeKVCacheManager] -> BlockPool
 Source:  vLLM v1/core/single_type_kv_cache_manager.py; state as arrays by row: ARCHITECTURE.md, "Host core"
@@ -393,12 +393,12 @@ class SingleTypeKVCacheManager(abc.ABC):
             )
         if self.first_live[row] > self.get_num_skipped_tokens(num_tokens) // self.block_size:
             raise ValueError(
-                f"row {row}: blocks that token {num_tokens} attends to were given back; expected fewer "
+                f"row {row}: blocks that token {num_tokens} attends to were released; expected fewer "
                 "num_in_flight_tokens, or as many when the slots were allocated"
             )
 
     def row_block_ids(self, row: int) -> np.ndarray:
-        """int32[G, k] copy of the row's blocks, nulls where they were given back."""
+        """int32[G, k] copy of the row's blocks, nulls where they were released."""
         return self.block_tables[:, row, : self.num_blocks.item(row)].copy()
 
     def held_block_ids(self) -> np.ndarray:

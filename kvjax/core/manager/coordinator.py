@@ -66,8 +66,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
     Each manager maps a candidate length to the longest hit of its own that is no longer. Managers whose hits are
     prefix-closed are asked once, first: their answer bounds everybody's and is cut at the end. The others are asked
-    in turn until as many as there are have agreed on one length; with a single one, that is one question. A manager
-    goes on from its last answer, so all questions together look each block of each group up once at most.
+    in turn, again and again, until every one has returned the same length; a single one is asked once. A manager goes
+    on from its last answer, so all questions together look each block of each group up once at most.
     """
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:

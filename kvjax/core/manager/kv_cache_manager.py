@@ -1,4 +1,4 @@
-"""The KV cache of a deployment for its scheduler: prefix hits, slots for new tokens, and blocks given back.
+"""The KV cache of a deployment for its scheduler: prefix hits, slots for new tokens, and blocks freed.
 
 Flow:    Request -> [KVCacheManager] -> block ids, block tables -> StepPlan; sampled tokens come back to the Request
 Source:  names and semantics of vLLM v1/core/kv_cache_manager.py
@@ -224,8 +224,8 @@ class KVCacheManager(ManagerReader, SavableManager):
             |          |    a hit     |  loaded  | to be computed    |
                                       |   slots are taken from here  |
 
-        First what left the windows is given back; if the rest then does not fit, nothing else has happened. Blocks
-        that the tokens up to `new` fill become prefix hits, those of tokens that the request does not have yet
+        First the blocks that left the windows are released; if the rest then does not fit, nothing else has happened.
+        Blocks that the tokens up to `new` fill become prefix hits, those of tokens that the request does not have yet
         (drafts, tokens in flight) excepted.
 
         Args:
@@ -296,7 +296,7 @@ class KVCacheManager(ManagerReader, SavableManager):
     ) -> StepResult:
         """Slots for one step of many running requests: what `allocate_slots` row by row would do, in bulk.
 
-        Stops at the first row that does not fit (of which only the blocks outside its windows were given back):
+        Stops at the first row that does not fit (of which only the blocks outside its windows were released):
         preempt a request, and call again with the rows from `num_planned` on.
 
         Raises:
@@ -381,7 +381,7 @@ class KVCacheManager(ManagerReader, SavableManager):
         Raises:
             UnknownRequestError: the manager does not hold the request.
             ValueError: `n` or a count is out of range, ids repeat or are in use, nothing is computed, or windows have
-                given back blocks that the children would need.
+                released blocks that the children would need.
             NotImplementedError: in-flight tokens with a kind that has one state for all tokens.
         """
         return self._forks.fork(request, n, request_ids, num_in_flight_tokens)

@@ -4,8 +4,8 @@ Flow:    SlotAllocator admits -> [Reservations] -> no later call of an admitted 
 Source:  ARCHITECTURE.md, "Admission by worst case"; cap of windowed kinds: vLLM v1/core/single_type_kv_cache_manager.py
 
 A request reserves, per pool, the most blocks that it will ever hold at once: those of its final length, or for kinds
-that give blocks back their admission cap, where that is less. Blocks that requests share count once for each, so the
-sum is at least what they hold together; as long as it is at most the pool, what a row still lacks is free.
+that release blocks before the end their admission cap, where that is less. Blocks that requests share count once for
+each. So the sum is at least what they hold together: while it fits the pool, what a row still lacks is free.
 
 Invariant (`check_invariants`):
 

@@ -197,7 +197,7 @@ class RowBlocks:
             manager.check_invariants(owned_rows)
         for row in owned_rows:
             if self.quiet_until[row] > min(manager.row_quiet_until(row) for manager in managers):
-                raise InvariantError(f"M3: row {row} sleeps past its next allocation, registration or release")
+                raise InvariantError(f"M3: row {row} is quiet past its next allocation, registration or release")
         for pool_id, pool in enumerate(self._groups.pools):
             owners = pool.outside_refs.counts.astype(np.int64)
             for manager, of_pool in zip(managers, self._groups.pool_ids, strict=True):

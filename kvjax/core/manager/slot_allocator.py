@@ -4,7 +4,7 @@ Flow:    KVCacheManager.allocate_slots -> [SlotAllocator] -> RowBlocks -> per gr
 Source:  order of work of vLLM v1/core/kv_cache_manager.py (allocate_slots)
 
     1  check every argument                        nothing is changed by a call that raises
-    2  give back what left the windows             also if the call is refused
+    2  release what left the windows               also if the call is refused
     3  compare needs with what is free             refused: None
     4  hold the hits of all groups, then take blocks for external tokens, then new blocks
     5  register the blocks that the step fills
@@ -177,7 +177,7 @@ class SlotAllocator:
         return self._needs.fit(sums(needs, kept))
 
     def _whole_fits(self, request: Request, row: int, counts: SlotCounts) -> bool:
-        """Gives back what left the windows of a running row, and says whether the rest of its sequence fits."""
+        """Releases what left the windows of a running row, and says whether the rest of its sequence fits."""
         computed = self._table.num_computed_tokens.item(row)
         self._check_length(request, computed + counts.new)
         self._rows.remove_skipped(row, max(computed - counts.in_flight, 0))

@@ -6,8 +6,8 @@ Source:  ARCHITECTURE.md, "Planning a step": why bulk equals sequential
 Most rows of a decoding step have nothing to do: `RowBlocks.quiet_until` tells which in a few operations.
 The rest are planned in stretches, each as
 
-    1  give back what left the windows        row by row, managers inner, groups inner
-    2  take all new blocks at once            dealt in the same order
+    1  release what left the windows          row by row, managers inner, groups inner
+    2  allocate all new blocks at once        for the rows in that order
     3  register the blocks that filled        rows in order, group by group
 
 A row that shares a partly filled block since a fork is planned alone.
@@ -34,11 +34,11 @@ from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.step.step_plan import StepResult, TableUpdate
-from kvjax.core.tables.column_runs import Runs, deal, merge
+from kvjax.core.tables.column_runs import Runs, merge, split
 from kvjax.core.tables.row_changes import RowChanges
 
 NO_UPDATE = TableUpdate(np.empty(0, np.int64), np.empty(0, np.int64), NO_BLOCK_IDS)
-Updates = list[list[TableUpdate]]  # per group, in the order of dealing
+Updates = list[list[TableUpdate]]  # per group, in the order of allocation
 
 
 class StepWork(NamedTuple):
@@ -137,7 +137,7 @@ class StepPlanner:
         return index, quiet_until[index]
 
     def _check_active(self, rows: np.ndarray, after: np.ndarray) -> None:
-        """Checks what a quiet row can not get wrong: a row without a request, or at the longest length, is active."""
+        """Checks what cannot be wrong with a quiet row: that a request has it, and that its length is allowed."""
         quiet_until = self._rows.quiet_until[rows]
         if np.minimum.reduce(quiet_until) < 0:
             raise ValueError(f"expected rows that a request owns, got row {rows[quiet_until.argmin()]}")
@@ -229,7 +229,7 @@ class StepPlanner:
             pool.free_held(ids if is_dense else ids[ids != 0])
 
     def _allocate(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]], updates: Updates) -> None:
-        """Takes the new blocks of one pool's managers at once and deals them."""
+        """Allocates the new blocks of one pool's managers at once and gives each row its own."""
         managers, runs, groups, num_new = [], [], [], 0
         for i, num_groups in of_pool:
             needed = work.changes[i].needed
@@ -240,7 +240,7 @@ class StepPlanner:
                 num_new += needed.num_columns * num_groups
         if not runs:
             return
-        shares = deal(pool.get_new_blocks(num_new), runs, groups, work.rows.size)
+        shares = split(pool.get_new_blocks(num_new), runs, groups, work.rows.size)
         for manager, run, block_ids in zip(managers, runs, shares, strict=True):
             rows, columns = run.entries()
             rows, columns, block_ids = manager.attach(rows, columns, block_ids)

@@ -21,8 +21,8 @@ Behind the hit the tokens of a prompt fall to these reasons, in this order; hit 
                        no input to the encoder
 
 A hit is one that all groups accept, so these are lengths of hits, not states of single blocks: a token counts as
-evicted where the hit that reaches it lacks nothing but evicted blocks. Which groups keep a hit short is told apart from
-that: `limited_by` are those that alone accept less than another group does. With `sub_block_hits` all this is told of
+evicted where the hit that reaches it lacks nothing but evicted blocks. Apart from that, `limited_by`
+names the groups that alone accept less than another group does. With `sub_block_hits` all this is told of
 whole blocks still; a hit that reaches into one takes its tokens from the first reasons.
 """
 

@@ -150,7 +150,7 @@ class BlockPool:
         self._check_group(group_id)
         return self.hash_maps[group_id].get_many(block_hashes)
 
-    # -- taking and giving back -------------------------------------------------------------------------------------
+    # -- allocating and freeing -------------------------------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
         """Takes the next blocks in eviction order with one reference each, and forgets their hashes.
@@ -189,7 +189,7 @@ class BlockPool:
         return block_id
 
     def take_for_good(self, num_blocks: int) -> np.ndarray:  # int32[num_blocks]
-        """`get_new_blocks` of blocks that are never given back and do not count as usable any more; same errors."""
+        """`get_new_blocks` of blocks that are never freed and do not count as usable any more; same errors."""
         ids = self.get_new_blocks(num_blocks)
         self.num_usable_blocks -= num_blocks
         return ids
@@ -257,7 +257,7 @@ class BlockPool:
             bad = int(np.argmax(counts < 0))
             given = repeats if isinstance(repeats, int) else int(repeats[bad])
             raise BlockStateError(
-                f"block {distinct[bad]} has {before[bad]} references, {given} given back; free each reference once"
+                f"block {distinct[bad]} has {before[bad]} references, {given} freed; free each reference once"
             )
         self.ref_count[distinct] = counts
         freed = distinct[counts == 0]
@@ -275,7 +275,7 @@ class BlockPool:
             return
         count = self.ref_count.item(block_id)
         if count < 1:
-            raise BlockStateError(f"block {block_id} has {count} references, 1 given back; free each reference once")
+            raise BlockStateError(f"block {block_id} has {count} references, 1 freed; free each reference once")
         self.ref_count[block_id] = count - 1
         if count == 1:
             self.eviction_policy.release_one(block_id)

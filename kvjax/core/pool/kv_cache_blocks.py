@@ -1,4 +1,4 @@
-"""Block ids that a lookup found or an allocation dealt, one array per group.
+"""Block ids that a lookup found or that were allocated, one array per group.
 
 Flow:    KVCacheManager -> [KVCacheBlocks] -> the scheduler, and back into `allocate_slots` as a hit
 Source:  the value of the same name in vLLM v1/core/kv_cache_manager.py

@@ -3,9 +3,9 @@
 Flow:    CopyOnWrite, sub-block hits -> [PageEdits] -> KVCacheManager.take_page_copies, take_pages_to_zero -> StepPlan
 Source:  ARCHITECTURE.md, "Order inside a step"
 
-A copy's source keeps a reference until the copies are taken, so that nobody writes to it or copies to it first. A
-destination that is given back and dealt again needs its old copy no more. A copy from a page that is itself still to be
-copied to reads that page's source instead, so that no copy waits for another.
+A copy's source keeps a reference until the copies are taken, so that nobody writes to it or copies to it first.
+Reallocating a destination cancels its pending copy. A copy from a page that is itself still to be copied to reads that
+page's source instead, so that no copy waits for another.
 
 Invariants (`check_invariants`):
 
@@ -86,7 +86,7 @@ class PageEdits:
         return np.array(self._held_sources, np.int64)
 
     def on_new_blocks(self, block_ids: Iterable[int]) -> None:
-        """Notes that blocks are dealt anew: what was to be copied there is needed no more."""
+        """Notes that blocks are allocated: copies still pending to them are cancelled."""
         ids = list(block_ids)
         for block_id in ids:
             self._source_of.pop(block_id, None)
@@ -131,7 +131,7 @@ class PageEdits:
         return PageCopies(pairs[:, 0].copy(), pairs[:, 1].copy())
 
     def take_pages_to_zero(self) -> np.ndarray:  # int32[Z] ascending
-        """The blocks dealt since the last call that no copy fills."""
+        """The blocks allocated since the last call that no copy fills."""
         if not self._to_zero:
             return NO_PAGES
         ids = np.array(sorted(self._to_zero), np.int32)

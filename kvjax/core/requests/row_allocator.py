@@ -6,8 +6,8 @@ Source:  ARCHITECTURE.md, "Rows and steps in flight"
 A row is in exactly one state:
 
     free      the lowest free row is issued first
-    owned     taken and not given back
-    retiring  given back while open steps name it; free when the last of them closes
+    owned     taken and not freed
+    retiring  freed while open steps name it; free again when the last of them closes
 
 Invariants (`check_invariants`):
 

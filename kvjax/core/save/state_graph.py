@@ -3,8 +3,8 @@
 Flow:    KVCacheManager -> [encode_graph] -> nodes (numbers, text, bytes, lists) -> CBOR -> state_filling.py
 
 Every attribute of every object is state, so that whatever a kind or a policy adds is saved without a word here. It has
-to be kept in numbers, text, bytes, arrays, lists, tuples, dicts, sets, deques or objects with such attributes, and in
-whole arrays: of two views of one array the copies would part. Three exceptions:
+to be kept in numbers, text, bytes, arrays, lists, tuples, dicts, sets, deques or objects with such attributes. Arrays
+must be whole: two views of one array would come back as two arrays. Three exceptions:
 
     kept      functions, classes, and instances of `KEPT_CLASSES`, which the constructor was given: the fresh tree has
               its own at the same place

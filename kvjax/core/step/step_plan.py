@@ -20,7 +20,7 @@ from kvjax.core.pool.page_edits import PageCopies
 
 @dataclass(frozen=True)
 class TableUpdate:
-    """Entries that one step wrote into a group's block table, in the order in which ids were dealt.
+    """Entries that one step wrote into a group's block table, in the order in which ids were allocated.
 
     A column may have held another block before: a copy takes the place of a block that a fork shares.
     """

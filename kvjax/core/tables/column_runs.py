@@ -1,9 +1,9 @@
-"""Runs of block-table columns in many rows: what one vectorised step gives back, appends or registers.
+"""Runs of block-table columns in many rows: what one vectorised step releases, appends or registers.
 
 Flow:    counts of a SingleTypeKVCacheManager -> [Runs] -> table entries, shares of one sequence of blocks
 
 One sequence of blocks serves all managers of a pool: rows in order, within a row the managers, within a manager the
-groups, within a group the row's columns. `deal` and `merge` go from that order to block tables and back.
+groups, within a group the row's columns. `split` goes from that order to block tables, `merge` back.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _NONE = np.empty(0, np.int64)
 NO_RUNS = Runs(_NONE, _NONE, _NONE, _NONE, 0)
 
 
-def deal(block_ids: np.ndarray, runs: list[Runs], num_groups: list[int], num_rows: int) -> list[np.ndarray]:
+def split(block_ids: np.ndarray, runs: list[Runs], num_groups: list[int], num_rows: int) -> list[np.ndarray]:
     """Per manager int32[G, num_columns]: its share of int32[all] blocks in the common order."""
     if _are_alike(runs):  # every row has its groups' blocks side by side
         by_row = block_ids.reshape(-1, sum(num_groups))

@@ -15,12 +15,12 @@ from kvjax.core.tables.column_runs import Runs
 class RowChanges(NamedTuple):
     """What one step does to n rows in one manager's groups, and what their counts are then."""
 
-    skipped: Runs  # columns to give back
+    skipped: Runs  # columns to release
     needed: Runs  # columns to append
     filled: Runs  # columns to register
     num_blocks: np.ndarray  # int64[n]
     num_cached_blocks: np.ndarray  # int64[n]
-    first_live: np.ndarray  # int64[n], or empty where blocks are never given back
+    first_live: np.ndarray  # int64[n], or empty where no block is released before the end
     quiet_until: np.ndarray  # int64[n] see `row_quiet_until`
 
     def part(self, start: int, end: int) -> RowChanges:

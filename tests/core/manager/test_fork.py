@@ -458,7 +458,7 @@ def test_blocks_that_a_window_gave_back_can_not_be_shared() -> None:
         manager,
         lambda: manager.fork(request, 1, num_in_flight_tokens=3),
         ValueError,
-        "blocks that token 4 attends to were given back",
+        "blocks that token 4 attends to were released",
     )
 
 

@@ -207,7 +207,7 @@ def test_giving_back_too_often_changes_nothing(ids: list[int], order: str) -> No
     pool.touch([4])
     pool.free_blocks([1, 2])
     before = pool.snapshot()
-    with pytest.raises(BlockStateError, match=r"block \d has [01] references, [12] given back"):
+    with pytest.raises(BlockStateError, match=r"block \d has [01] references, [12] freed"):
         pool.free_blocks(ids)
     pool.check_invariants()
     assert pool.snapshot() == before
@@ -216,7 +216,7 @@ def test_giving_back_too_often_changes_nothing(ids: list[int], order: str) -> No
 def test_freeing_one_block_twice_is_refused() -> None:
     pool = BlockPool(3)
     pool.free_block(pool.get_new_block())
-    with pytest.raises(BlockStateError, match="block 1 has 0 references, 1 given back"):
+    with pytest.raises(BlockStateError, match="block 1 has 0 references, 1 freed"):
         pool.free_block(1)
 
 

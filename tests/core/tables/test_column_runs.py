@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.core.tables.column_runs import NO_RUNS, Runs, deal, merge
+from kvjax.core.tables.column_runs import NO_RUNS, Runs, merge, split
 
 
 def random_runs(rng: np.random.Generator, num_rows: int, longest: int) -> Runs:
@@ -29,13 +29,13 @@ def plain_order(runs: list[Runs], num_groups: list[int], num_rows: int) -> list[
 @pytest.mark.parametrize("longest", [1, 3])
 @pytest.mark.parametrize("num_groups", [[1], [3], [1, 2], [2, 1, 3]])
 @pytest.mark.parametrize("seed", range(8))
-def test_dealing_and_merging_follow_the_plain_order(seed: int, num_groups: list[int], longest: int) -> None:
+def test_splitting_and_merging_follow_the_plain_order(seed: int, num_groups: list[int], longest: int) -> None:
     rng = np.random.default_rng(seed)
     num_rows = int(rng.integers(1, 7))
     runs = [random_runs(rng, num_rows, longest) for _ in num_groups]
     order = plain_order(runs, num_groups, num_rows)
     block_ids = rng.permutation(len(order)).astype(np.int32)
-    shares = deal(block_ids, runs, num_groups, num_rows)
+    shares = split(block_ids, runs, num_groups, num_rows)
     for manager, (run, share) in enumerate(zip(runs, shares, strict=True)):
         rows, columns = run.entries()
         for group in range(num_groups[manager]):
