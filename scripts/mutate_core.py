@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # `mutation`, from whi
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mutation.results import Results, diff_of
-from mutation.runs import Collected, Outcome, collect, run_import
+from mutation.runs import Collected, Outcome, collect, in_forks, run_import
 from mutation.sites import Change, sample
 from mutation.test_lines import TestLines, source_hashes
 
@@ -42,6 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, required=True, help="JSON lines; a later call goes on from them")
     parser.add_argument("--again", action="store_true", help="run what the results do not call killed once more")
     parser.add_argument("--budget", type=float, default=float("inf"), help="minutes after which no change is begun")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds of processor time for one change")
     return parser.parse_args(arguments)
 
@@ -59,56 +60,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"seed {options.seed}, commit {commit}: {len(changes)} changes, {len(todo)} to run", flush=True)
     lines_path = options.results.with_suffix(".lines.json")
 
-    def late() -> bool:
+    def is_late() -> bool:
         return time.monotonic() - began > 60 * options.budget
 
-    def work(collected: Collected) -> None:
-        _record(collected, lines_path)
-        for change in todo:
-            if late():
-                break
-            if not collected.lines.runs_at_import(change):
-                _add(results, change, collected.run(change))
+    def run_share(changes: list[Change], run: Callable[[Change], Outcome]) -> Callable[[int], None]:
+        def body(share: int) -> None:
+            for change in changes[share :: options.jobs]:
+                if is_late():
+                    break
+                source = (ROOT / change.path).read_text()
+                results.add(change, run(change), diff_of(source, change.mutated(source)))
 
-    if todo:
-        _in_fork(lambda: collect([TESTS], Collected(ROOT, FOLDER, TestLines.read(lines_path), options.limit, work)))
+        return body
+
+    def work(collected: Collected) -> None:
+        _record(collected, lines_path, options.jobs)
+        patched = [change for change in todo if not collected.lines.runs_at_import(change)]
+        in_forks(options.jobs, run_share(patched, collected.run))
+
+    if todo:  # in a fork, so that this process has imported neither kvjax nor the tests
+        plugin = Collected(ROOT, FOLDER, TestLines.read(lines_path), options.limit, work)
+        in_forks(1, lambda share: collect([TESTS], plugin))
         results.read()
         lines = TestLines.read(lines_path)
         left = [change for change in todo if lines.runs_at_import(change) or results.outcome(change) == CANNOT_PATCH]
-        for change in left:
-            if late():
-                break
-            _add(results, change, run_import(change, ROOT, FOLDER, lines, options.limit))
+        in_forks(options.jobs, run_share(left, lambda change: run_import(change, ROOT, FOLDER, lines, options.limit)))
+        results.read()
     results.report(changes, time.monotonic() - began)
     return 0
 
 
-def _record(collected: Collected, path: Path) -> None:
+def _record(collected: Collected, path: Path, jobs: int) -> None:
     """Brings the record of lines up to date and writes it."""
     hashes = source_hashes(ROOT, FOLDER, TESTS)
     lines = collected.lines
     stale = lines.stale(collected.node_ids, hashes)
     print(f"recording the lines that {len(stale)} of {len(collected.node_ids)} tests run", flush=True)
     lines.tests = {name: lines.tests[name] for name in collected.node_ids if name in lines.tests}
-    lines.tests |= collected.record(stale)
+    lines.tests |= collected.record(stale, jobs)
     lines.hashes = hashes
     lines.write(path)
-
-
-def _add(results: Results, change: Change, outcome: Outcome) -> None:
-    source = (ROOT / change.path).read_text()
-    results.add(change, outcome, diff_of(source, change.mutated(source)))
-
-
-def _in_fork(body: Callable[[], object]) -> None:
-    """Runs `body` in a process of its own, so that this one has imported neither kvjax nor the tests."""
-    if (pid := os.fork()) == 0:
-        try:
-            body()
-        finally:
-            sys.stdout.flush()
-            os._exit(0)
-    os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

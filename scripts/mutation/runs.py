@@ -15,7 +15,9 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from mutation.test_lines import LineRecorder, TestLines, TestRecord
 
 KILLED, SURVIVED, CUT, NO_TEST, NO_PROGRAM = "killed", "survived", "cut", "no test", "no program"
 MAX_ADDRESS_BYTES = 6 << 30
-WALL_FACTOR = 20  # a child that sleeps uses no processor time: after so many limits it is killed all the same
+WALL_FACTOR = 60  # a child that sleeps uses no processor time: after so many limits it is killed all the same
 
 
 @dataclass(frozen=True)
@@ -87,27 +89,23 @@ class Collected:
         if self._report is not None and report.failed:
             self._report.finish(KILLED)
 
-    def record(self, node_ids: list[str]) -> dict[str, TestRecord]:
-        """Runs tests in a fork and returns what each ran."""
-        read, write = os.pipe()
-        if (pid := os.fork()) == 0:
-            os.close(read)
-            _silence()
-            with os.fdopen(write, "w") as out:
-                for name in node_ids:
-                    self._recorder.start()
-                    self._run_item(self._items[name], None)
-                    record = self._recorder.stop()
-                    out.write(json.dumps([name, record.seconds, record.lines]) + "\n")
-            os._exit(0)
-        os.close(write)
-        found = {}
-        with os.fdopen(read) as stream:
-            for line in stream:
-                name, seconds, lines = json.loads(line)
-                found[name] = TestRecord(seconds, lines)
-        os.waitpid(pid, 0)
-        return found
+    def record(self, node_ids: list[str], jobs: int) -> dict[str, TestRecord]:
+        """Runs tests in forks and returns what each ran."""
+        with tempfile.TemporaryDirectory() as folder:
+            parts = [Path(folder) / str(share) for share in range(jobs)]
+            in_forks(jobs, lambda share: self._record(node_ids[share::jobs], parts[share]))
+            rows = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+        return {name: TestRecord(seconds, lines) for name, seconds, lines in rows}
+
+    def _record(self, node_ids: list[str], path: Path) -> None:
+        assert self._recorder is not None
+        _silence()
+        with path.open("w") as out:
+            for name in node_ids:
+                self._recorder.start()
+                self._run_item(self._items[name], None)
+                record = self._recorder.stop()
+                out.write(json.dumps([name, record.seconds, record.lines]) + "\n")
 
     def run(self, change: Change) -> Outcome:
         """Tests one change in a fork."""
@@ -197,7 +195,24 @@ def in_child(body: Callable[[_Child], None], limit: float) -> Outcome:
         time.sleep(0.02)
     with os.fdopen(read) as stream:
         text = stream.read()
-    return Outcome(*json.loads(text)) if text else Outcome(KILLED, "process ends")
+    return Outcome(*json.loads(text)) if text else Outcome(KILLED, "hangs, or the process ends: by the clock")
+
+
+def in_forks(jobs: int, body: Callable[[int], object]) -> None:
+    """Runs `body(0)` to `body(jobs - 1)`, each in a fork of this process, and waits for all."""
+    pids = []
+    for share in range(jobs):
+        if (pid := os.fork()) == 0:
+            try:
+                body(share)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
 def run_import(change: Change, root: Path, folder: str, lines: TestLines, limit: float) -> Outcome:

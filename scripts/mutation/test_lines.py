@@ -68,14 +68,16 @@ class TestLines:
         ]
 
     def selected(self, change: Change, node_ids: list[str]) -> list[str]:
-        """The tests that run the changed statement, or its module if it runs at import; those of its room first.
+        """The tests that run the changed statement; those of its room first.
+
+        If it runs at import: those that run its module, or that run nothing, since they look at what import made.
 
         The quickest case of every test function comes before any second case, since cases fail together.
         """
         own = f"tests/{'/'.join(change.path.split('/')[1:-1])}/"  # kvjax/core/pool/block.py: tests/core/pool/
         records = [(self.tests[name], name) for name in node_ids]
         if self.runs_at_import(change):
-            found = [(record.seconds, name) for record, name in records if change.path in record.lines]
+            found = [(r.seconds, name) for r, name in records if change.path in r.lines or not r.lines]
         else:
             found = [(record.seconds, name) for record, name in records if record.runs(change.path, change.lines)]
         cases: dict[str, int] = defaultdict(int)

@@ -133,6 +133,31 @@ def test_rows_at_once_get_what_they_get_one_by_one(name: str) -> None:
     assert num_whole > 30
 
 
+@pytest.mark.parametrize("policy", ["slru", "cost"])
+def test_rows_are_at_once_while_takes_and_releases_of_blank_blocks_do_not_meet(policy: str) -> None:
+    """Rows release blank blocks and take fewer than lie blank, or take more than those and release none."""
+    pool = BlockPool(13, eviction_policy=policy)
+    ids = pool.get_new_blocks(10)
+    pool.register_many(ids[:6], [bytes([block]) for block in ids[:6].tolist()], 0, np.arange(6))
+    pool.free_blocks(ids[:6])
+    blank_released: Any = ListedFlow([(ids[6:7].tolist(), 1), (ids[7:9].tolist(), 0), ([], 1)])  # 2 lie blank
+    assert pool.eviction_policy.num_free == 8
+    assert pool.eviction_policy.bulk_equivalent(blank_released) == 3
+    blank_taken: Any = ListedFlow([([], 1), ([], 4), ([], 2)])
+    assert pool.eviction_policy.bulk_equivalent(blank_taken) == 3
+
+
+def test_segmented_rows_are_at_once_while_takes_end_before_protected_blocks() -> None:
+    """Rows that release cached blocks may take blank blocks and probation."""
+    pool = BlockPool(13, eviction_policy="slru")
+    ids = pool.get_new_blocks(12)
+    pool.register_many(ids[:8], [bytes([block]) for block in ids[:8].tolist()], 0, np.arange(8))
+    pool.touch(ids[:1])
+    pool.free_blocks([ids[0], *ids[:6], *ids[9:]])  # 3 blank, 5 in probation, 1 protected; 6 and 7 are held and hashed
+    flow: Any = ListedFlow([([], 2), (ids[6:7].tolist(), 3), (ids[7:8].tolist(), 3), ([], 1)])
+    assert pool.eviction_policy.bulk_equivalent(flow) >= 3
+
+
 @pytest.mark.parametrize("policy", [SegmentedLRUPolicy, CostAwarePolicy])
 def test_a_looser_rule_is_wrong(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fits(self: Any, flow: StepFlow) -> int:

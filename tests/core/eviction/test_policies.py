@@ -355,6 +355,9 @@ def spoiled(name: str) -> BlockPool:
         ("slru", lambda p: p._was_hit.__setitem__(1, False), "S2: a block of probation counts as hit, or a"),
         ("slru", lambda p: p._was_hit.__setitem__(3, True), "S2: a block of probation counts as hit"),
         ("slru", lambda p: setattr(p, "max_protected", 1), "S2: 2 protected blocks, at most 1 expected"),
+        ("slru", lambda p: setattr(p._blank, "num_free_blocks", 9), "Q2: 9 blocks counted as free"),
+        ("slru", lambda p: setattr(p._probation, "num_free_blocks", 9), "Q2: 9 blocks counted as free"),
+        ("slru", lambda p: setattr(p._protected, "num_free_blocks", 9), "Q2: 9 blocks counted as free"),
         ("slru", lambda p: p._blank.append(p._probation.popleft()), "S1: a blank block is hashed"),
         ("slru", lambda p: p._probation.append(p._blank.popleft()), "S1: a blank block is hashed, or one"),
         ("cost", lambda p: p._blank.append(int(p._cached.pop(1)[0])), "C1: a blank block is hashed"),
@@ -369,8 +372,10 @@ def test_the_checker_sees_a_broken_policy(name: str, corrupt: Callable[[Any], An
         pool.check_invariants()
 
 
-def test_the_checker_sees_a_miscounted_pool() -> None:
+@pytest.mark.parametrize("num_counted", [2, 4])
+def test_the_checker_sees_a_miscounted_pool(num_counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = copy.deepcopy(BlockPool(4, eviction_policy=MostRecentlyUsed))
-    pool.eviction_policy.stack.append(3)  # type: ignore[attr-defined]
-    with pytest.raises(InvariantError, match="P1: 4 blocks counted as free, 3 are"):
+    monkeypatch.setattr(MostRecentlyUsed, "num_free", property(lambda policy: num_counted))
+    with pytest.raises(InvariantError, match=f"P1: {num_counted} blocks counted as free, 3 are"):
         pool.check_invariants()
+    monkeypatch.undo()

@@ -80,6 +80,7 @@ def test_event_keys_of_coarse_blocks() -> None:
     assert request.event_extra_keys(0, 3, 8) == [(("a", 1), "s"), (("a", -7),), None]
     assert request.event_extra_keys(1, 3, 4) == [(("a", -3),), (("a", -7),)]
     assert Request("r", range(20)).event_extra_keys(0, 2, 4) == [None, None]
+    assert Request("r", range(20)).event_extra_keys(3, 4, 4) == [None]
     assert not Request("r", range(20)).has_extra_keys
     request.append_output_token_ids(range(4))
     assert len(request.block_hashes) == 6
