@@ -34,6 +34,7 @@ OPS = (
     "compressor_update",
     "causal_conv1d",
     "selective_scan",
+    "gated_delta_rule",
     "copy_pages",
     "zero_pages",
     "gather_pages",

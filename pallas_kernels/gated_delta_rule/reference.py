@@ -86,16 +86,24 @@ def gated_delta_rule(
     inputs: Inputs, states: jax.Array, arrays: StepArrays, *, options: Options, chunk_tokens: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `DeltaOutput`; `chunk_tokens` is a power of two, 1: token by token, None: as is faster."""
-    num_tokens, num_heads, head_dim = inputs.v.shape
     if chunk_tokens is None:
         chunk_tokens = CHUNK_TOKENS if math.prod(states.shape[1:]) >= _LEAST_NUMBERS else 1
+    tokens = TokenStates.of(inputs.v.shape[0], states.shape[0], arrays)
+    out, states = scan(inputs, states, tokens, options, chunk_tokens)
+    return out.astype(inputs.v.dtype), states
+
+
+def scan(
+    inputs: Inputs, states: jax.Array, tokens: TokenStates, options: Options, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs float32[T, H, V], 0 for padding; states)."""
+    num_tokens, num_heads, head_dim = inputs.v.shape
     chunk_tokens = min(chunk_tokens, 1 << (num_tokens - 1).bit_length())
-    tokens = TokenStates.of(num_tokens, states.shape[0], arrays)
     segments = Segments.of(tokens, chunk_tokens)
     padded = [jnp.pad(x, [(0, chunk_tokens - 1), *[(0, 0)] * (x.ndim - 1)]) for x in inputs]
 
     def window(first: jax.Array, size: int) -> Inputs:
-        return prepare(Inputs(*(lax.dynamic_slice_in_dim(x, first, size) for x in padded)), options)
+        return by_head(prepared(Inputs(*(lax.dynamic_slice_in_dim(x, first, size) for x in padded)), options))
 
     def one(first: jax.Array, _: jax.Array, state: jax.Array, out: jax.Array) -> tuple[jax.Array, jax.Array]:
         state, seen = _token(Inputs(*(x[0] for x in window(first, 1))), state)
@@ -120,22 +128,27 @@ def gated_delta_rule(
 
     state = jnp.zeros(states.shape[1:], jnp.float32)
     out = jnp.zeros((num_tokens + chunk_tokens - 1, num_heads, head_dim), jnp.float32)
-    carry = vary_like((states, state, out), *padded, *arrays)
+    carry = vary_like((states, state, out), *padded, *tokens)
     states, _, out = lax.fori_loop(0, segments.num_segments, segment, carry)
-    return _where(tokens.place >= 0, out[:num_tokens]).astype(inputs.v.dtype), states
+    return _where(tokens.place >= 0, out[:num_tokens]), states
 
 
-def prepare(inputs: Inputs, options: Options) -> Inputs:
-    """float32 inputs with q and k [T, H, K] of every value head, normed and scaled, and g [T, H, 1 or K]."""
+def prepared(inputs: Inputs, options: Options) -> Inputs:
+    """float32 inputs with q and k normed, q scaled, and g [T, H, 1 or K]."""
     q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs)
     if options.use_qk_l2norm:
         q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _L2_EPSILON) for x in (q, k))
-    q, k = (jnp.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q * options.scale, k))
-    return Inputs(q, k, v, g if g.ndim == 3 else g[..., None], beta)
+    return Inputs(q * options.scale, k, v, g if g.ndim == 3 else g[..., None], beta)
+
+
+def by_head(inputs: Inputs) -> Inputs:
+    """`prepared` inputs with q and k [T, H, K] of every value head."""
+    q, k = (jnp.repeat(x, inputs.v.shape[1] // x.shape[1], axis=1) for x in inputs[:2])
+    return inputs._replace(q=q, k=k)
 
 
 def _token(token: Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(state, output [H, V]) after a token of `prepare`d inputs, without their first axis."""
+    """(state, output [H, V]) after a token of inputs `by_head`, without their first axis."""
     q, k, v, g, beta = token
     state = state * jnp.exp(g)[..., None]
     delta = beta[:, None] * (v - _product("hkv,hk->hv", state, k))
@@ -144,7 +157,7 @@ def _token(token: Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _chunk(tokens: Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(state, outputs [T, H, V]) after T tokens of `prepare`d inputs; those that are all zero change nothing."""
+    """(state, outputs [T, H, V]) after T tokens of inputs `by_head`; those that are all zero change nothing."""
     q, k, v, g = (x.swapaxes(0, 1) for x in tokens[:4])  # heads first
     num_tokens, beta = q.shape[1], tokens.beta.T[..., None]
     entry, exit = jnp.exp(jnp.cumsum(g, axis=1)), jnp.exp(_sums_of_later(g))

@@ -125,7 +125,7 @@ def mamba2(
     rows = jnp.concatenate(parts, axis=2)
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, -rows.shape[2] % _ROWS), (0, 0)])
     all_groups = pl.BlockSpec((TOKENS, num_groups, state_dim), lambda i, j, *_: (i, 0, 0))
-    out, states = _launch(
+    out, states = launch(
         functools.partial(_mamba2, heads_per_group=num_heads // num_groups, num_parts=len(parts), dtype=b.dtype),
         [rows, decay, b.astype(jnp.float32), c.astype(jnp.float32)],
         [
@@ -207,7 +207,7 @@ def mamba1(
     width = tiles * LANES
     of_channels = pl.BlockSpec((TOKENS, width), lambda i, j, *_: (i, j))
     of_states = pl.BlockSpec((TOKENS, state_dim), lambda i, j, *_: (i, 0))
-    return _launch(
+    return launch(
         _mamba1,
         [x, dt, a, b.astype(jnp.float32), c.astype(jnp.float32)],
         [of_channels, of_channels, pl.BlockSpec((state_dim, width), lambda i, j, *_: (0, j)), of_states, of_states],
@@ -267,7 +267,7 @@ def _with_counts(pages: jax.Array) -> jax.Array:
     return jnp.concatenate([pages, jnp.sum(pages.reshape(-1, TOKENS) > 0, axis=1, dtype=jnp.int32)])
 
 
-def _launch(
+def launch(
     body: Callable[..., None],
     inputs: Sequence[jax.Array],
     in_specs: Sequence[pl.BlockSpec],

@@ -18,7 +18,7 @@ from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
-from scripts.aot import ssm_case
+from scripts.aot import delta_case, ssm_case
 from scripts.aot.arguments import argument
 from scripts.tpu_aot import deepseek_v4_case, mla_case
 
@@ -179,6 +179,7 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], tuple[Callable[..., Any], tupl
     "kv_write": (WriteCase, write),
     **mla_case.OPERATIONS,
     **deepseek_v4_case.OPERATIONS,
+    **delta_case.OPERATIONS,
     **ssm_case.OPERATIONS,
     **{name: (MoveCase, functools.partial(move, name=name)) for name in _MOVES},
 }
@@ -189,5 +190,6 @@ SHAPE_CASES: dict[str, Callable[[int], Iterable[tuple[str, list[str]]]]] = {
     **dict.fromkeys(("kv_write", *_MOVES), page_shapes),
     **mla_case.SHAPE_CASES,
     **deepseek_v4_case.SHAPE_CASES,
+    **delta_case.SHAPE_CASES,
     **ssm_case.SHAPE_CASES,
 }

@@ -11,12 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.gated_delta_rule import gated_delta_rule, reference
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
+from tests.pallas_kernels.gated_delta_rule import test_validate as delta
 from tests.pallas_kernels.ssm_update import test_validate as ssm
 
 HEADS = PartitionSpec(None, "tp")
@@ -77,3 +80,18 @@ def test_recurrent_layers() -> None:
             *(case[name] for name in ("x", "states", "dt", "a", "b", "c")),
         )
         assert out[0].shape == case["x"].shape
+
+
+@pytest.mark.parametrize("least_numbers", [1, 1 << 16])
+def test_gated_delta_nets(least_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks and token by token."""
+    monkeypatch.setattr(reference, "_LEAST_NUMBERS", least_numbers)
+    jax.clear_caches()
+    paged = PartitionSpec(None, "tp")
+    for g in ((6, 4), (6, 4, 3)):
+        good = delta.GOOD | {"g": jnp.zeros(g), "state_write": jnp.int32([[0, 1], [0, 3], [0, 0]])}
+        step = {name: good[name] for name in list(good)[6:]}
+        arrays = [good[name] for name in list(good)[:6]]
+        out = traced(lambda *x, step=step: tuple(gated_delta_rule(*x, **step)), (paged,) * 6, paged, *arrays)
+        assert [x.shape for x in out] == [(6, 4, 5), (7, 4, 3, 5)]
+    jax.clear_caches()
