@@ -87,7 +87,7 @@ class KVCacheMetrics:
 
         Args:
             num_preemptions: since the last call.
-            prefix_cache_stats: lookups since the last call, if the caller has taken them from the manager already;
+            prefix_cache_stats: admissions since the last call, if the caller has taken them from the manager already;
                 None: they are taken here.
 
         Raises:
@@ -142,7 +142,7 @@ class _PoolSeries:
 
 
 class _MissSeries:
-    """Why lookups missed. Lookups since the last observation count in full, the histogram knows the reports kept."""
+    """Why admissions missed. Those since the last observation count in full, the histogram knows the reports kept."""
 
     def __init__(self, series: Any, families: MetricFamilies, reasons: MissReasons, num_groups: int) -> None:
         self._reasons = reasons
@@ -160,11 +160,11 @@ class _MissSeries:
             self._missed[reason].inc(count)
         for group_id, count in (reasons.num_tokens_short - self._seen_short).items():
             self._short[group_id].inc(count)
-        for report in islice(reversed(reasons.reports), reasons.num_lookups - self._num_seen):
+        for report in islice(reversed(reasons.reports), reasons.num_admitted - self._num_seen):
             if MissReason.EVICTED in report.num_missed_tokens and report.evicted is not None:
                 self._evicted_ago.observe(report.evicted.seconds_since)
         self._seen_missed, self._seen_short = reasons.num_missed_tokens.copy(), reasons.num_tokens_short.copy()
-        self._num_seen = reasons.num_lookups
+        self._num_seen = reasons.num_admitted
 
 
 def _config_labels(manager: KVCacheManager) -> dict[str, str]:

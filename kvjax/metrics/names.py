@@ -7,9 +7,9 @@ Source:  vLLM 0.33 v1/metrics/loggers.py; those that vLLM lacks are marked (own)
     kv_cache_usage_perc               gauge                                       held share of the fullest pool, 0 to 1
     kv_cache_blocks              own  gauge      pool, state (held, cached, free) blocks; the three sum to the pool
     kv_cache_evicted_blocks      own  counter    pool                             cached blocks that ceased to be hits
-    prefix_cache_queries              counter                                     tokens looked up
-    prefix_cache_hits                 counter                                     tokens found
-    prefix_cache_missed_tokens   own  counter    reason                           tokens not found, see MissReason
+    prefix_cache_queries              counter                                     tokens of admitted requests, looked up
+    prefix_cache_hits                 counter                                     those of them found
+    prefix_cache_missed_tokens   own  counter    reason                           those not found, see MissReason
     prefix_cache_short_tokens    own  counter    group                            tokens less than the best group's hit
     prefix_cache_evicted_ago_seconds own histogram                                eviction to the lookup that missed it
     num_preemptions                   counter                                     as told by the caller

@@ -154,7 +154,7 @@ def plan_kv_cache(
         sizes = _given_sizes(num_blocks, shape.num_pools)
         _check_given_sizes(shape, needs, sizes, max_model_len, max_in_flight_tokens)
     for pool_id, size in enumerate(sizes):
-        _check_ids_fit(size, shape.pool_groups(pool_id))
+        _check_ids_fit(size, shape.pool_groups(pool_id), parallel.context)
     return KVCachePlan(
         config=_config(shape, sizes, shared_layers or {}),
         pools=pool_plans(shape, sizes, max_model_len, max_in_flight_tokens),
@@ -227,8 +227,9 @@ def _with_longest(error: MemoryBudgetError, longest: int, in_flight_tokens: int)
     )
 
 
-def _check_ids_fit(num_blocks: int, groups: Sequence[GroupShape]) -> None:
-    slots = num_blocks * max(shape.group.spec.block_size for shape in groups)
+def _check_ids_fit(num_blocks: int, groups: Sequence[GroupShape], context_ranks: int) -> None:
+    """A block id stands for a block on every context rank, and slot ids count them all."""
+    slots = num_blocks * context_ranks * max(shape.group.spec.block_size for shape in groups)
     if slots > MAX_SLOTS:
         raise ValueError(
             f"expected at most {MAX_SLOTS:,} slots in a pool (slot ids are int32), got {num_blocks:,} blocks with "

@@ -105,6 +105,21 @@ def test_ranks_that_cannot_be_are_refused(spec: KVCacheSpec, sizes: dict[str, An
         plan_kv_cache(layers((2, spec)), num_blocks=9, max_model_len=64, parallel=Parallelism(**sizes))
 
 
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (4, True), (5, False), (8, False)])
+def test_slots_of_all_context_ranks_are_int32(ranks: int, fits: bool) -> None:
+    """A slot is `block_id * ranks * block_size + offset`: of 2**25 blocks of 16 tokens, 4 ranks have 2**31."""
+
+    def plan() -> object:
+        parallel = Parallelism(prefill_context=ranks)
+        return plan_kv_cache({"a": LATENT}, num_blocks=2**25, max_model_len=100, parallel=parallel)
+
+    if fits:
+        plan()
+    else:
+        with pytest.raises(ValueError, match=r"expected at most 2,147,483,648 slots in a pool \(slot ids are int32\)"):
+            plan()
+
+
 def test_parallelism_is_said_once() -> None:
     with pytest.raises(ValueError, match="expected tensor_parallel or parallel, got both: 2 and Parallelism"):
         plan_kv_cache({"a": LATENT}, num_blocks=9, max_model_len=64, tensor_parallel=2, parallel=Parallelism(tensor=4))

@@ -283,7 +283,11 @@ class KVCacheManager(ManagerReader, SavableManager):
         ).checked()
         self._hasher_check.check(request)
         ids = self._slots.allocate(request, counts, new_computed_blocks, delay_cache_blocks, full_sequence_must_fit)
-        return None if ids is None else self.groups.blocks(ids)
+        if ids is None:
+            return None
+        if row < 0:
+            self._hits.note_admission(request)
+        return self.groups.blocks(ids)
 
     def plan_step(
         self,
@@ -485,5 +489,5 @@ class KVCacheManager(ManagerReader, SavableManager):
         return self._event_log.take()
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Lookups since the last call; None without `log_stats`."""
+        """Lookups of the requests admitted since the last call, each once; None without `log_stats`."""
         return self._hits.take_stats()

@@ -17,6 +17,7 @@ from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
 from kvjax.core.requests.hasher_check import HasherCheck
 from kvjax.core.requests.request import Request
 from kvjax.core.watch.prefix_cache_stats import PrefixCacheStats
+from kvjax.core.watch.recent_lookups import RecentLookups
 
 
 class PrefixHits:
@@ -38,6 +39,7 @@ class PrefixHits:
         self._hasher_check = hasher_check
         self._miss_reasons = miss_reasons
         self._stats = PrefixCacheStats() if log_stats else None
+        self._waiting: RecentLookups[tuple[int, int]] = RecentLookups()  # tokens, and those of them found
 
     @property
     def smallest(self) -> int:
@@ -58,7 +60,7 @@ class PrefixHits:
         else:
             hits, num_tokens = self._coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
         if self._stats is not None:
-            self._stats.record(request.num_tokens, num_tokens, preempted=request.num_preemptions > 0)
+            self._waiting.note(request.request_id, (request.num_tokens, num_tokens))
         if self._miss_reasons is not None:
             self._miss_reasons.explain(request, num_tokens)
         shared = 0
@@ -90,13 +92,22 @@ class PrefixHits:
                     blocks[group_id] = np.concatenate([hits[group_id], block])
         return tuple(blocks), length
 
+    def note_admission(self, request: Request) -> None:
+        """Counts the latest lookup of a request that has got its first slots."""
+        if self._stats is not None:
+            looked_up = self._waiting.take(request.request_id)
+            if looked_up is not None:
+                self._stats.record(*looked_up, preempted=request.num_preemptions > 0)
+        if self._miss_reasons is not None:
+            self._miss_reasons.count_admission(request)
+
     def note_reset(self) -> None:
         """The prefix cache was emptied."""
         if self._stats is not None:
             self._stats.reset = True
 
     def take_stats(self) -> PrefixCacheStats | None:
-        """Lookups since the last call; None where they are not counted."""
+        """Lookups of requests admitted since the last call; None where they are not counted."""
         stats = self._stats
         if stats is not None:
             self._stats = PrefixCacheStats()

@@ -39,6 +39,7 @@ from kvjax.core.misses.lookup_states import ELSEWHERE, EVICTED, FRESH, INVALIDAT
 from kvjax.core.misses.seen_origins import SeenOrigins
 from kvjax.core.requests.request import Request
 from kvjax.core.watch.evicted_blocks import EvictedBlock, EvictedBlocks
+from kvjax.core.watch.recent_lookups import RecentLookups
 
 
 class MissReason(StrEnum):
@@ -86,7 +87,8 @@ class LookupReport:
 class MissReasons:
     """Explains the lookups of one manager: some 200 us each, and 1 us for every block that is not cached.
 
-    An observer: not part of the manager's state. Counts are since it was made.
+    An observer: not part of the manager's state. `last` is of every lookup. Reports are kept, and tokens counted, of
+    requests that are admitted, of each its last lookup: one that waits counts once, however often it is looked up.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class MissReasons:
         Args:
             max_evicted_blocks: how many evicted blocks of each pool to remember, 250 bytes each.
             max_prefixes: how many first blocks of prompts, to tell other salts: 4 origins of each, 300 bytes an origin.
-            max_reports: how many of the latest reports to keep, 1 KiB each.
+            max_reports: how many of the latest reports to keep, of admitted and of waiting requests; 1 KiB each.
             clock: nanoseconds.
 
         Raises:
@@ -118,16 +120,14 @@ class MissReasons:
         self._clock = clock
         self._seen = SeenOrigins(max_prefixes)
         self._groups: GroupManagers | None = None
-        self.reports: deque[LookupReport] = deque(maxlen=max_reports)  # the latest lookups, oldest first
+        self._waiting: RecentLookups[LookupReport] = RecentLookups(max_reports)
+        self.last: LookupReport | None = None  # the latest lookup
         self.num_lookups = 0
+        self.reports: deque[LookupReport] = deque(maxlen=max_reports)  # the latest admissions, oldest first
+        self.num_admitted = 0
         self.num_hit_tokens = 0
         self.num_missed_tokens: Counter[MissReason] = Counter()
         self.num_tokens_short: Counter[int] = Counter()  # by group: less than the best group accepted
-
-    @property
-    def last(self) -> LookupReport | None:
-        """The latest lookup."""
-        return self.reports[-1] if self.reports else None
 
     def attach(self, groups: GroupManagers) -> None:
         """Watches the pools of a manager, whose groups these are.
@@ -169,8 +169,17 @@ class MissReasons:
         )
 
     def _add(self, report: LookupReport) -> None:
-        self.reports.append(report)
+        self.last = report
         self.num_lookups += 1
+        self._waiting.note(report.request_id, report)
+
+    def count_admission(self, request: Request) -> None:
+        """Counts the latest lookup of a request that has got its first slots, if there was any."""
+        report = self._waiting.take(request.request_id)
+        if report is None:
+            return
+        self.reports.append(report)
+        self.num_admitted += 1
         self.num_hit_tokens += report.num_hit_tokens
         self.num_missed_tokens.update(report.num_missed_tokens)
         self.num_tokens_short.update(report.num_tokens_short)

@@ -1,6 +1,6 @@
 """How much of the prompts the prefix cache answered.
 
-Flow:    KVCacheManager.get_computed_blocks -> [PrefixCacheStats] -> make_prefix_cache_stats -> CachingMetrics
+Flow:    lookup, admission -> [PrefixCacheStats] -> KVCacheManager.make_prefix_cache_stats -> CachingMetrics
 Source:  vLLM v1/metrics/stats.py
 """
 
@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 @dataclass
 class PrefixCacheStats:
-    """Lookups since the last reading. Requests that were preempted before look up again; they count apart."""
+    """Lookups of the requests admitted since the last reading: the last one of each, however long it waited.
+
+    Requests that were preempted before are looked up and admitted again; they count apart.
+    """
 
     reset: bool = False  # the prefix cache was emptied since the last reading
     requests: int = 0
-    queries: int = 0  # tokens looked up
-    hits: int = 0  # tokens found
+    queries: int = 0  # tokens of these requests
+    hits: int = 0  # those of them that were found
     preempted_requests: int = 0
     preempted_queries: int = 0
     preempted_hits: int = 0

@@ -360,15 +360,38 @@ def test_events_tell_of_every_group() -> None:
 def test_stats_count_preempted_requests_apart() -> None:
     manager = make_manager(log_stats=True)
     request = run_prompt(manager, "a", 10)
-    manager.get_computed_blocks(make_request("b", 9))
+    run_prompt(manager, "b", 9)
     manager.free(request)
     request.num_computed_tokens, request.num_preemptions = 0, 1
-    manager.get_computed_blocks(request)
+    hit, length = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, 10 - length, length, hit) is not None
     assert manager.make_prefix_cache_stats() == PrefixCacheStats(
         requests=2, queries=19, hits=8, preempted_requests=1, preempted_queries=10, preempted_hits=8
     )
     assert manager.make_prefix_cache_stats() == PrefixCacheStats()
     assert make_manager().make_prefix_cache_stats() is None
+
+
+def test_stats_count_a_request_once_when_it_is_admitted() -> None:
+    """However often it is looked up while it waits, refused or not; one that is given up counts nothing."""
+    manager = make_manager(5, log_stats=True)
+    request, other = run_prompt(manager, "a", 10), make_request("b", 11)
+    manager.make_prefix_cache_stats()
+    for _ in range(3):
+        hit, length = manager.get_computed_blocks(other)
+        assert manager.allocate_slots(other, 11 - length, length, hit, num_lookahead_tokens=12) is None
+    manager.get_computed_blocks(make_request("given up", 7))
+    assert manager.make_prefix_cache_stats() == PrefixCacheStats()
+    manager.free(request)
+    hit, length = manager.get_computed_blocks(other)
+    assert manager.allocate_slots(other, 11 - length, length, hit) is not None
+    other.num_computed_tokens = 11
+    assert manager.allocate_slots(other, 1) is not None
+    assert manager.make_prefix_cache_stats() == PrefixCacheStats(requests=1, queries=11, hits=8)
+    unread = make_request("unread", 3, skip_reading_prefix_cache=True)
+    assert manager.get_computed_blocks(unread)[1] == 0
+    assert manager.allocate_slots(unread, 3) is not None
+    assert manager.make_prefix_cache_stats() == PrefixCacheStats()
 
 
 def test_usage_is_that_of_the_fullest_pool() -> None:

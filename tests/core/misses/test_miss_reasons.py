@@ -138,7 +138,7 @@ def test_every_report_is_what_a_search_by_brute_force_says(name: str) -> None:
         reports = list(calls.reasons.reports)
         for report in reports:
             assert report.num_hit_tokens + sum(report.num_missed_tokens.values()) == report.num_tokens
-        assert calls.reasons.num_lookups == len(reports)
+        assert calls.reasons.num_admitted == len(reports) <= calls.reasons.num_lookups
         assert calls.reasons.num_hit_tokens == sum(report.num_hit_tokens for report in reports)
         totals = {reason: sum(report.num_missed_tokens.get(reason, 0) for report in reports) for reason in R}
         assert dict(calls.reasons.num_missed_tokens) == {reason: total for reason, total in totals.items() if total}
@@ -204,7 +204,7 @@ def test_reasons_one_by_one() -> None:
     manager.reset_prefix_cache()
     assert missed(manager, cache_salt="c", num_tokens=5) == {R.INVALIDATED: 4} | rest
     assert missed(manager, skip_reading_prefix_cache=True) == {R.LOOKUP_OFF: 9}
-    assert reasons.num_lookups == len(reasons.reports) == 12
+    assert (reasons.num_lookups, reasons.num_admitted) == (12, 2)
 
 
 def test_a_hit_that_needs_blocks_gone_for_several_reasons_counts_for_the_last_of_them() -> None:
@@ -232,6 +232,7 @@ def test_the_groups_that_limit_are_named() -> None:
     report = look_up(manager)
     assert report.group_hit_tokens == {0: 8, 1: 8, 2: 6}
     assert (report.num_hit_tokens, report.limited_by) == (6, (2,))
+    compute(manager, request("probe"))
     assert reasons.num_tokens_short == {2: 2}
     assert look_up(manager, cache_salt="other").limited_by == ()
     assert reasons.num_tokens_short == {2: 2}
@@ -293,7 +294,7 @@ def test_a_restored_manager_is_explained_anew() -> None:
     again = MissReasons()
     restored = KVCacheManager.restore(manager.save_state(), miss_reasons=again)
     assert missed(restored) == {R.BELOW_GRANULARITY: 1}
-    assert len(reasons.reports) == len(again.reports) == 1
+    assert reasons.num_lookups == again.num_lookups == 1
     unexplained = KVCacheManager.restore(restored.save_state())
     assert unexplained.miss_reasons is None
     assert unexplained.block_pool.prefix_index.evicted is None
@@ -306,7 +307,20 @@ def test_recorded_calls_replay_with_and_without(tmp_path: Any) -> None:
         compute(recorder.manager, request("owner"))
         missed(recorder.manager, cache_salt="b")
     assert replay_calls(path).manager.miss_reasons is None
-    assert len(reasons.reports) == 2
+    assert reasons.num_lookups == 2
+
+
+def test_a_request_that_waits_is_counted_when_it_is_admitted() -> None:
+    """Once, with what its last lookup found; one that is given up is not counted."""
+    manager, reasons = manager_of(FULL, 40)
+    for _ in range(3):
+        look_up(manager, cache_salt="a")
+    look_up_other = manager.get_computed_blocks(request("given up", num_tokens=4))
+    assert look_up_other[1] == 0
+    assert (reasons.num_lookups, reasons.num_admitted, reasons.num_missed_tokens) == (4, 0, {})
+    compute(manager, request("probe", cache_salt="a"))
+    assert reasons.num_missed_tokens == {R.NEVER_SEEN: 8, R.BELOW_GRANULARITY: 1}
+    assert (reasons.num_lookups, reasons.num_admitted) == (5, 1)
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------
@@ -314,11 +328,11 @@ def test_recorded_calls_replay_with_and_without(tmp_path: Any) -> None:
 
 def test_the_latest_reports_are_kept() -> None:
     manager, reasons = manager_of(FULL, 40, max_reports=3)
-    for _ in range(5):
-        look_up(manager)
-    assert len(reasons.reports) == 3
-    assert reasons.num_lookups == 5
-    assert reasons.num_missed_tokens == {R.NEVER_SEEN: 40, R.BELOW_GRANULARITY: 5}
+    for i in range(5):
+        compute(manager, request(f"r{i}", cache_salt=f"s{i}"))
+    assert [report.request_id for report in reasons.reports] == ["r2", "r3", "r4"]
+    assert reasons.num_admitted == 5
+    assert reasons.num_missed_tokens == {R.NEVER_SEEN: 8, R.OTHER_SALT: 32, R.BELOW_GRANULARITY: 5}
 
 
 @pytest.mark.parametrize("name", ["max_evicted_blocks", "max_prefixes", "max_reports"])
