@@ -40,7 +40,8 @@ from kvjax.core.misses.miss_reasons import LookupReport, MissReason, MissReasons
 from kvjax.core.pool.block import KVCacheBlock
 from kvjax.core.pool.block_hash_map import BlockHashToBlockMap
 from kvjax.core.pool.block_pool import BlockPool
-from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.pool.cache_tier import CacheTier
+from kvjax.core.pool.kv_cache_blocks import ElsewhereBlocks, ElsewhereHit, KVCacheBlocks
 from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.record.call_replay import ReplayedCalls, replay_calls
@@ -67,6 +68,7 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
+    "CacheTier",
     "CachingMetrics",
     "CallRecorder",
     "ChunkedLocalAttentionManager",
@@ -74,6 +76,8 @@ __all__ = [
     "CostAwarePolicy",
     "CrossAttentionManager",
     "CrossAttentionSpec",
+    "ElsewhereBlocks",
+    "ElsewhereHit",
     "EvictedBlock",
     "EvictionPolicy",
     "FreeKVCacheBlockQueue",

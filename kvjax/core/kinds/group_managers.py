@@ -150,6 +150,11 @@ class GroupManagers:
         return bool(self.releasing)
 
     @property
+    def has_tier(self) -> bool:
+        """Whether blocks can lie beyond the pools."""
+        return self.pools[0].tier_link is not None
+
+    @property
     def cacheable_lookups(self) -> list[tuple[SingleTypeKVCacheManager, bool]]:
         """The managers whose kind has a prefix cache, each with whether its hits drop their last block."""
         pairs = zip(self.managers, self.drops_last_block, strict=True)

@@ -44,6 +44,7 @@ from kvjax.core.manager.step_planner import StepPlanner
 from kvjax.core.manager.sub_block_hits import SubBlockHits
 from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
 from kvjax.core.misses.miss_reasons import MissReasons
+from kvjax.core.pool.cache_tier import CacheTier
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.requests.hasher_check import HasherCheck
@@ -85,6 +86,7 @@ class KVCacheManager(ManagerReader, SavableManager):
         miss_reasons: MissReasons | None = None,
         zero_new_pages: bool = False,
         sub_block_hits: bool = False,
+        tier: CacheTier | None = None,
     ) -> None:
         """An empty cache.
 
@@ -122,6 +124,7 @@ class KVCacheManager(ManagerReader, SavableManager):
             miss_reasons=miss_reasons,
             zero_new_pages=zero_new_pages,
             sub_block_hits=sub_block_hits,
+            tier=tier,
         )
         options.check()
         self.arguments = options.arguments(kv_cache_config)
@@ -148,9 +151,7 @@ class KVCacheManager(ManagerReader, SavableManager):
         self._hasher_check = HasherCheck(options.hash_block_size, publishes_hashes=options.enable_kv_cache_events)
         if options.miss_reasons is not None:
             options.miss_reasons.attach(groups)
-        self._hits = PrefixHits(
-            groups, self.coordinator, sub_block_hits, self._hasher_check, options.miss_reasons, options.log_stats
-        )
+        self._hits = PrefixHits(groups, self.coordinator, sub_block_hits, self._hasher_check, options)
         self._slots = SlotAllocator(groups, needs, self.row_blocks, table, self.reservations, sub_block_hits)
         self._planner = StepPlanner(groups, self.row_blocks, table, self.reservations)
         self._forks = Forks(groups, needs, self.row_blocks, table, self.reservations)
@@ -165,7 +166,8 @@ class KVCacheManager(ManagerReader, SavableManager):
         Nothing is held yet: pass the result to `allocate_slots` before any other call that allocates.
 
         Returns:
-            Its blocks per group, and its tokens; with `sub_block_hits` the last blocks may be used in part.
+            Its blocks per group, and its tokens; with `sub_block_hits` the last blocks may be used in part. With a
+            `tier` the blocks' `elsewhere` says what could be loaded behind them.
 
         Raises:
             ValueError: the request was hashed with another block size.

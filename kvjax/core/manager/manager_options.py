@@ -16,6 +16,7 @@ from kvjax.core.kinds.manager_settings import ManagerSettings
 from kvjax.core.manager.token_counts import as_count
 from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.pool.cache_tier import CacheTier, TierLink
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.watch.kv_events import KVEventLog
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
@@ -76,6 +77,9 @@ class ManagerOptions:
     # Let hits end inside a block, where a cached block begins with the same tokens: its page is copied. Not inside the
     # states of recurrent layers. Needs `same_step_hits=False`.
     sub_block_hits: bool
+    # Keeps blocks beyond the pools: it sees cached ones before they are reused, and hits tell what it could load
+    # (`KVCacheBlocks.elsewhere`).
+    tier: CacheTier | None
 
     def check(self) -> None:
         """Raises ValueError or NotImplementedError for options that can not be, or not together."""
@@ -132,6 +136,7 @@ class ManagerOptions:
                 event_log=event_log,
                 track_origins=self.track_origins,
                 zero_new_pages=self.zero_new_pages,
+                tier_link=None if self.tier is None else TierLink(self.tier, pool_id),
             )
             for pool_id, pool in enumerate(kv_cache_config.pools)
         )

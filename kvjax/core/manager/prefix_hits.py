@@ -10,9 +10,10 @@ import numpy as np
 
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator
+from kvjax.core.manager.elsewhere_hits import find_elsewhere
+from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.manager.shared_prefix import find_shared_prefix
 from kvjax.core.manager.sub_block_hits import SubBlockHits
-from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
 from kvjax.core.requests.hasher_check import HasherCheck
 from kvjax.core.requests.request import Request
@@ -29,16 +30,15 @@ class PrefixHits:
         coordinator: KVCacheCoordinator,
         sub_block_hits: SubBlockHits | None,
         hasher_check: HasherCheck,
-        miss_reasons: MissReasons | None,
-        log_stats: bool,
+        options: ManagerOptions,
     ) -> None:
         self._groups = groups
         self._looks_up = groups.settings.enable_caching
         self._coordinator = coordinator
         self._sub_block_hits = sub_block_hits
         self._hasher_check = hasher_check
-        self._miss_reasons = miss_reasons
-        self._stats = PrefixCacheStats() if log_stats else None
+        self._miss_reasons = options.miss_reasons
+        self._stats = PrefixCacheStats() if options.log_stats else None
         self._waiting: RecentLookups[tuple[int, int]] = RecentLookups()  # tokens, and those of them found
 
     @property
@@ -66,10 +66,12 @@ class PrefixHits:
         shared = 0
         if self._groups.retention is not None:
             shared = find_shared_prefix(self._groups, request.block_hashes, request.num_tokens - 1)
-        if not num_tokens and not shared:
+        elsewhere = find_elsewhere(self._groups, request, num_tokens) if self._groups.has_tier else None
+        if not num_tokens and not shared and elsewhere is None:
             return self._groups.no_blocks, 0
+        shared = shared if shared > num_tokens else 0
         found = FoundHit(request.block_hashes, num_tokens, self._groups.num_losses)
-        return KVCacheBlocks(hits, self._groups.pool_of_group, shared if shared > num_tokens else 0, found), num_tokens
+        return KVCacheBlocks(hits, self._groups.pool_of_group, shared, found, elsewhere), num_tokens
 
     def find_to_pin(self, request: Request) -> Hit:
         """The hit that a longer request with these tokens would get, with the blocks that EAGLE drops from it.

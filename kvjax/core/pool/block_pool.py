@@ -35,6 +35,7 @@ from kvjax.core.pool.block import BlockViews, KVCacheBlock
 from kvjax.core.pool.block_ids import BlockIds, without_null
 from kvjax.core.pool.block_origins import BlockOrigins
 from kvjax.core.pool.block_pool_snapshot import BlockPoolSnapshot
+from kvjax.core.pool.cache_tier import TierLink
 from kvjax.core.pool.outside_refs import OutsideRefs
 from kvjax.core.pool.page_edits import PageEdits
 from kvjax.core.pool.prefix_index import PrefixIndex
@@ -67,6 +68,7 @@ class BlockPool:
         event_log: KVEventLog | None = None,  # shared with other pools; None: the pool has its own
         track_origins: bool = False,  # remember salt, adapter and weight version of hashed blocks: 4 bytes a block
         zero_new_pages: bool = False,
+        tier_link: TierLink | None = None,  # is told of cached blocks before they are reused
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"expected num_blocks >= 2 (block 0 is the null block), got {num_blocks}")
@@ -91,6 +93,7 @@ class BlockPool:
         self.page_edits = PageEdits(self, zero_new_pages)
         self._ids = BlockIds(self.ref_count)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
+        self.tier_link = tier_link
         self._event_log = KVEventLog() if event_log is None else event_log
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -416,6 +419,8 @@ class BlockPool:
         """Removes hashed, distinct blocks from the index."""
         if not len(ids):
             return
+        if was_reused and self.tier_link is not None:
+            self.tier_link.before_reuse(ids, *self.prefix_index.contents_of(ids))
         hashes, groups = self.prefix_index.forget(ids, was_reused)
         if self.enable_kv_cache_events:
             pairs = zip(hashes, groups.tolist(), strict=True)

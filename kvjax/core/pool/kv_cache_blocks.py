@@ -68,14 +68,29 @@ class FoundHit(NamedTuple):
     num_losses: int  # of all pools at the lookup
 
 
+class ElsewhereBlocks(NamedTuple):
+    """Blocks of one group behind a hit, in table order, that are to be loaded."""
+
+    first_column: int  # of the group's table
+    block_hashes: tuple[BlockHash, ...]
+    block_ids: np.ndarray  # int32 of each: where the pool has it too, until it is reused; -1: only the tier
+
+
+class ElsewhereHit(NamedTuple):
+    """What makes a hit longer once it is loaded."""
+
+    num_tokens: int  # behind the hit: give them as `num_external_computed_tokens`
+    blocks: tuple[ElsewhereBlocks, ...]  # per group
+
+
 class KVCacheBlocks:
     """Block ids of every group, in table order. A value: nobody writes into the arrays.
 
-    A lookup's answer also says what it was found for, and how long the hit would be, had groups with checkpoints
-    (`retention_interval`) had one there; equality does not look at these.
+    A lookup's answer also says what it was found for, how long the hit would be, had groups with checkpoints
+    (`retention_interval`) had one there, and what of it lies in a tier; equality does not look at these.
     """
 
-    __slots__ = ("block_ids", "found", "num_shared_tokens", "pools")
+    __slots__ = ("block_ids", "elsewhere", "found", "num_shared_tokens", "pools")
 
     def __init__(
         self,
@@ -83,11 +98,13 @@ class KVCacheBlocks:
         pools: tuple[BlockPool, ...],
         num_shared_tokens: int = 0,
         found: FoundHit | None = None,
+        elsewhere: ElsewhereHit | None = None,
     ) -> None:
         self.block_ids = block_ids  # per group int32[k]
         self.pools = pools  # per group, the pool of its ids
         self.num_shared_tokens = num_shared_tokens  # 0 where that is no longer than the hit
         self.found = found  # None: no lookup's answer
+        self.elsewhere = elsewhere  # None: nothing that a tier holds makes the hit longer
 
     @property
     def blocks(self) -> tuple[BlockSequence, ...]:

@@ -56,6 +56,10 @@ class PrefixIndex:
         hashed = self.is_hashed[ids]
         return ids if np.count_nonzero(hashed) == len(ids) else ids[hashed]
 
+    def contents_of(self, ids: np.ndarray) -> tuple[list[BlockHash], np.ndarray]:
+        """Hashes of hashed blocks, and their groups, int32[n]."""
+        return self._hash_of[ids].tolist(), self._group_of[ids]
+
     def first_other(self, ids: np.ndarray, block_hashes: list[BlockHash], group_id: int) -> int | None:
         """Place of the first block that is not registered under its hash in the group; None: all are."""
         if self._hash_of[ids].tolist() == block_hashes:
@@ -91,8 +95,7 @@ class PrefixIndex:
         Returns:
             Their hashes and their groups, int32[n].
         """
-        hashes = self._hash_of[ids].tolist()
-        groups = self._group_of[ids]
+        hashes, groups = self.contents_of(ids)
         present = set(groups.tolist()) if len(self.hash_maps) > 1 else self.hash_maps.keys()
         for group_id in present:
             if len(present) == 1:

@@ -32,7 +32,7 @@ from kvjax.core.save.state_graph import INLINE, Node, encode_graph
 from kvjax.core.spec import KVCacheConfig
 
 FORMAT, VERSION = "kvjax-manager-state", 1
-OBSERVERS = ("metrics_collector", "miss_reasons")  # arguments that may be others, or none, after a restore
+OBSERVERS = ("metrics_collector", "miss_reasons", "tier")  # arguments that may be others, or none, after a restore
 KEYS = {"format", "version", "digest", "body"}
 
 

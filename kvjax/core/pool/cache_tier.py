@@ -1,0 +1,56 @@
+"""A place beside the pools that keeps cached blocks: host memory, a disk, another machine.
+
+Flow:    BlockPool, before a cached block is reused -> [TierLink] -> CacheTier; lookups -> [TierLink] -> CacheTier
+Source:  external tokens of vLLM v1/core/kv_cache_manager.py; the hook before reuse is ours
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvjax.core.hashing.block_hash import BlockHash
+
+
+class CacheTier(Protocol):
+    """What a manager asks of a tier. Called from the manager's thread; it changes nothing of the manager's.
+
+    A tier knows blocks by hash and group, never by block id: an id means other contents after each reuse.
+    """
+
+    def before_reuse(
+        self,
+        pool_id: int,
+        block_ids: np.ndarray,  # int64[n]
+        block_hashes: Sequence[BlockHash],  # of each
+        group_ids: np.ndarray,  # int32[n] of each
+    ) -> None:
+        """Cached blocks are taken for other contents: the last moment to plan a copy of their pages.
+
+        Their pages stay as they are until the step that is being planned writes; a copy has to be read before.
+        It must not raise, nor call the manager or its pools but for reading.
+        """
+
+    def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # bool[n]
+        """Which blocks of a group can be loaded from here, at least until the request that is looked up is admitted."""
+
+
+class TierLink:
+    """One pool's way to the tier. No part of a saved state: a restored manager has the tier that it is given."""
+
+    def __init__(self, tier: CacheTier, pool_id: int) -> None:
+        self._tier = tier
+        self._pool_id = pool_id
+
+    def before_reuse(self, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: np.ndarray) -> None:
+        """`CacheTier.before_reuse` of blocks of this pool."""
+        self._tier.before_reuse(self._pool_id, block_ids, block_hashes, group_ids)
+
+    def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # bool[n]
+        """`CacheTier.holds`."""
+        return np.asarray(self._tier.holds(block_hashes, group_id), np.bool_)
+
+
+__all__ = ["CacheTier", "TierLink"]
