@@ -161,7 +161,6 @@ class HostLoop:
     def _pool_uses(self, num_released: tuple[int, ...]) -> tuple[PoolUse, ...]:
         uses = []
         for pool, released in zip(self._manager.block_pools, num_released, strict=True):
-            num_cached = int(np.count_nonzero(pool.is_hashed & (pool.ref_count == 0)))
-            num_free = int(pool.num_free_blocks)
+            num_cached, num_free = pool.num_cached_free_blocks, pool.num_free_blocks
             uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
         return tuple(uses)

@@ -68,18 +68,19 @@ def test_rows_keep_what_their_request_needs_however_many_there_are() -> None:
             request = Request(f"r{step}.{row}", [1, 2, 3])
             params = SamplingParams(max_tokens=int(rng.integers(1, 400)))
             stats = RequestStats(request.request_id, 3, 0.0)
-            requests[row] = EngineRequest(request, params, 0, frozenset({row}), step, stats)
+            stop = frozenset(rng.integers(0, 50, rng.integers(0, 4)).tolist())
+            requests[row] = EngineRequest(request, params, 0, stop, step, stats)
             expected[row] = []
             rows.start(row, requests[row])
         order = rng.permutation(list(requests))
         lengths = np.array([3 + len(expected[row]) for row in order.tolist()])
-        tokens = np.where(rng.random(order.size) < 0.01, order, 1_000).astype(np.int32)
+        tokens = np.where(rng.random(order.size) < 0.1, rng.integers(0, 50, order.size), 1_000).astype(np.int32)
         logprobs = rng.random(order.size, np.float32)
         may_end = rows.append(order, lengths, tokens, logprobs)
         for row, token, logprob, ends in zip(order.tolist(), tokens.tolist(), logprobs.tolist(), may_end, strict=True):
             expected[row].append(logprob)
             has_all = len(expected[row]) >= requests[row].params.max_tokens
-            assert ends == (has_all or token == row)
+            assert ends == (has_all or token in requests[row].stop_token_ids)
             if ends:
                 request = requests.pop(row)
                 rows.stop(row, 3 + len(expected[row]))

@@ -5,9 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.core import BlockHasher, KVCacheBlocks, KVCacheConfig, KVCacheManager, Request, SinkFullAttentionSpec
+from kvjax.core import (
+    BlockHasher,
+    FullAttentionSpec,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheManager,
+    Request,
+    SinkFullAttentionSpec,
+)
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
 from kvjax.engine.sampling_params import SamplingParams
+from kvjax.engine.scheduled_step import ScheduledStep
 from kvjax.engine.scheduler import RETRY_STEPS, Scheduler, SchedulerConfig
 from kvjax.engine.stats import RequestStats
 from tests.engine.fake_model import BLOCK_SIZE, VOCAB, FakeEngine, expected_output
@@ -224,6 +233,72 @@ def test_a_request_that_waits_is_looked_up_again_in_time(monkeypatch: pytest.Mon
     for _ in range(2 * RETRY_STEPS):
         engine.step()
     assert [name for name, _ in looked_up] == ["b", "b"]
+
+
+def test_the_next_request_is_looked_up_when_the_one_that_waited_is_aborted() -> None:
+    engine = FakeEngine(num_blocks=48, max_num_batched_tokens=128)
+    engine.add("a", list(range(60)), 20)
+    engine.add("b", list(range(100, 160)), 20)
+    engine.add("c", [1, 2, 3], 2)
+    for _ in range(6):
+        engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["a"]
+    engine.loop.abort("b")
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["a", "c"]
+    engine.run()
+
+
+def test_the_watermark_is_void_as_soon_as_nothing_runs_whatever_is_freed() -> None:
+    """All blocks of the request that ends but one are pinned, so no more are free than when the other was refused."""
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+    manager = KVCacheManager(KVCacheConfig.single_pool(20, spec), 128, 4)
+    limits = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128, watermark=0.5)
+    scheduler = Scheduler(manager, limits)
+    first, second = request_of("a", 40, max_tokens=2), request_of("b", 12)
+    second.priority = 1
+    scheduler.add(first)
+    scheduler.add(second)
+    prefix = Request("longer", [*first.request.token_ids, 1], block_hasher=first.request.block_hasher)
+
+    def step() -> list[str]:
+        scheduled = scheduler.schedule()
+        assert scheduled is not None
+        scheduler.start(scheduled)
+        sampled = np.full(scheduled.rows.size, 7, np.int32)
+        scheduler.update(scheduled, sampled, sampled.astype(np.float32))
+        return list(scheduled.request_ids)
+
+    assert step() == ["a"]
+    num_free = manager.block_pool.num_free_blocks
+    assert manager.pin(prefix, longest_request=32) is not None
+    assert step() == ["a"]
+    assert first.status is RequestStatus.FINISHED
+    assert manager.block_pool.num_free_blocks == num_free
+    assert step() == ["b"]
+
+
+def test_windows_keep_what_tokens_in_flight_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is planned with the tokens of the steps that are not read yet."""
+    engine = FakeEngine(depth=2, max_num_batched_tokens=9)
+    plan_step, seen = engine.manager.plan_step, []
+
+    def checked(rows: np.ndarray, *args: object, num_in_flight_tokens: np.ndarray | int) -> object:
+        counts = np.broadcast_to(num_in_flight_tokens, rows.shape).tolist()
+        unread = [dict(zip(step.rows.tolist(), step.num_new_tokens, strict=True)) for step in unread_steps(engine)]
+        assert counts == [sum(step.get(row, 0) for step in unread) for row in rows.tolist()]
+        seen.extend(counts)
+        return plan_step(rows, *args, num_in_flight_tokens=num_in_flight_tokens)
+
+    monkeypatch.setattr(engine.manager, "plan_step", checked)
+    for request in workload(5):
+        engine.add(*request)
+    engine.run()
+    assert set(seen) > {1, 2}
+
+
+def unread_steps(engine: FakeEngine) -> list[ScheduledStep]:
+    return [step.scheduled for step, _ in engine._flights]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
