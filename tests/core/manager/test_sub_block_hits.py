@@ -173,6 +173,23 @@ def hit_of(manager: KVCacheManager, tokens: list[int], **options: Any) -> tuple[
     return hit.get_block_ids() or (), num_tokens
 
 
+def test_no_column_beyond_the_limit_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window has lost all but its first blocks, so full attention is asked again far below its own longest hit."""
+    manager = BIG.manager([60], sub_block_hits=True)
+    computed(manager, "a", list(range(48)), frees=False)
+    manager.evict_blocks(manager.get_block_ids("a")[1][3:])
+    find, asked = SubBlockIndex.find, []
+
+    def noted(self: SubBlockIndex, request: Request, hashes: Any, column: int, num_tokens: int) -> Any:
+        asked.append(num_tokens)
+        return find(self, request, hashes, column, num_tokens)
+
+    monkeypatch.setattr(SubBlockIndex, "find", noted)
+    assert hit_of(manager, [*range(47), 99])[1] == 12
+    assert asked
+    assert min(asked) >= 1
+
+
 def test_the_copy_is_the_requests_own_and_the_source_stays_a_hit() -> None:
     manager = FOUR.manager([20], sub_block_hits=True)
     computed(manager, "a", list(range(8)))
