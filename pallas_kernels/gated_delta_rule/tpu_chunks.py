@@ -61,6 +61,8 @@ def delta_chunks(
         "left": pltpu.SemaphoreType.DMA,
         "stored": pltpu.SMEM((1,), jnp.int32),
     }
+    if not is_per_channel:
+        scratch |= {name: pltpu.VMEM((CHUNK, tokens[3].shape[1]), jnp.float32) for name in ("entry", "exit")}
     names = ("table", *Inputs._fields, "_", "out", "states", *scratch)
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     out, written = pl.pallas_call(
@@ -113,6 +115,8 @@ def _kernel(*references: Ref, names: tuple[str, ...], room: int, is_per_channel:
     num_heads, key_dim, _ = carry.shape
     key_heads = refs.k.shape[1] // key_dim
     segment = (moves.field(Field.FIRST), moves.field(Field.END))
+    if not is_per_channel:
+        refs.entry[...], refs.exit[...] = _decays(_gates(refs.g[...], segment))
 
     def key_head(n: jax.Array, carried: None) -> None:
         keys, queries = (_inside(x[:, _lanes(n, key_dim)], segment) for x in (refs.k, refs.q))
@@ -136,25 +140,44 @@ def _attend(
     """Outputs and state of one value head."""
     key_dim, value_dim = refs.carry.shape[1:]
     own = _lanes(head, value_dim)
-    gates = refs.g[:, _lanes(head, key_dim)] if within is None else _column(refs.g, head, key_dim)
-    gates = jnp.maximum(_inside(gates, segment), _LEAST_GATE)
     rates = _inside(_column(refs.beta, head, value_dim), segment)
     values, state = _inside(refs.v[:, own], segment), refs.carry[head]
-    row, column = _places()
-    entry, exit = (jnp.exp(_dot(_ones(seen), gates, 1, 0)) for seen in (column <= row, column > row))
     if within is None:
+        gates = _gates(refs.g[:, _lanes(head, key_dim)], segment)
+        entry, exit = _decays(gates)
+        kept = jnp.exp(_dot(gates, jnp.ones(values.shape, jnp.float32), 0, 0))  # [K, V]
         products = _products_per_channel(keys, queries, gates)
     else:
-        sums = _dot(_ones(column <= row), jnp.where(row > column, gates[:, :CHUNK], 0.0), 1, 0)
-        decay = jnp.where(column <= row, jnp.exp(sums), 0.0)
+        entry, exit = (_column(x, head, key_dim) for x in (refs.entry, refs.exit))
+        kept = jnp.broadcast_to(entry[CHUNK - 1 :, :1], state.shape)
+        decay = _decay_between(_gates(_column(refs.g, head, CHUNK), segment))
         products = (within[0] * decay, within[1] * decay)
+    old = _dot(jnp.concatenate([keys * entry, queries * entry]), state, 1, 0)
     inverse = _inverse(rates[:, :CHUNK] * products[0])
-    delta = _dot(inverse, rates * (values - _dot(keys * entry, state, 1, 0)), 1, 0)
-    y = _dot(queries * entry, state, 1, 0) + _dot(products[1], delta, 1, 0)
+    delta = _dot(inverse, rates * (values - old[:CHUNK]), 1, 0)
+    y = old[CHUNK:] + _dot(products[1], delta, 1, 0)
     started = lax.broadcasted_iota(jnp.int32, y.shape, 0) >= segment[0]  # rows after the segment are written again
     refs.out[:, own] = jnp.where(started, y, refs.out[:, own])
-    kept = jnp.exp(_dot(gates, jnp.ones(values.shape, jnp.float32), 0, 0))  # [K, V]
     refs.carry[head] = kept * state + _dot(keys * exit, delta, 0, 0)
+
+
+def _gates(g: jax.Array, segment: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Gates [64, lanes] of the segment's tokens, 0 for others, finite where they forget all."""
+    return jnp.maximum(_inside(g, segment), _LEAST_GATE)
+
+
+def _decays(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[64, lanes] what is left at each token of the state before the chunk; and of the token at the chunk's end."""
+    row, column = _places()
+    entry, exit = (jnp.exp(_dot(_ones(seen), gates, 1, 0)) for seen in (column <= row, column > row))
+    return entry, exit
+
+
+def _decay_between(gates: jax.Array) -> jax.Array:
+    """[64, 64] what is left of token s at token t >= s, else 0, from gates that are the same in all 64 lanes."""
+    row, column = _places()
+    sums = _dot(_ones(column <= row), jnp.where(row > column, gates, 0.0), 1, 0)
+    return jnp.where(column <= row, jnp.exp(sums), 0.0)
 
 
 def _products_per_channel(keys: jax.Array, queries: jax.Array, gates: jax.Array) -> tuple[jax.Array, jax.Array]:
