@@ -76,7 +76,7 @@ def gated_delta_rule(
     """
     validate.check_inputs(q, k, v, g, beta, states)
     options = validate.check_options(q.shape[2], scale, use_qk_l2norm)
-    chosen = resolve_backend(validate.OP, backend, {"tpu": tpu_rule.reason_not_supported(v, states)})
+    chosen = resolve_backend(validate.OP, backend, {"tpu": tpu_rule.reason_not_supported(v, k, g, states)})
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     validate.check_step(v.shape[0], states.shape[0], step)
     if state_write.ndim == 1:

@@ -55,10 +55,17 @@ class TokenStates(NamedTuple):
         column = place - q_len + width  # the last token's is the last
         page = step.state_write[seq, jnp.maximum(column, 0)]
         is_written = (place >= 0) & (column >= 0) & (page > 0)
-        columns = jnp.arange(width)
-        kept = jnp.where((step.state_write > 0) & (columns >= width - batch.q_lens[:, None]), width - columns, 1)
+        num_kept = num_kept_states(step.state_write, batch.q_lens)
         read = jnp.where(step.has_initial_state, step.state_read, 0)
-        return cls(place, q_len, jnp.max(kept, axis=1)[seq], read[seq], jnp.where(is_written, page, num_pages))
+        return cls(place, q_len, num_kept[seq], read[seq], jnp.where(is_written, page, num_pages))
+
+
+def num_kept_states(state_write: jax.Array, q_lens: jax.Array) -> jax.Array:
+    """int32[S] from int32[S, L] pages and int32[S] new tokens: of how many last tokens; 1 where only the last's is."""
+    width = state_write.shape[1]
+    columns = jnp.arange(width)
+    has_page = (state_write > 0) & (columns >= width - q_lens[:, None])
+    return jnp.max(jnp.where(has_page, width - columns, 1), axis=1)
 
 
 class Segments(NamedTuple):

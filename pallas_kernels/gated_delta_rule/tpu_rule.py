@@ -1,30 +1,44 @@
-"""gated_delta_rule for TPU: a kernel for decode tokens; sequences of several tokens in chunks, by XLA.
+"""gated_delta_rule for TPU: one launch for decode tokens, one for the sequences that bring several.
 
-Flow:    api -> [gated_delta_rule] -> tpu_decode, then reference.scan -> (out, states)
+Flow:    api -> [gated_delta_rule] -> tpu_decode, then tpu_chunks -> (out, states)
 
-Both leave the states where they are. XLA norms q and k and makes decays: elementwise work on little.
+All leave the states where they are. XLA norms q and k and makes decays: elementwise work on little. Sequences that keep
+states for drafts have few tokens and go token by token, by XLA.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta_rule import tpu_decode
+from pallas_kernels.gated_delta_rule import tpu_chunks, tpu_decode
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options, StepArrays
-from pallas_kernels.gated_delta_rule.reference import CHUNK_TOKENS, TokenStates, prepared, scan
+from pallas_kernels.gated_delta_rule.reference import TokenStates, num_kept_states, prepared, scan
 from pallas_kernels.mosaic import LANES
+from pallas_kernels.ssm_update import arguments as ssm_arguments
+from pallas_kernels.ssm_update.reference import StateStep
+from pallas_kernels.ssm_update.tpu_plan import plan_segments
+
+_MOST_VMEM_BYTES = 40 << 20
 
 
-def reason_not_supported(v: jax.Array, states: jax.Array) -> str | None:
-    """What of a call the kernel cannot do, in words; None if it can do it all."""
+def reason_not_supported(v: jax.Array, k: jax.Array, g: jax.Array, states: jax.Array) -> str | None:
+    """What of a call the kernels cannot do, in words; None if they can do it all."""
     if jnp.float16 in (v.dtype, states.dtype):
         return "TPU has no arithmetic on float16; use bfloat16"
     key_dim, value_dim = states.shape[2:]
     if key_dim % LANES or value_dim % LANES:
-        return f"the TPU kernel takes keys and values in multiples of {LANES}, got {key_dim} and {value_dim}"
+        return f"the TPU kernels take keys and values in multiples of {LANES}, got {key_dim} and {value_dim}"
+    of_token = 2 * math.prod(k.shape[1:]) + 2 * math.prod(v.shape[1:]) + math.prod(g.shape[1:])
+    num_bytes = 8 * tpu_chunks.CHUNK * of_token + 12 * math.prod(states.shape[1:])
+    if num_bytes > _MOST_VMEM_BYTES:
+        return (
+            f"the TPU kernels keep a sequence's whole state in VMEM, with inputs {_MOST_VMEM_BYTES >> 20} MiB, got "
+            f"{num_bytes >> 20} MiB; split the heads over more chips"
+        )
     return None
 
 
@@ -37,21 +51,44 @@ def gated_delta_rule(
     tokens = TokenStates.of(num_tokens, num_pages, arrays)
     num_decode = arrays.query_start_loc[arrays.distribution[0]]
     of_decode = jnp.arange(num_tokens) < num_decode
-    most = min(num_tokens, arrays.state_read.shape[0])
+    ready = prepared(inputs, options)
+    out, states = _decode(ready, states, tokens, num_decode, arrays.state_read.shape[0])
+    if num_tokens > 1:
+        last = arrays._replace(state_write=arrays.state_write[:, -1])
+        step = StateStep.of(num_tokens, num_pages, ssm_arguments.StepArrays(*last))
+        has_drafts = num_kept_states(arrays.state_write, step.q_lens) > 1
+        step = step._replace(q_lens=jnp.where(has_drafts, 0, step.q_lens))
+        segments = plan_segments(step, arrays.distribution, num_tokens, num_pages, tpu_chunks.CHUNK)
+        chunked, states = tpu_chunks.delta_chunks(ready, states, segments)
+        out = _where(of_decode, out, chunked)
+    if num_tokens > 1 and arrays.state_write.shape[1] > 1:
+        of_drafts = (tokens.num_kept > 1) & ~of_decode
+        drafts = tokens._replace(place=jnp.where(of_drafts, tokens.place, -1))
+        scanned, states = scan(inputs, states, drafts, options, 1)
+        out = _where(of_drafts, scanned, out)
+    return _where(tokens.place >= 0, out, jnp.zeros_like(out)).astype(inputs.v.dtype), states
+
+
+def _decode(
+    inputs: Inputs, states: jax.Array, tokens: TokenStates, num_decode: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs float32[T, H, V], right for the first `num_decode` tokens; states)."""
+    num_tokens, num_pages = inputs.v.shape[0], states.shape[0]
+    of_decode = jnp.arange(num_tokens) < num_decode
+    most = min(num_tokens, num_rows)
     rows = most + -most % tpu_decode.TOKENS
-    first = Inputs(*(_first(x, rows) for x in prepared(inputs, options)))
     read = _first(jnp.where(of_decode, tokens.read, 0), rows)
     write = _first(jnp.where(of_decode & (tokens.write < num_pages), tokens.write, 0), rows)
-    decoded, states = tpu_decode.decode(first, states, read, write, num_decode)
-    out = jnp.where(of_decode[:, None, None], _first(decoded, num_tokens), 0)
-    if num_tokens > 1:
-        others = tokens._replace(place=jnp.where(of_decode, -1, tokens.place))
-        scanned, states = scan(inputs, states, others, options, CHUNK_TOKENS)
-        out = jnp.where(of_decode[:, None, None], out, scanned)
-    return out.astype(inputs.v.dtype), states
+    out, states = tpu_decode.decode(Inputs(*(_first(x, rows) for x in inputs)), states, read, write, num_decode)
+    return _first(out, num_tokens), states
 
 
 def _first(x: jax.Array, count: int) -> jax.Array:
     """The first `count` of x along axis 0, zero where there are not so many."""
     x = x[:count]
     return jnp.pad(x, [(0, count - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+
+
+def _where(tokens: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """x [T, H, V] for these tokens, y for the others."""
+    return jnp.where(tokens[:, None, None], x, y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,20 +17,23 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule, tpu_decode, tpu_ru
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options, StepArrays
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as MODELS
 from pallas_kernels.ssm_update.tpu_decode import StateTiles
+from pallas_kernels.ssm_update.tpu_states import CarriedState
 from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape, Step
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 
-# Decode over two tiles of tokens, beside other sequences, alone, none.
-LENGTHS = ([1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 9, 2, 1, 3], [1], [], [0, 12, 1, 1])
-SCALAR = Shape(1, 4, 128, 128, num_tokens=18, num_rows=10, dtype="bfloat16")
-CHANNEL = Shape(2, 2, 128, 128, True, num_tokens=18, num_rows=10, num_pages=40, num_kept=3)
+# Decode over two tiles of tokens, beside other sequences, alone, none; sequences over borders of chunks.
+LENGTHS = ([1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 65, 2, 1, 3], [1], [], [0, 17, 1, 1, 50])
+SCALAR = Shape(1, 4, 128, 128, num_tokens=76, num_rows=10, dtype="bfloat16")
+CHANNEL = Shape(2, 2, 128, 128, True, num_tokens=76, num_rows=10)
+DRAFTS = Shape(1, 1, 128, 128, num_tokens=76, num_rows=10, num_pages=40, num_kept=3)
 SHAPES = [
     SCALAR,
     CHANNEL,
+    DRAFTS,
     pytest.param(
-        Shape(2, 4, 128, 256, True, 18, dtype="bfloat16", state_dtype="bfloat16", num_rows=10), marks=pytest.mark.sweep
+        Shape(2, 4, 128, 256, True, 76, dtype="bfloat16", state_dtype="bfloat16", num_rows=10), marks=pytest.mark.sweep
     ),
-    pytest.param(Shape(1, 3, 256, 128, num_tokens=18, num_rows=10, use_qk_l2norm=False), marks=pytest.mark.sweep),
+    pytest.param(Shape(1, 3, 256, 128, num_tokens=76, num_rows=10, use_qk_l2norm=False), marks=pytest.mark.sweep),
 ]
 
 
@@ -68,7 +72,7 @@ def test_what_is_not_finite_stays_in_its_sequence() -> None:
     dirty = {name: array.copy() for name, array in arrays.items()}
     dirty["k"][1], dirty["g"][1], dirty["v"][1] = np.nan, np.inf, np.inf
     got, after = compiled(CHANNEL)(dirty, step)
-    others = np.setdiff1d(np.arange(CHANNEL.num_tokens), [1])
+    others = np.setdiff1d(np.arange(9), [1])
     np.testing.assert_array_equal(got[others], out[others])
     pages = np.setdiff1d(np.arange(CHANNEL.num_pages), step.state_write[1])
     np.testing.assert_array_equal(after[pages], states[pages])
@@ -80,7 +84,7 @@ def _into_the_tile_in_use(self: StateTiles, step: Any, b: Any, page: Any) -> Any
 
 
 @pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
-def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_planted_in_decoding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """States loaded into the tile in use: a race is reported."""
     monkeypatch.setattr(StateTiles, "_loading", _into_the_tile_in_use)
     jax.clear_caches()
@@ -91,6 +95,37 @@ def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RaceError, match=r"race|RACE"):
         run(inputs, ones((12, 1, 128, 128)), *pages)
     jax.clear_caches()
+
+
+def _out_of_the_state_that_comes(self: CarriedState, page: Any) -> Any:
+    return pltpu.make_async_copy(self.coming, self.states.at[page], self.left)
+
+
+@pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
+def test_a_race_planted_in_chunks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States stored from where the next one comes: a race is reported."""
+    monkeypatch.setattr(CarriedState, "_storing", _out_of_the_state_that_comes)
+    jax.clear_caches()
+    shape = Shape(1, 1, 128, 128, num_tokens=12, num_rows=3)
+    arrays, step = shape.make(np.random.default_rng(8), [3, 3, 3])
+    step = step._replace(state_read=step.state_write[:, 0], has_initial_state=np.ones(3, bool))
+    arrays["states"][:] = 1
+    run = compile_on_tpu(functools.partial(rule, options=Options(1.0, False)), arrays, step)
+    with pytest.raises(RaceError, match=r"race|RACE"):
+        run(arrays, step)
+    jax.clear_caches()
+
+
+def test_what_does_not_fit_vmem() -> None:
+    """States of all models do, whole, with their inputs; larger ones do where heads are split."""
+
+    def reason(key_heads: int, heads: int, is_per_channel: bool) -> str | None:
+        shapes = ((7, heads, 128), (7, key_heads, 128), (7, heads, 128 if is_per_channel else 1), (9, heads, 128, 128))
+        return tpu_rule.reason_not_supported(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+
+    assert [reason(m.key_heads, m.value_heads, m.is_per_channel) for m in MODELS] == [None] * len(MODELS)
+    assert re.search("whole state in VMEM, with inputs 40 MiB, got 48 MiB; split the heads", reason(96, 96, True) or "")
+    assert reason(48, 48, True) is None
 
 
 BAD = {
@@ -132,7 +167,7 @@ def test_the_op_takes_the_kernel_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> No
 
     def has_kernel(backend: str) -> bool:
         text = str(jax.make_jaxpr(functools.partial(gated_delta_rule, backend=backend))(*arguments))
-        return "delta_decode_h2" in text
+        return "delta_decode_h2" in text and "delta_chunks" in text
 
     assert has_kernel("tpu")
     assert not has_kernel("auto")

@@ -1,0 +1,249 @@
+"""gated_delta_rule for TPU, sequences of several tokens: matrix products over chunks of 64, the state in between.
+
+Flow:    `prepared` inputs of the step, segments -> [delta_chunks] -> (outputs, states in place)
+Source:  the WY form as `reference` states it
+
+Grid: one step per segment (`ssm_update.tpu_plan`), the part of a sequence in a chunk; the state stays in VMEM from one
+to the next. A step reads the chunk's inputs and writes its outputs, and goes over the heads. Sums of decays are
+products with matrices of ones, so that no difference of sums is taken: a decay per head goes into the products of keys
+as a matrix, one per number of the key as factors of both sides, for each border between halves of blocks. The matrix of
+deltas is inverted by blocks along its diagonal, each time of twice the size. All products are exact to float32.
+
+Flops per head and chunk of C tokens: `6 * C * K * V` with the state, `2 * C * C * (2 * K + V)` within, `20 * C**3` for
+the inverse. Tokens of other sequences in the chunk come as zeros, which change nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.gated_delta_rule.arguments import Inputs
+from pallas_kernels.mosaic import LANES, Ref, compiler_params
+from pallas_kernels.ssm_update.tpu_plan import Field, Segments
+from pallas_kernels.ssm_update.tpu_states import CarriedState
+
+CHUNK = 64  # tokens
+_LEAST_GATE = -100.0  # leaves nothing in float32, and nothing times it is nothing
+
+
+@jax.jit
+def delta_chunks(
+    inputs: Inputs,  # `reference.prepared`: q and k [T, G, K] normed, q scaled; float32
+    states: jax.Array,  # [pages, H, K, V]
+    segments: Segments,  # of chunks of `CHUNK` tokens
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs float32[T, H, V], right for the tokens of the segments, states)."""
+    num_tokens, num_heads, _ = inputs.v.shape
+    is_per_channel = inputs.g.shape[2] > 1
+    per_head = [(0, max(0, CHUNK - num_tokens)), (0, -num_heads % LANES)]
+    wide = [per_head[0], (0, 0)]
+    flat = inputs._replace(**{name: getattr(inputs, name).reshape(num_tokens, -1) for name in ("q", "k", "v", "g")})
+    tokens = [jnp.pad(x, wide) for x in flat[:3]]
+    tokens += [jnp.pad(flat.g, wide if is_per_channel else per_head), jnp.pad(flat.beta, per_head)]
+    room = segments.table.shape[0] // len(Field)
+
+    def of_chunk(array: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((CHUNK, array.shape[1]), lambda i, table: (table[Field.CHUNK * room + i], 0))
+
+    state = states.shape[1:]
+    scratch = {
+        "carry": pltpu.VMEM(state, jnp.float32),
+        "coming": pltpu.VMEM(state, states.dtype),
+        "going": pltpu.VMEM(state, states.dtype),
+        "arrived": pltpu.SemaphoreType.DMA,
+        "left": pltpu.SemaphoreType.DMA,
+        "stored": pltpu.SMEM((1,), jnp.int32),
+    }
+    if not is_per_channel:
+        scratch |= {name: pltpu.VMEM((CHUNK, tokens[3].shape[1]), jnp.float32) for name in ("entry", "exit")}
+    names = ("table", *Inputs._fields, "_", "out", "states", *scratch)
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    out, written = pl.pallas_call(
+        functools.partial(_kernel, names=names, room=room, is_per_channel=is_per_channel),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(segments.num_segments,),
+            in_specs=[*(of_chunk(array) for array in tokens), in_hbm],
+            out_specs=[of_chunk(tokens[2]), in_hbm],
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(tokens[2].shape, jnp.float32),
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+        ],
+        input_output_aliases={6: 1},
+        compiler_params=compiler_params(48 << 20),
+        name="delta_chunks",
+    )(segments.table, *tokens, states)
+    return out[:num_tokens].reshape(inputs.v.shape), written
+
+
+def _kernel(*references: Ref, names: tuple[str, ...], room: int, is_per_channel: bool) -> None:
+    """One segment. q and k [64, G * K], v [64, H * V], g [64, H * K or padded H], beta [64, padded H]."""
+    refs = SimpleNamespace(**dict(zip(names, references, strict=True)))
+    carry, coming, going = refs.carry, refs.coming, refs.going
+    moves = CarriedState(
+        refs.table,
+        room,
+        refs.states,
+        coming,
+        going,
+        refs.arrived,
+        refs.left,
+        refs.stored,
+        pl.program_id(0),
+        pl.num_programs(0),
+    )
+
+    def take() -> None:
+        carry[...] = coming[...].astype(jnp.float32)
+
+    def clear() -> None:
+        carry[...] = jnp.zeros_like(carry)
+
+    def give() -> None:
+        going[...] = carry[...].astype(going.dtype)
+
+    moves.begin(take, clear)
+    num_heads, key_dim, _ = carry.shape
+    key_heads = refs.k.shape[1] // key_dim
+    segment = (moves.field(Field.FIRST), moves.field(Field.END))
+    if not is_per_channel:
+        refs.entry[...], refs.exit[...] = _decays(_gates(refs.g[...], segment))
+
+    def key_head(n: jax.Array, carried: None) -> None:
+        keys, queries = (_inside(x[:, _lanes(n, key_dim)], segment) for x in (refs.k, refs.q))
+        within = None if is_per_channel else (_dot(keys, keys, 1, 1), _dot(queries, keys, 1, 1))
+        for h in range(num_heads // key_heads):
+            _attend(n * (num_heads // key_heads) + h, keys, queries, within, segment, refs)
+        return carried
+
+    lax.fori_loop(0, key_heads, key_head, None)
+    moves.end(give)
+
+
+def _attend(
+    head: jax.Array,
+    keys: jax.Array,  # [64, K], 0 outside the segment
+    queries: jax.Array,
+    within: tuple[jax.Array, jax.Array] | None,  # products of keys, and of queries, with keys; None: decay per channel
+    segment: tuple[jax.Array, jax.Array],  # its first token, one after its last
+    refs: SimpleNamespace,
+) -> None:
+    """Outputs and state of one value head."""
+    key_dim, value_dim = refs.carry.shape[1:]
+    own = _lanes(head, value_dim)
+    rates = _inside(_column(refs.beta, head, value_dim), segment)
+    values, state = _inside(refs.v[:, own], segment), refs.carry[head]
+    if within is None:
+        gates = _gates(refs.g[:, _lanes(head, key_dim)], segment)
+        entry, exit = _decays(gates)
+        kept = jnp.exp(_dot(gates, jnp.ones(values.shape, jnp.float32), 0, 0))  # [K, V]
+        products = _products_per_channel(keys, queries, gates)
+    else:
+        entry, exit = (_column(x, head, key_dim) for x in (refs.entry, refs.exit))
+        kept = jnp.broadcast_to(entry[CHUNK - 1 :, :1], state.shape)
+        decay = _decay_between(_gates(_column(refs.g, head, CHUNK), segment))
+        products = (within[0] * decay, within[1] * decay)
+    old = _dot(jnp.concatenate([keys * entry, queries * entry]), state, 1, 0)
+    inverse = _inverse(rates[:, :CHUNK] * products[0])
+    delta = _dot(inverse, rates * (values - old[:CHUNK]), 1, 0)
+    y = old[CHUNK:] + _dot(products[1], delta, 1, 0)
+    started = lax.broadcasted_iota(jnp.int32, y.shape, 0) >= segment[0]  # rows after the segment are written again
+    refs.out[:, own] = jnp.where(started, y, refs.out[:, own])
+    refs.carry[head] = kept * state + _dot(keys * exit, delta, 0, 0)
+
+
+def _gates(g: jax.Array, segment: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Gates [64, lanes] of the segment's tokens, 0 for others, finite where they forget all."""
+    return jnp.maximum(_inside(g, segment), _LEAST_GATE)
+
+
+def _decays(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[64, lanes] what is left at each token of the state before the chunk; and of the token at the chunk's end."""
+    row, column = _places()
+    entry, exit = (jnp.exp(_dot(_ones(seen), gates, 1, 0)) for seen in (column <= row, column > row))
+    return entry, exit
+
+
+def _decay_between(gates: jax.Array) -> jax.Array:
+    """[64, 64] what is left of token s at token t >= s, else 0, from gates that are the same in all 64 lanes."""
+    row, column = _places()
+    sums = _dot(_ones(column <= row), jnp.where(row > column, gates, 0.0), 1, 0)
+    return jnp.where(column <= row, jnp.exp(sums), 0.0)
+
+
+def _products_per_channel(keys: jax.Array, queries: jax.Array, gates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[64, 64] products of keys, and of queries, with decayed keys of tokens before; of queries with their own key."""
+    row, column = _places()
+    of_keys = jnp.zeros(row.shape, jnp.float32)
+    of_queries = jnp.where(row == column, jnp.broadcast_to(jnp.sum(queries * keys, 1, keepdims=True), row.shape), 0.0)
+    for half in _halves():
+        border = (row & -(2 * half)) + half  # first token of the second half of the row's block
+        to_border = (row < border) & (column > row) & (column < border)
+        from_border = (row >= border) & (column >= border) & (column <= row)
+        decay = jnp.exp(_dot(_ones(to_border | from_border), gates, 1, 0))
+        across = _across(row, column, half)
+        decayed = keys * decay
+        of_keys = jnp.where(across, _dot(decayed, decayed, 1, 1), of_keys)
+        of_queries = jnp.where(across, _dot(queries * decay, decayed, 1, 1), of_queries)
+    return of_keys, of_queries
+
+
+def _inverse(lower: jax.Array) -> jax.Array:
+    """Of I + the strictly lower part of [64, 64]: blocks along the diagonal, each time of twice the size."""
+    row, column = _places()
+    inverse = _ones(row == column)
+    for half in _halves():
+        corner = jnp.where(_across(row, column, half), lower, 0.0)
+        inverse = inverse - (corner if half == 1 else _dot(_dot(inverse, corner, 1, 0), inverse, 1, 0))
+    return inverse
+
+
+def _halves() -> tuple[int, ...]:
+    """Sizes of the halves of blocks."""
+    return tuple(1 << n for n in range(CHUNK.bit_length() - 1))
+
+
+def _across(row: jax.Array, column: jax.Array, half: int) -> jax.Array:
+    """Whether a row is in the second half, and the column in the first half, of the same block."""
+    return ((row & -(2 * half)) == (column & -(2 * half))) & ((row & half) != 0) & ((column & half) == 0)
+
+
+def _places() -> tuple[jax.Array, jax.Array]:
+    """int32[64, 64] rows and columns."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in range(2))
+    return row, column
+
+
+def _ones(where: jax.Array) -> jax.Array:
+    return jnp.where(where, 1.0, 0.0)
+
+
+def _inside(x: jax.Array, segment: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x [64, lanes], 0 for tokens outside the segment."""
+    token = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where((token >= segment[0]) & (token < segment[1]), x, 0.0)
+
+
+def _column(ref: Ref, lane: jax.Array, count: int) -> jax.Array:
+    """A lane of [64, lanes] in `count` lanes."""
+    rolled = pltpu.roll(ref[...], ref.shape[1] - lane, 1)
+    return jnp.broadcast_to(rolled[:, :1], (CHUNK, count))
+
+
+def _lanes(index: jax.Array, size: int) -> pl.Slice:
+    return pl.ds(pl.multiple_of(index * size, LANES), size)
+
+
+def _dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
+    """Matrix product in float32 that sums over these axes."""
+    dimensions = (((x_axis,), (y_axis,)), ((), ()))
+    return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
