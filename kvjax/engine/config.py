@@ -16,8 +16,8 @@ class EngineConfig:
 
     The cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`. `watermark` is
     the share of a pool that admissions leave free for requests that already run; it never holds up the first request of
-    an idle step. `async_scheduling` starts a step before the tokens of the one before it are read: the host then works
-    while the device does, at the cost of one step's delay and of steps in vain for requests that end by a stop token.
+    an idle step. `async_scheduling` starts a step before the tokens of the one before it are read, so the host works
+    while the device does. The price: a step's delay, and a step in vain for each request that ends by a stop token.
     `max_buckets` bounds the programs that warm-up compiles. `dtype` is the cache's, None that of the loaded weights.
     `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every token, in the full layers' table:
     simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit may end inside a block, whose page

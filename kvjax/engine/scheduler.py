@@ -9,15 +9,15 @@ chunk of prompt each; then waiting requests are admitted while tokens, rows and 
 running request of the lowest priority is preempted: its blocks are freed, it waits at the head of the queue, and once
 it is admitted again it computes what the prefix cache does not hold by then.
 
-Samples of one prompt wait in a row. The first computes the prompt; once that step is dispatched, as many of the others
-as there are rows for are forked from it: they share its blocks of all prompt tokens but the last, which each computes
-for itself, to draw its own first token. The rest are admitted like other requests.
+Samples of one prompt wait one behind the other. The first computes the prompt. Once that step is dispatched, as many of
+the others as there are rows for are forked from it. They share its blocks of all prompt tokens but the last; each
+computes that one for itself, to draw its own first token. The rest are admitted like other requests.
 
 Running requests are rows of the request table, kept in order of priority in one array; what a step needs of them stands
 in arrays too (`RunningRows`), so that Python looks at a request only when it starts, ends or waits.
 
-The first waiting request is looked up when it may fit: once it was refused, not before a pool has more free blocks
-than it had then, a running request has stopped, or `RETRY_STEPS` steps have passed (its prefix may be cached by then).
+The first waiting request is looked up when it may fit. Once refused, it is looked up again when a pool has more free
+blocks than it had then, when a running request has stopped, or after `RETRY_STEPS` steps (its prefix may be cached).
 
 Invariants (`check_invariants`):
 

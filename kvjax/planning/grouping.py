@@ -1,7 +1,7 @@
 """Which layers share a block table (a group), and which groups share a space of block ids (a pool).
 
 Flow:    {layer name: KVCacheSpec} -> [group_layers] -> LayerGroup list -> sizing
-Source:  grouping rule of vLLM v1/core/kv_cache_utils.py; pools on typed arrays: ARCHITECTURE.md, "Planning"
+Source:  grouping rule of vLLM v1/core/kv_cache_utils.py; ARCHITECTURE.md, "Pools on typed arrays"
 
 Layers are bucketed by what a table of theirs would hold (`KVCacheSpec.table_key`). An array has one page shape and
 dtype, and layer i of a group lies in column i, so buckets of one page layout share the pool of that layout:
@@ -13,9 +13,9 @@ All groups of a pool draw ids from one free list; a group shorter than the pool'
 pages never collide. Splitting a long bucket is what makes groups about equally wide, so that an id costs the same
 bytes whoever takes it.
 
-A bucket of several layouts stays whole. It leads with the layers of one layout and joins that layout's pool, whose
-buckets are then split by their number, unless its ids would cost 1.5 times what some group needs; then it has a pool
-of its own.
+A bucket of several layouts stays whole. It leads with the layers of one layout and joins that layout's pool; the other
+buckets there are then split by the number of those layers. If its ids would cost 1.5 times what some group needs, it
+has a pool of its own instead.
 """
 
 from __future__ import annotations

@@ -9,9 +9,12 @@ blocks of one size in a known order. What a request needs of a prefix is needed 
 rule keeps whole prefixes (among equals the deeper block goes first), and every block that it keeps until its next use
 is hit. `tests/replay/test_belady.py` compares it with all possible choices on small traces.
 
-It is no bound, though usually a good policy, where hits change what is asked for: in continuous batching, where
-a request that hits more ends sooner and those that run hold blocks; with windows, which need little of a prefix; with
-several groups, whose hits depend on each other; and for work saved rather than tokens, since blocks differ in it.
+Where hits change what is asked for, it is no bound, though usually a good policy:
+
+    continuous batching   a request that hits more ends sooner, and running requests hold blocks
+    windows               need little of a prefix
+    several groups        have hits that depend on each other
+    work, not tokens      blocks differ in the work that a hit saves
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class LatentRing:
             plgpu.copy_gmem_to_smem(self.pages.at[page, pl.ds(offset, copy)], target, self.full.at[slot])
 
     def take(self, step: jax.Array, seen: Any) -> Any:
-        """The block [block, D] of a step, ready for products; give it back with `release`.
+        """The block [block, D] of a step, ready for products; call `release` when done with it.
 
         `seen(first_row)` tells which of the 64 slots from `first_row` on any query sees, bool[64]: the others become 0,
         since what stands there may be NaN. None: all are seen.

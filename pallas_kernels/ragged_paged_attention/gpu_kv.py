@@ -134,7 +134,7 @@ class KVRing:
         plgpu.barrier_wait(full.at[slot])
 
     def take_k(self, step: jax.Array) -> Any:
-        """K [block, D] of a step, ready for a product; give it back with `release_k`."""
+        """K [block, D] of a step, ready for a product; call `release_k` when done with it."""
         slot = self.slot(step)
         self.wait_full(self.k_full, slot)
         if not self.config.is_converted:
@@ -151,7 +151,7 @@ class KVRing:
         plgpu.barrier_arrive(self.k_free.at[self.slot(step)])
 
     def take_v(self, step: jax.Array, seen: Any) -> Any:
-        """V [block, Dv] of a step, ready for a product; give it back with `release_v`.
+        """V [block, Dv] of a step, ready for a product; call `release_v` when done with it.
 
         `seen(first_row)` tells which of the 64 slots from `first_row` on any query sees, bool[64]; V is 0 elsewhere,
         since what stands there may be NaN. None: all are seen.

@@ -8,7 +8,10 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.gated_delta_rule import gated_delta_rule
+from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.latent_entries import Plain
 from pallas_kernels.merge_states import merge_states
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.page_ops import copy_pages, zero_pages
@@ -17,6 +20,9 @@ from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_close, random_values
+from tests.pallas_kernels.gated_delta_rule import delta_cases
+from tests.pallas_kernels.indexer_topk.test_indexer_topk import DIM, check
+from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.sparse_mla_attention import sparse_cases
@@ -118,3 +124,17 @@ class TestWithAndWithoutJit(chex.TestCase):
         given = (jnp.asarray(arrays[name]) for name in ("x", "states", "dt", "a", "b", "c"))
         options = {name: jnp.asarray(arrays[name]) for name in ("d", "dt_bias")}
         MAMBA2.assert_right(self.variant(selective_scan)(*given, *on_device(step), **options), arrays, step)
+
+    @both_ways
+    def test_gated_delta_rule(self) -> None:
+        shape = delta_cases.Shape(num_tokens=24)
+        arrays, step = shape.make(np.random.default_rng(0), [1, 0, 9, 7])
+        given = (jnp.asarray(arrays[name]) for name in (*delta_cases.INPUTS, "states"))
+        apply = functools.partial(gated_delta_rule, scale=shape.scale, use_qk_l2norm=shape.use_qk_l2norm)
+        shape.assert_right(self.variant(apply)(*given, *map(jnp.asarray, step)), arrays, step)
+
+    @both_ways
+    def test_indexer_topk(self) -> None:
+        sizes = ("topk", "tokens_per_state", "entries", "page_size")
+        choose = self.variant(indexer_topk, static_argnames=sizes)
+        check(0, LatentShape(DIM, 4), Plain(), 2, 7, ROWS, op=choose)

@@ -8,9 +8,10 @@ The message without extra keys, for four tokens or more (fewer have no mark and 
     PROTO 5 | FRAME length | SHORT_BINBYTES 32 parent MEMOIZE | MARK token ... TUPLE MEMOIZE | NONE TUPLE3 MEMOIZE STOP
     ------- head ------------------------------------ ------  ------------------ tail -----------------------------
 
-A token is BININT1, BININT2 or BININT (1, 2 or 4 little-endian bytes). What these do not cover, extra keys above all
-(pickle writes an object that it has met before as a reference, so the bytes depend on identities), is `pickle.dumps`
-itself with a stand-in for the parent, cut out afterwards. A message that exceeds one frame cannot be cut so.
+A token is BININT1, BININT2 or BININT (1, 2 or 4 little-endian bytes). What these do not cover is
+left to `pickle.dumps`, with a stand-in for the parent that is cut out afterwards. Extra keys above all: pickle writes
+an object that it has met before as a reference, so the bytes depend on identities. A message that exceeds one frame
+cannot be cut so.
 """
 
 from __future__ import annotations

@@ -178,9 +178,9 @@ class SingleTypeKVCacheManager(abc.ABC):
     def start_scan(self, lookup: PrefixLookup) -> HitScan:
         """Looks for hits.
 
-        A hit is of L tokens with L a multiple of the alignment, L (plus a block if the last is dropped) at most the
-        limit, and every block cached that the tokens from L on attend to (and the dropped one; and the last one, if
-        the lookup needs it).
+        A hit has L tokens, a multiple of the alignment and at most the limit (less a block, if the last is dropped).
+        Every block that the tokens from L on attend to is cached. So is the dropped one, and the last one if the
+        lookup needs it.
         """
 
     @abc.abstractmethod

@@ -320,9 +320,9 @@ class KVCacheManager(ManagerReader, SavableManager):
     ) -> int:
         """Of that many new tokens, those that one step should take so that recurrent states are cached right.
 
-        All of them where no group is recurrent. Steps of a prompt end where blocks end, and at the checkpoints of
-        `retention_interval` (for a new request the hit's blocks tell of one); 0 if the tokens do not reach the end of
-        a block: wait for a larger budget.
+        All of them where no group is recurrent. Else steps of a prompt end where blocks end, and at the checkpoints of
+        `retention_interval`; for a new request the hit's blocks tell of one. 0 if the tokens do not reach the end of a
+        block: wait for a larger budget.
 
         Raises:
             ValueError: a count is negative or no integer.

@@ -3,12 +3,12 @@
 Flow:    request -> [SubBlockHits.find] -> blocks, the last one partly used -> SlotAllocator -> [split] -> page copies
 Source:  ARCHITECTURE.md, "Hits inside blocks"; SGLang and vLLM issues on hits lost to large blocks
 
-A hit of n tokens is good if every group has cached the blocks that token n attends to, the last one perhaps beyond n:
-some cached block that continues the same prefix and begins with the same tokens. Token n writes behind the first n of
-its block, so where the hit ends inside one, that block counts as attended to. Its first part is valid for the new
-request, because the KV of a token depends on the tokens before it alone. So any n is good that is a multiple of what
-each group can cut at (`granularity_of`): one token; the tokens of one compressed state of each layer; a whole block of
-a recurrent kind, whose state is that of its last token.
+A hit of n tokens is good if every group has cached the blocks that token n attends to. The last of them may reach
+beyond n: any cached block will do that continues the same prefix and begins with the same tokens. Where the hit ends
+inside a block, token n is written into that block, which therefore counts as attended to. Its first part is valid for
+the new request, because the KV of a token depends only on the tokens before it. And n must be a multiple of what each
+group can cut at (`granularity_of`): one token; the tokens of one compressed state of each layer; a whole block of a
+recurrent kind, whose state is that of its last token.
 
 A new request gets a page of its own with a copy. Where no block is free for it, a source that nobody holds becomes the
 request's own block and is no hit any more, so that a hit never makes an admission harder.

@@ -5,8 +5,8 @@ Source:  semantics of vLLM v1/core/block_pool.py (BlockHashToBlockMap)
 
 A value is the block id, or a dict of ids where two blocks or more hold the same content (dict for its order; ids are
 its keys). Such duplicates are kept and never merged: ids that a request has been given never change. Most hashes have
-one block, so bulk calls run one C loop under the assumption that every value is a plain id, check it by packing the
-values as C ints (a dict or None does not pack), and fall back to one hash at a time.
+one block. So a bulk call first assumes that every value is a plain id and runs one C loop. Packing the values as C ints
+checks that, since a dict or None does not pack; then the call goes one hash at a time.
 
 Keys are raw hashes; the group id is packed in only at the edge (events, views).
 """

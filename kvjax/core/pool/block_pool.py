@@ -9,9 +9,9 @@ A block is in exactly one state, and a free or held one may also be hashed (a pr
     held   ref_count >= 1, not with the policy -> free by free_blocks, when its last reference goes
     null   block 0: never handed out, freed, hashed or evicted; calls that contain it skip it
 
-An `EvictionPolicy` holds the free blocks and decides which is reused next. "lru", the default, puts every released
-block at the tail of a queue, or with the free order "uncached_first" blocks without a hash at its head, since nothing
-is lost by reusing them. Callers give blocks in eviction order: a request's last block first.
+An `EvictionPolicy` holds the free blocks and decides which is evicted next. "lru", the default, puts every freed block
+at the tail of a queue. With the free order "uncached_first", blocks without a hash go to its head: nothing is lost by
+reusing them. Callers free blocks in eviction order, a request's last block first.
 
 Invariants (`check_invariants`; the tests run it after every test):
 

@@ -3,9 +3,10 @@
 Flow:    BlockPool get, touch, evict -> [KVCacheMetricsCollector] -> drain_events() -> histograms
 Source:  what vLLM v1/core/kv_cache_metrics.py measures; the sampling is our own
 
-Each allocation is sampled with probability `sample_rate`. The number of allocations up to the next sampled one is
-drawn instead of a number per block: equally distributed, a call of n blocks costs O(samples), and n calls of one block
-draw the same as one call of n. Each pool has a generator of its own, so pools do not disturb each other's draws.
+Each allocation is sampled with probability `sample_rate`. Not every block draws a number: drawn is how many allocations
+come before the next sampled one, which is equally distributed. So a call of n blocks costs O(samples), and n calls of
+one block draw the same as one call of n. Each pool has a generator of its own, so pools do not disturb each other's
+draws.
 """
 
 from __future__ import annotations
