@@ -71,9 +71,10 @@ class LRUPolicy(EvictionPolicy):
         return self.queue.get_all_free_blocks()
 
     def bulk_equivalent(self, flow: StepFlow) -> int:
-        """Takes at the head and releases at the tail do not meet while no row needs a block that the step released.
+        """Rows that can all be given blocks that were free before the step: it frees blocks to the tail.
 
-        A release to the head would be taken next by its own row, so rows end before the first.
+        A block freed to the head would be allocated next, to the row that freed it. So the rows end before the first
+        that frees one there.
         """
         length = flow.rows_within(self.num_free)
         if self.uncached_first:

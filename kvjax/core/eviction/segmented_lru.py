@@ -101,10 +101,10 @@ class SegmentedLRUPolicy(EvictionPolicy):
         return np.concatenate([queue.get_all_free_blocks() for queue in self._queues])
 
     def bulk_equivalent(self, flow: StepFlow) -> int:
-        """Takes and releases do not meet while takes end before the first queue that a release may join.
+        """Rows up to the first that may be given a block of a queue into which the step frees blocks.
 
-        Protected blocks may overflow into probation, so where anything is released takes must not reach the protected
-        queue; where unhashed blocks are, they must end in the blank one.
+        Protected blocks may overflow into probation. So a step that frees anything must not be given protected blocks,
+        and a step that frees unhashed blocks must be given blank ones alone.
         """
         length = flow.rows_within(self.num_free)
         ids, positions = flow.released()

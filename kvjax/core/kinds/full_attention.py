@@ -87,9 +87,10 @@ class WholePrefixManager(PositionalManager):
         return WholePrefixScan(self, lookup)
 
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
-        """Leading blocks that stand in every running row: those with as many references, compared table by table.
+        """How many leading blocks all running rows share.
 
-        References alone do not tell, since not only block tables hold blocks.
+        Only blocks with at least one reference per row are candidates. Their tables are then compared, since pins and
+        copies hold references too.
         """
         own = self.row_block_ids(row)
         candidates = self.block_pool.ref_count[own] >= num_running_requests

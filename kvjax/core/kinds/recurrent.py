@@ -10,8 +10,8 @@ a block that filled holds the state at its end and can be a prefix hit. With s s
                       read                    written                        num_blocks
 
 A step writes to column (after - 1) // block_size, lookahead not counted. Where that is a new column, speculative
-blocks move on with it and one new block follows them; columns passed over stay null. A state is released once the
-settled tokens lie in a later column: two steps after it was written, where every step enters a new one.
+blocks move on with it and one new block follows them; columns passed over stay null. A state is freed once
+tokens of a later column are settled. If every step enters a new column, that is two steps after it was written.
 
 A step that leaves a column it began inside has to end where the column ends (`state_steps`); else the column would hold
 the state of fewer tokens than it is registered under. Where drafts cross the end, the device leaves the state at the

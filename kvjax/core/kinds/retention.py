@@ -9,7 +9,7 @@ recurrent layer. So these kinds need to be cached at few lengths L only, checkpo
     every k tokens      where k = retention_interval > 0
     end of the request  as it is admitted: the last length that the same prompt (or one that it begins) can hit
     shared prefix       the longest prefix that the groups which keep everything had cached when the request was looked
-                        up; what two requests have in common, a third may have too
+                        up; a prefix that two requests share is likely to be asked for again
 
 What a checkpoint at L keeps, with blocks of b tokens, of which a hit needs `num_before` before L, and with EAGLE one
 (`num_after`) behind it, which it drops:

@@ -232,9 +232,9 @@ class BlockPool:
             self._free_shared(without_null(ids))
 
     def free_held(self, ids: np.ndarray) -> None:  # int64[n]
-        """`free_blocks` of blocks, none null, of which the caller holds a reference per occurrence; unchecked.
+        """`free_blocks` without checks: none is null, and the caller holds a reference for each time one is listed.
 
-        A block with one reference therefore occurs once.
+        So a block with one reference is listed once.
         """
         if np.maximum.reduce(self.ref_count[ids], initial=0) == 1:
             self.eviction_policy.release(ids)

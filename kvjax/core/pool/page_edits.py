@@ -4,8 +4,8 @@ Flow:    CopyOnWrite, sub-block hits -> [PageEdits] -> KVCacheManager.take_page_
 Source:  ARCHITECTURE.md, "Order inside a step"
 
 A copy's source keeps a reference until the copies are taken, so that nobody writes to it or copies to it first.
-Reallocating a destination cancels its pending copy. A copy from a page that is itself still to be copied to reads that
-page's source instead, so that no copy waits for another.
+Reallocating a destination cancels its pending copy. A copy whose source is itself the destination of a pending copy
+reads that copy's source, so no copy waits for another.
 
 Invariants (`check_invariants`):
 

@@ -83,7 +83,7 @@ class RowTable:
     def discard(self, row: int, start: int, end: int) -> None:
         """Returns the memory of a row's entries `start` to `end`, which are not needed any more, to the system.
 
-        What they read as afterwards is zero or what they were. Less than 64 KiB is kept, and short rows are.
+        Reading them afterwards gives zeros or the old values. Less than 64 KiB is kept, and short rows are.
         """
         if self._memory is None or end - start < DISCARD_ENTRIES or not hasattr(mmap, "MADV_DONTNEED"):
             return
