@@ -177,6 +177,7 @@ class NaiveManager:
         self.cached: dict[str, list[int]] = {}  # request -> per group how many were registered
         self.fresh: list[set[int]] = [set() for _ in pool_sizes]
         self.stopped: set[str] = set()  # running requests that register no more
+        self.hits_end_anywhere = False  # inside blocks too: then every block is of use
         self._kept: dict[tuple[int, int, int], bool] = {}  # (group, column, tokens between checkpoints)
         # a hit rests on something cached: on its last blocks, if no group needs a block at every length
         self.needs_last = not any(group.needs_some_block(max_model_len) for group in groups if not group.cross)
@@ -272,7 +273,7 @@ class NaiveManager:
 
     def keeps(self, name: str, group: NaiveGroup, column: int) -> bool:
         """Whether a hit that ends at a checkpoint needs the block: at one of the request's own, or of all lengths."""
-        if group.window is None and group.mamba is None:
+        if self.hits_end_anywhere or (group.window is None and group.mamba is None):
             return True
         every = self.hit_step if self.retention is None else self.retention
         key = (self.groups.index(group), column, every)

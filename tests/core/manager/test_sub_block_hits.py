@@ -48,6 +48,7 @@ class SubBlockLockstep(Lockstep):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.manager = self.setup.manager(self.pool_sizes, sub_block_hits=True)
+        self.naive.hits_end_anywhere = True
 
     def brute_force(self, tokens: list[int], salt: str | None) -> int:
         """The longest length for which every group has all that the next token sees."""
