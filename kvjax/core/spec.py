@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -173,7 +174,7 @@ class KVCacheGroupSpec:
         """Spec of the group's layer number `place`."""
         return self.layer_specs[place] if self.layer_specs else self.kv_cache_spec
 
-    @property
+    @cached_property
     def tokens_per_state(self) -> frozenset[int]:
         """Of all layers, which may differ."""
         return frozenset(spec.tokens_per_state for spec in self.layer_specs or (self.kv_cache_spec,))

@@ -126,8 +126,12 @@ def pick_bucket(plan: StepPlan, buckets: Buckets) -> Bucket:
 def padded(values: np.ndarray, length: int, fill: int = 0) -> np.ndarray:
     """A fresh copy of `values` with its last axis filled up to `length`, int64 narrowed to int32."""
     dtype = np.int32 if values.dtype.kind == "i" else values.dtype
-    out = np.full((*values.shape[:-1], length), fill, dtype)
-    out[..., : values.shape[-1]] = values
+    end = values.shape[-1]
+    if end == length:
+        return values.astype(dtype)
+    out = np.empty((*values.shape[:-1], length), dtype)
+    out[..., :end] = values
+    out[..., end:] = fill
     return out
 
 

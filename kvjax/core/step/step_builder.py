@@ -109,21 +109,22 @@ def build_step_plan(
     source = None if last_token_source is None else np.asarray(last_token_source)[order]
     _check_tokens(rows, seq_lens, known if source is None else known + (source >= 0))
 
-    starts = np.zeros(rows.size + 1, np.int64)
-    np.cumsum(num_new, out=starts[1:])
+    starts = _starts(num_new, is_decode=num_decode == rows.size)
     ends = starts[1:] - 1
     tokens = _Tokens.of(rows, computed, num_new, starts)
     token_source = np.full(tokens.rows.size, -1, np.int32)
-    token_ids = table.token_ids[tokens.rows, np.minimum(tokens.positions, table.token_ids.shape[1] - 1)]
-    if source is not None:
+    if source is None:
+        token_ids = table.token_ids[tokens.rows, tokens.positions]
+    else:
         token_source[ends] = source
+        token_ids = table.token_ids[tokens.rows, np.minimum(tokens.positions, table.token_ids.shape[1] - 1)]
         token_ids[token_source >= 0] = 0
     wanted = seq_lens >= known if wants_logits is None else np.asarray(wants_logits, bool)[order]
-    writes = computed == 0 if writes_encoder is None else np.asarray(writes_encoder, bool)[order]
+    writes = None if writes_encoder is None else np.asarray(writes_encoder, bool)[order]
     updates = [NO_UPDATE] * len(tables.kv_cache_config.kv_cache_groups) if new_blocks is None else new_blocks
     positions = None if mrope is None else mrope.of_tokens(rows, computed, starts, *tokens)
     request_ids = _request_ids(table.request_ids, rows)
-    step = _Step(rows, computed, seq_lens, seq_lens.astype(np.int32), tokens, _Encoder(table, rows, writes))
+    step = _Step(rows, computed, seq_lens, seq_lens.astype(np.int32), tokens, _Encoder(table, rows, computed, writes))
     groups = _group_plans(tables, step, updates, pick_shape)  # the last check: now edits may be taken
     return StepPlan(
         request_ids=request_ids,
@@ -147,7 +148,7 @@ def logits_requests(plan: StepPlan) -> np.ndarray:  # int64[N]
     return np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
 
 
-_Places: TypeAlias = tuple[np.ndarray, np.ndarray]  # int64[T] table columns, int64[T] offsets in the blocks
+_Places: TypeAlias = tuple[np.ndarray, np.ndarray]  # int64[T] table columns, int32[T] offsets in the blocks
 
 
 class _Tokens(NamedTuple):
@@ -171,7 +172,16 @@ class _Tokens(NamedTuple):
     def places(self, block_size: int) -> _Places:
         """Of every token."""
         columns = self.positions // block_size
-        return columns, self.positions - columns * block_size
+        return columns, (self.positions - columns * block_size).astype(np.int32)
+
+
+def _starts(counts: np.ndarray, *, is_decode: bool = False) -> np.ndarray:  # int64[n + 1]
+    """Where each of int64[n] counts begins, and where the last ends; `is_decode`: all are 1."""
+    if is_decode:
+        return np.arange(counts.size + 1)
+    starts = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 class _Encoder(NamedTuple):
@@ -179,7 +189,8 @@ class _Encoder(NamedTuple):
 
     table: Any  # with num_encoder_tokens int64[rows]
     rows: np.ndarray  # int64[S]
-    writes: np.ndarray  # bool[S] whose are written in this step
+    computed: np.ndarray  # int64[S]
+    writes: np.ndarray | None  # bool[S] whose are written in this step; None: of requests with nothing computed
 
     @property
     def lengths(self) -> np.ndarray:  # int64[S]
@@ -188,9 +199,9 @@ class _Encoder(NamedTuple):
     @property
     def tokens(self) -> _Tokens:
         """Those that are written, one request after another."""
-        counts = np.where(self.writes, self.lengths, 0)
-        starts = np.zeros(self.rows.size + 1, np.int64)
-        np.cumsum(counts, out=starts[1:])
+        writes = self.computed == 0 if self.writes is None else self.writes
+        counts = np.where(writes, self.lengths, 0)
+        starts = _starts(counts)
         return _Tokens(np.repeat(self.rows, counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts))
 
 
@@ -214,20 +225,20 @@ class _Held(NamedTuple):
     counts: np.ndarray  # int64[rows] blocks in each row of it, live
     num_blocks: np.ndarray  # int64[S] those of the step's requests
     num_columns: int  # the most of them
+    is_like_the_last: bool = False  # as many blocks of the same size as in the group before
 
 
 def _held_blocks(tables: StepTables, num_groups: int, rows: np.ndarray) -> list[_Held]:
     """Per group; groups of one manager share their counts, which are then looked at once."""
     held: list[_Held] = []
     for group_id in range(num_groups):
-        counts = tables.num_blocks(group_id)
-        if held and held[-1].counts is counts:
-            num_blocks, num_columns = held[-1].num_blocks, held[-1].num_columns
+        counts, size, table = tables.num_blocks(group_id), tables.block_size(group_id), tables.block_tables(group_id)
+        before = held[-1] if held else None
+        if before is not None and before.counts is counts and before.block_size == size:
+            held.append(before._replace(group_id=group_id, table=table, is_like_the_last=True))
         else:
             num_blocks = counts[rows]
-            num_columns = int(num_blocks.max(initial=0))
-        size, table = tables.block_size(group_id), tables.block_tables(group_id)
-        held.append(_Held(group_id, size, table, counts, num_blocks, num_columns))
+            held.append(_Held(group_id, size, table, counts, num_blocks, int(num_blocks.max(initial=0))))
     return held
 
 
@@ -265,7 +276,8 @@ def _lengths_and_places(group: KVCacheGroupSpec, own: _Held, step: _Step, places
         _check_blocks(step.rows, own, lengths)
         slots = _slots(own.table, own.block_size, tokens.rows, tokens.places(own.block_size))
         return {"seq_lens": lengths.astype(np.int32), "slot_mapping": slots}
-    _check_blocks(step.rows, own, step.seq_lens)
+    if not own.is_like_the_last:
+        _check_blocks(step.rows, own, step.seq_lens)
     if group.tokens_per_state != {1}:
         return _compressed_fields(group.tokens_per_state, own, step)
     return {
@@ -305,11 +317,13 @@ def _copied_tables(own: _Held, rows: np.ndarray, shape: TableShape | None) -> tu
 def _slots(table: np.ndarray, block_size: int, rows: np.ndarray, places: _Places) -> np.ndarray:  # int32[T]
     """Where the states of int64[T] rows at these places are written; -1 in null blocks."""
     columns, offsets = places
-    block_ids = table[rows, columns]
-    slots = block_ids * block_size + offsets
-    if np.count_nonzero(block_ids) < block_ids.size:
-        slots[block_ids == 0] = -1
-    return slots.astype(np.int32)
+    slots = table[rows, columns]
+    is_null = None if np.count_nonzero(slots) == slots.size else slots == 0
+    slots *= block_size
+    slots += offsets
+    if is_null is not None:
+        slots[is_null] = -1
+    return slots
 
 
 def _compressed_fields(ratios: frozenset[int], own: _Held, step: _Step) -> dict[str, Any]:
