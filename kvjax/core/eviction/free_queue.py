@@ -93,13 +93,16 @@ class FreeKVCacheBlockQueue:
 
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """`popleft_n` with ids that index arrays without a conversion; same errors."""
-        self._check_available(num_blocks)
-        if self._tail - self._head == self.num_free_blocks:
-            block_ids, end = self._read(self._ring, self._head, num_blocks).copy(), self._head + num_blocks
+        num_free, head = self.num_free_blocks, self._head
+        if not 0 <= num_blocks <= num_free:
+            self._check_available(num_blocks)
+        if self._tail - head == num_free:
+            block_ids, end = self._read(self._ring, head, num_blocks).copy(), head + num_blocks
         else:
             block_ids, end = self._scan(num_blocks)
         self._position[block_ids] = NOT_QUEUED
-        self._forget_cells_before(end, num_taken=num_blocks)
+        self.num_free_blocks = num_free - num_blocks
+        self._head = end if num_free > num_blocks else self._tail
         return block_ids
 
     def _check_available(self, num_blocks: int) -> None:
@@ -205,11 +208,17 @@ class FreeKVCacheBlockQueue:
 
     def append_distinct(self, ids: np.ndarray) -> None:
         """`append_n` of blocks (int64[n]) that are known to be distinct and not queued."""
-        self._make_room(len(ids))
-        self._position[ids] = self._read(self._cells, self._tail, len(ids))
-        self._write(self._tail, ids)
-        self._tail += len(ids)
-        self.num_free_blocks += len(ids)
+        count = len(ids)
+        self._make_room(count)
+        first = self._tail % len(self._ring)
+        if first + count <= len(self._ring):
+            self._position[ids] = self._cells[first : first + count]
+            self._ring[first : first + count] = ids
+        else:
+            self._position[ids] = self._read(self._cells, first, count)
+            self._write(first, ids)
+        self._tail += count
+        self.num_free_blocks += count
 
     def prepend_absent(self, ids: np.ndarray) -> bool:
         """`prepend_n` of blocks (int64[n]) that are known not to be queued; False, and no change, if one repeats."""

@@ -43,6 +43,8 @@ class ColumnManager(SingleTypeKVCacheManager):
         required = cdiv(num_slots, self.block_size)
         if capped:
             required = min(required, self.max_admission_blocks)
+        if not total_computed and not hit_ids.size:
+            return self.num_groups * required
         skipped = self.get_num_skipped_tokens(total_computed) // self.block_size
         live = hit_ids[:, skipped:]
         evictable = int(((self.block_pool.ref_count[live] == 0) & (live != 0)).sum()) if live.size else 0
@@ -64,7 +66,7 @@ class ColumnManager(SingleTypeKVCacheManager):
             ids = np.array([[self.block_pool.get_new_block()]], np.int32)
         else:
             ids = self.block_pool.get_new_blocks(num_new).reshape(self.num_groups, -1)
-        self.block_tables[:, row, held:required] = ids
+        self._table.entries[:, row, held:required] = ids
         self.num_blocks[row] = required
         return ids
 

@@ -52,7 +52,7 @@ class WholePrefixScan(HitScan):
         lookup, size = self._lookup, self._manager.block_size
         most = max_length // size
         if self._run is None:
-            self._run = self._manager.cached_run(lookup.block_hashes[:most])
+            self._run = self._manager.cached_run(lookup.block_hashes, most)
         num_tokens = (min(self._run.shape[1], most) - lookup.drop_last_block) * size
         num_tokens = max(num_tokens - num_tokens % lookup.alignment, 0)
         self._num_blocks = num_tokens // size

@@ -71,6 +71,7 @@ class GroupManagers:
         self.pool_of_group = tuple(pools[group.pool_id] for group in kv_cache_config.kv_cache_groups)
         self.no_ids = (NO_BLOCK_IDS,) * self.num_groups
         self.no_blocks = KVCacheBlocks(self.no_ids, self.pool_of_group)
+        self._no_ids_by_manager = [np.empty((manager.num_groups, 0), np.int32) for manager in self.managers]
         self._place_of_group = {
             group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
         }
@@ -176,6 +177,8 @@ class GroupManagers:
 
     def by_manager(self, hits: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Per manager int32[G, k], from per group int32[k]."""
+        if hits is self.no_ids:
+            return self._no_ids_by_manager
         return [np.stack([hits[group_id] for group_id in manager.group_ids]) for manager in self.managers]
 
     def blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:

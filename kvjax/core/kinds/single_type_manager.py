@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from kvjax.core.pool.fresh_blocks import FreshBlocks
     from kvjax.core.requests.request import Request
 
+FEW_COLUMNS = 6  # so many blocks of a row are registered faster one by one
 NEVER = 1 << 60  # a token count that no request reaches
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
 
@@ -276,7 +277,7 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     @property
     def block_tables(self) -> np.ndarray:  # int32[G, rows, columns]
-        """The groups' block tables, replaced when they grow. They take memory for the columns that rows hold."""
+        """The groups' block tables, replaced when they grow; memory is that of the columns that rows hold."""
         return self._table.entries
 
     def reserve_rows(self, num_rows: int) -> None:
@@ -320,8 +321,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         count = skipped + live.shape[1]
         self._table.reserve_columns(count)
         self._table.entries[:, row, skipped:count] = live
-        self.num_blocks[row] = count
-        self.num_cached_blocks[row] = count
+        self.num_blocks[row] = self.num_cached_blocks[row] = count
         self.first_live[row] = skipped
 
     def cache_blocks(self, request: Request, row: int, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
@@ -333,16 +333,17 @@ class SingleTypeKVCacheManager(abc.ABC):
         cached = self.num_cached_blocks.item(row)
         if full <= cached:
             return
+        blocks = self._blocks_to_register(row, cached, full)
         if self.block_pool.enable_kv_cache_events:
-            blocks = self._blocks_to_register(row, cached, full)
             for group_id, ids in zip(self.group_ids, blocks, strict=True):
                 self.block_pool.cache_full_blocks(request, ids, block_hashes, cached, group_id)
-            self._note_registered(blocks)
-        elif full == cached + 1 and self._checkpoints is None:
-            self._register_column(row, cached, block_hashes[cached])
+        elif full <= cached + FEW_COLUMNS:
+            for group_id, few in zip(self.group_ids, blocks.tolist(), strict=True):
+                self.block_pool.register_few(few, block_hashes[cached:full], cached, group_id)
         else:
             hashes = np.fromiter(block_hashes[cached:full], np.object_, full - cached)
-            self.register(np.full(full - cached, row), np.arange(cached, full), hashes)
+            self._register_real(blocks, np.arange(cached, full), hashes)
+        self._note_registered(blocks)
         if self.block_pool.origins is not None:
             self.block_pool.origins.note(self.block_tables[:, row, cached:full], request.origin)
         self.num_cached_blocks[row] = full
@@ -356,22 +357,14 @@ class SingleTypeKVCacheManager(abc.ABC):
             return ids
         return ids * self._checkpoints.keeps(np.array([row]), np.arange(start, end), self._checkpoint)
 
-    def _register_column(self, row: int, column: int, block_hash: BlockHash) -> None:
-        ids = self._table.entries[:, row, column]
-        for group_id, block_id in zip(self.group_ids, ids.tolist(), strict=True):
-            if block_id:
-                self.block_pool.register_block(block_id, block_hash, column, group_id)
-        self._note_registered(ids)
-
     def _note_registered(self, block_ids: np.ndarray) -> None:
-        """Remembers int32[...] blocks as not to be hit in this step, where that is asked for."""
+        """Remembers int32[...] blocks as not to be hit in this step, unless they may be."""
         if not self.same_step_hits:
             self.fresh_blocks.add(block_ids[block_ids != 0])
 
     def free(self, row: int) -> None:
         """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
-        end = self.num_blocks.item(row)
-        self._release_before(row, end)
+        self._release_before(row, end := self.num_blocks.item(row))
         self._table.discard(row, 0, end)
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
 
@@ -435,11 +428,14 @@ class SingleTypeKVCacheManager(abc.ABC):
             if not rows.size:
                 return
         ids = self._table.entries[:, rows, columns]
+        self._register_real(ids, columns, block_hashes)
+        self._note_registered(ids)
+
+    def _register_real(self, ids: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
         if self.gives_blocks_back and np.count_nonzero(ids) < ids.size:
             real = np.flatnonzero(ids[0])
             ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
         self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
-        self._note_registered(ids)
 
     def note_changes(self, rows: np.ndarray, changes: RowChanges) -> None:
         """Makes the counts of int64[n] changed rows what `plan_rows` said."""
@@ -472,10 +468,9 @@ class SingleTypeKVCacheManager(abc.ABC):
         scan.longest(lookup.max_length)
         return scan.ids()
 
-    def cached_run(self, block_hashes: Sequence[BlockHash]) -> np.ndarray:
-        """int32[G, k] blocks of the longest leading run of hashes that every group has cached."""
+    def cached_run(self, block_hashes: Sequence[BlockHash], limit: int = NEVER) -> np.ndarray:
+        """int32[G, k] blocks of the longest leading run of hashes, `limit` at most, that every group has cached."""
         runs: list[np.ndarray] = []
-        limit = len(block_hashes)
         for group_id in self.group_ids:
             run = self.block_pool.find_run(block_hashes, group_id, limit)
             limit = self.fresh_blocks.cut(run)

@@ -58,7 +58,8 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         drops = self.drops_last_block[0]
         lookup = PrefixLookup(hashes, max_length, manager.block_size, drops, self.needs_last_block)
         hit = manager.find_longest_cache_hit(lookup)
-        return tuple(hit), hit.shape[1] * manager.block_size
+        length = hit.shape[1] * manager.block_size
+        return (tuple(hit), length) if length else (self.no_ids, 0)
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
@@ -100,6 +101,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             agreed = agreed + 1 if shorter == length else 1
             length = shorter
             turn += 1
+        if not length:
+            return self.no_ids, 0
         hits = [
             scans[index].ids()[:, : length // manager.block_size] if index in scans else manager.no_blocks
             for index, manager in enumerate(self.managers)

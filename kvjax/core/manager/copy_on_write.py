@@ -50,8 +50,9 @@ class CopyOnWrite:
 
     def unmark(self, row: int) -> None:
         """Notes that a row shares no such block any more."""
-        self.num_sharing -= bool(self.is_sharing[row])
-        self.is_sharing[row] = False
+        if self.num_sharing:
+            self.num_sharing -= self.is_sharing.item(row)
+            self.is_sharing[row] = False
 
     def writes_to_its_blocks(self, row: int, num_computed: int) -> bool:
         """Whether the row's next token goes to a block that it has already."""

@@ -33,7 +33,7 @@ GroupIds = tuple[np.ndarray, ...]  # per group int32[k]
 
 
 class SlotCounts(NamedTuple):
-    """Numbers of tokens of one call."""
+    """Numbers of tokens of one call. A tuple, since every admission makes one."""
 
     new: int
     new_computed: int = 0
@@ -89,6 +89,7 @@ class SlotAllocator:
         self._settings = groups.settings
         none = (0,) * len(groups.pools)
         self._no_partial_blocks = PartialBlocks((), none, none)
+        self._max_encoder_tokens = min(manager.max_encoder_tokens for manager in groups.managers)
 
     def allocate(
         self, request: Request, counts: SlotCounts, hit: KVCacheBlocks | None, delay_caching: bool, must_fit: bool
@@ -214,11 +215,13 @@ class SlotAllocator:
             if not self._needs.fit(sums(needs, partial.num_held)):
                 return None
         needs = self._needs.of_new(num_slots, hit.block_ids, total_computed, False, counts.encoder, after)
-        needs = sums(needs, partial.num_held)
+        if partial.places:
+            needs = sums(needs, partial.num_held)
         if not self._needs.fit(needs):
             return None
-        copies = self._needs.fit(sums(needs, partial.num_free)) and (
-            self._reservations is None or self._reservations.admits(sums(reserved_blocks, partial.num_free))
+        copies = not partial.places or (
+            self._needs.fit(sums(needs, partial.num_free))
+            and (self._reservations is None or self._reservations.admits(sums(reserved_blocks, partial.num_free)))
         )
         row = self._table.add(request)
         self._rows.reserve_rows()
@@ -269,7 +272,7 @@ class SlotAllocator:
             )
 
     def _check_encoder_tokens(self, num_encoder_tokens: int) -> None:
-        limit = min(manager.max_encoder_tokens for manager in self._groups.managers)
+        limit = self._max_encoder_tokens
         if num_encoder_tokens > limit:
             raise ValueError(
                 f"expected num_encoder_tokens <= {limit} (max_num_encoder_tokens), got {num_encoder_tokens}"
@@ -277,6 +280,8 @@ class SlotAllocator:
 
     def _check_hit(self, request: Request, hit: KVCacheBlocks, num_tokens: int, total_computed: int) -> None:
         """Checks that the hit is of these pools, as long as it says, complete where it is read, and still cached."""
+        if hit is self._groups.no_blocks and not num_tokens:
+            return
         if hit.pools != self._groups.pool_of_group:
             raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
         if hit.found is not None:

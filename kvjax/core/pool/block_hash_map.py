@@ -23,6 +23,7 @@ import numpy as np
 FIRST_HASHES = 8  # looked up one by one: most lookups miss at once or not at all
 FIRST_CHUNK = 64  # then in bulk, before the first check for a miss
 NEXT_CHUNK = 512
+NO_IDS = np.empty(0, np.int32)
 
 
 class BlockHashToBlockMap:
@@ -76,7 +77,7 @@ class BlockHashToBlockMap:
         for block_hash in islice(hashes, max(min(remaining, FIRST_HASHES), 0)):
             value = self._blocks.get(block_hash)
             if value is None:
-                return np.array(first, np.int32)
+                return np.array(first, np.int32) if first else NO_IDS
             first.append(value if isinstance(value, int) else next(iter(value)))
         remaining -= len(first)
         chunks = [np.array(first, np.int32)]

@@ -236,7 +236,7 @@ class BlockPool:
 
         So a block with one reference is listed once.
         """
-        if np.maximum.reduce(self.ref_count[ids], initial=0) == 1:
+        if ids.size and np.maximum.reduce(self.ref_count[ids]) == 1:
             self.eviction_policy.release(ids)
             self.ref_count[ids] = 0
             self._count_freed(ids)
@@ -353,13 +353,16 @@ class BlockPool:
             starts = np.broadcast_to(columns * block_size, block_ids.shape)
             self.eviction_policy.note_registered(block_ids.ravel().astype(np.int64), starts.ravel(), block_size)
 
-    def register_block(self, block_id: int, block_hash: BlockHash, column: int, group_id: int) -> None:
-        """`register_rows` of one block, without the cost of arrays."""
+    def register_few(
+        self, block_ids: Sequence[int], block_hashes: Sequence[BlockHash], first_column: int, group_id: int
+    ) -> None:
+        """`register_rows` of a few blocks of one row and group, null ones passed over, without the cost of arrays."""
+        self.prefix_index.register_few(block_ids, block_hashes, group_id)
         if self.eviction_policy.is_told_of_use:
-            hashes = np.fromiter((block_hash,), np.object_, 1)
-            self.register_rows(np.array([[block_id]], np.int32), hashes, np.array([column]), (group_id,))
-        else:
-            self.prefix_index.register_one(block_id, block_hash, group_id)
+            block_size = self.group_infos[group_id].block_size
+            ids = np.array(block_ids, np.int64)
+            real = ids.nonzero()[0]
+            self.eviction_policy.note_registered(ids[real], (real + first_column) * block_size, block_size)
 
     def evict_blocks(self, block_ids: npt.ArrayLike, was_reused: bool = False) -> None:
         """Forgets the hashes of blocks; who holds them stays, and under "lru" the free order.

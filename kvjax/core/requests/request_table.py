@@ -130,15 +130,15 @@ class RequestTable:
             raise ValueError(f"request {request.request_id!r} owns row {request.row} already; release it first")
         if request.request_id in self._row_by_id:
             raise ValueError(f"expected a request id that is not in the table, got {request.request_id!r}")
-        tokens = request.token_ids
+        tokens, table = request.token_ids, self._tokens
         num_tokens = tokens.size
         self._check_length(num_tokens, request.request_id)
-        self._tokens.reserve_columns(num_tokens)
+        table.reserve_columns(num_tokens)
         if not self._rows.num_free:
             self._double_rows()
         row = self._rows.take()
-        start = row * self._tokens.stride
-        self._tokens.flat[start : start + num_tokens] = tokens
+        start = row * table.stride
+        table.flat[start : start + num_tokens] = tokens
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
@@ -151,7 +151,7 @@ class RequestTable:
             self.skip_registration(row)
         request.move_to_row(self, row)
         self._note_hasher(request.block_hasher)
-        self._note_hashes(row)
+        self._note_hashes(row, request)
         return row
 
     def release(self, request: Request) -> None:
@@ -166,13 +166,14 @@ class RequestTable:
         tokens = self.tokens_of(row)
         request.move_from_row(tokens, self.num_prompt_tokens.item(row), self.num_computed_tokens.item(row))
         self._tokens.discard(row, 0, tokens.size)
-        for name in COUNTS:
-            getattr(self, name)[row] = 0
+        self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
+        self.num_hashed_blocks[row] = self.num_encoder_tokens[row] = 0
         self.requests[row] = self.request_ids[row] = None
         self.block_hashes[row] = []
         self.last_hashes[row] = None
-        self.num_skipping -= self.skips_registration.item(row)
-        self.skips_registration[row] = False
+        if self.num_skipping:
+            self.num_skipping -= self.skips_registration.item(row)
+            self.skips_registration[row] = False
         self._checked_rows = b""
         del self._row_by_id[request.request_id]
         self._rows.give_back(row)
@@ -250,7 +251,7 @@ class RequestTable:
         self.num_tokens[row] = end
         if end >= self._next_hash_at[row]:
             request.extend_block_hashes()
-            self._note_hashes(row)
+            self._note_hashes(row, request)
 
     def advance(self, rows: np.ndarray, num_tokens: np.ndarray | int) -> None:  # rows distinct
         """Adds to the computed tokens of each row; negative after a rejection.
@@ -294,6 +295,8 @@ class RequestTable:
 
     def _note_hasher(self, hasher: BlockHasher | None) -> None:
         """Remembers whether all requests that have a hasher have the same."""
+        if hasher is self._hasher:
+            return
         if self._hasher is None:
             self._hasher = hasher
         elif hasher is not None and hasher != self._hasher:
@@ -337,12 +340,12 @@ class RequestTable:
                 f"got {num_tokens}"
             )
 
-    def _note_hashes(self, row: int) -> None:
+    def _note_hashes(self, row: int, request: Request) -> None:
         """Sets what the row knows of its hashes from the request's list."""
-        hasher = self._request_of(row).block_hasher
-        num_hashed = len(self.block_hashes[row])
+        hasher, hashes = request.block_hasher, request.block_hashes
+        num_hashed = len(hashes)
         self.num_hashed_blocks[row] = num_hashed
-        self.last_hashes[row] = self.block_hashes[row][-1] if num_hashed else None
+        self.last_hashes[row] = hashes[-1] if num_hashed else None
         self._next_hash_at[row] = NEVER if hasher is None else (num_hashed + 1) * hasher.block_size
 
     def _double_rows(self) -> None:

@@ -98,7 +98,7 @@ class Life:
             self.pool.register_many(np.array(blocks, np.int32), hashes, 0, columns)
         else:
             for block, block_hash, column in zip(blocks, hashes, columns.tolist(), strict=True):
-                self.pool.register_block(block, block_hash, column, 0)
+                self.pool.register_few([block], [block_hash], column, 0)
         for block, column in zip(blocks, columns.tolist(), strict=True):
             self.naive.hashed.add(block)
             self.naive.registered(block, column * BLOCK_SIZE, BLOCK_SIZE)

@@ -445,7 +445,7 @@ def test_siblings_come_by_tokens_in_common(blocks: list[list[int]], wanted: list
 def test_a_cached_block_that_the_index_lacks_breaks_its_law() -> None:
     manager = FOUR.manager([20], sub_block_hits=True)
     computed(manager, "a", list(range(8)))
-    manager.block_pool.register_block(3, HASHER.hash_tokens(np.arange(90, 94))[0], 0, 0)
+    manager.block_pool.register_few([3], [HASHER.hash_tokens(np.arange(90, 94))[0]], 0, 0)
     with pytest.raises(InvariantError, match=r"S1, groups \(0,\): 1 cached blocks are missing"):
         manager.check_invariants()
     manager.evict_blocks([3])

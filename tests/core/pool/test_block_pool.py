@@ -131,7 +131,7 @@ def test_every_way_of_registering_leaves_the_same_state() -> None:
     for group_id, of_group in zip((3, 7), ids, strict=True):
         many.register_many(of_group, names, group_id)
         for block_id, name in zip(of_group.tolist(), names, strict=True):
-            single.register_block(block_id, name, 0, group_id)
+            single.register_few([block_id], [name], 0, group_id)
     rows.register_rows(ids, np.fromiter(names, np.object_), np.zeros(len(names), np.int64), (3, 7))
     assert many.snapshot() == rows.snapshot() == single.snapshot()
     for pool in pools:

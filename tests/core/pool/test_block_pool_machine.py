@@ -103,7 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
         ids = self.registrable(picks)
         if one_by_one:
             for block_id, block_hash in zip(ids, hashes, strict=False):
-                self.pool.register_block(block_id, block_hash, 0, group_id)
+                self.pool.register_few([block_id], [block_hash], 0, group_id)
         else:
             self.pool.register_many(np.array(ids, np.int32), hashes[: len(ids)], group_id)
         self.plain.register(ids, hashes[: len(ids)], group_id)
