@@ -50,6 +50,7 @@ from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from kvjax.core.step.context_parallel import lengths_of_rank, slots_of_rank
 from kvjax.core.step.mrope_positions import MRopePositions
+from kvjax.core.step.step_builder import build_step_plan
 from kvjax.core.step.step_plan import GroupPlan, StepPlan, StepResult, TableUpdate
 from kvjax.core.watch.evicted_blocks import EvictedBlock
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -128,6 +129,7 @@ __all__ = [
     "StepResult",
     "TableUpdate",
     "UnitaryKVCacheCoordinator",
+    "build_step_plan",
     "get_block_hash",
     "get_group_id",
     "get_kv_cache_coordinator",
