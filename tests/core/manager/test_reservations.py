@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core.manager.reservations import Reservations
+from kvjax.core.pool.block_pool import BlockPool
 from kvjax.errors import InvariantError
 from tests.core.manager.manager_lockstep import FULL, HYBRIDS, KINDS, SETUPS, Setup
 from tests.core.manager.naive_manager import MAX_ENCODER, NaiveGroup
@@ -36,6 +38,17 @@ def request_of(name: str, rng: np.random.Generator, **options: object) -> Reques
     prompt[rng.integers(0, prompt.size) :] = rng.integers(0, 2)
     most = int(rng.integers(1, MAX_MODEL_LEN - prompt.size + 1))
     return Request(name, prompt, max_tokens=most, block_hasher=HASHER, **options)
+
+
+def test_rows_are_as_many_as_are_asked_for() -> None:
+    reservations = Reservations([BlockPool(9)], IN_FLIGHT)
+    for num_rows in (2, 5):
+        reservations.reserve_rows(num_rows)
+        reservations.add(num_rows - 1, 4, [2])
+        assert reservations.blocks_of(num_rows - 1) == [2]
+        with pytest.raises(IndexError):
+            reservations.blocks_of(num_rows)
+    assert reservations.totals == [4]
 
 
 class Simulation:
