@@ -51,6 +51,21 @@ def test_rows_are_as_many_as_are_asked_for() -> None:
     assert reservations.totals == [4]
 
 
+@pytest.mark.parametrize(
+    ("num_slots", "settled", "message"),
+    [(6, 2, "row 1: expected at most the 5 reserved slots"), (5, 0, "max_in_flight_tokens = 4 .* got 5")],
+)
+def test_a_row_that_its_reservation_does_not_cover_is_found(num_slots: int, settled: int, message: str) -> None:
+    """However far the rows around it are."""
+    reservations = Reservations([BlockPool(99)], max_in_flight_tokens=4)
+    reservations.reserve_rows(3)
+    for row, slots in enumerate((40, 5, 40)):
+        reservations.add(row, slots, [10])
+    reservations.check_rows(np.arange(3), np.array([30, 5, 30]), np.array([26, 1, 26]))
+    with pytest.raises(ValueError, match=message):
+        reservations.check_rows(np.arange(3), np.array([30, num_slots, 30]), np.array([26, settled, 26]))
+
+
 class Simulation:
     """A scheduler without preemption: it asserts that no call of an admitted request is refused."""
 

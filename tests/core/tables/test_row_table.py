@@ -76,6 +76,7 @@ def test_a_row_as_long_as_foreseen_copies_nothing() -> None:
     table.reserve_rows(32)  # room is kept for four times the rows
     assert table.flat is flat
     assert table.num_columns == LONG
+    assert flat.size == 2 * 4 * 8 * table.stride  # and for no more
 
 
 @pytest.mark.parametrize("max_columns", [None, 300, 1 << 14, LONG])
