@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 
 import kvjax.core
+from kvjax.core.spec import KVCacheSpec
 
 COUNTERS = {"PrefixCacheStats"}  # counts up until it is taken
 
 
-def test_dataclasses_are_frozen() -> None:
+def classes_of_the_core() -> set[type]:
     modules = [importlib.import_module(info.name) for info in pkgutil.walk_packages(kvjax.core.__path__, "kvjax.core.")]
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
-    values = [cls for cls in classes if dataclasses.is_dataclass(cls) and cls.__module__.startswith("kvjax.core")]
+    return {cls for cls in classes if cls.__module__.startswith("kvjax.core")}
+
+
+def test_dataclasses_are_frozen() -> None:
+    values = [cls for cls in classes_of_the_core() if dataclasses.is_dataclass(cls)]
     assert len(values) > 30
     assert {cls.__name__ for cls in values if not cls.__dataclass_params__.frozen} == COUNTERS  # type: ignore[attr-defined]
+
+
+def test_the_fields_of_a_spec_are_given_by_name() -> None:
+    """A field that is added may stand anywhere."""
+    specs = [cls for cls in classes_of_the_core() if issubclass(cls, KVCacheSpec)]
+    assert len(specs) > 9
+    for spec in specs:
+        kinds = {parameter.kind for parameter in inspect.signature(spec).parameters.values()}
+        assert kinds <= {inspect.Parameter.KEYWORD_ONLY}, spec

@@ -18,6 +18,7 @@ from kvjax.core import (
     Request,
 )
 from kvjax.core.kinds.mamba import MambaManager
+from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.step.step_builder import build_step_plan
 from kvjax.errors import InvariantError
 
@@ -201,6 +202,23 @@ def test_a_state_is_no_common_prefix() -> None:
     manager = make_manager(FULL, state())
     admit(manager, "r", 8)
     assert manager.get_num_common_prefix_blocks("r") == [2, 0]
+
+
+def test_a_lookup_asks_for_columns_in_chunks_that_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one state that is cached lies at the first of 1,000 blocks."""
+    manager = KVCacheManager(KVCacheConfig.single_pool(60, state()), 8_000, SIZE)
+    admit(manager, "r", SIZE)
+    asked, find_each = [], BlockPool.find_each
+
+    def noted(pool: BlockPool, hashes: Any, group_id: int) -> np.ndarray:
+        asked.append(len(hashes))
+        return find_each(pool, hashes, group_id)
+
+    monkeypatch.setattr(BlockPool, "find_each", noted)
+    request = Request("s", range(4_000), block_hasher=HASHER)
+    assert manager.get_computed_blocks(request)[1] == SIZE
+    assert asked[:5] == [32, 64, 128, 256, 512]
+    assert sum(asked) <= 1_000
 
 
 # Steps that end where blocks end.

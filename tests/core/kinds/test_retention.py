@@ -164,6 +164,14 @@ def test_steps_of_recurrent_groups_end_at_checkpoints() -> None:
     assert sparse.limit_step(again, 4) == 4
 
 
+def test_a_step_with_drafts_ends_at_a_checkpoint_while_two_tokens_are_left() -> None:
+    """The step that begins at the last known token is one of decoding, and stays as it is."""
+    manager = make(Setup((NaiveGroup(3, mamba="align"),), hash_block_size=3, max_model_len=MAX_MODEL_LEN), 3)
+    for num_tokens, num_new in ((5, 3), (4, 4)):
+        new = Request("new", range(num_tokens), block_hasher=BlockHasher(3, "xxhash_cbor", seed="0"))
+        assert manager.limit_step(new, 4, num_new_computed_tokens=3) == num_new
+
+
 def test_other_kinds_keep_everything() -> None:
     setup = Setup((NaiveGroup(2), NaiveGroup(2, chunk=8)), max_model_len=MAX_MODEL_LEN)
     managers = [make(setup, retention) for retention in (None, 0)]

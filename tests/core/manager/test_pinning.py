@@ -93,6 +93,21 @@ def test_pins_hold_among_random_forks(name: str, seed: int) -> None:
         run.manager.unpin(prefix)
 
 
+def test_a_pin_holds_one_block_beyond_the_hit_for_eagle() -> None:
+    """Not what lies further on, though it is cached: the window ends the hit."""
+    manager = Setup((NaiveGroup(2, eagle=True), NaiveGroup(2, window=3)), eagle=True).manager([60])
+    request = Request("r", range(20), block_hasher=HASHER)
+    assert manager.allocate_slots(request, 20) is not None
+    manager.new_step_starts()
+    manager.evict_blocks(manager.get_block_ids("r")[1][4:])
+    manager.free(request)
+    prefix = manager.pin(request)
+    assert prefix is not None
+    assert prefix.num_tokens == hit_of(manager, request) == 8
+    assert [len([block for block in ids if block]) for ids in prefix.block_ids] == [4 + 1, 1]
+    manager.unpin(prefix)
+
+
 @pytest.mark.parametrize("num_blocks", range(2, 16))
 def test_pins_leave_room_for_the_longest_request(num_blocks: int) -> None:
     """At every size of the pool: whatever pins are granted, a request of that length runs to its end."""

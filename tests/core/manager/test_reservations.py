@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core.manager.reservations import Reservations
+from kvjax.core.pool.block_pool import BlockPool
 from kvjax.errors import InvariantError
 from tests.core.manager.manager_lockstep import FULL, HYBRIDS, KINDS, SETUPS, Setup
 from tests.core.manager.naive_manager import MAX_ENCODER, NaiveGroup
@@ -36,6 +38,32 @@ def request_of(name: str, rng: np.random.Generator, **options: object) -> Reques
     prompt[rng.integers(0, prompt.size) :] = rng.integers(0, 2)
     most = int(rng.integers(1, MAX_MODEL_LEN - prompt.size + 1))
     return Request(name, prompt, max_tokens=most, block_hasher=HASHER, **options)
+
+
+def test_rows_are_as_many_as_are_asked_for() -> None:
+    reservations = Reservations([BlockPool(9)], IN_FLIGHT)
+    for num_rows in (2, 5):
+        reservations.reserve_rows(num_rows)
+        reservations.add(num_rows - 1, 4, [2])
+        assert reservations.blocks_of(num_rows - 1) == [2]
+        with pytest.raises(IndexError):
+            reservations.blocks_of(num_rows)
+    assert reservations.totals == [4]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "settled", "message"),
+    [(6, 2, "row 1: expected at most the 5 reserved slots"), (5, 0, "max_in_flight_tokens = 4 .* got 5")],
+)
+def test_a_row_that_its_reservation_does_not_cover_is_found(num_slots: int, settled: int, message: str) -> None:
+    """However far the rows around it are."""
+    reservations = Reservations([BlockPool(99)], max_in_flight_tokens=4)
+    reservations.reserve_rows(3)
+    for row, slots in enumerate((40, 5, 40)):
+        reservations.add(row, slots, [10])
+    reservations.check_rows(np.arange(3), np.array([30, 5, 30]), np.array([26, 1, 26]))
+    with pytest.raises(ValueError, match=message):
+        reservations.check_rows(np.arange(3), np.array([30, num_slots, 30]), np.array([26, settled, 26]))
 
 
 class Simulation:

@@ -74,6 +74,7 @@ def test_a_row_that_is_cleared_holds_text() -> None:
     ("positions", "message"),
     [
         (np.zeros((2, 5), int), r"expected prompt positions \[3, num_prompt_tokens\], got shape \[2, 5\]"),
+        (np.zeros((4, 5), int), r"got shape \[4, 5\]"),
         (np.zeros((3, 0), int), r"got shape \[3, 0\]"),
         (np.zeros((3, 5)), "integer prompt positions >= 0, got float64"),
         (np.full((3, 5), -1), "integer prompt positions >= 0, got int64 from -1"),

@@ -317,6 +317,19 @@ def plain_tables(request_ids: list[str | None]) -> SimpleNamespace:
     )
 
 
+def test_a_sampled_token_may_lie_behind_the_last_column_of_the_token_table() -> None:
+    """Its place in the table is made when the host has seen it."""
+    tables = plain_tables(["a", "b"])
+    tables.block_size = lambda group_id: 4
+    tables.request_table.token_ids = np.full((2, 19), 7, np.int32)
+    tables.request_table.num_tokens[:] = 19
+    tables.request_table.num_computed_tokens[:] = 19
+    plan = build_step_plan(
+        tables, np.array([1]), np.array([1]), last_token_source=np.array([0]), page_copies=(), pages_to_zero=()
+    )
+    assert (plan.token_ids.tolist(), plan.positions.tolist(), plan.token_source.tolist()) == ([0], [19], [0])
+
+
 def test_refuses_a_row_without_a_request() -> None:
     with pytest.raises(ValueError, match=r"rows \[1\] hold no request"):
         build_step_plan(plain_tables(["a", None]), np.array([0, 1]), np.array([8, 20]))

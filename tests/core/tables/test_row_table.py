@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import mmap
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +76,7 @@ def test_a_row_as_long_as_foreseen_copies_nothing() -> None:
     table.reserve_rows(32)  # room is kept for four times the rows
     assert table.flat is flat
     assert table.num_columns == LONG
+    assert flat.size == 2 * 4 * 8 * table.stride  # and for no more
 
 
 @pytest.mark.parametrize("max_columns", [None, 300, 1 << 14, LONG])
@@ -210,3 +213,41 @@ def test_short_stretches_are_kept() -> None:
     table.discard(0, 0, DISCARD_ENTRIES - 1)
     table.discard_behind(0, 10, DISCARD_ENTRIES - 1)
     assert np.array_equal(table.entries[:, 0, :LONG], values)
+
+
+@needs_linux
+def test_discarded_pages_of_every_table_read_as_zero() -> None:
+    """Linux drops private pages at once: that they are gone shows in what they read as."""
+    table = RowTable(3, 4, LONG)
+    fill(table, 2, LONG)
+    table.discard(2, 5_000, 500_000)
+    gone = table.entries[:, 2, 8_000:400_000]  # whole pages of up to 64 KiB
+    assert not gone.any()
+    assert table.entries[:, 2, :5_000].all()
+    assert table.entries[:, 2, 500_000:].all()
+
+
+def test_memory_is_that_of_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = [], mmap.mmap
+
+    def noted(fileno: int, length: int, **options: int) -> mmap.mmap:
+        made.append(fileno)
+        return real(fileno, length, **options)
+
+    monkeypatch.setattr(mmap, "mmap", noted)
+    RowTable(2, 8, LONG)
+    assert made == [-1]
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without large pages")
+@pytest.mark.parametrize(("max_columns", "flag"), [(DISCARD_ENTRIES // 2, "hg"), (LONG, "nh")])
+def test_long_rows_have_small_pages_and_others_large_ones(max_columns: int, flag: str) -> None:
+    """/proc/self/smaps lists what the system was told of the mapping that the table lies in."""
+    table = RowTable(1, 64, max_columns)
+    address = table.flat.ctypes.data
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        start, end = (int(bound, 16) for bound in part.split(maxsplit=1)[0].split("-"))
+        if start <= address < end:
+            assert flag in part.partition("VmFlags:")[2].split()
+            return
+    pytest.fail("expected a mapping at the table's address")
