@@ -4,10 +4,11 @@ Flow:    `prepared` inputs of the step, segments -> [delta_chunks] -> (outputs, 
 Source:  the WY form as `reference` states it
 
 Grid: one step per segment (`ssm_update.tpu_plan`), the part of a sequence in a chunk; the state stays in VMEM from one
-to the next. A step reads the chunk's inputs and writes its outputs, and goes over the heads. Sums of decays are
-products with matrices of ones, so that no difference of sums is taken: a decay per head goes into the products of keys
-as a matrix, one per number of the key as factors of both sides, for each border between halves of blocks. The matrix of
-deltas is inverted by blocks along its diagonal, each time of twice the size. All products are exact to float32.
+to the next. A step reads the chunk's inputs and writes its outputs, and goes over the heads, four side by side. Sums of
+decays are products with matrices of ones, so that no difference of sums is taken: a decay per head goes into the
+products of keys as a matrix, one per number of the key as factors of both sides, for each border between halves of
+blocks. The matrix of deltas is inverted by blocks along its diagonal, each time of twice the size. All products are
+exact to float32.
 
 Flops per head and chunk of C tokens: `6 * C * K * V` with the state, `2 * C * C * (2 * K + V)` within, `20 * C**3` for
 the inverse. Tokens of other sequences in the chunk come as zeros, which change nothing.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +28,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.mosaic import LANES, Ref, compiler_params
+from pallas_kernels.ssm_update.tpu_decode import largest_divisor
 from pallas_kernels.ssm_update.tpu_plan import Field, Segments
 from pallas_kernels.ssm_update.tpu_states import CarriedState
 
 CHUNK = 64  # tokens
+_MOST_HEADS = 4  # of a trip of the loop over heads
 _LEAST_GATE = -100.0  # leaves nothing in float32, and nothing times it is nothing
 
 
@@ -118,47 +122,71 @@ def _kernel(*references: Ref, names: tuple[str, ...], room: int, is_per_channel:
     if not is_per_channel:
         refs.entry[...], refs.exit[...] = _decays(_gates(refs.g[...], segment))
 
-    def key_head(n: jax.Array, carried: None) -> None:
-        keys, queries = (_inside(x[:, _lanes(n, key_dim)], segment) for x in (refs.k, refs.q))
-        within = None if is_per_channel else (_dot(keys, keys, 1, 1), _dot(queries, keys, 1, 1))
-        for h in range(num_heads // key_heads):
-            _attend(n * (num_heads // key_heads) + h, keys, queries, within, segment, refs)
+    group = num_heads // key_heads
+    keys_per_trip = largest_divisor(key_heads, max(1, _MOST_HEADS // group))
+
+    def some(n: jax.Array, carried: None) -> None:
+        heads = [_heads_of(n * keys_per_trip + i, group, segment, refs) for i in range(keys_per_trip)]
+        _attend([head for of_key in heads for head in of_key], segment, refs)
         return carried
 
-    lax.fori_loop(0, key_heads, key_head, None)
+    lax.fori_loop(0, key_heads // keys_per_trip, some, None)
     moves.end(give)
 
 
-def _attend(
-    head: jax.Array,
-    keys: jax.Array,  # [64, K], 0 outside the segment
-    queries: jax.Array,
-    within: tuple[jax.Array, jax.Array] | None,  # products of keys, and of queries, with keys; None: decay per channel
-    segment: tuple[jax.Array, jax.Array],  # its first token, one after its last
-    refs: SimpleNamespace,
-) -> None:
-    """Outputs and state of one value head."""
+class _Head(NamedTuple):
+    """A value head's part in a segment; 0 for tokens outside."""
+
+    number: jax.Array
+    entry: jax.Array  # [128, K] queries and below them keys, as they see the state before the segment
+    exit: jax.Array  # [64, K] keys as they add to the state after it
+    kept: jax.Array  # [K, V] what is left of the state
+    rates: jax.Array  # [64, V] beta, the same in all lanes
+    values: jax.Array  # [64, V]
+    of_keys: jax.Array  # [64, 64] decayed products of keys with keys
+    of_queries: jax.Array  # and of queries with keys
+
+
+def _heads_of(
+    key_head: jax.Array, group: int, segment: tuple[jax.Array, jax.Array], refs: SimpleNamespace
+) -> list[_Head]:
+    """The value heads of a key head."""
     key_dim, value_dim = refs.carry.shape[1:]
-    own = _lanes(head, value_dim)
-    rates = _inside(_column(refs.beta, head, value_dim), segment)
-    values, state = _inside(refs.v[:, own], segment), refs.carry[head]
-    if within is None:
-        gates = _gates(refs.g[:, _lanes(head, key_dim)], segment)
-        entry, exit = _decays(gates)
-        kept = jnp.exp(_dot(gates, jnp.ones(values.shape, jnp.float32), 0, 0))  # [K, V]
-        products = _products_per_channel(keys, queries, gates)
-    else:
-        entry, exit = (_column(x, head, key_dim) for x in (refs.entry, refs.exit))
-        kept = jnp.broadcast_to(entry[CHUNK - 1 :, :1], state.shape)
-        decay = _decay_between(_gates(_column(refs.g, head, CHUNK), segment))
-        products = (within[0] * decay, within[1] * decay)
-    old = _dot(jnp.concatenate([keys * entry, queries * entry]), state, 1, 0)
-    inverse = _inverse(rates[:, :CHUNK] * products[0])
-    delta = _dot(inverse, rates * (values - old[:CHUNK]), 1, 0)
-    y = old[CHUNK:] + _dot(products[1], delta, 1, 0)
-    started = lax.broadcasted_iota(jnp.int32, y.shape, 0) >= segment[0]  # rows after the segment are written again
-    refs.out[:, own] = jnp.where(started, y, refs.out[:, own])
-    refs.carry[head] = kept * state + _dot(keys * exit, delta, 0, 0)
+    keys, queries = (_inside(x[:, _lanes(key_head, key_dim)], segment) for x in (refs.k, refs.q))
+    is_per_channel = not hasattr(refs, "entry")
+    within = None if is_per_channel else (_dot(keys, keys, 1, 1), _dot(queries, keys, 1, 1))
+    heads = []
+    for head in (key_head * group + h for h in range(group)):
+        rates = _inside(_column(refs.beta, head, value_dim), segment)
+        values = _inside(refs.v[:, _lanes(head, value_dim)], segment)
+        if within is None:
+            gates = _gates(refs.g[:, _lanes(head, key_dim)], segment)
+            entry, exit = _decays(gates)
+            kept = jnp.exp(_dot(gates, jnp.ones(values.shape, jnp.float32), 0, 0))
+            products = _products_per_channel(keys, queries, gates)
+        else:
+            entry, exit = (_column(x, head, key_dim) for x in (refs.entry, refs.exit))
+            kept = jnp.broadcast_to(entry[CHUNK - 1 :, :1], (key_dim, value_dim))
+            decay = _decay_between(_gates(_column(refs.g, head, CHUNK), segment))
+            products = (within[0] * decay, within[1] * decay)
+        both = jnp.concatenate([queries * entry, keys * entry])
+        heads.append(_Head(head, both, keys * exit, kept, rates, values, *products))
+    return heads
+
+
+def _attend(heads: list[_Head], segment: tuple[jax.Array, jax.Array], refs: SimpleNamespace) -> None:
+    """Outputs and states of some heads, step by step for all of them: what one waits for is hidden by the others."""
+    inverses = _inverses([head.rates[:, :CHUNK] * head.of_keys for head in heads])
+    states = [refs.carry[head.number] for head in heads]
+    old = [_dot(head.entry, state, 1, 0) for head, state in zip(heads, states, strict=True)]
+    right = [head.rates * (head.values - x[CHUNK:]) for head, x in zip(heads, old, strict=True)]
+    deltas = [_dot(inverse, x, 1, 0) for inverse, x in zip(inverses, right, strict=True)]
+    for head, state, x, delta in zip(heads, states, old, deltas, strict=True):
+        y = x[:CHUNK] + _dot(head.of_queries, delta, 1, 0)
+        own = _lanes(head.number, y.shape[1])
+        started = lax.broadcasted_iota(jnp.int32, y.shape, 0) >= segment[0]  # rows after it are written again
+        refs.out[:, own] = jnp.where(started, y, refs.out[:, own])
+        refs.carry[head.number] = head.kept * state + _dot(head.exit, delta, 0, 0)
 
 
 def _gates(g: jax.Array, segment: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -197,14 +225,18 @@ def _products_per_channel(keys: jax.Array, queries: jax.Array, gates: jax.Array)
     return of_keys, of_queries
 
 
-def _inverse(lower: jax.Array) -> jax.Array:
-    """Of I + the strictly lower part of [64, 64]: blocks along the diagonal, each time of twice the size."""
+def _inverses(lower: list[jax.Array]) -> list[jax.Array]:
+    """Of I + the strictly lower parts of [64, 64]: blocks along the diagonal, each time of twice the size."""
     row, column = _places()
-    inverse = _ones(row == column)
+    inverses = [_ones(row == column)] * len(lower)
     for half in _halves():
-        corner = jnp.where(_across(row, column, half), lower, 0.0)
-        inverse = inverse - (corner if half == 1 else _dot(_dot(inverse, corner, 1, 0), inverse, 1, 0))
-    return inverse
+        across = _across(row, column, half)
+        corners = [jnp.where(across, x, 0.0) for x in lower]
+        if half > 1:
+            corners = [_dot(inverse, x, 1, 0) for inverse, x in zip(inverses, corners, strict=True)]
+            corners = [_dot(x, inverse, 1, 0) for inverse, x in zip(inverses, corners, strict=True)]
+        inverses = [inverse - x for inverse, x in zip(inverses, corners, strict=True)]
+    return inverses
 
 
 def _halves() -> tuple[int, ...]:
