@@ -445,10 +445,12 @@ def test_siblings_come_by_tokens_in_common(blocks: list[list[int]], wanted: list
 def test_a_cached_block_that_the_index_lacks_breaks_its_law() -> None:
     manager = FOUR.manager([20], sub_block_hits=True)
     computed(manager, "a", list(range(8)))
-    manager.block_pool.register_few([3], [HASHER.hash_tokens(np.arange(90, 94))[0]], 0, 0)
+    block_id = manager.block_pool.get_new_block()
+    manager.block_pool.register_few([block_id], [HASHER.hash_tokens(np.arange(90, 94))[0]], 0, 0)
     with pytest.raises(InvariantError, match=r"S1, groups \(0,\): 1 cached blocks are missing"):
         manager.check_invariants()
-    manager.evict_blocks([3])
+    manager.evict_blocks([block_id])
+    manager.block_pool.free_block(block_id)
 
 
 def test_reasons_begin_behind_the_part_of_a_block() -> None:
