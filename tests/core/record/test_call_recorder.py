@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
 from pathlib import Path
 from typing import Any
 
+import cbor2
 import numpy as np
 import pytest
 
@@ -32,7 +34,15 @@ def request(name: str, num_tokens: int = 9, **options: Any) -> Request:
 
 
 def check_replay(path: Path, manager: KVCacheManager) -> dict[str, int]:
-    replayed = replay_calls(path, on_call=lambda manager: manager.check_invariants())
+    num_checked = 0
+
+    def check(replaying: KVCacheManager) -> None:
+        nonlocal num_checked
+        replaying.check_invariants()
+        num_checked += 1
+
+    replayed = replay_calls(path, on_call=check)
+    assert num_checked == sum(replayed.num_calls.values())  # once for each call, and for nothing else
     assert replayed.manager.snapshot() == manager.snapshot()
     assert replayed.manager.take_events() == manager.take_events()
     return replayed.num_calls
@@ -144,6 +154,25 @@ def test_whatever_changes_a_request_between_calls_is_recorded(tmp_path: Path) ->
         assert stats.preempted_hits == 6
         assert ours.usage == manager.usage
     assert check_replay(tmp_path / "calls", manager)["plan_step"] == 2
+
+
+def test_rows_differ_in_a_replay_and_nothing_else_does(tmp_path: Path) -> None:
+    """A step that is not the manager's business keeps row 0 from being issued again; in the replay it is."""
+    manager = FULL.manager([60])
+    with CallRecorder(manager, tmp_path / "calls") as recorder:
+        ours, gone, first, other = recorder.manager, request("gone", 4), request("first"), request("other")
+        assert ours.allocate_slots(gone, 4) is not None
+        ours.request_table.open_step(np.array([gone.row]))
+        ours.free(gone)
+        for new in (first, other):
+            assert ours.allocate_slots(new, 4) is not None
+            new.num_computed_tokens = 4
+        assert [first.row, other.row] == [1, 2]
+        assert ours.plan_step(np.array([other.row, first.row]), np.array([5, 1])).num_planned == 2
+        other.num_computed_tokens, first.num_computed_tokens = 9, 5
+        assert ours.plan_step(rows=[first.row], num_new_tokens=4).num_planned == 1
+        ours.evict_blocks([1, 2])  # ids of blocks, which are rows as well
+    check_replay(tmp_path / "calls", manager)
 
 
 def test_calls_that_raise_raise_again(tmp_path: Path) -> None:
@@ -300,6 +329,17 @@ def test_foreign_and_damaged_files_are_refused(recorded: Path, tmp_path: Path) -
         replay_calls(write(tmp_path / "no state", b"abc", []))
     with pytest.raises(FileNotFoundError, match="missing"):
         replay_calls(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("num_whole", [0, 1, 3])
+def test_the_item_that_is_damaged_is_told(tmp_path: Path, num_whole: int) -> None:
+    items = [cbor2.dumps(item) for item in ({"format": "kvjax-calls", "version": 1, "state": b""}, ["sync"], ["sync"])]
+    with gzip.open(tmp_path / "calls", "wb") as file:
+        for item in items[:num_whole]:
+            file.write(len(item).to_bytes(4, "big") + item)
+        file.write((9).to_bytes(4, "big") + b"\x82")  # a list of two without them
+    with pytest.raises(CallLogError, match=f"calls: expected a whole file, got one damaged at item {num_whole}$"):
+        list(read_call_log(tmp_path / "calls")[1])
 
 
 def test_a_file_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
