@@ -16,6 +16,8 @@ from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.record.call_log import CallEncoding, CallLogWriter, read_call_log
 from kvjax.core.record.recorded_request import decode_request, encode_request
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.core.step.step_builder import NO_UPDATE
+from kvjax.core.step.step_plan import TableUpdate
 from kvjax.errors import BlockStateError, CallLogError, UnknownRequestError
 from tests.core.manager.manager_lockstep import FULL, SETUPS
 from tests.core.manager.random_forks import RandomForks
@@ -168,8 +170,8 @@ def test_rows_differ_in_a_replay_and_nothing_else_does(tmp_path: Path) -> None:
             assert ours.allocate_slots(new, 4) is not None
             new.num_computed_tokens = 4
         assert [first.row, other.row] == [1, 2]
-        assert ours.plan_step(np.array([other.row, first.row]), np.array([5, 1])).num_planned == 2
-        other.num_computed_tokens, first.num_computed_tokens = 9, 5
+        assert ours.plan_step(np.array([other.row, first.row]), np.array([2, 1])).num_planned == 2  # counts, not rows
+        other.num_computed_tokens, first.num_computed_tokens = 6, 5
         assert ours.plan_step(rows=[first.row], num_new_tokens=4).num_planned == 1
         ours.evict_blocks([1, 2])  # ids of blocks, which are rows as well
     check_replay(tmp_path / "calls", manager)
@@ -223,6 +225,13 @@ def test_rows_are_written_by_the_requests_that_own_them(kind: Any, rows: list[in
     assert encoding.rows(given) == {"rows": names}
     decoded = encoding.decode({"rows": names}, {}, KVCacheBlocks((), ()))
     assert decoded.tolist() == rows
+
+
+def test_an_update_of_tables_is_written_by_requests() -> None:
+    encoding = CallEncoding(table_of_two(), list)
+    update = TableUpdate(np.array([1, 0]), np.array([2, 3]), np.array([8, 9], np.int32))
+    assert encoding.encode(update) == {"value": ["TableUpdate", {"rows": ["b", "a"]}, [2, 3], [8, 9]]}
+    assert encoding.encode(NO_UPDATE) == {"value": ["TableUpdate"]}
 
 
 @pytest.mark.parametrize("rows", [[2], [0, 3], [4], [0, 99], [-1], [1, -2], [0.0], [True], ["a"], [[0]], 0, None])
@@ -301,6 +310,7 @@ def test_an_answer_that_differs_is_told(recorded: Path, tmp_path: Path) -> None:
         (["request", "r", {}], "expected a record that can be played, got"),
         (["call", "unknown_method", [], {}, None], "expected a record that can be played, got"),
         (["call", "new_step_starts", [{"code": "1"}], {}, None], "expected an argument of a known kind, got 'code'"),
+        (["call", "new_step_starts", [{"value": ["Other", 1, 2, []]}], {}, None], "of a known kind, got 'value'"),
         (["call", "__init__", [], {}, None], "expected a call that is recorded, got '__init__'"),
         (["call", "restore", [], {}, None], "expected a call that is recorded, got 'restore'"),
     ],
@@ -329,6 +339,15 @@ def test_foreign_and_damaged_files_are_refused(recorded: Path, tmp_path: Path) -
         replay_calls(write(tmp_path / "no state", b"abc", []))
     with pytest.raises(FileNotFoundError, match="missing"):
         replay_calls(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("head", [{"format": "another"}, {"format": "zip"}, {}, ["format"], "kvjax-calls"])
+def test_a_file_of_another_format_is_refused(tmp_path: Path, head: Any) -> None:
+    item = cbor2.dumps(head)
+    with gzip.open(tmp_path / "foreign", "wb") as file:
+        file.write(len(item).to_bytes(4, "big") + item)
+    with pytest.raises(CallLogError, match=r"foreign: expected a file of recorded calls, got another$"):
+        read_call_log(tmp_path / "foreign")
 
 
 @pytest.mark.parametrize("num_whole", [0, 1, 3])
