@@ -56,6 +56,10 @@ def table(manager: KVCacheManager, request: Request, group_id: int = 0) -> list[
 # What a page is.
 
 
+def test_an_array_of_a_state_may_be_one_number() -> None:
+    assert state(shapes=((1, 1),), dtypes=("float32",)).page_size_bytes == 4
+
+
 def test_a_page_is_one_state() -> None:
     spec = state()
     assert spec.page_size_bytes == 3 * 2 * 2 + 2 * 5 * 4

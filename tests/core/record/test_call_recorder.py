@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import sys
 from pathlib import Path
 from typing import Any
 
+import cbor2
 import numpy as np
 import pytest
 
@@ -14,6 +16,8 @@ from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.record.call_log import CallEncoding, CallLogWriter, read_call_log
 from kvjax.core.record.recorded_request import decode_request, encode_request
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.core.step.step_builder import NO_UPDATE
+from kvjax.core.step.step_plan import TableUpdate
 from kvjax.errors import BlockStateError, CallLogError, UnknownRequestError
 from tests.core.manager.manager_lockstep import FULL, SETUPS
 from tests.core.manager.random_forks import RandomForks
@@ -32,7 +36,15 @@ def request(name: str, num_tokens: int = 9, **options: Any) -> Request:
 
 
 def check_replay(path: Path, manager: KVCacheManager) -> dict[str, int]:
-    replayed = replay_calls(path, on_call=lambda manager: manager.check_invariants())
+    num_checked = 0
+
+    def check(replaying: KVCacheManager) -> None:
+        nonlocal num_checked
+        replaying.check_invariants()
+        num_checked += 1
+
+    replayed = replay_calls(path, on_call=check)
+    assert num_checked == sum(replayed.num_calls.values())  # once for each call, and for nothing else
     assert replayed.manager.snapshot() == manager.snapshot()
     assert replayed.manager.take_events() == manager.take_events()
     return replayed.num_calls
@@ -146,6 +158,25 @@ def test_whatever_changes_a_request_between_calls_is_recorded(tmp_path: Path) ->
     assert check_replay(tmp_path / "calls", manager)["plan_step"] == 2
 
 
+def test_rows_differ_in_a_replay_and_nothing_else_does(tmp_path: Path) -> None:
+    """A step that is not the manager's business keeps row 0 from being issued again; in the replay it is."""
+    manager = FULL.manager([60])
+    with CallRecorder(manager, tmp_path / "calls") as recorder:
+        ours, gone, first, other = recorder.manager, request("gone", 4), request("first"), request("other")
+        assert ours.allocate_slots(gone, 4) is not None
+        ours.request_table.open_step(np.array([gone.row]))
+        ours.free(gone)
+        for new in (first, other):
+            assert ours.allocate_slots(new, 4) is not None
+            new.num_computed_tokens = 4
+        assert [first.row, other.row] == [1, 2]
+        assert ours.plan_step(np.array([other.row, first.row]), np.array([2, 1])).num_planned == 2  # counts, not rows
+        other.num_computed_tokens, first.num_computed_tokens = 6, 5
+        assert ours.plan_step(rows=[first.row], num_new_tokens=4).num_planned == 1
+        ours.evict_blocks([1, 2])  # ids of blocks, which are rows as well
+    check_replay(tmp_path / "calls", manager)
+
+
 def test_calls_that_raise_raise_again(tmp_path: Path) -> None:
     manager = FULL.manager([30])
     with CallRecorder(manager, tmp_path / "calls") as recorder:
@@ -186,7 +217,7 @@ def table_of_two() -> RequestTable:
     return table
 
 
-@pytest.mark.parametrize(("rows", "names"), [([0], ["a"]), ([1, 0], ["b", "a"]), ([], []), ([0, 0], ["a", "a"])])
+@pytest.mark.parametrize(("rows", "names"), [([0], ["a"]), ([1], ["b"]), ([1, 0], ["b", "a"]), ([], []), ([0, 0], ["a", "a"])])
 @pytest.mark.parametrize("kind", [list, tuple, np.int64, np.uint8])
 def test_rows_are_written_by_the_requests_that_own_them(kind: Any, rows: list[int], names: list[str]) -> None:
     given = kind(rows) if kind in (list, tuple) else np.array(rows, kind)
@@ -196,7 +227,14 @@ def test_rows_are_written_by_the_requests_that_own_them(kind: Any, rows: list[in
     assert decoded.tolist() == rows
 
 
-@pytest.mark.parametrize("rows", [[2], [0, 3], [4], [0, 99], [-1], [1, -2], [0.0], [True], ["a"], [[0]], 0, None])
+def test_an_update_of_tables_is_written_by_requests() -> None:
+    encoding = CallEncoding(table_of_two(), list)
+    update = TableUpdate(np.array([1, 0]), np.array([2, 3]), np.array([8, 9], np.int32))
+    assert encoding.encode(update) == {"value": ["TableUpdate", {"rows": ["b", "a"]}, [2, 3], [8, 9]]}
+    assert encoding.encode(NO_UPDATE) == {"value": ["TableUpdate"]}
+
+
+@pytest.mark.parametrize("rows", [[2], [0, 3], [4], [0, 99], [-1], [1, -2], [1, -3], [0.0], [True], ["a"], [[0]], 0, None])
 def test_what_names_no_request_is_written_as_it_is(rows: Any) -> None:
     encoding = CallEncoding(table_of_two(), list)
     assert encoding.rows(rows) == encoding.encode(rows) == rows
@@ -272,6 +310,7 @@ def test_an_answer_that_differs_is_told(recorded: Path, tmp_path: Path) -> None:
         (["request", "r", {}], "expected a record that can be played, got"),
         (["call", "unknown_method", [], {}, None], "expected a record that can be played, got"),
         (["call", "new_step_starts", [{"code": "1"}], {}, None], "expected an argument of a known kind, got 'code'"),
+        (["call", "new_step_starts", [{"value": ["Other", 1, 2, []]}], {}, None], "of a known kind, got 'value'"),
         (["call", "__init__", [], {}, None], "expected a call that is recorded, got '__init__'"),
         (["call", "restore", [], {}, None], "expected a call that is recorded, got 'restore'"),
     ],
@@ -300,6 +339,26 @@ def test_foreign_and_damaged_files_are_refused(recorded: Path, tmp_path: Path) -
         replay_calls(write(tmp_path / "no state", b"abc", []))
     with pytest.raises(FileNotFoundError, match="missing"):
         replay_calls(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("head", [{"format": "another"}, {"format": "zip"}, {}, ["format"], "kvjax-calls"])
+def test_a_file_of_another_format_is_refused(tmp_path: Path, head: Any) -> None:
+    item = cbor2.dumps(head)
+    with gzip.open(tmp_path / "foreign", "wb") as file:
+        file.write(len(item).to_bytes(4, "big") + item)
+    with pytest.raises(CallLogError, match=r"foreign: expected a file of recorded calls, got another$"):
+        read_call_log(tmp_path / "foreign")
+
+
+@pytest.mark.parametrize("num_whole", [0, 1, 3])
+def test_the_item_that_is_damaged_is_told(tmp_path: Path, num_whole: int) -> None:
+    items = [cbor2.dumps(item) for item in ({"format": "kvjax-calls", "version": 1, "state": b""}, ["sync"], ["sync"])]
+    with gzip.open(tmp_path / "calls", "wb") as file:
+        for item in items[:num_whole]:
+            file.write(len(item).to_bytes(4, "big") + item)
+        file.write((9).to_bytes(4, "big") + b"\x82")  # a list of two without them
+    with pytest.raises(CallLogError, match=f"calls: expected a whole file, got one damaged at item {num_whole}$"):
+        list(read_call_log(tmp_path / "calls")[1])
 
 
 def test_a_file_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
