@@ -56,7 +56,7 @@ class CrossAttentionManager(ColumnManager):
 
     supports_eagle: ClassVar[bool] = True
     hits_are_prefix_closed: ClassVar[bool] = True
-    gives_blocks_back: ClassVar[bool] = False
+    frees_skipped_blocks: ClassVar[bool] = False
     is_prefix_cacheable: ClassVar[bool] = False
 
     kv_cache_spec: CrossAttentionSpec
@@ -129,5 +129,5 @@ class CrossAttentionManager(ColumnManager):
             num_blocks=self.num_blocks[rows],
             num_cached_blocks=self.num_cached_blocks[rows],
             first_live=NO_RUNS.starts,
-            quiet_until=np.full(rows.size, NEVER),
+            idle_until=np.full(rows.size, NEVER),
         )

@@ -68,7 +68,7 @@ class WholePrefixManager(PositionalManager):
     """Holds every block of a request until the request is freed."""
 
     hits_are_prefix_closed: ClassVar[bool] = True
-    gives_blocks_back: ClassVar[bool] = False
+    frees_skipped_blocks: ClassVar[bool] = False
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """None: every token is attended to for ever."""

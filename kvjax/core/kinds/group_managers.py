@@ -61,7 +61,7 @@ class GroupManagers:
         self.num_groups = len(kv_cache_config.kv_cache_groups)
         self.drops_last_block = self._find_eagle_managers(kv_cache_config, use_eagle)  # per manager
         self.cacheable = tuple(manager for manager in self.managers if manager.is_prefix_cacheable)
-        self.releasing = tuple(manager for manager in self.managers if manager.gives_blocks_back)
+        self.releasing = tuple(manager for manager in self.managers if manager.frees_skipped_blocks)
         self.reads_encoder = any(manager.reads_encoder for manager in self.managers)
         self.alignment = lcm(*(manager.block_size for manager in self.cacheable))  # tokens: hits are multiples of it
         # Where no group needs a block at every length, a hit rests on its last one: something of it is cached.
@@ -146,7 +146,7 @@ class GroupManagers:
         return min(length + manager.block_size, num_hashed if self.may_drop_end else max_length)
 
     @property
-    def gives_blocks_back(self) -> bool:
+    def frees_skipped_blocks(self) -> bool:
         """Whether any group releases blocks before its request ends."""
         return bool(self.releasing)
 

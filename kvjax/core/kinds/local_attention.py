@@ -57,7 +57,7 @@ class LocalAttentionManager(PositionalManager):
     """Hits and common prefixes, from `get_num_skipped_tokens`."""
 
     hits_are_prefix_closed: ClassVar[bool] = False
-    gives_blocks_back: ClassVar[bool] = True
+    frees_skipped_blocks: ClassVar[bool] = True
 
     def start_scan(self, lookup: PrefixLookup) -> HitScan:
         """Right to left: the rightmost aligned edge before which every block is cached that the next token sees."""

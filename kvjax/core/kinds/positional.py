@@ -64,15 +64,15 @@ class PositionalManager(ColumnManager):
         held, cached, first = self.num_blocks[rows], self.num_cached_blocks[rows], NO_RUNS.starts
         required, full, skipped = (num_slots + (size - 1)) // size, num_cacheable // size, NO_RUNS
         num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
-        quiet_until = np.minimum(num_blocks * size, self.settings.max_model_len)
+        idle_until = np.minimum(num_blocks * size, self.settings.max_model_len)
         if self.enable_caching:
-            quiet_until = np.minimum(quiet_until, num_cached_blocks * size + (size - 1))
-        if self.gives_blocks_back:
+            idle_until = np.minimum(idle_until, num_cached_blocks * size + (size - 1))
+        if self.frees_skipped_blocks:
             before = self.first_live[rows]
             first = np.minimum(self.count_skipped_tokens(settled_tokens) // size, held)
             first = np.maximum(first, before)
             skipped = Runs.between(rows, before, first)
-            quiet_until = np.minimum(quiet_until, self.tokens_until_release(first))
+            idle_until = np.minimum(idle_until, self.tokens_until_release(first))
         return RowChanges(
             skipped=skipped,
             needed=Runs.between(rows, held, required),
@@ -80,7 +80,7 @@ class PositionalManager(ColumnManager):
             num_blocks=num_blocks,
             num_cached_blocks=num_cached_blocks,
             first_live=first,
-            quiet_until=quiet_until,
+            idle_until=idle_until,
         )
 
 

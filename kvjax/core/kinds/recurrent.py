@@ -97,7 +97,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
     """
 
     hits_are_prefix_closed: ClassVar[bool] = False
-    gives_blocks_back: ClassVar[bool] = True
+    frees_skipped_blocks: ClassVar[bool] = True
     has_stable_positions: ClassVar[bool] = False
     takes_lookahead: ClassVar[bool] = False
     needs_dropped_block: ClassVar[bool] = False
@@ -255,10 +255,10 @@ class RecurrentManager(SingleTypeKVCacheManager):
         num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
         first = np.minimum(self.count_skipped_tokens(settled_tokens) // size, held - self.num_tail_columns)
         first = np.maximum(first, before)
-        quiet_until = np.minimum((num_blocks - speculative) * size, self.tokens_until_release(first))
-        quiet_until = np.minimum(quiet_until, self.settings.max_model_len)
+        idle_until = np.minimum((num_blocks - speculative) * size, self.tokens_until_release(first))
+        idle_until = np.minimum(idle_until, self.settings.max_model_len)
         if self.enable_caching:
-            quiet_until = np.minimum(quiet_until, num_cached_blocks * size + (size - 1))
+            idle_until = np.minimum(idle_until, num_cached_blocks * size + (size - 1))
         return RowChanges(
             skipped=Runs.between(rows, before, first),
             needed=Runs.between(rows, np.maximum(required - 1, held), required),
@@ -266,7 +266,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
             num_blocks=num_blocks,
             num_cached_blocks=num_cached_blocks,
             first_live=first,
-            quiet_until=quiet_until,
+            idle_until=idle_until,
         )
 
     def attach(

@@ -79,7 +79,7 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def gives_blocks_back(self) -> bool:
+    def frees_skipped_blocks(self) -> bool:
         """Whether blocks are ever skipped, and released, before the request ends."""
 
     supports_context_parallelism: ClassVar[bool] = False  # whether a block may be spread over its ranks
@@ -398,13 +398,13 @@ class SingleTypeKVCacheManager(abc.ABC):
         """int32[k] all entries of all rows."""
         return self._table.owned()
 
-    def row_quiet_until(self, row: int) -> int:
+    def row_idle_until(self, row: int) -> int:
         """Slots up to which a step of the row neither allocates, registers nor releases in these groups."""
         size = self.block_size
-        quiet = min(self.held_slots(row), self.tokens_until_release(self.first_live.item(row)))
+        idle = min(self.held_slots(row), self.tokens_until_release(self.first_live.item(row)))
         if self.enable_caching:
-            quiet = min(quiet, (self.num_cached_blocks.item(row) + 1) * size - 1)
-        return quiet
+            idle = min(idle, (self.num_cached_blocks.item(row) + 1) * size - 1)
+        return idle
 
     # Many rows.
 
@@ -432,7 +432,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         self._note_registered(ids)
 
     def _register_real(self, ids: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
-        if self.gives_blocks_back and np.count_nonzero(ids) < ids.size:
+        if self.frees_skipped_blocks and np.count_nonzero(ids) < ids.size:
             real = np.flatnonzero(ids[0])
             ids, block_hashes, columns = ids[:, real], block_hashes[real], columns[real]
         self.block_pool.register_rows(ids, block_hashes, columns, self.group_ids)
@@ -441,7 +441,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         """Makes the counts of int64[n] changed rows what `plan_rows` said."""
         self.num_blocks[rows] = changes.num_blocks
         self.num_cached_blocks[rows] = changes.num_cached_blocks
-        if self.gives_blocks_back:
+        if self.frees_skipped_blocks:
             self.first_live[rows] = changes.first_live
 
     # Lookup.

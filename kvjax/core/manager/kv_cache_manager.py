@@ -14,7 +14,7 @@ Invariants (`check_invariants`):
 
     M1  a block's references are its entries in all block tables, and those that copies and pins hold outside them
     M2  every row with blocks is owned by a request of the table
-    M3  up to `quiet_until` slots (row_blocks.py) a row has nothing to allocate, register or release
+    M3  up to `idle_until` slots (row_blocks.py) a row has nothing to allocate, register or release
     and those of the pools, the groups and the request table
 """
 
@@ -254,9 +254,9 @@ class KVCacheManager(ManagerReader, SavableManager):
                 (`limit_step`).
             BlockStateError: a block of the hit no longer caches these tokens: look the request up again.
         """
-        row, table, quiet_until = request.row, self.request_table, self.row_blocks.quiet_until
+        row, table, idle_until = request.row, self.request_table, self.row_blocks.idle_until
         if (
-            0 <= row < quiet_until.size
+            0 <= row < idle_until.size
             and table.requests[row] is request
             and new_computed_blocks is None
             and num_new_tokens > 0
@@ -268,7 +268,7 @@ class KVCacheManager(ManagerReader, SavableManager):
             slots = table.num_computed_tokens.item(row) + num_new_tokens + num_lookahead_tokens
             most = slots + num_in_flight_tokens
             if type(most) is int:
-                if slots <= quiet_until.item(row):
+                if slots <= idle_until.item(row):
                     return self.empty_kv_cache_blocks
                 if most <= MOST_TOKENS:
                     ids = self._slots.extend(

@@ -3,13 +3,13 @@
 Flow:    SlotAllocator, StepPlanner, Forks -> [RowBlocks] -> SingleTypeKVCacheManager per spec -> BlockPool per pool
 Source:  vLLM v1/core/kv_cache_coordinator.py; idle rows: ARCHITECTURE.md, "Host core"
 
-A row of a decoding step has mostly nothing to do. `quiet_until` has for each row the number of slots up to which no
+A row of a decoding step has mostly nothing to do. `idle_until` has for each row the number of slots up to which no
 group allocates, registers or releases anything for it; -1 where no request has the row.
 
 Invariants (`check_invariants`), of `KVCacheManager`:
 
     M1  a block's references are its entries in all block tables, and those that copies and pins hold outside them
-    M3  up to `quiet_until` slots a row has nothing to allocate, register or release
+    M3  up to `idle_until` slots a row has nothing to allocate, register or release
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class RowBlocks:
         self._needs = needs
         self._table = request_table
         self._reservations = reservations
-        self.quiet_until = np.zeros(0, np.int64)  # [rows], -1: no request
+        self.idle_until = np.zeros(0, np.int64)  # [rows], -1: no request
         self.copy_on_write = CopyOnWrite(groups)
         self.reserve_rows()
 
     def reserve_rows(self) -> None:
         """Makes every array hold the rows of the request table."""
         num_rows = self._table.capacity
-        missing = num_rows - self.quiet_until.size
+        missing = num_rows - self.idle_until.size
         if missing <= 0:
             return
-        self.quiet_until = np.pad(self.quiet_until, (0, missing), constant_values=-1)
+        self.idle_until = np.pad(self.idle_until, (0, missing), constant_values=-1)
         self.copy_on_write.reserve_rows(num_rows)
         if self._reservations is not None:
             self._reservations.reserve_rows(num_rows)
@@ -99,7 +99,7 @@ class RowBlocks:
         for each in [row, *new_rows.tolist()]:
             if self.copy_on_write.writes_to_its_blocks(each, num_tokens):
                 self.copy_on_write.mark(each)
-            self.note_quiet(each)
+            self.note_idle(each)
         if self._reservations is not None:
             for new_row in new_rows.tolist():
                 self._reservations.copy(row, new_row)
@@ -135,7 +135,7 @@ class RowBlocks:
                 return None
             new_ids = self.allocate(row, num_slots, num_tokens=num_tokens)
         self.register(request, row, num_cacheable)
-        self.note_quiet(row)
+        self.note_idle(row)
         return new_ids
 
     def remove_skipped(self, row: int, settled_tokens: int) -> None:
@@ -174,19 +174,19 @@ class RowBlocks:
 
     def free(self, row: int) -> None:
         """Releases all blocks of the row."""
-        self.quiet_until[row] = -1
+        self.idle_until[row] = -1
         self.copy_on_write.unmark(row)
         if self._reservations is not None:
             self._reservations.release(row)
         for manager in self._groups.managers:
             manager.free(row)
 
-    def note_quiet(self, row: int) -> None:
-        """Renews one row's entry of `quiet_until`."""
-        quiet_until = 0 if self.copy_on_write.is_sharing[row] else self._groups.settings.max_model_len
+    def note_idle(self, row: int) -> None:
+        """Renews one row's entry of `idle_until`."""
+        idle_until = 0 if self.copy_on_write.is_sharing[row] else self._groups.settings.max_model_len
         for manager in self._groups.managers:
-            quiet_until = min(quiet_until, manager.row_quiet_until(row))
-        self.quiet_until[row] = quiet_until
+            idle_until = min(idle_until, manager.row_idle_until(row))
+        self.idle_until[row] = idle_until
 
     # Checks.
 
@@ -196,8 +196,8 @@ class RowBlocks:
         for manager in managers:
             manager.check_invariants(owned_rows)
         for row in owned_rows:
-            if self.quiet_until[row] > min(manager.row_quiet_until(row) for manager in managers):
-                raise InvariantError(f"M3: row {row} is quiet past its next allocation, registration or release")
+            if self.idle_until[row] > min(manager.row_idle_until(row) for manager in managers):
+                raise InvariantError(f"M3: row {row} is idle past its next allocation, registration or release")
         for pool_id, pool in enumerate(self._groups.pools):
             owners = pool.outside_refs.counts.astype(np.int64)
             for manager, of_pool in zip(managers, self._groups.pool_ids, strict=True):

@@ -161,7 +161,7 @@ class SlotAllocator:
             if num_computed_tokens > slots:
                 raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")
         self._rows.register(request, row, self._rows.cacheable_tokens(row, num_computed_tokens))
-        self._rows.note_quiet(row)
+        self._rows.note_idle(row)
 
     def can_admit(
         self, request: Request, num_hit_tokens: int, hit: KVCacheBlocks | None, kept_free: int | Sequence[int]
@@ -236,7 +236,7 @@ class SlotAllocator:
         self._table.num_encoder_tokens[row] = counts.encoder
         new_ids = self._rows.allocate(row, num_slots, counts.encoder, after)
         self._rows.register(request, row, 0 if delay_caching else self._rows.cacheable_tokens(row, after))
-        self._rows.note_quiet(row)
+        self._rows.note_idle(row)
         return new_ids
 
     def _final_slots(self, request: Request, after: int, lookahead: int) -> int:

@@ -3,7 +3,7 @@
 Flow:    rows + new tokens, in scheduling order -> [StepPlanner.plan] -> block tables, prefix cache, StepResult
 Source:  ARCHITECTURE.md, "Planning a step": why bulk equals sequential
 
-Most rows of a decoding step have nothing to do: `RowBlocks.quiet_until` tells which in a few operations.
+Most rows of a decoding step have nothing to do: `RowBlocks.idle_until` tells which in a few operations.
 The rest are planned in stretches, each as
 
     1  release what left the windows          row by row, managers inner, groups inner
@@ -93,7 +93,7 @@ class StepPlanner:
         delay_cache_blocks: bool,
     ) -> StepResult:
         """`KVCacheManager.plan_step`."""
-        index, quiet_until = self._checked_rows(rows)
+        index, idle_until = self._checked_rows(rows)
         new = _checked_counts("num_new_tokens", num_new_tokens, index, least=1)
         lookahead = _checked_counts("num_lookahead_tokens", num_lookahead_tokens, index, least=0)
         in_flight = _checked_counts("num_in_flight_tokens", num_in_flight_tokens, index, least=0)
@@ -101,7 +101,7 @@ class StepPlanner:
             return StepResult(0, self._no_updates)
         after = self._table.num_computed_tokens[index] + new
         num_slots = after + lookahead if not isinstance(lookahead, int) or lookahead else after
-        active = (num_slots > quiet_until).nonzero()[0]
+        active = (num_slots > idle_until).nonzero()[0]
         if not active.size:
             return StepResult(index.size, self._no_updates)
         rows_of_work, after_work = index[active], after[active]
@@ -117,30 +117,30 @@ class StepPlanner:
         return StepResult(index.size if num_done == active.size else int(active[num_done]), updates)
 
     def _checked_rows(self, rows: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """`rows` as int64[n], in range and distinct, and their entries of `quiet_until`."""
+        """`rows` as int64[n], in range and distinct, and their entries of `idle_until`."""
         index = np.asarray(rows)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
             raise ValueError(f"expected rows as a row of integers, got {index.dtype}{list(index.shape)}")
         index = index.astype(np.int64, copy=False)
-        quiet_until = self._rows.quiet_until
+        idle_until = self._rows.idle_until
         if not index.size:
-            return index, quiet_until[:0]
+            return index, idle_until[:0]
         key = index.tobytes()
         if key == self._good_rows:
-            return index, quiet_until[index]
-        if np.maximum.reduce(index.view(np.uint64)) >= quiet_until.size:  # a negative row is a huge one
-            bad = index[(index < 0) | (index >= quiet_until.size)]
+            return index, idle_until[index]
+        if np.maximum.reduce(index.view(np.uint64)) >= idle_until.size:  # a negative row is a huge one
+            bad = index[(index < 0) | (index >= idle_until.size)]
             raise ValueError(f"expected rows that a request owns, got row {bad[0]}")
         if np.maximum.reduce(np.bincount(index)) > 1:
             raise ValueError(f"expected distinct rows, got {index.tolist()}")
         self._good_rows = key
-        return index, quiet_until[index]
+        return index, idle_until[index]
 
     def _check_active(self, rows: np.ndarray, after: np.ndarray) -> None:
-        """Checks what cannot be wrong with a quiet row: that a request has it, and that its length is allowed."""
-        quiet_until = self._rows.quiet_until[rows]
-        if np.minimum.reduce(quiet_until) < 0:
-            raise ValueError(f"expected rows that a request owns, got row {rows[quiet_until.argmin()]}")
+        """Checks what cannot be wrong with a idle row: that a request has it, and that its length is allowed."""
+        idle_until = self._rows.idle_until[rows]
+        if np.minimum.reduce(idle_until) < 0:
+            raise ValueError(f"expected rows that a request owns, got row {rows[idle_until.argmin()]}")
         if np.maximum.reduce(after) > self._max_model_len:
             row, limit = rows[after.argmax()], self._max_model_len
             raise ValueError(f"row {row}: expected at most max_model_len = {limit} tokens, got {after.max()}")
@@ -154,7 +154,7 @@ class StepPlanner:
         delay_cache_blocks: bool,
     ) -> StepWork:
         settled = after
-        if self._groups.gives_blocks_back:
+        if self._groups.frees_skipped_blocks:
             settled = np.maximum(self._table.num_computed_tokens[rows] - in_flight, 0)
         if delay_cache_blocks or not self._groups.settings.enable_caching:
             num_cacheable = np.zeros_like(after)
@@ -206,14 +206,14 @@ class StepPlanner:
         for pool, of_pool in zip(self._groups.pools, self._managers_of_pool, strict=True):
             self._release(work, pool, of_pool)
             self._allocate(work, pool, of_pool, updates)
-        quiet_until = work.changes[0].quiet_until
+        idle_until = work.changes[0].idle_until
         for manager, changes in zip(self._managers, work.changes, strict=True):
             if changes.filled.num_columns:
                 self._register(manager, changes.filled, work.num_cacheable)
             manager.note_changes(work.rows, changes)
-            if changes.quiet_until is not quiet_until:
-                quiet_until = np.minimum(quiet_until, changes.quiet_until)
-        self._rows.quiet_until[work.rows] = quiet_until
+            if changes.idle_until is not idle_until:
+                idle_until = np.minimum(idle_until, changes.idle_until)
+        self._rows.idle_until[work.rows] = idle_until
 
     def _release(self, work: StepWork, pool: BlockPool, of_pool: list[tuple[int, int]]) -> None:
         """Gives back what left the windows, of one pool's managers."""

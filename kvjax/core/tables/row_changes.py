@@ -21,7 +21,7 @@ class RowChanges(NamedTuple):
     num_blocks: np.ndarray  # int64[n]
     num_cached_blocks: np.ndarray  # int64[n]
     first_live: np.ndarray  # int64[n], or empty where no block is released before the end
-    quiet_until: np.ndarray  # int64[n] see `row_quiet_until`
+    idle_until: np.ndarray  # int64[n] see `row_idle_until`
 
     def part(self, start: int, end: int) -> RowChanges:
         """The changes of rows `start` to `end`."""
@@ -32,5 +32,5 @@ class RowChanges(NamedTuple):
             self.num_blocks[start:end],
             self.num_cached_blocks[start:end],
             self.first_live[start:end],
-            self.quiet_until[start:end],
+            self.idle_until[start:end],
         )

@@ -159,7 +159,7 @@ def test_exactly_what_no_token_sees_any_more_goes_back(spec: KVCacheSpec) -> Non
         settled = world.some(0, request.num_computed_tokens)
         refs = world.manager.block_pool.ref_count.copy()
         world.manager.remove_skipped_blocks(request.request_id, settled)
-        first = kind.get_num_skipped_tokens(settled) // kind.block_size if kind.gives_blocks_back else 0
+        first = kind.get_num_skipped_tokens(settled) // kind.block_size if kind.frees_skipped_blocks else 0
         gone = columns[:, :first]
         assert not world.columns(request)[:, :first].any()
         assert (world.columns(request)[:, first:] == columns[:, first:]).all()
@@ -252,7 +252,7 @@ def test_the_common_prefix_agrees_with_brute_force(spec: KVCacheSpec) -> None:
                 width = min(table.shape[1] for table in tables)
                 same = np.logical_and.reduce([table[:, :width] == own[:, :width] for table in tables])
                 expected = np.minimum.accumulate(same, axis=1).sum(axis=1).tolist()
-                keeps = world.kind.is_prefix_cacheable and not world.kind.gives_blocks_back
+                keeps = world.kind.is_prefix_cacheable and not world.kind.frees_skipped_blocks
                 assert counts == (expected if keeps else [0, 0])
                 most = max(most, *counts) if len(tables) > 1 else most
     assert (most > 1) == keeps

@@ -88,7 +88,7 @@ def test_the_checker_finds_rows_without_a_request() -> None:
     manager, windows, row = running()
     with pytest.raises(InvariantError, match=r"G3, groups \(1, 2\): a row that no request owns holds blocks"):
         windows.check_invariants([])
-    manager.row_blocks.quiet_until[row] += 1
-    with pytest.raises(InvariantError, match=f"M3: row {row} is quiet past its next allocation, registration or"):
+    manager.row_blocks.idle_until[row] += 1
+    with pytest.raises(InvariantError, match=f"M3: row {row} is idle past its next allocation, registration or"):
         manager.check_invariants()
-    manager.row_blocks.quiet_until[row] -= 1
+    manager.row_blocks.idle_until[row] -= 1

@@ -78,7 +78,7 @@ def test_integers_of_every_kind_are_counts(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("bad", [2**63 - 1, 2**63 - 9, 2**61, -(2**63), -1, 0])
 def test_one_bad_count_of_many_rows_is_named(bad: int) -> None:
-    """Sums that wrap around int64 would look like quiet rows."""
+    """Sums that wrap around int64 would look like idle rows."""
     manager, request = running()
     other = Request("other", range(9), block_hasher=HASHER)
     assert manager.allocate_slots(other, 9) is not None
