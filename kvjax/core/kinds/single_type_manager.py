@@ -365,7 +365,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     def free(self, row: int) -> None:
         """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
         self._release_before(row, end := self.num_blocks.item(row))
-        self._table.discard(row, 0, end)
+        self._table.discard_row(row, end)
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
 
     def check_share(self, row: int, num_tokens: int, num_in_flight: int) -> None:

@@ -165,7 +165,7 @@ class RequestTable:
             raise UnknownRequestError(f"request {request.request_id!r} owns no row of this table")
         tokens = self.tokens_of(row)
         request.move_from_row(tokens, self.num_prompt_tokens.item(row), self.num_computed_tokens.item(row))
-        self._tokens.discard(row, 0, tokens.size)
+        self._tokens.discard_row(row, tokens.size)
         self.num_tokens[row] = self.num_prompt_tokens[row] = self.num_computed_tokens[row] = 0
         self.num_hashed_blocks[row] = self.num_encoder_tokens[row] = 0
         self.requests[row] = self.request_ids[row] = None

@@ -27,6 +27,7 @@ ENTRY_BYTES = 4
 LINE_ENTRIES = 16  # of a cache line of 64 bytes
 PAGE_ENTRIES = mmap.PAGESIZE // ENTRY_BYTES
 DISCARD_ENTRIES = max(1 << 14, 2 * PAGE_ENTRIES)  # 64 KiB: fewer are not worth a system call, so a row keeps them
+KEPT_ENTRIES = 4 * DISCARD_ENTRIES  # 256 KiB of a row that ends: to return and touch them again costs some 20 us
 SMALL_BYTES = 1 << 20  # a table up to here is an ordinary array
 MOST_BYTES = 1 << 40  # of the 2**47 that a process can address
 ROOM = 4  # as many rows fit as are asked for first, times this
@@ -92,6 +93,11 @@ class RowTable:
             origin = (table * num_rows + row) * self.stride
             first, last = -(-(origin + start) // PAGE_ENTRIES), (origin + end) // PAGE_ENTRIES
             self._memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+    def discard_row(self, row: int, num_entries: int) -> None:
+        """`discard` of a row that ends with so many entries; up to 256 KiB stay for the row's next owner."""
+        if num_entries > KEPT_ENTRIES:
+            self.discard(row, 0, num_entries)
 
     def discard_behind(self, row: int, start: int, end: int) -> None:
         """`discard` of what a window that moves from `start` on to `end` leaves behind.

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.core.tables import row_table
-from kvjax.core.tables.row_table import DISCARD_ENTRIES, RowTable
+from kvjax.core.tables.row_table import DISCARD_ENTRIES, KEPT_ENTRIES, RowTable
 
 LONG = 1_000_000
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the resident set from /proc")
@@ -168,7 +168,7 @@ table.entries[:, :, :500] = 1
 print(resident())
 table.entries[:, 3] = 1
 print(resident())
-table.discard(3, 0, 1_000_000)
+table.discard_row(3, 1_000_000)
 print(resident())
 """)
     assert made - before < 1
@@ -213,6 +213,14 @@ def test_short_stretches_are_kept() -> None:
     table.discard(0, 0, DISCARD_ENTRIES - 1)
     table.discard_behind(0, 10, DISCARD_ENTRIES - 1)
     assert np.array_equal(table.entries[:, 0, :LONG], values)
+
+
+def test_a_row_that_ends_short_keeps_its_memory() -> None:
+    """A prompt of 64k tokens or less is followed by others: its pages are not returned and touched anew."""
+    table = RowTable(1, 4, 4 * KEPT_ENTRIES)
+    values = fill(table, 0, KEPT_ENTRIES)
+    table.discard_row(0, KEPT_ENTRIES)
+    assert np.array_equal(table.entries[:, 0, :KEPT_ENTRIES], values)
 
 
 @needs_linux
