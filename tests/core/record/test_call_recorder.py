@@ -217,7 +217,9 @@ def table_of_two() -> RequestTable:
     return table
 
 
-@pytest.mark.parametrize(("rows", "names"), [([0], ["a"]), ([1], ["b"]), ([1, 0], ["b", "a"]), ([], []), ([0, 0], ["a", "a"])])
+@pytest.mark.parametrize(
+    ("rows", "names"), [([0], ["a"]), ([1], ["b"]), ([1, 0], ["b", "a"]), ([], []), ([0, 0], ["a", "a"])]
+)
 @pytest.mark.parametrize("kind", [list, tuple, np.int64, np.uint8])
 def test_rows_are_written_by_the_requests_that_own_them(kind: Any, rows: list[int], names: list[str]) -> None:
     given = kind(rows) if kind in (list, tuple) else np.array(rows, kind)
@@ -234,7 +236,9 @@ def test_an_update_of_tables_is_written_by_requests() -> None:
     assert encoding.encode(NO_UPDATE) == {"value": ["TableUpdate"]}
 
 
-@pytest.mark.parametrize("rows", [[2], [0, 3], [4], [0, 99], [-1], [1, -2], [1, -3], [0.0], [True], ["a"], [[0]], 0, None])
+@pytest.mark.parametrize(
+    "rows", [[2], [0, 3], [4], [0, 99], [-1], [1, -2], [1, -3], [0.0], [True], ["a"], [[0]], 0, None]
+)
 def test_what_names_no_request_is_written_as_it_is(rows: Any) -> None:
     encoding = CallEncoding(table_of_two(), list)
     assert encoding.rows(rows) == encoding.encode(rows) == rows
