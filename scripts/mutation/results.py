@@ -5,6 +5,7 @@ Flow:    Change, Outcome -> [Results] -> `--results FILE` -> resumed runs, the r
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections import Counter
 from dataclasses import asdict
@@ -72,8 +73,5 @@ class Results:
 
 def diff_of(source: str, mutated: str) -> list[str]:
     """Changed lines, before and after."""
-    found = []
-    for old, new in zip(source.splitlines(), mutated.splitlines(), strict=True):
-        if old != new:
-            found += [f"- {old.strip()}", f"+ {new.strip()}"]
-    return found
+    diff = list(difflib.unified_diff(source.splitlines(), mutated.splitlines(), n=0, lineterm=""))
+    return [f"{line[0]} {line[1:].strip()}" for line in diff[2:] if line[0] in "+-"]  # behind two lines of headings

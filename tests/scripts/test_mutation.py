@@ -82,6 +82,15 @@ def test_every_change_is_a_program_and_differs_in_one_line(tmp_path: Path) -> No
         assert before != after
 
 
+def test_a_difference_of_several_lines_is_told() -> None:
+    assert diff_of("for x in [\n    1,\n]:\n    f(x)", "for x in []:\n    f(x)") == [
+        "- for x in [",
+        "- 1,",
+        "- ]:",
+        "+ for x in []:",
+    ]
+
+
 def test_a_sample_stays_as_the_module_grows(tmp_path: Path) -> None:
     """Keys of equal lines in equal functions are equal, wherever these stand."""
     before = {change.key for change in changes_of(tmp_path, SOURCE)}
