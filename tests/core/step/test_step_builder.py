@@ -330,6 +330,15 @@ def test_a_sampled_token_may_lie_behind_the_last_column_of_the_token_table() -> 
     assert (plan.token_ids.tolist(), plan.positions.tolist(), plan.token_source.tolist()) == ([0], [19], [0])
 
 
+def test_tokens_of_a_null_block_have_no_slot() -> None:
+    tables = plain_tables(["a", "b"])
+    tables.block_size = lambda group_id: 4
+    tables.block_tables = lambda group_id: np.array([[0, 1, 0], [2, 3, 4]], np.int32)
+    tables.num_blocks = lambda group_id: np.array([2, 3])
+    plan = build_step_plan(tables, np.array([0]), np.array([8]), page_copies=(), pages_to_zero=())
+    assert plan.groups[0].slot_mapping.tolist() == [-1] * 4 + [4, 5, 6, 7]
+
+
 def test_refuses_a_row_without_a_request() -> None:
     with pytest.raises(ValueError, match=r"rows \[1\] hold no request"):
         build_step_plan(plain_tables(["a", None]), np.array([0, 1]), np.array([8, 20]))

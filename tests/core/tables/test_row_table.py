@@ -69,6 +69,14 @@ def test_entries_are_zero_until_they_are_written() -> None:
         assert np.count_nonzero(table.entries) == table.num_columns
 
 
+def test_growth_keeps_the_zeros_of_a_long_row() -> None:
+    table = RowTable(2, 4, LONG)
+    values = fill(table, 1, 3 * DISCARD_ENTRIES)
+    values[:, 5::7] = table.entries[:, 1, 5 : 3 * DISCARD_ENTRIES : 7] = 0
+    table.reserve_rows(100)
+    assert np.array_equal(table.entries[:, 1, : 3 * DISCARD_ENTRIES], values)
+
+
 def test_a_row_as_long_as_foreseen_copies_nothing() -> None:
     table = RowTable(2, 8, LONG)
     flat = table.flat
