@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
-from tests.core.manager.manager_lockstep import config_of
+from tests.core.manager.manager_lockstep import Setup, config_of
 from tests.core.manager.naive_manager import NaiveGroup
 
 HASHER = BlockHasher(2, seed="test")
@@ -60,3 +60,10 @@ def test_it_tells_what_an_admission_would_leave(seed: int) -> None:
 def test_numbers_that_can_not_be(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_manager([9, 9]).can_admit(Request("r", range(8)), **arguments)
+
+
+def test_tokens_that_come_from_elsewhere_need_blocks_for_their_window_only() -> None:
+    """18 of 20 tokens come from elsewhere and no block is hit: 2 blocks of 2 hold what a window of 3 sees."""
+    manager = Setup((NaiveGroup(2, window=3),)).manager([4])
+    request = Request("external", range(20), block_hasher=HASHER)
+    assert manager.allocate_slots(request, 2, num_external_computed_tokens=18) is not None
