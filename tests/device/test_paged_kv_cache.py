@@ -82,6 +82,9 @@ class StateSpec(KVCacheSpec):
 
     kind = "state"
     page_size_bytes = 4
+    num_reserved_blocks = 0
+    state_pages = None
+    tokens_per_state = 1
 
     def page_layout(self, platform: str):
         raise AssertionError

@@ -45,7 +45,7 @@ def test_the_longest_request_fits_and_one_token_more_does_not(
 @settings(max_examples=60)
 @given(
     kinds=st.lists(KINDS, min_size=1, max_size=6),
-    sizes=st.lists(st.integers(8, 3_000), min_size=2, max_size=2),
+    sizes=st.lists(st.integers(8, 3_000), min_size=6, max_size=6),  # as many pools as kinds at most
     limit=st.integers(1, 60_000),
     in_flight=st.integers(1, 2_000),
 )
