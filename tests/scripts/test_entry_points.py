@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
-NEEDS = {"make_goldens.py": "torch", "train_demo.py": "optax"}
+NEEDS = {"make_goldens.py": "torch", "mutate_core.py": "cosmic_ray", "train_demo.py": "optax"}
 
 
 def is_main_guard(node: ast.stmt) -> bool:
