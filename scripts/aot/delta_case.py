@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape
 from scripts.aot.arguments import argument
-
-_POOL_BYTES = 1 << 28  # of states: more than VMEM holds, so that they stay in HBM
+from scripts.aot.recurrent import model_settings, state_pool
 
 
 @dataclass(frozen=True)
@@ -41,9 +38,7 @@ def rule(case: DeltaCase, backend: str = "tpu") -> tuple[Callable[..., Any], tup
     v = argument((case.tokens, heads, shape.value_dim), case.dtype)
     beta = argument((case.tokens, heads), "float32")
     g = argument((case.tokens, heads, shape.key_dim), "float32") if shape.is_per_channel else beta
-    page = case.shape.state_shapes(case.shards)[1]
-    num_pages = max(128, _POOL_BYTES // (jnp.dtype(case.state_dtype).itemsize * math.prod(page)))
-    states = argument((num_pages, *page), case.state_dtype)
+    states = state_pool(shape.state_shapes(case.shards)[1], case.state_dtype)
     sizes = ((case.seqs + 1,), (3,), (case.seqs,), (case.seqs, case.kept))
     step = (*(argument(size, "int32") for size in sizes), argument((case.seqs,), "bool"))
 
@@ -53,15 +48,5 @@ def rule(case: DeltaCase, backend: str = "tpu") -> tuple[Callable[..., Any], tup
     return call, (of_key, states, of_key, v, (g, beta), step)
 
 
-def model_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
-    """(label, settings) of the models that split into so many shards."""
-    for shape in SHAPES:
-        try:
-            shape.per_shard(num_shards)
-        except ValueError:
-            continue
-        yield shape.name, [f"model={shape.name}", f"shards={num_shards}"]
-
-
 OPERATIONS = {"gated_delta_rule": (DeltaCase, rule)}
-SHAPE_CASES = dict.fromkeys(OPERATIONS, model_shapes)
+SHAPE_CASES = dict.fromkeys(OPERATIONS, partial(model_settings, SHAPES))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
 from scripts.aot.arguments import argument
-
-_POOL_BYTES = 1 << 28  # of states: more than VMEM holds, so that they stay in HBM
+from scripts.aot.recurrent import model_settings, state_pool
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class SsmCase:
 def conv(case: SsmCase, backend: str = "tpu") -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """causal_conv1d, with the states donated by its caller."""
     (channels, before), _ = case.shape.state_shapes(case.shards)
-    states = _pool((channels, before), case.dtype)
+    states = state_pool((channels, before), case.dtype)
     weights = (argument((channels, before + 1), case.dtype), argument((channels,), case.dtype))
 
     def call(x: Any, states: Any, weight: Any, bias: Any, step: Any) -> Any:
@@ -56,7 +54,7 @@ def scan(case: SsmCase, backend: str = "tpu") -> tuple[Callable[..., Any], tuple
     """selective_scan, with the states donated by its caller."""
     heads, groups = case.shape.per_shard(case.shards)
     head_dim, state_dim = case.shape.head_dim, case.shape.state_dim
-    states = _pool(case.shape.state_shapes(case.shards)[1], case.state_dtype)
+    states = state_pool(case.shape.state_shapes(case.shards)[1], case.state_dtype)
     of_head = (case.tokens, heads)
     x, a, b = of_head, (heads, state_dim), (case.tokens, state_dim)
     if head_dim is not None:
@@ -71,22 +69,7 @@ def scan(case: SsmCase, backend: str = "tpu") -> tuple[Callable[..., Any], tuple
     return call, (argument(x, case.dtype), states, inputs, weights, case.step)
 
 
-def _pool(page_shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    page_bytes = jnp.dtype(dtype).itemsize * functools.reduce(int.__mul__, page_shape)
-    return argument((max(128, _POOL_BYTES // page_bytes), *page_shape), dtype)
-
-
 OPERATIONS = {"causal_conv1d": (SsmCase, conv), "selective_scan": (SsmCase, scan)}
 
 
-def model_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
-    """(label, settings) of the models that split into so many shards."""
-    for shape in SHAPES:
-        try:
-            shape.per_shard(num_shards)
-        except ValueError:
-            continue
-        yield shape.name, [f"model={shape.name}", f"shards={num_shards}"]
-
-
-SHAPE_CASES = dict.fromkeys(OPERATIONS, model_shapes)
+SHAPE_CASES = dict.fromkeys(OPERATIONS, partial(model_settings, SHAPES))

@@ -148,22 +148,27 @@ def test_agrees_with_its_naive_model(name: str, num_blocks: int) -> None:
         Life(POLICIES[name], num_blocks, seed).go(150)
 
 
+def cycle(life: Life, count: int) -> None:
+    """Blocks are taken, registered at random columns and released, as the model has it."""
+    blocks = life.pool.get_new_blocks(count).tolist()
+    assert blocks == life.naive.take(count)
+    for block in blocks:
+        life.naive.hashed.discard(block)
+    columns = life.rng.integers(0, 50, count)
+    life.pool.register_many(blocks, [life.rng.bytes(8) for _ in blocks], 0, columns)
+    for block, column in zip(blocks, columns.tolist(), strict=True):
+        life.naive.hashed.add(block)
+        life.naive.registered(block, column * BLOCK_SIZE, BLOCK_SIZE)
+    life.pool.free_blocks(blocks)
+    life.naive.release(blocks)
+
+
 def test_many_blocks_agree_too() -> None:
     """More blocks than the sorted front of the cost-aware policy holds."""
     for name in ("slru", "cost", "cost_steep"):
         life = Life(POLICIES[name], 1_500, seed=1)
         for _ in range(12):
-            blocks = life.pool.get_new_blocks(110).tolist()
-            assert blocks == life.naive.take(110)
-            for block in blocks:
-                life.naive.hashed.discard(block)
-            columns = life.rng.integers(0, 50, 110)
-            life.pool.register_many(blocks, [life.rng.bytes(8) for _ in blocks], 0, columns)
-            for block, column in zip(blocks, columns.tolist(), strict=True):
-                life.naive.hashed.add(block)
-                life.naive.registered(block, column * BLOCK_SIZE, BLOCK_SIZE)
-            life.pool.free_blocks(blocks)
-            life.naive.release(blocks)
+            cycle(life, 110)
             life.check()
         left = len(life.naive.order())
         for count in (300, 7, 400, left - 707):
@@ -175,17 +180,7 @@ def test_hits_after_pressure_leave_nothing_behind(name: str) -> None:
     """Blocks are hit and released again while none is taken: the order is right, and no list grows with the hits."""
     life = Life(POLICIES[name], 200, seed=2)
     for _ in range(2):  # the second time cached blocks are reused, in order of priority
-        blocks = life.pool.get_new_blocks(150).tolist()
-        assert blocks == life.naive.take(150)
-        for block in blocks:
-            life.naive.hashed.discard(block)
-        columns = life.rng.integers(0, 50, 150)
-        life.pool.register_many(blocks, [life.rng.bytes(8) for _ in blocks], 0, columns)
-        for block, column in zip(blocks, columns.tolist(), strict=True):
-            life.naive.hashed.add(block)
-            life.naive.registered(block, column * BLOCK_SIZE, BLOCK_SIZE)
-        life.pool.free_blocks(blocks)
-        life.naive.release(blocks)
+        cycle(life, 150)
     order: Any = life.pool.eviction_policy._cached  # type: ignore[attr-defined]
     for i in range(300):
         blocks = life.rng.permutation(sorted(life.naive.hashed))[:20].tolist()
