@@ -15,9 +15,9 @@ from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig, read_json_object
-from kvjax.models.hf_architectures import ARCHITECTURES
 from kvjax.models.hf_planned import PLANNED_ARCHITECTURES, parse_planned
 from kvjax.models.planned import PlannedModel
+from kvjax.models.registry import ARCHITECTURES
 from kvjax.text import parse_bytes
 
 _INSTALLED = Path(__file__).parent / "_configs"

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvjax.demo.conversations import END_OF_TURN
-from kvjax.models import Decoder, DenseAttention, ModelConfig
+from kvjax.models import Decoder, DenseAttention, ModelConfig, build_model
 from kvjax.models.save import save_weights
 from scripts.demo_model.corpus import demo_documents
 
@@ -187,7 +187,7 @@ def main() -> None:
         tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     else:
         tokenizer = train_tokenizer(demo_documents(args.seed))
-    module = Decoder(ModelConfig.from_dict(CONFIG), rngs=nnx.Rngs(args.seed))
+    module = build_model(ModelConfig.from_dict(CONFIG), rngs=nnx.Rngs(args.seed))
     params, join = split_params(module)
     optimizer = make_optimizer(params, args.steps)
     opt_state, done = optimizer.init(params), 0

@@ -17,7 +17,7 @@ STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 
 # Package prefix -> what its modules may import beside the standard library. The longest matching prefix decides.
 HOST = ("numpy", "kvjax.core", "kvjax.errors", "pallas_kernels.layouts")
-CONFIGS = tuple(f"kvjax.models.{name}" for name in ("config", "hf_architectures", "hf_keys", "hf_planned", "planned"))
+CONFIGS = tuple(f"kvjax.models.{name}" for name in ("config", "configs", "registry", "hf_planned", "planned"))
 ALLOWED = {
     "pallas_kernels.layouts": (),
     "pallas_kernels": ("jax", "jaxlib", "numpy", "pallas_kernels"),
@@ -32,7 +32,9 @@ ALLOWED = {
     "kvjax.planning": (*HOST, "kvjax.planning", "kvjax.text"),
     "kvjax.configs": (*HOST, *CONFIGS, "kvjax.planning", "kvjax.text"),
     "kvjax.models": (*HOST, "jax", "flax", "safetensors", "tokenizers", "kvjax.device", "kvjax.extras", "kvjax.models"),
-    "kvjax.models.config": (*HOST, "kvjax.models"),
+    "kvjax.models.config": (*HOST, *CONFIGS),
+    "kvjax.models.configs": (*HOST, *CONFIGS),
+    "kvjax.models.registry": (*HOST, *CONFIGS, "flax", "kvjax.models.layers.decoder"),
     "kvjax.models.hf_planned": (*HOST, *CONFIGS, "kvjax.models.hf_planned_keys"),
     "kvjax.models.planned": (*HOST, *CONFIGS),
     "kvjax.demo": ("kvjax.demo",),

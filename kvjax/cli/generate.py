@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,6 +28,7 @@ from kvjax.cli.generate_stream import OrderedTextPrinter
 from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
 from kvjax.cli.progress import progress
 from kvjax.core.eviction import EVICTION_POLICIES
+from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, SamplingParams
@@ -248,11 +250,20 @@ def _make_engine(model: LoadedModel, config: EngineConfig, mesh: Mesh | None) ->
     return LLMEngine(model, config, mesh=mesh)
 
 
+def _local_layers(engine: LLMEngine) -> Iterator[str]:
+    """How many layers have a cache other than full attention's, by kind."""
+    counts = Counter[str]()
+    for group in engine.plan.config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        window = f" with a window of {spec.sliding_window}" if isinstance(spec, SlidingWindowSpec) else None
+        counts[window or f" of kind {spec.kind}"] += len(group.layer_names) * (spec.kind != "full_attention")
+    return (f"{count}{words}" for words, count in counts.items() if count)
+
+
 def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> Iterator[str]:
     """What runs, in a few lines."""
     model, config = engine.model.config, engine.config
-    windows = sum(kind != "full_attention" for kind in model.layer_types)
-    layers = f"{model.num_layers} layers" + (f", {windows} with a window of {model.sliding_window}" if windows else "")
+    layers = ", ".join([f"{model.num_layers} layers", *_local_layers(engine)])
     name = "the demo model" if args.model is None else str(args.model)
     yield f"Model   {name}: {model.architecture}, {layers}, vocabulary {model.vocab_size:,}"
     caching = "on" if config.enable_prefix_caching else "off"

@@ -338,6 +338,6 @@ def _weight_dtype(model: LoadedModel) -> str:
 def _placement(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement:
     """KV heads over the mesh's tensor axis where they split evenly, else whole pages on every device."""
     placement = Placement.create(mesh)
-    if model.config.num_kv_heads % placement.num_shards:
+    if not model.config.splits_cache(placement.num_shards):
         return Placement(placement.mesh)
     return placement

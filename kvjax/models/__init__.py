@@ -1,6 +1,7 @@
-"""Flax NNX decoders that load Hugging Face folders: Llama, Qwen3 and Gemma 3 text.
+"""Flax NNX decoders that load Hugging Face folders; ARCHITECTURE.md, "Models", lists the families.
 
-`kvjax.models.config` needs no jax (planning uses it); the other names below are loaded when first asked for.
+`kvjax.models.config` and `configs` need no jax (planning uses them); the other names below are loaded when first asked
+for.
 """
 
 from __future__ import annotations
@@ -8,23 +9,35 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.models.config import ModelConfig
+from kvjax.models.configs.rope import RopeConfig
 
 if TYPE_CHECKING:
-    from kvjax.models.decoder import Decoder
     from kvjax.models.dense_attention import DenseAttention
+    from kvjax.models.layers.decoder import Decoder
     from kvjax.models.load import LoadedModel, load_model
+    from kvjax.models.registry import build_model
     from kvjax.models.tokenizer import Tokenizer
 
 _HOME_OF = {
-    "Decoder": "decoder",
+    "Decoder": "layers.decoder",
     "DenseAttention": "dense_attention",
     "LoadedModel": "load",
     "Tokenizer": "tokenizer",
+    "build_model": "registry",
     "load_model": "load",
 }
 
-__all__ = ["Decoder", "DenseAttention", "LoadedModel", "ModelConfig", "RopeConfig", "Tokenizer", "load_model"]
+__all__ = [
+    "Decoder",
+    "DenseAttention",
+    "LoadedModel",
+    "ModelConfig",
+    "RopeConfig",
+    "Tokenizer",
+    "build_model",
+    "load_model",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING
-from kvjax.models.hf_architectures import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
-from kvjax.models.hf_keys import ConfigKeys, text_keys
+from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
+from kvjax.models.configs.keys import ConfigKeys, text_keys
 from kvjax.models.hf_planned_keys import (
     DECODER_KEYS,
     DEEPSEEK_KEYS,

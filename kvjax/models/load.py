@@ -23,18 +23,12 @@ from jax.sharding import Mesh
 from kvjax.device.placement import TENSOR_AXIS
 from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
-from kvjax.models.checkpoint_names import TensorName, tensor_name
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Decoder
-from kvjax.models.sharding import check_mesh, param_sharding
+from kvjax.models.layers.decoder import Decoder
+from kvjax.models.registry import build_model
+from kvjax.models.sharding import param_sharding
+from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
 from kvjax.models.tokenizer import Tokenizer
-
-ParamPath = tuple[Any, ...]  # such as ("layers", 0, "self_attn", "q_proj", "kernel")
-
-# Prefixes that stand before the decoder's tensors; which one a checkpoint has depends on the version that wrote it.
-_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
-# Tensors of a multimodal checkpoint that a text decoder has no use for.
-_OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
 @dataclass(frozen=True)
@@ -65,19 +59,19 @@ def load_model(
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
     if mesh is not None:
-        check_mesh(config, mesh, tensor_axis)
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
+        config.check_split(mesh.shape.get(tensor_axis, 1))
+    abstract = nnx.eval_shape(lambda: build_model(config, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     params = nnx.to_flat_state(state)
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
-        names = _match_names([(path, param.shape) for path, param in params], tensors, config, folder)
+        sources = _match_tensors([(path, param.shape) for path, param in params], tensors, abstract, folder)
         loaded = []
         for path, param in params:
-            target = names[path]
-            array = tensors[target.name].get_tensor(target.name)
-            array = np.asarray(array.T if target.transposed else array, jnp.dtype(dtype))
-            where = None if mesh is None else param_sharding(path, config, mesh, tensor_axis)
+            source = sources[path]
+            parts = [tensors[name].get_tensor(name) for name in source.names]
+            array = np.asarray(source.join(parts, param.shape), jnp.dtype(dtype))
+            where = None if mesh is None else param_sharding(abstract, path, mesh, tensor_axis)
             loaded.append((path, param.replace(jax.device_put(array, where, may_alias=False))))
     module = nnx.merge(graph, nnx.from_flat_state(loaded))
     return LoadedModel(config, module, Tokenizer.from_folder(folder))
@@ -115,40 +109,38 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _match_names(
+def _match_tensors(
     params: list[tuple[ParamPath, tuple[int, ...]]],  # path and shape of every parameter
     tensors: dict[str, Any],
-    config: ModelConfig,
+    module: Decoder,
     folder: Path,
-) -> dict[ParamPath, TensorName]:
-    """The tensor of every parameter.
+) -> dict[ParamPath, TensorSource]:
+    """The source of every parameter.
 
     Raises:
         CheckpointError: with one line per tensor that is missing, misshapen or surplus.
     """
-    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in tensors), _PREFIXES[0])
-    names = {path: tensor_name(path, prefix) for path, _ in params}
+    prefixes = module.tensor_prefixes
+    prefix = next((p for p in prefixes if p + module.anchor in tensors), prefixes[0])
+    sources = {path: tensor_source(module, path, prefix) for path, _ in params}
     problems = []
     for path, shape in params:
-        target = names[path]
-        expected = shape[::-1] if target.transposed else shape
-        if target.name not in tensors:
-            problems.append(f"{target.name}: expected shape {tuple(expected)}, got no such tensor")
-            continue
-        got = tuple(tensors[target.name].get_slice(target.name).get_shape())
-        if got != tuple(expected):
-            problems.append(f"{target.name}: expected shape {tuple(expected)}, got {got}")
-    known = {target.name for target in names.values()}
-    problems += [f"{name}: expected no such tensor" for name in _surplus(tensors, known, config)]
+        for name, expected in zip(sources[path].names, sources[path].shapes(shape), strict=True):
+            got = tuple(tensors[name].get_slice(name).get_shape()) if name in tensors else "no such tensor"
+            if got != expected:
+                problems.append(f"{name}: expected shape {expected}, got {got}")
+    known = {name for source in sources.values() for name in source.names}
+    problems += [f"{name}: expected no such tensor" for name in _surplus(tensors, known, module)]
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise CheckpointError(f"{folder}: the checkpoint does not fit its config.json:\n  " + "\n  ".join(shown))
-    return names
+    return sources
 
 
-def _surplus(tensors: dict[str, Any], known: set[str], config: ModelConfig) -> Iterator[str]:
-    """Names that the decoder has no place for, in order; a tied head's copy and rotary tables are not among them."""
+def _surplus(tensors: dict[str, Any], known: set[str], module: Decoder) -> Iterator[str]:
+    """Names that the model has no place for, in order; a tied head's copy and rotary tables are not among them."""
     for name in sorted(set(tensors) - known):
-        is_tied_head = config.tie_word_embeddings and name.endswith("lm_head.weight")
-        if not is_tied_head and not name.endswith("rotary_emb.inv_freq") and not name.startswith(_OTHER_MODALITIES):
+        is_tied_head = module.config.tie_word_embeddings and name.endswith("lm_head.weight")
+        is_ignored = name.endswith("rotary_emb.inv_freq") or name.startswith(module.ignored_tensors)
+        if not is_tied_head and not is_ignored:
             yield name

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from kvjax.extras import require_extra
-from kvjax.models.checkpoint_names import tensor_name
-from kvjax.models.decoder import Decoder
+from kvjax.models.layers.decoder import Decoder
+from kvjax.models.tensor_sources import tensor_source
 
 
 def save_weights(module: Decoder, folder: str | Path, dtype: str = "bfloat16") -> Path:
@@ -21,13 +21,15 @@ def save_weights(module: Decoder, folder: str | Path, dtype: str = "bfloat16") -
 
     Raises:
         MissingExtraError: safetensors is not installed.
+        NotImplementedError: the checkpoint's tensors hold several parameters each.
     """
     safetensors_numpy = require_extra("safetensors.numpy", "hf", "saving a checkpoint")
     tensors = {}
     for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        target = tensor_name(path)
+        source = tensor_source(module, path, module.tensor_prefixes[0])
         array = np.asarray(param[...].astype(jnp.dtype(dtype)))
-        tensors[target.name] = np.ascontiguousarray(array.T if target.transposed else array)
+        for name, part in zip(source.names, source.split(array), strict=True):
+            tensors[name] = np.ascontiguousarray(part)
     file = Path(folder) / "model.safetensors"
     safetensors_numpy.save_file(tensors, file, metadata={"format": "pt"})
     return file

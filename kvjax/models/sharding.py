@@ -1,50 +1,41 @@
-"""How a decoder's parameters are split over the devices of a mesh (tensor parallelism).
+"""How a model's parameters are split over the devices of a mesh (tensor parallelism).
 
-Flow:    parameter path, config, mesh -> [param_sharding] -> NamedSharding
+Flow:    module, parameter path, mesh -> [param_sharding] -> NamedSharding
 
-Heads and feed-forward columns are split, their output projections by rows; all else is whole on every device.
+A module with `param_splits()` says which dimension of its parameters devices split, and into how many parts at most:
+heads and feed-forward columns, their output projections by rows. All else is whole on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvjax.models.config import ModelConfig
-
-_SPLIT_COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-_SPLIT_ROWS = {"o_proj", "down_proj"}
+from kvjax.models.tensor_sources import ParamPath
 
 
-def param_sharding(
-    path: Sequence[Any],  # such as ("layers", 0, "self_attn", "q_proj", "kernel")
-    config: ModelConfig,
-    mesh: Mesh,
-    tensor_axis: str,
-) -> NamedSharding:
-    """Sharding of one parameter; a mesh without `tensor_axis` holds every parameter whole on every device.
+@runtime_checkable
+class HasSplits(Protocol):
+    """A module whose parameters can be split."""
 
-    Key and value projections stay whole where the axis is larger than the number of KV heads or does not divide it.
+    def param_splits(self) -> Mapping[str, tuple[int, int]]:
+        """By parameter: the dimension that devices split, and its parts, which they must divide."""
+
+
+def param_sharding(module: Any, path: ParamPath, mesh: Mesh, tensor_axis: str) -> NamedSharding:
+    """Sharding of the parameter of `module`, a whole model, at `path`.
+
+    It is whole on every device where the mesh has no `tensor_axis`, or that axis does not divide its parts.
     """
-    whole = NamedSharding(mesh, PartitionSpec())
-    projection, leaf = (str(path[-2]) if len(path) > 1 else "", str(path[-1]))
-    if tensor_axis not in mesh.axis_names:
-        return whole
-    if projection in ("k_proj", "v_proj") and config.num_kv_heads % mesh.shape[tensor_axis]:
-        return whole
-    if projection in _SPLIT_COLUMNS:
-        columns = PartitionSpec(None, tensor_axis) if leaf == "kernel" else PartitionSpec(tensor_axis)
-        return NamedSharding(mesh, columns)
-    if projection in _SPLIT_ROWS and leaf == "kernel":
-        return NamedSharding(mesh, PartitionSpec(tensor_axis, None))
-    return whole
-
-
-def check_mesh(config: ModelConfig, mesh: Mesh, tensor_axis: str) -> None:
-    """Raises ValueError where query heads or feed-forward columns do not divide over `tensor_axis`."""
-    size = mesh.shape.get(tensor_axis, 1)
-    for name, count in (("query heads", config.num_q_heads), ("feed-forward columns", config.intermediate_size)):
-        if count % size:
-            raise ValueError(f"expected {name} to divide over {size} devices of axis {tensor_axis!r}, got {count}")
+    node = module
+    for key in path[:-1]:
+        node = node[key] if isinstance(key, int) else getattr(node, key)
+    splits = node.param_splits() if isinstance(node, HasSplits) else {}
+    if tensor_axis not in mesh.axis_names or path[-1] not in splits:
+        return NamedSharding(mesh, PartitionSpec())
+    dim, parts = splits[path[-1]]
+    if parts % mesh.shape[tensor_axis]:
+        return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec(*[None] * dim, tensor_axis))

@@ -79,7 +79,7 @@ def compile_step(
     from kvjax.device.pages import page_shapes
     from kvjax.engine.sampler import sample
     from kvjax.engine.sampling_table import SamplingTable
-    from kvjax.models import Decoder, ModelConfig
+    from kvjax.models import ModelConfig, build_model
     from kvjax.models.sharding import param_sharding
     from kvjax.planning import plan_kv_cache
 
@@ -95,12 +95,13 @@ def compile_step(
     devices = topologies.get_topology_desc(topology_name=CHIPS[chip].topology_of_four, platform="tpu").devices
     mesh = jax.sharding.Mesh(np.array(devices[:num_shards]), ("tensor",))
     placement = Placement.create(mesh)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0))))
+    abstract = nnx.eval_shape(lambda: build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
     params = [
         (
             path,
             param.replace(
-                jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(path, config, mesh, "tensor"))
+                jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(abstract, path, mesh, "tensor"))
             ),
         )
         for path, param in nnx.to_flat_state(state)

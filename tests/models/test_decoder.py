@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.models import Decoder, DenseAttention, ModelConfig, load_model
-from tests.models.configs import llama_dict
+from kvjax.models import Decoder, DenseAttention, ModelConfig, build_model, load_model
+from tests.models.configs import qwen3_vl_dict
 from tests.models.golden_models import GOLDEN_MODELS, TINY_MODELS, goldens_of, model_folder
 
 PADDED_TOKENS = 320
@@ -84,7 +84,7 @@ def test_strict_promotion_of_dtypes_and_ranks_is_enough() -> None:
     config = ModelConfig.from_folder(model_folder("gemma3"))
 
     def forward(token_ids: jax.Array) -> jax.Array:
-        module = Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+        module = build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0))
         return module.logits(module(token_ids, jnp.arange(20), DenseAttention()))
 
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
@@ -98,6 +98,8 @@ def test_padding_tokens_outside_the_vocabulary_are_clipped_not_nan() -> None:
 
 
 def test_models_that_can_only_be_planned_for_are_refused() -> None:
-    config = ModelConfig.from_dict(llama_dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8))
-    with pytest.raises(NotImplementedError, match="expected a dense text model, got Qwen3MoeForCausalLM"):
-        Decoder(config, rngs=nnx.Rngs(0))
+    config = ModelConfig.from_dict(qwen3_vl_dict())
+    with pytest.raises(
+        NotImplementedError, match=r"expected an architecture that runs \(.*LlamaForCausalLM.*got Qwen3VL"
+    ):
+        build_model(config, rngs=nnx.Rngs(0))

@@ -1,6 +1,6 @@
 """The keys of one config.json object, each to be taken once and checked; what nobody takes is unknown.
 
-Flow:    dict -> [ConfigKeys] -> hf_config, hf_planned
+Flow:    dict -> [ConfigKeys] -> a config class of this folder
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.errors import ConfigError
-from kvjax.models.hf_architectures import INHERITED_KEYS
+from kvjax.models.configs.informational import INHERITED_KEYS
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _REQUIRED = object()
@@ -75,8 +75,9 @@ class ConfigKeys:
         return value
 
     def finish(self, informational: frozenset[str]) -> None:
-        """Raises ConfigError where keys are left."""
-        unknown = sorted(set(self._data) - self._taken - informational)
+        """Raises ConfigError where keys are left that say something: those that are null or false do not."""
+        left = set(self._data) - self._taken - informational
+        unknown = sorted(key for key in left if self._data[key] is not None and self._data[key] is not False)
         if unknown:
             raise ConfigError(
                 f"{self.where}: unknown keys {', '.join(unknown)}; expected none beyond those this version reads: "
@@ -100,6 +101,26 @@ class ConfigKeys:
             raise ConfigError(f"{self.where}: expected layer_types among {', '.join(known)}, got {', '.join(unknown)}")
         return types
 
+    def take_choice(self, key: str, choices: tuple[str, ...], default: Any = _REQUIRED) -> str:
+        """One of the names in `choices`."""
+        name = self.take(key, default)
+        if name not in choices:
+            raise ConfigError(f"{self.where}: expected {key!r} among {', '.join(choices)}, got {name!r}")
+        return str(name)
+
+    def refuse(self, key: str, remedy: str) -> None:
+        """Raises ConfigError where `key` is neither missing, null nor false."""
+        value = self.take(key, None)
+        if value is not None and value is not False:
+            raise ConfigError(f"{self.where}: expected {key!r} to be null or false, got {value!r}: {remedy}")
+
+    def take_eos(self) -> tuple[int, ...]:
+        """`eos_token_id`, of which there may be none, one or several."""
+        eos = self.take_nullable("eos_token_id")
+        if eos is None:
+            return ()
+        return tuple(eos) if isinstance(eos, list) else (eos,)
+
     def take_dtype(self) -> str:
         """`dtype`, or `torch_dtype` of older files; float32 where neither is."""
         old = self.take("torch_dtype", "float32")
@@ -118,10 +139,10 @@ def text_keys(
         ConfigError: there is no `text_config`, or the outer object has keys that are not `informational`.
     """
     outer = ConfigKeys(data, {}, where)
-    outer.take("architectures")
+    architectures = outer.take("architectures")
     text = outer.take_object("text_config")
     if text is None:
         raise ConfigError(f"{where}: expected the key 'text_config', got none")
     inherited = {key: outer.take_nullable(key) for key in INHERITED_KEYS if key in data and key not in text}
     outer.finish(informational)
-    return ConfigKeys({**text, **inherited}, defaults, f"{where}: text_config")
+    return ConfigKeys({**text, **inherited, "architectures": architectures}, defaults, f"{where}: text_config")

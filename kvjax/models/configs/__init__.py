@@ -1,0 +1,1 @@
+"""A config class per family of models, each in a file of its own. No jax."""

@@ -1,0 +1,137 @@
+"""What decoders of attention layers have in common: sizes, and a cache of K and V for every layer of its type. No jax.
+
+Flow:    ConfigKeys -> [take_decoder_fields] -> a family's [AttentionDecoderConfig] -> layers, kv_cache_specs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.sliding_window import SlidingWindowSpec
+from kvjax.core.spec import KVCacheSpec
+from kvjax.errors import ConfigError
+from kvjax.models.config import CHUNKED, FULL, SLIDING, ModelConfig
+from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.rope import RopeConfig
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDecoderConfig(ModelConfig):
+    """What the shared layers read. A family says in its own class what else its layers need."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str  # one of ACTIVATIONS
+    sm_scale: float
+    layer_types: tuple[str, ...]  # per layer: FULL, SLIDING or CHUNKED
+    rope: RopeConfig
+    rope_local: RopeConfig | None = None  # of layers that do not see all; None: as the others
+    sliding_window: int | None = None  # tokens that a sliding layer sees, itself included
+    attention_chunk_size: int | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # queries and keys are normed per head
+    norm_offset: float = 0.0  # norms multiply by their weight plus this
+    embed_scale: float = 1.0
+    attn_logit_soft_cap: float | None = None
+    final_logit_soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"expected num_attention_heads to be a multiple of num_key_value_heads, "
+                f"got {self.num_q_heads} and {self.num_kv_heads}"
+            )
+        if len(self.layer_types) != self.num_layers:
+            raise ConfigError(f"expected {self.num_layers} layer_types, got {len(self.layer_types)}")
+        for kind, key in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+            if kind in self.layer_types and getattr(self, key) is None:
+                raise ConfigError(f"expected a {key}, since layer_types has {kind} layers; got none")
+
+    @property
+    def cache_words(self) -> str:
+        """Heads of a layer."""
+        return f"{self.num_kv_heads} KV heads of {self.head_dim}"
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Rotary embedding of layer `layer`; None: it has none."""
+        is_local = self.layer_types[layer] != FULL
+        return self.rope_local if is_local and self.rope_local is not None else self.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that layer `layer` sees at most, None: no such limit."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    def chunk_of(self, layer: int) -> int | None:
+        """Tokens of an attention chunk of layer `layer`, None: it sees across chunks."""
+        return self.attention_chunk_size if self.layer_types[layer] == CHUNKED else None
+
+    def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
+        """Cache of every layer by its name, `layers.{i}`, in layer order; `dtype` None: the model's own."""
+        common: dict[str, Any] = {
+            "block_size": block_size or self.default_block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_dim,
+            "dtype": self.dtype if dtype is None else dtype,
+        }
+        return {f"layers.{i}": self._layer_spec(kind, common) for i, kind in enumerate(self.layer_types)}
+
+    def _layer_spec(self, layer_type: str, common: dict[str, Any]) -> KVCacheSpec:
+        if layer_type == SLIDING and self.sliding_window is not None:
+            return SlidingWindowSpec(**common, sliding_window=self.sliding_window)
+        if layer_type == CHUNKED and self.attention_chunk_size is not None:
+            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.attention_chunk_size)
+        return FullAttentionSpec(**common)
+
+    def check_split(self, num_shards: int) -> None:
+        """Raises ValueError where query heads or feed-forward columns do not divide over `num_shards` devices."""
+        for name, count in (("query heads", self.num_q_heads), ("feed-forward columns", self.intermediate_size)):
+            if count % num_shards:
+                raise ValueError(f"expected {name} to divide over {num_shards} devices, got {count}")
+
+    def splits_cache(self, num_shards: int) -> bool:
+        """Whether every device can have whole KV heads."""
+        return self.num_kv_heads % num_shards == 0
+
+
+def take_token_fields(keys: ConfigKeys) -> dict[str, Any]:
+    """The fields that every model has, `num_layers` apart: architecture, vocabulary, length, dtype, special tokens."""
+    architecture = keys.take("architectures")
+    return {
+        "architecture": architecture[0],
+        "vocab_size": keys.take_int("vocab_size"),
+        "max_model_len": keys.take_int("max_position_embeddings"),
+        "dtype": keys.take_dtype(),
+        "bos_token_id": keys.take_nullable("bos_token_id"),
+        "eos_token_ids": keys.take_eos(),
+    }
+
+
+def take_decoder_fields(keys: ConfigKeys, *, activation_key: str = "hidden_act") -> dict[str, Any]:
+    """The fields that every decoder of attention layers has, but for its layer types and rotary embeddings."""
+    num_q_heads, hidden_size = keys.take_int("num_attention_heads"), keys.take_int("hidden_size")
+    head_dim = keys.take_int("head_dim", max(hidden_size // num_q_heads, 1))
+    return {
+        **take_token_fields(keys),
+        "num_layers": keys.take_int("num_hidden_layers"),
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.take_int("intermediate_size"),
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": keys.take_int("num_key_value_heads", num_q_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.take_float("rms_norm_eps", 1e-6),
+        "hidden_act": keys.take_choice(activation_key, ACTIVATIONS, "silu"),
+        "sm_scale": head_dim**-0.5,
+        "tie_word_embeddings": keys.take_flag("tie_word_embeddings", False),
+    }

@@ -1,0 +1,106 @@
+"""Llama, and those that are Llamas with biases, windows or fused projections: Qwen2, Mistral, Phi-3. No jax.
+
+Flow:    config.json -> [LlamaConfig] -> decoders.llama
+Source:  transformers' configuration_{llama,qwen2,mistral,phi3}.py, whose defaults files on the Hub leave out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from kvjax.models.config import FULL, SLIDING
+from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
+from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.rope import take_rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(AttentionDecoderConfig):
+    """Full attention in every layer."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def parse(cls, keys: ConfigKeys) -> Self:
+        """The config that `keys` describe."""
+        fields = take_decoder_fields(keys)
+        bias = keys.take_flag("attention_bias", False)
+        return cls(
+            **fields,
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=keys.take_flag("mlp_bias", False),
+            layer_types=(FULL,) * fields["num_layers"],
+            rope=take_rope(keys, fields["max_model_len"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Config(AttentionDecoderConfig):
+    """Biases on queries, keys and values; layers from `max_window_layers` on may slide."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"max_window_layers": 28, "sliding_window": 4096}
+
+    @classmethod
+    def parse(cls, keys: ConfigKeys) -> Self:
+        """The config that `keys` describe."""
+        fields = take_decoder_fields(keys)
+        return cls(
+            **fields,
+            **take_late_windows(keys, fields["num_layers"]),
+            qkv_bias=True,
+            rope=take_rope(keys, fields["max_model_len"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralConfig(AttentionDecoderConfig):
+    """Every layer slides where there is a `sliding_window`."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def parse(cls, keys: ConfigKeys) -> Self:
+        """The config that `keys` describe."""
+        fields = take_decoder_fields(keys)
+        return cls(**fields, **take_window(keys, fields["num_layers"]), rope=take_rope(keys, fields["max_model_len"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3Config(AttentionDecoderConfig):
+    """As Mistral, with projections that are fused in the checkpoint, and rotary embeddings of part of a head."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
+
+    @classmethod
+    def parse(cls, keys: ConfigKeys) -> Self:
+        """The config that `keys` describe."""
+        fields = take_decoder_fields(keys)
+        original = keys.take_int("original_max_position_embeddings", 4096)
+        rope = take_rope(keys, fields["max_model_len"], original_max_len=original)
+        return cls(**fields, **take_window(keys, fields["num_layers"]), rope=rope)
+
+
+def take_window(keys: ConfigKeys, num_layers: int) -> dict[str, Any]:
+    """Layer types where `sliding_window` says of all layers whether they slide."""
+    window = keys.take("sliding_window", None)
+    kind = FULL if window is None else SLIDING
+    default = (kind,) * num_layers
+    return {
+        "layer_types": keys.take_layer_types(default, (FULL, SLIDING)),
+        "sliding_window": None if window is None else keys.take_int("sliding_window"),
+    }
+
+
+def take_late_windows(keys: ConfigKeys, num_layers: int) -> dict[str, Any]:
+    """Layer types where those from `max_window_layers` on slide, if `use_sliding_window` says so at all."""
+    slides = keys.take_flag("use_sliding_window", False)
+    keys.take("sliding_window", None)
+    first = keys.take("max_window_layers", num_layers)
+    default = tuple(SLIDING if slides and i >= first else FULL for i in range(num_layers))
+    return {
+        "layer_types": keys.take_layer_types(default, (FULL, SLIDING)),
+        "sliding_window": keys.take_int("sliding_window") if slides else None,
+    }

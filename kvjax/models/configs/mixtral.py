@@ -1,0 +1,43 @@
+"""Mixtral: a Mistral whose feed-forward parts are experts. No jax.
+
+Flow:    config.json -> [MixtralConfig] -> decoders.mixtral
+Source:  transformers' configuration_mixtral.py, whose defaults files on the Hub leave out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
+from kvjax.models.configs.experts import ExpertsConfig
+from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.llama import take_window
+from kvjax.models.configs.rope import take_rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralConfig(AttentionDecoderConfig):
+    """Experts in every layer."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+
+    experts: ExpertsConfig
+
+    @classmethod
+    def parse(cls, keys: ConfigKeys) -> Self:
+        """The config that `keys` describe."""
+        fields = take_decoder_fields(keys)
+        keys.take("router_jitter_noise", None)  # of training
+        return cls(
+            **fields,
+            **take_window(keys, fields["num_layers"]),
+            rope=take_rope(keys, fields["max_model_len"]),
+            experts=ExpertsConfig(
+                num_experts=keys.take_int("num_local_experts", 8),
+                top_k=keys.take_int("num_experts_per_tok", 2),
+                intermediate_size=fields["intermediate_size"],
+                norm_topk=True,
+            ),
+        )

@@ -1,0 +1,1 @@
+"""The parts that decoders share, one idea a file."""

@@ -1,0 +1,82 @@
+"""The frame of a decoder-only language model: embeddings, layers, a last norm, the output head.
+
+Flow:    token_ids[T], positions[T], cache -> [Decoder] -> hidden[T, d] -> [Decoder.logits] -> float32[N, vocab]
+Source:  transformers' modeling files, with whose outputs the families agree
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
+from kvjax.models.layers.forward_step import ForwardStep
+from kvjax.models.layers.make import Make
+
+
+class Decoder(nnx.Module):
+    """One language model over the flat tokens of a step. Stateless: what layers remember is the cache's.
+
+    A family says in `make_layer` what its layers are; a layer is `layer(hidden, step) -> hidden`.
+    """
+
+    # Prefixes that may stand before the names of a checkpoint's tensors, that of `anchor` tells which one does.
+    tensor_prefixes: ClassVar[tuple[str, ...]] = ("model.", "language_model.model.", "model.language_model.", "")
+    anchor: ClassVar[str] = "embed_tokens.weight"
+    unprefixed: ClassVar[frozenset[str]] = frozenset({"lm_head"})  # attributes whose tensors have no prefix
+    # Beginnings of the names of tensors that the decoder has no use for.
+    ignored_tensors: ClassVar[tuple[str, ...]] = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
+
+    def __init__(self, config: AttentionDecoderConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+        """Random weights in `dtype`."""
+        make = Make(jnp.dtype(dtype), rngs)
+        self.config = config
+        self.embed_tokens = make.embedding(config.vocab_size, config.hidden_size)
+        self.layers = nnx.List([self.make_layer(config, i, make) for i in range(config.num_layers)])
+        self.norm = make.norm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
+        if not config.tie_word_embeddings:
+            self.lm_head = make.linear(config.hidden_size, config.vocab_size)
+
+    @staticmethod
+    @abc.abstractmethod
+    def make_layer(config: Any, layer: int, make: Make) -> nnx.Module:
+        """Layer number `layer` of the family whose config `config` is."""
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:  # int32[T] -> [T, d]
+        """The vectors of the step's tokens; ids outside the vocabulary, of padding, give some vector."""
+        hidden = jnp.take(self.embed_tokens.embedding[...], token_ids, axis=0, mode="clip")
+        scale = self.config.embed_scale
+        return hidden if scale == 1.0 else hidden * jnp.asarray(scale, hidden.dtype)
+
+    def __call__(
+        self,
+        token_ids: jax.Array,  # int32[T]
+        positions: jax.Array,  # int32[T], or [3, T] for multimodal positions
+        cache: Any,  # kvjax.device.PagedKVCache; DenseAttention for layers that only attend
+    ) -> jax.Array:  # [T, d]
+        """Normed hidden states of the last layer; padding tokens give values that mean nothing."""
+        step = ForwardStep(positions, cache, self.config.max_model_len)
+        hidden = self.embed(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, step)
+        return self.norm(hidden)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:  # [N, d] -> float32[N, vocab]
+        """Scores of the next token, after the final soft cap if the model has one."""
+        config = self.config
+        if config.tie_word_embeddings:
+            scores = hidden @ self.embed_tokens.embedding[...].T
+        else:
+            scores = self.lm_head(hidden)
+        scores = scores.astype(jnp.float32)
+        cap = config.final_logit_soft_cap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)

@@ -1,0 +1,50 @@
+"""What the layers of a model share while one step is traced: positions, rotary tables, the cache.
+
+Flow:    positions, cache -> [ForwardStep] -> every layer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+
+from kvjax.device.attention_options import AttentionOptions
+from kvjax.models.configs.rope import RopeConfig
+from kvjax.models.layers.rotary import RopeTables, rope_tables
+
+
+class Cache(Protocol):
+    """What a layer calls for attention: `kvjax.device.PagedKVCache` when serving, `DenseAttention` when training.
+
+    Layers of other kinds call the other methods of `PagedKVCache`, which `DenseAttention` does not have.
+    """
+
+    def __call__(
+        self,
+        layer_name: str,
+        q: jax.Array,  # [T, Hq, D]
+        k: jax.Array | None,  # [T, Hkv, D]; None: the layer reads another's pages
+        v: jax.Array | None,  # [T, Hkv, D]
+        options: AttentionOptions,
+        /,
+    ) -> jax.Array:  # [T, Hq, D]
+        """Attention outputs of the step's tokens in the layer of that name."""
+
+
+@dataclass
+class ForwardStep:
+    """One trace of a model over the flat tokens of a step."""
+
+    positions: jax.Array  # int32[T], or [3, T] for multimodal positions
+    cache: Any  # a Cache; recurrent and other kinds of layers call further methods
+    max_model_len: int
+    _tables: dict[tuple[RopeConfig, int], RopeTables] = field(default_factory=dict)
+
+    def rope_tables(self, rope: RopeConfig, head_dim: int) -> RopeTables:
+        """Cosines and sines of the step's positions, made once."""
+        key = (rope, head_dim)
+        if key not in self._tables:
+            self._tables[key] = rope_tables(rope, self.positions, head_dim, self.max_model_len)
+        return self._tables[key]

@@ -1,0 +1,64 @@
+"""Makes the parameters of a model's layers in one dtype, from one stream of random numbers.
+
+Flow:    dtype, rngs -> [Make] -> Linear, RMSNorm, embeddings, raw parameters
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kvjax.models.layers.linear import Linear
+from kvjax.models.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Make:
+    """What every layer's constructor needs to make its parameters."""
+
+    dtype: jnp.dtype
+    rngs: nnx.Rngs
+
+    def linear(
+        self, in_size: int, out_size: int, *, bias: bool = False, split: str | None = None, units: int | None = None
+    ) -> Linear:
+        """A projection [in_size, out_size] whose random weights keep the variance of their input."""
+        init = nnx.initializers.normal(in_size**-0.5)
+        return Linear(
+            in_size,
+            out_size,
+            use_bias=bias,
+            param_dtype=self.dtype,
+            kernel_init=init,
+            rngs=self.rngs,
+            split=split,
+            units=units,
+        )
+
+    def columns(self, in_size: int, out_size: int, *, bias: bool = False, units: int | None = None) -> Linear:
+        """A projection whose outputs are split over devices, `units` of them (heads) whole."""
+        return self.linear(in_size, out_size, bias=bias, split="columns", units=units)
+
+    def rows(self, in_size: int, out_size: int, *, bias: bool = False, units: int | None = None) -> Linear:
+        """A projection whose inputs are split over devices."""
+        return self.linear(in_size, out_size, bias=bias, split="rows", units=units)
+
+    def norm(self, size: int, *, eps: float, offset: float = 0.0) -> RMSNorm:
+        """An RMSNorm over `size` dimensions."""
+        return RMSNorm(size, eps=eps, offset=offset, dtype=self.dtype)
+
+    def embedding(self, num_rows: int, size: int) -> nnx.Embed:
+        """A table of `num_rows` vectors."""
+        init = nnx.initializers.normal(size**-0.5)
+        return nnx.Embed(num_rows, size, param_dtype=self.dtype, embedding_init=init, rngs=self.rngs)
+
+    def param(self, *shape: int, scale: float = 1.0) -> nnx.Param[jax.Array]:
+        """A parameter of normal random numbers times `scale`."""
+        return nnx.Param(scale * jax.random.normal(self.rngs.params(), shape, self.dtype))
+
+    def zeros(self, *shape: int) -> nnx.Param[jax.Array]:
+        """A parameter of zeros."""
+        return nnx.Param(jnp.zeros(shape, self.dtype))

@@ -1,0 +1,31 @@
+"""Root mean square norm.
+
+Flow:    x[..., size] -> [RMSNorm] -> [..., size]
+Source:  arXiv 1910.07467
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class RMSNorm(nnx.Module):
+    """`x / rms(x) * (scale + offset)` over the last axis; Gemma stores the scale less one."""
+
+    def __init__(self, size: int, *, eps: float, offset: float, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.full((size,), 1.0 - offset, dtype))
+        self.eps = eps
+        self.offset = offset
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., size]
+        """Normed `x`, computed in float32, in the dtype of `x`."""
+        scale = self.scale[...].astype(jnp.float32) + self.offset
+        return (rms_normed(x, self.eps) * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+def rms_normed(x: jax.Array, eps: float) -> jax.Array:  # [..., size] -> float32[..., size]
+    """`x / rms(x)` over the last axis."""
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)

@@ -1,0 +1,89 @@
+"""Which config class and which decoder an architecture of config.json has. A new family is an entry here.
+
+Flow:    config.json -> [parse_config] -> ModelConfig -> [build_model] -> Decoder
+
+Configs need no jax; a decoder's module is loaded when one is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvjax.errors import ConfigError
+from kvjax.models.config import ModelConfig
+from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
+from kvjax.models.configs.keys import ConfigKeys, text_keys
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from kvjax.models.layers.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the two classes of an architecture are."""
+
+    module: str  # in `configs`, and in `decoders`
+    config: str
+    decoder: str | None  # None: its cache can be planned, but nothing here runs it
+    has_text_config: bool = False  # the language model's keys stand in `text_config`
+
+
+_FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": Family("gemma", "Gemma2Config", "GemmaDecoder"),
+    "Gemma3ForCausalLM": Family("gemma", "Gemma3Config", "GemmaDecoder"),
+    "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),
+    "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaDecoder"),
+    "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaDecoder"),
+    "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),
+    "Phi3ForCausalLM": Family("llama", "Phi3Config", "Phi3Decoder"),
+    "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
+    "Qwen3ForCausalLM": Family("qwen3", "Qwen3Config", "Qwen3Decoder"),
+    "Qwen3MoeForCausalLM": Family("qwen3", "Qwen3MoeConfig", "Qwen3MoeDecoder"),
+    "Qwen3VLForConditionalGeneration": Family("qwen3", "Qwen3Config", None, has_text_config=True),
+    "Qwen3VLMoeForConditionalGeneration": Family("qwen3", "Qwen3MoeConfig", None, has_text_config=True),
+}
+ARCHITECTURES = tuple(_FAMILIES)
+RUNNING_ARCHITECTURES = tuple(name for name, family in _FAMILIES.items() if family.decoder is not None)
+
+
+def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
+    """As `ModelConfig.from_dict`."""
+    names = data.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
+        raise ConfigError(f"{where}: expected one of the architectures {', '.join(_FAMILIES)}, got {names!r}")
+    family = _FAMILIES[names[0]]
+    config_class = getattr(importlib.import_module(f"kvjax.models.configs.{family.module}"), family.config)
+    if family.has_text_config:
+        keys = text_keys(data, config_class.defaults, where, INFORMATIONAL_OUTER_KEYS)
+    else:
+        keys = ConfigKeys(data, config_class.defaults, where)
+    try:
+        config: ModelConfig = config_class.parse(keys)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    keys.finish(INFORMATIONAL_KEYS)
+    return config
+
+
+def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) -> Decoder:
+    """A model of random weights.
+
+    Raises:
+        NotImplementedError: nothing here runs the architecture.
+    """
+    family = _FAMILIES.get(config.architecture)
+    if family is None or family.decoder is None:
+        raise NotImplementedError(
+            f"expected an architecture that runs ({', '.join(RUNNING_ARCHITECTURES)}), got {config.architecture}: "
+            "it can be planned for but not run"
+        )
+    decoder_class = getattr(importlib.import_module(f"kvjax.models.decoders.{family.module}"), family.decoder)
+    decoder: Decoder = decoder_class(config, dtype=dtype, rngs=rngs)
+    return decoder

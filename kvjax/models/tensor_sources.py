@@ -1,0 +1,186 @@
+"""Which tensors of a Hugging Face checkpoint each parameter is made of.
+
+Flow:    module, parameter path -> [tensor_source] -> TensorSource -> names and shapes to check, then the parameter
+
+A parameter's path is its tensor's name, but for its last element. A module whose tensors are otherwise says so:
+`tensor_names` has the checkpoint's names of attributes, and `checkpoint_sources()` gives a source by path within the
+module ("q_proj.kernel"), its names relative to the module.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+ParamPath: TypeAlias = tuple[Any, ...]  # such as ("layers", 0, "self_attn", "q_proj", "kernel")
+Shape: TypeAlias = tuple[int, ...]
+
+# Last element of a parameter's path -> last part of the tensor's name, and whether the tensor is transposed.
+_LEAVES = {
+    "kernel": ("weight", True),
+    "bias": ("bias", False),
+    "embedding": ("weight", False),
+    "scale": ("weight", False),
+}
+
+
+class TensorSource(abc.ABC):
+    """How one parameter stands in a checkpoint."""
+
+    @property
+    @abc.abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The tensors that it is made of."""
+
+    @abc.abstractmethod
+    def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
+        """The shape of each tensor, for a parameter of `param_shape`."""
+
+    @abc.abstractmethod
+    def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
+        """The parameter."""
+
+    @abc.abstractmethod
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The tensors, as `names`.
+
+        Raises:
+            NotImplementedError: the parameter is only a part of its tensor.
+        """
+
+    @abc.abstractmethod
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same with other names."""
+
+
+@dataclass(frozen=True)
+class Whole(TensorSource):
+    """One tensor: [out, in] where the parameter is [in, out] if `transposed`, or of another `shape` of equal size."""
+
+    name: str
+    transposed: bool = False
+    shape: Shape | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The one."""
+        return (self.name,)
+
+    def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
+        """Of the one tensor."""
+        if self.shape is not None:
+            return (self.shape,)
+        return (_swapped(param_shape) if self.transposed else param_shape,)
+
+    def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
+        """The tensor, transposed in its last two dimensions or in another shape."""
+        (tensor,) = tensors
+        return (np.swapaxes(tensor, -1, -2) if self.transposed else tensor).reshape(param_shape)
+
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The one tensor."""
+        (shape,) = self.shapes(param.shape)
+        return ((np.swapaxes(param, -1, -2) if self.transposed else param).reshape(shape),)
+
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same under another name."""
+        return replace(self, name=rename(self.name))
+
+
+@dataclass(frozen=True)
+class Part(TensorSource):
+    """Rows from `start` on of a tensor of `total` rows, where several projections are one tensor."""
+
+    name: str
+    start: int
+    total: int
+    transposed: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The one that it is a part of."""
+        return (self.name,)
+
+    def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
+        """Of the whole tensor."""
+        rows = _swapped(param_shape) if self.transposed else param_shape
+        return ((self.total, *rows[1:]),)
+
+    def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
+        """The rows."""
+        size = param_shape[-1] if self.transposed else param_shape[0]
+        rows = tensors[0][self.start : self.start + size]
+        return rows.T if self.transposed else rows
+
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Never: the other parts are not known here."""
+        raise NotImplementedError(f"expected a parameter with a tensor of its own, got a part of {self.name}")
+
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same under another name."""
+        return replace(self, name=rename(self.name))
+
+
+@dataclass(frozen=True)
+class Stack(TensorSource):
+    """A tensor for each index of the parameter's first dimension: those of experts."""
+
+    names_of_parts: tuple[str, ...]
+    transposed: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """One for each part."""
+        return self.names_of_parts
+
+    def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
+        """Of each part."""
+        part = param_shape[1:]
+        return (_swapped(part) if self.transposed else part,) * len(self.names_of_parts)
+
+    def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
+        """All parts on top of each other."""
+        del param_shape
+        stacked = np.stack(tensors)
+        return np.swapaxes(stacked, -1, -2) if self.transposed else stacked
+
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The parts."""
+        return tuple(part.T if self.transposed else part for part in param)
+
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same under other names."""
+        return replace(self, names_of_parts=tuple(map(rename, self.names_of_parts)))
+
+
+@runtime_checkable
+class HasSources(Protocol):
+    """A module whose parameters' tensors are not named as their paths."""
+
+    def checkpoint_sources(self) -> Mapping[str, TensorSource]:
+        """By path within the module, names relative to the module."""
+
+
+def tensor_source(module: Any, path: ParamPath, prefix: str) -> TensorSource:
+    """The source of the parameter of `module`, a whole model, at `path`; `prefix` stands before the names."""
+    if path[0] in module.unprefixed:
+        prefix = ""
+    node = module
+    for depth, key in enumerate(path):
+        if isinstance(node, HasSources):
+            source = node.checkpoint_sources().get(".".join(map(str, path[depth:])))
+            if source is not None:
+                return source.under(prefix.__add__)
+        if depth < len(path) - 1:
+            prefix += f"{getattr(node, 'tensor_names', {}).get(key, key)}."
+        node = node[key] if isinstance(key, int) else getattr(node, key)
+    leaf, transposed = _LEAVES.get(str(path[-1]), (str(path[-1]), False))
+    return Whole(prefix + leaf, transposed)
+
+
+def _swapped(shape: Shape) -> Shape:
+    return (*shape[:-2], shape[-1], shape[-2])
