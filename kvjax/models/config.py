@@ -29,6 +29,8 @@ class ModelConfig(abc.ABC):
     """One language model. Hashable, so that it may be static in jitted functions."""
 
     default_block_size: ClassVar[int] = DEFAULT_BLOCK_SIZE
+    defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
+    ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
 
     architecture: str
     num_layers: int

@@ -68,7 +68,7 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
-    keys.finish(INFORMATIONAL_KEYS)
+    keys.finish(INFORMATIONAL_KEYS | config_class.ignored_keys)
     return config
 
 
