@@ -167,6 +167,8 @@ class GroupManagers:
 
     def by_group(self, by_manager: Sequence[Iterable[Value]]) -> tuple[Value, ...]:
         """What each manager says of each of its groups, in the order of groups."""
+        if self.num_groups == 1:
+            return (next(iter(by_manager[0])),)  # an array is slow to tell that it ends
         if len(by_manager) == 1:
             return tuple(by_manager[0])
         values: list[Value | None] = [None] * self.num_groups

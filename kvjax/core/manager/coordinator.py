@@ -59,7 +59,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         lookup = PrefixLookup(hashes, max_length, manager.block_size, drops, self.needs_last_block)
         hit = manager.find_longest_cache_hit(lookup)
         length = hit.shape[1] * manager.block_size
-        return (tuple(hit), length) if length else (self.no_ids, 0)
+        return (self.groups.by_group([hit]), length) if length else (self.no_ids, 0)
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):

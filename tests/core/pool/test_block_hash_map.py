@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvjax.core.pool.block_hash_map import FIRST_CHUNK, NEXT_CHUNK, BlockHashToBlockMap
+from kvjax.core.pool.block_hash_map import FEW_HASHES, LARGEST_CHUNK, BlockHashToBlockMap
 
 
 def hashes(count: int, seed: int = 0) -> list[bytes]:
@@ -88,23 +88,28 @@ def test_bulk_equals_one_by_one(seed: int) -> None:
         assert bulk.get_many(names).tolist() == firsts
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("duplicates", [False, True])
 @pytest.mark.parametrize(
-    "length", [0, 1, 2, FIRST_CHUNK - 1, FIRST_CHUNK, FIRST_CHUNK + 1, FIRST_CHUNK + NEXT_CHUNK, 2_048]
+    "length", [0, 1, 2, FEW_HASHES - 1, FEW_HASHES, FEW_HASHES + 1, 72, 73, LARGEST_CHUNK, 584, 585, 2_048]
 )
-def test_a_run_ends_at_the_first_miss(length: int, duplicates: bool) -> None:
-    known, unknown = hashes(2_048), hashes(1, seed=1)
+def test_a_run_ends_at_the_first_miss(length: int, duplicates: bool, goes_on: bool) -> None:
+    """Whether hashes behind the miss are known or not."""
+    known, unknown = hashes(2_048), hashes(2_048, seed=1)
     index = BlockHashToBlockMap()
     block_ids = np.random.default_rng(0).permutation(2_048).astype(np.int64) + 1
     index.insert_n(known, block_ids)
     if duplicates:
         index.insert_n(known[::7], np.arange(5_000, 5_000 + len(known[::7])))
-    run = index.find_run([*known[:length], *unknown, *known[length:]])
+    behind = [unknown[0], *known[length:]] if goes_on else unknown[length:]
+    run = index.find_run([*known[:length], *behind])
     assert run.dtype == np.int32
     assert run.tolist() == block_ids[:length].tolist()
 
 
-@pytest.mark.parametrize("limit", [None, 0, 1, 5, FIRST_CHUNK, FIRST_CHUNK + 3, 999, 1_000, 5_000])
+@pytest.mark.parametrize(
+    "limit", [None, 0, 1, 5, FEW_HASHES, FEW_HASHES + 1, LARGEST_CHUNK, LARGEST_CHUNK + 1, 999, 1_000, 5_000]
+)
 def test_a_run_is_at_most_its_limit(limit: int | None) -> None:
     known = hashes(1_000)
     index = BlockHashToBlockMap()
