@@ -57,7 +57,7 @@ def load_model(
         CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named.
         MissingExtraError: safetensors or tokenizers is not installed.
         NotImplementedError: the architecture can only be planned for.
-        ValueError: `dtype` is none that weights have here, or heads or feed-forward columns do not divide over the axis.
+        ValueError: weights have no such dtype here, or heads or feed-forward columns do not divide over the axis.
     """
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
