@@ -34,6 +34,7 @@ from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, SamplingParams
 from kvjax.engine.pool_picture import pool_picture
 from kvjax.errors import ConfigError
+from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.planning import CacheShape, Parallelism
 from kvjax.text import format_bytes
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax generate`."""
     what = parser.add_argument_group("what to generate")
     what.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the demo model)")
+    what.add_argument("--dtype", choices=WEIGHT_DTYPES, help="of weights and cache (default: the checkpoint's own)")
     what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     what.add_argument(
         "--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ..., "name": ...}'
@@ -178,7 +180,7 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     check_platform()
     mesh = Placement.over_heads(args.devices).mesh if args.devices > 1 else None
     folder = demo_model_path() if args.model is None else args.model
-    model = load_model(folder, mesh=mesh)
+    model = load_model(folder, args.dtype, mesh)
     if model.tokenizer is None:
         raise ValueError(f"expected a tokenizer.json in {folder}, found none; prompts are text")
     return model, model.tokenizer, mesh

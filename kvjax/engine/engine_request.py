@@ -63,11 +63,15 @@ class EngineRequest:
         return self.request.num_prompt_tokens + self.params.max_tokens
 
     @property
-    def is_at_its_prompts_end(self) -> bool:
-        """Whether it runs, has computed just its prompt, and has no token more."""
+    def has_other_samples(self) -> bool:
+        """Whether it is the first of several samples."""
+        return self.params.n > 1 and self.first_sample is None
+
+    def has_computed_just(self, num_tokens: int) -> bool:
+        """Whether it runs, has computed so many tokens of its prompt, and has no token beyond the prompt."""
         request = self.request
-        is_computed = request.num_tokens == request.num_computed_tokens == request.num_prompt_tokens
-        return self.status is RequestStatus.RUNNING and is_computed
+        is_prompt = request.num_tokens == request.num_prompt_tokens
+        return self.status is RequestStatus.RUNNING and is_prompt and request.num_computed_tokens == num_tokens
 
     @property
     def waits_for_first_sample(self) -> bool:

@@ -78,7 +78,7 @@ class LLMEngine:
         self._clock = clock
         self._placement = _placement(model, mesh)
         self.plan = plan_kv_cache(
-            model.config.kv_cache_specs(config.block_size, config.dtype or _weight_dtype(model)),
+            model.config.kv_cache_specs(config.block_size, config.dtype),
             max_model_len=config.max_model_len,
             memory_bytes=config.memory_bytes,
             num_blocks=config.num_blocks,
@@ -131,15 +131,19 @@ class LLMEngine:
         self._flights: deque[_Flight] = deque()
 
     @classmethod
-    def from_folder(cls, folder: str | Path, config: EngineConfig, *, num_devices: int = 1) -> LLMEngine:
+    def from_folder(
+        cls, folder: str | Path, config: EngineConfig, *, num_devices: int = 1, dtype: str | None = None
+    ) -> LLMEngine:
         """An engine for the Hugging Face model in `folder`, its heads split over `num_devices` devices.
+
+        `dtype` is that of the weights, None: the checkpoint's own.
 
         Raises:
             ConfigError, CheckpointError: the folder holds no model that can be loaded.
-            ValueError: there are fewer devices, or a limit does not fit the model.
+            ValueError: there are fewer devices, a limit does not fit the model, or weights have no such dtype.
         """
         mesh = Placement.over_heads(num_devices).mesh if num_devices > 1 else None
-        return cls(load_model(folder, mesh=mesh), config, mesh=mesh)
+        return cls(load_model(folder, dtype, mesh), config, mesh=mesh)
 
     @property
     def num_unfinished(self) -> int:
@@ -328,11 +332,6 @@ class LLMEngine:
         )
         self._pages, self._previous = output.pages, output.sampled
         return _Flight(step, output.sampled, output.extras)
-
-
-def _weight_dtype(model: LoadedModel) -> str:
-    """Name of the dtype that the weights were loaded in."""
-    return str(model.module.embed_tokens.embedding[...].dtype)
 
 
 def _placement(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement:

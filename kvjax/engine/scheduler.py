@@ -11,7 +11,11 @@ it is admitted again it computes what the prefix cache does not hold by then.
 
 Samples of one prompt wait one behind the other. The first computes the prompt. Once that step is dispatched, as many of
 the others as there are rows for are forked from it. They share its blocks of all prompt tokens but the last; each
-computes that one for itself, to draw its own first token. The rest are admitted like other requests.
+computes that one for itself, to draw its own first token. The rest are admitted like other requests. A recurrent state
+holds all tokens before it, so in models with such states the first sample computes its last prompt token in a step of
+its own, and the others are forked before that step.
+
+Where groups are recurrent, a step takes of a prompt what ends where a block of states ends (`StepShares`).
 
 Running requests are rows of the request table, kept in order of priority in one array; what a step needs of them stands
 in arrays too (`RunningRows`), so that Python looks at a request only when it starts, ends or waits.
@@ -38,6 +42,7 @@ from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
 from kvjax.engine.running_rows import RunningRows
 from kvjax.engine.scheduled_step import NewTokens, ScheduledStep, StepDraft
+from kvjax.engine.step_shares import StepShares
 from kvjax.errors import InvariantError
 
 RETRY_STEPS = 32  # a lookup of 128k tokens takes half as long as a step of 1,024 requests, so these cost 2 %
@@ -71,6 +76,12 @@ class Scheduler:
     """
 
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
+        """A scheduler without requests.
+
+        Raises:
+            ValueError: steps are too small for the manager's recurrent groups.
+        """
+        self._shares = StepShares(manager, config.max_num_batched_tokens, config.max_num_seqs)
         self._waiting: OrderedDict[EngineRequest, None] = OrderedDict()
         self._rows = np.zeros(0, np.int64)  # of running requests, by priority; replaced, never written
         self._by_row = RunningRows(manager.request_table.capacity)
@@ -262,7 +273,7 @@ class Scheduler:
         while start < self._rows.size and draft.budget:
             rows = self._rows[start:]
             num_left = self._num_left(rows)
-            num_new_tokens = _share(num_left, draft.budget)
+            num_new_tokens = self._shares.of_running(self._by_row.requests, rows, num_left, draft.budget)
             active = num_new_tokens.nonzero()[0]
             if active.size < rows.size:
                 rows, num_new_tokens, num_left = rows[active], num_new_tokens[active], num_left[active]
@@ -290,7 +301,9 @@ class Scheduler:
             request = engine_request.request
             blocks, num_hit = self._manager.get_computed_blocks(request)
             num_left = request.num_tokens - num_hit
-            num_new_tokens = min(num_left, draft.budget)
+            num_new_tokens = self._shares.of_one(engine_request, min(num_left, draft.budget), num_hit, blocks)
+            if not num_new_tokens:  # the budget that is left reaches no end of a block
+                return
             allocated = None
             if not self._rows.size or self._leaves_watermark(request, blocks, num_hit):
                 allocated = self._manager.allocate_slots(
@@ -330,9 +343,12 @@ class Scheduler:
         while self._waiting and self._rows.size < self._config.max_num_seqs:
             sample = next(iter(self._waiting))
             first = sample.first_sample
-            if first is None or not first.is_at_its_prompts_end or first.request.num_prompt_tokens == 1:
+            if first is None or not self._shares.is_at_fork(first):
                 break
-            children = self._manager.fork(first.request, 1, request_ids=[sample.request_id], num_in_flight_tokens=1)
+            left_out = first.request.num_computed_tokens - (first.request.num_prompt_tokens - 1)
+            children = self._manager.fork(
+                first.request, 1, request_ids=[sample.request_id], num_in_flight_tokens=left_out
+            )
             if children is None:
                 break
             sample.request = children[0]
@@ -438,11 +454,3 @@ class Scheduler:
     def _leaves_watermark(self, request: Request, hit: KVCacheBlocks, num_hit_tokens: int) -> bool:
         """Whether every pool keeps its watermark free after all of the request's tokens have their blocks."""
         return self._manager.can_admit(request, num_hit_tokens, hit, kept_free=self._watermarks)
-
-
-def _share(num_tokens: np.ndarray, budget: int) -> np.ndarray:  # int64[n]
-    """`num_tokens`, cut so that they sum to at most `budget`, first come first served."""
-    if int(num_tokens.sum()) <= budget:
-        return num_tokens
-    before = np.cumsum(num_tokens) - num_tokens
-    return np.clip(budget - before, 0, num_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvjax.device.placement import TENSOR_AXIS
 from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
 from kvjax.models.config import ModelConfig
+from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.models.layers.decoder import Decoder
 from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
@@ -33,7 +34,7 @@ from kvjax.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder ready to run; `tokenizer` is None where the folder has no tokenizer.json."""
+    """A decoder ready to run, its weights in `config.dtype`; `tokenizer` is None where the folder has none."""
 
     config: ModelConfig
     module: Decoder
@@ -42,25 +43,30 @@ class LoadedModel:
 
 def load_model(
     folder: str | Path,
-    dtype: str = "float32",
+    dtype: str | None = None,
     mesh: Mesh | None = None,
     *,
     tensor_axis: str = TENSOR_AXIS,
 ) -> LoadedModel:
-    """The model in `folder` with weights in `dtype`, split over the axis `tensor_axis` of `mesh` if there is one.
+    """The model in `folder`, split over the axis `tensor_axis` of `mesh` if there is one.
+
+    Weights are in `dtype`, None: in that of the folder's config.json; the config that comes back says which.
 
     Raises:
         ConfigError: as `ModelConfig.from_folder`.
         CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named.
         MissingExtraError: safetensors or tokenizers is not installed.
         NotImplementedError: the architecture can only be planned for.
-        ValueError: heads or feed-forward columns do not divide over the axis.
+        ValueError: weights have no such dtype here, or heads or feed-forward columns do not divide over the axis.
     """
+    if dtype is not None and dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
+    config = config if dtype is None else replace(config, dtype=dtype)
     if mesh is not None:
         config.check_split(mesh.shape.get(tensor_axis, 1))
-    abstract = nnx.eval_shape(lambda: build_model(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: build_model(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     params = nnx.to_flat_state(state)
     with ExitStack() as stack:
@@ -70,7 +76,7 @@ def load_model(
         for path, param in params:
             source = sources[path]
             parts = [tensors[name].get_tensor(name) for name in source.names]
-            array = np.asarray(source.join(parts, param.shape), jnp.dtype(dtype))
+            array = np.asarray(source.join(parts, param.shape), jnp.dtype(config.dtype))
             where = None if mesh is None else param_sharding(abstract, path, mesh, tensor_axis)
             loaded.append((path, param.replace(jax.device_put(array, where, may_alias=False))))
     module = nnx.merge(graph, nnx.from_flat_state(loaded))

@@ -176,6 +176,26 @@ def test_preemptions_are_told() -> None:
     )
 
 
+def test_generate_and_plan_agree_on_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both take the checkpoint's dtype; generate told of another one needs that one's bytes."""
+    size = ["--num-blocks", "200", "--max-model-len", "288", "--block-size", "16"]
+    folder = str(demo_model_path())
+
+    def planned(*arguments: str) -> int:
+        assert main(["plan", folder, *size, "--platform", "cpu", "--json", *arguments]) == 0
+        return sum(pool["total_bytes"] for pool in json.loads(capsys.readouterr().out)["pools"])
+
+    def generated(*arguments: str) -> int:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        args = parser.parse_args([*size, *arguments])
+        model = load_model(demo_model_path(), args.dtype)
+        return LLMEngine(model, _engine_config(args, model, 288))._pages.num_bytes
+
+    assert generated() == planned() == planned("--dtype", "bfloat16")
+    assert generated("--dtype", "float32") == planned("--dtype", "float32") == 2 * planned()
+
+
 def test_quiet_runs_print_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *SMALL, "--prompt", "A tuple is", "--no-plot", "-q"]) == 0
     out = capsys.readouterr().out

@@ -20,7 +20,7 @@ MAX_MODEL_LEN = {"llama": 136, "qwen3": 136, "gemma3": 136, "demo": 288}
 
 @functools.cache
 def loaded(name: str) -> LoadedModel:
-    return load_model(model_folder(name))
+    return load_model(model_folder(name), "float32")
 
 
 def base_config(name: str, **settings: Any) -> EngineConfig:

@@ -1,7 +1,8 @@
 """A model without jax for scheduler tests: the next token is a function of all tokens before it.
 
 It reads the tokens through the step, as a device would: positions that the step computes are remembered by block and
-offset, so a schedule that loses or misplaces KV changes the output.
+offset, so a schedule that loses or misplaces KV changes the output. With states it has a recurrent layer besides, whose
+state is a checksum of all tokens before it, in a pool of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.core.spec import KVCacheConfig
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.engine.engine_request import EngineRequest, sample_ids
 from kvjax.engine.host_loop import HostLoop, HostStep
@@ -43,41 +45,73 @@ def expected_output(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def make_manager(num_blocks: int, **options: Any) -> KVCacheManager:
+def state_after(tokens: list[int], state: int = 0) -> int:
+    """The fake model's recurrent state after `tokens` more."""
+    for token in tokens:
+        state = zlib.crc32(b"%d" % token, state)
+    return state
+
+
+def expected_output_with_states(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token([*tokens[-WINDOW:], state_after(tokens)], len(tokens) - 1))
+    return tokens[len(prompt) :]
+
+
+def make_manager(num_blocks: int, *, num_states: int = 0, state_block: int = 8, **options: Any) -> KVCacheManager:
+    """Full and windowed attention in one pool; with `num_states` a recurrent layer in a pool of as many blocks."""
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
-    config = KVCacheConfig.single_pool(
-        num_blocks, FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW)
-    )
+    specs = (FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW))
+    config = KVCacheConfig.single_pool(num_blocks, *specs)
+    if num_states:
+        state = {"shapes": ((1,),), "dtypes": ("float32",), "mamba_cache_mode": "align"}
+        group = KVCacheGroupSpec(("layers.2",), MambaSpec(block_size=state_block, **state), pool_id=1)
+        config = KVCacheConfig((*config.pools, KVCachePoolSpec(num_states)), (*config.kv_cache_groups, group))
     return KVCacheManager(config, 256, BLOCK_SIZE, **{"max_in_flight_tokens": 64} | options)
 
 
 @dataclass
 class FakeDevice:
-    """Pages that hold the token written into each slot, for both groups; -1: never written."""
+    """Pages that hold the token written into each slot, for both groups, and states; -1: never written."""
 
     slots: np.ndarray
+    states: np.ndarray  # int64[num_states], empty without states
     previous: np.ndarray
     num_copies: int = 0
 
     def run(self, plan: StepPlan) -> np.ndarray:  # int32[N]
         """Edits pages, writes the step's tokens, then reads each sampling request's context back from its blocks."""
-        pages = self.slots.reshape(-1, BLOCK_SIZE)
-        (copies,), (pages_to_zero,) = plan.page_copies, plan.pages_to_zero
-        pages[copies.destinations] = pages[copies.sources]
-        pages[pages_to_zero] = -1
-        self.num_copies += copies.sources.size
+        pools = (self.slots.reshape(-1, BLOCK_SIZE), self.states)
+        for pages, copies, pages_to_zero in zip(pools, plan.page_copies, plan.pages_to_zero, strict=False):
+            pages[copies.destinations] = pages[copies.sources]
+            pages[pages_to_zero] = -1
+            self.num_copies += copies.sources.size
         tokens = np.where(plan.token_source >= 0, self.previous[plan.token_source], plan.token_ids)
-        for group in plan.groups:
+        for group in plan.groups[:2]:
             self.slots[group.slot_mapping] = tokens
+        states = self._update_states(plan, tokens)
         sampled = []
         for index in plan.logits_indices.tolist():
             request = int(np.searchsorted(plan.query_start_loc, index, side="right")) - 1
             length = int(plan.positions[index]) + 1
             full, windowed = (self._read(group_id, plan, request, length) for group_id in range(2))
             assert windowed[-WINDOW:] == full[-WINDOW:]
-            sampled.append(next_token(full[-WINDOW:], length - 1))
+            sampled.append(next_token([*full[-WINDOW:], *states[request : request + 1]], length - 1))
         self.previous = np.array(sampled + [0] * 64, np.int32)
         return np.array(sampled, np.int32)
+
+    def _update_states(self, plan: StepPlan, tokens: np.ndarray) -> list[int]:
+        """Every request's state after the step; none without states."""
+        states = []
+        for group in plan.groups[2:]:
+            for i, read in enumerate(group.state_read):
+                before = int(self.states[read]) if group.has_initial_state[i] else 0
+                assert before >= 0, "a state that was never written"
+                own = tokens[plan.query_start_loc[i] : plan.query_start_loc[i + 1]]
+                states.append(state_after(own.tolist(), before))
+            self.states[group.state_write] = states
+        return states
 
     def _read(self, group_id: int, plan: StepPlan, request: int, length: int) -> list[int]:
         table = plan.groups[group_id].block_tables[request]
@@ -102,12 +136,16 @@ class FakeEngine:
         sub_block_hits: bool = False,
         zero_new_pages: bool = False,
         watermark: float = 0.0,
+        num_states: int = 0,
+        state_block: int = 8,
         **limits: int,
     ) -> None:
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 128, **limits}
         in_flight = sizes["max_num_batched_tokens"] * depth
         self.manager = make_manager(
             num_blocks,
+            num_states=num_states,
+            state_block=state_block,
             enable_caching=enable_caching,
             max_in_flight_tokens=in_flight,
             same_step_hits=not sub_block_hits,
@@ -118,7 +156,9 @@ class FakeEngine:
         self.scheduler = Scheduler(self.manager, config)
         self.loop = HostLoop(self.manager, self.scheduler, num_step_stats=1_000)
         self.hasher = BlockHasher(BLOCK_SIZE, seed="0") if enable_caching else None
-        self.device = FakeDevice(np.full(num_blocks * BLOCK_SIZE, -1), np.zeros(64, np.int32))
+        self.device = FakeDevice(
+            np.full(num_blocks * BLOCK_SIZE, -1), np.full(num_states, -1, np.int64), np.zeros(64, np.int32)
+        )
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.results: dict[str, GenerationResult] = {}
@@ -129,7 +169,7 @@ class FakeEngine:
     def add(
         self, request_id: str, prompt: list[int], max_tokens: int, stop_token_ids: tuple[int, ...] = (), n: int = 1
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        params = SamplingParams(n=n, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         samples: list[EngineRequest] = []
         for name in sample_ids(request_id, n):
             request = EngineRequest(

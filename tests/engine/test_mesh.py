@@ -17,7 +17,7 @@ from tests.models.golden_models import model_folder
 
 name, num_shards, async_scheduling = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "async"
 config = base_config(name, async_scheduling=async_scheduling)
-engine = LLMEngine.from_folder(model_folder(name), config, num_devices=4)
+engine = LLMEngine.from_folder(model_folder(name), config, num_devices=4, dtype="float32")
 assert engine._placement.num_shards == num_shards
 pages = engine._pages.column(0, 0)[0]
 assert len(pages.sharding.device_set) == 4

@@ -37,7 +37,7 @@ def dense_forward(module: Decoder) -> Forward:
 
 @pytest.fixture(scope="module", params=GOLDEN_MODELS)
 def golden_model(request: pytest.FixtureRequest) -> tuple[str, Forward]:
-    return request.param, dense_forward(load_model(model_folder(request.param)).module)
+    return request.param, dense_forward(load_model(model_folder(request.param), "float32").module)
 
 
 def test_logits_are_those_of_hugging_face(golden_model: tuple[str, Forward]) -> None:

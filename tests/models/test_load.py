@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -74,6 +75,23 @@ def test_what_is_saved_loads_as_the_same_weights(qwen3: Path) -> None:
     before = load_file(qwen3 / "model.safetensors")
     save_weights(load_model(qwen3).module, qwen3)
     chex.assert_trees_all_equal(load_file(qwen3 / "model.safetensors"), before, strict=True)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
+def test_weights_are_in_the_dtype_that_is_asked_for_or_the_checkpoints_own(qwen3: Path, dtype: str | None) -> None:
+    """The config that comes back says which; the planned cache is in that dtype too."""
+    config = json.loads((qwen3 / "config.json").read_text())
+    (qwen3 / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    model = load_model(qwen3, dtype)
+    wanted = dtype or "bfloat16"
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model.module))} == {wanted}
+    assert model.config.dtype == wanted
+    assert {spec.dtype for spec in model.config.kv_cache_specs().values()} == {wanted}
+
+
+def test_weights_of_another_dtype_are_refused(qwen3: Path) -> None:
+    with pytest.raises(ValueError, match="expected a dtype of weights out of float32, bfloat16, float16, got 'int8'"):
+        load_model(qwen3, "int8")
 
 
 def test_missing_misshapen_and_surplus_tensors_are_named_with_their_shapes(qwen3: Path) -> None:

@@ -28,7 +28,7 @@ class StateSteps:
 
     def __init__(self, kinds: tuple[StateBlocks, ...]) -> None:
         self._kinds = kinds
-        self._block_size = lcm(*(kind.block_size for kind in kinds))
+        self.block_size = lcm(*(kind.block_size for kind in kinds))  # tokens of whole blocks of every kind; 1: no kinds
 
     def __bool__(self) -> bool:
         return bool(self._kinds)
@@ -57,9 +57,9 @@ class StateSteps:
         """
         if not self._kinds or num_computed >= num_tokens - 1:
             return num_new
-        after, last = num_computed + num_new, num_tokens // self._block_size * self._block_size
+        after, last = num_computed + num_new, num_tokens // self.block_size * self.block_size
         if num_computed < last:
-            after = min(after // self._block_size * self._block_size, last)
+            after = min(after // self.block_size * self.block_size, last)
         for size, _ in self._kinds:
             if num_computed % size:
                 after = min(after, -(-num_computed // size) * size)

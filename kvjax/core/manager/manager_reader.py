@@ -41,6 +41,19 @@ class ManagerReader:
         """Held share of the fullest pool, 0 to 1."""
         return max(pool.get_usage() for pool in self.block_pools)
 
+    @property
+    def state_block_size(self) -> int:
+        """Tokens of whole blocks of every recurrent group: a step with so many takes any prompt on (`limit_step`).
+
+        1 where steps may end anywhere.
+        """
+        return self.groups.state_steps.block_size
+
+    @property
+    def knows_tokens_in_flight(self) -> bool:
+        """Whether `fork` can leave tokens out; not where a state holds all of them."""
+        return all(manager.knows_tokens_in_flight for manager in self.groups.managers)
+
     def block_tables(self, group_id: int) -> np.ndarray:  # int32[rows, columns]
         """The group's live block table: for reading only, and replaced when it grows."""
         manager, place = self.groups.place_of_group(group_id)

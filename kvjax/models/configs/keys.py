@@ -11,7 +11,7 @@ from typing import Any
 from kvjax.errors import ConfigError
 from kvjax.models.configs.informational import INHERITED_KEYS
 
-_DTYPES = ("float32", "bfloat16", "float16")
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _REQUIRED = object()
 
 
@@ -125,8 +125,8 @@ class ConfigKeys:
         """`dtype`, or `torch_dtype` of older files; float32 where neither is."""
         old = self.take("torch_dtype", "float32")
         name = self.take("dtype", old)
-        if name not in _DTYPES:
-            raise ConfigError(f"{self.where}: expected 'dtype' among {', '.join(_DTYPES)}, got {name!r}")
+        if name not in WEIGHT_DTYPES:
+            raise ConfigError(f"{self.where}: expected 'dtype' among {', '.join(WEIGHT_DTYPES)}, got {name!r}")
         return str(name)
 
 

@@ -1,0 +1,125 @@
+"""Recurrent layers through the scheduler: the tokens of one request alone, whatever the schedule. No jax.
+
+The fake model's state is a checksum of all tokens before it, so a state of the wrong length changes every token after
+it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvjax.engine.engine_request import FinishReason
+from kvjax.engine.scheduler import Scheduler, SchedulerConfig
+from tests.engine.fake_model import FakeEngine, expected_output_with_states, make_manager
+from tests.engine.test_scheduler import workload
+
+PROMPT = list(range(100, 122))  # two blocks of states and a part of a third
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("enable_caching", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "limits"),
+    [
+        ((300, 200), {}),
+        ((300, 200), {"max_num_batched_tokens": 15}),
+        ((300, 200), {"max_num_seqs": 1, "max_num_batched_tokens": 9}),
+        ((300, 200), {"max_num_batched_tokens": 64, "max_num_seqs": 3}),
+        ((40, 200), {"max_num_batched_tokens": 15}),
+        ((300, 9), {"max_num_batched_tokens": 15}),
+    ],
+)
+def test_every_schedule_gives_the_same_tokens(
+    depth: int, enable_caching: bool, sizes: tuple[int, int], limits: dict[str, int]
+) -> None:
+    num_preemptions = num_hits = 0
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        num_blocks, num_states = sizes
+        engine = FakeEngine(
+            num_blocks,
+            num_states=num_states,
+            depth=depth,
+            enable_caching=enable_caching,
+            zero_new_pages=seed > 1,
+            **limits,
+        )
+        expected = {}
+        for name, prompt, count in workload(seed):
+            before = set(engine.requests)
+            engine.add(name, prompt, count, n=int(rng.integers(1, 4)))
+            expected |= dict.fromkeys(engine.requests.keys() - before, expected_output_with_states(prompt, count))
+        assert engine.run() == expected
+        num_preemptions += sum(step.num_preemptions for step in engine.steps)
+        num_hits += sum(step.num_hit_tokens for step in engine.steps)
+    assert (num_preemptions > 0) == (min(sizes) < 200)
+    assert (num_hits > 0) == enable_caching
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_share_the_state_before_the_prompts_last_token(depth: int) -> None:
+    """The first computes that token in a step of its own; the others are forked before it."""
+    engine = FakeEngine(300, num_states=100, depth=depth, max_num_batched_tokens=64)
+    engine.add("a", PROMPT, 6, n=5)
+    assert engine.run() == {name: expected_output_with_states(PROMPT, 6) for name in engine.requests}
+    stats = [request.stats for request in engine.requests.values()]
+    assert [one.num_shared_tokens for one in stats] == [0, 21, 21, 21, 21]
+    assert [one.num_computed_tokens for one in stats] == [27, 6, 6, 6, 6]
+    assert [step.num_new_tokens.tolist() for step in engine.steps[:3]] == [[16], [5], [1] * 5]
+
+
+@pytest.mark.parametrize("length", range(2, 20))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_of_every_length_of_prompt(length: int, depth: int) -> None:
+    engine = FakeEngine(300, num_states=100, depth=depth)
+    prompt = PROMPT[:length]
+    engine.add("a", prompt, 6, n=3)
+    engine.add("b", prompt + [7] * 9, 6)
+    expected = expected_output_with_states(prompt, 6)
+    outputs = engine.run()
+    assert [outputs[name] for name in ("a", "a.1", "a.2")] == [expected] * 3
+    assert outputs["b"] == expected_output_with_states(prompt + [7] * 9, 6)
+    assert engine.requests["a.1"].stats.num_shared_tokens == length - 1
+
+
+@pytest.mark.parametrize("after", range(6))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_others_go_on_without_the_first(depth: int, after: int) -> None:
+    engine = FakeEngine(300, num_states=100, depth=depth, max_num_batched_tokens=15)
+    engine.add("a", PROMPT, 6, n=4)
+    for _ in range(after):
+        engine.step()
+    engine.scheduler.abort(engine.requests["a"])
+    assert engine.requests["a"].finish_reason is FinishReason.ABORT
+    outputs = engine.run()
+    assert all(outputs[name] == expected_output_with_states(PROMPT, 6) for name in ("a.1", "a.2", "a.3"))
+
+
+def test_steps_of_a_prompt_end_where_blocks_of_states_end() -> None:
+    """But for the last one; so every block of states of a prompt is a hit for the next request."""
+    engine = FakeEngine(300, num_states=100, max_num_batched_tokens=15)
+    engine.add("a", PROMPT, 2)
+    engine.run()
+    assert [step.num_new_tokens.tolist() for step in engine.steps] == [[8], [8], [6], [1]]
+    for length, hit in ((9, 8), (16, 8), (17, 16), (22, 16)):
+        engine.add(f"b{length}", PROMPT[:length], 2)
+        engine.run()
+        assert engine.requests[f"b{length}"].stats.num_cached_tokens == hit
+
+
+def test_a_prompt_waits_while_the_budget_reaches_no_end_of_a_block() -> None:
+    engine = FakeEngine(300, num_states=100, max_num_batched_tokens=15)
+    engine.add("a", PROMPT[:8], 3)
+    engine.add("b", PROMPT[1:], 3)
+    engine.run()
+    assert [step.num_new_tokens.tolist() for step in engine.steps[:3]] == [[8], [1, 8], [1, 8]]
+
+
+def test_steps_without_room_for_a_block_of_states_are_refused() -> None:
+    """A block of each prompt, beside a token of each other request, so that every step takes one of them on."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=10, max_model_len=64)
+    message = r"max_num_batched_tokens of at least 11 \(a block of 8 tokens of recurrent states, .*\), got 10"
+    with pytest.raises(ValueError, match=message):
+        Scheduler(make_manager(64, num_states=20), config)
+    Scheduler(make_manager(64, num_states=20, enable_caching=False), config)
