@@ -23,7 +23,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.goldens import families_dense
+from scripts.goldens import families_dense, families_experts
 from scripts.goldens.family import SHARED_PREFIX_TOKENS, Arrays, Family
 from scripts.goldens.oracle import MIN_CHOICE_GAP, MIN_GAP, Oracle
 from scripts.goldens.weights import load_float32, save_tiny
@@ -36,7 +36,7 @@ DEMO = "demo"
 
 def all_families() -> dict[str, Family]:
     """Every tiny model by its name."""
-    return families_dense.families()
+    return families_dense.families() | families_experts.families()
 
 
 def candidate(family: Family, number: int, seed: int, prefix: np.ndarray | None) -> np.ndarray:  # int32[num_tokens]

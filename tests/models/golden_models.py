@@ -43,6 +43,11 @@ FAMILIES = {
     "phi3_longrope": 0,
     "gemma2": 16,
     "gemma3": 16,
+    "mixtral": 0,
+    "qwen3_moe": 0,
+    "gpt_oss": 16,
+    "llama4": 32,
+    "deepseek_v3": 0,
 }
 TINY_MODELS = ("llama", "qwen3", "gemma3")
 GOLDEN_MODELS = (*TINY_MODELS, "demo")
