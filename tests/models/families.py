@@ -46,6 +46,8 @@ FAMILIES = (
     Family("mistral"),
     Family("gemma2"),
     Family("gemma3"),
+    Family("mixtral"),
+    Family("qwen3_moe"),
 )
 
 

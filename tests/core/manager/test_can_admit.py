@@ -68,7 +68,9 @@ def test_numbers_that_can_not_be(arguments: dict[str, int], message: str) -> Non
 def test_the_encoders_tokens_need_blocks_too(num_encoder_tokens: int) -> None:
     """Three blocks of tokens, and those of the encoder's."""
     config = KVCacheConfig.single_pool(
-        8, FullAttentionSpec(block_size=4, **HEADS), CrossAttentionSpec(block_size=4, max_num_encoder_tokens=12, **HEADS)
+        8,
+        FullAttentionSpec(block_size=4, **HEADS),
+        CrossAttentionSpec(block_size=4, max_num_encoder_tokens=12, **HEADS),
     )
     manager = KVCacheManager(config, max_model_len=40, hash_block_size=4)
     request = Request("r", range(12))
