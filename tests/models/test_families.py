@@ -11,6 +11,7 @@ import itertools
 import numpy as np
 import pytest
 
+from kvjax.device.compile_counter import count_compilations
 from kvjax.engine import GenerationResult, SamplingParams
 from tests.models.families import (
     ATOL,
@@ -135,3 +136,28 @@ def test_no_step_holds_more_blocks_than_the_formula(family: Family) -> None:
             for group_id, table in enumerate(engine.manager.get_block_ids(request.request_id)):
                 most[group_id] = max(most[group_id], sum(block != 0 for block in table))
     assert all(0 < held <= limit for held, limit in zip(most, limits, strict=True)), (most, limits)
+
+
+def test_a_long_mixed_run_compiles_nothing(family: Family) -> None:
+    """200 requests of all lengths, greedy and random, alone and in samples, after warm-up."""
+    engine = make_engine(family)
+    engine.warmup()
+    random = np.random.default_rng(0)
+    goldens = goldens_of(family.name)
+    num_results = 0
+    with count_compilations() as count:
+        for number in range(200):
+            golden = goldens[random.integers(len(goldens))]
+            prompt = golden.prompt if golden.extras else golden.prompt[: random.integers(1, len(golden.prompt) + 1)]
+            params = SamplingParams(
+                max_tokens=int(random.integers(1, 6)),
+                temperature=float(number % 3 == 0),
+                n=2 if number % 20 == 0 else 1,
+            )
+            add_golden(engine, dataclasses.replace(golden, prompt=prompt), params)
+            if number % 7 == 0:
+                num_results += len(engine.step().results)
+        num_results += len(drain(engine))
+    assert count.num_programs == 0
+    assert num_results == 210
+    assert_nothing_is_left(engine)
