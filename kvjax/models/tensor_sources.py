@@ -167,8 +167,8 @@ class HasSources(Protocol):
 
 def tensor_source(module: Any, path: ParamPath, prefix: str) -> TensorSource:
     """The source of the parameter of `module`, a whole model, at `path`; `prefix` stands before the names."""
-    if path[0] in module.unprefixed:
-        prefix = ""
+    if path[0] in module.unprefixed:  # beside the one that is called "model"
+        prefix = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
     node = module
     for depth, key in enumerate(path):
         if isinstance(node, HasSources):

@@ -39,6 +39,14 @@ class RopeConfig:
     mrope_section: tuple[int, ...] = ()  # frequencies for time, height and width; not empty: multimodal positions
     mrope_interleaved: bool = False
 
+    def longest_len(self, max_position_embeddings: int) -> int:
+        """Tokens that a model may be run for. "dynamic" stretches pretraining's length, which a config gives, by its
+        factor; the others are given in the length that they make.
+        """
+        if self.rope_type != "dynamic":
+            return max_position_embeddings
+        return max(max_position_embeddings, int(self.factor * self.original_max_len))
+
 
 def take_rope(keys: ConfigKeys, max_len: int, **fields: Any) -> RopeConfig:
     """The one rotary embedding of a model; `fields` hold where the file does not say otherwise."""

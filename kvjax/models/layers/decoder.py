@@ -27,7 +27,8 @@ class Decoder(nnx.Module):
     # Prefixes that may stand before the names of a checkpoint's tensors, that of `anchor` tells which one does.
     tensor_prefixes: ClassVar[tuple[str, ...]] = ("model.", "language_model.model.", "model.language_model.", "")
     anchor: ClassVar[str] = "embed_tokens.weight"
-    unprefixed: ClassVar[frozenset[str]] = frozenset({"lm_head"})  # attributes whose tensors have no prefix
+    # Attributes whose tensors stand beside the rest: "language_model.lm_head.", "language_model.model.layers.".
+    unprefixed: ClassVar[frozenset[str]] = frozenset({"lm_head"})
     # Beginnings of the names of tensors that the decoder has no use for.
     ignored_tensors: ClassVar[tuple[str, ...]] = (
         "vision_tower.",
