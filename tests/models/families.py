@@ -40,10 +40,13 @@ class Family:
 FAMILIES = (
     Family("llama"),
     Family("llama_linear"),
+    Family("llama_dynamic"),
     Family("llama_yarn"),
     Family("qwen2"),
     Family("qwen3"),
     Family("mistral"),
+    Family("phi3"),
+    Family("phi3_longrope"),
     Family("gemma2"),
     Family("gemma3"),
     Family("mixtral"),
