@@ -37,6 +37,7 @@ STEPS = {
     "gemma-3-27b": 6,
     "mixtral-8x7b": 2,
     "qwen3-235b-a22b": 2,
+    "deepseek-v3": 4,
 }
 
 

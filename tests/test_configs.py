@@ -10,7 +10,6 @@ import pytest
 
 from kvjax.configs import known_deployments, known_models, load_deployment, load_model_config
 from kvjax.errors import ConfigError
-from kvjax.models.planned import PlannedModel
 from kvjax.planning import plan_kv_cache
 
 SHAPES = {  # layers, KV heads, head size, full-attention layers, window
@@ -31,7 +30,7 @@ SIZES = {  # query heads, hidden and MLP size, vocabulary, longest request, rota
 }
 
 
-PLANNED = {  # layers, caches of their own, longest request, dtype of the cache
+CACHES = {  # layers, caches of their own, longest request, dtype of the cache
     "deepseek-v3": (61, 61, 163_840, "bfloat16"),
     "deepseek-v4-flash": (43, 43 + 41 + 21 + 41 + 21, 1_048_576, "float8_e4m3fn"),
     "deepseek-v4-pro": (61, 61 + 61 + 30 + 61 + 30, 1_048_576, "float8_e4m3fn"),
@@ -46,11 +45,10 @@ PLANNED = {  # layers, caches of their own, longest request, dtype of the cache
 }
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_models_that_are_planned_only_have_their_caches(name: str) -> None:
+@pytest.mark.parametrize("name", CACHES)
+def test_shipped_models_of_other_caches_have_theirs(name: str) -> None:
     model = load_model_config(name)
-    assert isinstance(model, PlannedModel)
-    assert (model.num_layers, len(model.kv_cache_specs()), model.max_model_len, model.dtype) == PLANNED[name]
+    assert (model.num_layers, len(model.kv_cache_specs()), model.max_model_len, model.dtype) == CACHES[name]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -75,7 +73,7 @@ def test_windows_and_rotary_embeddings_of_gemma_alternate() -> None:
 
 
 def test_nothing_else_is_shipped() -> None:
-    assert known_models() == sorted([*SHAPES, *PLANNED])
+    assert known_models() == sorted([*SHAPES, *CACHES])
 
 
 def test_unknown_models_are_listed() -> None:
@@ -119,7 +117,7 @@ def test_unknown_keys_of_a_model_are_refused(tmp_path: Path) -> None:
         load_model_config(file)
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", CACHES)
 def test_unknown_keys_of_a_planned_model_are_refused(tmp_path: Path, name: str) -> None:
     source = Path(__file__).parent.parent / "configs" / "models" / f"{name}.json"
     file = tmp_path / "config.json"

@@ -18,7 +18,6 @@ from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL
 from kvjax.models.configs.keys import ConfigKeys, text_keys
 from kvjax.models.hf_planned_keys import (
     DECODER_KEYS,
-    DEEPSEEK_KEYS,
     DEEPSEEK_V4_KEYS,
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
@@ -33,7 +32,6 @@ from kvjax.models.planned import (
     AttentionModel,
     CompressedModel,
     EncoderDecoderModel,
-    LatentModel,
     PlannedModel,
     StateShapes,
 )
@@ -169,11 +167,6 @@ def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     )
 
 
-def _parse_deepseek_v3(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    latent_dim = keys.take_int("kv_lora_rank") + keys.take_int("qk_rope_head_dim")
-    return LatentModel(**common, **_sizes(keys), latent_dim=latent_dim)
-
-
 def _parse_deepseek_v4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     """`compress_ratios` goes on for the layers that predict further tokens; its caches are fp8 as its weights are."""
     sizes = _sizes(keys)
@@ -210,7 +203,6 @@ def _parse_whisper(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
 _GEMMA3N_DEFAULTS = {"num_kv_shared_layers": 15, "sliding_window": 512, "max_position_embeddings": 32_768}
 
 PLANNED_ARCHITECTURES: dict[str, _Planned] = {
-    "DeepseekV3ForCausalLM": _Planned(_parse_deepseek_v3, DECODER_KEYS | DEEPSEEK_KEYS),
     "DeepseekV4ForCausalLM": _Planned(_parse_deepseek_v4, DECODER_KEYS | DEEPSEEK_V4_KEYS),
     "Gemma3nForConditionalGeneration": _Planned(
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS

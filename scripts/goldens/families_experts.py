@@ -69,6 +69,35 @@ def families() -> dict[str, Family]:
             ),
             transposed=INPUTS_FIRST,
         ),
+        "deepseek_v2": Family(
+            config=transformers.DeepseekV2Config(
+                **TINY | {"hidden_size": 32, "num_key_value_heads": 8},
+                num_hidden_layers=3,
+                q_lora_rank=None,
+                kv_lora_rank=32,
+                qk_nope_head_dim=16,
+                qk_rope_head_dim=8,
+                v_head_dim=12,
+                first_k_dense_replace=1,
+                n_routed_experts=16,
+                n_shared_experts=2,
+                num_experts_per_tok=3,
+                topk_method="group_limited_greedy",
+                n_group=4,
+                topk_group=2,
+                moe_intermediate_size=16,
+                routed_scaling_factor=4.0,
+                rope_parameters=rope(
+                    "yarn",
+                    factor=8.0,
+                    beta_fast=8.0,
+                    beta_slow=1.0,
+                    mscale=0.707,
+                    mscale_all_dim=0.707,
+                    original_max_position_embeddings=64,
+                ),
+            )
+        ),
         "deepseek_v3": Family(
             config=transformers.DeepseekV3Config(
                 **TINY | {"hidden_size": 32, "num_key_value_heads": 8},

@@ -51,6 +51,8 @@ FAMILIES = (
     Family("gemma3"),
     Family("mixtral"),
     Family("qwen3_moe"),
+    Family("deepseek_v2"),
+    Family("deepseek_v3"),
 )
 
 

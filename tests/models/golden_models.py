@@ -47,6 +47,7 @@ FAMILIES = {
     "qwen3_moe": 0,
     "gpt_oss": 16,
     "llama4": 32,
+    "deepseek_v2": 0,
     "deepseek_v3": 0,
 }
 TINY_MODELS = ("llama", "qwen3", "gemma3")
