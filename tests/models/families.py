@@ -51,6 +51,7 @@ FAMILIES = (
     Family("gemma3"),
     Family("mixtral"),
     Family("qwen3_moe"),
+    Family("gpt_oss"),
 )
 
 

@@ -42,6 +42,7 @@ class AttentionDecoderConfig(ModelConfig):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # queries and keys are normed per head
+    has_sinks: bool = False  # every softmax has a learned logit per head, which takes weight and has no value
     norm_offset: float = 0.0  # norms multiply by their weight plus this
     embed_scale: float = 1.0
     attn_logit_soft_cap: float | None = None
