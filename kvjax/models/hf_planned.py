@@ -21,7 +21,6 @@ from kvjax.models.hf_planned_keys import (
     DEEPSEEK_V4_KEYS,
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
-    GPT_OSS_KEYS,
     JAMBA_KEYS,
     LLAMA4_KEYS,
     QWEN3_NEXT_KEYS,
@@ -80,19 +79,6 @@ def _heads(keys: ConfigKeys) -> dict[str, Any]:
         "num_kv_heads": keys.take_int("num_key_value_heads", num_q_heads),
         "head_dim": keys.take_int("head_dim", head_dim),
     }
-
-
-def _parse_gpt_oss(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """Sliding and full layers in turn."""
-    sizes = _sizes(keys)
-    default = tuple(FULL if i % 2 else SLIDING for i in range(sizes["num_layers"]))
-    return AttentionModel(
-        **common,
-        **sizes,
-        **_heads(keys),
-        layer_types=keys.take_layer_types(default, (FULL, SLIDING)),
-        sliding_window=keys.take_int("sliding_window"),
-    )
 
 
 def _parse_llama4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
@@ -207,7 +193,6 @@ PLANNED_ARCHITECTURES: dict[str, _Planned] = {
     "Gemma3nForConditionalGeneration": _Planned(
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
     ),
-    "GptOssForCausalLM": _Planned(_parse_gpt_oss, DECODER_KEYS | GPT_OSS_KEYS),
     "JambaForCausalLM": _Planned(_parse_jamba, DECODER_KEYS | JAMBA_KEYS),
     "Llama4ForConditionalGeneration": _Planned(_parse_llama4, DECODER_KEYS | LLAMA4_KEYS, has_text_config=True),
     "Qwen3NextForCausalLM": _Planned(

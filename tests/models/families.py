@@ -53,6 +53,7 @@ FAMILIES = (
     Family("qwen3_moe"),
     Family("deepseek_v2"),
     Family("deepseek_v3"),
+    Family("gpt_oss"),
 )
 
 

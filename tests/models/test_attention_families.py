@@ -12,16 +12,8 @@ from kvjax.models import DenseAttention, load_model
 from tests.models.golden_models import goldens_of, model_folder
 
 FAMILIES = (
-    "llama_linear",
-    "llama_dynamic",
-    "llama_yarn",
-    "qwen2",
-    "mistral",
     "phi3",
-    "phi3_longrope",
-    "gemma2",
-    "mixtral",
-    "qwen3_moe",
+    "gpt_oss",
 )
 PADDED_TOKENS = 256
 

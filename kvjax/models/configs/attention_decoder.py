@@ -35,6 +35,7 @@ class AttentionDecoderConfig(DecoderConfig):
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # queries and keys are normed per head
+    has_sinks: bool = False  # every softmax has a learned logit per head, which takes weight and has no value
     attn_logit_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
