@@ -43,6 +43,8 @@ class KVCacheSpec(abc.ABC):
     layer_fields: ClassVar[frozenset[str]] = frozenset()
     # Whether lengths and slots of a step are those of the encoder's tokens, written when the encoder runs.
     reads_encoder: ClassVar[bool] = False
+    # Fields that bound which tokens a request keeps, named as the options of attention that bound what a query sees.
+    kept_fields: ClassVar[frozenset[str]] = frozenset()
 
     block_size: int
 
@@ -75,6 +77,11 @@ class KVCacheSpec(abc.ABC):
     @abc.abstractmethod
     def state_pages(self) -> StatePages | None:
         """Of a kind whose pages are recurrent states: where they lie. None: pages hold tokens."""
+
+    @property
+    @abc.abstractmethod
+    def entry_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what one entry of a page is made of: K and V [heads, dim], or a latent [dim]; () of states."""
 
     @property
     @abc.abstractmethod
@@ -122,6 +129,12 @@ class AttentionSpec(KVCacheSpec):
     def state_pages(self) -> None:
         """None: pages hold tokens."""
         return
+
+    @property
+    def entry_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """K and V of one token."""
+        dims_v = self.head_size if self.head_size_v is None else self.head_size_v
+        return ((self.num_kv_heads, self.head_size), (self.num_kv_heads, dims_v))
 
     @property
     def tokens_per_state(self) -> int:

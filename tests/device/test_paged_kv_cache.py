@@ -85,6 +85,7 @@ class StateSpec(KVCacheSpec):
     num_reserved_blocks = 0
     state_pages = None
     tokens_per_state = 1
+    entry_shapes = ()
 
     def page_layout(self, platform: str):
         raise AssertionError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import chex
@@ -12,17 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.core import BlockHasher, KVCacheManager, Request
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step.step_builder import build_step_plan
-from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import (
     Bucket,
     Buckets,
     DeviceBatch,
-    KVPages,
     PagedKVCache,
     RecurrentStep,
     UpdateStep,
@@ -33,6 +28,7 @@ from kvjax.device.pages import Column
 from kvjax.planning import plan_kv_cache
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.device.aliases import assert_in_place
+from tests.device.serving import Server
 from tests.device.toy import BLOCK_SIZE, HEAD_DIM, HIDDEN, KV_HEADS, VOCAB, ToyAttention
 from tests.device.traces import at_most_traced
 
@@ -130,69 +126,8 @@ def hybrid_config(mode: str = "align") -> KVCacheConfig:
     return plan.config
 
 
-@functools.cache
-def nan_pages() -> KVPages:
-    """Pages of the config, in numpy, that hold NaN but for the null page; the same in both modes."""
-    pages = jax.tree.map(np.array, create_pages(hybrid_config()))
-    for array in jax.tree.leaves(pages):
-        array[1:] = np.nan
-    return pages
-
-
-class Server:
-    """Runs requests together, greedily; every step takes what the recurrent groups let it take of `budget` tokens."""
-
-    def __init__(self, step: UpdateStep, mode: str = "align") -> None:
-        self.step, self.config = step, hybrid_config(mode)
-        self.manager = KVCacheManager(self.config, MAX_MODEL_LEN, hash_block_size=BLOCK_SIZE)
-        self.pages = jax.tree.map(jnp.array, nan_pages())
-        self.hasher = BlockHasher(BLOCK_SIZE, "xxhash_cbor", seed="0")
-        self.plans: list[StepPlan] = []
-        self.logits: dict[str, list[np.ndarray]] = {}
-
-    def run(self, prompts: dict[str, list[int]], num_tokens: int, budget: int = 12) -> dict[str, int]:
-        """Generates `num_tokens` for each prompt; gives the tokens that each request found computed."""
-        requests = [Request(name, prompt, block_hasher=self.hasher) for name, prompt in prompts.items()]
-        hits = {}
-        self.manager.new_step_starts()
-        for request in requests:
-            blocks, hit = self.manager.get_computed_blocks(request)
-            count = self.manager.limit_step(request, min(budget, request.num_tokens - hit), hit)
-            assert self.manager.allocate_slots(request, count, hit, blocks) is not None
-            request.num_computed_tokens = hits[request.request_id] = hit
-            self.logits[request.request_id] = []
-        counts = [self._count(request, budget) for request in requests]
-        while any(counts):
-            self._step([(r, n) for r, n in zip(requests, counts, strict=True) if n])
-            self.manager.new_step_starts()
-            counts = []
-            for request in requests:
-                done = len(self.logits[request.request_id]) == num_tokens
-                counts.append(0 if done else self._count(request, budget))
-                if counts[-1]:
-                    assert self.manager.allocate_slots(request, counts[-1]) is not None
-        for request in requests:
-            self.manager.free(request)
-        self.manager.check_invariants()
-        return hits
-
-    def _count(self, request: Request, budget: int) -> int:
-        return self.manager.limit_step(request, min(budget, request.num_tokens - request.num_computed_tokens))
-
-    def _step(self, scheduled: list[tuple[Request, int]]) -> None:
-        rows, counts = (np.array(x) for x in zip(*((r.row, n) for r, n in scheduled), strict=True))
-        plan = build_step_plan(self.manager, rows, counts)
-        self.plans.append(plan)
-        output = self.step(self.pages, plan)
-        self.pages = output.pages
-        for request, count in scheduled:
-            request.num_computed_tokens += count
-        lines = np.searchsorted(plan.query_start_loc, plan.logits_indices, side="right") - 1
-        by_id = {request.request_id: request for request, _ in scheduled}
-        for line, logits in zip(lines, np.asarray(output.logits), strict=False):
-            request = by_id[plan.request_ids[line]]
-            self.logits[request.request_id].append(logits)
-            request.append_output_token_ids(int(logits.argmax()))
+def serve(step: UpdateStep, mode: str = "align") -> Server:
+    return Server(step, BLOCK_SIZE, MAX_MODEL_LEN, hybrid_config(mode))
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +143,7 @@ def recomputed(step: UpdateStep, tokens: list[int], num_tokens: int) -> np.ndarr
     """Logits of `num_tokens` greedy tokens, each from the whole sequence in one step over fresh pages."""
     found = []
     for _ in range(num_tokens):
-        server = Server(step)
+        server = serve(step)
         server.run({"whole": tokens}, 1, budget=48)
         assert len(server.plans) <= 2  # up to the last state that can be hit, and the rest
         found.append(server.logits["whole"][0])
@@ -218,7 +153,7 @@ def recomputed(step: UpdateStep, tokens: list[int], num_tokens: int) -> np.ndarr
 
 def test_a_prefix_hit_continues_from_the_cached_state(step: UpdateStep) -> None:
     """It reads the page that an earlier request left, writes another, and computes what a fresh cache computes."""
-    server, first = Server(step), prompt(0, 22)
+    server, first = serve(step), prompt(0, 22)
     assert server.run({"a": first}, 3) == {"a": 0}
     state_group = next(i for i, group in enumerate(server.config.kv_cache_groups) if "layers.0" in group.layer_names)
     pool_id = server.config.kv_cache_groups[state_group].pool_id
@@ -240,7 +175,7 @@ def test_a_prefix_hit_continues_from_the_cached_state(step: UpdateStep) -> None:
 @pytest.mark.parametrize("budget", [48, 8, 9])
 def test_requests_of_one_step_keep_their_states_apart(step: UpdateStep, budget: int) -> None:
     """Decoding, prefilling, and two that continue from one cached state, in steps of any size."""
-    server, shared = Server(step), prompt(2, 17)
+    server, shared = serve(step), prompt(2, 17)
     server.run({"a": shared}, 1)
     prompts = {"b": shared + prompt(3, 9), "c": prompt(4, 1), "d": shared + prompt(5, 2), "e": prompt(6, 20)}
     assert server.run(prompts, 4, budget) == {"b": 16, "c": 0, "d": 16, "e": 0}
@@ -250,7 +185,7 @@ def test_requests_of_one_step_keep_their_states_apart(step: UpdateStep, budget: 
 
 def test_without_cached_states_every_request_computes_its_own(step: UpdateStep) -> None:
     """Mode none: one state a request for its life, no hits, and the same logits."""
-    server, tokens = Server(step, "none"), prompt(0, 22)
+    server, tokens = serve(step, "none"), prompt(0, 22)
     for name in ("a", "b"):
         assert server.run({name: tokens}, 3, budget=7) == {name: 0}
         np.testing.assert_allclose(server.logits[name], recomputed(step, tokens, 3), **CLOSE)
@@ -263,7 +198,7 @@ def test_the_compiled_step_updates_states_in_place_and_is_traced_once(step: Upda
     assert not any(leaf.any() for leaf in jax.tree.leaves(pages)), "an empty batch writes nothing"
     num_compiled = step.num_compiled
     with at_most_traced(ToyHybrid, 0):
-        Server(step).run({"a": prompt(0, 22)}, 3)
+        serve(step).run({"a": prompt(0, 22)}, 3)
     assert step.num_compiled == num_compiled
 
 

@@ -27,6 +27,8 @@ from kvjax.core.spec import AttentionSpec, cdiv
 class ChunkedLocalAttentionSpec(AttentionSpec):
     """K and V of the current chunk."""
 
+    kept_fields: ClassVar[frozenset[str]] = frozenset({"attention_chunk_size"})
+
     attention_chunk_size: int
 
     def __post_init__(self) -> None:

@@ -57,6 +57,11 @@ class LatentSpec(KVCacheSpec):
         return
 
     @property
+    def entry_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """One vector."""
+        return ((self.head_size,),)
+
+    @property
     def page_size_bytes(self) -> int:
         """The vectors of a page, rounded up to `page_alignment`."""
         num_bytes = self.states_per_block * self.head_size * dtype_bits(self.dtype) // 8
@@ -90,6 +95,8 @@ class MLAAttentionSpec(LatentSpec):
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowMLASpec(LatentSpec):
     """Latent vectors of the last `sliding_window` tokens."""
+
+    kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
 
     sliding_window: int
 

@@ -69,6 +69,11 @@ class RecurrentSpec(KVCacheSpec):
         return self
 
     @property
+    def entry_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """None: a page is one state."""
+        return ()
+
+    @property
     def tokens_per_state(self) -> int:
         """1: a state is not divided among tokens."""
         return 1

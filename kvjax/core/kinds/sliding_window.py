@@ -27,6 +27,8 @@ from kvjax.core.spec import AttentionSpec, cdiv
 class SlidingWindowSpec(AttentionSpec):
     """K and V of the last `sliding_window` tokens."""
 
+    kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
+
     sliding_window: int
 
     def __post_init__(self) -> None:

@@ -1,0 +1,78 @@
+"""Attention over K and V per head: the step's are written into the layer's pages, then all queries attend.
+
+Flow:    q, k, v of a layer + LayerStep -> [attend_kv] -> attention outputs, the layer's pages
+Source:  pallas_kernels.ragged_paged_attention
+"""
+
+from __future__ import annotations
+
+import jax
+
+from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.layer_step import WHOLE, LayerStep
+from kvjax.device.pages import Column
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+
+def attend_kv(
+    layer: LayerStep,
+    q: jax.Array,  # [T, num_q_heads, head_dim]
+    k: jax.Array | None,  # [T, num_kv_heads, head_dim]; None: the pages hold them already
+    v: jax.Array | None,  # [T, num_kv_heads, head_dim_v], likewise
+    options: AttentionOptions,
+) -> tuple[jax.Array, Column]:
+    """[T, num_q_heads, head_dim_v] and the pages; each device attends with its own heads.
+
+    Raises:
+        ValueError: shapes are not the spec's, or the options look further back than the layer's group keeps.
+        NotImplementedError: the layer's pages do not hold K and V.
+    """
+    num_kv_heads = _check(layer, q, k, v)
+    layer.check_visible(options)
+    per_head = {"sinks": options.sinks, "k_scale": options.k_scale, "v_scale": options.v_scale}
+
+    def attend(q, k, v, pages, per_head, tables, slot_mapping):  # type: ignore[no-untyped-def]
+        result = ragged_paged_attention(
+            q,
+            pages,
+            *tables,
+            new_kv=None if k is None else (k, v),
+            slot_mapping=None if k is None else slot_mapping,
+            sm_scale=options.sm_scale,
+            sliding_window=options.sliding_window,
+            attention_chunk_size=options.attention_chunk_size,
+            num_sink_tokens=options.num_sink_tokens,
+            soft_cap=options.soft_cap,
+            num_kv_heads=num_kv_heads // layer.placement.num_shards,
+            backend=layer.backend,
+            **per_head,
+        )
+        return result.out, result.pages
+
+    heads = layer.heads(3, 1)
+    page_specs = tuple(layer.heads(array.ndim, 2) for array in layer.pages)
+    per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
+    in_specs = (heads, heads, heads, page_specs, per_head_specs, WHOLE, WHOLE)
+    attend_on_each = layer.per_device(attend, in_specs, (heads, page_specs))
+    out, pages = attend_on_each(q, k, v, layer.pages, per_head, layer.tables, layer.group.slot_mapping)
+    return out, pages
+
+
+def _check(layer: LayerStep, q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> int:
+    """KV heads of the layer, whose arrays fit its spec."""
+    shapes = layer.spec.entry_shapes
+    if len(shapes) != 2:
+        raise NotImplementedError(f"layer {layer.name!r}: expected a cache of K and V, got {layer.spec.kind}")
+    num_kv_heads, head_dim = shapes[0]
+    if k is not None and v is not None and (k.shape[1:], v.shape[1:]) != shapes:
+        raise ValueError(
+            f"layer {layer.name!r}: expected K and V of {shapes} a token, got {k.shape[1:]} and {v.shape[1:]}"
+        )
+    if q.shape[1] % num_kv_heads or q.shape[2] != head_dim:
+        raise ValueError(
+            f"layer {layer.name!r}: expected queries of {num_kv_heads} * n heads of {head_dim}, got {q.shape[1:]}"
+        )
+    return num_kv_heads
+
+
+__all__ = ["attend_kv"]

@@ -1,0 +1,78 @@
+"""One layer in one step: its spec, its pages, and where the step's tokens stand in its group.
+
+Flow:    PagedKVCache -> [LayerStep] -> attend_kv, attend_latent, update_states, ... -> output, pages of the layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import PartitionSpec
+
+from kvjax.core.spec import KVCacheSpec
+from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.batch import Array, DeviceBatch, DeviceGroup
+from kvjax.device.pages import Column
+from kvjax.device.placement import Placement
+
+# block_tables int32[S, P], seq_lens int32[S], query_start_loc int32[S + 1], distribution int32[3]
+StepTables: TypeAlias = tuple[Array, Array, Array, Array]
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """What a way of attending gets. Made inside the traced step, once per call of a layer."""
+
+    name: str
+    spec: KVCacheSpec
+    pages: Column
+    page_size: int  # entries of a page
+    batch: DeviceBatch
+    group: DeviceGroup
+    placement: Placement
+    backend: str
+
+    @property
+    def tables(self) -> StepTables:
+        """Whose tokens are new, and where all of them lie: the arguments that every attention op takes."""
+        return (self.group.block_tables, self.group.seq_lens, self.batch.query_start_loc, self.batch.distribution)
+
+    def per_device(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` run once per device of the placement on its parts of the arrays."""
+        return self.placement.shard_map(function, in_specs, out_specs)
+
+    def heads(self, rank: int, head_dim: int) -> PartitionSpec:
+        """Of an array of `rank` dimensions with heads in dimension `head_dim`."""
+        return self.placement.head_spec(rank, head_dim)
+
+    def per_head(self, x: jax.Array | None) -> PartitionSpec | None:
+        """Of an optional scalar or array of one number a head."""
+        if x is None:
+            return None
+        return PartitionSpec() if x.ndim == 0 else self.heads(1, 0)
+
+    def check_visible(self, options: AttentionOptions) -> None:
+        """Raises ValueError where a query would see tokens whose blocks the layer's group frees."""
+        kept = {name: getattr(self.spec, name) for name in self.spec.kept_fields}
+        window, chunk = kept.get("sliding_window"), kept.get("attention_chunk_size")
+        if window is not None and (options.sliding_window is None or options.sliding_window > window):
+            raise ValueError(
+                f"layer {self.name!r}: keeps a window of {window} tokens, asked for {options.sliding_window}"
+            )
+        if chunk is not None and (options.attention_chunk_size is None or chunk % options.attention_chunk_size):
+            raise ValueError(
+                f"layer {self.name!r}: keeps chunks of {chunk} tokens, asked for {options.attention_chunk_size}"
+            )
+        first = kept.get("num_sink_tokens", 0)
+        if kept and options.num_sink_tokens > first:
+            raise ValueError(
+                f"layer {self.name!r}: keeps the first {first} tokens, asked for {options.num_sink_tokens}"
+            )
+
+
+WHOLE = PartitionSpec()  # the same on every device
+
+__all__ = ["WHOLE", "LayerStep", "StepTables"]
