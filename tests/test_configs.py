@@ -37,13 +37,25 @@ PLANNED = {  # layers, caches of their own, longest request, dtype of the cache
     "deepseek-v4-pro": (61, 61 + 61 + 30 + 61 + 30, 1_048_576, "float8_e4m3fn"),
     "gemma-3n-e4b": (35, 20, 32_768, "bfloat16"),
     "gpt-oss-120b": (36, 36, 131_072, "bfloat16"),
-    "jamba-1.5-large": (72, 72, 262_144, "bfloat16"),
-    "jamba-1.5-mini": (32, 32, 262_144, "bfloat16"),
     "llama-4-maverick": (48, 48, 1_048_576, "bfloat16"),
     "llama-4-scout": (48, 48, 10_485_760, "bfloat16"),
     "qwen3-next-80b-a3b": (48, 48, 262_144, "bfloat16"),
     "whisper-large-v3": (32, 64, 448, "float16"),
 }
+
+
+HYBRID = {  # layers, longest request, what a token's cache is made of
+    "jamba-1.5-large": (72, 262_144, "8 KV heads of 128, 63 layers with states"),
+    "jamba-1.5-mini": (32, 262_144, "8 KV heads of 128, 28 layers with states"),
+}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_models_with_recurrent_layers_have_a_cache_in_each(name: str) -> None:
+    model = load_model_config(name)
+    assert (model.num_layers, model.max_model_len, model.cache_words) == HYBRID[name]
+    assert len(model.kv_cache_specs()) == model.num_layers
+    assert model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -75,7 +87,7 @@ def test_windows_and_rotary_embeddings_of_gemma_alternate() -> None:
 
 
 def test_nothing_else_is_shipped() -> None:
-    assert known_models() == sorted([*SHAPES, *PLANNED])
+    assert known_models() == sorted([*SHAPES, *PLANNED, *HYBRID])
 
 
 def test_unknown_models_are_listed() -> None:

@@ -16,6 +16,7 @@ from kvjax.errors import ConfigError
 from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING
 from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
 from kvjax.models.configs.keys import ConfigKeys, text_keys
+from kvjax.models.configs.states import StateShapes
 from kvjax.models.hf_planned_keys import (
     DECODER_KEYS,
     DEEPSEEK_KEYS,
@@ -23,7 +24,6 @@ from kvjax.models.hf_planned_keys import (
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
     GPT_OSS_KEYS,
-    JAMBA_KEYS,
     LLAMA4_KEYS,
     QWEN3_NEXT_KEYS,
     WHISPER_KEYS,
@@ -35,7 +35,6 @@ from kvjax.models.planned import (
     EncoderDecoderModel,
     LatentModel,
     PlannedModel,
-    StateShapes,
 )
 
 
@@ -134,23 +133,6 @@ def _parse_gemma3n(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     )
 
 
-def _parse_jamba(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """Attention every `attn_layer_period` layers, Mamba 1 between; states in the model's dtype."""
-    sizes = _sizes(keys)
-    period, offset = keys.take_int("attn_layer_period"), keys.take_index("attn_layer_offset")
-    inner = keys.take_int("mamba_expand") * keys.take_int("hidden_size")
-    shapes = ((inner, keys.take_int("mamba_d_conv") - 1), (inner, keys.take_int("mamba_d_state")))
-    if keys.take("sliding_window", None) is not None:
-        raise ConfigError(f"{keys.where}: expected 'sliding_window' to be null, got {keys.take('sliding_window')!r}")
-    return AttentionModel(
-        **common,
-        **sizes,
-        **_heads(keys),
-        layer_types=tuple(FULL if i % period == offset else RECURRENT for i in range(sizes["num_layers"])),
-        state=StateShapes(shapes, (common["dtype"],) * 2),
-    )
-
-
 def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     """Attention every `full_attention_interval` layers, gated delta nets between; states in the model's dtype."""
     sizes = _sizes(keys)
@@ -165,7 +147,7 @@ def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
         **sizes,
         **_heads(keys),
         layer_types=keys.take_layer_types(default, (FULL, RECURRENT)),
-        state=StateShapes(shapes, (common["dtype"],) * 2),
+        state=StateShapes(shapes, (None, None)),
     )
 
 
@@ -216,7 +198,6 @@ PLANNED_ARCHITECTURES: dict[str, _Planned] = {
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
     ),
     "GptOssForCausalLM": _Planned(_parse_gpt_oss, DECODER_KEYS | GPT_OSS_KEYS),
-    "JambaForCausalLM": _Planned(_parse_jamba, DECODER_KEYS | JAMBA_KEYS),
     "Llama4ForConditionalGeneration": _Planned(_parse_llama4, DECODER_KEYS | LLAMA4_KEYS, has_text_config=True),
     "Qwen3NextForCausalLM": _Planned(
         _parse_qwen3_next, DECODER_KEYS | QWEN3_NEXT_KEYS, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
