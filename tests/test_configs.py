@@ -19,6 +19,11 @@ SHAPES = {  # layers, KV heads, head size, full-attention layers, window
     "qwen3-235b-a22b": (94, 4, 128, 94, None),
     "qwen3-vl-235b-a22b": (94, 4, 128, 94, None),
     "gemma-3-27b": (62, 16, 128, 10, 1_024),
+    "gemma-2-9b": (42, 8, 256, 21, 4_096),
+    "mistral-7b": (32, 8, 128, 0, 4_096),
+    "mixtral-8x7b": (32, 8, 128, 32, None),
+    "phi-3-mini-4k": (32, 32, 96, 0, 2_047),
+    "qwen2.5-7b": (28, 4, 128, 28, None),
 }
 SIZES = {  # query heads, hidden and MLP size, vocabulary, longest request, rotary base
     "llama-3-8b": (32, 4_096, 14_336, 128_256, 8_192, 500_000),
@@ -27,6 +32,11 @@ SIZES = {  # query heads, hidden and MLP size, vocabulary, longest request, rota
     "qwen3-235b-a22b": (64, 4_096, 12_288, 151_936, 40_960, 1_000_000),
     "qwen3-vl-235b-a22b": (64, 4_096, 12_288, 151_936, 262_144, 5_000_000),
     "gemma-3-27b": (32, 5_376, 21_504, 262_208, 131_072, 1_000_000),
+    "gemma-2-9b": (16, 3_584, 14_336, 256_000, 8_192, 10_000),
+    "mistral-7b": (32, 4_096, 14_336, 32_000, 32_768, 10_000),
+    "mixtral-8x7b": (32, 4_096, 14_336, 32_000, 32_768, 1_000_000),
+    "phi-3-mini-4k": (32, 3_072, 8_192, 32_064, 4_096, 10_000),
+    "qwen2.5-7b": (28, 3_584, 18_944, 152_064, 32_768, 1_000_000),
 }
 
 
@@ -36,13 +46,25 @@ CACHES = {  # layers, caches of their own, longest request, dtype of the cache
     "deepseek-v4-pro": (61, 61 + 61 + 30 + 61 + 30, 1_048_576, "float8_e4m3fn"),
     "gemma-3n-e4b": (35, 20, 32_768, "bfloat16"),
     "gpt-oss-120b": (36, 36, 131_072, "bfloat16"),
-    "jamba-1.5-large": (72, 72, 262_144, "bfloat16"),
-    "jamba-1.5-mini": (32, 32, 262_144, "bfloat16"),
     "llama-4-maverick": (48, 48, 1_048_576, "bfloat16"),
     "llama-4-scout": (48, 48, 10_485_760, "bfloat16"),
     "qwen3-next-80b-a3b": (48, 48, 262_144, "bfloat16"),
     "whisper-large-v3": (32, 64, 448, "float16"),
 }
+
+
+HYBRID = {  # layers, longest request, what a token's cache is made of
+    "jamba-1.5-large": (72, 262_144, "8 KV heads of 128, 63 layers with states"),
+    "jamba-1.5-mini": (32, 262_144, "8 KV heads of 128, 28 layers with states"),
+}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_models_with_recurrent_layers_have_a_cache_in_each(name: str) -> None:
+    model = load_model_config(name)
+    assert (model.num_layers, model.max_model_len, model.cache_words) == HYBRID[name]
+    assert len(model.kv_cache_specs()) == model.num_layers
+    assert model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -73,7 +95,7 @@ def test_windows_and_rotary_embeddings_of_gemma_alternate() -> None:
 
 
 def test_nothing_else_is_shipped() -> None:
-    assert known_models() == sorted([*SHAPES, *CACHES])
+    assert known_models() == sorted([*SHAPES, *CACHES, *HYBRID])
 
 
 def test_unknown_models_are_listed() -> None:
@@ -135,7 +157,7 @@ def test_unknown_keys_of_a_planned_model_are_refused(tmp_path: Path, name: str) 
 def test_unknown_architectures_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"architectures": ["BertModel"]}')
-    with pytest.raises(ConfigError, match=r"the architectures Gemma.*, Llama.*, DeepseekV3.*, got \['BertModel'\]"):
+    with pytest.raises(ConfigError, match=r"the architectures Deepseek.*, Llama.*, Qwen.*, got \['BertModel'\]"):
         load_model_config(file)
 
 

@@ -56,6 +56,11 @@ class PagedKVCache:
         self._owners = dict(kv_cache_config.shared_layers)  # layer without pages of its own -> the layer it reads
 
     @property
+    def backend(self) -> str:
+        """What updates of states pass to the ops of pallas_kernels."""
+        return self._backend
+
+    @property
     def unused_layers(self) -> tuple[str, ...]:
         """Layers of the config that have not attended yet; empty after a whole forward pass."""
         return tuple(name for name in self._config.layer_index if name not in self._attended)

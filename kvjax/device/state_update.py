@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kvjax.device.batch import Array
 from kvjax.device.layer_step import WHOLE, LayerStep
 from kvjax.device.pages import Column
 
@@ -20,11 +20,11 @@ from kvjax.device.pages import Column
 class RecurrentStep(NamedTuple):
     """Where the step's tokens stand and which states they continue, in the order of the ops of `ssm_update`."""
 
-    query_start_loc: Array  # int32[S + 1]
-    distribution: Array  # int32[3]
-    state_read: Array  # int32[S]
-    state_write: Array  # int32[S]
-    has_initial_state: Array  # bool[S]
+    query_start_loc: jax.Array  # int32[S + 1]
+    distribution: jax.Array  # int32[3]
+    state_read: jax.Array  # int32[S]
+    state_write: jax.Array  # int32[S]
+    has_initial_state: jax.Array  # bool[S]
 
 
 # (arrays of the layer's states, step, *inputs) -> (output [T, heads, ...], the arrays with the step's states written)
@@ -56,7 +56,8 @@ def update_states(
     """
     states, batch = layer.group.states, layer.batch
     assert states is not None  # `check_states` comes first
-    step = RecurrentStep(batch.query_start_loc, batch.distribution, states.read, states.write, states.has_initial)
+    arrays_of_step = (batch.query_start_loc, batch.distribution, states.read, states.write, states.has_initial)
+    step = RecurrentStep(*map(jnp.asarray, arrays_of_step))
 
     def checked(states: Column, step: RecurrentStep, inputs: Sequence[jax.Array]) -> tuple[jax.Array, Column]:
         out, after = update(states, step, *inputs)

@@ -16,12 +16,12 @@ from kvjax.errors import ConfigError
 from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING
 from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
 from kvjax.models.configs.keys import ConfigKeys, text_keys
+from kvjax.models.configs.states import StateShapes
 from kvjax.models.hf_planned_keys import (
     DECODER_KEYS,
     DEEPSEEK_V4_KEYS,
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
-    JAMBA_KEYS,
     LLAMA4_KEYS,
     QWEN3_NEXT_KEYS,
     WHISPER_KEYS,
@@ -32,7 +32,6 @@ from kvjax.models.planned import (
     CompressedModel,
     EncoderDecoderModel,
     PlannedModel,
-    StateShapes,
 )
 
 
@@ -118,23 +117,6 @@ def _parse_gemma3n(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     )
 
 
-def _parse_jamba(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """Attention every `attn_layer_period` layers, Mamba 1 between; states in the model's dtype."""
-    sizes = _sizes(keys)
-    period, offset = keys.take_int("attn_layer_period"), keys.take_index("attn_layer_offset")
-    inner = keys.take_int("mamba_expand") * keys.take_int("hidden_size")
-    shapes = ((inner, keys.take_int("mamba_d_conv") - 1), (inner, keys.take_int("mamba_d_state")))
-    if keys.take("sliding_window", None) is not None:
-        raise ConfigError(f"{keys.where}: expected 'sliding_window' to be null, got {keys.take('sliding_window')!r}")
-    return AttentionModel(
-        **common,
-        **sizes,
-        **_heads(keys),
-        layer_types=tuple(FULL if i % period == offset else RECURRENT for i in range(sizes["num_layers"])),
-        state=StateShapes(shapes, (common["dtype"],) * 2),
-    )
-
-
 def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     """Attention every `full_attention_interval` layers, gated delta nets between; states in the model's dtype."""
     sizes = _sizes(keys)
@@ -149,7 +131,7 @@ def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
         **sizes,
         **_heads(keys),
         layer_types=keys.take_layer_types(default, (FULL, RECURRENT)),
-        state=StateShapes(shapes, (common["dtype"],) * 2),
+        state=StateShapes(shapes, (None, None)),
     )
 
 
@@ -193,7 +175,6 @@ PLANNED_ARCHITECTURES: dict[str, _Planned] = {
     "Gemma3nForConditionalGeneration": _Planned(
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
     ),
-    "JambaForCausalLM": _Planned(_parse_jamba, DECODER_KEYS | JAMBA_KEYS),
     "Llama4ForConditionalGeneration": _Planned(_parse_llama4, DECODER_KEYS | LLAMA4_KEYS, has_text_config=True),
     "Qwen3NextForCausalLM": _Planned(
         _parse_qwen3_next, DECODER_KEYS | QWEN3_NEXT_KEYS, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}

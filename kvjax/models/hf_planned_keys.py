@@ -141,20 +141,6 @@ WHISPER_KEYS = frozenset(
         "use_weighted_layer_sum",
     ]
 )
-JAMBA_KEYS = frozenset(
-    [
-        "calc_logits_for_entire_prompt",
-        "expert_layer_offset",
-        "expert_layer_period",
-        "mamba_conv_bias",
-        "mamba_dt_rank",
-        "mamba_inner_layernorms",
-        "mamba_proj_bias",
-        "num_experts",
-        "num_logits_to_keep",
-        "use_mamba_kernels",
-    ]
-)
 QWEN3_NEXT_KEYS = frozenset(
     [
         "decoder_sparse_step",

@@ -7,18 +7,18 @@ Source:  the cache of each layer as vLLM's model files declare it; sizes of Deep
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 from typing import Any, ClassVar
 
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
-from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
-from kvjax.core.spec import KVCacheSpec, cdiv
+from kvjax.core.spec import KVCacheSpec
 from kvjax.models.config import CHUNKED, DEFAULT_BLOCK_SIZE, FULL, RECURRENT, SLIDING
+from kvjax.models.configs.states import StateShapes
 from pallas_kernels.layouts import dtype_bits
 
 FP8 = "float8_e4m3fn"
@@ -48,23 +48,6 @@ class PlannedModel(abc.ABC):
     def shared_layers(self) -> dict[str, str]:
         """Layers that read the pages of another layer, with that layer."""
         return {}
-
-
-@dataclass(frozen=True)
-class StateShapes:
-    """Arrays of a recurrent layer's state; heads, or what tensor parallelism splits, come first."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-
-    def spec(self, block_size: int, attention_bytes: int) -> MambaSpec:
-        """A state per block, of the fewest multiples of `block_size` tokens that take as much in an attention layer.
-
-        vLLM's rule, which keeps a cached state from costing more than the attention of its tokens; `attention_bytes`
-        are those of one token.
-        """
-        state = MambaSpec(block_size=block_size, shapes=self.shapes, dtypes=self.dtypes, mamba_cache_mode="align")
-        return replace(state, block_size=block_size * cdiv(state.state_bytes, block_size * attention_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +83,7 @@ class AttentionModel(PlannedModel):
         full = FullAttentionSpec(**common)
         of_type = {FULL: full} | self._local_specs(common)
         if self.state is not None:
-            of_type[RECURRENT] = self.state.spec(full.block_size, full.page_size_bytes // full.block_size)
+            of_type[RECURRENT] = self.state.spec(full.block_size, full.page_size_bytes // full.block_size, self.dtype)
         return {f"layers.{i}": of_type[kind] for i, kind in enumerate(self.layer_types[: self.num_own_layers])}
 
     def _local_specs(self, common: dict[str, Any]) -> dict[str, KVCacheSpec]:

@@ -40,6 +40,7 @@ _FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family("gemma", "Gemma3Config", "GemmaDecoder"),
     "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),
     "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssDecoder"),
+    "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaDecoder"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaDecoder"),
     "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),

@@ -206,9 +206,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "DeepseekV4ForCausalLM": {"num_hidden_layers": 2, "max_position_embeddings": 64, "head_dim": 512,
                               "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 8,
                               "compress_ratios": [0, 4, 0]},
-    "JambaForCausalLM": {"num_hidden_layers": 4, "max_position_embeddings": 64, "num_attention_heads": 2,
-                         "hidden_size": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_expand": 2,
-                         "mamba_d_conv": 4, "mamba_d_state": 16},
     "Llama4ForConditionalGeneration": {"num_hidden_layers": 8, "max_position_embeddings": 64,
                                        "num_attention_heads": 2, "hidden_size": 8, "attention_chunk_size": 4},
     "Gemma3nForConditionalGeneration": {"num_hidden_layers": 10, "num_attention_heads": 2, "hidden_size": 8,
@@ -226,8 +223,6 @@ def small(name: str, **changes: Any) -> PlannedModel:
 def test_defaults_are_those_of_transformers() -> None:
     kinds = [spec.kind for spec in small("Llama4ForConditionalGeneration").kv_cache_specs().values()]
     assert kinds == (["chunked_local_attention"] * 3 + ["full_attention"]) * 2
-    kinds = [spec.kind for spec in small("JambaForCausalLM").kv_cache_specs().values()]
-    assert kinds == ["mamba", "full_attention"] * 2
     gemma = small("Gemma3nForConditionalGeneration")
     assert (gemma.max_model_len, len(gemma.kv_cache_specs()), gemma.shared_layers["layers.9"]) == (
         32_768,
@@ -246,12 +241,6 @@ def test_defaults_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
-        ("JambaForCausalLM", {"sliding_window": 8}, "here: expected 'sliding_window' to be null, got 8"),
-        (
-            "JambaForCausalLM",
-            {"attn_layer_offset": -1},
-            "'attn_layer_offset' to be an integer >= 0, got -1",
-        ),
         ("DeepseekV4ForCausalLM", {"compress_ratios": [0]}, r"among \[0, 4, 128\] for each of 2 layers, got \[0\]"),
         ("DeepseekV4ForCausalLM", {"compress_ratios": [0, 8]}, r"among \[0, 4, 128\] for each of 2 layers, got \[0, 8"),
         ("DeepseekV4ForCausalLM", {"compress_ratios": "4"}, "'compress_ratios' to be a list of integers >= 0, got '4'"),

@@ -13,10 +13,11 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import ConfigError
-from kvjax.models.config import CHUNKED, FULL, SLIDING
+from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING
 from kvjax.models.configs.decoder import DecoderConfig, take_sizes
 from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.rope import RopeConfig
+from kvjax.models.configs.states import StateShapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +28,12 @@ class AttentionDecoderConfig(DecoderConfig):
     num_kv_heads: int
     head_dim: int
     sm_scale: float
-    layer_types: tuple[str, ...]  # per layer: FULL, SLIDING or CHUNKED
-    rope: RopeConfig
+    layer_types: tuple[str, ...]  # per layer: FULL, SLIDING, CHUNKED or RECURRENT
+    rope: RopeConfig | None
     rope_local: RopeConfig | None = None  # of layers that do not see all; None: as the others
     sliding_window: int | None = None  # tokens that a sliding layer sees, itself included
     attention_chunk_size: int | None = None
+    state: StateShapes | None = None  # of recurrent layers
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # queries and keys are normed per head
@@ -46,14 +48,17 @@ class AttentionDecoderConfig(DecoderConfig):
             )
         if len(self.layer_types) != self.num_layers:
             raise ConfigError(f"expected {self.num_layers} layer_types, got {len(self.layer_types)}")
-        for kind, key in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+        of_kinds = ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size"), (RECURRENT, "state"))
+        for kind, key in of_kinds:
             if kind in self.layer_types and getattr(self, key) is None:
                 raise ConfigError(f"expected a {key}, since layer_types has {kind} layers; got none")
 
     @property
     def cache_words(self) -> str:
-        """Heads of a layer."""
-        return f"{self.num_kv_heads} KV heads of {self.head_dim}"
+        """Heads of a layer, and how many layers have states instead."""
+        num_recurrent = self.layer_types.count(RECURRENT)
+        states = f", {num_recurrent} layers with states" if num_recurrent else ""
+        return f"{self.num_kv_heads} KV heads of {self.head_dim}{states}"
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Rotary embedding of layer `layer`; None: it has none."""
@@ -83,7 +88,10 @@ class AttentionDecoderConfig(DecoderConfig):
             return SlidingWindowSpec(**common, sliding_window=self.sliding_window)
         if layer_type == CHUNKED and self.attention_chunk_size is not None:
             return ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.attention_chunk_size)
-        return FullAttentionSpec(**common)
+        full = FullAttentionSpec(**common)
+        if layer_type == RECURRENT and self.state is not None:
+            return self.state.spec(full.block_size, full.page_size_bytes // full.block_size, self.dtype)
+        return full
 
     def check_split(self, num_shards: int) -> None:
         """Raises ValueError where query heads or feed-forward columns do not divide over `num_shards` devices."""
@@ -92,8 +100,8 @@ class AttentionDecoderConfig(DecoderConfig):
                 raise ValueError(f"expected {name} to divide over {num_shards} devices, got {count}")
 
     def splits_cache(self, num_shards: int) -> bool:
-        """Whether every device can have whole KV heads."""
-        return self.num_kv_heads % num_shards == 0
+        """Whether every device can have whole KV heads, and whole heads or channels of states."""
+        return self.num_kv_heads % num_shards == 0 and (self.state is None or self.state.splits(num_shards))
 
 
 def take_decoder_fields(keys: ConfigKeys, *, activation_key: str = "hidden_act") -> dict[str, Any]:

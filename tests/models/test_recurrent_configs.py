@@ -1,0 +1,67 @@
+"""Configs of families with recurrent layers: which layers are which, what is refused, what their states are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvjax.core import MambaSpec
+from kvjax.errors import ConfigError
+from kvjax.models import ModelConfig
+from kvjax.models.configs.states import StateShapes
+from tests.models.recurrent_models import config_dict
+
+
+def parse(name: str, **changes: Any) -> Any:
+    """The config of a small model, changed."""
+    return ModelConfig.from_dict(config_dict(name, **changes), where="here")
+
+
+def kinds(name: str, **changes: Any) -> list[str]:
+    """The kind of each layer's cache."""
+    return [spec.kind for spec in parse(name, **changes).kv_cache_specs().values()]
+
+
+def test_layers_of_jamba_attend_and_have_experts_once_in_a_period() -> None:
+    assert kinds("jamba", num_hidden_layers=5) == ["mamba", "full_attention", "mamba", "mamba", "full_attention"]
+    assert parse("jamba", num_hidden_layers=5).expert_layers == (False, True, False, True, False)
+    assert not any(parse("jamba", num_experts=1, num_experts_per_tok=1).expert_layers)
+    defaults = parse("jamba", num_hidden_layers=16, attn_layer_period=..., attn_layer_offset=...)
+    assert [i for i, kind in enumerate(defaults.layer_types) if kind == "full_attention"] == [4, 12]
+
+
+def test_a_rank_of_auto_is_a_sixteenth_of_the_hidden_size() -> None:
+    ranks = [
+        parse("jamba", **changes).mamba.dt_rank for changes in ({}, {"mamba_dt_rank": "auto"}, {"mamba_dt_rank": 5})
+    ]
+    assert ranks == [2, 2, 5]
+
+
+def test_states_are_in_the_dtype_of_the_weights_whatever_that_of_k_and_v() -> None:
+    spec = parse("jamba", dtype="bfloat16").kv_cache_specs(8, "float32")["layers.0"]
+    assert isinstance(spec, MambaSpec)
+    assert spec.state_dtypes == ("bfloat16", "bfloat16")
+
+
+def test_states_split_where_all_devices_have_whole_units() -> None:
+    """Heads that share inputs stay together, and every array splits by its first dimension."""
+    states = StateShapes(((12, 3), (8, 4, 4)), (None, None))
+    assert [n for n in range(1, 13) if states.splits(n)] == [1, 2, 4]
+    assert [n for n in range(1, 13) if StateShapes(states.shapes, states.dtypes, num_units=2).splits(n)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("jamba", {"sliding_window": 8}, "here: expected 'sliding_window' to be null or false, got 8"),
+        ("jamba", {"attn_layer_offset": -1}, "'attn_layer_offset' to be an integer >= 0, got -1"),
+        ("jamba", {"hidden_act": "gelu"}, "here: expected 'hidden_act' among silu, got 'gelu'"),
+        ("jamba", {"mamba_inner_layernorms": False}, "here: expected 'mamba_inner_layernorms' to be true, got false"),
+        ("jamba", {"mamba_dt_rank": "most"}, "'mamba_dt_rank' to be a positive integer, got 'most'"),
+        ("jamba", {"num_experts_per_tok": 5}, r"here: expected num_experts_per_tok in \[1, 4\], got 5"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(name: str, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        parse(name, **changes)
