@@ -30,6 +30,7 @@ class ModelConfig(abc.ABC):
 
     default_block_size: ClassVar[int] = DEFAULT_BLOCK_SIZE
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
+    outer_keys: ClassVar[tuple[str, ...]] = ()  # read beside those of `text_config`
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
 
     architecture: str

@@ -25,7 +25,7 @@ from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
 from kvjax.models.config import ModelConfig
 from kvjax.models.configs.keys import WEIGHT_DTYPES
-from kvjax.models.layers.decoder import Decoder
+from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
 from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
@@ -37,7 +37,7 @@ class LoadedModel:
     """A decoder ready to run, its weights in `config.dtype`; `tokenizer` is None where the folder has none."""
 
     config: ModelConfig
-    module: Decoder
+    module: LanguageModel
     tokenizer: Tokenizer | None
 
 
@@ -118,7 +118,7 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _match_tensors(
     params: list[tuple[ParamPath, tuple[int, ...]]],  # path and shape of every parameter
     tensors: dict[str, Any],
-    module: Decoder,
+    module: LanguageModel,
     folder: Path,
 ) -> dict[ParamPath, TensorSource]:
     """The source of every parameter.
@@ -143,7 +143,7 @@ def _match_tensors(
     return sources
 
 
-def _surplus(tensors: dict[str, Any], known: set[str], module: Decoder) -> Iterator[str]:
+def _surplus(tensors: dict[str, Any], known: set[str], module: LanguageModel) -> Iterator[str]:
     """Names that the model has no place for, in order; a tied head's copy and rotary tables are not among them."""
     for name in sorted(set(tensors) - known):
         is_tied_head = module.config.tie_word_embeddings and name.endswith("lm_head.weight")
