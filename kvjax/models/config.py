@@ -30,6 +30,7 @@ class ModelConfig(abc.ABC):
 
     default_block_size: ClassVar[int] = DEFAULT_BLOCK_SIZE
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
+    outer_keys: ClassVar[tuple[str, ...]] = ()  # read beside those of `text_config`
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
 
     architecture: str
@@ -53,6 +54,11 @@ class ModelConfig(abc.ABC):
     def shared_layers(self) -> dict[str, str]:
         """Layers that read the pages of another layer, with that layer."""
         return {}
+
+    @property
+    def ignored_tensors(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that no layer of this config has."""
+        return ()
 
     def check_split(self, num_shards: int) -> None:
         """Raises ValueError where the model does not split over `num_shards` devices."""

@@ -24,13 +24,11 @@ from kvjax.models.hf_planned_keys import (
     GEMMA3N_OUTER_KEYS,
     LLAMA4_KEYS,
     QWEN3_NEXT_KEYS,
-    WHISPER_KEYS,
 )
 from kvjax.models.planned import (
     FP8,
     AttentionModel,
     CompressedModel,
-    EncoderDecoderModel,
     PlannedModel,
 )
 
@@ -156,18 +154,6 @@ def _parse_deepseek_v4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel
     )
 
 
-def _parse_whisper(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    num_heads = keys.take_int("decoder_attention_heads")
-    return EncoderDecoderModel(
-        **common,
-        num_layers=keys.take_int("decoder_layers"),
-        max_model_len=keys.take_int("max_target_positions"),
-        num_kv_heads=num_heads,
-        head_dim=max(keys.take_int("d_model") // num_heads, 1),
-        max_num_encoder_tokens=keys.take_int("max_source_positions"),
-    )
-
-
 _GEMMA3N_DEFAULTS = {"num_kv_shared_layers": 15, "sliding_window": 512, "max_position_embeddings": 32_768}
 
 PLANNED_ARCHITECTURES: dict[str, _Planned] = {
@@ -179,5 +165,4 @@ PLANNED_ARCHITECTURES: dict[str, _Planned] = {
     "Qwen3NextForCausalLM": _Planned(
         _parse_qwen3_next, DECODER_KEYS | QWEN3_NEXT_KEYS, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
     ),
-    "WhisperForConditionalGeneration": _Planned(_parse_whisper, DECODER_KEYS | WHISPER_KEYS),
 }

@@ -109,38 +109,6 @@ GEMMA3N_OUTER_KEYS = frozenset(
         "vision_soft_tokens_per_image",
     ]
 )
-WHISPER_KEYS = frozenset(
-    [
-        "activation_dropout",
-        "activation_function",
-        "apply_spec_augment",
-        "begin_suppress_tokens",
-        "classifier_proj_size",
-        "decoder_ffn_dim",
-        "decoder_layerdrop",
-        "decoder_start_token_id",
-        "dropout",
-        "encoder_attention_heads",
-        "encoder_ffn_dim",
-        "encoder_layerdrop",
-        "encoder_layers",
-        "forced_decoder_ids",
-        "init_std",
-        "mask_feature_length",
-        "mask_feature_min_masks",
-        "mask_feature_prob",
-        "mask_time_length",
-        "mask_time_min_masks",
-        "mask_time_prob",
-        "max_length",
-        "median_filter_width",
-        "num_hidden_layers",
-        "num_mel_bins",
-        "scale_embedding",
-        "suppress_tokens",
-        "use_weighted_layer_sum",
-    ]
-)
 QWEN3_NEXT_KEYS = frozenset(
     [
         "decoder_sparse_step",

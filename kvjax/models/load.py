@@ -24,7 +24,7 @@ from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
 from kvjax.models.config import ModelConfig
 from kvjax.models.configs.keys import WEIGHT_DTYPES
-from kvjax.models.layers.decoder import Decoder
+from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
 from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
@@ -56,7 +56,7 @@ class LoadedModel:
     """A decoder ready to run, its weights in `config.dtype`; `tokenizer` is None where the folder has none."""
 
     config: ModelConfig
-    module: Decoder
+    module: LanguageModel
     tokenizer: Tokenizer | None
 
 
@@ -119,7 +119,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _open_tensors(folder: Path, module: Decoder, stack: ExitStack) -> dict[str, _Stored]:
+def _open_tensors(folder: Path, module: LanguageModel, stack: ExitStack) -> dict[str, _Stored]:
     """Every tensor by the name that the model has for it; `stack` closes their files.
 
     Raises:
@@ -147,7 +147,7 @@ def _open_tensors(folder: Path, module: Decoder, stack: ExitStack) -> dict[str, 
 def _match_tensors(
     params: list[tuple[ParamPath, tuple[int, ...]]],  # path and shape of every parameter
     tensors: dict[str, _Stored],
-    module: Decoder,
+    module: LanguageModel,
     folder: Path,
 ) -> dict[ParamPath, TensorSource]:
     """The source of every parameter.
@@ -172,7 +172,7 @@ def _match_tensors(
     return sources
 
 
-def _surplus(tensors: dict[str, _Stored], known: set[str], module: Decoder) -> Iterator[str]:
+def _surplus(tensors: dict[str, _Stored], known: set[str], module: LanguageModel) -> Iterator[str]:
     """Names that the model has no place for, in order; a tied head's copy and rotary tables are not among them."""
     ignored = (*module.ignored_tensors, *module.config.ignored_tensors)
     for name in sorted(set(tensors) - known):

@@ -12,7 +12,6 @@ from math import lcm
 from typing import Any, ClassVar
 
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
-from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
@@ -103,32 +102,7 @@ class AttentionModel(PlannedModel):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderDecoderModel(PlannedModel):
-    """Decoder layers with full self-attention and cross attention to at most `max_num_encoder_tokens` tokens."""
-
-    num_kv_heads: int
-    head_dim: int
-    max_num_encoder_tokens: int
-
-    @property
-    def cache_words(self) -> str:
-        """Heads of a layer, and what the encoder makes."""
-        return f"{self.num_kv_heads} KV heads of {self.head_dim}, {self.max_num_encoder_tokens:,} encoder tokens"
-
-    def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
-        """Caches of the decoder layers, `layers.{i}.self` and `layers.{i}.cross`."""
-        common = _attention_fields(self, block_size, dtype)
-        cross = CrossAttentionSpec(**common, max_num_encoder_tokens=self.max_num_encoder_tokens)
-        specs: dict[str, KVCacheSpec] = {
-            f"layers.{i}.self": FullAttentionSpec(**common) for i in range(self.num_layers)
-        }
-        return specs | {f"layers.{i}.cross": cross for i in range(self.num_layers)}
-
-
-def _attention_fields(
-    model: AttentionModel | EncoderDecoderModel, block_size: int | None, dtype: str | None
-) -> dict[str, Any]:
+def _attention_fields(model: AttentionModel, block_size: int | None, dtype: str | None) -> dict[str, Any]:
     """Fields that every attention spec of the model has."""
     return {
         "block_size": block_size or model.default_block_size,

@@ -1,6 +1,6 @@
 """Which config class and which decoder an architecture of config.json has. A new family is an entry here.
 
-Flow:    config.json -> [parse_config] -> ModelConfig -> [build_model] -> Decoder
+Flow:    config.json -> [parse_config] -> ModelConfig -> [build_model] -> LanguageModel
 
 Configs need no jax; a decoder's module is loaded when one is built.
 """
@@ -20,7 +20,7 @@ from kvjax.models.configs.keys import ConfigKeys, text_keys
 if TYPE_CHECKING:
     from flax import nnx
 
-    from kvjax.models.layers.decoder import Decoder
+    from kvjax.models.layers.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,11 @@ _FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
     "Qwen3ForCausalLM": Family("qwen3", "Qwen3Config", "Qwen3Decoder"),
     "Qwen3MoeForCausalLM": Family("qwen3", "Qwen3MoeConfig", "Qwen3MoeDecoder"),
-    "Qwen3VLForConditionalGeneration": Family("qwen3", "Qwen3Config", None, has_text_config=True),
-    "Qwen3VLMoeForConditionalGeneration": Family("qwen3", "Qwen3MoeConfig", None, has_text_config=True),
+    "Qwen3VLForConditionalGeneration": Family("qwen3_vl", "Qwen3VLConfig", "Qwen3VLDecoder", has_text_config=True),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "qwen3_vl", "Qwen3VLMoeConfig", "Qwen3VLMoeDecoder", has_text_config=True
+    ),
+    "WhisperForConditionalGeneration": Family("whisper", "WhisperConfig", "WhisperDecoder"),
 }
 ARCHITECTURES = tuple(_FAMILIES)
 RUNNING_ARCHITECTURES = tuple(name for name, family in _FAMILIES.items() if family.decoder is not None)
@@ -63,7 +66,7 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     family = _FAMILIES[names[0]]
     config_class = getattr(importlib.import_module(f"kvjax.models.configs.{family.module}"), family.config)
     if family.has_text_config:
-        keys = text_keys(data, config_class.defaults, where, INFORMATIONAL_OUTER_KEYS)
+        keys = text_keys(data, config_class.defaults, where, INFORMATIONAL_OUTER_KEYS, config_class.outer_keys)
     else:
         keys = ConfigKeys(data, config_class.defaults, where)
     try:
@@ -76,7 +79,7 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     return config
 
 
-def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) -> Decoder:
+def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) -> LanguageModel:
     """A model of random weights.
 
     Raises:
@@ -89,5 +92,5 @@ def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) 
             "it can be planned for but not run"
         )
     decoder_class = getattr(importlib.import_module(f"kvjax.models.decoders.{family.module}"), family.decoder)
-    decoder: Decoder = decoder_class(config, dtype=dtype, rngs=rngs)
+    decoder: LanguageModel = decoder_class(config, dtype=dtype, rngs=rngs)
     return decoder

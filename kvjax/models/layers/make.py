@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models.layers.linear import Linear
-from kvjax.models.layers.norm import RMSNorm
+from kvjax.models.layers.norm import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Make:
     def norm(self, size: int, *, eps: float, offset: float = 0.0) -> RMSNorm:
         """An RMSNorm over `size` dimensions."""
         return RMSNorm(size, eps=eps, offset=offset, dtype=self.dtype)
+
+    def layer_norm(self, size: int, *, eps: float) -> LayerNorm:
+        """A LayerNorm over `size` dimensions."""
+        return LayerNorm(size, eps=eps, dtype=self.dtype)
 
     def embedding(self, num_rows: int, size: int) -> nnx.Embed:
         """A table of `num_rows` vectors."""
