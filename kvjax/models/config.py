@@ -31,6 +31,7 @@ class ModelConfig(abc.ABC):
     default_block_size: ClassVar[int] = DEFAULT_BLOCK_SIZE
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
+    ignored_outer_keys: ClassVar[frozenset[str]] = frozenset()  # likewise, beside `text_config`
 
     architecture: str
     num_layers: int
