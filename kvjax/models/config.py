@@ -32,6 +32,7 @@ class ModelConfig(abc.ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
     outer_keys: ClassVar[tuple[str, ...]] = ()  # read beside those of `text_config`
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
+    ignored_outer_keys: ClassVar[frozenset[str]] = frozenset()  # likewise, beside `text_config`
 
     architecture: str
     num_layers: int

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvjax.errors import ConfigError
-from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING
+from kvjax.models.config import FULL, RECURRENT, SLIDING
 from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
 from kvjax.models.configs.keys import ConfigKeys, text_keys
 from kvjax.models.configs.states import StateShapes
@@ -22,7 +22,6 @@ from kvjax.models.hf_planned_keys import (
     DEEPSEEK_V4_KEYS,
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
-    LLAMA4_KEYS,
     QWEN3_NEXT_KEYS,
 )
 from kvjax.models.planned import (
@@ -76,23 +75,6 @@ def _heads(keys: ConfigKeys) -> dict[str, Any]:
         "num_kv_heads": keys.take_int("num_key_value_heads", num_q_heads),
         "head_dim": keys.take_int("head_dim", head_dim),
     }
-
-
-def _parse_llama4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """Layers with rotary embeddings see their chunk only; every fourth has none and sees all."""
-    sizes = _sizes(keys)
-    interval = keys.take_int("no_rope_layer_interval", 4)
-    has_rope = keys.take("no_rope_layers", None) or [(i + 1) % interval for i in range(sizes["num_layers"])]
-    default = tuple(CHUNKED if rope else FULL for rope in has_rope)
-    if len(default) != sizes["num_layers"]:
-        raise ConfigError(f"{keys.where}: expected {sizes['num_layers']} no_rope_layers, got {len(default)}")
-    return AttentionModel(
-        **common,
-        **sizes,
-        **_heads(keys),
-        layer_types=keys.take_layer_types(default, (FULL, CHUNKED)),
-        attention_chunk_size=keys.take_int("attention_chunk_size"),
-    )
 
 
 def _parse_gemma3n(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
@@ -161,7 +143,6 @@ PLANNED_ARCHITECTURES: dict[str, _Planned] = {
     "Gemma3nForConditionalGeneration": _Planned(
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
     ),
-    "Llama4ForConditionalGeneration": _Planned(_parse_llama4, DECODER_KEYS | LLAMA4_KEYS, has_text_config=True),
     "Qwen3NextForCausalLM": _Planned(
         _parse_qwen3_next, DECODER_KEYS | QWEN3_NEXT_KEYS, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
     ),

@@ -68,20 +68,6 @@ DEEPSEEK_V4_KEYS = DEEPSEEK_KEYS | frozenset(
         "swiglu_limit",
     ]
 )
-LLAMA4_KEYS = frozenset(
-    [
-        "attn_scale",
-        "attn_temperature_tuning",
-        "floor_scale",
-        "for_llm_compressor",
-        "interleave_moe_layer_step",
-        "intermediate_size_mlp",
-        "moe_layers",
-        "num_local_experts",
-        "router_jitter_noise",
-        "use_qk_norm",
-    ]
-)
 GEMMA3N_KEYS = frozenset(
     [
         "activation_sparsity_pattern",

@@ -41,6 +41,8 @@ _FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),
     "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssDecoder"),
     "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),
+    "Llama4ForCausalLM": Family("llama4", "Llama4Config", "Llama4Decoder"),
+    "Llama4ForConditionalGeneration": Family("llama4", "Llama4Config", "Llama4Decoder", has_text_config=True),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaDecoder"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaDecoder"),
     "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),
@@ -66,7 +68,8 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     family = _FAMILIES[names[0]]
     config_class = getattr(importlib.import_module(f"kvjax.models.configs.{family.module}"), family.config)
     if family.has_text_config:
-        keys = text_keys(data, config_class.defaults, where, INFORMATIONAL_OUTER_KEYS, config_class.outer_keys)
+        informational = INFORMATIONAL_OUTER_KEYS | config_class.ignored_outer_keys
+        keys = text_keys(data, config_class.defaults, where, informational, config_class.outer_keys)
     else:
         keys = ConfigKeys(data, config_class.defaults, where)
     try:

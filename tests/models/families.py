@@ -54,6 +54,7 @@ FAMILIES = (
     Family("deepseek_v2"),
     Family("deepseek_v3"),
     Family("gpt_oss"),
+    Family("llama4"),
 )
 
 

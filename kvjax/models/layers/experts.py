@@ -17,7 +17,7 @@ from flax import nnx
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.layers.feed_forward import gated
 from kvjax.models.layers.make import Make
-from kvjax.models.tensor_sources import Stack, TensorSource
+from kvjax.models.tensor_sources import Part, Stack, TensorSource, Whole
 
 
 def choose_experts(
@@ -96,6 +96,7 @@ class Experts(nnx.Module):
         activation: str,
         make: Make,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
+        fused: str | None = None,  # "rows" or "columns": those of all experts are one, and gate and up in it
     ) -> None:
         inner, count = config.intermediate_size, config.num_experts
         self.gate = make.param(count, size, inner, scale=size**-0.5)
@@ -105,6 +106,7 @@ class Experts(nnx.Module):
         self.activation = activation
         self.limit = config.limit
         self.names = names
+        self.fused = fused
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
         """Columns of gate and up, rows of down, as in a dense part."""
@@ -112,7 +114,13 @@ class Experts(nnx.Module):
         return {"gate": (2, inner), "up": (2, inner), "down": (1, inner)}
 
     def checkpoint_sources(self) -> Mapping[str, TensorSource]:
-        """A tensor for each expert and projection."""
+        """A tensor for each expert and projection, or one of all with `gate_up_proj` [E, out, in] or [E, in, out]."""
+        inner = self.up.shape[2]
+        if self.fused is not None:
+            axis, transposed = {"rows": (1, True), "columns": (2, False)}[self.fused]
+            starts = {"gate": 0, "up": inner}
+            parts = {n: Part("gate_up_proj", at, 2 * inner, transposed, axis) for n, at in starts.items()}
+            return {**parts, "down": Whole("down_proj", transposed)}
         return {
             name: Stack(tuple(f"{expert}.{tensor}.weight" for expert in range(self.num_experts)))
             for name, tensor in zip(("gate", "up", "down"), self.names, strict=True)
