@@ -1,7 +1,7 @@
 """Device layer: page arrays, step inputs in buckets, and jitted update steps that own the pages while they run."""
 
 from kvjax.device.attention_options import AttentionOptions
-from kvjax.device.batch import DeviceBatch, DeviceGroup, DeviceStates
+from kvjax.device.batch import DeviceBatch, DeviceCompressed, DeviceGroup, DeviceStates
 from kvjax.device.buckets import Bucket, Buckets
 from kvjax.device.compile_counter import CompileCount, count_compilations
 from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write_kv, zero_pages
@@ -18,6 +18,7 @@ __all__ = [
     "Buckets",
     "CompileCount",
     "DeviceBatch",
+    "DeviceCompressed",
     "DeviceGroup",
     "DeviceStates",
     "KVPages",

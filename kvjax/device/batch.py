@@ -13,8 +13,9 @@ the last real one, logits of token 0 (ignored).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 import jax
@@ -22,6 +23,7 @@ import numpy as np
 
 from kvjax.core.step.step_plan import GroupPlan, StepPlan
 from kvjax.device.buckets import Bucket, Buckets
+from pallas_kernels.compressor_update import max_new_entries
 
 Array: TypeAlias = np.ndarray | jax.Array
 
@@ -38,6 +40,15 @@ class DeviceStates:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class DeviceCompressed:
+    """Entries of several tokens that a group's layers keep."""
+
+    seq_lens: Array  # int32[S] tokens, not entries
+    slot_mappings: dict[int, Array]  # tokens of an entry -> int32[N] slots of those that the step completes, then -1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DeviceGroup:
     """One group's part of a step, padded."""
 
@@ -45,6 +56,7 @@ class DeviceGroup:
     seq_lens: Array  # int32[S]
     slot_mapping: Array  # int32[T]
     states: DeviceStates | None = None  # of recurrent groups only
+    compressed: DeviceCompressed | None = None  # of groups with entries of several tokens only
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +95,18 @@ class DeviceBatch:
 
     @classmethod
     def empty(
-        cls, bucket: Bucket, num_groups: int, *, mrope: bool = False, recurrent: Collection[int] = ()
+        cls,
+        bucket: Bucket,
+        num_groups: int,
+        *,
+        mrope: bool = False,
+        recurrent: Collection[int] = (),
+        compressed: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
-        With `mrope` positions have three axes. `recurrent` are the ids of groups whose pages are states.
+        With `mrope` positions have three axes. `recurrent` are the ids of groups whose pages are states, `compressed`
+        of those with entries of several tokens, with each number of tokens.
         """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
@@ -97,6 +116,14 @@ class DeviceBatch:
         )
         no_pages = np.zeros(requests, np.int32)
         states = DeviceStates(no_pages, no_pages.copy(), np.zeros(requests, bool))
+
+        def entries(ratios: Collection[int]) -> DeviceCompressed:
+            slots: dict[int, Array] = {ratio: np.full(_most_entries(bucket, ratio), -1, np.int32) for ratio in ratios}
+            return DeviceCompressed(np.zeros(requests, np.int32), slots)
+
+        groups = [replace(group, states=states) if i in recurrent else group for i in range(num_groups)]
+        for i, ratios in compressed.items():
+            groups[i] = replace(groups[i], compressed=entries(ratios))
         return cls(
             token_ids=np.zeros(tokens, np.int32),
             positions=np.zeros((3, tokens) if mrope else tokens, np.int32),
@@ -104,7 +131,7 @@ class DeviceBatch:
             query_start_loc=np.zeros(requests + 1, np.int32),
             distribution=np.zeros(3, np.int32),
             logits_indices=np.zeros(requests, np.int32),
-            groups=tuple(replace(group, states=states) if i in recurrent else group for i in range(num_groups)),
+            groups=tuple(groups),
         )
 
 
@@ -149,6 +176,7 @@ def _groups(plan: StepPlan, bucket: Bucket) -> tuple[DeviceGroup, ...]:
                 seq_lens=seq_lens[key],
                 slot_mapping=padded(group.slot_mapping, bucket.num_tokens, -1),
                 states=_states(group, num_requests=bucket.num_requests),
+                compressed=_compressed(plan, group, bucket),
             )
         )
     return tuple(groups)
@@ -174,3 +202,18 @@ def _states(group: GroupPlan, num_requests: int) -> DeviceStates | None:
         write=padded(group.state_write, num_requests),
         has_initial=padded(group.has_initial_state, num_requests),
     )
+
+
+def _compressed(plan: StepPlan, group: GroupPlan, bucket: Bucket) -> DeviceCompressed | None:
+    if not group.compressed:
+        return None
+    slots: dict[int, Array] = {
+        entries.tokens_per_state: padded(entries.slot_mapping, _most_entries(bucket, entries.tokens_per_state), -1)
+        for entries in group.compressed
+    }
+    return DeviceCompressed(padded(plan.num_computed_tokens + plan.num_new_tokens, bucket.num_requests), slots)
+
+
+def _most_entries(bucket: Bucket, tokens_per_state: int) -> int:
+    """N, the most entries that a step of the bucket completes, as `compressor_update` returns them."""
+    return max_new_entries(bucket.num_tokens, bucket.num_requests, tokens_per_state)

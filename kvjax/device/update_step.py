@@ -170,7 +170,8 @@ class UpdateStep:
         """A batch of this config without requests."""
         groups = self.kv_cache_config.kv_cache_groups
         recurrent = {i for i, group in enumerate(groups) if group.kv_cache_spec.state_pages is not None}
-        return DeviceBatch.empty(bucket, len(groups), mrope=self._mrope, recurrent=recurrent)
+        compressed = {i: group.tokens_per_state for i, group in enumerate(groups) if group.tokens_per_state != {1}}
+        return DeviceBatch.empty(bucket, len(groups), mrope=self._mrope, recurrent=recurrent, compressed=compressed)
 
     def _update(self, state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
         """The step as jax traces it, once per bucket."""

@@ -8,9 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.core import KVCacheManager, Request
+from kvjax.core.kinds.mla import MLAAttentionSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.core.step.step_builder import build_step_plan
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import Bucket, Buckets, DeviceBatch
 from kvjax.device.batch import padded, plan_sizes
+from pallas_kernels.compressor_update import max_new_entries
 from tests.device.toy import ToyHost, toy_config
 
 BUCKET = Bucket(16, 4, 6)
@@ -72,6 +77,30 @@ def test_an_empty_batch_has_the_shapes_of_a_full_one() -> None:
     assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, empty)
     assert empty.distribution.tolist() == [0, 0, 0]
     assert all((group.slot_mapping == -1).all() for group in empty.groups)
+
+
+def test_entries_of_several_tokens_have_slots_of_their_own() -> None:
+    """As many as a step of the bucket may complete; lengths beside them are those of tokens."""
+    specs = [MLAAttentionSpec(block_size=8, head_size=4, dtype="float32", tokens_per_state=r) for r in (2, 4)]
+    mixed = KVCacheGroupSpec(("a", "b"), specs[0], layer_specs=tuple(specs))
+    config = KVCacheConfig((KVCachePoolSpec(20),), (KVCacheGroupSpec(("c",), specs[0]), mixed))
+    manager = KVCacheManager(config, 32, 8)
+    requests = [Request(name, range(length)) for name, length in (("r", 7), ("s", 3))]
+    for request in requests:
+        manager.allocate_slots(request, request.num_tokens)
+    plan = build_step_plan(manager, np.array([r.row for r in requests]), np.array([7, 3]))
+    batch = DeviceBatch.from_plan(plan, BUCKET)
+    of_both = [group.compressed for group in batch.groups]
+    assert [sorted(compressed.slot_mappings) for compressed in of_both] == [[2], [2, 4]]
+    for group, compressed in zip(plan.groups, of_both, strict=True):
+        assert compressed.seq_lens.tolist() == [7, 3, 0, 0]
+        for planned in group.compressed:
+            slots = compressed.slot_mappings[planned.tokens_per_state]
+            room = max_new_entries(BUCKET.num_tokens, BUCKET.num_requests, planned.tokens_per_state)
+            assert slots.tolist() == [*planned.slot_mapping, *[-1] * (room - planned.slot_mapping.size)]
+    empty = DeviceBatch.empty(BUCKET, 2, compressed={0: {2}, 1: {4, 2}})
+    assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, empty)
+    assert all((slots == -1).all() for group in empty.groups for slots in group.compressed.slot_mappings.values())
 
 
 def test_positions_of_three_axes_are_padded_along_tokens() -> None:

@@ -342,7 +342,8 @@ def _compressed_fields(ratios: frozenset[int], own: _Held, step: _Step) -> dict[
         slots = _slots(own.table, size, states.rows, states.places(size))
         compressed.append(CompressedStates(ratio, (step.seq_lens // ratio).astype(np.int32), slots))
     if len(compressed) == 1:
-        return {"seq_lens": compressed[0].seq_lens, "slot_mapping": compressed[0].slot_mapping}
+        (only,) = compressed
+        return {"seq_lens": only.seq_lens, "slot_mapping": only.slot_mapping, "compressed": (only,)}
     slots = _slots(own.table, own.block_size, step.tokens.rows, step.tokens.places(own.block_size))
     return {"seq_lens": step.plan_lens, "slot_mapping": slots, "compressed": tuple(compressed)}
 

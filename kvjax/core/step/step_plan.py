@@ -40,7 +40,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class CompressedStates:
-    """The states of those layers of a group that keep one for `tokens_per_state` tokens."""
+    """The states of those layers of a group that keep one for `tokens_per_state` tokens; a group may have several."""
 
     tokens_per_state: int
     seq_lens: np.ndarray  # int32[S] states after this step
@@ -61,7 +61,7 @@ class GroupPlan:
     state_write: np.ndarray | None = None  # int32[S] page to leave it in
     has_initial_state: np.ndarray | None = None  # bool[S]
     encoder_starts: np.ndarray | None = None  # int32[S + 1] where the encoder's tokens begin in `slot_mapping`, if read
-    compressed: tuple[CompressedStates, ...] = ()  # where layers differ in tokens per state: each number, ascending
+    compressed: tuple[CompressedStates, ...] = ()  # where a state stands for several tokens: each number, ascending
     padded_tables: np.ndarray | None = None  # read-only int32[>= S, >= P] that `block_tables` is the start of, 0 beyond
 
 

@@ -179,7 +179,9 @@ def test_compressed_caches_have_slots_of_states(seed: int) -> None:
     for group_id, spec in enumerate(specs):
         group = plan.groups[group_id]
         check(group_id, spec.tokens_per_state, group.seq_lens, group.slot_mapping)
-        assert group.compressed == ()
+        assert [states.tokens_per_state for states in group.compressed] == [spec.tokens_per_state] * (group_id > 0)
+        for states in group.compressed:
+            check(group_id, states.tokens_per_state, states.seq_lens, states.slot_mapping)
     assert [states.tokens_per_state for states in plan.groups[3].compressed] == [1, 4, 16]
     for states in plan.groups[3].compressed:
         check(3, states.tokens_per_state, states.seq_lens, states.slot_mapping)
