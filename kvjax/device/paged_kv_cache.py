@@ -10,6 +10,7 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
     a layer calls                                              where its pages hold
     cache("layers.3", q, k, v, options)                        K and V per head
     cache.attend_latent("layers.3", q_nope, q_pe, ...)         a latent per token
+    cache.attend_cross("layers.3", q, options)                 K and V per head of an encoder's tokens
     cache.update_states("layers.3", update, inputs, ...)       recurrent states
 """
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.batch import DeviceBatch
+from kvjax.device.cross_attention import attend_cross
 from kvjax.device.kv_attention import attend_kv
 from kvjax.device.latent_attention import attend_latent
 from kvjax.device.layer_step import LayerStep
@@ -101,6 +103,22 @@ class PagedKVCache:
         layer = self._layer(layer_name)
         self._check_writes(layer_name, "latents", latent, key_pe)
         return self._ran(layer_name, *attend_latent(layer, q_nope, q_pe, latent, key_pe, options))
+
+    def attend_cross(
+        self,
+        layer_name: str,
+        q: jax.Array,  # [T, num_q_heads, head_dim]
+        options: AttentionOptions,
+    ) -> jax.Array:  # [T, num_q_heads, head_dim_v]
+        """Attends over all encoder tokens of each request, which the encoder's program has written (`EncoderCache`).
+
+        Raises:
+            ValueError: the layer is unknown or attended before, queries are not of its heads, or the options have a
+                mask.
+            NotImplementedError: the layer's pages do not hold an encoder's K and V.
+        """
+        layer = self._layer(layer_name)
+        return self._ran(layer_name, attend_cross(layer, q, options), layer.pages)
 
     def update_states(
         self,
