@@ -26,6 +26,8 @@ from kvjax.device.buckets import Bucket, Buckets
 from pallas_kernels.compressor_update import max_new_entries
 
 Array: TypeAlias = np.ndarray | jax.Array
+NO_SLOTS = np.zeros(0, np.int32)
+NO_SLOTS.flags.writeable = False
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +56,7 @@ class DeviceGroup:
 
     block_tables: Array  # int32[S, P]
     seq_lens: Array  # int32[S]
-    slot_mapping: Array  # int32[T]
+    slot_mapping: Array  # int32[T]; [0] where layers read an encoder, whose tokens a program of its own writes
     states: DeviceStates | None = None  # of recurrent groups only
     compressed: DeviceCompressed | None = None  # of groups with entries of several tokens only
 
@@ -71,17 +73,20 @@ class DeviceBatch:
     distribution: Array  # int32[3]
     logits_indices: Array  # int32[S], as many rows of logits as requests
     groups: tuple[DeviceGroup, ...]
+    embed_index: Array | None = None  # int32[T] -1: a token, else a row of vectors; None: the model takes none
 
     @classmethod
-    def from_plan(cls, plan: StepPlan, bucket: Bucket) -> DeviceBatch:
-        """`plan` padded to `bucket`, in fresh arrays.
+    def from_plan(cls, plan: StepPlan, bucket: Bucket, embed_index: np.ndarray | None = None) -> DeviceBatch:
+        """`plan` padded to `bucket`, in fresh arrays; `embed_index` is int[plan tokens], for models with embeddings.
 
         Raises:
-            ValueError: the plan does not fit the bucket.
+            ValueError: the plan does not fit the bucket, or `embed_index` is not of its tokens.
         """
         sizes = plan_sizes(plan)
         if not bucket.fits(*sizes):
             raise ValueError(f"a step of {sizes} (tokens, requests, columns) does not fit {bucket}")
+        if embed_index is not None and embed_index.shape != (plan.num_tokens,):
+            raise ValueError(f"expected embed_index [{plan.num_tokens}], got {list(embed_index.shape)}")
         tokens, requests = bucket.num_tokens, bucket.num_requests
         return cls(
             token_ids=padded(plan.token_ids, tokens),
@@ -91,6 +96,7 @@ class DeviceBatch:
             distribution=np.array(plan.distribution, np.int32),
             logits_indices=padded(plan.logits_indices, requests),
             groups=_groups(plan, bucket),
+            embed_index=None if embed_index is None else padded(embed_index, tokens, -1),
         )
 
     @classmethod
@@ -100,13 +106,16 @@ class DeviceBatch:
         num_groups: int,
         *,
         mrope: bool = False,
+        embeds: bool = False,
         recurrent: Collection[int] = (),
         compressed: Mapping[int, Collection[int]] = MappingProxyType({}),
+        encoder: Collection[int] = (),
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
-        With `mrope` positions have three axes. `recurrent` are the ids of groups whose pages are states, `compressed`
-        of those with entries of several tokens, with each number of tokens.
+        With `mrope` positions have three axes, with `embeds` there is an index of vectors. `recurrent` are the ids of
+        groups whose pages are states, `compressed` of those with entries of several tokens, with each number of tokens,
+        `encoder` of those that read an encoder.
         """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
@@ -124,6 +133,8 @@ class DeviceBatch:
         groups = [replace(group, states=states) if i in recurrent else group for i in range(num_groups)]
         for i, ratios in compressed.items():
             groups[i] = replace(groups[i], compressed=entries(ratios))
+        for i in encoder:
+            groups[i] = replace(groups[i], slot_mapping=NO_SLOTS)
         return cls(
             token_ids=np.zeros(tokens, np.int32),
             positions=np.zeros((3, tokens) if mrope else tokens, np.int32),
@@ -132,6 +143,7 @@ class DeviceBatch:
             distribution=np.zeros(3, np.int32),
             logits_indices=np.zeros(requests, np.int32),
             groups=tuple(groups),
+            embed_index=np.full(tokens, -1, np.int32) if embeds else None,
         )
 
 
@@ -174,12 +186,17 @@ def _groups(plan: StepPlan, bucket: Bucket) -> tuple[DeviceGroup, ...]:
             DeviceGroup(
                 block_tables=_block_tables(group, bucket),
                 seq_lens=seq_lens[key],
-                slot_mapping=padded(group.slot_mapping, bucket.num_tokens, -1),
+                slot_mapping=_slot_mapping(group, bucket),
                 states=_states(group, num_requests=bucket.num_requests),
                 compressed=_compressed(plan, group, bucket),
             )
         )
     return tuple(groups)
+
+
+def _slot_mapping(group: GroupPlan, bucket: Bucket) -> np.ndarray:
+    """int32[bucket tokens], or none."""
+    return NO_SLOTS if group.encoder_starts is not None else padded(group.slot_mapping, bucket.num_tokens, -1)
 
 
 def _block_tables(group: GroupPlan, bucket: Bucket) -> np.ndarray:

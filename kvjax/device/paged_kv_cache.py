@@ -10,6 +10,7 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
     a layer calls                                              where its pages hold
     cache("layers.3", q, k, v, options)                        K and V per head
     cache.attend_latent("layers.3", q_nope, q_pe, ...)         a latent per token
+    cache.attend_cross("layers.3", q, options)                 K and V per head of an encoder's tokens
     cache.update_states("layers.3", update, inputs, ...)       recurrent states
     cache.compress("layers.3.compressed", kv, scores, ...)     entries of several tokens, and the states to make them
     cache.pick_entries("layers.3.indexer", q, weights, topk)   entries of several tokens, an indexer's keys
@@ -27,6 +28,7 @@ from kvjax.core.spec import KVCacheConfig
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.batch import DeviceBatch
 from kvjax.device.compressed_attention import attend_compressed, check_window, pick_entries, window_schedule
+from kvjax.device.cross_attention import attend_cross
 from kvjax.device.entry_compressor import FinishEntries, check_entries, make_entries, write_entries
 from kvjax.device.kv_attention import attend_kv
 from kvjax.device.latent_attention import attend_latent
@@ -196,6 +198,22 @@ class PagedKVCache:
         if compressed is not None:
             self._attended.add(compressed)
         return self._ran(layer_name, out, pages)
+
+    def attend_cross(
+        self,
+        layer_name: str,
+        q: jax.Array,  # [T, num_q_heads, head_dim]
+        options: AttentionOptions,
+    ) -> jax.Array:  # [T, num_q_heads, head_dim_v]
+        """Attends over all encoder tokens of each request, which the encoder's program has written (`EncoderCache`).
+
+        Raises:
+            ValueError: the layer is unknown or attended before, queries are not of its heads, or the options have a
+                mask.
+            NotImplementedError: the layer's pages do not hold an encoder's K and V.
+        """
+        layer = self._layer(layer_name)
+        return self._ran(layer_name, attend_cross(layer, q, options), layer.pages)
 
     def update_states(
         self,

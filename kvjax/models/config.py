@@ -61,6 +61,32 @@ class ModelConfig(abc.ABC):
         """Beginnings of the names of tensors that no layer of this config has."""
         return ()
 
+    @property
+    def encoder_shapes(self) -> Mapping[tuple[int, ...], int]:
+        """Shapes that the features of a request's encoder input may have, with the encoder tokens of each.
+
+        Where there are any, the module has `encode(features, cache)`; `cache` is a `kvjax.device.EncoderCache`.
+        """
+        return {}
+
+    @property
+    def embedding_dim(self) -> int | None:
+        """Numbers of a vector that stands for a token; None: every token is one of the vocabulary.
+
+        Where there are, the module is called with `embeds=(vectors[rows, embedding_dim], index int32[T])`, -1: a token.
+        """
+        return None
+
+    @property
+    def placeholder_token_ids(self) -> tuple[int, ...]:
+        """Tokens that vectors stand for."""
+        return ()
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether the module takes positions int32[3, T]."""
+        return False
+
     def check_split(self, num_shards: int) -> None:
         """Raises ValueError where the model does not split over `num_shards` devices."""
         del num_shards
