@@ -93,12 +93,16 @@ class Whole(TensorSource):
 
 @dataclass(frozen=True)
 class Part(TensorSource):
-    """Rows from `start` on of a tensor of `total` rows, where several projections are one tensor."""
+    """Rows from `start` on of a tensor of `total` rows, where several projections are one tensor.
+
+    Rows are along its dimension `axis`; the rest is the parameter's.
+    """
 
     name: str
     start: int
     total: int
     transposed: bool = True
+    axis: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,13 +112,13 @@ class Part(TensorSource):
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
         """Of the whole tensor."""
         rows = _swapped(param_shape) if self.transposed else param_shape
-        return ((self.total, *rows[1:]),)
+        return ((*rows[: self.axis], self.total, *rows[self.axis + 1 :]),)
 
     def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
         """The rows."""
-        size = param_shape[-1] if self.transposed else param_shape[0]
-        rows = tensors[0][self.start : self.start + size]
-        return rows.T if self.transposed else rows
+        size = (_swapped(param_shape) if self.transposed else param_shape)[self.axis]
+        rows = tensors[0][(*[slice(None)] * self.axis, slice(self.start, self.start + size))]
+        return np.swapaxes(rows, -1, -2) if self.transposed else rows
 
     def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
         """Never: the other parts are not known here."""

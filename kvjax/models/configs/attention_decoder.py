@@ -46,6 +46,7 @@ class AttentionDecoderConfig(ModelConfig):
     qk_norm: bool = False  # queries and keys are normed per head
     norm_offset: float = 0.0  # norms multiply by their weight plus this
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     attn_logit_soft_cap: float | None = None
     final_logit_soft_cap: float | None = None
 

@@ -62,3 +62,7 @@ class Make:
     def zeros(self, *shape: int) -> nnx.Param[jax.Array]:
         """A parameter of zeros."""
         return nnx.Param(jnp.zeros(shape, self.dtype))
+
+    def ones(self, *shape: int) -> nnx.Param[jax.Array]:
+        """A parameter of ones."""
+        return nnx.Param(jnp.ones(shape, self.dtype))
