@@ -231,6 +231,22 @@ def lane_rows_step(num_columns: int) -> int:
     return 128 // _lanes(num_columns)
 
 
+def lane_columns(num_columns: int) -> Any:
+    """Layout of matrices [rows, num_columns], 64 or 32, that are summed over their rows.
+
+    Each warp has a quarter of the columns, neighbouring threads four of these each: loads of 16 bytes of float32 that
+    fill whole sectors. A column's rows lie with 8 or 16 threads of its warp. Rows: multiples of `lane_columns_step`.
+    """
+    rows = lane_columns_step(num_columns)
+    tiles = plgpu.Tiling(((rows, num_columns), (rows, num_columns // 4), (4,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def lane_columns_step(num_columns: int) -> int:
+    """Rows that `lane_columns` takes at least."""
+    return 512 // num_columns
+
+
 def _lanes(num_columns: int) -> int:
     return next(lanes for lanes in (8, 4, 2) if num_columns % (4 * lanes) == 0)
 
@@ -241,6 +257,12 @@ def load(ref: Any, layout: Any) -> jax.Array:
         return ref[...]
     index = ((),) if _BEFORE_0_11 else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, layout: Any) -> jax.Array:
+    """Zeros in registers of this layout, from where they may be stored."""
+    x = jnp.zeros(shape, dtype)
+    return x if is_interpreted() else plgpu.layout_cast(x, layout)
 
 
 def fence() -> None:

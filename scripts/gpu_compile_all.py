@@ -17,13 +17,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from pallas_kernels.gated_delta_rule.shapes import SHAPES as DELTA_SHAPES
 from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
@@ -51,6 +52,14 @@ RECURRENT_FEATURES = (
     "dtype=float32",
     "model=jamba-1.5-mini state_dtype=bfloat16",
     "model=jamba-1.5-mini dtype=float32",
+)
+DELTA_FEATURES = (
+    "tokens=64",
+    "tokens=64 model=kimi-linear-48b-a3b",
+    "tokens=256 kept=4",
+    "state_dtype=bfloat16",
+    "dtype=float32",
+    "model=kimi-linear-48b-a3b dtype=float32 state_dtype=bfloat16",
 )
 SUBSET = ("shape=llama3-8b tp=8", "shape=gpt-oss-120b-local page=64", "page=64 dtype=float8_e4m3fn")
 # By (op, setting, start of the name of a kernel). 64 x 256 sums and 64 x 64 scores a warpgroup take all registers that
@@ -97,15 +106,25 @@ def sparse_cases() -> list[str]:
 
 
 def recurrent_cases() -> list[str]:
-    """Settings of the recurrent ops: shapes by shards, steps of decode tokens, states of 16 bits, inputs of 32."""
-    cases, seen = [], set()
-    for shape in RECURRENT_SHAPES:
+    """Settings of Mamba's ops: shapes by shards, steps of decode tokens, states of 16 bits, inputs of 32."""
+    return [*_by_shards(RECURRENT_SHAPES, lambda shape, shards: shape.state_shapes(shards)), *RECURRENT_FEATURES]
+
+
+def delta_cases() -> list[str]:
+    """Settings of the gated delta rule: as Mamba's, and states kept for drafts."""
+    return [
+        *_by_shards(DELTA_SHAPES, lambda shape, shards: (shape.per_shard(shards), shape.is_per_channel)),
+        *DELTA_FEATURES,
+    ]
+
+
+def _by_shards(shapes: Iterable[Any], key: Callable[[Any, int], Any]) -> list[str]:
+    """Settings of shapes by shards, those of equal `key` once."""
+    first: dict[Any, str] = {}
+    for shape in shapes:
         for shards in SHARDS:
-            key = shape.state_shapes(shards)
-            if key not in seen:
-                seen.add(key)
-                cases.append(f"model={shape.name} shards={shards}")
-    return [*cases, *RECURRENT_FEATURES]
+            first.setdefault(key(shape, shards), f"model={shape.name} shards={shards}")
+    return list(first.values())
 
 
 def _compiled_of(shape: AttentionShape, shards: int) -> tuple[Any, ...] | None:
@@ -123,6 +142,7 @@ def cases(subset: bool) -> list[tuple[str, str]]:
     others = [(op, f"dtype={dtype}") for op in ("kv_write", "page_ops") for dtype in ("bfloat16", "float8_e4m3fn")]
     kernels = [*(("attention", settings) for settings in attention), *(("mla", settings) for settings in latent)]
     kernels += [("sparse", settings) for settings in (("",) if subset else sparse_cases())]
+    kernels += [("delta", settings) for settings in (("",) if subset else delta_cases())]
     recurrent = ("",) if subset else recurrent_cases()
     kernels += [("scan", settings) for settings in recurrent]
     kernels += [("conv", settings) for settings in recurrent if "state_dtype" not in settings]

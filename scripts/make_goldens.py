@@ -1,177 +1,94 @@
 """Makes the committed goldens of the model tests: tiny random models and what Hugging Face transformers computes.
 
-Flow:    seeds -> tiny Llama, Qwen3, Gemma 3 folders; the demo model -> [make_goldens] -> tests/models/goldens/*
+Flow:    scripts/goldens/families_*.py -> tiny folders; the demo model -> [make_goldens] -> tests/models/goldens/*
 
-    pip install 'kvjax[oracle]' && python scripts/make_goldens.py [llama qwen3 gemma3 demo]
+    pip install 'kvjax[oracle]' && python scripts/make_goldens.py [llama mixtral ... demo]
 
 Weights are rounded to bfloat16, so the files are half as large and float32 still loads them exactly. Prompts are kept
-only if the two best logits differ by more than MIN_GAP at every greedy step, so that any correct float32
-implementation picks the same tokens. tests/models/golden_models.py reads what this writes.
+only if the two best logits differ by more than MIN_GAP at every greedy step, and the last chosen and the first refused
+score of every top-k by more than MIN_CHOICE_GAP at every token, so that any correct float32 implementation picks the
+same experts and the same tokens. tests/models/golden_models.py reads what this writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
-GOLDENS = Path(__file__).parents[1] / "tests" / "models" / "goldens"
-MIN_GAP = 1e-3
-NUM_GREEDY_TOKENS = 32
-SHARED_PREFIX_TOKENS = 37
-PROMPT_TOKENS = (45, 61, 98, 37, 80, 53)  # the first four begin with the shared prefix
-TINY: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.goldens import families_dense, families_experts
+from scripts.goldens.family import SHARED_PREFIX_TOKENS, Arrays, Family
+from scripts.goldens.oracle import MIN_CHOICE_GAP, MIN_GAP, Oracle
+from scripts.goldens.weights import load_float32, save_tiny
+
+GOLDENS = Path(__file__).resolve().parents[1] / "tests" / "models" / "goldens"
+MAX_SEEDS = 300
+PREFIX_PROMPT = 3  # the prompt that is the shared prefix and nothing else
+DEMO = "demo"
 
 
-def tiny_configs() -> dict[str, transformers.PreTrainedConfig]:
-    """One config per family; every feature that its decoder has is on."""
-    llama3_rope = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    return {
-        "llama": transformers.LlamaConfig(**TINY, num_hidden_layers=3, rope_parameters=llama3_rope),
-        "qwen3": transformers.Qwen3Config(
-            **TINY | {"num_attention_heads": 4, "num_key_value_heads": 2},
-            num_hidden_layers=3,
-            tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        ),
-        "gemma3": transformers.Gemma3TextConfig(
-            **TINY,
-            num_hidden_layers=7,
-            sliding_window=16,
-            query_pre_attn_scalar=24,
-            final_logit_softcapping=30.0,
-            rope_parameters={
-                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-        ),
-    }
+def all_families() -> dict[str, Family]:
+    """Every tiny model by its name."""
+    return families_dense.families() | families_experts.families()
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights that keep the variance of their input, norms that are not the identity, logits of a spread of 3."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, param in model.named_parameters():
-            noise = torch.randn(param.shape, generator=generator)
-            if param.ndim == 1:
-                param.copy_(param + 0.2 * noise)
-            else:
-                param.copy_(noise * param.shape[-1] ** -0.5)
-        final_norm = model.model.norm.weight
-        final_norm.copy_(final_norm * 3.0 + (2.0 if "Gemma3" in type(model).__name__ else 0.0))
-        for param in model.parameters():
-            param.copy_(param.to(torch.bfloat16).to(torch.float32))
-
-
-def save_tiny(name: str, config: transformers.PreTrainedConfig, folder: Path) -> None:
-    """A tiny model's config.json and model.safetensors (bfloat16)."""
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    randomise(model, seed=len(name))
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    file = folder / "model.safetensors"
-    tensors = {key: value.to(torch.bfloat16).contiguous() for key, value in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    config_file = folder / "config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()), indent=2) + "\n")
-
-
-def load_float32(folder: Path) -> torch.nn.Module:
-    """The folder's model as transformers runs it in float32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
-def logits_of(model: torch.nn.Module, token_ids: np.ndarray) -> np.ndarray:  # float32[len(token_ids), vocab]
-    """Logits of one full forward pass, without a cache."""
-    with torch.no_grad():
-        out = model(torch.from_numpy(token_ids.astype(np.int64))[None], use_cache=False)
-    return out.logits[0].float().numpy()
-
-
-def greedy(model: torch.nn.Module, prompt: np.ndarray, eos: int | None) -> tuple[np.ndarray, float]:
-    """The greedy continuation, ended behind `eos` if it comes, and the least gap of the two best logits."""
-    token_ids, least_gap = prompt, float("inf")
-    for _ in range(NUM_GREEDY_TOKENS):
-        logits = logits_of(model, token_ids)[-1]
-        second, best = np.sort(logits)[-2:]
-        least_gap = min(least_gap, float(best - second))
-        token_ids = np.append(token_ids, np.int32(logits.argmax()))
-        if token_ids[-1] == eos:
-            break
-    return token_ids[len(prompt) :].astype(np.int32), least_gap
-
-
-def random_prompts(vocab_size: int, seed: int) -> list[np.ndarray]:
-    """Prompts of PROMPT_TOKENS tokens; the first four share a prefix."""
+def candidate(family: Family, number: int, seed: int, prefix: np.ndarray | None) -> np.ndarray:  # int32[num_tokens]
+    """Prompt `number` of a seed; the first four begin with `prefix`, the last of them is nothing else."""
     random = np.random.default_rng(seed)
-    prefix = random.integers(0, vocab_size, SHARED_PREFIX_TOKENS)
-    prompts = []
-    for number, length in enumerate(PROMPT_TOKENS):
-        tokens = random.integers(0, vocab_size, length)
-        if number < 4:
-            tokens[:SHARED_PREFIX_TOKENS] = prefix
-        prompts.append(tokens.astype(np.int32))
-    return prompts
+    first = random.integers(0, family.config.get_text_config().vocab_size, SHARED_PREFIX_TOKENS)
+    for length in family.prompt_lengths[: number + 1]:
+        tokens = random.integers(0, family.config.get_text_config().vocab_size, length)
+    if number < 4:
+        tokens[:SHARED_PREFIX_TOKENS] = first if prefix is None else prefix
+    return family.inputs.mark(tokens.astype(np.int32), number)
 
 
-def save_goldens(file: Path, model: torch.nn.Module, prompts: list[np.ndarray], stride: int, eos: int | None) -> float:
-    """Writes prompts, logits at every `stride`-th position counted from the last, and continuations; the least gap."""
-    arrays: dict[str, np.ndarray] = {}
-    gaps = []
-    for number, prompt in enumerate(prompts):
-        positions = np.arange(len(prompt) - 1, -1, -stride, dtype=np.int32)[::-1]
-        continuation, gap = greedy(model, prompt, eos)
-        gaps.append(gap)
-        arrays |= {
-            f"prompt_{number}": prompt,
-            f"positions_{number}": positions,
-            f"logits_{number}": logits_of(model, prompt)[positions],
-            f"greedy_{number}": continuation,
-        }
-    arrays["least_gap"] = np.asarray(gaps, np.float32)
-    np.savez(file, **arrays)
-    return min(gaps)
+def robust_golden(oracle: Oracle, number: int, prefix: np.ndarray | None) -> Arrays:
+    """The golden of the first seed whose gaps are wide enough."""
+    for seed in range(MAX_SEEDS):
+        golden = oracle.golden(candidate(oracle.family, number, seed, prefix), number)
+        if golden["least_gap"] > MIN_GAP and golden["choice_gap"] > MIN_CHOICE_GAP:
+            return golden
+    raise RuntimeError(f"expected a prompt with gaps over {MIN_GAP} and {MIN_CHOICE_GAP} in {MAX_SEEDS} seeds")
 
 
-def make_tiny(name: str, config: transformers.PreTrainedConfig) -> None:
-    """A tiny model and its goldens; seeds are tried until every gap is wide enough."""
+def save_goldens(folder: Path, goldens: list[Arrays], constants: Arrays) -> None:
+    """goldens.npz: `name_i` for prompt i; gaps are arrays over prompts."""
+    arrays = dict(constants)
+    for number, golden in enumerate(goldens):
+        arrays |= {f"{key}_{number}": value for key, value in golden.items() if not key.endswith("_gap")}
+    for gap in ("least_gap", "choice_gap"):
+        arrays[gap] = np.asarray([golden[gap] for golden in goldens], np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / "goldens.npz", **arrays)
+
+
+def summary(name: str, folder: Path, goldens: list[Arrays], difference: float) -> str:
+    gaps = [min(float(golden[gap]) for golden in goldens) for gap in ("least_gap", "choice_gap")]
+    num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    return (
+        f"{name}: {num_bytes / 1e3:.0f} kB, least gap {gaps[0]:.4f}, choice gap {gaps[1]:.5f}, "
+        f"transformers' own cache differs by {difference:.1e}"
+    )
+
+
+def make_tiny(name: str, family: Family) -> None:
+    """A tiny model and its goldens."""
     folder = GOLDENS / name
     folder.mkdir(parents=True, exist_ok=True)
-    save_tiny(name, config, folder)
-    model = load_float32(folder)
-    for seed in range(100):
-        gap = save_goldens(folder / "goldens.npz", model, random_prompts(config.vocab_size, seed), 4, None)
-        if gap > MIN_GAP:
-            print(f"{name}: prompts of seed {seed}, least gap {gap:.4f}")
-            return
-    raise RuntimeError(f"{name}: expected prompts with gaps over {MIN_GAP} within 100 seeds, found none")
+    save_tiny(name, family, folder)
+    oracle = Oracle(family, load_float32(folder, family))
+    prefix = robust_golden(oracle, PREFIX_PROMPT, None)["prompt"]
+    goldens = [robust_golden(oracle, number, prefix) for number in range(len(family.prompt_lengths))]
+    save_goldens(folder, goldens, family.constants)
+    print(summary(name, folder, goldens, max(map(oracle.cached_difference, goldens))), flush=True)
 
 
 def make_demo() -> None:
@@ -179,33 +96,38 @@ def make_demo() -> None:
     from kvjax.demo import demo_model_path, demo_requests
 
     folder = demo_model_path()
-    model = load_float32(folder)
+    family = Family(config=transformers.AutoConfig.from_pretrained(folder), logits_stride=32)
+    oracle = Oracle(family, load_float32(folder, family))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     eos = json.loads((folder / "config.json").read_text())["eos_token_id"]
-    chosen = []
+    goldens = []
     for request in demo_requests():
         prompt = np.asarray(tokenizer(request.prompt)["input_ids"], np.int32)
-        gap = greedy(model, prompt, eos)[1]
-        if gap > MIN_GAP:
-            chosen.append(prompt)
-        print(f"demo {request.name}: {len(prompt)} tokens, least gap {gap:.4f}")
-    target = GOLDENS / "demo"
-    target.mkdir(parents=True, exist_ok=True)
-    save_goldens(target / "goldens.npz", model, chosen[::3], 32, eos)
+        golden = oracle.golden(prompt, 0, eos)
+        if golden["least_gap"] > MIN_GAP:
+            goldens.append(golden)
+        print(f"{DEMO} {request.name}: {len(prompt)} tokens, least gap {golden['least_gap']:.4f}")
+    goldens = goldens[::3]
+    difference = max(map(oracle.cached_difference, goldens))
+    without = [golden | {"decode_logits": golden["decode_logits"][:0]} for golden in goldens]  # its vocabulary is large
+    save_goldens(GOLDENS / DEMO, without, {})
+    print(summary(DEMO, GOLDENS / DEMO, goldens, difference))
 
 
 def main() -> None:
-    names = ["llama", "qwen3", "gemma3", "demo"]
+    families = all_families()
+    names = [*families, DEMO]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"out of {', '.join(names)} (default: all)")
     chosen = parser.parse_args().models or names
     torch.set_num_threads(1)
-    configs = tiny_configs()
+    transformers.logging.disable_progress_bar()
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}, numpy {np.__version__}")
     for name in chosen:
-        if name == "demo":
+        if name == DEMO:
             make_demo()
         else:
-            make_tiny(name, configs[name])
+            make_tiny(name, families[name])
 
 
 if __name__ == "__main__":

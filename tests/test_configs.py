@@ -10,7 +10,6 @@ import pytest
 
 from kvjax.configs import known_deployments, known_models, load_deployment, load_model_config
 from kvjax.errors import ConfigError
-from kvjax.models.planned import PlannedModel
 from kvjax.planning import plan_kv_cache
 
 SHAPES = {  # layers, KV heads, head size, full-attention layers, window
@@ -20,6 +19,11 @@ SHAPES = {  # layers, KV heads, head size, full-attention layers, window
     "qwen3-235b-a22b": (94, 4, 128, 94, None),
     "qwen3-vl-235b-a22b": (94, 4, 128, 94, None),
     "gemma-3-27b": (62, 16, 128, 10, 1_024),
+    "gemma-2-9b": (42, 8, 256, 21, 4_096),
+    "mistral-7b": (32, 8, 128, 0, 4_096),
+    "mixtral-8x7b": (32, 8, 128, 32, None),
+    "phi-3-mini-4k": (32, 32, 96, 0, 2_047),
+    "qwen2.5-7b": (28, 4, 128, 28, None),
 }
 SIZES = {  # query heads, hidden and MLP size, vocabulary, longest request, rotary base
     "llama-3-8b": (32, 4_096, 14_336, 128_256, 8_192, 500_000),
@@ -28,10 +32,15 @@ SIZES = {  # query heads, hidden and MLP size, vocabulary, longest request, rota
     "qwen3-235b-a22b": (64, 4_096, 12_288, 151_936, 40_960, 1_000_000),
     "qwen3-vl-235b-a22b": (64, 4_096, 12_288, 151_936, 262_144, 5_000_000),
     "gemma-3-27b": (32, 5_376, 21_504, 262_208, 131_072, 1_000_000),
+    "gemma-2-9b": (16, 3_584, 14_336, 256_000, 8_192, 10_000),
+    "mistral-7b": (32, 4_096, 14_336, 32_000, 32_768, 10_000),
+    "mixtral-8x7b": (32, 4_096, 14_336, 32_000, 32_768, 1_000_000),
+    "phi-3-mini-4k": (32, 3_072, 8_192, 32_064, 4_096, 10_000),
+    "qwen2.5-7b": (28, 3_584, 18_944, 152_064, 32_768, 1_000_000),
 }
 
 
-PLANNED = {  # layers, caches of their own, longest request, dtype of the cache
+CACHES = {  # layers, caches of their own, longest request, dtype of the cache
     "deepseek-v3": (61, 61, 163_840, "bfloat16"),
     "deepseek-v4-flash": (43, 43 + 41 + 21 + 41 + 21, 1_048_576, "float8_e4m3fn"),
     "deepseek-v4-pro": (61, 61 + 61 + 30 + 61 + 30, 1_048_576, "float8_e4m3fn"),
@@ -58,11 +67,10 @@ def test_models_with_recurrent_layers_have_a_cache_in_each(name: str) -> None:
     assert model.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_models_that_are_planned_only_have_their_caches(name: str) -> None:
+@pytest.mark.parametrize("name", CACHES)
+def test_shipped_models_of_other_caches_have_theirs(name: str) -> None:
     model = load_model_config(name)
-    assert isinstance(model, PlannedModel)
-    assert (model.num_layers, len(model.kv_cache_specs()), model.max_model_len, model.dtype) == PLANNED[name]
+    assert (model.num_layers, len(model.kv_cache_specs()), model.max_model_len, model.dtype) == CACHES[name]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -87,7 +95,7 @@ def test_windows_and_rotary_embeddings_of_gemma_alternate() -> None:
 
 
 def test_nothing_else_is_shipped() -> None:
-    assert known_models() == sorted([*SHAPES, *PLANNED, *HYBRID])
+    assert known_models() == sorted([*SHAPES, *CACHES, *HYBRID])
 
 
 def test_unknown_models_are_listed() -> None:
@@ -131,7 +139,7 @@ def test_unknown_keys_of_a_model_are_refused(tmp_path: Path) -> None:
         load_model_config(file)
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", CACHES)
 def test_unknown_keys_of_a_planned_model_are_refused(tmp_path: Path, name: str) -> None:
     source = Path(__file__).parent.parent / "configs" / "models" / f"{name}.json"
     file = tmp_path / "config.json"
@@ -149,7 +157,7 @@ def test_unknown_keys_of_a_planned_model_are_refused(tmp_path: Path, name: str) 
 def test_unknown_architectures_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"architectures": ["BertModel"]}')
-    with pytest.raises(ConfigError, match=r"the architectures Gemma.*, Llama.*, DeepseekV3.*, got \['BertModel'\]"):
+    with pytest.raises(ConfigError, match=r"the architectures Deepseek.*, Llama.*, Qwen.*, got \['BertModel'\]"):
         load_model_config(file)
 
 

@@ -19,11 +19,9 @@ from kvjax.models.configs.keys import ConfigKeys, text_keys
 from kvjax.models.configs.states import StateShapes
 from kvjax.models.hf_planned_keys import (
     DECODER_KEYS,
-    DEEPSEEK_KEYS,
     DEEPSEEK_V4_KEYS,
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
-    GPT_OSS_KEYS,
     LLAMA4_KEYS,
     QWEN3_NEXT_KEYS,
     WHISPER_KEYS,
@@ -33,7 +31,6 @@ from kvjax.models.planned import (
     AttentionModel,
     CompressedModel,
     EncoderDecoderModel,
-    LatentModel,
     PlannedModel,
 )
 
@@ -81,19 +78,6 @@ def _heads(keys: ConfigKeys) -> dict[str, Any]:
         "num_kv_heads": keys.take_int("num_key_value_heads", num_q_heads),
         "head_dim": keys.take_int("head_dim", head_dim),
     }
-
-
-def _parse_gpt_oss(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """Sliding and full layers in turn."""
-    sizes = _sizes(keys)
-    default = tuple(FULL if i % 2 else SLIDING for i in range(sizes["num_layers"]))
-    return AttentionModel(
-        **common,
-        **sizes,
-        **_heads(keys),
-        layer_types=keys.take_layer_types(default, (FULL, SLIDING)),
-        sliding_window=keys.take_int("sliding_window"),
-    )
 
 
 def _parse_llama4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
@@ -151,11 +135,6 @@ def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     )
 
 
-def _parse_deepseek_v3(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    latent_dim = keys.take_int("kv_lora_rank") + keys.take_int("qk_rope_head_dim")
-    return LatentModel(**common, **_sizes(keys), latent_dim=latent_dim)
-
-
 def _parse_deepseek_v4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     """`compress_ratios` goes on for the layers that predict further tokens; its caches are fp8 as its weights are."""
     sizes = _sizes(keys)
@@ -192,12 +171,10 @@ def _parse_whisper(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
 _GEMMA3N_DEFAULTS = {"num_kv_shared_layers": 15, "sliding_window": 512, "max_position_embeddings": 32_768}
 
 PLANNED_ARCHITECTURES: dict[str, _Planned] = {
-    "DeepseekV3ForCausalLM": _Planned(_parse_deepseek_v3, DECODER_KEYS | DEEPSEEK_KEYS),
     "DeepseekV4ForCausalLM": _Planned(_parse_deepseek_v4, DECODER_KEYS | DEEPSEEK_V4_KEYS),
     "Gemma3nForConditionalGeneration": _Planned(
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
     ),
-    "GptOssForCausalLM": _Planned(_parse_gpt_oss, DECODER_KEYS | GPT_OSS_KEYS),
     "Llama4ForConditionalGeneration": _Planned(_parse_llama4, DECODER_KEYS | LLAMA4_KEYS, has_text_config=True),
     "Qwen3NextForCausalLM": _Planned(
         _parse_qwen3_next, DECODER_KEYS | QWEN3_NEXT_KEYS, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}

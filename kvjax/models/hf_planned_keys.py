@@ -68,7 +68,6 @@ DEEPSEEK_V4_KEYS = DEEPSEEK_KEYS | frozenset(
         "swiglu_limit",
     ]
 )
-GPT_OSS_KEYS = frozenset(["experts_per_token", "initial_context_length", "num_local_experts", "swiglu_limit"])
 LLAMA4_KEYS = frozenset(
     [
         "attn_scale",

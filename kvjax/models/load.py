@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -30,6 +29,26 @@ from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
 from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
 from kvjax.models.tokenizer import Tokenizer
+
+_SCALE_SUFFIXES = (".weight_scale_inv", ".scale")  # of tensors that stand beside quantised weights
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor of an open file."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without reading it."""
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def read(self) -> np.ndarray:
+        """The tensor."""
+        array: np.ndarray = self.file.get_tensor(self.name)
+        return array
 
 
 @dataclass(frozen=True)
@@ -70,13 +89,13 @@ def load_model(
     graph, state = nnx.split(abstract)
     params = nnx.to_flat_state(state)
     with ExitStack() as stack:
-        tensors = _open_tensors(folder, stack)
+        tensors = _open_tensors(folder, abstract, stack)
         sources = _match_tensors([(path, param.shape) for path, param in params], tensors, abstract, folder)
         loaded = []
         for path, param in params:
             source = sources[path]
-            parts = [tensors[name].get_tensor(name) for name in source.names]
-            array = np.asarray(source.join(parts, param.shape), jnp.dtype(config.dtype))
+            parts = [tensors[name].read() for name in source.names]
+            array = np.asarray(source.join(parts, param.shape), param.dtype)
             where = None if mesh is None else param_sharding(abstract, path, mesh, tensor_axis)
             loaded.append((path, param.replace(jax.device_put(array, where, may_alias=False))))
     module = nnx.merge(graph, nnx.from_flat_state(loaded))
@@ -100,10 +119,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of every tensor, by the tensor's name; `stack` closes them."""
+def _open_tensors(folder: Path, module: Decoder, stack: ExitStack) -> dict[str, _Stored]:
+    """Every tensor by the name that the model has for it; `stack` closes their files.
+
+    Raises:
+        CheckpointError: a file is no safetensors file, or weights are quantised.
+    """
     safetensors = require_extra("safetensors", "hf", "loading a model")
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, _Stored] = {}
     for file in _weight_files(folder):
         try:
             opened = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
@@ -111,13 +134,19 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
             raise CheckpointError(
                 f"{file}: expected a safetensors file, got one that cannot be read: {error}"
             ) from error
-        tensors |= dict.fromkeys(opened.keys(), opened)
+        tensors |= {module.own_name(name): _Stored(opened, name) for name in opened.keys()}  # noqa: SIM118
+    scales = sorted(name for name in tensors if name.endswith(_SCALE_SUFFIXES))
+    if scales:
+        raise CheckpointError(
+            f"{folder}: expected weights in {', '.join(WEIGHT_DTYPES)}, got {len(scales)} that are quantised in blocks "
+            f"({scales[0]}); convert the checkpoint to bfloat16 first"
+        )
     return tensors
 
 
 def _match_tensors(
     params: list[tuple[ParamPath, tuple[int, ...]]],  # path and shape of every parameter
-    tensors: dict[str, Any],
+    tensors: dict[str, _Stored],
     module: Decoder,
     folder: Path,
 ) -> dict[ParamPath, TensorSource]:
@@ -132,7 +161,7 @@ def _match_tensors(
     problems = []
     for path, shape in params:
         for name, expected in zip(sources[path].names, sources[path].shapes(shape), strict=True):
-            got = tuple(tensors[name].get_slice(name).get_shape()) if name in tensors else "no such tensor"
+            got = tensors[name].shape if name in tensors else "no such tensor"
             if got != expected:
                 problems.append(f"{name}: expected shape {expected}, got {got}")
     known = {name for source in sources.values() for name in source.names}
@@ -143,10 +172,11 @@ def _match_tensors(
     return sources
 
 
-def _surplus(tensors: dict[str, Any], known: set[str], module: Decoder) -> Iterator[str]:
+def _surplus(tensors: dict[str, _Stored], known: set[str], module: Decoder) -> Iterator[str]:
     """Names that the model has no place for, in order; a tied head's copy and rotary tables are not among them."""
+    ignored = (*module.ignored_tensors, *module.config.ignored_tensors)
     for name in sorted(set(tensors) - known):
         is_tied_head = module.config.tie_word_embeddings and name.endswith("lm_head.weight")
-        is_ignored = name.endswith("rotary_emb.inv_freq") or name.startswith(module.ignored_tensors)
+        is_ignored = name.endswith("rotary_emb.inv_freq") or name.startswith(ignored)
         if not is_tied_head and not is_ignored:
             yield name

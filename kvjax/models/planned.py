@@ -104,25 +104,6 @@ class AttentionModel(PlannedModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentModel(PlannedModel):
-    """Multi-head latent attention in every layer: one vector of `latent_dim` numbers a token."""
-
-    latent_dim: int
-
-    @property
-    def cache_words(self) -> str:
-        """The latent of a layer."""
-        return f"a latent of {self.latent_dim}"
-
-    def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
-        """Cache of the layers, `layers.{i}`."""
-        spec = MLAAttentionSpec(
-            block_size=block_size or self.default_block_size, head_size=self.latent_dim, dtype=dtype or self.dtype
-        )
-        return {f"layers.{i}": spec for i in range(self.num_layers)}
-
-
-@dataclass(frozen=True, kw_only=True)
 class EncoderDecoderModel(PlannedModel):
     """Decoder layers with full self-attention and cross attention to at most `max_num_encoder_tokens` tokens."""
 

@@ -130,6 +130,37 @@ class Part(TensorSource):
 
 
 @dataclass(frozen=True)
+class HeadPart(TensorSource):
+    """Of every head's `rows_of_head` rows of a tensor those from `start` on: a parameter [heads, rows, in]."""
+
+    name: str
+    start: int
+    rows_of_head: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The one that it is a part of."""
+        return (self.name,)
+
+    def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
+        """Of the whole tensor."""
+        return ((param_shape[0] * self.rows_of_head, param_shape[2]),)
+
+    def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
+        """The rows."""
+        heads = tensors[0].reshape(param_shape[0], self.rows_of_head, param_shape[2])
+        return heads[:, self.start : self.start + param_shape[1]]
+
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Never: the other parts are not known here."""
+        raise NotImplementedError(f"expected a parameter with a tensor of its own, got a part of {self.name}")
+
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same under another name."""
+        return replace(self, name=rename(self.name))
+
+
+@dataclass(frozen=True)
 class Stack(TensorSource):
     """A tensor for each index of the parameter's first dimension: those of experts."""
 
@@ -171,8 +202,8 @@ class HasSources(Protocol):
 
 def tensor_source(module: Any, path: ParamPath, prefix: str) -> TensorSource:
     """The source of the parameter of `module`, a whole model, at `path`; `prefix` stands before the names."""
-    if path[0] in module.unprefixed:
-        prefix = ""
+    if path[0] in module.unprefixed:  # beside the one that is called "model"
+        prefix = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
     node = module
     for depth, key in enumerate(path):
         if isinstance(node, HasSources):

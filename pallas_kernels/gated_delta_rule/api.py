@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.gated_delta_rule import reference, tpu_rule, validate
+from pallas_kernels.gated_delta_rule import gpu_rule, reference, tpu_rule, validate
 from pallas_kernels.gated_delta_rule.arguments import Inputs, StepArrays
 
 
@@ -38,7 +38,11 @@ class DeltaOutput(NamedTuple):
     states: jax.Array
 
 
-_RULES = {"reference": reference.gated_delta_rule, "tpu": tpu_rule.gated_delta_rule}
+_RULES = {
+    "reference": reference.gated_delta_rule,
+    "tpu": tpu_rule.gated_delta_rule,
+    "gpu": gpu_rule.gated_delta_rule,
+}
 
 
 def gated_delta_rule(
@@ -76,7 +80,11 @@ def gated_delta_rule(
     """
     validate.check_inputs(q, k, v, g, beta, states)
     options = validate.check_options(q.shape[2], scale, use_qk_l2norm)
-    chosen = resolve_backend(validate.OP, backend, {"tpu": tpu_rule.reason_not_supported(v, k, g, states)})
+    reasons = {
+        "tpu": tpu_rule.reason_not_supported(v, k, g, states),
+        "gpu": gpu_rule.reason_not_supported(v, k, g, states),
+    }
+    chosen = resolve_backend(validate.OP, backend, reasons)
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     validate.check_step(v.shape[0], states.shape[0], step)
     if state_write.ndim == 1:

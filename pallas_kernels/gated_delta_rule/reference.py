@@ -144,8 +144,13 @@ def prepared(inputs: Inputs, options: Options) -> Inputs:
     """float32 inputs with q and k normed, q scaled, and g [T, H, 1 or K]."""
     q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs)
     if options.use_qk_l2norm:
-        q, k = (x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _L2_EPSILON) for x in (q, k))
+        q, k = (x * inverse_length(x)[..., None] for x in (q, k))
     return Inputs(q * options.scale, k, v, g if g.ndim == 3 else g[..., None], beta)
+
+
+def inverse_length(x: jax.Array) -> jax.Array:
+    """float32[T, G] that divide vectors float32[T, G, K] by their lengths."""
+    return lax.rsqrt(jnp.sum(x * x, axis=-1) + _L2_EPSILON)
 
 
 def by_head(inputs: Inputs) -> Inputs:

@@ -18,7 +18,7 @@ from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
-from scripts.aot import sparse_attention_case, ssm_case
+from scripts.aot import delta_case, sparse_attention_case, ssm_case
 from scripts.aot.arguments import argument
 
 
@@ -181,8 +181,8 @@ def latent(case: LatentCase) -> Operation:
     return Operation(call, (*queries, pages, *ints, argument((heads,), "float32"), argument((), "float32")))
 
 
-def recurrent(build: Callable[..., Any], case: ssm_case.SsmCase) -> Operation:
-    """A step of causal_conv1d or selective_scan, with the states donated."""
+def recurrent(build: Callable[..., Any], case: ssm_case.SsmCase | delta_case.DeltaCase) -> Operation:
+    """A step of a recurrent op, with the states donated."""
     call, arguments = build(case, backend="gpu")
     return Operation(call, arguments, donated=(1,))
 
@@ -210,6 +210,7 @@ def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
 OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "attention": (AttentionCase, attention),
     "conv": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.conv)),
+    "delta": (delta_case.DeltaCase, functools.partial(recurrent, delta_case.rule)),
     "kv_write": (AttentionCase, write),
     "mla": (LatentCase, latent),
     "page_ops": (AttentionCase, page_work),

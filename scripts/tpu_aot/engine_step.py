@@ -11,7 +11,6 @@ made: all arguments are shapes.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import re
@@ -65,6 +64,20 @@ def is_in_place(report: dict[str, int]) -> bool:
     )
 
 
+def first_layers(data: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """A config.json's object for the first layers of its model: counts, and lists that have an entry per layer."""
+    text = data.get("text_config", data)
+    names = [name for name in ("num_hidden_layers", "decoder_layers", "encoder_layers") if name in text]
+    before = text[names[0]]
+    cut = {
+        name: value[:num_layers]
+        for name, value in text.items()
+        if isinstance(value, list) and len(value) == before and name != "architectures"
+    }
+    text = text | cut | dict.fromkeys(names, num_layers)
+    return data | {"text_config": text} if "text_config" in data else text
+
+
 def compile_step(
     chip: str, model: str, *, num_layers: int, num_shards: int, num_tokens: int, num_blocks: int, block_size: int
 ) -> dict[str, int]:
@@ -83,18 +96,18 @@ def compile_step(
     from kvjax.models.sharding import param_sharding
     from kvjax.planning import plan_kv_cache
 
-    config = ModelConfig.from_dict(json.loads((MODELS / f"{model}.json").read_text()), where=model)
-    config = dataclasses.replace(config, num_layers=num_layers, layer_types=config.layer_types[:num_layers])
+    config = ModelConfig.from_dict(first_layers(json.loads((MODELS / f"{model}.json").read_text()), num_layers))
     plan = plan_kv_cache(
         config.kv_cache_specs(block_size, "bfloat16"),
         max_model_len=8192,
         num_blocks=num_blocks,
         platform="tpu",
-        tensor_parallel=num_shards,
+        tensor_parallel=num_shards if config.splits_cache(num_shards) else 1,
+        shared_layers=config.shared_layers,
     )
     devices = topologies.get_topology_desc(topology_name=CHIPS[chip].topology_of_four, platform="tpu").devices
     mesh = jax.sharding.Mesh(np.array(devices[:num_shards]), ("tensor",))
-    placement = Placement.create(mesh)
+    placement = Placement.create(mesh) if config.splits_cache(num_shards) else Placement(mesh)
     abstract = nnx.eval_shape(lambda: build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     params = [

@@ -1,18 +1,27 @@
 """The committed goldens: models, prompts, Hugging Face's float32 logits and greedy continuations.
 
-    for golden in goldens_of("gemma3"):          # also "llama", "qwen3", "demo"
-        golden.prompt, golden.logits, golden.greedy
+    for golden in goldens_of("gemma3"):          # any of FAMILIES, or "demo"
+        golden.prompt, golden.logits, golden.greedy, golden.decode_logits
     load_model(model_folder("gemma3"))
 
 The tiny models have no end token, so greedy continuations are 32 tokens long; the demo's end with its end token where
-the model wrote one. At every greedy step the two best logits differ by more than 1e-3 (`golden.least_gap`), so any
-correct float32 implementation must give the same tokens. Prompts are 37 to 98 tokens long (the demo's 77 to 255) and
-cross the sliding window (16; the demo's 64); the first four of a tiny model share their first 37 tokens.
+the model wrote one. At every greedy step the two best logits differ by more than 1e-3 (`golden.least_gap`), and at
+every token the last chosen and the first refused score of every top-k (experts, groups of experts, entries of an
+indexer) by more than 1e-4 (`golden.choice_gap`), so any correct float32 implementation must give the same tokens.
+Prompts are 37 to 98 tokens long, where a family needs it 200 (the demo's 77 to 255); the longest crosses what
+FAMILIES says; the first four of a tiny model share their first 37 tokens.
+
+`golden.extras` is what a family's prompts have beside tokens; `constants_of(name)` what holds for all its prompts:
+
+    streaming_llm   constants num_sink_tokens, window: a query sees the last `window` tokens, itself included, and the
+                    first `num_sink_tokens`; positions are those of the whole text. The folder is a plain Llama.
+    llama_dynamic   rotary frequencies of the longest sequence (factor * max_position_embeddings) at every length
+    phi3_longrope   every pass is longer than original_max_position_embeddings, so that all use the long factors
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +29,27 @@ import numpy as np
 from kvjax.demo import demo_model_path
 
 GOLDENS = Path(__file__).parent / "goldens"
+# Tokens of the widest window, chunk, compressed entry or block of states that a family has; 0: it has none.
+FAMILIES = {
+    "llama": 0,
+    "llama_linear": 0,
+    "llama_dynamic": 0,
+    "llama_yarn": 0,
+    "streaming_llm": 16,
+    "qwen2": 16,
+    "qwen3": 0,
+    "mistral": 16,
+    "phi3": 16,
+    "phi3_longrope": 0,
+    "gemma2": 16,
+    "gemma3": 16,
+    "mixtral": 0,
+    "qwen3_moe": 0,
+    "gpt_oss": 16,
+    "llama4": 32,
+    "deepseek_v2": 0,
+    "deepseek_v3": 0,
+}
 TINY_MODELS = ("llama", "qwen3", "gemma3")
 GOLDEN_MODELS = (*TINY_MODELS, "demo")
 
@@ -32,7 +62,10 @@ class Golden:
     positions: np.ndarray  # int32[num_positions] where logits were kept; the last is the prompt's last token
     logits: np.ndarray  # float32[num_positions, vocab] of a full forward pass
     greedy: np.ndarray  # int32[num_generated]
+    decode_logits: np.ndarray  # float32[num_generated, vocab]; row k chose greedy[k]; the demo has none
     least_gap: float  # between the two best logits, over the steps that made `greedy`
+    choice_gap: float  # between the last chosen and the first refused score of a top-k; infinite without one
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def model_folder(name: str) -> Path:
@@ -43,13 +76,25 @@ def model_folder(name: str) -> Path:
 def goldens_of(name: str) -> list[Golden]:
     """All prompts of a model."""
     with np.load(GOLDENS / name / "goldens.npz") as data:
-        return [
-            Golden(
-                data[f"prompt_{i}"],
-                data[f"positions_{i}"],
-                data[f"logits_{i}"],
-                data[f"greedy_{i}"],
-                float(gap),
+        goldens = []
+        for i, (least_gap, choice_gap) in enumerate(zip(data["least_gap"], data["choice_gap"], strict=True)):
+            arrays = {key.removesuffix(f"_{i}"): data[key] for key in data.files if key.endswith(f"_{i}")}
+            goldens.append(
+                Golden(
+                    **{key: arrays.pop(key) for key in ("prompt", "positions", "logits", "greedy", "decode_logits")},
+                    least_gap=float(least_gap),
+                    choice_gap=float(choice_gap),
+                    extras=arrays,
+                )
             )
-            for i, gap in enumerate(data["least_gap"])
-        ]
+        return goldens
+
+
+def constants_of(name: str) -> dict[str, np.ndarray]:
+    """What holds for all prompts of a model beside its config."""
+    with np.load(GOLDENS / name / "goldens.npz") as data:
+        return {
+            key: data[key]
+            for key in data.files
+            if not key.rpartition("_")[2].isdigit() and key not in ("least_gap", "choice_gap")
+        }

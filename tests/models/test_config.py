@@ -54,6 +54,14 @@ def test_older_and_newer_rope_keys_mean_the_same() -> None:
     )
 
 
+def test_dynamic_scaling_runs_for_as_long_as_its_factor_stretches() -> None:
+    """Its `max_position_embeddings` are pretraining's; the keys of a cache are rotated for the longest sequence."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    config = ModelConfig.from_dict(llama_dict(rope_scaling=scaling))
+    assert (config.max_model_len, config.rope.original_max_len) == (512, 128)
+    assert ModelConfig.from_dict(llama_dict(rope_scaling={"rope_type": "linear", "factor": 4.0})).max_model_len == 128
+
+
 def test_older_and_newer_gemma_rope_keys_mean_the_same() -> None:
     newer = gemma3_dict(
         rope_scaling=...,

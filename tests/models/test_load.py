@@ -134,6 +134,18 @@ def test_a_tied_head_and_other_modalities_are_no_surplus(qwen3: Path) -> None:
     np.testing.assert_array_equal(last_logits(qwen3), plain)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "head"), [("language_model.model.", "language_model."), ("model.language_model.", ""), ("", "")]
+)
+def test_an_output_head_stands_beside_the_layers_of_any_prefix(tmp_path: Path, prefix: str, head: str) -> None:
+    shutil.copytree(model_folder("llama"), tmp_path, dirs_exist_ok=True)
+    plain = load_model(model_folder("llama")).module.lm_head.kernel[...]
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {prefix + name.removeprefix("model."): x for name, x in tensors.items() if name != "lm_head.weight"}
+    save_file({**renamed, f"{head}lm_head.weight": tensors["lm_head.weight"]}, tmp_path / "model.safetensors")
+    chex.assert_trees_all_equal(load_model(tmp_path).module.lm_head.kernel[...], plain)
+
+
 def test_a_folder_without_weights_or_with_a_broken_file_is_refused(qwen3: Path) -> None:
     (qwen3 / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(CheckpointError, match="expected a safetensors file, got one that cannot be read"):

@@ -203,8 +203,6 @@ def test_deepseek_v4_in_bfloat16() -> None:
 
 
 SMALL: dict[str, dict[str, Any]] = {
-    "GptOssForCausalLM": {"num_hidden_layers": 2, "max_position_embeddings": 64, "num_attention_heads": 2,
-                          "hidden_size": 8, "sliding_window": 4},
     "DeepseekV4ForCausalLM": {"num_hidden_layers": 2, "max_position_embeddings": 64, "head_dim": 512,
                               "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 8,
                               "compress_ratios": [0, 4, 0]},
@@ -223,8 +221,6 @@ def small(name: str, **changes: Any) -> PlannedModel:
 
 
 def test_defaults_are_those_of_transformers() -> None:
-    kinds = [spec.kind for spec in small("GptOssForCausalLM").kv_cache_specs().values()]
-    assert kinds == ["sliding_window", "full_attention"]
     kinds = [spec.kind for spec in small("Llama4ForConditionalGeneration").kv_cache_specs().values()]
     assert kinds == (["chunked_local_attention"] * 3 + ["full_attention"]) * 2
     gemma = small("Gemma3nForConditionalGeneration")
@@ -245,14 +241,6 @@ def test_defaults_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
-        ("GptOssForCausalLM", {"layer_types": ["full_attention"]}, "here: expected 2 layer_types, got 1"),
-        (
-            "GptOssForCausalLM",
-            {"layer_types": ["full_attention", "chunked_attention"]},
-            "here: expected layer_types among full_attention, sliding_attention, got chunked_attention",
-        ),
-        ("GptOssForCausalLM", {"sliding_window": ...}, "here: expected the key 'sliding_window', got none"),
-        ("GptOssForCausalLM", {"dtype": "int8"}, "here: expected 'dtype' among .*, got 'int8'"),
         ("DeepseekV4ForCausalLM", {"compress_ratios": [0]}, r"among \[0, 4, 128\] for each of 2 layers, got \[0\]"),
         ("DeepseekV4ForCausalLM", {"compress_ratios": [0, 8]}, r"among \[0, 4, 128\] for each of 2 layers, got \[0, 8"),
         ("DeepseekV4ForCausalLM", {"compress_ratios": "4"}, "'compress_ratios' to be a list of integers >= 0, got '4'"),

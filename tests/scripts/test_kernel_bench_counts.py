@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.gated_delta_rule.shapes import DeltaShape
 from pallas_kernels.mla_paged_attention.shapes import LatentShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
@@ -15,6 +16,7 @@ from pallas_kernels.ssm_update.shapes import SsmShape
 from scripts.kernel_bench.case import BenchCase, Sizes, Work
 from scripts.kernel_bench.ops import (
     causal_conv1d,
+    gated_delta_rule,
     kv_write,
     latent_write,
     merge_states,
@@ -155,4 +157,19 @@ def test_a_convolution(kind: str) -> None:
     flops = sum(2 * 3 for _ in np.ndindex(outs.shape))
     states = changed_bytes(pages, written)
     num_bytes = total_bytes(rest[:3]) + total_bytes(outs) + states * (2 if kind == "decode" else 1)
+    assert found.work == Work(num_bytes, flops)
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("is_per_channel", [False, True])
+def test_a_gated_delta_rule(kind: str, is_per_channel: bool) -> None:
+    found = gated_delta_rule.case(kind, DeltaShape("x", "x", 2, 4, 3, 5, is_per_channel=is_per_channel), SIZES)
+    pages, rest = found.arguments(0)
+    outs, written = found.call("reference", pages, rest)
+    flops = 0
+    for _ in np.ndindex(outs.shape):  # a token, a head and a number of its value
+        for _ in range(3):
+            flops += 1 + 2 + 2 + 2
+    states = changed_bytes(pages, written)
+    num_bytes = total_bytes(rest[:5]) + total_bytes(outs) + states * (2 if kind == "decode" else 1)
     assert found.work == Work(num_bytes, flops)

@@ -180,6 +180,7 @@ class KVCacheManager(ManagerReader, SavableManager):
         num_hit_tokens: int = 0,
         hit_blocks: KVCacheBlocks | None = None,
         kept_free: int | Sequence[int] = 0,
+        num_encoder_tokens: int = 0,
     ) -> bool:
         """Whether every pool keeps `kept_free` blocks free once all tokens of a new request have theirs.
 
@@ -190,11 +191,12 @@ class KVCacheManager(ManagerReader, SavableManager):
             num_hit_tokens: tokens of the hit that it would start from.
             hit_blocks: blocks of that hit; None: none.
             kept_free: blocks of each pool, or one number for all.
+            num_encoder_tokens: tokens of the encoder, for kinds that attend to them.
 
         Raises:
             ValueError: a number is negative, or there is not one per pool.
         """
-        return self._slots.can_admit(request, num_hit_tokens, hit_blocks, kept_free)
+        return self._slots.can_admit(request, num_hit_tokens, hit_blocks, kept_free, num_encoder_tokens)
 
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps computed; call it once before each step with `same_step_hits=False`."""

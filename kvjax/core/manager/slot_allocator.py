@@ -164,7 +164,12 @@ class SlotAllocator:
         self._rows.note_idle(row)
 
     def can_admit(
-        self, request: Request, num_hit_tokens: int, hit: KVCacheBlocks | None, kept_free: int | Sequence[int]
+        self,
+        request: Request,
+        num_hit_tokens: int,
+        hit: KVCacheBlocks | None,
+        kept_free: int | Sequence[int],
+        num_encoder_tokens: int,
     ) -> bool:
         """`KVCacheManager.can_admit`."""
         num_pools = len(self._groups.pools)
@@ -174,7 +179,8 @@ class SlotAllocator:
             raise ValueError(f"expected kept_free of {num_pools} pools or one number, got {kept_free}")
         num_hit_tokens = as_count("num_hit_tokens", num_hit_tokens)
         ids = self._groups.no_ids if hit is None else hit.block_ids
-        needs = self._needs.of_new(request.num_tokens, ids, num_hit_tokens, capped=True)
+        num_encoder_tokens = as_count("num_encoder_tokens", num_encoder_tokens)
+        needs = self._needs.of_new(request.num_tokens, ids, num_hit_tokens, True, num_encoder_tokens)
         return self._needs.fit(sums(needs, kept))
 
     def _whole_fits(self, request: Request, row: int, counts: SlotCounts) -> bool:

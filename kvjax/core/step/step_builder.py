@@ -86,7 +86,7 @@ def build_step_plan(
     With `last_token_source` the last new token of a request need not be in the table yet. With `pick_shape` block
     tables are made in the shape that the device wants, instead of being copied into it later.
     Groups of cross attention have lengths and slots of encoder tokens: the lengths of every request, slots where the
-    encoder runs in this step.
+    encoder runs in this step, from `encoder_starts[i]` on those of request i.
     Groups of compressed caches have lengths and slots of states, a slot for each state that the new tokens complete,
     and where layers differ in tokens per state `GroupPlan.compressed` has them for each number.
     Groups of recurrent layers have no slots but the pages of the states to start from and to leave. Under context
@@ -197,11 +197,14 @@ class _Encoder(NamedTuple):
         return np.asarray(self.table.num_encoder_tokens[self.rows], np.int64)
 
     @property
-    def tokens(self) -> _Tokens:
-        """Those that are written, one request after another."""
+    def starts(self) -> np.ndarray:  # int64[S + 1]
+        """Where those of each request begin that are written, one request after another."""
         writes = self.computed == 0 if self.writes is None else self.writes
-        counts = np.where(writes, self.lengths, 0)
-        starts = _starts(counts)
+        return _starts(np.where(writes, self.lengths, 0))
+
+    def tokens(self, starts: np.ndarray) -> _Tokens:
+        """Those that are written."""
+        counts = np.diff(starts)
         return _Tokens(np.repeat(self.rows, counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts))
 
 
@@ -272,10 +275,15 @@ def _lengths_and_places(group: KVCacheGroupSpec, own: _Held, step: _Step, places
     if spec.state_pages is not None:
         return _state_fields(spec.state_pages, own, step)
     if spec.reads_encoder:
-        lengths, tokens = step.encoder.lengths, step.encoder.tokens
+        lengths, starts = step.encoder.lengths, step.encoder.starts
+        tokens = step.encoder.tokens(starts)
         _check_blocks(step.rows, own, lengths)
         slots = _slots(own.table, own.block_size, tokens.rows, tokens.places(own.block_size))
-        return {"seq_lens": lengths.astype(np.int32), "slot_mapping": slots}
+        return {
+            "seq_lens": lengths.astype(np.int32),
+            "slot_mapping": slots,
+            "encoder_starts": starts.astype(np.int32),
+        }
     if not own.is_like_the_last:
         _check_blocks(step.rows, own, step.seq_lens)
     if group.tokens_per_state != {1}:

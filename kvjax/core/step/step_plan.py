@@ -60,6 +60,7 @@ class GroupPlan:
     state_read: np.ndarray | None = None  # int32[S] page of the recurrent state to start from
     state_write: np.ndarray | None = None  # int32[S] page to leave it in
     has_initial_state: np.ndarray | None = None  # bool[S]
+    encoder_starts: np.ndarray | None = None  # int32[S + 1] where the encoder's tokens begin in `slot_mapping`, if read
     compressed: tuple[CompressedStates, ...] = ()  # where layers differ in tokens per state: each number, ascending
     padded_tables: np.ndarray | None = None  # read-only int32[>= S, >= P] that `block_tables` is the start of, 0 beyond
 

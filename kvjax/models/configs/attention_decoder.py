@@ -1,4 +1,4 @@
-"""What decoders of attention layers have in common: sizes, and a cache of K and V for every layer of its type. No jax.
+"""What decoders of attention layers have in common: heads, and a cache of K and V for every layer of its type. No jax.
 
 Flow:    ConfigKeys -> [take_decoder_fields] -> a family's [AttentionDecoderConfig] -> layers, kv_cache_specs
 """
@@ -13,25 +13,20 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import ConfigError
-from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING, ModelConfig
+from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING
+from kvjax.models.configs.decoder import DecoderConfig, take_sizes
 from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.rope import RopeConfig
 from kvjax.models.configs.states import StateShapes
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionDecoderConfig(ModelConfig):
-    """What the shared layers read. A family says in its own class what else its layers need."""
+class AttentionDecoderConfig(DecoderConfig):
+    """What attention layers read. A family says in its own class what else its layers need."""
 
-    hidden_size: int
-    intermediate_size: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    hidden_act: str  # one of ACTIVATIONS
     sm_scale: float
     layer_types: tuple[str, ...]  # per layer: FULL, SLIDING, CHUNKED or RECURRENT
     rope: RopeConfig | None
@@ -39,16 +34,11 @@ class AttentionDecoderConfig(ModelConfig):
     sliding_window: int | None = None  # tokens that a sliding layer sees, itself included
     attention_chunk_size: int | None = None
     state: StateShapes | None = None  # of recurrent layers
-    tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False  # queries and keys are normed per head
-    norm_offset: float = 0.0  # norms multiply by their weight plus this
-    embed_scale: float = 1.0
-    logit_scale: float = 1.0
+    has_sinks: bool = False  # every softmax has a learned logit per head, which takes weight and has no value
     attn_logit_soft_cap: float | None = None
-    final_logit_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -114,33 +104,16 @@ class AttentionDecoderConfig(ModelConfig):
         return self.num_kv_heads % num_shards == 0 and (self.state is None or self.state.splits(num_shards))
 
 
-def take_token_fields(keys: ConfigKeys) -> dict[str, Any]:
-    """The fields that every model has, `num_layers` apart: architecture, vocabulary, length, dtype, special tokens."""
-    architecture = keys.take("architectures")
-    return {
-        "architecture": architecture[0],
-        "vocab_size": keys.take_int("vocab_size"),
-        "max_model_len": keys.take_int("max_position_embeddings"),
-        "dtype": keys.take_dtype(),
-        "bos_token_id": keys.take_nullable("bos_token_id"),
-        "eos_token_ids": keys.take_eos(),
-    }
-
-
 def take_decoder_fields(keys: ConfigKeys, *, activation_key: str = "hidden_act") -> dict[str, Any]:
     """The fields that every decoder of attention layers has, but for its layer types and rotary embeddings."""
-    num_q_heads, hidden_size = keys.take_int("num_attention_heads"), keys.take_int("hidden_size")
-    head_dim = keys.take_int("head_dim", max(hidden_size // num_q_heads, 1))
+    sizes = take_sizes(keys, activation_key=activation_key)
+    num_q_heads = keys.take_int("num_attention_heads")
+    head_dim = keys.take_int("head_dim", max(sizes["hidden_size"] // num_q_heads, 1))
     return {
-        **take_token_fields(keys),
-        "num_layers": keys.take_int("num_hidden_layers"),
-        "hidden_size": hidden_size,
+        **sizes,
         "intermediate_size": keys.take_int("intermediate_size"),
         "num_q_heads": num_q_heads,
         "num_kv_heads": keys.take_int("num_key_value_heads", num_q_heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.take_float("rms_norm_eps", 1e-6),
-        "hidden_act": keys.take_choice(activation_key, ACTIVATIONS, "silu"),
         "sm_scale": head_dim**-0.5,
-        "tie_word_embeddings": keys.take_flag("tie_word_embeddings", False),
     }

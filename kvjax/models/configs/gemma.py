@@ -35,6 +35,7 @@ class Gemma2Config(AttentionDecoderConfig):
         "bos_token_id": 2,
         "eos_token_id": 1,
     }
+    ignored_keys: ClassVar[frozenset[str]] = frozenset({"sliding_window_size"})  # a copy of `sliding_window`
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:

@@ -26,14 +26,15 @@ class LlamaConfig(AttentionDecoderConfig):
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
         fields = take_decoder_fields(keys)
+        rope = take_rope(keys, fields["max_model_len"])
         bias = keys.take_flag("attention_bias", False)
         return cls(
-            **fields,
+            **fields | {"max_model_len": rope.longest_len(fields["max_model_len"])},
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=keys.take_flag("mlp_bias", False),
             layer_types=(FULL,) * fields["num_layers"],
-            rope=take_rope(keys, fields["max_model_len"]),
+            rope=rope,
         )
 
 
@@ -73,6 +74,7 @@ class Phi3Config(AttentionDecoderConfig):
     """As Mistral, with projections that are fused in the checkpoint, and rotary embeddings of part of a head."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
+    ignored_keys: ClassVar[frozenset[str]] = frozenset({"embd_pdrop", "resid_pdrop"})  # of training
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:

@@ -6,6 +6,7 @@ Source:  transformers' modeling_rope_utils.py; `rope_theta` and `rope_scaling` b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,19 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0  # share of a head's dimensions that are rotated, the first ones
     mrope_section: tuple[int, ...] = ()  # frequencies for time, height and width; not empty: multimodal positions
     mrope_interleaved: bool = False
+
+    def longest_len(self, max_position_embeddings: int) -> int:
+        """Tokens that a model may be run for. "dynamic" stretches pretraining's length, which a config gives, by its
+        factor; the others are given in the length that they make.
+        """
+        if self.rope_type != "dynamic":
+            return max_position_embeddings
+        return max(max_position_embeddings, int(self.factor * self.original_max_len))
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's temperature for a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def take_rope(keys: ConfigKeys, max_len: int, **fields: Any) -> RopeConfig:

@@ -16,7 +16,7 @@ from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.configs.granite_moe_hybrid import GraniteMoeHybridConfig
 from kvjax.models.layers.attention import Attention
 from kvjax.models.layers.decoder import Decoder
-from kvjax.models.layers.experts import Experts, choose_experts
+from kvjax.models.layers.experts import Experts, Router
 from kvjax.models.layers.feed_forward import FeedForward
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
@@ -41,7 +41,7 @@ class GraniteExperts(nnx.Module):
     """A router and its experts, all of whose tensors stand beside each other."""
 
     def __init__(self, config: GraniteMoeHybridConfig, experts: ExpertsConfig, make: Make) -> None:
-        self.router = make.linear(config.hidden_size, experts.num_experts)
+        self.router = Router(config.hidden_size, experts, make=make)
         self.experts = Experts(config.hidden_size, experts, activation=config.hidden_act, make=make)
         self.config = experts
 
@@ -57,7 +57,7 @@ class GraniteExperts(nnx.Module):
 
     def __call__(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, d]
         """The part's output, without residual."""
-        return self.experts(hidden, *choose_experts(self.router(hidden), self.config))
+        return self.experts(hidden, *self.router(hidden))
 
 
 class GraniteBlock(nnx.Module):

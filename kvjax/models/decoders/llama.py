@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from flax import nnx
 
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
+from kvjax.models.configs.decoder import DecoderConfig
 from kvjax.models.layers.attention import Attention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
@@ -28,7 +29,7 @@ class LlamaDecoder(Decoder):
         return PreNormBlock(config, make, self_attn=Attention(config, layer, make), mlp=dense_part(config, make))
 
 
-def dense_part(config: AttentionDecoderConfig, make: Make) -> FeedForward:
+def dense_part(config: DecoderConfig, make: Make) -> FeedForward:
     """The feed-forward part without experts."""
     return FeedForward(
         config.hidden_size, config.intermediate_size, activation=config.hidden_act, bias=config.mlp_bias, make=make

@@ -7,7 +7,10 @@ Attributes are named as the tensors of a Hugging Face checkpoint, so that a para
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.device.attention_options import AttentionOptions
@@ -30,10 +33,17 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = make.norm(dim, eps=config.rms_norm_eps, offset=config.norm_offset)
             self.k_norm = make.norm(dim, eps=config.rms_norm_eps, offset=config.norm_offset)
+        if config.has_sinks:
+            self.sinks = make.zeros(heads)
+        self.has_sinks = config.has_sinks
         self.head_dim = dim
         self.rope = config.rope_of(layer)
         self.layer_name = f"layers.{layer}"
         self.options = attention_options(config, layer)
+
+    def param_splits(self) -> dict[str, tuple[int, int]]:
+        """Sinks, as query heads."""
+        return {"sinks": (0, self.sinks.shape[0])} if self.has_sinks else {}
 
     def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:  # [T, d] -> [T, d]
         """Attention over the layer's cache, the step's own tokens included."""
@@ -45,7 +55,10 @@ class Attention(nnx.Module):
         if self.rope is not None:
             tables = step.rope_tables(self.rope, self.head_dim)
             q, k = apply_rope(q, tables), apply_rope(k, tables)
-        out = step.cache(self.layer_name, q, k, v, self.options)
+        options = self.options
+        if self.has_sinks:
+            options = replace(options, sinks=self.sinks[...].astype(jnp.float32))
+        out = step.cache(self.layer_name, q, k, v, options)
         return self.o_proj(out.reshape(hidden.shape[0], -1))
 
 

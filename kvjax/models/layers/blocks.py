@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
+from kvjax.models.configs.decoder import DecoderConfig
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
 
@@ -20,7 +20,7 @@ class PreNormBlock(nnx.Module):
 
     def __init__(
         self,
-        config: AttentionDecoderConfig,
+        config: DecoderConfig,
         make: Make,
         *,
         self_attn: Callable[[jax.Array, ForwardStep], jax.Array],
@@ -44,7 +44,7 @@ class SandwichNormBlock(nnx.Module):
 
     def __init__(
         self,
-        config: AttentionDecoderConfig,
+        config: DecoderConfig,
         make: Make,
         *,
         self_attn: Callable[[jax.Array, ForwardStep], jax.Array],

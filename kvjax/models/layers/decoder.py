@@ -7,13 +7,15 @@ Source:  transformers' modeling files, with whose outputs the families agree
 from __future__ import annotations
 
 import abc
+import re
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
+from kvjax.models.configs.decoder import DecoderConfig
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
 
@@ -27,7 +29,8 @@ class Decoder(nnx.Module):
     # Prefixes that may stand before the names of a checkpoint's tensors, that of `anchor` tells which one does.
     tensor_prefixes: ClassVar[tuple[str, ...]] = ("model.", "language_model.model.", "model.language_model.", "")
     anchor: ClassVar[str] = "embed_tokens.weight"
-    unprefixed: ClassVar[frozenset[str]] = frozenset({"lm_head"})  # attributes whose tensors have no prefix
+    # Attributes whose tensors stand beside the rest: "language_model.lm_head.", "language_model.model.layers.".
+    unprefixed: ClassVar[frozenset[str]] = frozenset({"lm_head"})
     # Beginnings of the names of tensors that the decoder has no use for.
     ignored_tensors: ClassVar[tuple[str, ...]] = (
         "vision_tower.",
@@ -36,7 +39,10 @@ class Decoder(nnx.Module):
         "model.multi_modal_projector.",
     )
 
-    def __init__(self, config: AttentionDecoderConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
+    # Checkpoints that differ from the above: patterns in names of tensors, with what stands there here.
+    tensor_renames: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, config: DecoderConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
         """Random weights in `dtype`."""
         make = Make(jnp.dtype(dtype), rngs)
         self.config = config
@@ -45,6 +51,13 @@ class Decoder(nnx.Module):
         self.norm = make.norm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
         if not config.tie_word_embeddings:
             self.lm_head = make.linear(config.hidden_size, config.vocab_size)
+
+    @classmethod
+    def own_name(cls, name: str) -> str:
+        """The name that a checkpoint's tensor has here."""
+        for pattern, replacement in cls.tensor_renames.items():
+            name = re.sub(pattern, replacement, name)
+        return name
 
     @staticmethod
     @abc.abstractmethod

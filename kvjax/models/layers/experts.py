@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.layers.feed_forward import ACTIVATIONS
+from kvjax.models.layers.feed_forward import gated
 from kvjax.models.layers.make import Make
 from kvjax.models.tensor_sources import Stack, TensorSource
 
@@ -26,25 +26,41 @@ def choose_experts(
     bias: jax.Array | None = None,  # float32[E] added to the scores for choosing only
 ) -> tuple[jax.Array, jax.Array]:  # float32[T, k] weights, int32[T, k] experts
     """The experts of each token, best first, and how much each counts."""
-    logits = logits.astype(jnp.float32)
-    scores = jax.nn.softmax(logits, axis=-1) if config.score == "softmax" else jax.nn.sigmoid(logits)
+    scores = router_scores(logits, config)
     ranked = scores if bias is None else scores + bias[None].astype(jnp.float32)
     if config.num_groups > 1:
         ranked = _in_top_groups(ranked, config)
     experts = jax.lax.top_k(ranked, config.top_k)[1]
+    return expert_weights(scores, experts, config), experts
+
+
+def router_scores(logits: jax.Array, config: ExpertsConfig) -> jax.Array:  # [T, E] -> float32[T, E]
+    """What the router thinks of every expert."""
+    logits = logits.astype(jnp.float32)
+    match config.score:
+        case "softmax":
+            return jax.nn.softmax(logits, axis=-1)
+        case "sigmoid":
+            return jax.nn.sigmoid(logits)
+        case _:
+            return jnp.sqrt(jax.nn.softplus(logits))
+
+
+def expert_weights(scores: jax.Array, experts: jax.Array, config: ExpertsConfig) -> jax.Array:  # -> float32[T, k]
+    """How much each of a token's chosen `experts` int32[T, k] counts, by the `scores` [T, E] of all."""
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk:
         weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return weights * config.scale, experts
+    return weights * config.scale
 
 
 def _in_top_groups(ranked: jax.Array, config: ExpertsConfig) -> jax.Array:  # float32[T, E] -> [T, E]
-    """0 for the experts of all but the best groups, a group's rank being the sum of its two best."""
+    """-inf for the experts of all but the best groups."""
     grouped = ranked.reshape(ranked.shape[0], config.num_groups, -1)
-    ranks = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+    ranks = jax.lax.top_k(grouped, config.group_best)[0].sum(axis=-1)
     groups = jax.lax.top_k(ranks, config.top_groups)[1]
     is_chosen = jax.nn.one_hot(groups, config.num_groups, dtype=jnp.bool_).any(axis=1)
-    return jnp.where(is_chosen[:, :, None], grouped, 0.0).reshape(ranked.shape)
+    return jnp.where(is_chosen[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
 def run_experts(
@@ -87,6 +103,7 @@ class Experts(nnx.Module):
         self.down = make.param(count, inner, size, scale=inner**-0.5)
         self.num_experts = count
         self.activation = activation
+        self.limit = config.limit
         self.names = names
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
@@ -106,14 +123,32 @@ class Experts(nnx.Module):
 
         def compute(rows: jax.Array, sizes: jax.Array, expert_of_row: jax.Array) -> jax.Array:
             del expert_of_row
-            gate = ACTIVATIONS[self.activation](jax.lax.ragged_dot(rows, self.gate[...], sizes))
-            return jax.lax.ragged_dot(gate * jax.lax.ragged_dot(rows, self.up[...], sizes), self.down[...], sizes)
+            gate, up = (jax.lax.ragged_dot(rows, param[...], sizes) for param in (self.gate, self.up))
+            return jax.lax.ragged_dot(gated(gate, up, self.activation, self.limit), self.down[...], sizes)
 
         return run_experts(hidden, weights, experts, self.num_experts, compute)
 
 
+class Router(nnx.Module):
+    """Scores experts for a token. With a bias, experts are chosen by score plus bias and weighted by score."""
+
+    def __init__(self, size: int, config: ExpertsConfig, *, make: Make, has_bias: bool = False) -> None:
+        self.kernel = make.param(size, config.num_experts, scale=size**-0.5)
+        self.e_score_correction_bias = make.float32_zeros(config.num_experts) if has_bias else None
+        self.config = config
+
+    def logits(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> float32[T, E]
+        """Before scores are made of them."""
+        return jnp.matmul(hidden, self.kernel[...], preferred_element_type=jnp.float32)
+
+    def __call__(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:  # float32[T, k] weights, int32[T, k] experts
+        """As `choose_experts`."""
+        bias = self.e_score_correction_bias
+        return choose_experts(self.logits(hidden), self.config, None if bias is None else bias[...])
+
+
 class SparseFeedForward(nnx.Module):
-    """A router and its experts."""
+    """A router and its experts, and a part that computes every token beside them if there are `shared_experts`."""
 
     def __init__(
         self,
@@ -123,11 +158,14 @@ class SparseFeedForward(nnx.Module):
         activation: str,
         make: Make,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
+        has_bias: bool = False,  # of the router
+        shared_experts: Callable[[jax.Array], jax.Array] | None = None,
     ) -> None:
-        self.gate = make.linear(size, config.num_experts)
+        self.gate = Router(size, config, make=make, has_bias=has_bias)
         self.experts = Experts(size, config, activation=activation, make=make, names=names)
-        self.config = config
+        self.shared_experts = shared_experts
 
     def __call__(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, d]
         """The part's output, without residual."""
-        return self.experts(hidden, *choose_experts(self.gate(hidden), self.config))
+        out = self.experts(hidden, *self.gate(hidden))
+        return out if self.shared_experts is None else out + self.shared_experts(hidden)

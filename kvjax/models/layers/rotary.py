@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.models.configs.rope import RopeConfig
+from kvjax.models.configs.rope import RopeConfig, yarn_mscale
 
 RopeTables: TypeAlias = tuple[jax.Array, jax.Array]  # cosines and sines, float32[T, 1, rotated dimensions / 2]
 
@@ -58,11 +58,6 @@ def attention_factor(rope: RopeConfig) -> float:
     if rope.rope_type == "longrope" and rope.factor > 1:
         return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_len))
     return 1.0
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's temperature for a context that is `factor` times as long."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _dynamic_theta(rope: RopeConfig, dim: int, max_len: int) -> float:

@@ -1,4 +1,4 @@
-"""causal_conv1d of ssm_update: a decode step and a prefill without a state before it, at the model shapes."""
+"""causal_conv1d: a decode step and a prefill without a state before it, at the shapes of Mamba and gated delta nets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.gated_delta_rule.shapes import SHAPES as DELTA_SHAPES
+from pallas_kernels.gated_delta_rule.shapes import DeltaShape
 from pallas_kernels.ssm_update import causal_conv1d
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
@@ -20,12 +22,12 @@ OP = "causal_conv1d"
 
 def cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Every shape that splits so."""
-    for shape in SHAPES:
+    for shape in (*SHAPES, *DELTA_SHAPES):
         for kind in KINDS if splits(shape, sizes.shards) else ():
             yield case(kind, shape, sizes)
 
 
-def case(kind: str, shape: SsmShape, sizes: Sizes) -> BenchCase:
+def case(kind: str, shape: SsmShape | DeltaShape, sizes: Sizes) -> BenchCase:
     """One step of one shape."""
     step = StateStep.of(kind, sizes)
     state = shape.state_shapes(sizes.shards)[0]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core import BlockHasher, CrossAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheManager, Request
 from tests.core.manager.manager_lockstep import Setup, config_of
 from tests.core.manager.naive_manager import NaiveGroup
 
+HEADS = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
 HASHER = BlockHasher(2, seed="test")
 TWO_POOLS = (NaiveGroup(2), NaiveGroup(4, pool=1))
 
@@ -55,11 +56,27 @@ def test_it_tells_what_an_admission_would_leave(seed: int) -> None:
         ({"kept_free": (1, -1)}, "expected kept_free >= 0, got -1"),
         ({"kept_free": -1}, "expected kept_free >= 0, got -1"),
         ({"num_hit_tokens": -1}, "expected num_hit_tokens >= 0, got -1"),
+        ({"num_encoder_tokens": -1}, "expected num_encoder_tokens >= 0, got -1"),
     ],
 )
 def test_numbers_that_can_not_be(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_manager([9, 9]).can_admit(Request("r", range(8)), **arguments)
+
+
+@pytest.mark.parametrize("num_encoder_tokens", [1, 4, 5, 12])
+def test_the_encoders_tokens_need_blocks_too(num_encoder_tokens: int) -> None:
+    """Three blocks of tokens, and those of the encoder's."""
+    config = KVCacheConfig.single_pool(
+        8,
+        FullAttentionSpec(block_size=4, **HEADS),
+        CrossAttentionSpec(block_size=4, max_num_encoder_tokens=12, **HEADS),
+    )
+    manager = KVCacheManager(config, max_model_len=40, hash_block_size=4)
+    request = Request("r", range(12))
+    left = 7 - 3 - -(-num_encoder_tokens // 4)
+    assert manager.can_admit(request, kept_free=left, num_encoder_tokens=num_encoder_tokens)
+    assert not manager.can_admit(request, kept_free=left + 1, num_encoder_tokens=num_encoder_tokens)
 
 
 def test_tokens_that_come_from_elsewhere_need_blocks_for_their_window_only() -> None:

@@ -285,6 +285,12 @@ def test_a_new_kind_says_itself_what_its_pages_hold() -> None:
     assert states.slot_mapping.tolist() == [-1] * 9
     assert captions.seq_lens.tolist() == [6, 3]
     assert captions.slot_mapping.tolist() == [4, 5, 6]
+    assert captions.encoder_starts is not None
+    assert captions.encoder_starts.tolist() == [0, 0, 3]
+    both = build_step_plan(tables, np.array([0, 1]), np.array([8, 1]), writes_encoder=np.array([True, True]))
+    assert both.groups[1].encoder_starts is not None
+    assert both.groups[1].encoder_starts.tolist() == [0, 6, 9]
+    assert both.groups[1].slot_mapping.size == 9
     tables.request_table.num_tokens[1] = 21
     with pytest.raises(ValueError, match="row 1, group 0: expected the blocks of a state after 21 tokens, got 5"):
         build_step_plan(tables, np.array([1]), np.array([2]))

@@ -216,19 +216,6 @@ def test_the_default_scale() -> None:
     shape.assert_right(jitted(None, True)(*inputs, *step), arrays, step)
 
 
-def test_an_accelerator_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """backend="gpu" refuses; "auto" on a GPU warns and gives what the reference gives."""
-    arrays, step = SCALAR.make(np.random.default_rng(4), [4, 1])
-    inputs = [jnp.asarray(arrays[name]) for name in (*INPUTS, "states")]
-    with pytest.raises(NotImplementedError, match="gated_delta_rule: there is no gpu kernel; use backend='auto'"):
-        gated_delta_rule(*inputs, *step, backend="gpu")
-    expected = gated_delta_rule(*inputs, *step, backend="reference")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.warns(RuntimeWarning, match="gated_delta_rule: there is no gpu kernel; the reference runs instead"):
-        result = gated_delta_rule(*inputs, *step)
-    np.testing.assert_array_equal(result.out, expected.out)
-
-
 def test_states_are_updated_in_place() -> None:
     """The states' array is aliased to the result, and no temporary is as large."""
     shape = replace(SCALAR, key_dim=16, value_dim=16, num_tokens=8)

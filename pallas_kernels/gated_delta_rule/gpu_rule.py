@@ -1,0 +1,282 @@
+"""gated_delta_rule on NVIDIA GPUs of Hopper, in Pallas Mosaic GPU: a state in registers over its sequence's tokens.
+
+Flow:    api -> [gated_delta_rule] -> one launch for decode, drafts and longer sequences -> (out, states in place)
+Source:  the recurrence as `reference` states it; the state stays on chip, only inputs and outputs move
+
+Grid: sequences and the padding x value heads x tiles of a head's columns; a thread block is one warpgroup. It reads its
+columns of the state from the sequence's page, walks over the new tokens, and writes them back after each token whose
+state is kept: plain loads and stores of whole sectors, with many blocks to a multiprocessor to hide them. Columns of a
+state never meet, so blocks do not wait for each other. Padding is a sequence of its own, without states, whose outputs
+are 0.
+
+Both sums over a state, with k and with q, are taken before the token changes it, so that neither waits for the other:
+
+    delta = a * v - b * (state^T k),   out = c * (state^T q) + e * delta,   state = decay * state + k delta^T
+
+with factors of each token and head (`_Factor`) that XLA makes: norms, scale, beta and `k . q` are in them, so that the
+kernel reads q and k as they are. A decay per number of the key goes into k and q of both sums.
+
+Decode reads each state once and writes it once, which is nearly all of its bytes; memory binds. A longer sequence takes
+its tokens one after the other, four instructions for every 32 numbers of the state and token on plain cores; the tensor
+core is not used. Inputs of a few tokens are loaded while the few before are computed, since one sequence alone would
+wait for each; where a step has no more tokens than sequences that is left out, and the registers that it takes go to
+larger tiles of a state.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.gated_delta_rule.arguments import Inputs, Options, StepArrays
+from pallas_kernels.gated_delta_rule.reference import inverse_length
+from pallas_kernels.ragged_paged_attention.schedule import Batch
+
+_WIDE, _NARROW = 64, 32  # columns of a tile
+_TILE_NUMBERS = 8192  # of a state, at most
+_AHEAD_NUMBERS = 512  # of keys, of the tokens whose inputs are loaded together
+_MOST_TOKENS = 4
+
+
+class _Factor(enum.IntEnum):
+    """Scalars of a token and value head, float32; `inverse` is 1, or with the norm 1 over a length."""
+
+    VALUE = 0  # a: beta * inverse of k
+    OLD = 1  # b: beta * (inverse of k)^2, and the decay of a head
+    SEEN = 2  # c: scale * inverse of q, and the decay of a head
+    OWN = 3  # e: scale * inverse of q * (k . q)
+    DECAY = 4  # of a head, else unused
+
+
+def reason_not_supported(v: jax.Array, k: jax.Array, g: jax.Array, states: jax.Array) -> str | None:
+    """What of a call the kernel cannot do, in words; None if it can do it all."""
+    key_dim, value_dim = states.shape[2:]
+    most = _TILE_NUMBERS // _NARROW
+    step = mosaic_gpu.lane_columns_step(_NARROW)
+    if key_dim % step or key_dim > most:
+        return f"GPU kernels take keys in multiples of {step} up to {most} numbers, got {key_dim}"
+    if value_dim % _NARROW:
+        return f"GPU kernels take values in multiples of {_NARROW} numbers, got {value_dim}"
+    return mosaic_gpu.reason_of_floats(v, k, g, states) or mosaic_gpu.reason_without_hopper()
+
+
+@functools.partial(jax.jit, static_argnames="options")
+def gated_delta_rule(
+    inputs: Inputs, states: jax.Array, arrays: StepArrays, *, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """(out, states) as `DeltaOutput`."""
+    q, k, v, g, _ = inputs
+    _, num_heads, key_dim, value_dim = states.shape
+    starts = arrays.query_start_loc
+    batch = Batch.of_step(jnp.diff(starts), starts, arrays.distribution)
+    num_real = jnp.sum(batch.q_lens)
+    firsts = jnp.append(batch.starts, num_real)
+    q_lens = jnp.append(batch.q_lens, v.shape[0] - num_real)  # the last: padding
+    read = jnp.where(arrays.has_initial_state, arrays.state_read, 0)
+    is_per_channel = g.ndim == 3
+    tile = _Tile.of(v.shape, key_dim, k.shape[1], q_lens.shape[0] - 1, is_per_channel)
+    names = ("starts", "q_lens", "read", "write", "q", "k", "v", "g", "factors", "states", "out")
+
+    def body(*refs: Any) -> None:
+        _walk(SimpleNamespace(**dict(zip(names, refs, strict=True))), tile)
+
+    run = mosaic_gpu.kernel_in_place(
+        body,
+        name=f"delta_c{tile.columns}_t{tile.num_tokens}{'_channel' if is_per_channel else ''}",
+        outputs=[jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        grid={"seq": q_lens.shape[0], "head": num_heads, "tile": value_dim // tile.columns},
+    )
+    (out,), states = run(firsts, q_lens, read, arrays.state_write, q, k, v, g, _factors(inputs, options), states)
+    return out, states
+
+
+def _factors(inputs: Inputs, options: Options) -> jax.Array:
+    """float32[T, H, factors]."""
+    q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs)
+    group = v.shape[1] // k.shape[1]
+
+    def by_head(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, group, axis=1)
+
+    ones = jnp.ones(k.shape[:2], jnp.float32)
+    of_q, of_k = (by_head(inverse_length(x) if options.use_qk_l2norm else ones) for x in (q, k))
+    decay = jnp.exp(g) if g.ndim == 2 else jnp.ones_like(beta)
+    value, seen = beta * of_k, options.scale * of_q
+    factors = {
+        _Factor.VALUE: value,
+        _Factor.OLD: value * of_k * decay,
+        _Factor.SEEN: seen * decay,
+        _Factor.OWN: seen * by_head(jnp.sum(k * q, axis=-1)),
+        _Factor.DECAY: decay,
+    }
+    return jnp.stack([factors[factor] for factor in _Factor], axis=-1)
+
+
+class _Tile(NamedTuple):
+    """What one thread block has of a state, and how it goes over tokens."""
+
+    key_dim: int
+    columns: int
+    heads_per_key: int
+    is_per_channel: bool
+    num_tokens: int  # whose inputs are loaded together, ahead
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], key_dim: int, key_heads: int, num_seqs: int, is_per_channel: bool) -> _Tile:
+        """Of values [T, H, V]: wide where sequences have one token at most, if that divides a head."""
+        room, num_heads, value_dim = shape
+        columns, num_tokens = _NARROW, 1
+        if room > num_seqs:
+            num_tokens = max(1, min(_MOST_TOKENS, _AHEAD_NUMBERS // key_dim))
+        elif value_dim % _WIDE == 0 and _WIDE * key_dim <= _TILE_NUMBERS:
+            columns = _WIDE
+        return cls(key_dim, columns, num_heads // key_heads, is_per_channel, num_tokens)
+
+    @property
+    def layout(self) -> Any:
+        """Of the tile in registers."""
+        return mosaic_gpu.lane_columns(self.columns)
+
+    def across(self, per_row: jax.Array) -> jax.Array:
+        """A value per row as a matrix."""
+        return lax.broadcast_in_dim(per_row, (self.key_dim, self.columns), [0])
+
+    def down(self, per_column: jax.Array) -> jax.Array:
+        """A value per column as a matrix."""
+        return lax.broadcast_in_dim(per_column, (self.key_dim, self.columns), [1])
+
+
+class _Token(NamedTuple):
+    """Inputs of one token as they come from memory."""
+
+    q: jax.Array  # [K]
+    k: jax.Array  # [K]
+    v: jax.Array  # [columns]
+    g: jax.Array | None  # [K] of a decay per number of the key
+    factors: tuple[jax.Array, ...]  # float32[] each
+
+
+class _Share(NamedTuple):
+    """Which part of a step's tokens and states one thread block has."""
+
+    refs: Any
+    tile: _Tile
+    seq: jax.Array
+    head: jax.Array
+    columns: Any  # of the head
+    first: jax.Array  # token
+    end: jax.Array
+
+    def load(self, token: jax.Array) -> _Token:
+        """Inputs of a token, or of the last one where it is beyond that."""
+        refs, layout = self.refs, self.tile.layout
+        token = lax.min(token, self.end - 1)
+        key_head = lax.div(self.head, jnp.int32(self.tile.heads_per_key))
+        of_key, of_value = layout.reduce(1), layout.reduce(0)
+        return _Token(
+            q=mosaic_gpu.load(refs.q.at[token, key_head], of_key),
+            k=mosaic_gpu.load(refs.k.at[token, key_head], of_key),
+            v=mosaic_gpu.load(refs.v.at[token, self.head, self.columns], of_value),
+            g=mosaic_gpu.load(refs.g.at[token, self.head], of_key) if self.tile.is_per_channel else None,
+            factors=tuple(refs.factors[token, self.head, factor] for factor in _Factor),
+        )
+
+    def load_some(self, token: jax.Array) -> list[_Token]:
+        """Inputs of the tokens from this one on that are loaded together."""
+        return [self.load(token + n) for n in range(self.tile.num_tokens)]
+
+    def advance(self, token: jax.Array, state: jax.Array, inputs: _Token) -> jax.Array:
+        """The state after a token, whose output it stores."""
+        state, seen = _advance(self.tile, state, inputs)
+        self.store(token, seen)
+        return state
+
+    def store(self, token: jax.Array, out: jax.Array) -> None:
+        """Stores the output of a token."""
+        target = self.refs.out.at[token, self.head, self.columns]
+        mosaic_gpu.store_plain(target, out.astype(self.refs.out.dtype))
+
+    def keep(self, token: jax.Array, state: jax.Array) -> None:
+        """Stores the state after a token, if it has a page."""
+        refs = self.refs
+        width = refs.write.shape[1]
+        column = token - self.end + width
+
+        @pl.when(column >= 0)
+        def _() -> None:
+            page = refs.write[self.seq, lax.max(column, jnp.int32(0))]
+
+            @pl.when(page > 0)
+            def _() -> None:
+                target = refs.states.at[page, self.head, :, self.columns]
+                mosaic_gpu.store_plain(target, state.astype(refs.states.dtype))
+
+
+def _walk(refs: Any, tile: _Tile) -> None:
+    """One tile of one head of one sequence over its tokens; padding and the long sequences, which are last, first."""
+    padding = refs.read.shape[0]
+    seq = padding - lax.axis_index("seq")
+    head = lax.axis_index("head")
+    columns = pl.ds(pl.multiple_of(lax.axis_index("tile") * tile.columns, tile.columns), tile.columns)
+    first, count = refs.starts[seq], refs.q_lens[seq]
+    share = _Share(refs, tile, seq, head, columns, first, first + count)
+
+    @pl.when((seq < padding) & (count > 0))
+    def _() -> None:
+        page = refs.states.at[refs.read[seq], head, :, columns]
+        _over_tokens(share, mosaic_gpu.load(page, tile.layout).astype(jnp.float32))
+
+    @pl.when(seq == padding)
+    def _() -> None:
+        def clear(token: jax.Array, carry: None) -> None:
+            share.store(token, mosaic_gpu.zeros((tile.columns,), jnp.float32, tile.layout.reduce(0)))
+            return carry
+
+        lax.fori_loop(share.first, share.end, clear, None)
+
+
+def _over_tokens(share: _Share, state: jax.Array) -> None:
+    """Goes over all tokens; the last, which may have pages for their states, one by one."""
+    together, token = share.tile.num_tokens, share.first
+    if together > 1:
+
+        def some(i: jax.Array, carry: tuple[jax.Array, list[_Token]]) -> tuple[jax.Array, list[_Token]]:
+            state, inputs = carry
+            token = share.first + i * together
+            coming = share.load_some(token + together)
+            for n, one in enumerate(inputs):
+                state = share.advance(token + n, state, one)
+            return state, coming
+
+        alone = share.refs.write.shape[1]
+        trips = lax.div(lax.max(share.end - share.first - alone, jnp.int32(0)), jnp.int32(together))
+        state = lax.fori_loop(0, trips, some, (state, share.load_some(token)))[0]
+        token = token + trips * together
+
+    def one(token: jax.Array, state: jax.Array) -> jax.Array:
+        state = share.advance(token, state, share.load(token))
+        share.keep(token, state)
+        return state
+
+    lax.fori_loop(token, share.end, one, state)
+
+
+def _advance(tile: _Tile, state: jax.Array, token: _Token) -> tuple[jax.Array, jax.Array]:
+    """(state float32[K, columns] after a token, its output float32[columns])."""
+    k, q = (x.astype(jnp.float32) for x in (token.k, token.q))
+    of_value, of_old, of_seen, of_own, decay = token.factors
+    old, seen, kept = k, q, decay
+    if token.g is not None:
+        per_row = jnp.exp(token.g.astype(jnp.float32))
+        old, seen, kept = k * per_row, q * per_row, tile.across(per_row)
+    delta = of_value * token.v.astype(jnp.float32) - of_old * jnp.sum(state * tile.across(old), axis=0)
+    out = of_seen * jnp.sum(state * tile.across(seen), axis=0) + of_own * delta
+    return state * kept + tile.across(k) * tile.down(delta), out

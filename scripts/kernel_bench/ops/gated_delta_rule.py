@@ -1,0 +1,77 @@
+"""gated_delta_rule: a decode step and a prefill without a state before it, at the model shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gated_delta_rule import gated_delta_rule
+from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape
+from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
+from scripts.kernel_bench.recurrent import KINDS, StateStep
+from scripts.kernel_bench.shards import splits, with_most_shards
+from scripts.kernel_bench.step import words
+
+OP = "gated_delta_rule"
+_STATE_BYTES = _GATE_BYTES = 4
+# Of a number of the state and a token: decay; times k, summed; k times delta, added; times q, summed.
+_FLOPS = 7
+
+
+def cases(sizes: Sizes) -> Iterator[BenchCase]:
+    """Every shape that splits so."""
+    for shape in SHAPES:
+        for kind in KINDS if splits(shape, sizes.shards) else ():
+            yield case(kind, shape, sizes)
+
+
+def case(kind: str, shape: DeltaShape, sizes: Sizes) -> BenchCase:
+    """One step of one shape."""
+    step = StateStep.of(kind, sizes)
+    return BenchCase(
+        OP,
+        kind,
+        shape.name,
+        words(step.rows),
+        sizes,
+        work(step, shape, sizes),
+        lambda seed: arguments(step, shape, sizes, seed),
+        call,
+        lambda: case(kind, shape, with_most_shards(shape, replace(sizes, small=True))),
+        writes=True,
+        has_tokens_in_pages=False,
+    )
+
+
+def work(step: StateStep, shape: DeltaShape, sizes: Sizes) -> Work:
+    """q, k, v, g and beta read, outputs written; each state written, and read where there is one (decode)."""
+    key_heads, heads = shape.per_shard(sizes.shards)
+    numbers = 2 * key_heads * shape.key_dim + 2 * heads * shape.value_dim
+    gates = heads * (1 + (shape.key_dim if shape.is_per_channel else 1))
+    state = heads * shape.key_dim * shape.value_dim
+    num_bytes = step.num_tokens * (numbers * itemsize(sizes.q_dtype) + gates * _GATE_BYTES)
+    return Work(num_bytes + step.num_moved * state * _STATE_BYTES, _FLOPS * step.num_tokens * state)
+
+
+def arguments(step: StateStep, shape: DeltaShape, sizes: Sizes, seed: int) -> Arguments:
+    """pages: the states; rest: q, k, v, g, beta, step."""
+    rng = np.random.default_rng(seed)
+    key_heads, heads = shape.per_shard(sizes.shards)
+    of_key, of_head = (step.num_tokens, key_heads, shape.key_dim), (step.num_tokens, heads)
+    states = random_array(rng, (1 + step.num_seqs, *shape.state_shapes(sizes.shards)[1]), "float32").at[0].set(0)
+    q, k, v = (random_array(rng, size, sizes.q_dtype) for size in (of_key, of_key, (*of_head, shape.value_dim)))
+    g = -jnp.exp(random_array(rng, (*of_head, shape.key_dim) if shape.is_per_channel else of_head, "float32"))
+    beta = jax.nn.sigmoid(random_array(rng, of_head, "float32"))
+    return Arguments((states,), (q, k, v, g, beta, step.arrays(rng)))
+
+
+def call(backend: str, pages: Any, rest: Any) -> tuple[Any, Any]:
+    """Outputs and states."""
+    *inputs, step = rest
+    result = gated_delta_rule(*inputs, pages[0], *step, use_qk_l2norm=True, backend=backend)
+    return result.out, (result.states,)

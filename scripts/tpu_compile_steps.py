@@ -1,0 +1,105 @@
+"""Compiles a step of every family of models for a TPU v6e 2x2, on a machine without a TPU: are the pages in place?
+
+    python scripts/tpu_compile_steps.py                     every family, some minutes each
+    python scripts/tpu_compile_steps.py --model mixtral-8x7b --json steps.json
+
+The model is of real sizes with its first layers only, one of each kind at least, tensor parallel over four chips. Each
+step compiles in a process of its own (`scripts/tpu_aot/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit status:
+0, or 1 where a step does not compile, or pages are copied or not aliased.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.tpu_aot.chips import ENVIRONMENT
+from scripts.tpu_aot.compiler import ROOT
+
+# A shipped config of each family that runs, and the first layers that have every kind of layer among them.
+STEPS = {
+    "llama-3-8b": 2,
+    "mistral-7b": 2,
+    "qwen2.5-7b": 2,
+    "qwen3-8b": 2,
+    "phi-3-mini-4k": 2,
+    "gemma-2-9b": 2,
+    "gemma-3-27b": 6,
+    "mixtral-8x7b": 2,
+    "qwen3-235b-a22b": 2,
+    "deepseek-v3": 4,
+}
+
+
+def compile_step(model: str, num_layers: int, timeout_s: float) -> dict[str, Any]:
+    """The report of one step, or what went wrong."""
+    command = [sys.executable, "-m", "scripts.tpu_aot.engine_step", "v6e", model, "--layers", str(num_layers)]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        lines, error = done.stdout.splitlines(), done.stderr.strip().splitlines()[-1:]
+    except subprocess.TimeoutExpired:
+        lines, error = [], [f"no end within {timeout_s:.0f} s"]
+    report = json.loads(lines[-1]) if lines else {"error": " ".join(error)}
+    return {"model": model, "layers": num_layers, "seconds": time.monotonic() - start, **report}
+
+
+def is_good(report: dict[str, Any]) -> bool:
+    """Whether the step compiled and every page array is in place."""
+    from scripts.tpu_aot.engine_step import is_in_place
+
+    return "error" not in report and is_in_place(report)
+
+
+def line(report: dict[str, Any]) -> str:
+    """One line of the table."""
+    name = f"{report['model']:24} {report['layers']:2} layers {report['seconds']:5.0f} s"
+    if "error" in report:
+        return f"{name}  failed: {report['error']}"
+    return (
+        f"{name}  {report['aliased_arrays']:3} of {report['page_arrays']:3} page arrays aliased, "
+        f"{report['page_copies']} copied, {report['kernel_calls']:3} kernel calls, "
+        f"{report['temp_bytes'] / 2**20:8.1f} MiB of temporaries"
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0, or 1 where a step is not in place."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=sorted(STEPS), help="repeatable; default: all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="of one step")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the reports go")
+    options = parser.parse_args(arguments)
+    reports = []
+    print(f"libtpu {version('libtpu')}, jax {version('jax')}, v6e 2x2", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        models = options.model or list(STEPS)
+        for report in pool.map(lambda model: compile_step(model, STEPS[model], options.timeout), models):
+            reports.append(report)
+            print(line(report), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(reports, indent=2) + "\n")
+    return int(not all(map(is_good, reports)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""Every family of models that the suite of test_families.py runs: a new one is a line in `FAMILIES`.
+
+A family's engines share one compiled step. It also gives the logits that it sampled from (`RecordingEngine`), so that
+tokens and logits are compared in the same runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.device import UpdateStep, make_update_step
+from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
+from kvjax.engine.host_loop import HostStep
+from kvjax.engine.llm_engine import _Flight
+from kvjax.engine.sampler import sample
+from kvjax.engine.sampling_table import SamplingBatch
+from kvjax.models import LoadedModel, load_model
+from tests.models.golden_models import Golden, goldens_of, model_folder
+
+NUM_GREEDY_TOKENS = 32
+ATOL = 1e-4  # of float32 logits
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one golden model is run."""
+
+    name: str  # of its folder in goldens
+    block_size: int = 8
+    num_blocks: int = 400
+    max_model_len: int = 136  # the longest prompt and its continuation
+
+
+FAMILIES = (
+    Family("llama"),
+    Family("llama_linear"),
+    Family("llama_dynamic"),
+    Family("llama_yarn"),
+    Family("qwen2"),
+    Family("qwen3"),
+    Family("mistral"),
+    Family("phi3"),
+    Family("phi3_longrope"),
+    Family("gemma2"),
+    Family("gemma3"),
+    Family("mixtral"),
+    Family("qwen3_moe"),
+    Family("deepseek_v2"),
+    Family("deepseek_v3"),
+    Family("gpt_oss"),
+)
+
+
+class Recorded(NamedTuple):
+    """What a step gives of each row of logits."""
+
+    logprobs: jax.Array  # float32[N]
+    logits: jax.Array  # float32[N, vocab]
+
+
+def sample_and_record(logits: jax.Array, batch: SamplingBatch) -> tuple[jax.Array, Recorded]:
+    """As the engine samples, with the logits beside."""
+    tokens = sample(logits, batch)
+    return tokens.token_ids, Recorded(tokens.logprobs, logits)
+
+
+class RecordingEngine(LLMEngine):
+    """An engine that remembers the logits of every sampled token: `logits[request id][k]` chose output token k."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.logits: dict[str, list[np.ndarray]] = {}
+        super().__init__(*args, **kwargs)
+
+    def _make_update_step(self) -> UpdateStep:
+        plain = super()._make_update_step()
+        return make_update_step(
+            self.model.module,
+            self.plan.config,
+            plain.buckets,
+            placement=self._placement,
+            sample_fn=sample_and_record,
+        )
+
+    def _dispatch(self, step: HostStep) -> _Flight:
+        flight = super()._dispatch(step)
+        recorded: Any = flight.logprobs
+        owners = np.searchsorted(step.plan.query_start_loc, step.plan.logits_indices, side="right") - 1
+        for owner, row in zip(owners, np.asarray(recorded.logits), strict=False):
+            self.logits.setdefault(step.plan.request_ids[owner], []).append(row)
+        return dataclasses.replace(flight, logprobs=recorded.logprobs)
+
+
+@functools.cache
+def loaded(family: Family) -> LoadedModel:
+    """The family's golden model in float32."""
+    return load_model(model_folder(family.name), "float32")
+
+
+def engine_config(family: Family, **settings: Any) -> EngineConfig:
+    """The settings of the family's engines, changed by `settings`."""
+    base = EngineConfig(
+        block_size=family.block_size,
+        num_blocks=family.num_blocks,
+        max_model_len=family.max_model_len,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_buckets=1,
+        watermark=0.0,
+    )
+    return dataclasses.replace(base, **settings)
+
+
+@functools.cache
+def base_engine(family: Family) -> RecordingEngine:
+    """Holds the family's compiled step; runs nothing itself."""
+    return RecordingEngine(loaded(family), engine_config(family))
+
+
+def make_engine(family: Family, **settings: Any) -> RecordingEngine:
+    """An engine of the family with settings of its own, without a compilation of its own."""
+    return RecordingEngine(loaded(family), engine_config(family, **settings), like=base_engine(family))
+
+
+def greedy_params(max_tokens: int = NUM_GREEDY_TOKENS) -> SamplingParams:
+    """The best token, always."""
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
+def add_golden(engine: LLMEngine, golden: Golden, params: SamplingParams, **kwargs: Any) -> str:
+    """Queues a golden's prompt with all that belongs to it."""
+    return engine.add_request(golden.prompt, params, **kwargs)
+
+
+def run_goldens(
+    engine: RecordingEngine, family: Family, params: SamplingParams | None = None
+) -> list[tuple[Golden, GenerationResult]]:
+    """All prompts of the family, queued at once, and what became of them."""
+    goldens = goldens_of(family.name)
+    ids = [add_golden(engine, golden, params or greedy_params()) for golden in goldens]
+    results = drain(engine)
+    return [(golden, results[request_id]) for golden, request_id in zip(goldens, ids, strict=True)]
+
+
+def drain(engine: LLMEngine) -> dict[str, GenerationResult]:
+    """Runs the engine until it has nothing to do; results by request id."""
+    results: dict[str, GenerationResult] = {}
+    while engine.num_unfinished or engine._flights:
+        results |= {result.request_id: result for result in engine.step().results.values()}
+    return results
+
+
+def assert_golden(engine: RecordingEngine, golden: Golden, result: GenerationResult) -> None:
+    """Tokens are Hugging Face's, and the logits that chose them within `ATOL`."""
+    np.testing.assert_array_equal(result.output_token_ids, golden.greedy, err_msg=result.request_id)
+    got = np.stack(engine.logits[result.request_id])[: len(golden.greedy)]
+    np.testing.assert_allclose(got, golden.decode_logits, atol=ATOL, rtol=0, err_msg=result.request_id)
+
+
+def assert_nothing_is_left(engine: LLMEngine) -> None:
+    """No block, row or request."""
+    engine.check_invariants()
+    assert engine.manager.usage == 0
+    assert engine.num_unfinished == 0
+    assert len(engine.manager.request_table) == 0

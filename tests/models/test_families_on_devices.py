@@ -1,0 +1,52 @@
+"""Every family on four devices gives the tokens of one, which are Hugging Face's.
+
+Without `-m sweep` one family of each sort of cache; with it all.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.families import FAMILIES
+
+PROGRAM = """
+import sys
+from kvjax.engine import LLMEngine
+from tests.models.families import FAMILIES, add_golden, drain, engine_config, greedy_params
+from tests.models.golden_models import goldens_of, model_folder
+
+family = next(family for family in FAMILIES if family.name == sys.argv[1])
+engine = LLMEngine.from_folder(model_folder(family.name), engine_config(family), num_devices=4, dtype="float32")
+assert len(engine._pages.column(0, 0)[0].sharding.device_set) == 4
+goldens = {add_golden(engine, golden, greedy_params()): golden for golden in goldens_of(family.name)}
+for request_id, result in drain(engine).items():
+    assert result.output_token_ids.tolist() == goldens[request_id].greedy.tolist(), request_id
+"""
+OF_EACH_SORT = frozenset({"gemma3", "deepseek_v3"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        family.name if family.name in OF_EACH_SORT else pytest.param(family.name, marks=pytest.mark.sweep)
+        for family in FAMILIES
+    ],
+)
+def test_four_devices_give_the_same_tokens(name: str) -> None:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    program = [sys.executable, "-c", PROGRAM, name]
+    done = subprocess.run(
+        program,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
