@@ -84,7 +84,8 @@ def families() -> dict[str, Family]:
                 sliding_window=16,
                 max_window_layers=2,
                 rope_parameters=rope(),
-            )
+            ),
+            flips_final_norm=True,
         ),
         "mistral": Family(
             config=transformers.MistralConfig(
@@ -118,7 +119,8 @@ def families() -> dict[str, Family]:
                 attn_logit_softcapping=3.0,
                 final_logit_softcapping=10.0,
                 rope_parameters=rope(),
-            )
+            ),
+            flips_final_norm=True,
         ),
         "llama_linear": Family(config=llama(rope("linear", factor=4.0))),
         "llama_dynamic": Family(

@@ -65,6 +65,7 @@ class Family:
     prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS
     logits_stride: int = 8  # of the positions of a prompt whose logits are saved
     final_norm: str = "model.norm"
+    flips_final_norm: bool = False  # random signs, else a tied embedding mostly repeats the token that it is given
     transposed: tuple[str, ...] = ()  # ends of names of weights [..., inputs, outputs]; others are [outputs, inputs]
     kept: tuple[str, ...] = ()  # ends of names of weights that stay near the values that transformers starts from
     settle: Callable[[torch.nn.Module], None] = nothing  # integer weights and the like, before they are saved

@@ -1,10 +1,11 @@
 """What transformers computes: logits of full passes, greedy continuations, and the gaps that make them robust.
 
-Flow:    model, Family, prompt -> [GoldenMaker.golden] -> arrays of goldens.npz
+Flow:    model, Family, prompt -> [Oracle] -> Golden -> goldens.npz
 
 Every pass is a whole sequence without a cache. A gap is how far a choice is from another one: of the two best logits
 at each greedy step, and of the last chosen and the first refused score of every top-k in the model (experts, groups of
-experts, entries of an indexer) at every token.
+experts, entries of an indexer) at every token. Noise is how far transformers' decoding with its own cache is from that:
+what the order of float32 operations changes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from scripts.goldens.family import Arrays, Family
 
 MIN_GAP = 1e-3
 MIN_CHOICE_GAP = 1e-4
+MAX_NOISE = 4e-5
 NUM_GREEDY_TOKENS = 32
 
 
@@ -56,6 +58,25 @@ def watched_choices() -> Iterator[Choices]:
         torch.topk, torch.Tensor.topk = function, method  # type: ignore[method-assign]
 
 
+@dataclass(frozen=True)
+class Golden:
+    """What is saved of one prompt, and how far its choices are from others."""
+
+    prompt: np.ndarray  # int32[num_tokens]
+    positions: np.ndarray  # int32[num_positions]
+    logits: np.ndarray  # float32[num_positions, vocab] of a pass over the prompt
+    greedy: np.ndarray  # int32[num_generated]
+    decode_logits: np.ndarray  # float32[num_generated, vocab] of a pass over prompt and continuation
+    least_gap: float
+    choice_gap: float
+    extras: Arrays  # of the family
+
+    @property
+    def is_robust(self) -> bool:
+        """True if rounding cannot change a choice."""
+        return self.least_gap > MIN_GAP and self.choice_gap > MIN_CHOICE_GAP
+
+
 @dataclass
 class Oracle:
     """One model of transformers; `choice_gap` is the least of its last pass."""
@@ -79,8 +100,8 @@ class Oracle:
         """Logits of one full pass, without a cache."""
         return self.run(token_ids, extras, use_cache=False).logits[0].float().numpy()
 
-    def greedy(self, prompt: np.ndarray, extras: Arrays, eos: int | None = None) -> tuple[np.ndarray, float]:
-        """The greedy continuation, ended behind `eos` if it comes or where a gap is too small; the least gap."""
+    def greedy(self, prompt: np.ndarray, extras: Arrays, eos: int | None) -> tuple[np.ndarray, float]:
+        """The greedy continuation, ended behind `eos` if it comes or where a choice is too close; the least gap."""
         token_ids, least_gap = prompt, float("inf")
         for _ in range(NUM_GREEDY_TOKENS):
             logits = self.logits(token_ids, extras)[-1]
@@ -91,34 +112,33 @@ class Oracle:
                 break
         return token_ids[len(prompt) :].astype(np.int32), least_gap
 
-    def golden(self, prompt: np.ndarray, number: int, eos: int | None = None) -> Arrays:
-        """Arrays of one prompt."""
+    def golden(self, prompt: np.ndarray, number: int, eos: int | None = None) -> Golden:
+        """Prompt `number` of a model."""
         extras = self.family.inputs.extras(self.model, prompt, number)
         greedy, least_gap = self.greedy(prompt, extras, eos)
         logits = self.logits(np.append(prompt, greedy[:-1]), extras)
         choice_gap = self.choice_gap
         positions = np.arange(len(prompt) - 1, -1, -self.family.logits_stride, dtype=np.int32)[::-1]
-        return {
-            "prompt": prompt,
-            "positions": positions,
-            "logits": self.logits(prompt, extras)[positions],
-            "greedy": greedy,
-            "decode_logits": logits[len(prompt) - 1 :],
-            "least_gap": np.float32(least_gap),
-            "choice_gap": np.float32(choice_gap),
-            **extras,
-        }
+        return Golden(
+            prompt,
+            positions,
+            self.logits(prompt, extras)[positions],
+            greedy,
+            logits[len(prompt) - 1 :],
+            least_gap,
+            choice_gap,
+            extras,
+        )
 
-    def cached_difference(self, golden: Arrays) -> float:
+    def noise(self, golden: Golden) -> float:
         """The largest difference of logits that transformers itself has between decoding with its cache and without."""
-        prompt, extras = golden["prompt"], self.family.inputs.extras(self.model, golden["prompt"], 0)
-        token_ids = np.append(prompt, golden["greedy"][:-1])
-        extras = {key: golden[key] for key in extras}
-        out = self.run(prompt, extras, use_cache=True)
+        prompt, token_ids = golden.prompt, np.append(golden.prompt, golden.greedy[:-1])
+        out = self.run(prompt, golden.extras, use_cache=True)
         largest = 0.0
         for step, end in enumerate(range(len(prompt) + 1, len(token_ids) + 2)):
-            difference = np.abs(out.logits[0, -1].numpy() - golden["decode_logits"][step]).max()
+            difference = np.abs(out.logits[0, -1].numpy() - golden.decode_logits[step]).max()
             largest = max(largest, float(difference))
             if end <= len(token_ids):
-                out = self.run(token_ids[:end], extras, end - 1, use_cache=True, past_key_values=out.past_key_values)
+                cache = {"use_cache": True, "past_key_values": out.past_key_values}
+                out = self.run(token_ids[:end], golden.extras, end - 1, **cache)
         return largest

@@ -34,8 +34,11 @@ def randomise(model: torch.nn.Module, family: Family, seed: int) -> None:
             if name in saved and buffer.is_floating_point():
                 buffer.copy_(buffer + 0.2 * torch.randn(buffer.shape, generator=generator))
         final_norm = model.get_submodule(family.final_norm).weight
-        is_offset = final_norm.mean().abs() < 0.5  # a norm that multiplies by 1 + weight
-        final_norm.copy_(final_norm * 3.0 + (2.0 if is_offset else 0.0))
+        offset = 1.0 if final_norm.mean().abs() < 0.5 else 0.0  # a norm that multiplies by 1 + weight
+        signs = torch.ones(final_norm.shape)
+        if family.flips_final_norm:
+            signs = torch.randint(2, final_norm.shape, generator=generator) * 2.0 - 1.0
+        final_norm.copy_(signs * (final_norm * 3.0 + 3.0 * offset) - offset)
         family.settle(model)
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
@@ -44,6 +47,7 @@ def randomise(model: torch.nn.Module, family: Family, seed: int) -> None:
 
 def save_tiny(name: str, family: Family, folder: Path) -> None:
     """A tiny model's config.json and model.safetensors (bfloat16)."""
+    torch.manual_seed(len(name))  # of what transformers itself draws
     model = family.model_class.from_config(family.config, dtype=torch.float32)
     randomise(model, family, seed=len(name))
     model.save_pretrained(folder)

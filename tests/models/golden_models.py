@@ -49,6 +49,12 @@ FAMILIES = {
     "llama4": 32,
     "deepseek_v2": 0,
     "deepseek_v3": 0,
+    "jamba": 16,
+    "granite_moe_hybrid": 32,
+    "nemotron_h": 32,
+    "qwen3_next": 64,
+    "qwen3_5": 64,
+    "kimi_linear": 64,
 }
 TINY_MODELS = ("llama", "qwen3", "gemma3")
 GOLDEN_MODELS = (*TINY_MODELS, "demo")
