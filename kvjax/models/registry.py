@@ -40,6 +40,7 @@ _FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": Family("gemma", "Gemma3Config", "GemmaDecoder"),
     "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),
     "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssDecoder"),
+    "GraniteMoeHybridForCausalLM": Family("granite_moe_hybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridDecoder"),
     "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),
     "Llama4ForCausalLM": Family("llama4", "Llama4Config", "Llama4Decoder"),
     "Llama4ForConditionalGeneration": Family("llama4", "Llama4Config", "Llama4Decoder", has_text_config=True),

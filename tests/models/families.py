@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,8 @@ FAMILIES = (
     Family("deepseek_v3"),
     Family("gpt_oss"),
     Family("llama4"),
+    Family("jamba"),
+    Family("granite_moe_hybrid"),
 )
 
 
@@ -154,6 +157,11 @@ def drain(engine: LLMEngine) -> dict[str, GenerationResult]:
     while engine.num_unfinished or engine._flights:
         results |= {result.request_id: result for result in engine.step().results.values()}
     return results
+
+
+def tokens_of_a_hit(engine: LLMEngine) -> int:
+    """Tokens that are whole blocks of every group, the fewest that can be a hit."""
+    return lcm(*(group.kv_cache_spec.block_size for group in engine.plan.config.kv_cache_groups))
 
 
 def assert_golden(engine: RecordingEngine, golden: Golden, result: GenerationResult) -> None:

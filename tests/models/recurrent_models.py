@@ -34,6 +34,20 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "granite_moe_hybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 6,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 12,
+        "embedding_multiplier": 3,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2,
+    },
     "jamba": {
         "architectures": ["JambaForCausalLM"],
         "num_hidden_layers": 3,
@@ -44,7 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 # The fewest whole blocks of attention that hold as many bytes as a state, from the sizes above.
-STATE_BLOCK = {"jamba": 24}
+STATE_BLOCK = {"granite_moe_hybrid": 24, "jamba": 24}
 
 
 def config_dict(name: str, **changes: Any) -> dict[str, Any]:

@@ -31,6 +31,25 @@ def test_layers_of_jamba_attend_and_have_experts_once_in_a_period() -> None:
     assert [i for i, kind in enumerate(defaults.layer_types) if kind == "full_attention"] == [4, 12]
 
 
+def test_layers_of_granite_have_the_names_of_older_and_newer_files() -> None:
+    for names in (["mamba", "attention"], ["linear_attention", "full_attention"]):
+        assert kinds("granite_moe_hybrid", num_hidden_layers=2, layer_types=names) == ["mamba", "full_attention"]
+    assert kinds("granite_moe_hybrid", layer_types=...) == ["mamba"] * 3
+
+
+def test_granite_has_rotary_embeddings_where_it_says_rope_and_may_have_no_experts() -> None:
+    ropes = [parse("granite_moe_hybrid", position_embedding_type=name).rope for name in ("rope", "nope", None)]
+    assert [rope is None for rope in ropes] == [False, True, True]
+    assert parse("granite_moe_hybrid", num_local_experts=0, num_experts_per_tok=0).experts is None
+
+
+def test_limits_of_time_steps_may_be_infinite() -> None:
+    """transformers 5 writes infinity as an object."""
+    for infinity in (float("inf"), {"__float__": "Infinity"}):
+        limits = parse("granite_moe_hybrid", time_step_limit=[0.5, infinity]).mamba.dt_limit
+        assert limits == (0.5, float("inf"))
+
+
 def test_a_rank_of_auto_is_a_sixteenth_of_the_hidden_size() -> None:
     ranks = [
         parse("jamba", **changes).mamba.dt_rank for changes in ({}, {"mamba_dt_rank": "auto"}, {"mamba_dt_rank": 5})
@@ -54,6 +73,10 @@ def test_states_split_where_all_devices_have_whole_units() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
+        ("granite_moe_hybrid", {"mamba_n_heads": 7}, r"expected mamba_n_heads \* mamba_d_head to be 64 .*, got 7 \* 9"),
+        ("granite_moe_hybrid", {"mamba_n_groups": 3}, "here: expected Mamba groups that divide 8 heads, got 3"),
+        ("granite_moe_hybrid", {"time_step_limit": [1, 0]}, "'time_step_limit' to be two growing numbers >= 0, got"),
+        ("granite_moe_hybrid", {"normalization_function": "layernorm"}, "'normalization_function' among rmsnorm, got"),
         ("jamba", {"sliding_window": 8}, "here: expected 'sliding_window' to be null or false, got 8"),
         ("jamba", {"attn_layer_offset": -1}, "'attn_layer_offset' to be an integer >= 0, got -1"),
         ("jamba", {"hidden_act": "gelu"}, "here: expected 'hidden_act' among silu, got 'gelu'"),

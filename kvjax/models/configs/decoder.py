@@ -26,6 +26,7 @@ class DecoderConfig(ModelConfig):
     mlp_bias: bool = False
     norm_offset: float = 0.0  # norms multiply by their weight plus this
     embed_scale: float = 1.0
+    logit_scale: float = 1.0
     final_logit_soft_cap: float | None = None
 
 

@@ -1,7 +1,7 @@
 """Sizes of Mamba layers. No jax.
 
-Flow:    a family's config -> [Mamba1Config] -> layers.mamba, StateShapes
-Source:  Mamba (arXiv 2312.00752)
+Flow:    a family's config -> [Mamba1Config, Mamba2Config] -> layers.mamba, StateShapes
+Source:  Mamba (arXiv 2312.00752); Mamba-2 (arXiv 2405.21060)
 """
 
 from __future__ import annotations
@@ -27,3 +27,38 @@ class Mamba1Config:
         """The last inputs of the convolution, the recurrence; both in the model's dtype, as in vLLM."""
         shapes = ((self.num_channels, self.num_taps - 1), (self.num_channels, self.state_dim))
         return StateShapes(shapes, (None, None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """One recurrence per head; heads of a group share b and c."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    num_taps: int
+    conv_bias: bool
+    proj_bias: bool
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    scan_dtype: str | None = None  # of the recurrence's state; None: the model's
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise ValueError(f"expected Mamba groups that divide {self.num_heads} heads, got {self.num_groups}")
+
+    @property
+    def inner_size(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """What is convolved: x, b and c."""
+        return self.inner_size + 2 * self.num_groups * self.state_dim
+
+    @property
+    def state(self) -> StateShapes:
+        """The last inputs of the convolution, the recurrence."""
+        shapes = ((self.num_channels, self.num_taps - 1), (self.num_heads, self.head_dim, self.state_dim))
+        return StateShapes(shapes, (None, self.scan_dtype), num_units=self.num_groups if self.num_groups > 1 else 0)

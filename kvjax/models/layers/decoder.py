@@ -61,12 +61,14 @@ class Decoder(LanguageModel):
         return self.norm(hidden)
 
     def logits(self, hidden: jax.Array) -> jax.Array:  # [N, d] -> float32[N, vocab]
-        """Scores of the next token, after the final soft cap if the model has one."""
+        """Scores of the next token, scaled, after the final soft cap if the model has one."""
         config = self.config
         if config.tie_word_embeddings:
             scores = hidden @ self.embed_tokens.embedding[...].T
         else:
             scores = self.lm_head(hidden)
         scores = scores.astype(jnp.float32)
+        if config.logit_scale != 1.0:
+            scores = scores * config.logit_scale
         cap = config.final_logit_soft_cap
         return scores if cap is None else cap * jnp.tanh(scores / cap)

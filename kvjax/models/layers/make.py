@@ -67,6 +67,10 @@ class Make:
         """A parameter of zeros."""
         return nnx.Param(jnp.zeros(shape, self.dtype))
 
+    def ones(self, *shape: int) -> nnx.Param[jax.Array]:
+        """A parameter of ones."""
+        return nnx.Param(jnp.ones(shape, self.dtype))
+
     def float32_zeros(self, *shape: int) -> nnx.Param[jax.Array]:
         """A parameter of zeros that stays in float32 whatever the dtype of the others."""
         return nnx.Param(jnp.zeros(shape, jnp.float32))
