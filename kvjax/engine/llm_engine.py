@@ -149,7 +149,7 @@ class LLMEngine:
             ValueError: there are fewer devices, a limit does not fit the model, or weights have no such dtype.
         """
         mesh = Placement.over_heads(num_devices).mesh if num_devices > 1 else None
-        return cls(load_model(folder, dtype, mesh), config, mesh=mesh)
+        return cls(load_model(folder, dtype, mesh, max_model_len=config.max_model_len), config, mesh=mesh)
 
     @property
     def num_unfinished(self) -> int:

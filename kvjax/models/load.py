@@ -66,10 +66,12 @@ def load_model(
     mesh: Mesh | None = None,
     *,
     tensor_axis: str = TENSOR_AXIS,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """The model in `folder`, split over the axis `tensor_axis` of `mesh` if there is one.
 
     Weights are in `dtype`, None: in that of the folder's config.json; the config that comes back says which.
+    With `max_model_len` it is made for sequences of that many tokens at most: long rope goes by that.
 
     Raises:
         ConfigError: as `ModelConfig.from_folder`.
@@ -82,6 +84,8 @@ def load_model(
         raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
+    if max_model_len is not None and max_model_len < config.max_model_len:
+        config = config.for_length(max_model_len)
     config = config if dtype is None else replace(config, dtype=dtype)
     if mesh is not None:
         config.check_split(mesh.shape.get(tensor_axis, 1))
