@@ -71,4 +71,3 @@ class Family:
     settle: Callable[[torch.nn.Module], None] = nothing  # integer weights and the like, before they are saved
     prepare: Callable[[torch.nn.Module], None] = nothing  # what the oracle changes of the model that it loaded
     constants: Arrays = field(default_factory=dict)  # saved once, under their names
-    record: Callable[[torch.nn.Module, dict[str, Any]], Arrays] | None = None  # saved of a prompt's forward pass
