@@ -53,6 +53,9 @@ class LLMEngine:
     `plan` says how the cache is laid out, `manager` and `scheduler` what is in it, `step_stats` what steps cost.
     """
 
+    # (logits, SamplingBatch) -> (token ids, what `_dispatch` gets beside them: log-probabilities)
+    sample_fn = staticmethod(sample)
+
     def __init__(
         self,
         model: LoadedModel,
@@ -301,7 +304,7 @@ class LLMEngine:
             self.plan.config,
             buckets,
             placement=self._placement,
-            sample_fn=sample,
+            sample_fn=self.sample_fn,
             mrope=self.model.config.has_mrope,
             encoder_shapes=self.model.config.encoder_shapes,
             embeds=self.model.config.embedding_dim is not None,

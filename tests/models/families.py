@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvjax.device import UpdateStep, make_update_step
-from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
+from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, MultimodalInput, SamplingParams
 from kvjax.engine.host_loop import HostStep
 from kvjax.engine.llm_engine import _Flight
 from kvjax.engine.sampler import sample
@@ -77,19 +76,11 @@ def sample_and_record(logits: jax.Array, batch: SamplingBatch) -> tuple[jax.Arra
 class RecordingEngine(LLMEngine):
     """An engine that remembers the logits of every sampled token: `logits[request id][k]` chose output token k."""
 
+    sample_fn = staticmethod(sample_and_record)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.logits: dict[str, list[np.ndarray]] = {}
         super().__init__(*args, **kwargs)
-
-    def _make_update_step(self) -> UpdateStep:
-        plain = super()._make_update_step()
-        return make_update_step(
-            self.model.module,
-            self.plan.config,
-            plain.buckets,
-            placement=self._placement,
-            sample_fn=sample_and_record,
-        )
 
     def _dispatch(self, step: HostStep) -> _Flight:
         flight = super()._dispatch(step)
@@ -138,7 +129,26 @@ def greedy_params(max_tokens: int = NUM_GREEDY_TOKENS) -> SamplingParams:
 
 def add_golden(engine: LLMEngine, golden: Golden, params: SamplingParams, **kwargs: Any) -> str:
     """Queues a golden's prompt with all that belongs to it."""
-    return engine.add_request(golden.prompt, params, **kwargs)
+    return engine.add_request(golden.prompt, params, **inputs_of(golden), **kwargs)
+
+
+def inputs_of(golden: Golden) -> dict[str, Any]:
+    """What the prompt is given with beside its tokens, as arguments of `add_request`; the prompt may have been cut."""
+    extras, length = golden.extras, len(golden.prompt)
+    inputs: dict[str, Any] = {}
+    if "features" in extras:
+        inputs["encoder_features"] = extras["features"]
+    places = extras.get("embed_tokens", np.zeros(0, np.int32))
+    places = places[places < length]
+    if places.size:
+        rows = np.concatenate([extras["embeds"], *extras["deepstack"]], axis=1)[: places.size]
+        breaks = np.flatnonzero(np.diff(places) > 1) + 1
+        inputs["embeddings"] = [
+            MultimodalInput(embeds=image, start=int(tokens[0]))
+            for image, tokens in zip(np.split(rows, breaks), np.split(places, breaks), strict=True)
+        ]
+        inputs["prompt_positions"] = extras["rope_positions"][:, :length]
+    return inputs
 
 
 def run_goldens(
