@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvjax.device import UpdateStep, make_update_step
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
 from kvjax.engine.host_loop import HostStep
 from kvjax.engine.llm_engine import _Flight
@@ -79,17 +78,7 @@ class RecordingEngine(LLMEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.logits: dict[str, list[np.ndarray]] = {}
-        super().__init__(*args, **kwargs)
-
-    def _make_update_step(self) -> UpdateStep:
-        plain = super()._make_update_step()
-        return make_update_step(
-            self.model.module,
-            self.plan.config,
-            plain.buckets,
-            placement=self._placement,
-            sample_fn=sample_and_record,
-        )
+        super().__init__(*args, sample_fn=sample_and_record, **kwargs)
 
     def _dispatch(self, step: HostStep) -> _Flight:
         flight = super()._dispatch(step)
