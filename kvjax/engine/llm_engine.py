@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from kvjax.core import BlockHasher, KVCacheManager, LoRARequest, MissReasons, Request
 from kvjax.core.requests.token_ids import as_token_ids
 from kvjax.device import Buckets, EmbedBuffer, Placement, UpdateStep, create_pages, make_update_step
+from kvjax.device.update_step import SampleFn
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine_request import EngineRequest, sample_ids
@@ -53,9 +55,6 @@ class LLMEngine:
     `plan` says how the cache is laid out, `manager` and `scheduler` what is in it, `step_stats` what steps cost.
     """
 
-    # (logits, SamplingBatch) -> (token ids, what `_dispatch` gets beside them: log-probabilities)
-    sample_fn = staticmethod(sample)
-
     def __init__(
         self,
         model: LoadedModel,
@@ -63,9 +62,12 @@ class LLMEngine:
         *,
         mesh: jax.sharding.Mesh | None = None,
         like: LLMEngine | None = None,
+        sample_fn: SampleFn = sample,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An engine for `model`, whose weights lie on `mesh` (None: on one device).
+
+        `sample_fn` chooses tokens inside the step; its second result are their float32[N] log-probabilities.
 
         With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
         cache layout, and its steps are at least as large.
@@ -82,6 +84,7 @@ class LLMEngine:
         self.model = model
         self.config = config
         self._clock = clock
+        self._sample_fn = sample_fn
         self._placement = _placement(model, mesh)
         self.plan = plan_kv_cache(
             model.config.kv_cache_specs(config.block_size, config.dtype),
@@ -254,24 +257,29 @@ class LLMEngine:
         self,
         prompts: Sequence[str | Sequence[int] | np.ndarray],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        inputs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[GenerationResult]:
         """Runs all prompts to their ends, one `params` for all or one each; results in the order of the prompts.
 
-        Of a prompt with `params.n` > 1 there are as many results, one after another.
+        `inputs` are what each prompt has beside its tokens: arguments of `add_request` by name. Of a prompt with
+        `params.n` > 1 there are as many results, one after another.
 
         Raises:
-            ValueError: other requests are unfinished, there is not one `params` a prompt, or `add_request` refuses
-                one. Nothing is left queued.
+            ValueError: other requests are unfinished, there is not one `params` or inputs a prompt, or `add_request`
+                refuses one. Nothing is left queued.
         """
         if self.num_unfinished:
             raise ValueError(f"expected an engine without requests, got {self.num_unfinished} unfinished")
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"expected one params or {len(prompts)}, got {len(each)}")
+        given: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if inputs is None else inputs
+        if len(given) != len(prompts):
+            raise ValueError(f"expected inputs of {len(prompts)} prompts, got {len(given)}")
         request_ids: list[str] = []
         try:
-            for prompt, one in zip(prompts, each, strict=True):
-                request_ids += sample_ids(self.add_request(prompt, one), 1 if one is None else one.n)
+            for prompt, one, more in zip(prompts, each, given, strict=True):
+                request_ids += sample_ids(self.add_request(prompt, one, **more), 1 if one is None else one.n)
         except ValueError:
             for request_id in request_ids:
                 self.abort(request_id)
@@ -304,7 +312,7 @@ class LLMEngine:
             self.plan.config,
             buckets,
             placement=self._placement,
-            sample_fn=self.sample_fn,
+            sample_fn=self._sample_fn,
             mrope=self.model.config.has_mrope,
             encoder_shapes=self.model.config.encoder_shapes,
             embeds=self.model.config.embedding_dim is not None,

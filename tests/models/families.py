@@ -89,11 +89,9 @@ def sample_and_record(logits: jax.Array, batch: SamplingBatch) -> tuple[jax.Arra
 class RecordingEngine(LLMEngine):
     """An engine that remembers the logits of every sampled token: `logits[request id][k]` chose output token k."""
 
-    sample_fn = staticmethod(sample_and_record)
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.logits: dict[str, list[np.ndarray]] = {}
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, sample_fn=sample_and_record, **kwargs)
 
     def _dispatch(self, step: HostStep) -> _Flight:
         flight = super()._dispatch(step)
