@@ -141,14 +141,3 @@ WHISPER_KEYS = frozenset(
         "use_weighted_layer_sum",
     ]
 )
-QWEN3_NEXT_KEYS = frozenset(
-    [
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "num_experts",
-        "partial_rotary_factor",
-        "shared_expert_intermediate_size",
-    ]
-)

@@ -47,8 +47,15 @@ _FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),
     "Phi3ForCausalLM": Family("llama", "Phi3Config", "Phi3Decoder"),
     "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
+    "Qwen3_5ForCausalLM": Family("qwen3_next", "Qwen3_5Config", "Qwen3_5Decoder"),
+    "Qwen3_5ForConditionalGeneration": Family("qwen3_next", "Qwen3_5Config", "Qwen3_5Decoder", has_text_config=True),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_next", "Qwen3_5MoeConfig", "Qwen3_5Decoder"),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        "qwen3_next", "Qwen3_5MoeConfig", "Qwen3_5Decoder", has_text_config=True
+    ),
     "Qwen3ForCausalLM": Family("qwen3", "Qwen3Config", "Qwen3Decoder"),
     "Qwen3MoeForCausalLM": Family("qwen3", "Qwen3MoeConfig", "Qwen3MoeDecoder"),
+    "Qwen3NextForCausalLM": Family("qwen3_next", "Qwen3NextConfig", "Qwen3NextDecoder"),
     "Qwen3VLForConditionalGeneration": Family("qwen3", "Qwen3Config", None, has_text_config=True),
     "Qwen3VLMoeForConditionalGeneration": Family("qwen3", "Qwen3MoeConfig", None, has_text_config=True),
 }

@@ -57,6 +57,8 @@ FAMILIES = (
     Family("gpt_oss"),
     Family("jamba"),
     Family("granite_moe_hybrid"),
+    Family("qwen3_next"),
+    Family("qwen3_5"),
 )
 
 
