@@ -48,7 +48,6 @@ CACHES = {  # layers, caches of their own, longest request, dtype of the cache
     "gpt-oss-120b": (36, 36, 131_072, "bfloat16"),
     "llama-4-maverick": (48, 48, 1_048_576, "bfloat16"),
     "llama-4-scout": (48, 48, 10_485_760, "bfloat16"),
-    "qwen3-next-80b-a3b": (48, 48, 262_144, "bfloat16"),
     "whisper-large-v3": (32, 64, 448, "float16"),
 }
 
@@ -56,6 +55,7 @@ CACHES = {  # layers, caches of their own, longest request, dtype of the cache
 HYBRID = {  # layers, longest request, what a token's cache is made of
     "jamba-1.5-large": (72, 262_144, "8 KV heads of 128, 63 layers with states"),
     "jamba-1.5-mini": (32, 262_144, "8 KV heads of 128, 28 layers with states"),
+    "qwen3-next-80b-a3b": (48, 262_144, "2 KV heads of 256, 36 layers with states"),
 }
 
 

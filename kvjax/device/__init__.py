@@ -11,7 +11,7 @@ from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write
 from kvjax.device.paged_kv_cache import PagedKVCache, RecurrentStep
 from kvjax.device.pages import KVPages, create_pages
 from kvjax.device.placement import TENSOR_AXIS, Placement
-from kvjax.device.state_ops import convolve_states, scan_states
+from kvjax.device.state_ops import apply_delta_rule, convolve_states, scan_states
 from kvjax.device.update_step import SampleFn, StepOutput, UpdateStep, make_update_step
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "SampleFn",
     "StepOutput",
     "UpdateStep",
+    "apply_delta_rule",
     "convolve_states",
     "copy_pages",
     "count_compilations",

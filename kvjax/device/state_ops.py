@@ -1,7 +1,7 @@
-"""What recurrent layers compute over their states: a short convolution and a scan.
+"""What recurrent layers compute over their states: a short convolution, and a scan or the gated delta rule.
 
-Flow:    a layer's inputs -> [convolve_states, scan_states] -> PagedKVCache.update_states -> outputs [T, ...]
-Source:  pallas_kernels.ssm_update
+Flow:    a layer's inputs -> [convolve_states, scan_states, apply_delta_rule] -> PagedKVCache.update_states -> outputs
+Source:  pallas_kernels.ssm_update, pallas_kernels.gated_delta_rule
 
 On a mesh every device has the states of its channels or heads, and the inputs that belong to them.
 """
@@ -13,6 +13,7 @@ import jax
 from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import Column
 from kvjax.device.state_update import RecurrentStep
+from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 
 
@@ -61,4 +62,25 @@ def scan_states(
     return cache.update_states(layer_name, scan, (x, dt, a, b, c, d), head_dims, arrays=(array,))
 
 
-__all__ = ["convolve_states", "scan_states"]
+def apply_delta_rule(
+    cache: PagedKVCache,
+    layer_name: str,
+    q: jax.Array,  # [T, G, K]
+    k: jax.Array,  # [T, G, K]
+    v: jax.Array,  # [T, H, V]
+    g: jax.Array,  # [T, H] logarithm of the decay; of every number of the key: [T, H, K]
+    beta: jax.Array,  # [T, H] how much of the difference is written
+    *,
+    array: int = 1,  # of the layer's arrays of states [pages, H, K, V]
+) -> jax.Array:  # [T, H, V]
+    """The gated delta rule of queries and keys of length 1; key heads are split with their value heads."""
+
+    def rule(states: Column, step: RecurrentStep, *inputs: jax.Array) -> tuple[jax.Array, Column]:
+        q, k, v, g, beta = inputs
+        result = gated_delta_rule(q, k, v, g, beta, states[0], *step, use_qk_l2norm=True, backend=cache.backend)
+        return result.out, (result.states,)
+
+    return cache.update_states(layer_name, rule, (q, k, v, g, beta), (1,) * 5, arrays=(array,))
+
+
+__all__ = ["apply_delta_rule", "convolve_states", "scan_states"]

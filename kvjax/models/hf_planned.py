@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvjax.errors import ConfigError
-from kvjax.models.config import FULL, RECURRENT, SLIDING
+from kvjax.models.config import FULL, SLIDING
 from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
 from kvjax.models.configs.keys import ConfigKeys, text_keys
-from kvjax.models.configs.states import StateShapes
 from kvjax.models.hf_planned_keys import (
     DECODER_KEYS,
     DEEPSEEK_V4_KEYS,
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
-    QWEN3_NEXT_KEYS,
 )
 from kvjax.models.planned import (
     FP8,
@@ -97,24 +95,6 @@ def _parse_gemma3n(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     )
 
 
-def _parse_qwen3_next(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """Attention every `full_attention_interval` layers, gated delta nets between; states in the model's dtype."""
-    sizes = _sizes(keys)
-    interval = keys.take_int("full_attention_interval")
-    default = tuple(RECURRENT if (i + 1) % interval else FULL for i in range(sizes["num_layers"]))
-    key_heads, value_heads = keys.take_int("linear_num_key_heads"), keys.take_int("linear_num_value_heads")
-    key_dim, value_dim = keys.take_int("linear_key_head_dim"), keys.take_int("linear_value_head_dim")
-    convolved = 2 * key_heads * key_dim + value_heads * value_dim
-    shapes = ((convolved, keys.take_int("linear_conv_kernel_dim") - 1), (value_heads, key_dim, value_dim))
-    return AttentionModel(
-        **common,
-        **sizes,
-        **_heads(keys),
-        layer_types=keys.take_layer_types(default, (FULL, RECURRENT)),
-        state=StateShapes(shapes, (None, None)),
-    )
-
-
 def _parse_deepseek_v4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     """`compress_ratios` goes on for the layers that predict further tokens; its caches are fp8 as its weights are."""
     sizes = _sizes(keys)
@@ -142,8 +122,5 @@ PLANNED_ARCHITECTURES: dict[str, _Planned] = {
     "DeepseekV4ForCausalLM": _Planned(_parse_deepseek_v4, DECODER_KEYS | DEEPSEEK_V4_KEYS),
     "Gemma3nForConditionalGeneration": _Planned(
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
-    ),
-    "Qwen3NextForCausalLM": _Planned(
-        _parse_qwen3_next, DECODER_KEYS | QWEN3_NEXT_KEYS, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4}
     ),
 }

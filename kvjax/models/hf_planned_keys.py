@@ -95,14 +95,3 @@ GEMMA3N_OUTER_KEYS = frozenset(
         "vision_soft_tokens_per_image",
     ]
 )
-QWEN3_NEXT_KEYS = frozenset(
-    [
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "num_experts",
-        "partial_rotary_factor",
-        "shared_expert_intermediate_size",
-    ]
-)

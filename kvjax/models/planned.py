@@ -16,8 +16,7 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
-from kvjax.models.config import CHUNKED, DEFAULT_BLOCK_SIZE, FULL, RECURRENT, SLIDING
-from kvjax.models.configs.states import StateShapes
+from kvjax.models.config import CHUNKED, DEFAULT_BLOCK_SIZE, FULL, SLIDING
 from pallas_kernels.layouts import dtype_bits
 
 FP8 = "float8_e4m3fn"
@@ -51,10 +50,7 @@ class PlannedModel(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionModel(PlannedModel):
-    """Layers of K and V per head: full, sliding or chunked; the last ones may read the pages of earlier ones.
-
-    Recurrent layers among them have a state instead.
-    """
+    """Layers of K and V per head: full, sliding or chunked; the last ones may read the pages of earlier ones."""
 
     num_kv_heads: int
     head_dim: int
@@ -62,14 +58,11 @@ class AttentionModel(PlannedModel):
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     num_shared_layers: int = 0  # at the end, without pages of their own
-    state: StateShapes | None = None  # of recurrent layers
 
     @property
     def cache_words(self) -> str:
         """Heads of a layer."""
-        recurrent = self.layer_types.count(RECURRENT)
-        states = f", {recurrent} layers with states" if recurrent else ""
-        return f"{self.num_kv_heads} KV heads of {self.head_dim}{states}"
+        return f"{self.num_kv_heads} KV heads of {self.head_dim}"
 
     @property
     def num_own_layers(self) -> int:
@@ -79,10 +72,7 @@ class AttentionModel(PlannedModel):
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
         """Cache of the layers with pages, `layers.{i}`."""
         common = _attention_fields(self, block_size, dtype)
-        full = FullAttentionSpec(**common)
-        of_type = {FULL: full} | self._local_specs(common)
-        if self.state is not None:
-            of_type[RECURRENT] = self.state.spec(full.block_size, full.page_size_bytes // full.block_size, self.dtype)
+        of_type: dict[str, KVCacheSpec] = {FULL: FullAttentionSpec(**common)} | self._local_specs(common)
         return {f"layers.{i}": of_type[kind] for i, kind in enumerate(self.layer_types[: self.num_own_layers])}
 
     def _local_specs(self, common: dict[str, Any]) -> dict[str, KVCacheSpec]:

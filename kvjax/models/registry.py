@@ -51,9 +51,16 @@ _FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
     "Qwen3ForCausalLM": Family("qwen3", "Qwen3Config", "Qwen3Decoder"),
     "Qwen3MoeForCausalLM": Family("qwen3", "Qwen3MoeConfig", "Qwen3MoeDecoder"),
+    "Qwen3NextForCausalLM": Family("qwen3_next", "Qwen3NextConfig", "Qwen3NextDecoder"),
     "Qwen3VLForConditionalGeneration": Family("qwen3_vl", "Qwen3VLConfig", "Qwen3VLDecoder", has_text_config=True),
     "Qwen3VLMoeForConditionalGeneration": Family(
         "qwen3_vl", "Qwen3VLMoeConfig", "Qwen3VLMoeDecoder", has_text_config=True
+    ),
+    "Qwen3_5ForCausalLM": Family("qwen3_next", "Qwen3_5Config", "Qwen3_5Decoder"),
+    "Qwen3_5ForConditionalGeneration": Family("qwen3_next", "Qwen3_5Config", "Qwen3_5Decoder", has_text_config=True),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_next", "Qwen3_5MoeConfig", "Qwen3_5Decoder"),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        "qwen3_next", "Qwen3_5MoeConfig", "Qwen3_5Decoder", has_text_config=True
     ),
     "WhisperForConditionalGeneration": Family("whisper", "WhisperConfig", "WhisperDecoder"),
 }

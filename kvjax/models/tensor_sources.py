@@ -130,6 +130,40 @@ class Part(TensorSource):
 
 
 @dataclass(frozen=True)
+class Rows(TensorSource):
+    """The rows of these numbers, of a tensor of `total` rows where several projections lie in turns."""
+
+    name: str
+    rows: tuple[int, ...]
+    total: int
+    transposed: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The one that they are rows of."""
+        return (self.name,)
+
+    def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
+        """Of the whole tensor."""
+        part = _swapped(param_shape) if self.transposed else param_shape
+        return ((self.total, *part[1:]),)
+
+    def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
+        """The rows."""
+        del param_shape
+        rows = tensors[0][np.asarray(self.rows)]
+        return rows.T if self.transposed else rows
+
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Never: the other parts are not known here."""
+        raise NotImplementedError(f"expected a parameter with a tensor of its own, got a part of {self.name}")
+
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same under another name."""
+        return replace(self, name=rename(self.name))
+
+
+@dataclass(frozen=True)
 class HeadPart(TensorSource):
     """Of every head's `rows_of_head` rows of a tensor those from `start` on: a parameter [heads, rows, in]."""
 

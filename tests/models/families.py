@@ -63,6 +63,8 @@ FAMILIES = (
     Family("llama4"),
     Family("jamba"),
     Family("granite_moe_hybrid"),
+    Family("qwen3_next"),
+    Family("qwen3_5"),
 )
 
 

@@ -10,7 +10,7 @@ from kvjax.core import MambaSpec
 from kvjax.errors import ConfigError
 from kvjax.models import ModelConfig
 from kvjax.models.configs.states import StateShapes
-from tests.models.recurrent_models import config_dict
+from tests.models.recurrent_configs import config_dict
 
 
 def parse(name: str, **changes: Any) -> Any:
@@ -57,6 +57,32 @@ def test_a_rank_of_auto_is_a_sixteenth_of_the_hidden_size() -> None:
     assert ranks == [2, 2, 5]
 
 
+def test_every_fourth_layer_of_qwen3_next_attends_unless_it_says_otherwise() -> None:
+    assert kinds("qwen3_next") == ["mamba"] * 3 + ["full_attention"]
+    assert kinds("qwen3_5", full_attention_interval=2) == ["mamba", "full_attention"] * 2
+    types = ["full_attention", *["linear_attention"] * 3]
+    assert kinds("qwen3_5", layer_types=types) == ["full_attention", "mamba", "mamba", "mamba"]
+
+
+def test_experts_of_qwen3_next_are_in_some_layers_of_qwen3_5_in_all_or_none() -> None:
+    config = parse("qwen3_next", decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [config.has_experts(layer) for layer in range(4)] == [False, True, False, False]
+    assert not parse("qwen3_5").has_experts(0)
+    assert parse("qwen3_5", architectures=["Qwen3_5MoeForCausalLM"], intermediate_size=...).has_experts(0)
+
+
+def test_a_quarter_of_a_head_is_rotated_unless_the_file_says_otherwise() -> None:
+    ropes = [parse("qwen3_next", **changes).rope for changes in ({}, {"partial_rotary_factor": 0.5})]
+    assert [rope.partial_rotary_factor for rope in ropes] == [0.25, 0.5]
+
+
+def test_the_state_of_the_rule_may_have_a_dtype_of_its_own() -> None:
+    """`mamba_ssm_dtype`, which vLLM follows; else all states are in the model's."""
+    for asked, dtype in ((None, "bfloat16"), ("float32", "float32")):
+        config = parse("qwen3_5", dtype="bfloat16", mamba_ssm_dtype=asked)
+        assert config.kv_cache_specs()["layers.0"].state_dtypes == ("bfloat16", dtype)
+
+
 def test_states_are_in_the_dtype_of_the_weights_whatever_that_of_k_and_v() -> None:
     spec = parse("jamba", dtype="bfloat16").kv_cache_specs(8, "float32")["layers.0"]
     assert isinstance(spec, MambaSpec)
@@ -77,6 +103,9 @@ def test_states_split_where_all_devices_have_whole_units() -> None:
         ("granite_moe_hybrid", {"mamba_n_groups": 3}, "here: expected Mamba groups that divide 8 heads, got 3"),
         ("granite_moe_hybrid", {"time_step_limit": [1, 0]}, "'time_step_limit' to be two growing numbers >= 0, got"),
         ("granite_moe_hybrid", {"normalization_function": "layernorm"}, "'normalization_function' among rmsnorm, got"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "here: expected linear_num_key_heads that divide 4 .*, got 3"),
+        ("qwen3_5", {"attn_output_gate": False}, "here: expected 'attn_output_gate' to be true, got false"),
+        ("qwen3_5", {"mamba_ssm_dtype": "int8"}, "here: expected 'mamba_ssm_dtype' among .*, got 'int8'"),
         ("jamba", {"sliding_window": 8}, "here: expected 'sliding_window' to be null or false, got 8"),
         ("jamba", {"attn_layer_offset": -1}, "'attn_layer_offset' to be an integer >= 0, got -1"),
         ("jamba", {"hidden_act": "gelu"}, "here: expected 'hidden_act' among silu, got 'gelu'"),

@@ -1,76 +1,55 @@
-"""Families with recurrent layers, paged: chunks and prefix hits give the logits of whole sequences.
+"""Families with recurrent layers: the sizes of their states' blocks, and a hit on a state of the wrong length.
 
-What Hugging Face computes of them, the goldens say.
+What else they keep, test_families.py says.
 """
 
 from __future__ import annotations
 
-import functools
-
-import numpy as np
 import pytest
 
-from kvjax.core import KVCacheManager
 from kvjax.core.kinds.state_steps import StateSteps
-from tests.models.recurrent_models import MODELS, STATE_BLOCK, VOCAB, serve, step_of
+from tests.models.families import FAMILIES, Family, add_golden, assert_golden, drain, greedy_params, make_engine
+from tests.models.golden_models import goldens_of
 
-NUM_TOKENS = 8
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
-@functools.cache
-def recomputed(name: str, tokens: tuple[int, ...]) -> np.ndarray:  # float32[NUM_TOKENS, VOCAB]
-    """Logits of greedy tokens, each from the whole sequence over fresh pages."""
-    found: list[np.ndarray] = []
-    for _ in range(NUM_TOKENS):
-        server = serve(name)
-        server.run({"whole": list(tokens)}, 1, budget=56)
-        found.append(server.logits["whole"][0])
-        tokens = (*tokens, int(found[-1].argmax()))
-    return np.array(found)
+# Bytes of a state over those of a token's K and V, in whole blocks of 8 tokens; float32.
+STATE_BLOCKS = {
+    # 64 channels * (3 + 8), 4 heads * (4 + 4)
+    "jamba": 24,
+    # (128 + 2 * 2 * 16) * 3 + 8 heads * 16 * 16, 4 heads * (8 + 8)
+    "granite_moe_hybrid": 48,
+    # (2 * 4 + 8) * 8 * 3 + 8 heads * 8 * 8, 4 heads * (16 + 16)
+    "qwen3_next": 8,
+    "qwen3_5": 8,
+}
+RECURRENT = [family for family in FAMILIES if family.name in STATE_BLOCKS]
+each_family = pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
+BUDGET = 61  # of a step; no whole blocks of states
 
 
-def assert_hits_are_right(name: str, budget: int) -> None:
-    """A request whose first block of states an earlier one left goes on as if it had computed it."""
-    server, shared = serve(name), prompt(0, STATE_BLOCK[name] + 9)
-    tokens = shared[: STATE_BLOCK[name]] + prompt(1, 7)
-    assert server.run({"a": shared}, 1, budget) == {"a": 0}
-    assert server.run({"b": tokens}, NUM_TOKENS, budget) == {"b": STATE_BLOCK[name]}
-    np.testing.assert_allclose(server.logits["b"], recomputed(name, tuple(tokens)), **CLOSE)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_states_and_kv_have_pools_and_the_blocks_hold_as_much(name: str) -> None:
-    groups = step_of(name).kv_cache_config.kv_cache_groups
+@each_family
+def test_a_block_of_states_is_worth_the_attention_of_its_tokens(family: Family) -> None:
+    groups = make_engine(family).plan.config.kv_cache_groups
     states = [group for group in groups if group.kv_cache_spec.state_pages is not None]
-    assert {group.kv_cache_spec.block_size for group in states} == {STATE_BLOCK[name]}
+    assert {group.kv_cache_spec.block_size for group in states} == {STATE_BLOCKS[family.name]}
     assert len({group.pool_id for group in groups}) == 2
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_chunks_of_any_size_give_the_logits_of_whole_sequences(name: str) -> None:
-    """Requests together: one in a chunk, one in chunks that split blocks of K and V, one of a single token."""
-    server, length = serve(name), STATE_BLOCK[name]
-    prompts = {"a": prompt(2, length + 13), "b": prompt(3, length - 3), "c": prompt(4, 1)}
-    server.run(prompts, NUM_TOKENS, budget=length + 1)
-    for request_id, tokens in prompts.items():
-        np.testing.assert_allclose(server.logits[request_id], recomputed(name, tuple(tokens)), **CLOSE)
+def run_twice(family: Family) -> None:
+    """A prompt, then the same with a hit: both give the golden's logits."""
+    engine = make_engine(family, max_num_seqs=1, max_num_batched_tokens=BUDGET)
+    golden = goldens_of(family.name)[2]
+    for is_hit in (False, True):
+        request_id = add_golden(engine, golden, greedy_params())
+        result = drain(engine)[request_id]
+        assert (result.stats.num_cached_tokens > 0) == is_hit
+        assert_golden(engine, golden, result)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_hit_goes_on_from_the_cached_state(name: str) -> None:
-    assert_hits_are_right(name, budget=STATE_BLOCK[name])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_state_of_the_wrong_length_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@each_family
+def test_a_state_of_the_wrong_length_is_caught(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that do not end where a block of states ends leave it with the state of fewer tokens than it stands for."""
-
-    monkeypatch.setattr(KVCacheManager, "limit_step", lambda self, request, num_new, *hit: num_new)
+    run_twice(family)
+    monkeypatch.setattr(StateSteps, "limit", lambda self, num_computed, num_new, num_tokens: num_new)
     monkeypatch.setattr(StateSteps, "check", lambda self, num_computed, after: None)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_hits_are_right(name, budget=STATE_BLOCK[name] - 5)
+    with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
+        run_twice(family)

@@ -38,6 +38,7 @@ class AttentionDecoderConfig(DecoderConfig):
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # queries and keys are normed per head
+    output_gate: bool = False  # what attention gives is multiplied by the sigmoid of a projection
     has_sinks: bool = False  # every softmax has a learned logit per head, which takes weight and has no value
     attn_logit_soft_cap: float | None = None
 

@@ -33,6 +33,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = make.norm(dim, eps=config.rms_norm_eps, offset=config.norm_offset)
             self.k_norm = make.norm(dim, eps=config.rms_norm_eps, offset=config.norm_offset)
+        gate = make.columns(size, heads * dim, bias=config.qkv_bias, units=heads) if config.output_gate else None
+        self.gate_proj = gate
         if config.has_sinks:
             self.sinks = make.zeros(heads)
         self.has_sinks = config.has_sinks
@@ -59,7 +61,8 @@ class Attention(nnx.Module):
         if self.has_sinks:
             options = replace(options, sinks=self.sinks[...].astype(jnp.float32))
         out = step.cache(self.layer_name, q, k, v, options)
-        return self.o_proj(out.reshape(hidden.shape[0], -1))
+        out = out.reshape(hidden.shape[0], -1)
+        return self.o_proj(out if self.gate_proj is None else out * jax.nn.sigmoid(self.gate_proj(hidden)))
 
 
 def attention_options(config: AttentionDecoderConfig, layer: int) -> AttentionOptions:

@@ -1,0 +1,51 @@
+"""Sizes of gated delta nets. No jax.
+
+Flow:    a family's config -> [DeltaConfig] -> layers.delta, StateShapes
+Source:  Gated DeltaNet (arXiv 2412.06464)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvjax.models.configs.states import StateShapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Value head h goes with key head `h // (num_value_heads / num_key_heads)`."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int  # inputs of the convolution, the token's own included
+    rule_dtype: str | None = None  # of the rule's state; None: the model's
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"expected linear_num_key_heads that divide {self.num_value_heads} value heads, "
+                f"got {self.num_key_heads}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of all key heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """What is convolved: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state(self) -> StateShapes:
+        """The last inputs of the convolution, a matrix per value head."""
+        shapes = ((self.num_channels, self.num_taps - 1), (self.num_value_heads, self.key_dim, self.value_dim))
+        return StateShapes(shapes, (None, self.rule_dtype), num_units=self.num_key_heads)
