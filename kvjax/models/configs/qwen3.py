@@ -35,6 +35,8 @@ class Qwen3MoeConfig(Qwen3Config):
 
     defaults: ClassVar[Mapping[str, Any]] = {"num_experts": 128, "sliding_window": 4096, "max_window_layers": 28}
 
+    fused_experts: ClassVar[str | None] = None  # how a checkpoint's tensors of experts are one, as of `Experts`
+
     experts: ExpertsConfig
     expert_layers: tuple[bool, ...]  # per layer: whether it has experts
 

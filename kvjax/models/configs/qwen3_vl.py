@@ -64,6 +64,7 @@ class Qwen3VLMoeConfig(_TakesVectors, Qwen3MoeConfig):
     """With experts."""
 
     outer_keys: ClassVar[tuple[str, ...]] = Qwen3VLConfig.outer_keys
+    fused_experts: ClassVar[str | None] = "columns"
 
     inputs: VisionInputs
 

@@ -166,11 +166,12 @@ class SparseFeedForward(nnx.Module):
         activation: str,
         make: Make,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
+        fused: str | None = None,  # as of `Experts`
         has_bias: bool = False,  # of the router
         shared_experts: Callable[[jax.Array], jax.Array] | None = None,
     ) -> None:
         self.gate = Router(size, config, make=make, has_bias=has_bias)
-        self.experts = Experts(size, config, activation=activation, make=make, names=names)
+        self.experts = Experts(size, config, activation=activation, make=make, names=names, fused=fused)
         self.shared_experts = shared_experts
 
     def __call__(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, d]
