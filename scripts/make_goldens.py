@@ -29,6 +29,7 @@ from scripts.goldens import (
     families_deepseek_v4,
     families_dense,
     families_experts,
+    families_inputs,
     families_recurrent,
     families_sharing,
 )
@@ -37,6 +38,14 @@ from scripts.goldens.oracle import MAX_NOISE, NUM_GREEDY_TOKENS, Golden, Oracle
 from scripts.goldens.weights import load_float32, save_tiny
 
 GOLDENS = Path(__file__).resolve().parents[1] / "tests" / "models" / "goldens"
+MODULES = (
+    families_dense,
+    families_experts,
+    families_sharing,
+    families_recurrent,
+    families_deepseek_v4,
+    families_inputs,
+)
 MAX_SEEDS = 300
 PREFIX_PROMPT = 3  # the prompt that is the shared prefix and nothing else
 DEMO = "demo"
@@ -45,7 +54,7 @@ DEMO = "demo"
 def all_families() -> dict[str, Family]:
     """Every tiny model by its name."""
     families: dict[str, Family] = {}
-    for module in (families_dense, families_experts, families_sharing, families_recurrent, families_deepseek_v4):
+    for module in MODULES:
         families |= module.families()
     return families
 

@@ -22,11 +22,19 @@ SMALL: dict[str, Any] = TINY | {
 }
 
 
-def mix_predictions(model: torch.nn.Module) -> None:
-    """Routers of AltUp that matter: their inputs are divided by the hidden size."""
+SCALES = {
+    "q_norm.weight": 0.4,  # scores are not divided by the root of the head dimension
+    "router.proj.weight": SMALL["hidden_size"] ** 0.5,  # its inputs are divided by this
+    "modality_router.weight": 4.0,  # its inputs are divided by the hidden size
+}
+
+
+def balance(model: torch.nn.Module) -> None:
+    """Scores and routers of the spread that others have."""
     for name, param in model.named_parameters():
-        if name.endswith("modality_router.weight"):
-            param.mul_(16.0)
+        for end, scale in SCALES.items():
+            if name.endswith(end):
+                param.mul_(scale)
 
 
 def families() -> dict[str, Family]:
@@ -45,7 +53,7 @@ def families() -> dict[str, Family]:
                 },
             ),
             flips_final_norm=True,
-            settle=mix_predictions,
+            settle=balance,
         ),
         "gemma4": Family(
             config=transformers.Gemma4TextConfig(
@@ -66,5 +74,6 @@ def families() -> dict[str, Family]:
                 },
             ),
             flips_final_norm=True,
+            settle=balance,
         ),
     }
