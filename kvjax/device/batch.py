@@ -13,8 +13,9 @@ the last real one, logits of token 0 (ignored).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 import jax
@@ -24,6 +25,7 @@ from kvjax.core.step.step_plan import GroupPlan, StepPlan
 from kvjax.device.buckets import Bucket, Buckets
 
 Array: TypeAlias = np.ndarray | jax.Array
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @jax.tree_util.register_dataclass
@@ -32,8 +34,14 @@ class DeviceStates:
     """Pages of a recurrent group's states, padded with requests that neither read nor write."""
 
     read: Array  # int32[S]
-    write: Array  # int32[S]
+    write: Array  # int32[S], or int32[S, 1 + drafts]
     has_initial: Array  # bool[S]
+
+    @classmethod
+    def empty(cls, num_requests: int, num_drafts: int) -> DeviceStates:
+        """Of no request."""
+        shape = (num_requests, 1 + num_drafts) if num_drafts else (num_requests,)
+        return cls(np.zeros(num_requests, np.int32), np.zeros(shape, np.int32), np.zeros(num_requests, bool))
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +91,11 @@ class DeviceBatch:
 
     @classmethod
     def empty(
-        cls, bucket: Bucket, num_groups: int, *, mrope: bool = False, recurrent: Collection[int] = ()
+        cls, bucket: Bucket, num_groups: int, *, mrope: bool = False, recurrent: Mapping[int, int] = _NONE
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
-        With `mrope` positions have three axes. `recurrent` are the ids of groups whose pages are states.
+        With `mrope` positions have three axes. `recurrent`: groups whose pages are states -> drafts with pages.
         """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
@@ -95,8 +103,7 @@ class DeviceBatch:
             np.zeros(requests, np.int32),
             np.full(tokens, -1, np.int32),
         )
-        no_pages = np.zeros(requests, np.int32)
-        states = DeviceStates(no_pages, no_pages.copy(), np.zeros(requests, bool))
+        states = {i: DeviceStates.empty(requests, num_drafts) for i, num_drafts in recurrent.items()}
         return cls(
             token_ids=np.zeros(tokens, np.int32),
             positions=np.zeros((3, tokens) if mrope else tokens, np.int32),
@@ -104,7 +111,7 @@ class DeviceBatch:
             query_start_loc=np.zeros(requests + 1, np.int32),
             distribution=np.zeros(3, np.int32),
             logits_indices=np.zeros(requests, np.int32),
-            groups=tuple(replace(group, states=states) if i in recurrent else group for i in range(num_groups)),
+            groups=tuple(replace(group, states=states.get(i)) for i in range(num_groups)),
         )
 
 
@@ -171,6 +178,6 @@ def _states(group: GroupPlan, num_requests: int) -> DeviceStates | None:
         return None
     return DeviceStates(
         read=padded(group.state_read, num_requests),
-        write=padded(group.state_write, num_requests),
+        write=padded(group.state_write.T, num_requests).T,
         has_initial=padded(group.has_initial_state, num_requests),
     )
