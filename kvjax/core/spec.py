@@ -31,6 +31,18 @@ class StatePages(Protocol):
     ) -> np.ndarray:  # int32[S]
         """The page of each row's state after `num_tokens` tokens."""
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a step that have pages for states of their own."""
+
+    def pages_of_drafts(
+        self,
+        table: np.ndarray,  # int32[rows, columns]
+        num_blocks: np.ndarray,  # int64[rows]
+        rows: np.ndarray,  # int64[S]
+    ) -> np.ndarray:  # int32[S, num_drafts]
+        """Pages for the states after the tokens before a step's last, the next to last one's in the last column."""
+
     def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:  # int64[S] -> int64[S]
         """Tokens that rows with `num_blocks` columns may have."""
 

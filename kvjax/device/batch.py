@@ -28,6 +28,7 @@ from pallas_kernels.compressor_update import max_new_entries
 Array: TypeAlias = np.ndarray | jax.Array
 NO_SLOTS = np.zeros(0, np.int32)
 NO_SLOTS.flags.writeable = False
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @jax.tree_util.register_dataclass
@@ -36,8 +37,14 @@ class DeviceStates:
     """Pages of a recurrent group's states, padded with requests that neither read nor write."""
 
     read: Array  # int32[S]
-    write: Array  # int32[S]
+    write: Array  # int32[S], or int32[S, 1 + drafts]
     has_initial: Array  # bool[S]
+
+    @classmethod
+    def empty(cls, num_requests: int, num_drafts: int) -> DeviceStates:
+        """Of no request."""
+        shape = (num_requests, 1 + num_drafts) if num_drafts else (num_requests,)
+        return cls(np.zeros(num_requests, np.int32), np.zeros(shape, np.int32), np.zeros(num_requests, bool))
 
 
 @jax.tree_util.register_dataclass
@@ -107,15 +114,15 @@ class DeviceBatch:
         *,
         mrope: bool = False,
         embeds: bool = False,
-        recurrent: Collection[int] = (),
+        recurrent: Mapping[int, int] = _NONE,
         compressed: Mapping[int, Collection[int]] = MappingProxyType({}),
         encoder: Collection[int] = (),
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
-        With `mrope` positions have three axes, with `embeds` there is an index of vectors. `recurrent` are the ids of
-        groups whose pages are states, `compressed` of those with entries of several tokens, with each number of tokens,
-        `encoder` of those that read an encoder.
+        With `mrope` positions have three axes, with `embeds` there is an index of vectors. `recurrent`: groups whose
+        pages are states -> drafts with pages. `compressed`: groups with entries of several tokens -> each number of
+        tokens. `encoder`: groups that read an encoder.
         """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
@@ -123,14 +130,14 @@ class DeviceBatch:
             np.zeros(requests, np.int32),
             np.full(tokens, -1, np.int32),
         )
-        no_pages = np.zeros(requests, np.int32)
-        states = DeviceStates(no_pages, no_pages.copy(), np.zeros(requests, bool))
 
         def entries(ratios: Collection[int]) -> DeviceCompressed:
             slots: dict[int, Array] = {ratio: np.full(_most_entries(bucket, ratio), -1, np.int32) for ratio in ratios}
             return DeviceCompressed(np.zeros(requests, np.int32), slots)
 
-        groups = [replace(group, states=states) if i in recurrent else group for i in range(num_groups)]
+        groups = [group] * num_groups
+        for i, num_drafts in recurrent.items():
+            groups[i] = replace(groups[i], states=DeviceStates.empty(requests, num_drafts))
         for i, ratios in compressed.items():
             groups[i] = replace(groups[i], compressed=entries(ratios))
         for i in encoder:
@@ -216,7 +223,7 @@ def _states(group: GroupPlan, num_requests: int) -> DeviceStates | None:
         return None
     return DeviceStates(
         read=padded(group.state_read, num_requests),
-        write=padded(group.state_write, num_requests),
+        write=padded(group.state_write.T, num_requests).T,
         has_initial=padded(group.has_initial_state, num_requests),
     )
 

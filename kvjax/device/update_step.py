@@ -218,7 +218,8 @@ class UpdateStep:
     def _empty_batch(self, bucket: Bucket) -> DeviceBatch:
         """A batch of this config without requests."""
         groups = self.kv_cache_config.kv_cache_groups
-        recurrent = {i for i, group in enumerate(groups) if group.kv_cache_spec.state_pages is not None}
+        pages = [group.kv_cache_spec.state_pages for group in groups]
+        recurrent = {i: states.num_drafts for i, states in enumerate(pages) if states is not None}
         compressed = {i: group.tokens_per_state for i, group in enumerate(groups) if group.tokens_per_state != {1}}
         return DeviceBatch.empty(
             bucket,

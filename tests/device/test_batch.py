@@ -103,6 +103,22 @@ def test_entries_of_several_tokens_have_slots_of_their_own() -> None:
     assert all((slots == -1).all() for group in empty.groups for slots in group.compressed.slot_mappings.values())
 
 
+def test_pages_of_states_are_padded_with_requests_that_have_none() -> None:
+    """One to write a request, or one for each draft, too; as an empty batch has them."""
+    plan = mixed_plan()
+    for write, num_drafts in ((np.array([3, 4]), 0), (np.array([[0, 3], [4, 5]]), 1)):
+        states = {"state_read": np.array([1, 2]), "state_write": write, "has_initial_state": np.array([True, False])}
+        groups = tuple(replace(group, **states) for group in plan.groups)
+        batch = DeviceBatch.from_plan(replace(plan, groups=groups), BUCKET)
+        (found, *_), none = (group.states for group in batch.groups), [0] * (1 + num_drafts) if num_drafts else 0
+        assert found is not None
+        assert found.read.tolist() == [1, 2, 0, 0]
+        assert found.write.tolist() == [*write.tolist(), none, none]
+        assert found.has_initial.tolist() == [True, False, False, False]
+        empty = DeviceBatch.empty(BUCKET, len(groups), recurrent=dict.fromkeys(range(len(groups)), num_drafts))
+        assert jax.tree.map(np.shape, empty) == jax.tree.map(np.shape, batch)
+
+
 def test_positions_of_three_axes_are_padded_along_tokens() -> None:
     assert padded(np.ones((3, 5), np.int64), 8).sum(axis=1).tolist() == [5, 5, 5]
     assert DeviceBatch.empty(BUCKET, 1, mrope=True).positions.shape == (3, 16)

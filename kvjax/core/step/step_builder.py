@@ -358,6 +358,9 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
             f"tokens, got {own.num_blocks[i]} blocks; allocate them before the step is built"
         )
     write = pages.pages_of_states(own.table, own.counts, step.rows, step.seq_lens)
+    if pages.num_drafts:
+        drafts = pages.pages_of_drafts(own.table, own.counts, step.rows)
+        write = _with_drafts(write, drafts, step.seq_lens - step.computed)
     has_initial = step.computed > 0
     read = np.where(has_initial, pages.pages_of_states(own.table, own.counts, step.rows, step.computed), 0)
     return {
@@ -367,6 +370,15 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
         "state_write": write.astype(np.int32),
         "has_initial_state": has_initial,
     }
+
+
+def _with_drafts(write: np.ndarray, drafts: np.ndarray, num_new: np.ndarray) -> np.ndarray:  # int32[S, 1 + s]
+    """Pages of states after the last of int64[S] new tokens; of more than 1 + s after the very last one only."""
+    pages = np.concatenate([drafts, write[:, None]], axis=1)
+    most = pages.shape[1]
+    num_kept = np.where(num_new > most, 1, num_new)
+    pages[np.arange(most) < most - num_kept[:, None]] = 0
+    return pages
 
 
 def _request_ids(ids: np.ndarray, rows: np.ndarray) -> tuple[str, ...]:

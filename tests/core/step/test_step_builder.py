@@ -257,6 +257,13 @@ class CounterSpec(FullAttentionSpec):
     ) -> np.ndarray:
         return table[rows, 0]
 
+    @property
+    def num_drafts(self) -> int:
+        return 0
+
+    def pages_of_drafts(self, table: np.ndarray, num_blocks: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return np.zeros((rows.size, 0), np.int32)
+
     def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:
         return num_blocks * self.block_size
 
