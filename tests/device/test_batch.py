@@ -45,6 +45,14 @@ def test_padding_does_nothing() -> None:
         assert group.block_tables.sum() == planned.block_tables.sum()
 
 
+def test_an_index_of_vectors_is_padded_with_tokens() -> None:
+    index = np.array([-1, 3, -1, -1, 0, -1, -1, -1, -1, 7])
+    assert DeviceBatch.from_plan(mixed_plan(), BUCKET, index).embed_index.tolist() == [*index, *[-1] * 6]
+    assert DeviceBatch.from_plan(mixed_plan(), BUCKET).embed_index is None
+    assert DeviceBatch.empty(BUCKET, 1, embeds=True).embed_index.tolist() == [-1] * 16
+    assert DeviceBatch.empty(BUCKET, 2, encoder=[1]).groups[1].slot_mapping.size == 0
+
+
 def test_all_arrays_are_fresh_and_int32_even_where_nothing_is_padded() -> None:
     plan = mixed_plan()
     tokens, requests, columns = plan_sizes(plan)

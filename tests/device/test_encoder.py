@@ -40,9 +40,10 @@ def model() -> LoadedModel:
     return toy_model("encoder")
 
 
-def config_of(model: LoadedModel, platform: str = "cpu") -> KVCacheConfig:
+def config_of(model: LoadedModel, platform: str = "cpu", tensor_parallel: int = 1) -> KVCacheConfig:
+    sizes = {"num_blocks": 400, "max_model_len": 40, "max_in_flight_tokens": 16}
     specs = model.config.kv_cache_specs(4)
-    return plan_kv_cache(specs, num_blocks=400, max_model_len=40, max_in_flight_tokens=16, platform=platform).config
+    return plan_kv_cache(specs, **sizes, platform=platform, tensor_parallel=tensor_parallel).config
 
 
 @pytest.fixture(scope="module")

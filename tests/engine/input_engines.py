@@ -21,6 +21,12 @@ MODES = [
     for caching in (False, True)
     for max_num_seqs in (2, 4)
 ]
+OTHER_SETTINGS: list[dict[str, Any]] = [
+    {"sub_block_hits": True},
+    {"zero_new_pages": True},
+    {"miss_reasons": True, "eviction_policy": "cost"},
+    {"max_num_batched_tokens": 4, "watermark": 0.1},
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from kvjax.device import count_compilations
 from kvjax.engine import SamplingParams
 from tests.engine.input_engines import (
     MODES,
+    OTHER_SETTINGS,
     InputRequest,
     add,
     assert_all_greedy,
@@ -50,6 +51,13 @@ def test_every_mode_gives_the_tokens_of_the_whole_sequence(settings: dict[str, A
     assert (num_preemptions > 0) == (settings["max_num_seqs"] == 4)
     hits = [result.stats.num_cached_tokens or 0 for result in results]
     assert (sum(hits) > 0) == settings["enable_prefix_caching"]
+
+
+@pytest.mark.parametrize("settings", OTHER_SETTINGS)
+def test_other_settings_change_no_token(settings: dict[str, Any]) -> None:
+    engine, requests = make_engine(KIND, async_scheduling=True, **settings), requests_of_two_lengths()
+    for _ in range(2):
+        assert_all_greedy(KIND, requests, run(engine, add(engine, requests, max_tokens=14)))
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

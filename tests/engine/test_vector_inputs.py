@@ -12,6 +12,7 @@ from kvjax.engine import EngineConfig, LLMEngine, MultimodalInput, SamplingParam
 from tests.device.toy_inputs import EMBED_DIM, PLACEHOLDER
 from tests.engine.input_engines import (
     MODES,
+    OTHER_SETTINGS,
     InputRequest,
     add,
     assert_all_greedy,
@@ -89,6 +90,24 @@ def test_every_mode_gives_the_tokens_of_the_whole_sequence(kind: str, settings: 
     assert (sum(result.stats.num_preemptions for result in results) > 0) == (settings["max_num_seqs"] == 4)
     hits = [result.stats.num_cached_tokens or 0 for result in results]
     assert (sum(hits) > 0) == settings["enable_prefix_caching"]
+
+
+@pytest.mark.parametrize("settings", OTHER_SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_settings_change_no_token(kind: str, settings: dict[str, Any]) -> None:
+    engine, requests = make_engine(kind, async_scheduling=True, **settings), mixed_requests(kind)
+    for _ in range(2):
+        assert_all_greedy(kind, requests, run(engine, add(engine, requests, max_tokens=16)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hit_may_end_inside_an_image(kind: str) -> None:
+    """Its last vector is computed again, of a prompt that ends with it."""
+    engine, request = make_engine(kind, sub_block_hits=True), request_of(kind, [random_tokens(0, 6), vectors(0, 6)])
+    for hit in (0, 11):
+        [result] = run(engine, add(engine, [request]))
+        assert_all_greedy(kind, [request], [result])
+        assert result.stats.num_cached_tokens == hit
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
