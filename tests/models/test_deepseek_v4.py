@@ -111,7 +111,7 @@ def test_the_published_config_is_read() -> None:
     assert (config.dtype, config.cache_dtype) == ("bfloat16", "float8_e4m3fn")
     assert config.cache_words == "a latent of 512, 21 layers / 4, 20 layers / 128"
     config.check_split(8)
-    with pytest.raises(ValueError, match="expected groups of heads to divide over 3 devices, got 8"):
+    with pytest.raises(ValueError, match="expected query heads to divide over 3 devices, got 64"):
         config.check_split(3)
 
 

@@ -134,8 +134,8 @@ class DeepseekV4Config(DecoderConfig):
         return ", ".join([f"a latent of {self.head_dim}", *words])
 
     def check_split(self, num_shards: int) -> None:
-        """Raises ValueError where groups of heads or columns of experts do not divide over `num_shards` devices."""
-        columns = {"groups of heads": self.out_groups, "columns of an expert": self.experts.intermediate_size}
+        """Raises ValueError where heads or columns of experts do not divide over `num_shards` devices."""
+        columns = {"query heads": self.num_heads, "columns of an expert": self.experts.intermediate_size}
         for name, count in columns.items():
             if count % num_shards:
                 raise ValueError(f"expected {name} to divide over {num_shards} devices, got {count}")

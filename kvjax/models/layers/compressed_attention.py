@@ -101,9 +101,8 @@ class CompressedAttention(nnx.Module):
         self.options = AttentionOptions(sm_scale=dim**-0.5, sliding_window=config.sliding_window)
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
-        """Heads, of which a group's stay together."""
-        groups = self.config.out_groups
-        return {"attn_sink": (0, groups), "wo_a": (0, groups)}
+        """Heads, and groups of them."""
+        return {"attn_sink": (0, self.config.num_heads), "wo_a": (0, self.config.out_groups)}
 
     def checkpoint_sources(self) -> Mapping[str, TensorSource]:
         """Groups stand one below the other."""
