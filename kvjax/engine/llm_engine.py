@@ -11,6 +11,7 @@ device from step n's samples.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -97,10 +98,11 @@ class LLMEngine:
             hybrid=config.hybrid,
             shared_layers=model.config.shared_layers,
         )
+        self._least_block_size = math.gcd(*(group.spec.block_size for group in self.plan.groups))
         self.manager = KVCacheManager(
             self.plan.config,
             config.max_model_len,
-            config.block_size,
+            self._least_block_size,
             enable_caching=config.enable_prefix_caching,
             same_step_hits=not config.sub_block_hits,
             sub_block_hits=config.sub_block_hits,
@@ -123,7 +125,7 @@ class LLMEngine:
             RunningInputs(self._num_embedding_rows, has_mrope=model.config.has_mrope),
         )
         self._hasher = (
-            BlockHasher(config.block_size, config.hash_algorithm, seed=str(config.seed))
+            BlockHasher(self._least_block_size, config.hash_algorithm, seed=str(config.seed))
             if config.enable_prefix_caching
             else None
         )
@@ -304,7 +306,7 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
-            block_size=config.block_size,
+            block_size=self._least_block_size,
             max_buckets=config.max_buckets,
         )
         return make_update_step(

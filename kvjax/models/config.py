@@ -38,7 +38,7 @@ class ModelConfig(abc.ABC):
     num_layers: int
     vocab_size: int
     max_model_len: int
-    dtype: str = "float32"  # of the checkpoint, and of the cache unless another is asked for
+    dtype: str = "float32"  # of the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -50,6 +50,11 @@ class ModelConfig(abc.ABC):
     @abc.abstractmethod
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
         """Cache of every layer that has one, by its name; None: the model's own block size and dtype."""
+
+    @property
+    def cache_dtype(self) -> str:
+        """Of caches unless another is asked for."""
+        return self.dtype
 
     @property
     def shared_layers(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Reads config.json of models that can be planned but not run: only what their caches are made of.
 
 Flow:    dict -> [parse_planned] -> PlannedModel
-Source:  the configuration_*.py of transformers; of DeepSeek V4 the files of deepseek-ai on the Hub
+Source:  the configuration_*.py of transformers
 
 Keys that do not change the cache are listed per architecture, so that unknown ones are errors.
 """
@@ -18,14 +18,11 @@ from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL
 from kvjax.models.configs.keys import ConfigKeys, text_keys
 from kvjax.models.hf_planned_keys import (
     DECODER_KEYS,
-    DEEPSEEK_V4_KEYS,
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
 )
 from kvjax.models.planned import (
-    FP8,
     AttentionModel,
-    CompressedModel,
     PlannedModel,
 )
 
@@ -95,31 +92,9 @@ def _parse_gemma3n(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     )
 
 
-def _parse_deepseek_v4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """`compress_ratios` goes on for the layers that predict further tokens; its caches are fp8 as its weights are."""
-    sizes = _sizes(keys)
-    ratios = keys.take_ints("compress_ratios")
-    possible = {0, *CompressedModel.state_block_sizes}
-    if len(ratios) < sizes["num_layers"] or set(ratios) - possible:
-        raise ConfigError(
-            f"{keys.where}: expected compress_ratios among {sorted(possible)} for each of {sizes['num_layers']} "
-            f"layers, got {list(ratios)}"
-        )
-    return CompressedModel(
-        **common | {"dtype": FP8},
-        **sizes,
-        head_dim=keys.take_int("head_dim"),
-        rope_dim=keys.take_int("qk_rope_head_dim"),
-        index_dim=keys.take_int("index_head_dim"),
-        sliding_window=keys.take_int("sliding_window"),
-        compress_ratios=ratios[: sizes["num_layers"]],
-    )
-
-
 _GEMMA3N_DEFAULTS = {"num_kv_shared_layers": 15, "sliding_window": 512, "max_position_embeddings": 32_768}
 
 PLANNED_ARCHITECTURES: dict[str, _Planned] = {
-    "DeepseekV4ForCausalLM": _Planned(_parse_deepseek_v4, DECODER_KEYS | DEEPSEEK_V4_KEYS),
     "Gemma3nForConditionalGeneration": _Planned(
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
     ),

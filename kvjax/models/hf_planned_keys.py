@@ -1,7 +1,7 @@
 """Keys of config.json that do not change the cache of models that are planned only.
 
 Flow:    [key sets] -> hf_planned, which refuses any key that it neither reads nor finds here
-Source:  the configuration_*.py of transformers; of DeepSeek V4 the files of deepseek-ai on the Hub
+Source:  the configuration_*.py of transformers
 """
 
 from __future__ import annotations
@@ -29,43 +29,6 @@ DECODER_KEYS = frozenset(
         "tie_word_embeddings",
         "torch_dtype",
         "vocab_size",
-    ]
-)
-DEEPSEEK_KEYS = frozenset(
-    [
-        "aux_loss_alpha",
-        "ep_size",
-        "first_k_dense_replace",
-        "moe_intermediate_size",
-        "moe_layer_freq",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "norm_topk_prob",
-        "num_key_value_heads",
-        "q_lora_rank",
-        "qk_nope_head_dim",
-        "routed_scaling_factor",
-        "scoring_func",
-        "seq_aux",
-        "topk_group",
-        "topk_method",
-        "v_head_dim",
-    ]
-)
-DEEPSEEK_V4_KEYS = DEEPSEEK_KEYS | frozenset(
-    [
-        "compress_rope_theta",
-        "expert_dtype",
-        "hc_eps",
-        "hc_mult",
-        "hc_sinkhorn_iters",
-        "index_n_heads",
-        "index_topk",
-        "num_hash_layers",
-        "o_groups",
-        "o_lora_rank",
-        "swiglu_limit",
     ]
 )
 GEMMA3N_KEYS = frozenset(

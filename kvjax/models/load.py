@@ -8,6 +8,7 @@ Nothing is loaded before every tensor's name and shape has been checked.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from kvjax.models.sharding import param_sharding
 from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
 from kvjax.models.tokenizer import Tokenizer
 
-_SCALE_SUFFIXES = (".weight_scale_inv", ".scale")  # of tensors that stand beside quantised weights
+_SCALE = r"\.(weight_scale_inv|scale)$"  # ends of names of tensors that stand beside quantised weights
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _open_tensors(folder: Path, module: LanguageModel, stack: ExitStack) -> dict
                 f"{file}: expected a safetensors file, got one that cannot be read: {error}"
             ) from error
         tensors |= {module.own_name(name): _Stored(opened, name) for name in opened.keys()}  # noqa: SIM118
-    scales = sorted(name for name in tensors if name.endswith(_SCALE_SUFFIXES))
+    scales = sorted(name for name in tensors if re.sub(_SCALE, ".weight", name) in tensors.keys() - {name})
     if scales:
         raise CheckpointError(
             f"{folder}: expected weights in {', '.join(WEIGHT_DTYPES)}, got {len(scales)} that are quantised in blocks "

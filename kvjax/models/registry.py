@@ -36,6 +36,7 @@ class Family:
 _FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family("deepseek", "DeepseekV2Config", "DeepseekDecoder"),
     "DeepseekV3ForCausalLM": Family("deepseek", "DeepseekV3Config", "DeepseekDecoder"),
+    "DeepseekV4ForCausalLM": Family("deepseek_v4", "DeepseekV4Config", "DeepseekV4Decoder"),
     "Gemma2ForCausalLM": Family("gemma", "Gemma2Config", "GemmaDecoder"),
     "Gemma3ForCausalLM": Family("gemma", "Gemma3Config", "GemmaDecoder"),
     "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),

@@ -59,6 +59,8 @@ FAMILIES = (
     Family("qwen3_moe"),
     Family("deepseek_v2", variant=True),
     Family("deepseek_v3"),
+    Family("deepseek_v4", block_size=128, max_model_len=240),
+    Family("deepseek_v4_sparse", block_size=128, max_model_len=240),
     Family("gpt_oss"),
     Family("llama4"),
     Family("jamba"),

@@ -33,7 +33,7 @@ class VectorDecoder(Decoder):
         hidden = self.embed(token_ids)
         rows = jnp.where(is_vector, jnp.take(vectors, index, axis=0, mode="clip"), 0).astype(hidden.dtype)
         hidden = jnp.where(is_vector, rows[:, :size], hidden)
-        step = self.forward_step(positions, cache)
+        step = self.forward_step(token_ids, positions, cache)
         for i, layer in enumerate(self.layers, start=1):
             hidden = layer(hidden, step)
             if i <= self.config.inputs.num_deepstack:

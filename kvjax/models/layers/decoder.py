@@ -43,9 +43,17 @@ class Decoder(LanguageModel):
         scale = self.config.embed_scale
         return hidden if scale == 1.0 else hidden * jnp.asarray(scale, hidden.dtype)
 
-    def forward_step(self, positions: jax.Array, cache: Any) -> ForwardStep:
+    def forward_step(self, token_ids: jax.Array, positions: jax.Array, cache: Any) -> ForwardStep:
         """What the layers of one trace share."""
-        return ForwardStep(positions, cache, self.config.max_model_len)
+        return ForwardStep(token_ids, positions, cache, self.config.max_model_len)
+
+    def expand(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> what the first layer gets
+        """Hidden states themselves; a family may have several streams of them."""
+        return hidden
+
+    def collapse(self, hidden: jax.Array) -> jax.Array:  # what the last layer gives -> [T, d]
+        """Hidden states themselves, or what the last norm gets of several streams."""
+        return hidden
 
     def __call__(
         self,
@@ -54,11 +62,11 @@ class Decoder(LanguageModel):
         cache: Any,  # kvjax.device.PagedKVCache; DenseAttention for layers that only attend
     ) -> jax.Array:  # [T, d]
         """Normed hidden states of the last layer; padding tokens give values that mean nothing."""
-        step = self.forward_step(positions, cache)
-        hidden = self.embed(token_ids)
+        step = self.forward_step(token_ids, positions, cache)
+        hidden = self.expand(self.embed(token_ids))
         for layer in self.layers:
             hidden = layer(hidden, step)
-        return self.norm(hidden)
+        return self.norm(self.collapse(hidden))
 
     def logits(self, hidden: jax.Array) -> jax.Array:  # [N, d] -> float32[N, vocab]
         """Scores of the next token, scaled, after the final soft cap if the model has one."""

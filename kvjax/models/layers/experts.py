@@ -34,6 +34,11 @@ def choose_experts(
     return expert_weights(scores, experts, config), experts
 
 
+def router_logits(hidden: jax.Array, kernel: jax.Array) -> jax.Array:  # [T, d], [d, E] -> float32[T, E]
+    """What a router's scores are made of, not rounded to the dtype of `hidden`."""
+    return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+
+
 def router_scores(logits: jax.Array, config: ExpertsConfig) -> jax.Array:  # [T, E] -> float32[T, E]
     """What the router thinks of every expert."""
     logits = logits.astype(jnp.float32)
@@ -145,14 +150,10 @@ class Router(nnx.Module):
         self.e_score_correction_bias = make.float32_zeros(config.num_experts) if has_bias else None
         self.config = config
 
-    def logits(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> float32[T, E]
-        """Before scores are made of them."""
-        return jnp.matmul(hidden, self.kernel[...], preferred_element_type=jnp.float32)
-
     def __call__(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:  # float32[T, k] weights, int32[T, k] experts
         """As `choose_experts`."""
         bias = self.e_score_correction_bias
-        return choose_experts(self.logits(hidden), self.config, None if bias is None else bias[...])
+        return choose_experts(router_logits(hidden, self.kernel[...]), self.config, None if bias is None else bias[...])
 
 
 class SparseFeedForward(nnx.Module):

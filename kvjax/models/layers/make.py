@@ -74,3 +74,7 @@ class Make:
     def float32_zeros(self, *shape: int) -> nnx.Param[jax.Array]:
         """A parameter of zeros that stays in float32 whatever the dtype of the others."""
         return nnx.Param(jnp.zeros(shape, jnp.float32))
+
+    def float32_normal(self, *shape: int, scale: float = 1.0) -> nnx.Param[jax.Array]:
+        """As `param`, in float32 whatever the dtype of the others."""
+        return nnx.Param(scale * jax.random.normal(self.rngs.params(), shape, jnp.float32))
