@@ -67,6 +67,8 @@ FAMILIES = (
     Family("granite_moe_hybrid"),
     Family("qwen3_next"),
     Family("qwen3_5"),
+    Family("whisper"),
+    Family("qwen3_vl"),
 )
 
 
