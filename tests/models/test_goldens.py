@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.models.golden_models import FAMILIES, GOLDEN_MODELS, GOLDENS, goldens_of, model_folder
+from tests.models.golden_models import FAMILIES, GOLDEN_MODELS, GOLDENS, constants_of, goldens_of, model_folder
 
 MAX_SET_BYTES = 20_000_000
 MAX_FAMILY_BYTES = 1_000_000
