@@ -42,9 +42,11 @@ _FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssDecoder"),
     "GraniteMoeHybridForCausalLM": Family("granite_moe_hybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridDecoder"),
     "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),
+    "KimiLinearForCausalLM": Family("kimi_linear", "KimiLinearConfig", "KimiLinearDecoder"),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaDecoder"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaDecoder"),
     "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),
+    "NemotronHForCausalLM": Family("nemotron_h", "NemotronHConfig", "NemotronHDecoder"),
     "Phi3ForCausalLM": Family("llama", "Phi3Config", "Phi3Decoder"),
     "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
     "Qwen3_5ForCausalLM": Family("qwen3_next", "Qwen3_5Config", "Qwen3_5Decoder"),
@@ -73,7 +75,10 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     if family.has_text_config:
         keys = text_keys(data, config_class.defaults, where, INFORMATIONAL_OUTER_KEYS)
     else:
-        keys = ConfigKeys(data, config_class.defaults, where)
+        aliases = config_class.key_aliases
+        renamed = {aliases[key]: value for key, value in data.items() if key in aliases}
+        own = {key: value for key, value in data.items() if key not in aliases}
+        keys = ConfigKeys(renamed | own, config_class.defaults, where)
     try:
         config: ModelConfig = config_class.parse(keys)
     except ConfigError:

@@ -59,6 +59,8 @@ FAMILIES = (
     Family("granite_moe_hybrid"),
     Family("qwen3_next"),
     Family("qwen3_5"),
+    Family("kimi_linear"),
+    Family("nemotron_h"),
 )
 
 

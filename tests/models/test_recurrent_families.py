@@ -20,6 +20,10 @@ STATE_BLOCKS = {
     # (2 * 4 + 8) * 8 * 3 + 8 heads * 8 * 8, 4 heads * (16 + 16)
     "qwen3_next": 8,
     "qwen3_5": 8,
+    # 3 * 4 heads * 16 * 3 + 4 heads * 16 * 16, 32 + 8
+    "kimi_linear": 40,
+    # (64 + 2 * 2 * 16) * 3 + 8 heads * 8 * 16, 4 heads * (16 + 16)
+    "nemotron_h": 16,
 }
 RECURRENT = [family for family in FAMILIES if family.name in STATE_BLOCKS]
 each_family = pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
