@@ -10,6 +10,7 @@ import numbers
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallas_kernels import checks
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
@@ -45,8 +46,13 @@ def check_batch(
     seq_lens: jax.Array,
     query_start_loc: jax.Array,
     distribution: jax.Array,
+    *,
+    sees_all: bool = False,
 ) -> None:
-    """Raises ValueError where the arrays that describe the step do not fit each other."""
+    """Raises ValueError where the arrays that describe the step do not fit each other.
+
+    With `sees_all` queries have no place among the keys, and there may be more of them.
+    """
     checks.check_array(op, "block_tables", block_tables, (None, None), "[num_seqs, pages_per_seq]")
     num_seqs, num_columns = block_tables.shape
     if num_seqs < 1 or num_columns < 1:
@@ -58,5 +64,6 @@ def check_batch(
         max_len = num_columns * num_slots_per_page
         q_lens = checks.check_starts(op, num_tokens, num_seqs, *known[1:])
         lens = known[0][: q_lens.size]
-        if (lens < q_lens).any() or (lens > max_len).any():
-            raise ValueError(f"{op}: expected seq_lens from the query lengths {q_lens} to {max_len}, got {lens}")
+        least = np.zeros_like(q_lens) if sees_all else q_lens
+        if (lens < least).any() or (lens > max_len).any():
+            raise ValueError(f"{op}: expected seq_lens from the query lengths {least} to {max_len}, got {lens}")

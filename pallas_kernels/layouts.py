@@ -91,6 +91,11 @@ class PageLayout:
         """Bytes that one page of the column takes on the device, padding included."""
         return sum(array.page_bytes for array in self.arrays)
 
+    @property
+    def platform(self) -> str:
+        """One whose pages lie so: "tpu" where numbers are packed into words, else "cpu"."""
+        return "tpu" if any(PACK_AXIS in array.axes for array in self.arrays) else "cpu"
+
 
 def attention_layout(
     *,

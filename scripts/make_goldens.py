@@ -25,12 +25,27 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.goldens import families_dense, families_experts, families_recurrent
+from scripts.goldens import (
+    families_deepseek_v4,
+    families_dense,
+    families_experts,
+    families_inputs,
+    families_recurrent,
+    families_sharing,
+)
 from scripts.goldens.family import SHARED_PREFIX_TOKENS, Arrays, Family
 from scripts.goldens.oracle import MAX_NOISE, NUM_GREEDY_TOKENS, Golden, Oracle
 from scripts.goldens.weights import load_float32, save_tiny
 
 GOLDENS = Path(__file__).resolve().parents[1] / "tests" / "models" / "goldens"
+MODULES = (
+    families_dense,
+    families_experts,
+    families_sharing,
+    families_recurrent,
+    families_deepseek_v4,
+    families_inputs,
+)
 MAX_SEEDS = 300
 PREFIX_PROMPT = 3  # the prompt that is the shared prefix and nothing else
 DEMO = "demo"
@@ -38,7 +53,10 @@ DEMO = "demo"
 
 def all_families() -> dict[str, Family]:
     """Every tiny model by its name."""
-    return families_dense.families() | families_experts.families() | families_recurrent.families()
+    families: dict[str, Family] = {}
+    for module in MODULES:
+        families |= module.families()
+    return families
 
 
 def candidate(family: Family, number: int, seed: int, prefix: np.ndarray | None) -> np.ndarray:  # int32[num_tokens]

@@ -38,6 +38,7 @@ STEPS = {
     "mixtral-8x7b": 2,
     "qwen3-235b-a22b": 2,
     "deepseek-v3": 4,
+    "deepseek-v4-flash": 4,
 }
 
 

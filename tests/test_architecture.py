@@ -34,7 +34,7 @@ ALLOWED = {
     "kvjax.models": (*HOST, "jax", "flax", "safetensors", "tokenizers", "kvjax.device", "kvjax.extras", "kvjax.models"),
     "kvjax.models.config": (*HOST, *CONFIGS),
     "kvjax.models.configs": (*HOST, *CONFIGS),
-    "kvjax.models.registry": (*HOST, *CONFIGS, "flax", "kvjax.models.layers.decoder"),
+    "kvjax.models.registry": (*HOST, *CONFIGS, "flax", "kvjax.models.layers.language_model"),
     "kvjax.models.hf_planned": (*HOST, *CONFIGS, "kvjax.models.hf_planned_keys"),
     "kvjax.models.planned": (*HOST, *CONFIGS),
     "kvjax.demo": ("kvjax.demo",),

@@ -70,7 +70,7 @@ def test_models_with_recurrent_layers_have_a_cache_in_each(name: str) -> None:
 @pytest.mark.parametrize("name", CACHES)
 def test_shipped_models_of_other_caches_have_theirs(name: str) -> None:
     model = load_model_config(name)
-    assert (model.num_layers, len(model.kv_cache_specs()), model.max_model_len, model.dtype) == CACHES[name]
+    assert (model.num_layers, len(model.kv_cache_specs()), model.max_model_len, model.cache_dtype) == CACHES[name]
 
 
 @pytest.mark.parametrize("name", SHAPES)

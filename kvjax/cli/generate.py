@@ -180,7 +180,7 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     check_platform()
     mesh = Placement.over_heads(args.devices).mesh if args.devices > 1 else None
     folder = demo_model_path() if args.model is None else args.model
-    model = load_model(folder, args.dtype, mesh)
+    model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len)
     if model.tokenizer is None:
         raise ValueError(f"expected a tokenizer.json in {folder}, found none; prompts are text")
     return model, model.tokenizer, mesh

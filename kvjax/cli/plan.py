@@ -171,7 +171,7 @@ def _headline(deployment: Deployment, model: ModelConfig | PlannedModel, plan: K
     parts = [
         f"{deployment.model}: {model.num_layers} layers",
         model.cache_words,
-        deployment.dtype or model.dtype,
+        deployment.dtype or model.cache_dtype,
         plan.platform if plan.parallel.num_devices == 1 else f"{plan.parallel.num_devices} x {plan.platform}",
         f"requests of up to {plan.max_model_len:,} tokens",
     ]

@@ -86,6 +86,12 @@ def _add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     size = group.add_mutually_exclusive_group()
     size.add_argument("--memory", type=byte_size, metavar="BYTES", help="of one device (default: 52GiB)")
     size.add_argument("--num-blocks", type=positive_int, metavar="N", help="usable blocks, the null block not counted")
+    group.add_argument(
+        "--request-len",
+        type=positive_int,
+        metavar="N",
+        help="usual request, for which several pools are balanced (default: the longest)",
+    )
     group.add_argument("--dtype", help="of the cache (default: the model's)")
     group.add_argument(
         "--platform", choices=["cpu", "gpu", "tpu"], default="gpu", help="whose padding to count (default: gpu)"
@@ -206,6 +212,7 @@ def _config(args: argparse.Namespace) -> ReplayConfig:
         specs=load_model_config(args.model).kv_cache_specs(args.block_size, args.dtype),
         num_blocks=args.num_blocks,
         memory_bytes=memory,
+        request_len=args.request_len,
         hash_algorithm=args.hash_algorithm,
         free_order=args.free_order,
         eviction_policy=args.policy,

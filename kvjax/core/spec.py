@@ -31,6 +31,18 @@ class StatePages(Protocol):
     ) -> np.ndarray:  # int32[S]
         """The page of each row's state after `num_tokens` tokens."""
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafts of a step that have pages for states of their own."""
+
+    def pages_of_drafts(
+        self,
+        table: np.ndarray,  # int32[rows, columns]
+        num_blocks: np.ndarray,  # int64[rows]
+        rows: np.ndarray,  # int64[S]
+    ) -> np.ndarray:  # int32[S, num_drafts]
+        """Pages for the states after the tokens before a step's last, the next to last one's in the last column."""
+
     def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:  # int64[S] -> int64[S]
         """Tokens that rows with `num_blocks` columns may have."""
 
@@ -247,16 +259,17 @@ class KVCacheConfig:
         """Groups can share the arrays of a pool only if layer i of each has the same pages, for every i."""
         owners: dict[tuple[int, int], tuple[KVCacheGroupSpec, str]] = {}
         for group in self.kv_cache_groups:
-            if not self.pools[group.pool_id].columns:
+            columns = self.pools[group.pool_id].columns
+            if not columns:
                 continue  # no arrays: ids alone may be shared by anything
+            platform = columns[0].platform
             for place, name in enumerate(group.layer_names):
                 owner, owner_name = owners.setdefault((group.pool_id, place), (group, name))
-                if owner is not group and owner.spec_of(place).page_layout("cpu") != group.spec_of(place).page_layout(
-                    "cpu"
-                ):
+                both = (owner.spec_of(place), group.spec_of(place))
+                if owner is not group and both[0].page_layout(platform) != both[1].page_layout(platform):
                     raise ValueError(
                         f"layers {owner_name!r} and {name!r} cannot share column {place} of pool {group.pool_id}: "
-                        f"expected equal pages, got those of {owner.spec_of(place)} and {group.spec_of(place)}; "
+                        f"expected equal pages, got those of {both[0]} and {both[1]}; "
                         "give one group a pool of its own"
                     )
 

@@ -1,9 +1,12 @@
 """Device layer: page arrays, step inputs in buckets, and jitted update steps that own the pages while they run."""
 
 from kvjax.device.attention_options import AttentionOptions
-from kvjax.device.batch import DeviceBatch, DeviceGroup, DeviceStates
+from kvjax.device.batch import DeviceBatch, DeviceCompressed, DeviceGroup, DeviceStates
 from kvjax.device.buckets import Bucket, Buckets
 from kvjax.device.compile_counter import CompileCount, count_compilations
+from kvjax.device.embed_buffer import EmbedBuffer
+from kvjax.device.encoder_cache import EncoderCache
+from kvjax.device.encoder_step import EncoderShapes
 from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write_kv, zero_pages
 from kvjax.device.paged_kv_cache import PagedKVCache, RecurrentStep
 from kvjax.device.pages import KVPages, create_pages
@@ -18,8 +21,12 @@ __all__ = [
     "Buckets",
     "CompileCount",
     "DeviceBatch",
+    "DeviceCompressed",
     "DeviceGroup",
     "DeviceStates",
+    "EmbedBuffer",
+    "EncoderCache",
+    "EncoderShapes",
     "KVPages",
     "PagedKVCache",
     "Placement",

@@ -13,8 +13,9 @@ the last real one, logits of token 0 (ignored).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 import jax
@@ -22,8 +23,12 @@ import numpy as np
 
 from kvjax.core.step.step_plan import GroupPlan, StepPlan
 from kvjax.device.buckets import Bucket, Buckets
+from pallas_kernels.compressor_update import max_new_entries
 
 Array: TypeAlias = np.ndarray | jax.Array
+NO_SLOTS = np.zeros(0, np.int32)
+NO_SLOTS.flags.writeable = False
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @jax.tree_util.register_dataclass
@@ -32,8 +37,23 @@ class DeviceStates:
     """Pages of a recurrent group's states, padded with requests that neither read nor write."""
 
     read: Array  # int32[S]
-    write: Array  # int32[S]
+    write: Array  # int32[S], or int32[S, 1 + drafts]
     has_initial: Array  # bool[S]
+
+    @classmethod
+    def empty(cls, num_requests: int, num_drafts: int) -> DeviceStates:
+        """Of no request."""
+        shape = (num_requests, 1 + num_drafts) if num_drafts else (num_requests,)
+        return cls(np.zeros(num_requests, np.int32), np.zeros(shape, np.int32), np.zeros(num_requests, bool))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceCompressed:
+    """Entries of several tokens that a group's layers keep."""
+
+    seq_lens: Array  # int32[S] tokens, not entries
+    slot_mappings: dict[int, Array]  # tokens of an entry -> int32[N] slots of those that the step completes, then -1
 
 
 @jax.tree_util.register_dataclass
@@ -43,8 +63,9 @@ class DeviceGroup:
 
     block_tables: Array  # int32[S, P]
     seq_lens: Array  # int32[S]
-    slot_mapping: Array  # int32[T]
+    slot_mapping: Array  # int32[T]; [0] where layers read an encoder, whose tokens a program of its own writes
     states: DeviceStates | None = None  # of recurrent groups only
+    compressed: DeviceCompressed | None = None  # of groups with entries of several tokens only
 
 
 @jax.tree_util.register_dataclass
@@ -59,17 +80,20 @@ class DeviceBatch:
     distribution: Array  # int32[3]
     logits_indices: Array  # int32[S], as many rows of logits as requests
     groups: tuple[DeviceGroup, ...]
+    embed_index: Array | None = None  # int32[T] -1: a token, else a row of vectors; None: the model takes none
 
     @classmethod
-    def from_plan(cls, plan: StepPlan, bucket: Bucket) -> DeviceBatch:
-        """`plan` padded to `bucket`, in fresh arrays.
+    def from_plan(cls, plan: StepPlan, bucket: Bucket, embed_index: np.ndarray | None = None) -> DeviceBatch:
+        """`plan` padded to `bucket`, in fresh arrays; `embed_index` is int[plan tokens], for models with embeddings.
 
         Raises:
-            ValueError: the plan does not fit the bucket.
+            ValueError: the plan does not fit the bucket, or `embed_index` is not of its tokens.
         """
         sizes = plan_sizes(plan)
         if not bucket.fits(*sizes):
             raise ValueError(f"a step of {sizes} (tokens, requests, columns) does not fit {bucket}")
+        if embed_index is not None and embed_index.shape != (plan.num_tokens,):
+            raise ValueError(f"expected embed_index [{plan.num_tokens}], got {list(embed_index.shape)}")
         tokens, requests = bucket.num_tokens, bucket.num_requests
         return cls(
             token_ids=padded(plan.token_ids, tokens),
@@ -79,15 +103,26 @@ class DeviceBatch:
             distribution=np.array(plan.distribution, np.int32),
             logits_indices=padded(plan.logits_indices, requests),
             groups=_groups(plan, bucket),
+            embed_index=None if embed_index is None else padded(embed_index, tokens, -1),
         )
 
     @classmethod
     def empty(
-        cls, bucket: Bucket, num_groups: int, *, mrope: bool = False, recurrent: Collection[int] = ()
+        cls,
+        bucket: Bucket,
+        num_groups: int,
+        *,
+        mrope: bool = False,
+        embeds: bool = False,
+        recurrent: Mapping[int, int] = _NONE,
+        compressed: Mapping[int, Collection[int]] = MappingProxyType({}),
+        encoder: Collection[int] = (),
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
-        With `mrope` positions have three axes. `recurrent` are the ids of groups whose pages are states.
+        With `mrope` positions have three axes, with `embeds` there is an index of vectors. `recurrent`: groups whose
+        pages are states -> drafts with pages. `compressed`: groups with entries of several tokens -> each number of
+        tokens. `encoder`: groups that read an encoder.
         """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
@@ -95,8 +130,18 @@ class DeviceBatch:
             np.zeros(requests, np.int32),
             np.full(tokens, -1, np.int32),
         )
-        no_pages = np.zeros(requests, np.int32)
-        states = DeviceStates(no_pages, no_pages.copy(), np.zeros(requests, bool))
+
+        def entries(ratios: Collection[int]) -> DeviceCompressed:
+            slots: dict[int, Array] = {ratio: np.full(_most_entries(bucket, ratio), -1, np.int32) for ratio in ratios}
+            return DeviceCompressed(np.zeros(requests, np.int32), slots)
+
+        groups = [group] * num_groups
+        for i, num_drafts in recurrent.items():
+            groups[i] = replace(groups[i], states=DeviceStates.empty(requests, num_drafts))
+        for i, ratios in compressed.items():
+            groups[i] = replace(groups[i], compressed=entries(ratios))
+        for i in encoder:
+            groups[i] = replace(groups[i], slot_mapping=NO_SLOTS)
         return cls(
             token_ids=np.zeros(tokens, np.int32),
             positions=np.zeros((3, tokens) if mrope else tokens, np.int32),
@@ -104,7 +149,8 @@ class DeviceBatch:
             query_start_loc=np.zeros(requests + 1, np.int32),
             distribution=np.zeros(3, np.int32),
             logits_indices=np.zeros(requests, np.int32),
-            groups=tuple(replace(group, states=states) if i in recurrent else group for i in range(num_groups)),
+            groups=tuple(groups),
+            embed_index=np.full(tokens, -1, np.int32) if embeds else None,
         )
 
 
@@ -147,11 +193,17 @@ def _groups(plan: StepPlan, bucket: Bucket) -> tuple[DeviceGroup, ...]:
             DeviceGroup(
                 block_tables=_block_tables(group, bucket),
                 seq_lens=seq_lens[key],
-                slot_mapping=padded(group.slot_mapping, bucket.num_tokens, -1),
+                slot_mapping=_slot_mapping(group, bucket),
                 states=_states(group, num_requests=bucket.num_requests),
+                compressed=_compressed(plan, group, bucket),
             )
         )
     return tuple(groups)
+
+
+def _slot_mapping(group: GroupPlan, bucket: Bucket) -> np.ndarray:
+    """int32[bucket tokens], or none."""
+    return NO_SLOTS if group.encoder_starts is not None else padded(group.slot_mapping, bucket.num_tokens, -1)
 
 
 def _block_tables(group: GroupPlan, bucket: Bucket) -> np.ndarray:
@@ -171,6 +223,21 @@ def _states(group: GroupPlan, num_requests: int) -> DeviceStates | None:
         return None
     return DeviceStates(
         read=padded(group.state_read, num_requests),
-        write=padded(group.state_write, num_requests),
+        write=padded(group.state_write.T, num_requests).T,
         has_initial=padded(group.has_initial_state, num_requests),
     )
+
+
+def _compressed(plan: StepPlan, group: GroupPlan, bucket: Bucket) -> DeviceCompressed | None:
+    if not group.compressed:
+        return None
+    slots: dict[int, Array] = {
+        entries.tokens_per_state: padded(entries.slot_mapping, _most_entries(bucket, entries.tokens_per_state), -1)
+        for entries in group.compressed
+    }
+    return DeviceCompressed(padded(plan.num_computed_tokens + plan.num_new_tokens, bucket.num_requests), slots)
+
+
+def _most_entries(bucket: Bucket, tokens_per_state: int) -> int:
+    """N, the most entries that a step of the bucket completes, as `compressor_update` returns them."""
+    return max_new_entries(bucket.num_tokens, bucket.num_requests, tokens_per_state)

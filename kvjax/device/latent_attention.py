@@ -74,13 +74,10 @@ def _check(
             f"layer {layer.name!r}: expected a cache of a latent for each token, got {layer.spec.kind} with an entry "
             f"of {shapes} for {ratio}"
         )
-    num_shards, dims = layer.placement.num_shards, (q_nope.shape[-1], q_pe.shape[-1])
+    dims = (q_nope.shape[-1], q_pe.shape[-1])
     if sum(dims) != shapes[0][0]:
         raise ValueError(f"layer {layer.name!r}: expected queries of {shapes[0][0]} numbers in two parts, got {dims}")
-    if q_nope.shape[1] % num_shards:
-        raise ValueError(
-            f"layer {layer.name!r}: expected query heads that split over {num_shards} devices, got {q_nope.shape[1]}"
-        )
+    layer.check_query_heads(q_nope.shape[1])
     if latent is not None and key_pe is not None and (latent.shape[-1], key_pe.shape[-1]) != dims:
         raise ValueError(
             f"layer {layer.name!r}: expected a latent and a rotated key of {dims} numbers as the queries, got "

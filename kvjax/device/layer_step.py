@@ -28,6 +28,7 @@ class LayerStep:
 
     name: str
     spec: KVCacheSpec
+    place: tuple[int, int]  # pool and column of its pages; layers of other groups may have the same
     pages: Column
     page_size: int  # entries of a page
     batch: DeviceBatch
@@ -39,6 +40,17 @@ class LayerStep:
     def tables(self) -> StepTables:
         """Whose tokens are new, and where all of them lie: the arguments that every attention op takes."""
         return (self.group.block_tables, self.group.seq_lens, self.batch.query_start_loc, self.batch.distribution)
+
+    @property
+    def entry_tables(self) -> StepTables:
+        """As `tables`, of a layer with entries of several tokens: lengths are those of tokens."""
+        assert self.group.compressed is not None  # its spec says so
+        return (
+            self.group.block_tables,
+            self.group.compressed.seq_lens,
+            self.batch.query_start_loc,
+            self.batch.distribution,
+        )
 
     def per_device(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` run once per device of the placement on its parts of the arrays."""
@@ -53,6 +65,14 @@ class LayerStep:
         if x is None:
             return None
         return PartitionSpec() if x.ndim == 0 else self.heads(1, 0)
+
+    def check_query_heads(self, num_heads: int) -> None:
+        """Raises ValueError where query heads of a layer without KV heads do not split over the devices."""
+        num_shards = self.placement.num_shards
+        if num_heads % num_shards:
+            raise ValueError(
+                f"layer {self.name!r}: expected query heads that split over {num_shards} devices, got {num_heads}"
+            )
 
     def check_visible(self, options: AttentionOptions) -> None:
         """Raises ValueError where a query would see tokens whose blocks the layer's group frees."""

@@ -10,7 +10,11 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
     a layer calls                                              where its pages hold
     cache("layers.3", q, k, v, options)                        K and V per head
     cache.attend_latent("layers.3", q_nope, q_pe, ...)         a latent per token
+    cache.attend_cross("layers.3", q, options)                 K and V per head of an encoder's tokens
     cache.update_states("layers.3", update, inputs, ...)       recurrent states
+    cache.compress("layers.3.compressed", kv, scores, ...)     entries of several tokens, and the states to make them
+    cache.pick_entries("layers.3.indexer", q, weights, topk)   entries of several tokens, an indexer's keys
+    cache.attend_compressed("layers.3.window", q, kv, ...)     a latent per token, beside entries of several tokens
 """
 
 from __future__ import annotations
@@ -23,18 +27,25 @@ import jax.numpy as jnp
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.batch import DeviceBatch
+from kvjax.device.compressed_attention import attend_compressed, check_window, pick_entries, window_schedule
+from kvjax.device.cross_attention import attend_cross
+from kvjax.device.entry_compressor import FinishEntries, check_entries, make_entries, write_entries
 from kvjax.device.kv_attention import attend_kv
 from kvjax.device.latent_attention import attend_latent
 from kvjax.device.layer_step import LayerStep
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import Placement
 from kvjax.device.state_update import RecurrentStep, StateUpdate, check_states, update_states
+from pallas_kernels.sparse_mla_attention import SparseSchedule
 
 
 class PagedKVCache:
     """Pages and tables of one step. Made inside the traced function, used once per layer, thrown away with the trace.
 
     On a placement of several devices each attends with, and updates the states of, its own heads (`jax.shard_map`).
+
+    Layers of several groups may have pages in one array. Most layers write what depends on all that was read before
+    them. Where one does not, a barrier lets the write wait for the read: XLA would keep a copy for the read instead.
     """
 
     def __init__(
@@ -54,6 +65,8 @@ class PagedKVCache:
         self._attended: set[str] = set()
         self._updated: dict[str, set[int]] = {}  # recurrent layer -> arrays of its states that are those of this step
         self._owners = dict(kv_cache_config.shared_layers)  # layer without pages of its own -> the layer it reads
+        self._compressed: set[str] = set()  # layers whose entries of this step are written
+        self._schedules: dict[tuple[int, int, int | None], SparseSchedule] = {}  # group, tokens, window -> schedule
 
     @property
     def backend(self) -> str:
@@ -107,6 +120,101 @@ class PagedKVCache:
         self._check_writes(layer_name, "latents", latent, key_pe)
         return self._ran(layer_name, *attend_latent(layer, q_nope, q_pe, latent, key_pe, options))
 
+    def compress(
+        self,
+        layer_name: str,  # of the entries
+        kv: jax.Array,  # [T, coff * dim]
+        scores: jax.Array,  # [T, coff * dim]
+        position_bias: jax.Array,  # float32[tokens of an entry, coff * dim] added to the scores of its tokens
+        finish: FinishEntries,
+        *,
+        states: str,  # the layer of the compressor's states
+    ) -> None:
+        """Writes the compressor's states of this step, and the entries that they complete (DeepSeek V4).
+
+        `finish(entries, positions)` norms and rotates new entries float32[N, dim], the first token of each at
+        `positions` int32[N], -1 in padding, whose entries are not written. Every layer of entries is compressed
+        before it is picked from or attended to.
+
+        Raises:
+            ValueError: a layer is unknown or ran before, or shapes are not those of both specs.
+            NotImplementedError: the pages of `layer_name` do not hold latents.
+        """
+        entry_layer, state_layer = self._layer(layer_name), self._layer(states)
+        if layer_name in self._compressed:
+            raise ValueError(f"layer {layer_name!r} is compressed twice in one step")
+        made = jax.lax.optimization_barrier(make_entries(entry_layer, state_layer, kv, scores, position_bias))
+        vectors = finish(made.entries, made.positions)
+        check_entries(entry_layer, made, vectors)
+        self._store(states, made.pages)
+        self._store(layer_name, write_entries(self._layer(layer_name), vectors))
+        self._compressed.add(layer_name)
+        self._attended.add(states)
+
+    def pick_entries(
+        self,
+        layer_name: str,
+        q: jax.Array,  # [T, num_index_heads, index_dim]
+        weights: jax.Array,  # [T, num_index_heads]
+        topk: int,
+    ) -> jax.Array:  # int32[T, topk] -1: none
+        """For each token the entries of the highest scores `sum over heads of weight * relu(q . key)` before it.
+
+        Raises:
+            ValueError: the layer is unknown, not compressed yet or picked from before, or shapes are not its spec's.
+            NotImplementedError: the layer's pages do not hold entries of several tokens.
+        """
+        layer = self._entries(layer_name)
+        picked = pick_entries(layer, q, weights, topk)
+        return self._ran(layer_name, *jax.lax.optimization_barrier((picked, layer.pages)))
+
+    def attend_compressed(
+        self,
+        layer_name: str,  # of the window
+        q: jax.Array,  # [T, num_q_heads, dim]
+        kv: jax.Array,  # [T, dim] latents of the step, keys and values of all heads
+        options: AttentionOptions,  # sm_scale, sliding_window and sinks
+        indices: jax.Array | None = None,  # int32[T, K] entries that a token sees, -1: none; None: all before it
+        *,
+        compressed: str | None = None,  # the layer of the entries; None: the window alone
+    ) -> jax.Array:  # [T, num_q_heads, dim]
+        """Writes the latents of this step, then attends over their window and the entries in one softmax.
+
+        On a mesh query heads are split, everything else is whole.
+
+        Raises:
+            ValueError: a layer is unknown or ran before, the entries are not compressed yet, shapes are not those of
+                both specs, or the options look further back than the window's group keeps or have more than the above.
+            NotImplementedError: the layers' pages do not hold latents, or entries of several tokens.
+        """
+        window = self._layer(layer_name)
+        check_window(window, q, options)
+        entries = None if compressed is None else self._entries(compressed)
+        group_id, _ = self._config.layer_index[layer_name]
+        key = (group_id, q.shape[0], options.sliding_window)
+        if key not in self._schedules:
+            self._schedules[key] = window_schedule(window, q.shape[0], options)
+        out, pages = attend_compressed(window, entries, q, kv, options, indices, self._schedules[key])
+        if compressed is not None:
+            self._attended.add(compressed)
+        return self._ran(layer_name, out, pages)
+
+    def attend_cross(
+        self,
+        layer_name: str,
+        q: jax.Array,  # [T, num_q_heads, head_dim]
+        options: AttentionOptions,
+    ) -> jax.Array:  # [T, num_q_heads, head_dim_v]
+        """Attends over all encoder tokens of each request, which the encoder's program has written (`EncoderCache`).
+
+        Raises:
+            ValueError: the layer is unknown or attended before, queries are not of its heads, or the options have a
+                mask.
+            NotImplementedError: the layer's pages do not hold an encoder's K and V.
+        """
+        layer = self._layer(layer_name)
+        return self._ran(layer_name, attend_cross(layer, q, options), layer.pages)
+
     def update_states(
         self,
         layer_name: str,
@@ -140,7 +248,10 @@ class PagedKVCache:
         out, pages = update_states(layer, update, inputs, head_dims, chosen)
         updated = self._updated.setdefault(layer_name, set())
         updated.update(chosen)
-        return self._ran(layer_name, out, pages, is_whole=len(updated) == len(pages))
+        if len(updated) < len(pages):
+            self._store(layer_name, pages)
+            return out
+        return self._ran(layer_name, out, pages)
 
     def _arrays_to_update(self, layer_name: str, count: int, arrays: Sequence[int] | None) -> tuple[int, ...]:
         """Those of a layer's `count` arrays of states that a call updates."""
@@ -163,6 +274,7 @@ class PagedKVCache:
         return LayerStep(
             name=layer_name,
             spec=group.spec_of(column),
+            place=(group.pool_id, column),
             pages=self.pages.column(group.pool_id, column),
             page_size=self._config.pools[group.pool_id].columns[column].page_size,
             batch=self._batch,
@@ -181,13 +293,24 @@ class PagedKVCache:
         if owner is None and any(missing):
             raise ValueError(f"layer {layer_name!r}: expected {what}, got none; only shared_layers have none")
 
-    def _ran(self, layer_name: str, out: jax.Array, pages: Column, *, is_whole: bool = True) -> jax.Array:
-        """`out`, after the layer's pages are those of this step; `is_whole`: it has done all it does in one."""
+    def _entries(self, layer_name: str) -> LayerStep:
+        """A layer of entries that are read now."""
+        layer = self._layer(layer_name)
+        if layer_name not in self._compressed:
+            raise ValueError(
+                f"layer {layer_name!r}: expected its entries of this step to be written; compress it first"
+            )
+        return layer
+
+    def _ran(self, layer_name: str, out: jax.Array, pages: Column) -> jax.Array:
+        """`out` of a layer that has done all it does in a step, and left these pages."""
+        self._store(layer_name, pages)
+        self._attended.add(layer_name)
+        return out
+
+    def _store(self, layer_name: str, pages: Column) -> None:
         group_id, column = self._config.layer_index[layer_name]
         self.pages = self.pages.with_column(self._config.kv_cache_groups[group_id].pool_id, column, pages)
-        if is_whole:
-            self._attended.add(layer_name)
-        return out
 
 
 __all__ = ["PagedKVCache", "RecurrentStep", "StateUpdate"]

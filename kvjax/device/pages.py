@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.placement import Placement
-from pallas_kernels.layouts import PACK_AXIS, ArrayLayout, PageLayout
+from pallas_kernels.layouts import ArrayLayout, PageLayout
 
 Column = tuple[jax.Array, ...]  # (k, v) split or (kv,) packed; each [num_blocks, *page_shape]
 
@@ -67,8 +67,7 @@ def check_columns(kv_cache_config: KVCacheConfig, placement: Placement) -> None:
             )
         for place, (name, layout) in enumerate(zip(group.layer_names, columns, strict=False)):
             spec = group.spec_of(place)
-            is_packed = any(PACK_AXIS in array.axes for array in layout.arrays)
-            wanted = spec.page_layout("tpu" if is_packed else "cpu")
+            wanted = spec.page_layout(layout.platform)
             if layout != wanted:
                 raise ValueError(f"layer {name!r}: expected pages of {wanted}, got {layout}")
             placement.check_heads(spec, layout)

@@ -23,7 +23,7 @@ class RecurrentStep(NamedTuple):
     query_start_loc: jax.Array  # int32[S + 1]
     distribution: jax.Array  # int32[3]
     state_read: jax.Array  # int32[S]
-    state_write: jax.Array  # int32[S]
+    state_write: jax.Array  # int32[S], or int32[S, 1 + drafts]
     has_initial_state: jax.Array  # bool[S]
 
 

@@ -1,10 +1,10 @@
 """One call of the model over the pages: jitted once per bucket, pages donated and updated in place.
 
-Flow:    StepPlan -> page copies -> pages to zero -> [model: KV writes, attention] -> logits rows -> sampled tokens
+Flow:    StepPlan -> page copies -> pages to zero -> encoders -> [model: KV writes, attention] -> logits -> tokens
 Source:  ARCHITECTURE.md, "Order inside a step"
 
-Page copies and zeroing are rare, so they are dispatched before the model as programs of their own: were they part of
-the step, each of their lengths would multiply the number of compiled steps.
+Page copies, zeroing and encoders are rare, so they are dispatched before the model as programs of their own: were they
+part of the step, each of their lengths would multiply the number of compiled steps.
 
 Asynchronous steps: `StepOutput.sampled` stays on the device, always `Buckets.max_num_requests` long, and the next
 step reads it where `StepPlan.token_source` says so. The host need not have seen those tokens.
@@ -12,7 +12,7 @@ step reads it where `StepPlan.token_source` says so. The host need not have seen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,6 +25,7 @@ from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device.batch import DeviceBatch, pick_bucket
 from kvjax.device.buckets import Bucket, Buckets
+from kvjax.device.encoder_step import EncoderShapes, EncoderStep
 from kvjax.device.page_ops import (
     check_copies,
     check_page_ids,
@@ -66,6 +67,8 @@ class UpdateStep:
         sample_fn: SampleFn | None,
         return_logits: bool,
         mrope: bool,
+        encoder_shapes: EncoderShapes,
+        takes_embeds: bool,
         backend: str,
     ) -> None:
         check_columns(kv_cache_config, placement)
@@ -75,6 +78,7 @@ class UpdateStep:
         self._sample_fn = sample_fn
         self._return_logits = return_logits
         self._mrope = mrope
+        self._takes_embeds = takes_embeds
         self._backend = backend
         self._graphdef, state = nnx.split(model)
         self._state = _placed(state, placement)
@@ -83,9 +87,10 @@ class UpdateStep:
         self._step = jax.jit(
             self._update,
             donate_argnums=1,
-            in_shardings=(None, pages, replicated, replicated, replicated),
+            in_shardings=(None, pages, replicated, replicated, replicated, replicated),
             out_shardings=StepOutput(pages, replicated, replicated, replicated),  # type: ignore[arg-type]
         )
+        self.encoder = EncoderStep(self._graphdef, kv_cache_config, encoder_shapes, placement, backend=backend)
 
     @cached_property
     def no_tokens(self) -> jax.Array:  # int32[Buckets.max_num_requests]
@@ -94,8 +99,8 @@ class UpdateStep:
 
     @property
     def num_compiled(self) -> int:
-        """Programs compiled for the step so far: one per bucket that ran."""
-        return int(self._step._cache_size())  # type: ignore[attr-defined]
+        """Programs compiled for steps and encoders so far: one per bucket and shape of features that ran."""
+        return int(self._step._cache_size()) + self.encoder.num_compiled  # type: ignore[attr-defined]
 
     def __call__(
         self,
@@ -104,12 +109,16 @@ class UpdateStep:
         *,
         previous: jax.Array | None = None,  # int32[Buckets.max_num_requests], `sampled` of the step before
         sampling: Any = None,  # pytree of numpy arrays, leading axis: rows of logits in the plan's order
+        features: Sequence[np.ndarray] = (),  # of the requests whose encoder runs in the step, in the plan's order
+        embeds: jax.Array | None = None,  # [rows, dim] of models that take embeddings: `EmbedBuffer.array`
+        embed_index: np.ndarray | None = None,  # int[T] -1: a token, else the row that stands for it; None: all tokens
     ) -> StepOutput:
         """Dispatches one step. `pages` is donated: use the output's. The plan and the host's state may change at once.
 
         Raises:
             ValueError: the plan fits no bucket, its page edits or token sources cannot be, its positions have other
-                axes than the step's, or `previous` or `sampling` have other sizes. The pages are untouched.
+                axes than the step's, `previous`, `sampling` or `embed_index` have other sizes, features or embeddings
+                are missing, or given to a model that takes none. The pages are untouched.
         """
         if (plan.positions.ndim == 2) != self._mrope:
             wanted = (
@@ -120,25 +129,58 @@ class UpdateStep:
             raise ValueError(
                 f"expected token sources below {self.buckets.max_num_requests}, got {plan.token_source.max()}"
             )
-        batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets))
-        arguments = self._arguments(batch, previous, sampling)
+        if embed_index is None and self._takes_embeds:
+            embed_index = np.full(plan.num_tokens, -1, np.int32)
+        batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets), embed_index)
+        arguments = self._arguments(batch, previous, sampling, embeds)
         _check_edits(pages, plan)
-        return self._step(self._state, self._edit_pages(pages, plan), *arguments)
+        slots = self.encoder.check_plan(pages, plan, features)
+        pages = self._edit_pages(pages, plan)
+        for one, slot_mappings in zip(features, slots, strict=True):
+            pages = self.encode(pages, one, slot_mappings)
+        return self._step(self._state, pages, *arguments)
+
+    def encode(
+        self,
+        pages: KVPages,
+        features: np.ndarray,  # float32, of one of the declared shapes
+        slot_mappings: Sequence[np.ndarray],  # int32[num_encoder_tokens] of each group that reads an encoder, in order
+    ) -> KVPages:
+        """Dispatches the encoder for one request, which writes K and V of all cross-attention layers.
+
+        `pages` is donated. Calling the step does it for the requests whose encoder the plan says to run.
+
+        Raises:
+            ValueError: features of another shape, other slots than one for each token, or slots outside the pool. The
+                pages are untouched.
+        """
+        return self.encoder(self._state, pages, features, slot_mappings)
 
     def run(
-        self, pages: KVPages, batch: DeviceBatch, *, previous: jax.Array | None = None, sampling: Any = None
+        self,
+        pages: KVPages,
+        batch: DeviceBatch,
+        *,
+        previous: jax.Array | None = None,
+        sampling: Any = None,
+        embeds: jax.Array | None = None,
     ) -> StepOutput:
         """Dispatches one step on a batch that is already padded. `pages` is donated.
 
         Raises:
             ValueError: as calling the step.
         """
-        return self._step(self._state, pages, *self._arguments(batch, previous, sampling))
+        return self._step(self._state, pages, *self._arguments(batch, previous, sampling, embeds))
 
     def warmup(
-        self, pages: KVPages, *, sampling: Any = None, on_compiled: Callable[[int], object] | None = None
+        self,
+        pages: KVPages,
+        *,
+        sampling: Any = None,
+        embeds: jax.Array | None = None,
+        on_compiled: Callable[[int], object] | None = None,
     ) -> KVPages:
-        """Compiles the step for every bucket, and page copies and zeroing for every length, by running them empty.
+        """Compiles the step for every bucket, and encoders, page copies and zeroing for every size, by empty runs.
 
         `sampling` is an example of the sampling inputs, of any leading length; `on_compiled(1)` is called after each
         bucket. Returns the pages, unchanged in value.
@@ -146,9 +188,10 @@ class UpdateStep:
         for bucket in self.buckets.steps:
             batch = self._empty_batch(bucket)
             example = jax.tree.map(lambda x: x[:0], sampling)
-            pages = self.run(pages, batch, sampling=example).pages
+            pages = self.run(pages, batch, sampling=example, embeds=embeds).pages
             if on_compiled is not None:
                 on_compiled(1)
+        pages = self.encoder.warmup(self._state, pages)
         for pool_id in range(len(pages.pools)):
             for count in self.buckets.page_counts:
                 nothing = np.full(count, -1, np.int32)
@@ -156,27 +199,52 @@ class UpdateStep:
                 pages = zero_pages_padded(pages, pool_id, nothing.copy(), backend=self._backend)
         return jax.block_until_ready(pages)
 
-    def compiled(self, pages: KVPages, bucket: Bucket, *, sampling: Any = None) -> jax.stages.Compiled:
+    def compiled(
+        self, pages: KVPages, bucket: Bucket, *, sampling: Any = None, embeds: Any = None
+    ) -> jax.stages.Compiled:
         """The compiled module of one bucket, to look at aliases, memory and cost. Runs nothing.
 
         Weights and pages may be ShapeDtypeStructs with shardings (`nnx.eval_shape`, `page_shapes`), on devices that are
         only described (`jax.experimental.topologies`).
         """
         no_tokens: Any = jax.ShapeDtypeStruct((self.buckets.max_num_requests,), np.int32)
-        arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling)
+        arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling, embeds)
         return self._step.lower(self._state, pages, *arguments).compile()
+
+    def compiled_encoder(self, pages: KVPages, shape: tuple[int, ...]) -> jax.stages.Compiled:
+        """The compiled encoder of features of one shape, likewise."""
+        return self.encoder.compiled(self._state, pages, shape)
 
     def _empty_batch(self, bucket: Bucket) -> DeviceBatch:
         """A batch of this config without requests."""
         groups = self.kv_cache_config.kv_cache_groups
-        recurrent = {i for i, group in enumerate(groups) if group.kv_cache_spec.state_pages is not None}
-        return DeviceBatch.empty(bucket, len(groups), mrope=self._mrope, recurrent=recurrent)
+        pages = [group.kv_cache_spec.state_pages for group in groups]
+        recurrent = {i: states.num_drafts for i, states in enumerate(pages) if states is not None}
+        compressed = {i: group.tokens_per_state for i, group in enumerate(groups) if group.tokens_per_state != {1}}
+        return DeviceBatch.empty(
+            bucket,
+            len(groups),
+            mrope=self._mrope,
+            embeds=self._takes_embeds,
+            recurrent=recurrent,
+            compressed=compressed,
+            encoder=self.encoder.group_ids,
+        )
 
-    def _update(self, state: Any, pages: KVPages, batch: DeviceBatch, previous: jax.Array, sampling: Any) -> StepOutput:
+    def _update(
+        self,
+        state: Any,
+        pages: KVPages,
+        batch: DeviceBatch,
+        previous: jax.Array,
+        sampling: Any,
+        embeds: jax.Array | None,
+    ) -> StepOutput:
         """The step as jax traces it, once per bucket."""
         model: Any = nnx.merge(self._graphdef, state)
         cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, backend=self._backend)
-        hidden = model(_token_ids(batch, previous), batch.positions, cache)
+        inputs = {} if embeds is None else {"embeds": (embeds, batch.embed_index)}
+        hidden = model(_token_ids(batch, previous), batch.positions, cache, **inputs)
         if cache.unused_layers:
             raise ValueError(f"the model did not attend in layers {cache.unused_layers} of the cache config")
         logits = model.logits(hidden[batch.logits_indices])
@@ -187,15 +255,18 @@ class UpdateStep:
         return StepOutput(cache.pages, logits if self._return_logits else None, sampled, extras)
 
     def _arguments(
-        self, batch: DeviceBatch, previous: jax.Array | None, sampling: Any
-    ) -> tuple[DeviceBatch, jax.Array, Any]:
+        self, batch: DeviceBatch, previous: jax.Array | None, sampling: Any, embeds: jax.Array | None
+    ) -> tuple[DeviceBatch, jax.Array, Any, jax.Array | None]:
         """What a step takes beside weights and pages, in the shapes that were compiled."""
+        if (embeds is not None, batch.embed_index is not None) != (self._takes_embeds,) * 2:
+            taken = "embeds [rows, dim]" if self._takes_embeds else "no embeds (or make the step with embeds=True)"
+            raise ValueError(f"expected {taken}, got {'none' if embeds is None else list(embeds.shape)}")
         previous = self.no_tokens if previous is None else previous
         wanted = (self.buckets.max_num_requests,)
         if previous.shape != wanted:
             raise ValueError(f"expected previous tokens of shape {wanted}, got {previous.shape}")
         rows = batch.logits_indices.shape[0]
-        return batch, previous, jax.tree.map(lambda x: _padded_rows(x, rows), sampling)
+        return batch, previous, jax.tree.map(lambda x: _padded_rows(x, rows), sampling), embeds
 
     def _edit_pages(self, pages: KVPages, plan: StepPlan) -> KVPages:
         counts, backend = self.buckets.page_counts, self._backend
@@ -209,7 +280,7 @@ class UpdateStep:
 
 
 def make_update_step(
-    model: nnx.Module,  # model(token_ids[T], positions[T], attend) -> hidden[T, d]; model.logits(hidden[N, d])
+    model: nnx.Module,  # model(token_ids[T], positions[T], cache) -> hidden[T, d]; model.logits(hidden[N, d])
     kv_cache_config: KVCacheConfig,
     buckets: Buckets,
     *,
@@ -217,6 +288,8 @@ def make_update_step(
     sample_fn: SampleFn | None = None,
     return_logits: bool | None = None,  # None: only where nothing samples
     mrope: bool = False,  # whether the model takes positions int32[3, T]
+    encoder_shapes: EncoderShapes | None = None,  # of features for model.encode(features, cache), with their tokens
+    embeds: bool = False,  # whether the model takes embeds=(array[rows, dim], index int32[T])
     backend: str = "auto",
 ) -> UpdateStep:
     """The update step of `model` over pages of `kv_cache_config`, sampling in the same program if `sample_fn` is given.
@@ -224,7 +297,8 @@ def make_update_step(
     Weights that do not lie on the placement's devices are copied to each of them once, now.
 
     Raises:
-        ValueError: the config's columns do not fit its layers, or its KV heads do not split over the placement.
+        ValueError: the config's columns do not fit its layers, its KV heads do not split over the placement, or
+            encoder shapes are missing, or given where no layer reads an encoder.
     """
     return UpdateStep(
         model,
@@ -234,6 +308,8 @@ def make_update_step(
         sample_fn=sample_fn,
         return_logits=sample_fn is None if return_logits is None else return_logits,
         mrope=mrope,
+        encoder_shapes={} if encoder_shapes is None else encoder_shapes,
+        takes_embeds=embeds,
         backend=backend,
     )
 

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.request_inputs import MultimodalInput
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.stats import PoolUse, RequestStats, StepStats
 
@@ -30,6 +31,7 @@ __all__ = [
     "FinishReason",
     "GenerationResult",
     "LLMEngine",
+    "MultimodalInput",
     "PoolUse",
     "RequestStats",
     "SamplingParams",

@@ -26,6 +26,9 @@ class EngineConfig:
     lookup. With `zero_new_pages` a page is zeroed before a
     request first uses it, so that nothing that another left there can be read.
 
+    For models that take vectors in place of tokens there is a buffer of `max_embedding_rows` on the device: so many may
+    one request have, and together those whose prompts are being computed.
+
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
     """
@@ -41,6 +44,7 @@ class EngineConfig:
     eviction_policy: str = "lru"
     miss_reasons: bool = False
     zero_new_pages: bool = False
+    max_embedding_rows: int = 4096
     watermark: float = 0.01
     dtype: str | None = None
     hybrid: bool = True
@@ -61,7 +65,8 @@ class EngineConfig:
         return self.max_num_batched_tokens * self.max_steps_in_flight
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_buckets"):
+        sizes = ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_buckets")
+        for name in (*sizes, "max_embedding_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvjax.core import Request
+from kvjax.engine.request_inputs import NO_INPUTS, RequestInputs
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.stats import RequestStats
 
@@ -50,6 +51,7 @@ class EngineRequest:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list)  # one per output token; while it runs, of those before it did
+    inputs: RequestInputs = NO_INPUTS
     first_sample: EngineRequest | None = None  # of the same prompt, which that one computes for both
 
     @property

@@ -21,6 +21,7 @@ from kvjax.core import KVCacheManager, StepPlan
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
 from kvjax.engine.outputs import GenerationResult, StepOutputs
+from kvjax.engine.running_inputs import StepInputs
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
 from kvjax.engine.scheduled_step import ScheduledStep
 from kvjax.engine.scheduler import Scheduler
@@ -35,6 +36,7 @@ class HostStep:
     scheduled: ScheduledStep
     plan: StepPlan
     sampling: SamplingBatch  # a line per row of logits
+    inputs: StepInputs
     fence: int  # the request table's open step: its rows are not reissued before it is closed
     host_us: float  # CPU time of `begin_step`
 
@@ -96,13 +98,17 @@ class HostLoop:
             step.num_new_tokens,
             wants_logits=step.samples,
             last_token_source=step.token_source,
+            writes_encoder=self._writes_encoder(step),
+            mrope=self.scheduler.inputs.mrope,
             pick_shape=self._pick_shape,
         )
-        sampling = self.sampling.batch(step.rows[step.samples], plan.positions[plan.logits_indices] + 1)
+        inputs = self.scheduler.inputs.take(plan)
+        places = (plan.num_computed_tokens + plan.num_new_tokens)[step.samples]  # of the tokens to sample
+        sampling = self.sampling.batch(step.rows[step.samples], places)
         fence = self._manager.request_table.open_step(step.rows)
         for request in self.scheduler.start(step):
             self.sampling.set(request.request.row, request.params, request.seed)
-        return HostStep(step, plan, sampling, fence, host_us=(time.thread_time() - start) * 1e6)
+        return HostStep(step, plan, sampling, inputs, fence, host_us=(time.thread_time() - start) * 1e6)
 
     def end_step(
         self,
@@ -123,6 +129,12 @@ class HostLoop:
         outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results)
         self._record(step, num_sampled, start)
         return outputs
+
+    def _writes_encoder(self, step: ScheduledStep) -> np.ndarray | None:  # bool[S]
+        """Whose encoder runs in the step: that of requests that start, whatever of their tokens was cached."""
+        if not self._manager.groups.reads_encoder:
+            return None
+        return np.isin(step.rows, [engine_request.request.row for engine_request in step.admitted])
 
     def _result(self, engine_request: EngineRequest) -> GenerationResult:
         """Forgets a request that ended."""

@@ -11,22 +11,28 @@ device from step n's samples.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax.core import BlockHasher, KVCacheManager, MissReasons, Request
-from kvjax.device import Buckets, Placement, UpdateStep, create_pages, make_update_step
+from kvjax.core import BlockHasher, KVCacheManager, LoRARequest, MissReasons, Request
+from kvjax.core.requests.token_ids import as_token_ids
+from kvjax.device import Buckets, EmbedBuffer, Placement, UpdateStep, create_pages, make_update_step
+from kvjax.device.update_step import SampleFn
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine_request import EngineRequest, sample_ids
 from kvjax.engine.host_loop import HostLoop, HostStep
 from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
+from kvjax.engine.request_inputs import GivenInputs, MultimodalInput, read_inputs
+from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_params import MAX_SEED, SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
@@ -57,9 +63,12 @@ class LLMEngine:
         *,
         mesh: jax.sharding.Mesh | None = None,
         like: LLMEngine | None = None,
+        sample_fn: SampleFn = sample,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An engine for `model`, whose weights lie on `mesh` (None: on one device).
+
+        `sample_fn` chooses tokens inside the step; its second result are their float32[N] log-probabilities.
 
         With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
         cache layout, and its steps are at least as large.
@@ -76,6 +85,7 @@ class LLMEngine:
         self.model = model
         self.config = config
         self._clock = clock
+        self._sample_fn = sample_fn
         self._placement = _placement(model, mesh)
         self.plan = plan_kv_cache(
             model.config.kv_cache_specs(config.block_size, config.dtype),
@@ -86,11 +96,13 @@ class LLMEngine:
             platform=jax.default_backend(),
             tensor_parallel=self._placement.num_shards,
             hybrid=config.hybrid,
+            shared_layers=model.config.shared_layers,
         )
+        self._least_block_size = math.gcd(*(group.spec.block_size for group in self.plan.groups))
         self.manager = KVCacheManager(
             self.plan.config,
             config.max_model_len,
-            config.block_size,
+            self._least_block_size,
             enable_caching=config.enable_prefix_caching,
             same_step_hits=not config.sub_block_hits,
             sub_block_hits=config.sub_block_hits,
@@ -110,9 +122,10 @@ class LLMEngine:
                 watermark=config.watermark,
                 max_steps_in_flight=config.max_steps_in_flight,
             ),
+            RunningInputs(self._num_embedding_rows, has_mrope=model.config.has_mrope),
         )
         self._hasher = (
-            BlockHasher(config.block_size, config.hash_algorithm, seed=str(config.seed))
+            BlockHasher(self._least_block_size, config.hash_algorithm, seed=str(config.seed))
             if config.enable_prefix_caching
             else None
         )
@@ -127,6 +140,7 @@ class LLMEngine:
         )
         self.step_stats = self._loop.step_stats
         self._pages = create_pages(self.plan.config, self._placement)
+        self._embeds = self._make_embed_buffer()
         self._previous: jax.Array | None = None  # sampled tokens of the newest step, on the device
         self._flights: deque[_Flight] = deque()
 
@@ -143,7 +157,7 @@ class LLMEngine:
             ValueError: there are fewer devices, a limit does not fit the model, or weights have no such dtype.
         """
         mesh = Placement.over_heads(num_devices).mesh if num_devices > 1 else None
-        return cls(load_model(folder, dtype, mesh), config, mesh=mesh)
+        return cls(load_model(folder, dtype, mesh, max_model_len=config.max_model_len), config, mesh=mesh)
 
     @property
     def num_unfinished(self) -> int:
@@ -159,7 +173,11 @@ class LLMEngine:
         """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
         nothing = np.zeros(0, np.int64)
         sampling = self._loop.sampling.batch(nothing, nothing)
-        self._pages = self._update_step.warmup(self._pages, sampling=sampling, on_compiled=on_compiled)
+        embeds = None
+        if self._embeds is not None:
+            self._embeds.warmup()
+            embeds = self._embeds.array
+        self._pages = self._update_step.warmup(self._pages, sampling=sampling, embeds=embeds, on_compiled=on_compiled)
 
     def add_request(
         self,
@@ -167,16 +185,34 @@ class LLMEngine:
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        encoder_features: np.ndarray | None = None,
+        embeddings: Sequence[MultimodalInput] = (),
+        prompt_positions: np.ndarray | None = None,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> str:
         """Queues a prompt, text or token ids, behind all others; its id.
 
-        With `params.n` > 1 it is that of the first sample; the others have the ids of `sample_ids`.
+        With `params.n` > 1 it is that of the first sample; the others have the ids of `sample_ids`. Requests share
+        cached prefixes only with those of equal inputs, salt and adapter.
+
+        Args:
+            prompt: text, or int[num_prompt_tokens].
+            params: how to sample; None: the defaults.
+            request_id: None: one is made.
+            encoder_features: float[...] of a shape that the model's config declares, for models that read an encoder.
+            embeddings: vectors for placeholder tokens, for models that take them.
+            prompt_positions: int[3, num_prompt_tokens] for models with multimodal positions, where there are vectors.
+            cache_salt: text that keeps the request's cached blocks apart from those of other salts.
+            lora_name: adapter that keeps them apart likewise; what the model computes is not changed by it.
 
         Raises:
             ValueError: an id is taken, the prompt is empty or has ids outside the vocabulary, text comes without a
-                tokenizer, or the request can never run. Nothing is changed.
+                tokenizer, the model takes other inputs (`read_inputs`), or the request can never run. Nothing is
+                changed.
         """
-        samples = self._make_samples(prompt, params, request_id)
+        given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name)
+        samples = self._make_samples(prompt, params, request_id, given)
         self._loop.add(samples)
         self._num_added += len(samples)
         return samples[0].request_id
@@ -186,9 +222,16 @@ class LLMEngine:
         prompt: str | Sequence[int] | np.ndarray,
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        encoder_features: np.ndarray | None = None,
+        embeddings: Sequence[MultimodalInput] = (),
+        prompt_positions: np.ndarray | None = None,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
     ) -> None:
         """Raises ValueError if `add_request` would refuse the prompt: to know before a long warm-up."""
-        self.scheduler.check_fits(self._make_samples(prompt, params, request_id)[0])
+        given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name)
+        self.scheduler.check_fits(self._make_samples(prompt, params, request_id, given)[0])
 
     def abort(self, request_id: str) -> GenerationResult:
         """Ends a request now; what it has so far.
@@ -216,24 +259,29 @@ class LLMEngine:
         self,
         prompts: Sequence[str | Sequence[int] | np.ndarray],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        inputs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[GenerationResult]:
         """Runs all prompts to their ends, one `params` for all or one each; results in the order of the prompts.
 
-        Of a prompt with `params.n` > 1 there are as many results, one after another.
+        `inputs` are what each prompt has beside its tokens: arguments of `add_request` by name. Of a prompt with
+        `params.n` > 1 there are as many results, one after another.
 
         Raises:
-            ValueError: other requests are unfinished, there is not one `params` a prompt, or `add_request` refuses
-                one. Nothing is left queued.
+            ValueError: other requests are unfinished, there is not one `params` or inputs a prompt, or `add_request`
+                refuses one. Nothing is left queued.
         """
         if self.num_unfinished:
             raise ValueError(f"expected an engine without requests, got {self.num_unfinished} unfinished")
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"expected one params or {len(prompts)}, got {len(each)}")
+        given: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if inputs is None else inputs
+        if len(given) != len(prompts):
+            raise ValueError(f"expected inputs of {len(prompts)} prompts, got {len(given)}")
         request_ids: list[str] = []
         try:
-            for prompt, one in zip(prompts, each, strict=True):
-                request_ids += sample_ids(self.add_request(prompt, one), 1 if one is None else one.n)
+            for prompt, one, more in zip(prompts, each, given, strict=True):
+                request_ids += sample_ids(self.add_request(prompt, one, **more), 1 if one is None else one.n)
         except ValueError:
             for request_id in request_ids:
                 self.abort(request_id)
@@ -258,12 +306,30 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
-            block_size=config.block_size,
+            block_size=self._least_block_size,
             max_buckets=config.max_buckets,
         )
         return make_update_step(
-            self.model.module, self.plan.config, buckets, placement=self._placement, sample_fn=sample
+            self.model.module,
+            self.plan.config,
+            buckets,
+            placement=self._placement,
+            sample_fn=self._sample_fn,
+            mrope=self.model.config.has_mrope,
+            encoder_shapes=self.model.config.encoder_shapes,
+            embeds=self.model.config.embedding_dim is not None,
         )
+
+    @property
+    def _num_embedding_rows(self) -> int:
+        """Rows of the buffer of vectors; 0 for models that take none."""
+        return 0 if self.model.config.embedding_dim is None else self.config.max_embedding_rows
+
+    def _make_embed_buffer(self) -> EmbedBuffer | None:
+        dim = self.model.config.embedding_dim
+        if dim is None:
+            return None
+        return EmbedBuffer(self._num_embedding_rows, dim, self.model.config.dtype, self._placement)
 
     def _shared_update_step(self, like: LLMEngine) -> UpdateStep:
         layouts = (self.plan.config, self._placement)
@@ -275,20 +341,38 @@ class LLMEngine:
                     f"expected `like` to allow {name} of at least {getattr(self.config, name)}, "
                     f"got {getattr(like.config, name)}"
                 )
+        if like._num_embedding_rows != self._num_embedding_rows:
+            raise ValueError(
+                f"expected `like` to have max_embedding_rows of {self._num_embedding_rows}, "
+                f"got {like._num_embedding_rows}"
+            )
         return like._update_step
 
     def _make_samples(
-        self, prompt: str | Sequence[int] | np.ndarray, params: SamplingParams | None, request_id: str | None
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        params: SamplingParams | None,
+        request_id: str | None,
+        given: GivenInputs,
     ) -> list[EngineRequest]:
         params = SamplingParams() if params is None else params
         names = sample_ids(f"request-{self._num_added}" if request_id is None else request_id, params.n)
         for name in names:
             if name in self._loop.requests:
                 raise ValueError(f"request id {name!r} is in use; expected a new one")
-        request = Request(names[0], self._token_ids(prompt), block_hasher=self._hasher)
-        largest = int(request.prompt_token_ids.max())
+        token_ids = as_token_ids(self._token_ids(prompt), "prompt_token_ids")
+        largest = int(token_ids.max(initial=0))
         if largest >= self.model.config.vocab_size:
             raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {largest}")
+        inputs = read_inputs(self.model.config, token_ids, given, self._num_embedding_rows)
+        request = Request(
+            names[0],
+            token_ids,
+            mm_features=inputs.mm_features,
+            lora=None if given.lora_name is None else LoRARequest(given.lora_name),
+            cache_salt=given.cache_salt,
+            block_hasher=self._hasher,
+        )
         stop = frozenset(params.stop_token_ids)
         first = EngineRequest(
             request=request,
@@ -297,6 +381,7 @@ class LLMEngine:
             stop_token_ids=stop if params.ignore_eos else stop | frozenset(self.model.config.eos_token_ids),
             priority=self._num_added,
             stats=RequestStats(names[0], request.num_prompt_tokens, self._clock()),
+            inputs=inputs,
         )
         others = [
             replace(
@@ -326,9 +411,20 @@ class LLMEngine:
         return int(np.random.SeedSequence((self.config.seed, self._num_added + place)).generate_state(1)[0])
 
     def _dispatch(self, step: HostStep) -> _Flight:
-        """Hands a step to the device."""
+        """Hands a step to the device, after the vectors that stand for its tokens."""
+        inputs, embeds = step.inputs, None
+        if self._embeds is not None:
+            if inputs.embeds is not None:
+                self._embeds.write(inputs.embed_rows, inputs.embeds)
+            embeds = self._embeds.array
         output: DeviceOutput = self._update_step(
-            self._pages, step.plan, previous=self._previous, sampling=step.sampling
+            self._pages,
+            step.plan,
+            previous=self._previous,
+            sampling=step.sampling,
+            features=inputs.features,
+            embeds=embeds,
+            embed_index=inputs.embed_index,
         )
         self._pages, self._previous = output.pages, output.sampled
         return _Flight(step, output.sampled, output.extras)

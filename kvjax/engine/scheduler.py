@@ -38,8 +38,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.core import KVCacheBlocks, KVCacheManager, Request
+from kvjax.core import KVCacheBlocks, KVCacheManager
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
+from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.running_rows import RunningRows
 from kvjax.engine.scheduled_step import NewTokens, ScheduledStep, StepDraft
 from kvjax.engine.step_shares import StepShares
@@ -75,13 +76,14 @@ class Scheduler:
     are known). With `max_steps_in_flight` 2 the next step may be scheduled before `update`.
     """
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
+    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, inputs: RunningInputs | None = None) -> None:
         """A scheduler without requests.
 
         Raises:
             ValueError: steps are too small for the manager's recurrent groups.
         """
         self._shares = StepShares(manager, config.max_num_batched_tokens, config.max_num_seqs)
+        self.inputs = RunningInputs() if inputs is None else inputs
         self._waiting: OrderedDict[EngineRequest, None] = OrderedDict()
         self._rows = np.zeros(0, np.int64)  # of running requests, by priority; replaced, never written
         self._by_row = RunningRows(manager.request_table.capacity)
@@ -244,11 +246,12 @@ class Scheduler:
         return NewTokens(requests, request_ids, token_ids, logprobs, tuple(np.flatnonzero(first).tolist()), ended)
 
     def check_invariants(self) -> None:
-        """Checks I1 to I3.
+        """Checks I1 to I4, and the laws of the requests' inputs.
 
         Raises:
             InvariantError: one does not hold.
         """
+        self.inputs.check_invariants()
         running, waiting = self.running, self.waiting
         queued = [*running, *waiting]
         priorities = [request.priority for request in queued]
@@ -298,6 +301,8 @@ class Scheduler:
             engine_request = next(iter(self._waiting))
             if engine_request.waits_for_first_sample or self._is_refused(engine_request):
                 return
+            if not self.inputs.fits(engine_request.inputs):
+                return
             request = engine_request.request
             blocks, num_hit = self._manager.get_computed_blocks(request)
             num_left = request.num_tokens - num_hit
@@ -305,9 +310,14 @@ class Scheduler:
             if not num_new_tokens:  # the budget that is left reaches no end of a block
                 return
             allocated = None
-            if not self._rows.size or self._leaves_watermark(request, blocks, num_hit):
+            if not self._rows.size or self._leaves_watermark(engine_request, blocks, num_hit):
                 allocated = self._manager.allocate_slots(
-                    request, num_new_tokens, num_hit, blocks, full_sequence_must_fit=True
+                    request,
+                    num_new_tokens,
+                    num_hit,
+                    blocks,
+                    num_encoder_tokens=engine_request.inputs.num_encoder_tokens,
+                    full_sequence_must_fit=True,
                 )
             if allocated is None:
                 self._refusal = _Refusal(engine_request, self._num_free_blocks(), self._num_steps)
@@ -367,12 +377,14 @@ class Scheduler:
         stats.num_computed_tokens -= num_hit_tokens  # `_stop_running` adds all that the request had computed
         row = engine_request.request.row
         self._by_row.start(row, engine_request)
+        self.inputs.start(row, engine_request.inputs, num_hit_tokens)
         self._rows = np.append(self._rows, row)
 
     def _stop_running(self, engine_request: EngineRequest) -> None:
         """Takes a running request's row and blocks. The caller removes it from `_rows`."""
         request = engine_request.request
         self._by_row.stop(request.row, request.num_tokens)
+        self.inputs.stop(request.row)
         # Blocks that a token in flight filled could not be registered when they were planned.
         self._manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         engine_request.stats.num_computed_tokens += request.num_computed_tokens
@@ -451,6 +463,12 @@ class Scheduler:
             sums[rows] += counts
         return sums
 
-    def _leaves_watermark(self, request: Request, hit: KVCacheBlocks, num_hit_tokens: int) -> bool:
+    def _leaves_watermark(self, engine_request: EngineRequest, hit: KVCacheBlocks, num_hit_tokens: int) -> bool:
         """Whether every pool keeps its watermark free after all of the request's tokens have their blocks."""
-        return self._manager.can_admit(request, num_hit_tokens, hit, kept_free=self._watermarks)
+        return self._manager.can_admit(
+            engine_request.request,
+            num_hit_tokens,
+            hit,
+            kept_free=self._watermarks,
+            num_encoder_tokens=engine_request.inputs.num_encoder_tokens,
+        )

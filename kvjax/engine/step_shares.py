@@ -68,10 +68,15 @@ class StepShares:
         return num_new
 
     def is_at_fork(self, first: EngineRequest) -> bool:
-        """Whether other samples can start from what the first sample of their prompt has computed."""
+        """Whether other samples can start from what the first sample of their prompt has computed.
+
+        Not where a vector stands for the prompt's last token, which each computes for itself: its row may be gone.
+        """
         num_prompt_tokens = first.request.num_prompt_tokens
         end = num_prompt_tokens if self._manager.knows_tokens_in_flight else num_prompt_tokens - 1
-        return num_prompt_tokens > 1 and first.has_computed_just(end)
+        if num_prompt_tokens == 1 or first.inputs.num_embeds_from(num_prompt_tokens - 1):
+            return False
+        return first.has_computed_just(end)
 
 
 def _first_come(num_tokens: np.ndarray, budget: int) -> np.ndarray:  # int64[n]

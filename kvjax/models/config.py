@@ -32,13 +32,15 @@ class ModelConfig(abc.ABC):
     default_block_size: ClassVar[int] = DEFAULT_BLOCK_SIZE
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
     key_aliases: ClassVar[Mapping[str, str]] = {}  # names of keys in files, with those read here
+    outer_keys: ClassVar[tuple[str, ...]] = ()  # read beside those of `text_config`
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
+    ignored_outer_keys: ClassVar[frozenset[str]] = frozenset()  # likewise, beside `text_config`
 
     architecture: str
     num_layers: int
     vocab_size: int
     max_model_len: int
-    dtype: str = "float32"  # of the checkpoint, and of the cache unless another is asked for
+    dtype: str = "float32"  # of the checkpoint
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -52,9 +54,45 @@ class ModelConfig(abc.ABC):
         """Cache of every layer that has one, by its name; None: the model's own block size and dtype."""
 
     @property
+    def cache_dtype(self) -> str:
+        """Of caches unless another is asked for."""
+        return self.dtype
+
+    @property
     def shared_layers(self) -> dict[str, str]:
         """Layers that read the pages of another layer, with that layer."""
         return {}
+
+    @property
+    def ignored_tensors(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that no layer of this config has."""
+        return ()
+
+    @property
+    def encoder_shapes(self) -> Mapping[tuple[int, ...], int]:
+        """Shapes that the features of a request's encoder input may have, with the encoder tokens of each.
+
+        Where there are any, the module has `encode(features, cache)`; `cache` is a `kvjax.device.EncoderCache`.
+        """
+        return {}
+
+    @property
+    def embedding_dim(self) -> int | None:
+        """Numbers of a vector that stands for a token; None: every token is one of the vocabulary.
+
+        Where there are, the module is called with `embeds=(vectors[rows, embedding_dim], index int32[T])`, -1: a token.
+        """
+        return None
+
+    @property
+    def placeholder_token_ids(self) -> tuple[int, ...]:
+        """Tokens that vectors stand for."""
+        return ()
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether the module takes positions int32[3, T]."""
+        return False
 
     def check_split(self, num_shards: int) -> None:
         """Raises ValueError where the model does not split over `num_shards` devices."""

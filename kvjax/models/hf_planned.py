@@ -1,7 +1,7 @@
 """Reads config.json of models that can be planned but not run: only what their caches are made of.
 
 Flow:    dict -> [parse_planned] -> PlannedModel
-Source:  the configuration_*.py of transformers; of DeepSeek V4 the files of deepseek-ai on the Hub
+Source:  the configuration_*.py of transformers
 
 Keys that do not change the cache are listed per architecture, so that unknown ones are errors.
 """
@@ -13,22 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvjax.errors import ConfigError
-from kvjax.models.config import CHUNKED, FULL, SLIDING
+from kvjax.models.config import FULL, SLIDING
 from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
 from kvjax.models.configs.keys import ConfigKeys, text_keys
 from kvjax.models.hf_planned_keys import (
     DECODER_KEYS,
-    DEEPSEEK_V4_KEYS,
     GEMMA3N_KEYS,
     GEMMA3N_OUTER_KEYS,
-    LLAMA4_KEYS,
-    WHISPER_KEYS,
 )
 from kvjax.models.planned import (
-    FP8,
     AttentionModel,
-    CompressedModel,
-    EncoderDecoderModel,
     PlannedModel,
 )
 
@@ -78,23 +72,6 @@ def _heads(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
-def _parse_llama4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """Layers with rotary embeddings see their chunk only; every fourth has none and sees all."""
-    sizes = _sizes(keys)
-    interval = keys.take_int("no_rope_layer_interval", 4)
-    has_rope = keys.take("no_rope_layers", None) or [(i + 1) % interval for i in range(sizes["num_layers"])]
-    default = tuple(CHUNKED if rope else FULL for rope in has_rope)
-    if len(default) != sizes["num_layers"]:
-        raise ConfigError(f"{keys.where}: expected {sizes['num_layers']} no_rope_layers, got {len(default)}")
-    return AttentionModel(
-        **common,
-        **sizes,
-        **_heads(keys),
-        layer_types=keys.take_layer_types(default, (FULL, CHUNKED)),
-        attention_chunk_size=keys.take_int("attention_chunk_size"),
-    )
-
-
 def _parse_gemma3n(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     """Every fifth layer is full; the last `num_kv_shared_layers` have no pages of their own."""
     sizes = _sizes(keys)
@@ -115,46 +92,10 @@ def _parse_gemma3n(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
     )
 
 
-def _parse_deepseek_v4(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    """`compress_ratios` goes on for the layers that predict further tokens; its caches are fp8 as its weights are."""
-    sizes = _sizes(keys)
-    ratios = keys.take_ints("compress_ratios")
-    possible = {0, *CompressedModel.state_block_sizes}
-    if len(ratios) < sizes["num_layers"] or set(ratios) - possible:
-        raise ConfigError(
-            f"{keys.where}: expected compress_ratios among {sorted(possible)} for each of {sizes['num_layers']} "
-            f"layers, got {list(ratios)}"
-        )
-    return CompressedModel(
-        **common | {"dtype": FP8},
-        **sizes,
-        head_dim=keys.take_int("head_dim"),
-        rope_dim=keys.take_int("qk_rope_head_dim"),
-        index_dim=keys.take_int("index_head_dim"),
-        sliding_window=keys.take_int("sliding_window"),
-        compress_ratios=ratios[: sizes["num_layers"]],
-    )
-
-
-def _parse_whisper(keys: ConfigKeys, common: dict[str, Any]) -> PlannedModel:
-    num_heads = keys.take_int("decoder_attention_heads")
-    return EncoderDecoderModel(
-        **common,
-        num_layers=keys.take_int("decoder_layers"),
-        max_model_len=keys.take_int("max_target_positions"),
-        num_kv_heads=num_heads,
-        head_dim=max(keys.take_int("d_model") // num_heads, 1),
-        max_num_encoder_tokens=keys.take_int("max_source_positions"),
-    )
-
-
 _GEMMA3N_DEFAULTS = {"num_kv_shared_layers": 15, "sliding_window": 512, "max_position_embeddings": 32_768}
 
 PLANNED_ARCHITECTURES: dict[str, _Planned] = {
-    "DeepseekV4ForCausalLM": _Planned(_parse_deepseek_v4, DECODER_KEYS | DEEPSEEK_V4_KEYS),
     "Gemma3nForConditionalGeneration": _Planned(
         _parse_gemma3n, DECODER_KEYS | GEMMA3N_KEYS, _GEMMA3N_DEFAULTS, True, GEMMA3N_OUTER_KEYS
     ),
-    "Llama4ForConditionalGeneration": _Planned(_parse_llama4, DECODER_KEYS | LLAMA4_KEYS, has_text_config=True),
-    "WhisperForConditionalGeneration": _Planned(_parse_whisper, DECODER_KEYS | WHISPER_KEYS),
 }

@@ -1,7 +1,7 @@
 """Keys of config.json that do not change the cache of models that are planned only.
 
 Flow:    [key sets] -> hf_planned, which refuses any key that it neither reads nor finds here
-Source:  the configuration_*.py of transformers; of DeepSeek V4 the files of deepseek-ai on the Hub
+Source:  the configuration_*.py of transformers
 """
 
 from __future__ import annotations
@@ -31,57 +31,6 @@ DECODER_KEYS = frozenset(
         "vocab_size",
     ]
 )
-DEEPSEEK_KEYS = frozenset(
-    [
-        "aux_loss_alpha",
-        "ep_size",
-        "first_k_dense_replace",
-        "moe_intermediate_size",
-        "moe_layer_freq",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "norm_topk_prob",
-        "num_key_value_heads",
-        "q_lora_rank",
-        "qk_nope_head_dim",
-        "routed_scaling_factor",
-        "scoring_func",
-        "seq_aux",
-        "topk_group",
-        "topk_method",
-        "v_head_dim",
-    ]
-)
-DEEPSEEK_V4_KEYS = DEEPSEEK_KEYS | frozenset(
-    [
-        "compress_rope_theta",
-        "expert_dtype",
-        "hc_eps",
-        "hc_mult",
-        "hc_sinkhorn_iters",
-        "index_n_heads",
-        "index_topk",
-        "num_hash_layers",
-        "o_groups",
-        "o_lora_rank",
-        "swiglu_limit",
-    ]
-)
-LLAMA4_KEYS = frozenset(
-    [
-        "attn_scale",
-        "attn_temperature_tuning",
-        "floor_scale",
-        "for_llm_compressor",
-        "interleave_moe_layer_step",
-        "intermediate_size_mlp",
-        "moe_layers",
-        "num_local_experts",
-        "router_jitter_noise",
-        "use_qk_norm",
-    ]
-)
 GEMMA3N_KEYS = frozenset(
     [
         "activation_sparsity_pattern",
@@ -107,37 +56,5 @@ GEMMA3N_OUTER_KEYS = frozenset(
         "boa_token_id",
         "eoa_token_id",
         "vision_soft_tokens_per_image",
-    ]
-)
-WHISPER_KEYS = frozenset(
-    [
-        "activation_dropout",
-        "activation_function",
-        "apply_spec_augment",
-        "begin_suppress_tokens",
-        "classifier_proj_size",
-        "decoder_ffn_dim",
-        "decoder_layerdrop",
-        "decoder_start_token_id",
-        "dropout",
-        "encoder_attention_heads",
-        "encoder_ffn_dim",
-        "encoder_layerdrop",
-        "encoder_layers",
-        "forced_decoder_ids",
-        "init_std",
-        "mask_feature_length",
-        "mask_feature_min_masks",
-        "mask_feature_prob",
-        "mask_time_length",
-        "mask_time_min_masks",
-        "mask_time_prob",
-        "max_length",
-        "median_filter_width",
-        "num_hidden_layers",
-        "num_mel_bins",
-        "scale_embedding",
-        "suppress_tokens",
-        "use_weighted_layer_sum",
     ]
 )

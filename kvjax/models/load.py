@@ -8,6 +8,7 @@ Nothing is loaded before every tensor's name and shape has been checked.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,13 +25,13 @@ from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
 from kvjax.models.config import ModelConfig
 from kvjax.models.configs.keys import WEIGHT_DTYPES
-from kvjax.models.layers.decoder import Decoder
+from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
 from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
 from kvjax.models.tokenizer import Tokenizer
 
-_SCALE_SUFFIXES = (".weight_scale_inv", ".scale")  # of tensors that stand beside quantised weights
+_SCALE = r"\.(weight_scale_inv|scale)$"  # ends of names of tensors that stand beside quantised weights
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class LoadedModel:
     """A decoder ready to run, its weights in `config.dtype`; `tokenizer` is None where the folder has none."""
 
     config: ModelConfig
-    module: Decoder
+    module: LanguageModel
     tokenizer: Tokenizer | None
 
 
@@ -66,10 +67,12 @@ def load_model(
     mesh: Mesh | None = None,
     *,
     tensor_axis: str = TENSOR_AXIS,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """The model in `folder`, split over the axis `tensor_axis` of `mesh` if there is one.
 
     Weights are in `dtype`, None: in that of the folder's config.json; the config that comes back says which.
+    With `max_model_len` it is made for sequences of that many tokens at most: long rope goes by that.
 
     Raises:
         ConfigError: as `ModelConfig.from_folder`.
@@ -82,6 +85,8 @@ def load_model(
         raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
+    if max_model_len is not None and max_model_len < config.max_model_len:
+        config = config.for_length(max_model_len)
     config = config if dtype is None else replace(config, dtype=dtype)
     if mesh is not None:
         config.check_split(mesh.shape.get(tensor_axis, 1))
@@ -119,7 +124,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _open_tensors(folder: Path, module: Decoder, stack: ExitStack) -> dict[str, _Stored]:
+def _open_tensors(folder: Path, module: LanguageModel, stack: ExitStack) -> dict[str, _Stored]:
     """Every tensor by the name that the model has for it; `stack` closes their files.
 
     Raises:
@@ -135,7 +140,7 @@ def _open_tensors(folder: Path, module: Decoder, stack: ExitStack) -> dict[str, 
                 f"{file}: expected a safetensors file, got one that cannot be read: {error}"
             ) from error
         tensors |= {module.own_name(name): _Stored(opened, name) for name in opened.keys()}  # noqa: SIM118
-    scales = sorted(name for name in tensors if name.endswith(_SCALE_SUFFIXES))
+    scales = sorted(name for name in tensors if re.sub(_SCALE, ".weight", name) in tensors.keys() - {name})
     if scales:
         raise CheckpointError(
             f"{folder}: expected weights in {', '.join(WEIGHT_DTYPES)}, got {len(scales)} that are quantised in blocks "
@@ -147,7 +152,7 @@ def _open_tensors(folder: Path, module: Decoder, stack: ExitStack) -> dict[str, 
 def _match_tensors(
     params: list[tuple[ParamPath, tuple[int, ...]]],  # path and shape of every parameter
     tensors: dict[str, _Stored],
-    module: Decoder,
+    module: LanguageModel,
     folder: Path,
 ) -> dict[ParamPath, TensorSource]:
     """The source of every parameter.
@@ -172,7 +177,7 @@ def _match_tensors(
     return sources
 
 
-def _surplus(tensors: dict[str, _Stored], known: set[str], module: Decoder) -> Iterator[str]:
+def _surplus(tensors: dict[str, _Stored], known: set[str], module: LanguageModel) -> Iterator[str]:
     """Names that the model has no place for, in order; a tied head's copy and rotary tables are not among them."""
     ignored = (*module.ignored_tensors, *module.config.ignored_tensors)
     for name in sorted(set(tensors) - known):

@@ -1,6 +1,6 @@
 """Which config class and which decoder an architecture of config.json has. A new family is an entry here.
 
-Flow:    config.json -> [parse_config] -> ModelConfig -> [build_model] -> Decoder
+Flow:    config.json -> [parse_config] -> ModelConfig -> [build_model] -> LanguageModel
 
 Configs need no jax; a decoder's module is loaded when one is built.
 """
@@ -20,7 +20,7 @@ from kvjax.models.configs.keys import ConfigKeys, text_keys
 if TYPE_CHECKING:
     from flax import nnx
 
-    from kvjax.models.layers.decoder import Decoder
+    from kvjax.models.layers.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Family:
 _FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family("deepseek", "DeepseekV2Config", "DeepseekDecoder"),
     "DeepseekV3ForCausalLM": Family("deepseek", "DeepseekV3Config", "DeepseekDecoder"),
+    "DeepseekV4ForCausalLM": Family("deepseek_v4", "DeepseekV4Config", "DeepseekV4Decoder"),
     "Gemma2ForCausalLM": Family("gemma", "Gemma2Config", "GemmaDecoder"),
     "Gemma3ForCausalLM": Family("gemma", "Gemma3Config", "GemmaDecoder"),
     "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),
@@ -43,23 +44,28 @@ _FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": Family("granite_moe_hybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridDecoder"),
     "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),
     "KimiLinearForCausalLM": Family("kimi_linear", "KimiLinearConfig", "KimiLinearDecoder"),
+    "Llama4ForCausalLM": Family("llama4", "Llama4Config", "Llama4Decoder"),
+    "Llama4ForConditionalGeneration": Family("llama4", "Llama4Config", "Llama4Decoder", has_text_config=True),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaDecoder"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaDecoder"),
     "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),
     "NemotronHForCausalLM": Family("nemotron_h", "NemotronHConfig", "NemotronHDecoder"),
     "Phi3ForCausalLM": Family("llama", "Phi3Config", "Phi3Decoder"),
     "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
+    "Qwen3ForCausalLM": Family("qwen3", "Qwen3Config", "Qwen3Decoder"),
+    "Qwen3MoeForCausalLM": Family("qwen3", "Qwen3MoeConfig", "Qwen3MoeDecoder"),
+    "Qwen3NextForCausalLM": Family("qwen3_next", "Qwen3NextConfig", "Qwen3NextDecoder"),
+    "Qwen3VLForConditionalGeneration": Family("qwen3_vl", "Qwen3VLConfig", "Qwen3VLDecoder", has_text_config=True),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        "qwen3_vl", "Qwen3VLMoeConfig", "Qwen3VLMoeDecoder", has_text_config=True
+    ),
     "Qwen3_5ForCausalLM": Family("qwen3_next", "Qwen3_5Config", "Qwen3_5Decoder"),
     "Qwen3_5ForConditionalGeneration": Family("qwen3_next", "Qwen3_5Config", "Qwen3_5Decoder", has_text_config=True),
     "Qwen3_5MoeForCausalLM": Family("qwen3_next", "Qwen3_5MoeConfig", "Qwen3_5Decoder"),
     "Qwen3_5MoeForConditionalGeneration": Family(
         "qwen3_next", "Qwen3_5MoeConfig", "Qwen3_5Decoder", has_text_config=True
     ),
-    "Qwen3ForCausalLM": Family("qwen3", "Qwen3Config", "Qwen3Decoder"),
-    "Qwen3MoeForCausalLM": Family("qwen3", "Qwen3MoeConfig", "Qwen3MoeDecoder"),
-    "Qwen3NextForCausalLM": Family("qwen3_next", "Qwen3NextConfig", "Qwen3NextDecoder"),
-    "Qwen3VLForConditionalGeneration": Family("qwen3", "Qwen3Config", None, has_text_config=True),
-    "Qwen3VLMoeForConditionalGeneration": Family("qwen3", "Qwen3MoeConfig", None, has_text_config=True),
+    "WhisperForConditionalGeneration": Family("whisper", "WhisperConfig", "WhisperDecoder"),
 }
 ARCHITECTURES = tuple(_FAMILIES)
 RUNNING_ARCHITECTURES = tuple(name for name, family in _FAMILIES.items() if family.decoder is not None)
@@ -73,7 +79,8 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     family = _FAMILIES[names[0]]
     config_class = getattr(importlib.import_module(f"kvjax.models.configs.{family.module}"), family.config)
     if family.has_text_config:
-        keys = text_keys(data, config_class.defaults, where, INFORMATIONAL_OUTER_KEYS)
+        informational = INFORMATIONAL_OUTER_KEYS | config_class.ignored_outer_keys
+        keys = text_keys(data, config_class.defaults, where, informational, config_class.outer_keys)
     else:
         aliases = config_class.key_aliases
         renamed = {aliases[key]: value for key, value in data.items() if key in aliases}
@@ -89,7 +96,7 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     return config
 
 
-def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) -> Decoder:
+def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) -> LanguageModel:
     """A model of random weights.
 
     Raises:
@@ -102,5 +109,5 @@ def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) 
             "it can be planned for but not run"
         )
     decoder_class = getattr(importlib.import_module(f"kvjax.models.decoders.{family.module}"), family.decoder)
-    decoder: Decoder = decoder_class(config, dtype=dtype, rngs=rngs)
+    decoder: LanguageModel = decoder_class(config, dtype=dtype, rngs=rngs)
     return decoder

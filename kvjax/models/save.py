@@ -1,6 +1,6 @@
 """Writes a decoder's weights as a Hugging Face checkpoint.
 
-Flow:    Decoder -> [save_weights] -> model.safetensors
+Flow:    LanguageModel -> [save_weights] -> model.safetensors
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 
 from kvjax.extras import require_extra
-from kvjax.models.layers.decoder import Decoder
+from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.tensor_sources import tensor_source
 
 
-def save_weights(module: Decoder, folder: str | Path, dtype: str = "bfloat16") -> Path:
+def save_weights(module: LanguageModel, folder: str | Path, dtype: str = "bfloat16") -> Path:
     """Writes `folder`/model.safetensors in `dtype`; the path of the file.
 
     Raises:

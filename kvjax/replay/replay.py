@@ -43,6 +43,7 @@ class ReplayConfig:
     specs: dict[str, KVCacheSpec]
     num_blocks: int | None = None
     memory_bytes: int | None = None
+    request_len: int | None = None  # usual one, for which several pools are balanced; None: the longest of the trace
     hash_algorithm: str = "sha256_cbor"
     free_order: str = "append"
     eviction_policy: str = "lru"  # of REPLAY_POLICIES
@@ -176,6 +177,7 @@ def _plan(longest: int, config: ReplayConfig) -> KVCachePlan:
         memory_bytes=config.memory_bytes,
         num_blocks=num_blocks,
         max_in_flight_tokens=in_flight,
+        request_len=None if config.request_len is None else min(config.request_len, max_model_len),
         platform=config.platform,
         tensor_parallel=config.tensor_parallel,
         hybrid=config.hybrid,

@@ -28,7 +28,9 @@ import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.gated_delta_rule import gpu_rule, reference, tpu_rule, validate
-from pallas_kernels.gated_delta_rule.arguments import Inputs, StepArrays
+from pallas_kernels.gated_delta_rule.arguments import Inputs
+from pallas_kernels.state_checks import check_step
+from pallas_kernels.state_step import StepArrays
 
 
 class DeltaOutput(NamedTuple):
@@ -86,7 +88,5 @@ def gated_delta_rule(
     }
     chosen = resolve_backend(validate.OP, backend, reasons)
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
-    validate.check_step(v.shape[0], states.shape[0], step)
-    if state_write.ndim == 1:
-        step = step._replace(state_write=state_write[:, None])
-    return DeltaOutput(*_RULES[chosen](Inputs(q, k, v, g, beta), states, step, options=options))
+    check_step(validate.OP, v.shape[0], states.shape[0], step)
+    return DeltaOutput(*_RULES[chosen](Inputs(q, k, v, g, beta), states, step.by_column(), options=options))

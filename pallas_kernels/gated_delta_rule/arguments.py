@@ -27,13 +27,3 @@ class Options(NamedTuple):
 
     scale: float
     use_qk_l2norm: bool
-
-
-class StepArrays(NamedTuple):
-    """What describes the sequences of a step."""
-
-    query_start_loc: jax.Array  # int32[S + 1]
-    distribution: jax.Array  # int32[3]
-    state_read: jax.Array  # int32[S]
-    state_write: jax.Array  # int32[S, L]
-    has_initial_state: jax.Array  # bool[S]

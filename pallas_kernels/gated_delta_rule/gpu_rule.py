@@ -36,9 +36,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.gated_delta_rule.arguments import Inputs, Options, StepArrays
+from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.reference import inverse_length
-from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.state_step import StateStep, StepArrays
 
 _WIDE, _NARROW = 64, 32  # columns of a tile
 _TILE_NUMBERS = 8192  # of a state, at most
@@ -75,12 +75,10 @@ def gated_delta_rule(
     """(out, states) as `DeltaOutput`."""
     q, k, v, g, _ = inputs
     _, num_heads, key_dim, value_dim = states.shape
-    starts = arrays.query_start_loc
-    batch = Batch.of_step(jnp.diff(starts), starts, arrays.distribution)
-    num_real = jnp.sum(batch.q_lens)
-    firsts = jnp.append(batch.starts, num_real)
-    q_lens = jnp.append(batch.q_lens, v.shape[0] - num_real)  # the last: padding
-    read = jnp.where(arrays.has_initial_state, arrays.state_read, 0)
+    step = StateStep.of(v.shape[0], arrays)
+    num_real = jnp.sum(step.q_lens)
+    starts = jnp.append(step.starts, num_real)
+    q_lens = jnp.append(step.q_lens, v.shape[0] - num_real)  # the last: padding
     is_per_channel = g.ndim == 3
     tile = _Tile.of(v.shape, key_dim, k.shape[1], q_lens.shape[0] - 1, is_per_channel)
     names = ("starts", "q_lens", "read", "write", "q", "k", "v", "g", "factors", "states", "out")
@@ -94,7 +92,7 @@ def gated_delta_rule(
         outputs=[jax.ShapeDtypeStruct(v.shape, v.dtype)],
         grid={"seq": q_lens.shape[0], "head": num_heads, "tile": value_dim // tile.columns},
     )
-    (out,), states = run(firsts, q_lens, read, arrays.state_write, q, k, v, g, _factors(inputs, options), states)
+    (out,), states = run(starts, q_lens, step.read, step.write, q, k, v, g, _factors(inputs, options), states)
     return out, states
 
 
@@ -207,17 +205,13 @@ class _Share(NamedTuple):
     def keep(self, token: jax.Array, state: jax.Array) -> None:
         """Stores the state after a token, if it has a page."""
         refs = self.refs
-        width = refs.write.shape[1]
-        column = token - self.end + width
+        column = token - self.end + refs.write.shape[1]
+        page = refs.write[self.seq, lax.max(column, jnp.int32(0))]
 
-        @pl.when(column >= 0)
+        @pl.when((column >= 0) & (page > 0))
         def _() -> None:
-            page = refs.write[self.seq, lax.max(column, jnp.int32(0))]
-
-            @pl.when(page > 0)
-            def _() -> None:
-                target = refs.states.at[page, self.head, :, self.columns]
-                mosaic_gpu.store_plain(target, state.astype(refs.states.dtype))
+            target = refs.states.at[page, self.head, :, self.columns]
+            mosaic_gpu.store_plain(target, state.astype(refs.states.dtype))
 
 
 def _walk(refs: Any, tile: _Tile) -> None:

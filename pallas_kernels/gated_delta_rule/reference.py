@@ -22,9 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gated_delta_rule.arguments import Inputs, Options, StepArrays
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.token_places import TokenPlaces
+from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
+from pallas_kernels.state_step import StateStep, StepArrays, with_states
 from pallas_kernels.varying import vary_like
 
 CHUNK_TOKENS = 32  # a power of two
@@ -41,31 +40,14 @@ class TokenStates(NamedTuple):
 
     place: jax.Array  # int32[T] among the new tokens of its sequence, -1 for padding
     q_len: jax.Array  # int32[T] new tokens of its sequence
-    num_kept: jax.Array  # int32[T] last tokens of its sequence that have a page; 1 where only the last may have
+    num_kept: jax.Array  # int32[T] last tokens of its sequence of which one has a page; 1 where only the last may have
     read: jax.Array  # int32[T] page of the sequence's initial state, 0 (the null page, zero) where there is none
-    write: jax.Array  # int32[T] page for the state after it, beyond all pages where none is
+    write: jax.Array  # int32[T] page for the state after it, 0 where none is
 
     @classmethod
-    def of(cls, num_tokens: int, num_pages: int, step: StepArrays) -> TokenStates:
-        """Of a step with room for so many tokens, over so many pages."""
-        starts, width = step.query_start_loc, step.state_write.shape[1]
-        batch = Batch.of_step(jnp.diff(starts), starts, step.distribution)
-        seq, place = TokenPlaces.of_batch(batch, num_tokens)
-        q_len = batch.q_lens[seq]
-        column = place - q_len + width  # the last token's is the last
-        page = step.state_write[seq, jnp.maximum(column, 0)]
-        is_written = (place >= 0) & (column >= 0) & (page > 0)
-        num_kept = num_kept_states(step.state_write, batch.q_lens)
-        read = jnp.where(step.has_initial_state, step.state_read, 0)
-        return cls(place, q_len, num_kept[seq], read[seq], jnp.where(is_written, page, num_pages))
-
-
-def num_kept_states(state_write: jax.Array, q_lens: jax.Array) -> jax.Array:
-    """int32[S] from int32[S, L] pages and int32[S] new tokens: of how many last tokens; 1 where only the last's is."""
-    width = state_write.shape[1]
-    columns = jnp.arange(width)
-    has_page = (state_write > 0) & (columns >= width - q_lens[:, None])
-    return jnp.max(jnp.where(has_page, width - columns, 1), axis=1)
+    def of(cls, step: StateStep) -> TokenStates:
+        """Those of the step."""
+        return cls(step.place, step.q_lens[step.seq], step.num_kept[step.seq], step.reads, step.writes)
 
 
 class Segments(NamedTuple):
@@ -95,7 +77,7 @@ def gated_delta_rule(
     """(out, states) as `DeltaOutput`; `chunk_tokens` is a power of two, 1: token by token, None: as is faster."""
     if chunk_tokens is None:
         chunk_tokens = CHUNK_TOKENS if math.prod(states.shape[1:]) >= _LEAST_NUMBERS else 1
-    tokens = TokenStates.of(inputs.v.shape[0], states.shape[0], arrays)
+    tokens = TokenStates.of(StateStep.of(inputs.v.shape[0], arrays))
     out, states = scan(inputs, states, tokens, options, chunk_tokens)
     return out.astype(inputs.v.dtype), states
 
@@ -130,8 +112,7 @@ def scan(
             state, out = one(first, length, state, out)
         else:
             state, out = lax.cond(length == 1, one, chunk, first, length, state, out)
-        write = tokens.write[first + length - 1]
-        return states.at[write].set(state.astype(states.dtype), mode="drop"), state, out
+        return with_states(states, tokens.write[first + length - 1], state), state, out
 
     state = jnp.zeros(states.shape[1:], jnp.float32)
     out = jnp.zeros((num_tokens + chunk_tokens - 1, num_heads, head_dim), jnp.float32)

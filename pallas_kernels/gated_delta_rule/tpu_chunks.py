@@ -30,7 +30,7 @@ from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.mosaic import LANES, Ref, compiler_params
 from pallas_kernels.ssm_update.tpu_decode import largest_divisor
 from pallas_kernels.ssm_update.tpu_plan import Field, Segments
-from pallas_kernels.ssm_update.tpu_states import CarriedState
+from pallas_kernels.ssm_update.tpu_states import WholeState
 
 CHUNK = 64  # tokens
 _MOST_HEADS = 4  # of a trip of the loop over heads
@@ -56,15 +56,7 @@ def delta_chunks(
     def of_chunk(array: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((CHUNK, array.shape[1]), lambda i, table: (table[Field.CHUNK * room + i], 0))
 
-    state = states.shape[1:]
-    scratch = {
-        "carry": pltpu.VMEM(state, jnp.float32),
-        "coming": pltpu.VMEM(state, states.dtype),
-        "going": pltpu.VMEM(state, states.dtype),
-        "arrived": pltpu.SemaphoreType.DMA,
-        "left": pltpu.SemaphoreType.DMA,
-        "stored": pltpu.SMEM((1,), jnp.int32),
-    }
+    scratch = WholeState.scratch(states)
     if not is_per_channel:
         scratch |= {name: pltpu.VMEM((CHUNK, tokens[3].shape[1]), jnp.float32) for name in ("entry", "exit")}
     names = ("table", *Inputs._fields, "_", "out", "states", *scratch)
@@ -92,33 +84,11 @@ def delta_chunks(
 def _kernel(*references: Ref, names: tuple[str, ...], room: int, is_per_channel: bool) -> None:
     """One segment. q and k [64, G * K], v [64, H * V], g [64, H * K or padded H], beta [64, padded H]."""
     refs = SimpleNamespace(**dict(zip(names, references, strict=True)))
-    carry, coming, going = refs.carry, refs.coming, refs.going
-    moves = CarriedState(
-        refs.table,
-        room,
-        refs.states,
-        coming,
-        going,
-        refs.arrived,
-        refs.left,
-        refs.stored,
-        pl.program_id(0),
-        pl.num_programs(0),
-    )
-
-    def take() -> None:
-        carry[...] = coming[...].astype(jnp.float32)
-
-    def clear() -> None:
-        carry[...] = jnp.zeros_like(carry)
-
-    def give() -> None:
-        going[...] = carry[...].astype(going.dtype)
-
-    moves.begin(take, clear)
-    num_heads, key_dim, _ = carry.shape
+    state = WholeState.of(refs.table, room, refs.states, vars(refs))
+    state.begin()
+    num_heads, key_dim, _ = state.carry.shape
     key_heads = refs.k.shape[1] // key_dim
-    segment = (moves.field(Field.FIRST), moves.field(Field.END))
+    segment = (state.moves.field(Field.FIRST), state.moves.field(Field.END))
     if not is_per_channel:
         refs.entry[...], refs.exit[...] = _decays(_gates(refs.g[...], segment))
 
@@ -131,7 +101,7 @@ def _kernel(*references: Ref, names: tuple[str, ...], room: int, is_per_channel:
         return carried
 
     lax.fori_loop(0, key_heads // keys_per_trip, some, None)
-    moves.end(give)
+    state.end()
 
 
 class _Head(NamedTuple):

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_rule import tpu_chunks, tpu_decode
-from pallas_kernels.gated_delta_rule.arguments import Inputs, Options, StepArrays
-from pallas_kernels.gated_delta_rule.reference import TokenStates, num_kept_states, prepared, scan
+from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
+from pallas_kernels.gated_delta_rule.reference import TokenStates, prepared, scan
 from pallas_kernels.mosaic import LANES
-from pallas_kernels.ssm_update import arguments as ssm_arguments
-from pallas_kernels.ssm_update.reference import StateStep
 from pallas_kernels.ssm_update.tpu_plan import plan_segments
+from pallas_kernels.state_step import StateStep, StepArrays
 
 _MOST_VMEM_BYTES = 40 << 20
 
@@ -47,18 +46,15 @@ def gated_delta_rule(
     inputs: Inputs, states: jax.Array, arrays: StepArrays, *, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `DeltaOutput`."""
-    num_tokens, num_pages = inputs.v.shape[0], states.shape[0]
-    tokens = TokenStates.of(num_tokens, num_pages, arrays)
+    num_tokens = inputs.v.shape[0]
+    step = StateStep.of(num_tokens, arrays)
+    tokens = TokenStates.of(step)
     num_decode = arrays.query_start_loc[arrays.distribution[0]]
     of_decode = jnp.arange(num_tokens) < num_decode
     ready = prepared(inputs, options)
     out, states = _decode(ready, states, tokens, num_decode, arrays.state_read.shape[0])
     if num_tokens > 1:
-        last = arrays._replace(state_write=arrays.state_write[:, -1])
-        step = StateStep.of(num_tokens, num_pages, ssm_arguments.StepArrays(*last))
-        has_drafts = num_kept_states(arrays.state_write, step.q_lens) > 1
-        step = step._replace(q_lens=jnp.where(has_drafts, 0, step.q_lens))
-        segments = plan_segments(step, arrays.distribution, num_tokens, num_pages, tpu_chunks.CHUNK)
+        segments = plan_segments(step.without_drafts(), arrays.distribution, num_tokens, tpu_chunks.CHUNK)
         chunked, states = tpu_chunks.delta_chunks(ready, states, segments)
         out = _where(of_decode, out, chunked)
     if num_tokens > 1 and arrays.state_write.shape[1] > 1:
@@ -73,12 +69,12 @@ def _decode(
     inputs: Inputs, states: jax.Array, tokens: TokenStates, num_decode: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
     """(outputs float32[T, H, V], right for the first `num_decode` tokens; states)."""
-    num_tokens, num_pages = inputs.v.shape[0], states.shape[0]
+    num_tokens = inputs.v.shape[0]
     of_decode = jnp.arange(num_tokens) < num_decode
     most = min(num_tokens, num_rows)
     rows = most + -most % tpu_decode.TOKENS
     read = _first(jnp.where(of_decode, tokens.read, 0), rows)
-    write = _first(jnp.where(of_decode & (tokens.write < num_pages), tokens.write, 0), rows)
+    write = _first(jnp.where(of_decode, tokens.write, 0), rows)
     out, states = tpu_decode.decode(Inputs(*(_first(x, rows) for x in inputs)), states, read, write, num_decode)
     return _first(out, num_tokens), states
 

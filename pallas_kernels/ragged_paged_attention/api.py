@@ -49,7 +49,8 @@ def ragged_paged_attention(
 
     Query i of sequence s is at `pos = seq_lens[s] - q_len[s] + i`. Visible are the keys `k <= upper` with
     `k >= lower` or `k < num_sink_tokens`, where `lower = max(0, pos - window + 1, (pos // chunk) * chunk)` and
-    `upper = pos` if causal, else `seq_lens[s] - 1`. Accumulation is float32.
+    `upper = pos` if causal, else `seq_lens[s] - 1`. Accumulation is float32. A sequence has at least as many tokens as
+    queries, unless it is not causal and has neither window nor chunk: cross attention, where positions mean nothing.
 
     Pages wholly outside are never read, so their table entries may be 0, and what stands in slots that nobody sees
     (NaN too) changes nothing. Padding (tokens after `query_start_loc[distribution[2]]`, rows after `distribution[2]`)
@@ -67,7 +68,7 @@ def ragged_paged_attention(
     num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
     page_size = pages[0].shape[1]
     step = (block_tables, seq_lens, query_start_loc, distribution)
-    attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step)
+    attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step, sees_all=mask.sees_all)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
     kernels = {
         "tpu": kernel_tpu.reason_not_supported(pages, mask),

@@ -49,6 +49,11 @@ class MaskRule:
     attention_chunk_size: int | None = None
     num_sink_tokens: int = 0
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query sees every key, wherever it stands."""
+        return not self.causal and self.sliding_window is None and self.attention_chunk_size is None
+
     def lower(self, pos: Ints) -> Ints:
         """First key seen by a query at `pos`, sink tokens apart."""
         lower = jnp.zeros_like(pos)

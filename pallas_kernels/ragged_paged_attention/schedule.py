@@ -88,13 +88,17 @@ def make_schedule(
 def query_tiles(
     batch: Batch, mask: MaskRule, *, room: int, queries: int, page_size: int
 ) -> tuple[QueryTile, jax.Array]:
-    """(all query tiles of a step, in order of sequences and tokens, how many of the `room` there are)."""
+    """(all query tiles of a step, in order of sequences and tokens, how many of the `room` there are).
+
+    Where every query sees every key a sequence may have more queries than keys; they then stand at 0, 1, ...
+    """
     ends = jnp.cumsum(-(-batch.q_lens // queries), dtype=jnp.int32)
     n = jnp.arange(room, dtype=jnp.int32)
     seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1, dtype=jnp.int32), batch.seq_lens.shape[0] - 1)
     seq_len, start, q_len, end = jnp.stack([*batch, ends])[:, seq]
     first = (n - end) * queries + -(-q_len // queries) * queries
-    first_pos = seq_len - q_len + first
-    last_pos = jnp.where(n < end, seq_len - q_len + jnp.minimum(first + queries, q_len) - 1, -1)
+    base = jnp.maximum(seq_len - q_len, 0) if mask.sees_all else seq_len - q_len
+    first_pos = base + first
+    last_pos = jnp.where(n < end, base + jnp.minimum(first + queries, q_len) - 1, -1)
     run = mask.page_run(first_pos, last_pos, seq_len, page_size)
     return QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run), ends[-1]

@@ -5,11 +5,12 @@ Source:  Mamba (arXiv 2312.00752, section 3), Mamba-2 (arXiv 2405.21060, section
 
 A page of a recurrent layer holds one state of everything before it (`layouts.recurrent_layout`): the array of the
 convolution and that of the scan. Each op takes one of them. A sequence reads page `state_read[s]` where
-`has_initial_state[s]`, else it starts from zero, and leaves its state after its last new token in `state_write[s]`.
-Both may be one page (decode), or not: a state that is a prefix hit is read and kept.
+`has_initial_state[s]`, else it starts from zero, and leaves its state after its last new token in the page that
+`state_write` names. Both may be one page (decode), or not: a state that is a prefix hit is read and kept. Of L columns,
+`state_write` names a page for the state after each of the last L new tokens, as in `gated_delta_rule`: for speculation.
 
-Axis names: T new tokens (padded), S sequences (padded), C channels, W taps, H heads (Mamba 1: channels), P numbers of a
-head, N numbers of a state, G groups of heads.
+Axis names: T new tokens (padded), S sequences (padded), L states kept of a sequence, C channels, W taps, H heads
+(Mamba 1: channels), P numbers of a head, N numbers of a state, G groups of heads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, validate
-from pallas_kernels.ssm_update.arguments import Convolution, Scan, StepArrays
+from pallas_kernels.ssm_update.arguments import Convolution, Scan
+from pallas_kernels.state_checks import check_step
+from pallas_kernels.state_step import StepArrays
 
 
 class SsmOutput(NamedTuple):
@@ -49,7 +52,7 @@ def causal_conv1d(
     query_start_loc: jax.Array,  # int32[S + 1] first new token of each sequence; last: number of real tokens
     distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
     state_read: jax.Array,  # int32[S] page to start from
-    state_write: jax.Array,  # int32[S] page to leave the state in; page 0 is never written
+    state_write: jax.Array,  # int32[S] or int32[S, L] pages to leave states in; page 0 is never written
     has_initial_state: jax.Array,  # bool[S]; those without start from page 0, which is all zero
     *,
     bias: jax.Array | None = None,  # [C]
@@ -61,7 +64,8 @@ def causal_conv1d(
     `out[t] = activation(bias + sum_j weight[:, j] * x[t - W + 1 + j])`, where inputs before the sequence's new tokens
     are those of its state, and zero before its first token. Accumulation is float32.
 
-    A page that one sequence writes is read by no other. Sequences without new tokens write nothing.
+    A page that one sequence writes is read by no other. Sequences without new tokens write nothing, nor do columns of
+    `state_write` for tokens that a sequence does not have.
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
@@ -73,10 +77,10 @@ def causal_conv1d(
         "gpu": gpu_conv.reason_not_supported(x, states, weight),
     }
     chosen = resolve_backend(validate.CONV, backend, reasons)
-    step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
-    validate.check_step(validate.CONV, x.shape[0], states.shape[0], *step)
+    step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
+    check_step(validate.CONV, x.shape[0], states.shape[0], step)
     run = _CONVS[chosen]
-    return SsmOutput(*run(Convolution(x, weight, bias), states, StepArrays(*step), activation=activation))
+    return SsmOutput(*run(Convolution(x, weight, bias), states, step.by_column(), activation=activation))
 
 
 def selective_scan(
@@ -89,7 +93,7 @@ def selective_scan(
     query_start_loc: jax.Array,  # int32[S + 1] first new token of each sequence; last: number of real tokens
     distribution: jax.Array,  # int32[3] ends of the decode, prefill and mixed sequences; the last is how many are real
     state_read: jax.Array,  # int32[S] page to start from
-    state_write: jax.Array,  # int32[S] page to leave the state in; page 0 is never written
+    state_write: jax.Array,  # int32[S] or int32[S, L] pages to leave states in; page 0 is never written
     has_initial_state: jax.Array,  # bool[S]; those without start from page 0, which is all zero
     *,
     d: jax.Array | None = None,  # [H] factor of the input added to the output
@@ -104,7 +108,8 @@ def selective_scan(
                               `out[p] = c[g] . state[p] + d * x[p]`,   with `g = h // (H / G)`
 
     States are computed in float32, from the pages' dtype and back to it. What else the layer does (gate, norm) is the
-    caller's. A page that one sequence writes is read by no other. Sequences without new tokens write nothing.
+    caller's. A page that one sequence writes is read by no other. Sequences without new tokens write nothing, nor do
+    columns of `state_write` for tokens that a sequence does not have.
 
     Raises:
         ValueError: shapes, dtypes or (outside `jit`) values do not fit; nothing is written.
@@ -116,8 +121,8 @@ def selective_scan(
         "gpu": gpu_scan.reason_not_supported(x, states),
     }
     chosen = resolve_backend(validate.SCAN, backend, reasons)
-    step = (query_start_loc, distribution, state_read, state_write, has_initial_state)
-    validate.check_step(validate.SCAN, x.shape[0], states.shape[0], *step)
+    step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
+    check_step(validate.SCAN, x.shape[0], states.shape[0], step)
     limits = (float(dt_limit[0]), float(dt_limit[1]))
     run = _SCANS[chosen]
-    return SsmOutput(*run(Scan(x, dt, a, b, c, d, dt_bias), states, StepArrays(*step), dt_limit=limits))
+    return SsmOutput(*run(Scan(x, dt, a, b, c, d, dt_bias), states, step.by_column(), dt_limit=limits))

@@ -1,6 +1,6 @@
 """Arguments of the ops after their checks, as the implementations take them.
 
-Flow:    api -> [Convolution], [Scan], [StepArrays] -> reference, kernels
+Flow:    api -> [Convolution], [Scan] -> reference, kernels
 
 Axis names as in api.
 """
@@ -10,16 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-
-
-class StepArrays(NamedTuple):
-    """What describes the sequences of a step."""
-
-    query_start_loc: jax.Array  # int32[S + 1]
-    distribution: jax.Array  # int32[3]
-    state_read: jax.Array  # int32[S]
-    state_write: jax.Array  # int32[S]
-    has_initial_state: jax.Array  # bool[S]
 
 
 class Convolution(NamedTuple):

@@ -4,9 +4,9 @@ Flow:    api -> [causal_conv1d] -> pieces of sequences -> one launch -> (out, st
 
 Grid: pieces x tiles of 128 channels; a thread block is one warpgroup, a thread has one channel. A *piece* is up to 64
 new tokens of one sequence. It begins with the W - 1 inputs before it: the sequence's first piece takes them from the
-page, others from the tokens before. The first piece also leaves the state, so that thread blocks need not wait for each
-other: who writes a page is the only one that reads it. Padding is a sequence of its own, without states, whose outputs
-are 0.
+page, others from the tokens before. The first piece also leaves the states, so that thread blocks need not wait for
+each other: who writes a page is the only one that reads it. Padding is a sequence of its own, without states, whose
+outputs are 0.
 
 Bytes: x and out once, and a page's channels read and written once for each sequence; memory binds. A page is
 [C, W - 1], so that a tap of neighbouring channels is strided: its sectors are read W - 1 times, the first time from
@@ -27,8 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.ssm_update.arguments import Convolution, StepArrays
-from pallas_kernels.ssm_update.reference import StateStep
+from pallas_kernels.ssm_update.arguments import Convolution
+from pallas_kernels.state_step import StateStep, StepArrays
 
 _CHANNELS = 128  # of a thread block
 _PIECE = 64  # tokens
@@ -44,8 +44,8 @@ class Field(enum.IntEnum):
     PLACE = 2  # of its first among the new tokens of the sequence
     LEFT = 3  # of these from it on
     READ = 4  # page, where it begins its sequence
-    WRITE = 5  # page for the state after the whole sequence, where it begins that; 0: none
-    IS_PADDING = 6
+    IS_PADDING = 5
+    WRITE = 6  # page for the state after the whole sequence, where it begins that; 0: none. Then those of tokens before
 
 
 def reason_not_supported(x: jax.Array, states: jax.Array, weight: jax.Array) -> str | None:
@@ -69,8 +69,7 @@ def causal_conv1d(
     """(out, states) as `SsmOutput`."""
     x, weight, bias = arguments
     num_channels, num_taps = weight.shape
-    step = StateStep.of(x.shape[0], states.shape[0], arrays)
-    table = pieces(step, x.shape[0], states.shape[0], piece)
+    table = pieces(StateStep.of(x.shape[0], arrays), x.shape[0], piece)
     taps = weight.T.astype(jnp.float32)
     offset = jnp.zeros(num_channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
     names = ("table", "x", "taps", "offset", "states", "out")
@@ -88,9 +87,9 @@ def causal_conv1d(
     return out, states
 
 
-def pieces(step: StateStep, num_tokens: int, num_pages: int, piece: int) -> jax.Array:
-    """int32[room, fields] pieces of all sequences, and of the padding after them."""
-    num_seqs = step.q_lens.shape[0]
+def pieces(step: StateStep, num_tokens: int, piece: int) -> jax.Array:
+    """int32[room, fields + L - 1] pieces of all sequences, and of the padding after them."""
+    num_seqs, num_kept = step.write.shape
     num_real = jnp.sum(step.q_lens)
     q_lens = jnp.append(step.q_lens, num_tokens - num_real)
     counts = -(-q_lens // piece)
@@ -99,22 +98,23 @@ def pieces(step: StateStep, num_tokens: int, num_pages: int, piece: int) -> jax.
     seq = jnp.minimum(jnp.sum(ends[None] <= n[:, None], axis=1), num_seqs)
     place = (n - ends[seq] + counts[seq]) * piece
     left = jnp.where(n < ends[-1], q_lens[seq] - place, 0)
-    fields = {
+    fields: dict[int, jax.Array] = {
         Field.TOKEN: jnp.append(step.starts, num_real)[seq] + place,
         Field.COUNT: jnp.minimum(left, piece),
         Field.PLACE: place,
         Field.LEFT: left,
         Field.READ: jnp.where(place == 0, jnp.append(step.read, 0)[seq], 0),
-        Field.WRITE: jnp.where(place == 0, jnp.append(step.write % num_pages, 0)[seq], 0),
         Field.IS_PADDING: seq == num_seqs,
     }
-    return jnp.stack([fields[field] for field in Field], axis=1).astype(jnp.int32)
+    pages = jnp.pad(step.write, [(0, 1), (0, 0)])[seq, ::-1]
+    fields |= {Field.WRITE + n: jnp.where(place == 0, pages[:, n], 0) for n in range(num_kept)}
+    return jnp.stack([fields[field] for field in sorted(fields)], axis=1).astype(jnp.int32)
 
 
 def _walk(refs: Any, activation: str | None) -> None:
     """One tile of channels of one piece."""
     piece = lax.axis_index("piece")
-    token, count, place, left, read, write, is_padding = (refs.table[piece, field] for field in Field)
+    token, count, place, left, read, is_padding, write = (refs.table[piece, field] for field in Field)
     channels = pl.ds(pl.multiple_of(lax.axis_index("tile") * _CHANNELS, _CHANNELS), _CHANNELS)
     before = refs.taps.shape[0] - 1
 
@@ -144,17 +144,36 @@ def _walk(refs: Any, activation: str | None) -> None:
                 window = window[1:]
             return window
 
-        window = lax.cond(place == 0, of_page, lambda: inputs(token))
+        initial = window = lax.cond(place == 0, of_page, lambda: inputs(token))
         trips = lax.div(count, jnp.int32(_TOKENS))
         window = lax.fori_loop(0, trips, functools.partial(some, _TOKENS, token), window)
         rest = token + trips * _TOKENS
         window = lax.fori_loop(0, token + count - rest, functools.partial(some, 1, rest), window)
 
+        def store(page: jax.Array, state: tuple[jax.Array, ...]) -> None:
+            for n, one in enumerate(state):
+                mosaic_gpu.store_plain(refs.states.at[page, channels, n], one.astype(refs.states.dtype))
+
         @pl.when(write > 0)
         def _() -> None:
-            last = lax.cond(left == count, lambda: window, lambda: inputs(token + left))
-            for n, one in enumerate(last):
-                mosaic_gpu.store_plain(refs.states.at[write, channels, n], one.astype(refs.states.dtype))
+            store(write, lax.cond(left == count, lambda: window, lambda: inputs(token + left)))
+
+        for n in range(1, refs.table.shape[1] - Field.WRITE):
+            page = refs.table[piece, Field.WRITE + n]
+
+            @pl.when(page > 0)
+            def _(n: int = n, page: jax.Array = page) -> None:
+                store(page, _shifted_in(initial, inputs(token + left - n), left - n))
+
+
+def _shifted_in(old: tuple[jax.Array, ...], new: tuple[jax.Array, ...], count: jax.Array) -> tuple[jax.Array, ...]:
+    """The last inputs after `count` new ones, of which `new` are the last; `old` are those before."""
+    found = list(new)
+    for n in range(len(new)):
+        for m in range(n + 1, len(old)):  # with m - n new ones, the n-th of the last is the m-th old one
+            is_old = lax.broadcast(count == m - n, old[m].shape)
+            found[n] = jnp.where(is_old, old[m], found[n])
+    return tuple(found)
 
 
 def _weighted(taps: Sequence[jax.Array], window: Sequence[jax.Array], offset: jax.Array) -> jax.Array:

@@ -4,9 +4,9 @@ Flow:    api -> [selective_scan] -> one launch for decode and longer sequences -
 Source:  the recurrence of Mamba (arXiv 2312.00752, section 3.3): the state stays on chip, only inputs and outputs move
 
 Grid: sequences x heads x tiles of a head's rows; a thread block is one warpgroup. It reads its tile of the state from
-the sequence's page, walks over the new tokens, and writes the tile back: plain loads and stores of whole sectors, with
-many blocks to a multiprocessor to hide them, so that nothing is waited for by hand. Mamba 1 is one head of H rows, each
-row and number with its own decay.
+the sequence's page, walks over the new tokens, and writes the tile back after each token whose state is kept: plain
+loads and stores of whole sectors, with many blocks to a multiprocessor to hide them, so that nothing is waited for by
+hand. Mamba 1 is one head of H rows, each row and number with its own decay.
 
 Decode reads each state once and writes it once, which is all but a hundredth of its bytes; memory binds. A longer
 sequence takes its tokens one after the other, three instructions for every 32 numbers of the state and token on plain
@@ -29,8 +29,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.ssm_update.arguments import Scan, StepArrays
-from pallas_kernels.ssm_update.reference import StateStep, add_skip, time_steps
+from pallas_kernels.ssm_update.arguments import Scan
+from pallas_kernels.ssm_update.reference import add_skip, time_steps
+from pallas_kernels.state_step import StateStep, StepArrays
 
 _STATE_DIM_STEP, _MOST_STATE_DIM = 8, 256
 _TILE_NUMBERS = {True: 2048, False: 4096}  # of a state, by whether it is Mamba 1, which keeps as many decays
@@ -59,7 +60,7 @@ def selective_scan(
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
     x, dt, a, b, c, d, dt_bias = arguments
-    step = StateStep.of(x.shape[0], states.shape[0], arrays)
+    step = StateStep.of(x.shape[0], arrays)
     dt, a = time_steps(dt, dt_bias, dt_limit), a.astype(jnp.float32)
     inputs = (x, dt, a, b, c)
     if x.ndim == 2:  # as one head
@@ -146,6 +147,7 @@ class _Share(NamedTuple):
     tile: _Tile
     head: jax.Array
     rows: Any  # of the head
+    seq: jax.Array
     first: jax.Array  # token
     end: jax.Array
 
@@ -172,6 +174,16 @@ class _Share(NamedTuple):
         mosaic_gpu.store_plain(self.refs.out.at[token, self.head, self.rows], seen)
         return state
 
+    def keep(self, token: jax.Array, state: jax.Array) -> None:
+        """Stores the state after a token, if it has a page."""
+        refs = self.refs
+        column = token - self.end + refs.write.shape[1]
+        page = refs.write[self.seq, lax.max(column, jnp.int32(0))]
+
+        @pl.when((column >= 0) & (page > 0))
+        def _() -> None:
+            mosaic_gpu.store_plain(refs.states.at[page, self.head, self.rows], state.astype(refs.states.dtype))
+
 
 def _walk(refs: Any, tile: _Tile) -> None:
     """One tile of one head of one sequence: its state over all new tokens. The last sequences, the long ones, first."""
@@ -184,16 +196,11 @@ def _walk(refs: Any, tile: _Tile) -> None:
     def _() -> None:
         state = mosaic_gpu.load(refs.states.at[refs.read[seq], head, rows], tile.layout).astype(jnp.float32)
         a = mosaic_gpu.load(refs.a.at[head, rows], tile.layout) if tile.is_mamba1 else refs.a[head]
-        state = _over_tokens(_Share(refs, tile, head, rows, first, first + count), state, a)
-        page = refs.write[seq]
-
-        @pl.when(page < refs.states.shape[0])
-        def _() -> None:
-            mosaic_gpu.store_plain(refs.states.at[page, head, rows], state.astype(refs.states.dtype))
+        _over_tokens(_Share(refs, tile, head, rows, seq, first, first + count), state, a)
 
 
-def _over_tokens(share: _Share, state: jax.Array, a: jax.Array) -> jax.Array:
-    """float32[rows, N] after all tokens."""
+def _over_tokens(share: _Share, state: jax.Array, a: jax.Array) -> None:
+    """Goes over all tokens; the last, which may have pages for their states, one by one."""
     together, token = share.tile.num_tokens, share.first
     if together > 1:
 
@@ -205,10 +212,17 @@ def _over_tokens(share: _Share, state: jax.Array, a: jax.Array) -> jax.Array:
                 state = share.advance(token + n, state, a, one)
             return state, coming
 
-        trips = lax.div(share.end - share.first, jnp.int32(together))
+        alone = share.refs.write.shape[1]
+        trips = lax.div(lax.max(share.end - share.first - alone, jnp.int32(0)), jnp.int32(together))
         state = lax.fori_loop(0, trips, some, (state, share.load_some(token)))[0]
         token = token + trips * together
-    return lax.fori_loop(token, share.end, lambda t, state: share.advance(t, state, a, share.load(t)), state)
+
+    def one(token: jax.Array, state: jax.Array) -> jax.Array:
+        state = share.advance(token, state, a, share.load(token))
+        share.keep(token, state)
+        return state
+
+    lax.fori_loop(token, share.end, one, state)
 
 
 def _advance(tile: _Tile, state: jax.Array, a: jax.Array, token: _Token) -> tuple[jax.Array, jax.Array]:

@@ -16,33 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.ssm_update.arguments import Convolution, Scan, StepArrays
-from pallas_kernels.token_places import TokenPlaces
+from pallas_kernels.ssm_update.arguments import Convolution, Scan
+from pallas_kernels.state_step import StateStep, StepArrays, with_states
 from pallas_kernels.varying import vary_like
 
 _CHUNK_TOKENS = 64
 _CHUNK_NUMBERS = 1 << 22  # of the states of all tokens of a chunk: 16 MiB
-
-
-class StateStep(NamedTuple):
-    """Where the new tokens stand in their sequences, and the pages of these."""
-
-    seq: jax.Array  # int32[T]
-    place: jax.Array  # int32[T] among the new tokens of its sequence, -1 for padding
-    q_lens: jax.Array  # int32[S] new tokens
-    starts: jax.Array  # int32[S] first new token
-    read: jax.Array  # int32[S] page of the initial state, 0 (the null page, zero) where there is none
-    write: jax.Array  # int32[S] page to write, beyond all pages where none is
-
-    @classmethod
-    def of(cls, num_tokens: int, num_pages: int, step: StepArrays) -> StateStep:
-        """Of a step with room for so many tokens, over so many pages."""
-        starts = step.query_start_loc
-        batch = Batch.of_step(jnp.diff(starts), starts, step.distribution)
-        seq, place = TokenPlaces.of_batch(batch, num_tokens)
-        write = jnp.where((batch.q_lens > 0) & (step.state_write > 0), step.state_write, num_pages)
-        return cls(seq, place, batch.q_lens, batch.starts, jnp.where(step.has_initial_state, step.state_read, 0), write)
 
 
 class ConvInputs(NamedTuple):
@@ -64,10 +43,12 @@ class ConvInputs(NamedTuple):
         return jnp.where((place >= 0)[..., None], from_new.astype(jnp.float32), from_old.astype(jnp.float32))
 
     def written(self, states: jax.Array) -> jax.Array:
-        """`states` with the last inputs of every sequence in the page that it writes."""
-        seq = jnp.arange(self.step.q_lens.shape[0])[:, None]
-        last = self.at(seq, self.step.q_lens[:, None] + jnp.arange(-self.old.shape[1], 0))  # [S, W - 1, C]
-        return states.at[self.step.write].set(last.swapaxes(1, 2).astype(states.dtype), mode="drop")
+        """`states` with the last inputs of every sequence in the pages that it writes, those after each token kept."""
+        num_seqs, num_kept = self.step.write.shape
+        ends = self.step.q_lens[:, None] + jnp.arange(1 - num_kept, 1)  # int32[S, L] places after the tokens kept
+        places = ends[..., None] + jnp.arange(-self.old.shape[1], 0)
+        last = self.at(jnp.arange(num_seqs)[:, None, None], places)  # [S, L, W - 1, C]
+        return with_states(states, self.step.write, last.swapaxes(2, 3))
 
 
 @functools.partial(jax.jit, static_argnames="activation")
@@ -77,7 +58,7 @@ def causal_conv1d(
     """(out, states) as `SsmOutput`."""
     x, weight, bias = arguments
     num_taps = weight.shape[1]
-    step = StateStep.of(x.shape[0], states.shape[0], arrays)
+    step = StateStep.of(x.shape[0], arrays)
     inputs = ConvInputs.of(x, states, step)
     out = jnp.zeros(x.shape, jnp.float32) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
     for tap in range(num_taps):
@@ -93,16 +74,9 @@ def selective_scan(
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
     x, dt, a, b, c, d, dt_bias = arguments
-    num_tokens, num_heads = dt.shape
-    step = StateStep.of(num_tokens, states.shape[0], arrays)
-    tokens = (
-        x.astype(jnp.float32).reshape(num_tokens, num_heads, -1),  # [T, H, P], P = 1 in Mamba 1
-        time_steps(dt, dt_bias, dt_limit),
-        *(_per_head(y, num_heads) for y in (b, c)),
-        step.seq,
-        step.place,
-    )
-    out, states = _scan(tokens, states, a.astype(jnp.float32).reshape(num_heads, 1, -1), step)
+    step = StateStep.of(x.shape[0], arrays)
+    tokens = ScanTokens(x, time_steps(dt, dt_bias, dt_limit), b, c, step.place, step.reads, step.writes)
+    out, states = scan(tokens, states, a, jnp.sum(step.q_lens))
     return add_skip(out.reshape(x.shape), x, d, step), states
 
 
@@ -129,40 +103,61 @@ def _per_head(x: jax.Array, num_heads: int) -> jax.Array:
     return x[:, None] if x.ndim == 2 else jnp.repeat(x, num_heads // x.shape[1], axis=1)
 
 
-def _scan(
-    tokens: tuple[jax.Array, ...],  # x [T, H, P], dt [T, H], b and c [T, H or 1, N], seq and place [T]
+class ScanTokens(NamedTuple):
+    """Inputs of tokens, in order, and the pages of their states."""
+
+    x: jax.Array  # [T, H] or [T, H, P]
+    dt: jax.Array  # float32[T, H] time steps
+    b: jax.Array  # [T, N] or [T, G, N]
+    c: jax.Array
+    place: jax.Array  # int32[T] among the new tokens of its sequence
+    read: jax.Array  # int32[T] page of the sequence's initial state
+    write: jax.Array  # int32[T] page for the state after it, 0 where none is
+
+
+def scan(
+    tokens: ScanTokens,
     states: jax.Array,  # [pages, H, N] or [pages, H, P, N]
-    a: jax.Array,  # float32[H, 1, N or 1]
-    step: StateStep,
+    a: jax.Array,  # [H, N] or [H]
+    count: jax.Array,  # int32[] tokens to compute
 ) -> tuple[jax.Array, jax.Array]:
-    """(c . state float32[T, H, P] of every token, the states with those after the last tokens written)."""
-    num_tokens, *shape = *tokens[0].shape, states.shape[-1]  # [H, P, N] of a state
+    """(c . state float32[T, H, P] of the first `count` tokens; the states with those after tokens written).
+
+    Those after them are of no sequence: they begin none and write nothing.
+    """
+    num_tokens, num_heads = tokens.dt.shape
+    x = tokens.x.astype(jnp.float32).reshape(num_tokens, num_heads, -1)  # P = 1 in Mamba 1
+    b, c = (_per_head(y, num_heads) for y in (tokens.b, tokens.c))
+    a = a.astype(jnp.float32).reshape(num_heads, 1, -1)
+    return _scan(tokens._replace(x=x, b=b, c=c), states, a, count)
+
+
+def _scan(tokens: ScanTokens, states: jax.Array, a: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `scan`, of x [T, H, P], b and c [T, H or 1, N] and a [H, 1, N or 1] in float32."""
+    num_tokens, *shape = *tokens.x.shape, states.shape[-1]  # [H, P, N] of a state
     size = min(num_tokens, _CHUNK_TOKENS, max(1, _CHUNK_NUMBERS // math.prod(states.shape[1:])))
     padded = [jnp.pad(y, [(0, -num_tokens % size), *[(0, 0)] * (y.ndim - 1)]) for y in tokens]
 
     def chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         states, state, out = carry
-        x, dt, b, c, seq, place = (lax.dynamic_slice_in_dim(y, i * size, size) for y in padded)
+        x, dt, b, c, place, read, write = (lax.dynamic_slice_in_dim(y, i * size, size) for y in padded)
         first = (place == 0)[:, None, None, None]
         decay = jnp.exp(dt[..., None, None] * a)  # [size, H, 1, N or 1]
-        initial = states[step.read[seq]].reshape(size, *shape).astype(jnp.float32)
+        initial = states[read].reshape(size, *shape).astype(jnp.float32)
         initial = initial.at[0].set(jnp.where(first[0], initial[0], state))  # others continue from the chunk before
         begins = first.at[0].set(True)
         inflow = dt[..., None, None] * x[..., None] * b[:, :, None]
         inflow = inflow + jnp.where(begins, decay * initial, 0.0)
         after = lax.cond(begins.all(), lambda: inflow, lambda: _segmented_scan(begins, decay, inflow))
-        write = jnp.where(place == step.q_lens[seq] - 1, step.write[seq], states.shape[0])
-        rows = after.astype(states.dtype).reshape(size, *states.shape[1:])
-        states = states.at[write].set(rows, mode="drop")
+        states = with_states(states, write, after.reshape(size, *states.shape[1:]))
         c = jnp.broadcast_to(c, (size, *after.shape[1::2]))
         seen = jnp.einsum("thpn,thn->thp", after, c, precision=lax.Precision.HIGHEST)
         return states, after[-1], lax.dynamic_update_slice_in_dim(out, seen, i * size, axis=0)
 
     state = jnp.zeros(shape, jnp.float32)
     out = jnp.zeros(padded[0].shape, jnp.float32)
-    carry = vary_like((states, state, out), *padded, a, *step)
-    num_chunks = -(-jnp.sum(step.q_lens) // size)
-    states, _, out = lax.fori_loop(0, num_chunks, chunk, carry)
+    carry = vary_like((states, state, out), *padded, a, count)
+    states, _, out = lax.fori_loop(0, -(-count // size), chunk, carry)
     return out[:num_tokens], states
 
 

@@ -21,9 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mosaic import LANES, SUBLANES, Ref, compiler_params
-from pallas_kernels.ssm_update.arguments import Convolution, StepArrays
-from pallas_kernels.ssm_update.reference import ConvInputs, StateStep
+from pallas_kernels.ssm_update.arguments import Convolution
+from pallas_kernels.ssm_update.reference import ConvInputs
 from pallas_kernels.ssm_update.tpu_plan import Field, num_decode_tokens, plan_segments
+from pallas_kernels.state_step import StateStep, StepArrays
 
 _CHUNK = 256  # tokens
 _MOST_CHANNELS = 1024  # of a tile
@@ -54,7 +55,7 @@ def causal_conv1d(
     """(out, states) as `SsmOutput`."""
     x, weight, bias = arguments
     num_tokens, num_channels = x.shape
-    step = StateStep.of(num_tokens, states.shape[0], arrays)
+    step = StateStep.of(num_tokens, arrays)
     inputs = ConvInputs.of(x, states, step)
     taps = weight.T.astype(jnp.float32)
     offset = jnp.zeros(num_channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
@@ -62,7 +63,7 @@ def causal_conv1d(
     decoded = _decode(inputs, taps, offset, activation)
     out = decoded
     if num_tokens > 1:
-        out = _segments(inputs, taps, offset, arrays.distribution, activation, states.shape[0], chunk)
+        out = _segments(inputs, taps, offset, arrays.distribution, activation, chunk)
         decoded = jnp.pad(decoded, [(0, num_tokens - decoded.shape[0]), (0, 0)])
         out = jnp.where((jnp.arange(num_tokens) < num_decode)[:, None], decoded, out)
     return jnp.where((step.place >= 0)[:, None], out, 0).astype(x.dtype), inputs.written(states)
@@ -82,13 +83,12 @@ def _segments(
     offset: jax.Array,  # float32[C]
     distribution: jax.Array,
     activation: str | None,
-    num_pages: int,
     chunk: int,
 ) -> jax.Array:
     """Outputs [T, C] of the tokens of all but the decode sequences; the rest is undefined."""
     num_tokens, num_channels = inputs.new.shape
     chunk = min(chunk, -(-num_tokens // _ROWS) * _ROWS)
-    segments = plan_segments(inputs.step, distribution, num_tokens, num_pages, chunk)
+    segments = plan_segments(inputs.step, distribution, num_tokens, chunk)
     room = segments.table.shape[0] // len(Field)
     width = max(n for n in range(LANES, min(_MOST_CHANNELS, num_channels) + 1, LANES) if num_channels % n == 0)
     num_taps = taps.shape[0]

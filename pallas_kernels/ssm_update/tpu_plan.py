@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ssm_update.reference import StateStep
+from pallas_kernels.state_step import StateStep
 
 
 class Field(enum.IntEnum):
@@ -43,15 +43,14 @@ def num_decode_tokens(step: StateStep, distribution: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(is_decode, step.q_lens, 0), dtype=jnp.int32)
 
 
-def decode_pages(step: StateStep, num_decode: jax.Array, num_rows: int, num_pages: int) -> tuple[jax.Array, jax.Array]:
+def decode_pages(step: StateStep, num_decode: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """int32[num_rows] pages that the first tokens read and write, 0 where they do not, as for all but decode tokens."""
     seq = jnp.pad(step.seq[:num_rows], (0, max(0, num_rows - step.seq.shape[0])))
     live = jnp.arange(num_rows) < num_decode
-    write = jnp.where(step.write < num_pages, step.write, 0)
-    return jnp.where(live, step.read[seq], 0), jnp.where(live, write[seq], 0)
+    return jnp.where(live, step.read[seq], 0), jnp.where(live, step.last_write[seq], 0)
 
 
-def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, num_pages: int, chunk: int) -> Segments:
+def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, chunk: int) -> Segments:
     """Segments of all sequences but the decode ones."""
     num_seqs = step.q_lens.shape[0]
     room = min(num_tokens, -(-num_tokens // chunk) + num_seqs)
@@ -66,7 +65,6 @@ def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, num
     at = first_chunk[seq] + index
     start, end = step.starts[seq] - at * chunk, step.starts[seq] + q_lens[seq] - at * chunk
     begins, is_last = index == 0, index == counts[seq] - 1
-    writes = is_last & (step.write < num_pages)[seq]
     fields = {
         Field.CHUNK: at,
         Field.FIRST: jnp.maximum(start, 0),
@@ -74,7 +72,7 @@ def plan_segments(step: StateStep, distribution: jax.Array, num_tokens: int, num
         Field.SEQ: seq,
         Field.BEGINS: begins,
         Field.READ: jnp.where(begins, step.read[seq], 0),
-        Field.WRITE: jnp.where(writes, step.write[seq], 0),
+        Field.WRITE: jnp.where(is_last, step.last_write[seq], 0),
     }
     table = jnp.stack([jnp.where(n < ends[-1], fields[field], 0) for field in Field])
     return Segments(table.reshape(-1).astype(jnp.int32), ends[-1])

@@ -2,7 +2,8 @@
 
 Flow:    api -> [selective_scan] -> tpu_decode, then tpu_mamba1 or tpu_ssd (Mamba 2) -> (out, states)
 
-XLA makes the time steps and adds `d * x`: elementwise work on what it reads or writes anyway.
+XLA makes the time steps and adds `d * x`: elementwise work on what it reads or writes anyway. Sequences that keep
+states for drafts have few tokens and go by XLA.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic import LANES, SUBLANES
 from pallas_kernels.ssm_update import tpu_decode, tpu_mamba1, tpu_ssd
-from pallas_kernels.ssm_update.arguments import Scan, StepArrays
-from pallas_kernels.ssm_update.reference import StateStep, add_skip, time_steps
+from pallas_kernels.ssm_update.arguments import Scan
+from pallas_kernels.ssm_update.reference import ScanTokens, add_skip, scan, time_steps
 from pallas_kernels.ssm_update.tpu_plan import decode_pages, num_decode_tokens, plan_segments
+from pallas_kernels.state_step import StateStep, StepArrays
 
 _MOST_VMEM_BYTES = 40 << 20
 
@@ -66,21 +68,54 @@ def selective_scan(
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
     x, dt, a, b, c, d, dt_bias = arguments
-    num_tokens, num_pages = x.shape[0], states.shape[0]
-    step = StateStep.of(num_tokens, num_pages, arrays)
-    dt, a = time_steps(dt, dt_bias, dt_limit), a.astype(jnp.float32)
-    is_mamba1 = x.ndim == 2
+    step = StateStep.of(x.shape[0], arrays)
+    inputs = (x, time_steps(dt, dt_bias, dt_limit), a.astype(jnp.float32), b, c)
+    out, states = _scan(*inputs, states, step, arrays.distribution)
+    if step.write.shape[1] > 1:
+        of_drafts, drafts, states = _scan_drafts(*inputs, states, step)
+        out = jnp.where(_of_tokens(of_drafts, x), drafts, out)
+    return add_skip(out, x, d, step), states
+
+
+def _scan(
+    x: jax.Array,
+    dt: jax.Array,  # time steps
+    a: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    states: jax.Array,
+    step: StateStep,
+    distribution: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """(outputs float32 as x, right for sequences that keep their last state only; states)."""
+    num_tokens, is_mamba1 = x.shape[0], x.ndim == 2
     if is_mamba1:  # as XLA lays states of few numbers out, so that this moves nothing
         states, a = states.swapaxes(1, 2), a.T
-    num_decode = num_decode_tokens(step, arrays.distribution)
+    num_decode = num_decode_tokens(step, distribution)
     out, states = _decode(x, states, dt, a, b, c, step, num_decode)
     if num_tokens > 1:
         chunk = tpu_mamba1.chunk_tokens(x.shape[1]) if is_mamba1 else tpu_ssd.CHUNK
-        segments = plan_segments(step, arrays.distribution, num_tokens, num_pages, chunk)
+        segments = plan_segments(step.without_drafts(), distribution, num_tokens, chunk)
         scanned, states = (tpu_mamba1.scan if is_mamba1 else tpu_ssd.ssd)(x, states, dt, a, b, c, segments)
         out = jnp.pad(out, [(0, num_tokens - out.shape[0]), *[(0, 0)] * (x.ndim - 1)])
         out = jnp.where(_of_tokens(jnp.arange(num_tokens) < num_decode, x), out, scanned.astype(jnp.float32))
-    return add_skip(out, x, d, step), states.swapaxes(1, 2) if is_mamba1 else states
+    return out, states.swapaxes(1, 2) if is_mamba1 else states
+
+
+def _scan_drafts(
+    x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, states: jax.Array, step: StateStep
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(bool[T] tokens of sequences that keep states for drafts, their outputs float32 as x, states)."""
+    num_tokens = x.shape[0]
+    of_drafts = (step.place >= 0) & (step.num_kept > 1)[step.seq]
+    count = jnp.sum(of_drafts)
+    (order,) = jnp.nonzero(of_drafts, size=num_tokens, fill_value=0)
+    is_one = jnp.arange(num_tokens) < count
+    tokens = ScanTokens(*(y[order] for y in (x, dt, b, c, step.place, step.reads, step.writes)))
+    tokens = tokens._replace(place=jnp.where(is_one, tokens.place, -1), write=jnp.where(is_one, tokens.write, 0))
+    out, states = scan(tokens, states, a, count)
+    target = jnp.where(is_one, order, num_tokens)
+    return of_drafts, jnp.zeros(x.shape, jnp.float32).at[target].set(out.reshape(x.shape), mode="drop"), states
 
 
 def _decode(
@@ -97,7 +132,7 @@ def _decode(
     num_tokens = x.shape[0]
     most = min(num_tokens, step.q_lens.shape[0])
     rows = most + -most % tpu_decode.TOKENS
-    pages = (*decode_pages(step, num_decode, rows, states.shape[0]), num_decode)
+    pages = (*decode_pages(step, num_decode, rows), num_decode)
     x, dt, b, c = (jnp.pad(y[:rows], [(0, max(0, rows - num_tokens)), *[(0, 0)] * (y.ndim - 1)]) for y in (x, dt, b, c))
     inflow = x.astype(jnp.float32) * dt.reshape(*dt.shape, *[1] * (x.ndim - 2))
     if x.ndim == 2:

@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.mosaic import LANES, Ref, compiler_params
 from pallas_kernels.ssm_update.tpu_decode import largest_divisor, split
 from pallas_kernels.ssm_update.tpu_plan import Field, Segments
-from pallas_kernels.ssm_update.tpu_states import CarriedState
+from pallas_kernels.ssm_update.tpu_states import WholeState
 
 CHUNK = LANES  # tokens
 _GRID = 4096.0
@@ -63,14 +63,7 @@ def ssd(
     def of_chunk(array: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((CHUNK, array.shape[1]), lambda i, table: (table[Field.CHUNK * room + i], 0))
 
-    state = states.shape[1:]
-    scratch = {
-        "carry": pltpu.VMEM(state, jnp.float32),
-        "coming": pltpu.VMEM(state, states.dtype),
-        "going": pltpu.VMEM(state, states.dtype),
-        "arrived": pltpu.SemaphoreType.DMA,
-        "left": pltpu.SemaphoreType.DMA,
-        "stored": pltpu.SMEM((1,), jnp.int32),
+    scratch = WholeState.scratch(states) | {
         "cum": pltpu.VMEM((1 if dtype == jnp.bfloat16 else 2, CHUNK, tokens[1].shape[1]), jnp.float32),
         "rows": pltpu.VMEM((len(_Rows._fields), num_heads, 1, CHUNK), jnp.float32),
         "scores": pltpu.VMEM((CHUNK, CHUNK), jnp.float32),
@@ -137,33 +130,11 @@ def _kernel(
 ) -> None:
     """One segment."""
     refs = dict(zip(names, scratch, strict=True))
-    carry, coming, going, rows = refs["carry"], refs["coming"], refs["going"], refs["rows"]
-    moves = CarriedState(
-        table,
-        room,
-        states,
-        coming,
-        going,
-        refs["arrived"],
-        refs["left"],
-        refs["stored"],
-        pl.program_id(0),
-        pl.num_programs(0),
-    )
-
-    def take() -> None:
-        carry[...] = coming[...].astype(jnp.float32)
-
-    def clear() -> None:
-        carry[...] = jnp.zeros_like(carry)
-
-    def give() -> None:
-        going[...] = carry[...].astype(going.dtype)
-
-    moves.begin(take, clear)
-    num_heads, head_dim, state_dim = carry.shape
-    first, end = moves.field(Field.FIRST), moves.field(Field.END)
-    _prepare(dt, a, first, end, refs["cum"], rows, b.dtype == jnp.float32)
+    state = WholeState.of(table, room, states, refs)
+    state.begin()
+    num_heads, head_dim, state_dim = state.carry.shape
+    first, end = state.moves.field(Field.FIRST), state.moves.field(Field.END)
+    _prepare(dt, a, first, end, refs["cum"], refs["rows"], b.dtype == jnp.float32)
     heads_per_group = num_heads // num_groups
     heads = _heads(heads_per_group, head_dim)
 
@@ -180,7 +151,7 @@ def _kernel(
         return lax.fori_loop(0, heads_per_group // heads, some, carried)
 
     lax.fori_loop(0, num_groups, group, None)
-    moves.end(give)
+    state.end()
 
 
 def _prepare(dt: Ref, a: Ref, first: jax.Array, end: jax.Array, cum: Ref, rows: Ref, is_exact: bool) -> None:

@@ -8,8 +8,9 @@ while the segments up to the next store are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,3 +96,50 @@ class CarriedState:
 
     def _storing(self, page: jax.Array) -> Copy:
         return pltpu.make_async_copy(self.going, self.states.at[page], self.left)
+
+
+@dataclass(frozen=True)
+class WholeState:
+    """A state that is carried in float32 as it lies in its page; `moves` moves it."""
+
+    moves: CarriedState
+    carry: Ref
+
+    @staticmethod
+    def scratch(states: jax.Array) -> dict[str, Any]:
+        """Scratch of a kernel over `states` [pages, ...], by names that `of` knows."""
+        state = states.shape[1:]
+        return {
+            "carry": pltpu.VMEM(state, jnp.float32),
+            "coming": pltpu.VMEM(state, states.dtype),
+            "going": pltpu.VMEM(state, states.dtype),
+            "arrived": pltpu.SemaphoreType.DMA,
+            "left": pltpu.SemaphoreType.DMA,
+            "stored": pltpu.SMEM((1,), jnp.int32),
+        }
+
+    @classmethod
+    def of(cls, table: Ref, room: int, states: Ref, refs: Mapping[str, Ref]) -> WholeState:
+        """In a grid of one step per segment; `refs` are those of `scratch`, and maybe others."""
+        names = ("coming", "going", "arrived", "left", "stored")
+        own = {name: refs[name] for name in names}
+        here, count = pl.program_id(0), pl.num_programs(0)
+        moves = CarriedState(table, room, states, segment=here, num_segments=count, **own)
+        return cls(moves, refs["carry"])
+
+    def begin(self) -> None:
+        """Where the sequence begins: its state is in `carry`."""
+        self.moves.begin(self._take, self._clear)
+
+    def end(self) -> None:
+        """Where the sequence ends: what is in `carry` goes to its page."""
+        self.moves.end(self._give)
+
+    def _take(self) -> None:
+        self.carry[...] = self.moves.coming[...].astype(jnp.float32)
+
+    def _clear(self) -> None:
+        self.carry[...] = jnp.zeros_like(self.carry)
+
+    def _give(self) -> None:
+        self.moves.going[...] = self.carry[...].astype(self.moves.going.dtype)

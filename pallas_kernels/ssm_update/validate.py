@@ -1,4 +1,4 @@
-"""Checks of the arguments of causal_conv1d and selective_scan: static ones always, values where they are known."""
+"""Checks of the arguments of causal_conv1d and selective_scan; those that describe the step: `state_checks`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numbers
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import checks
@@ -86,46 +85,3 @@ def _check_limits(dt_limit: Any) -> None:
     pair = isinstance(dt_limit, tuple | list) and len(dt_limit) == 2
     if not pair or not all(isinstance(x, numbers.Real) for x in dt_limit) or not 0 <= dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"{SCAN}: expected dt_limit to be a pair 0 <= least <= most, got {dt_limit!r}")
-
-
-def check_step(
-    op: str,
-    num_tokens: int,
-    num_pages: int,
-    query_start_loc: jax.Array,
-    distribution: jax.Array,
-    state_read: jax.Array,
-    state_write: jax.Array,
-    has_initial_state: jax.Array,
-) -> None:
-    """Raises ValueError where the arrays that describe the step do not fit each other and the pages."""
-    checks.check_array(op, "state_read", state_read, (None,), "[num_seqs]")
-    num_seqs = state_read.shape[0]
-    checks.check_array(op, "state_write", state_write, (num_seqs,), "[num_seqs]")
-    checks.check_array(op, "has_initial_state", has_initial_state, (num_seqs,), "[num_seqs]")
-    pages = {"state_read": state_read, "state_write": state_write}
-    checks.check_sequences(op, num_seqs, query_start_loc, distribution, **pages)
-    if jnp.result_type(has_initial_state) != jnp.bool_:
-        raise ValueError(f"{op}: expected has_initial_state of dtype bool, got {jnp.result_type(has_initial_state)}")
-    known = checks.concrete(query_start_loc, distribution, state_read, state_write, has_initial_state)
-    if known is not None:
-        q_lens = checks.check_starts(op, num_tokens, num_seqs, *known[:2])
-        _check_pages(op, num_pages, q_lens > 0, *(x[: q_lens.size] for x in known[2:]))
-
-
-def _check_pages(
-    op: str, num_pages: int, has_tokens: np.ndarray, read: np.ndarray, write: np.ndarray, has_initial: np.ndarray
-) -> None:
-    """Raises ValueError for pages that are none, written twice, or written and read by another sequence."""
-    reads = has_tokens & has_initial
-    for name, ids in (("state_read", read[reads]), ("state_write", write[has_tokens])):
-        if ids.size and (ids.min() < 0 or ids.max() >= num_pages):
-            raise ValueError(f"{op}: expected {name} in [0, {num_pages}), got {ids.min()} ... {ids.max()}")
-    written = np.sort(write[has_tokens & (write > 0)])
-    twice = written[1:][written[1:] == written[:-1]]
-    if twice.size:
-        raise ValueError(f"{op}: expected each page in state_write once, got page {twice[0]} twice")
-    foreign = reads & (read != write) & np.isin(read, written)
-    if foreign.any():
-        page = read[foreign][0]
-        raise ValueError(f"{op}: expected no page read and written by two sequences, got page {page}; copy it first")

@@ -25,6 +25,7 @@ class SsmCase:
     seqs: int = 64
     dtype: str = "bfloat16"  # of the inputs and of the convolution's states
     state_dtype: str = "float32"  # of the scan's
+    kept: int = 1  # states of a sequence: one and those of drafts
 
     @property
     def shape(self) -> SsmShape:
@@ -34,7 +35,7 @@ class SsmCase:
     @property
     def step(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arguments that describe a step."""
-        ints = [argument(shape, "int32") for shape in ((self.seqs + 1,), (3,), (self.seqs,), (self.seqs,))]
+        ints = [argument(shape, "int32") for shape in ((self.seqs + 1,), (3,), (self.seqs,), (self.seqs, self.kept))]
         return (*ints, argument((self.seqs,), "bool"))
 
 

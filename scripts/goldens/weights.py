@@ -6,6 +6,7 @@ Flow:    Family -> [save_tiny] -> config.json, model.safetensors (bfloat16) -> [
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ from scripts.goldens.family import Family
 
 def fan_in(name: str, param: torch.Tensor, family: Family) -> int:
     """Inputs of a weight."""
-    return param.shape[-2 if name.endswith(family.transposed) else -1] if family.transposed else param.shape[-1]
+    if "conv" in name:
+        return param[0].numel()
+    return param.shape[-2 if family.transposed and name.endswith(family.transposed) else -1]
 
 
 def randomise(model: torch.nn.Module, family: Family, seed: int) -> None:
@@ -54,7 +57,7 @@ def save_tiny(name: str, family: Family, folder: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     file = folder / "model.safetensors"
     tensors = {
-        key: (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous()
+        re.sub(*family.renamed, key): (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous()
         for key, value in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})

@@ -98,9 +98,10 @@ def compile_step(
 
     config = ModelConfig.from_dict(first_layers(json.loads((MODELS / f"{model}.json").read_text()), num_layers))
     plan = plan_kv_cache(
-        config.kv_cache_specs(block_size, "bfloat16"),
+        config.kv_cache_specs(max(block_size, config.default_block_size), "bfloat16"),
         max_model_len=8192,
         num_blocks=num_blocks,
+        max_in_flight_tokens=num_tokens,
         platform="tpu",
         tensor_parallel=num_shards if config.splits_cache(num_shards) else 1,
         shared_layers=config.shared_layers,
@@ -120,7 +121,8 @@ def compile_step(
         for path, param in nnx.to_flat_state(state)
     ]
     module = nnx.merge(graph, nnx.from_flat_state(params))
-    bucket = Bucket(num_tokens, _SEQUENCES, 8192 // block_size)
+    columns = 8192 // min(group.spec.block_size for group in plan.groups)
+    bucket = Bucket(num_tokens, _SEQUENCES, columns)
     step = make_update_step(
         module, plan.config, Buckets((bucket,)), placement=placement, sample_fn=sample, backend="tpu"
     )
@@ -148,7 +150,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--shards", type=int, default=4, help="chips")
     parser.add_argument("--tokens", type=int, default=256, help="of the step")
     parser.add_argument("--blocks", type=int, default=2048)
-    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=64, help="but at least the model's own")
     options = parser.parse_args(arguments)
     report = compile_step(
         options.chip,

@@ -84,6 +84,16 @@ def test_groups_that_can_not_be(groups: tuple[KVCacheGroupSpec, ...], message: s
         KVCacheConfig((KVCachePoolSpec(8),), groups)
 
 
+def test_pages_are_compared_as_the_pool_lays_them_out() -> None:
+    """On a TPU vectors of other lengths have equal pages where both are padded to the same lanes."""
+    short, long = (MLAAttentionSpec(block_size=4, head_size=size, dtype="float32") for size in (6, 8))
+    groups = KVCacheGroupSpec(("a",), short), KVCacheGroupSpec(("b",), replace(long, cache_role="other"))
+    config = KVCacheConfig((KVCachePoolSpec(8, (short.page_layout("tpu"),)),), groups)
+    assert config.layer_index == {"a": (0, 0), "b": (1, 0)}
+    with pytest.raises(ValueError, match="layers 'a' and 'b' cannot share column 0 of pool 0: expected equal pages"):
+        KVCacheConfig((KVCachePoolSpec(8, (short.page_layout("cpu"),)),), groups)
+
+
 def test_groups_with_other_pages_cannot_share_a_pool() -> None:
     layout = FULL.page_layout("cpu")
     pools = (KVCachePoolSpec(8, (layout, layout)), KVCachePoolSpec(8, (layout,)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import jax
 import jax.numpy as jnp
 
@@ -28,11 +30,23 @@ def softmax(scores: jax.Array, seen: jax.Array, sinks: jax.Array | None) -> jax.
     return jax.nn.softmax(scores, axis=-1)[..., : seen.shape[-1]]
 
 
+def _complete(length: int, num_entries: int, ratio: int) -> jax.Array:  # bool[query, entry]
+    """Whether all `ratio` tokens of an entry stand at or before the query."""
+    return (jnp.arange(num_entries)[None] + 1) * ratio <= jnp.arange(length)[:, None] + 1
+
+
 class DenseCache:
     """The methods of PagedKVCache over a sequence that starts at position 0."""
 
-    def __init__(self, shared_layers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        shared_layers: dict[str, str] | None = None,
+        overlapping: Collection[str] = (),  # layers of entries that are made of the tokens of the one before too
+        stored: Callable[[str, jax.Array], jax.Array] = lambda layer_name, x: x,  # vectors as pages give them back
+    ) -> None:
         self._owners = shared_layers or {}
+        self._overlapping, self._stored = overlapping, stored
+        self._entries: dict[str, tuple[int, jax.Array]] = {}  # tokens of an entry, entries
         self._written: dict[str, tuple[jax.Array, jax.Array]] = {}
 
     def __call__(
@@ -60,6 +74,63 @@ class DenseCache:
         latent, key_pe = self._own(layer_name, latent, key_pe)
         key, value = jnp.concatenate([latent, key_pe], axis=-1)[:, None], latent[:, None]
         return self("", jnp.concatenate([q_nope, q_pe], axis=-1), key, value, options)
+
+    def compress(
+        self,
+        layer_name: str,
+        kv: jax.Array,
+        scores: jax.Array,
+        position_bias: jax.Array,
+        finish: Callable[[jax.Array, jax.Array], jax.Array],
+        *,
+        states: str,
+    ) -> None:
+        """Entries of all full runs of tokens: means weighted by a softmax over the tokens, apart for each number.
+
+        With overlap, told by the layer's name, an entry's first half of tokens are those of the entry before.
+        """
+        ratio, width = position_bias.shape
+        kv, scores = (x.reshape(-1, ratio, width) for x in (kv, scores))
+        scores = scores + position_bias
+        if layer_name in self._overlapping:
+            dim = width // 2
+            before, own = (jnp.pad(x[:-1], ((1, 0), (0, 0), (0, 0))) for x in (kv, scores))
+            hidden = jnp.arange(scores.shape[0])[:, None, None] == 0
+            kv = jnp.concatenate([before[..., :dim], kv[..., dim:]], axis=1)
+            own = jnp.where(hidden, -jnp.inf, own[..., :dim])
+            scores = jnp.concatenate([own, scores[..., dim:]], axis=1)
+        entries = jnp.sum(jax.nn.softmax(scores, axis=1) * kv, axis=1)
+        entries = finish(entries, ratio * jnp.arange(entries.shape[0], dtype=jnp.int32))
+        self._entries[layer_name] = (ratio, self._stored(layer_name, entries))
+
+    def pick_entries(self, layer_name: str, q: jax.Array, weights: jax.Array, topk: int) -> jax.Array:
+        """The entries of the highest scores among those whose tokens all stand at or before the query."""
+        ratio, keys = self._entries[layer_name]
+        scores = jnp.einsum("th,the->te", weights, jax.nn.relu(jnp.einsum("thd,ed->the", q, keys)))
+        scores = jnp.where(_complete(q.shape[0], keys.shape[0], ratio), scores, -jnp.inf)
+        best, picked = jax.lax.top_k(scores, min(topk, keys.shape[0]))
+        return jnp.where(best > -jnp.inf, picked, -1)
+
+    def attend_compressed(
+        self,
+        layer_name: str,
+        q: jax.Array,
+        kv: jax.Array,
+        options: AttentionOptions,
+        indices: jax.Array | None = None,
+        *,
+        compressed: str | None = None,
+    ) -> jax.Array:
+        """One softmax over the window's latents and the entries that a query may see, or has picked."""
+        keys, seen = self._stored(layer_name, kv), visible(q.shape[0], options)
+        if compressed is not None:
+            ratio, entries = self._entries[compressed]
+            named = _complete(q.shape[0], entries.shape[0], ratio)
+            if indices is not None:
+                named &= (indices[:, :, None] == jnp.arange(entries.shape[0])).any(axis=1)
+            keys, seen = jnp.concatenate([keys, entries]), jnp.concatenate([seen, named], axis=1)
+        weights = softmax(jnp.einsum("qhd,kd->hqk", q, keys) * options.sm_scale, seen, options.sinks)
+        return jnp.einsum("hqk,kd->qhd", weights, keys)
 
     def _own(self, layer_name: str, first: jax.Array | None, second: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """What the layer writes, or another has written for it."""

@@ -168,7 +168,7 @@ def recurrent_config(shapes: StateShapes) -> KVCacheConfig:
 
 def recurrent_batch() -> DeviceBatch:
     """Two decoding sequences, one of four tokens that starts from nothing, and padding."""
-    batch = DeviceBatch.empty(Bucket(8, 4, 8), 1, recurrent=[0])
+    batch = DeviceBatch.empty(Bucket(8, 4, 8), 1, recurrent={0: 0})
     states = DeviceStates(np.int32([3, 1, 0, 0]), np.int32([2, 1, 5, 0]), np.array([True, True, False, False]))
     return replace(
         batch,

@@ -8,9 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.core import KVCacheManager, Request
+from kvjax.core.kinds.mla import MLAAttentionSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.core.step.step_builder import build_step_plan
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import Bucket, Buckets, DeviceBatch
 from kvjax.device.batch import padded, plan_sizes
+from pallas_kernels.compressor_update import max_new_entries
 from tests.device.toy import ToyHost, toy_config
 
 BUCKET = Bucket(16, 4, 6)
@@ -38,6 +43,14 @@ def test_padding_does_nothing() -> None:
         assert group.slot_mapping.tolist() == [*planned.slot_mapping, *[-1] * 6]
         assert group.block_tables[:2, :3].tolist() == planned.block_tables.tolist()
         assert group.block_tables.sum() == planned.block_tables.sum()
+
+
+def test_an_index_of_vectors_is_padded_with_tokens() -> None:
+    index = np.array([-1, 3, -1, -1, 0, -1, -1, -1, -1, 7])
+    assert DeviceBatch.from_plan(mixed_plan(), BUCKET, index).embed_index.tolist() == [*index, *[-1] * 6]
+    assert DeviceBatch.from_plan(mixed_plan(), BUCKET).embed_index is None
+    assert DeviceBatch.empty(BUCKET, 1, embeds=True).embed_index.tolist() == [-1] * 16
+    assert DeviceBatch.empty(BUCKET, 2, encoder=[1]).groups[1].slot_mapping.size == 0
 
 
 def test_all_arrays_are_fresh_and_int32_even_where_nothing_is_padded() -> None:
@@ -72,6 +85,46 @@ def test_an_empty_batch_has_the_shapes_of_a_full_one() -> None:
     assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, empty)
     assert empty.distribution.tolist() == [0, 0, 0]
     assert all((group.slot_mapping == -1).all() for group in empty.groups)
+
+
+def test_entries_of_several_tokens_have_slots_of_their_own() -> None:
+    """As many as a step of the bucket may complete; lengths beside them are those of tokens."""
+    specs = [MLAAttentionSpec(block_size=8, head_size=4, dtype="float32", tokens_per_state=r) for r in (2, 4)]
+    mixed = KVCacheGroupSpec(("a", "b"), specs[0], layer_specs=tuple(specs))
+    config = KVCacheConfig((KVCachePoolSpec(20),), (KVCacheGroupSpec(("c",), specs[0]), mixed))
+    manager = KVCacheManager(config, 32, 8)
+    requests = [Request(name, range(length)) for name, length in (("r", 7), ("s", 3))]
+    for request in requests:
+        manager.allocate_slots(request, request.num_tokens)
+    plan = build_step_plan(manager, np.array([r.row for r in requests]), np.array([7, 3]))
+    batch = DeviceBatch.from_plan(plan, BUCKET)
+    of_both = [group.compressed for group in batch.groups]
+    assert [sorted(compressed.slot_mappings) for compressed in of_both] == [[2], [2, 4]]
+    for group, compressed in zip(plan.groups, of_both, strict=True):
+        assert compressed.seq_lens.tolist() == [7, 3, 0, 0]
+        for planned in group.compressed:
+            slots = compressed.slot_mappings[planned.tokens_per_state]
+            room = max_new_entries(BUCKET.num_tokens, BUCKET.num_requests, planned.tokens_per_state)
+            assert slots.tolist() == [*planned.slot_mapping, *[-1] * (room - planned.slot_mapping.size)]
+    empty = DeviceBatch.empty(BUCKET, 2, compressed={0: {2}, 1: {4, 2}})
+    assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, empty)
+    assert all((slots == -1).all() for group in empty.groups for slots in group.compressed.slot_mappings.values())
+
+
+def test_pages_of_states_are_padded_with_requests_that_have_none() -> None:
+    """One to write a request, or one for each draft, too; as an empty batch has them."""
+    plan = mixed_plan()
+    for write, num_drafts in ((np.array([3, 4]), 0), (np.array([[0, 3], [4, 5]]), 1)):
+        states = {"state_read": np.array([1, 2]), "state_write": write, "has_initial_state": np.array([True, False])}
+        groups = tuple(replace(group, **states) for group in plan.groups)
+        batch = DeviceBatch.from_plan(replace(plan, groups=groups), BUCKET)
+        (found, *_), none = (group.states for group in batch.groups), [0] * (1 + num_drafts) if num_drafts else 0
+        assert found is not None
+        assert found.read.tolist() == [1, 2, 0, 0]
+        assert found.write.tolist() == [*write.tolist(), none, none]
+        assert found.has_initial.tolist() == [True, False, False, False]
+        empty = DeviceBatch.empty(BUCKET, len(groups), recurrent=dict.fromkeys(range(len(groups)), num_drafts))
+        assert jax.tree.map(np.shape, empty) == jax.tree.map(np.shape, batch)
 
 
 def test_positions_of_three_axes_are_padded_along_tokens() -> None:

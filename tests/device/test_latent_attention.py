@@ -53,10 +53,9 @@ def test_served_requests_equal_dense_attention(platform: str, budget: int) -> No
     serve_mixed(toy(platform), budget)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_latents_are_written_in_place(platform: str) -> None:
-    pages = create_pages(toy(platform).config)
-    assert_in_place(toy(platform).step.compiled(pages, BUCKETS.steps[0]), pages)
+def test_latents_are_written_in_place() -> None:
+    pages = create_pages(toy("cpu").config)
+    assert_in_place(toy("cpu").step.compiled(pages, BUCKETS.steps[0]), pages)
 
 
 def empty_cache() -> PagedKVCache:

@@ -345,6 +345,21 @@ def test_other_sizes_of_previous_tokens_or_sampling_inputs_are_refused(step: Upd
         step(pages, plan, sampling=np.zeros(5))
 
 
+def test_vectors_are_for_steps_made_with_them(step: UpdateStep) -> None:
+    """And an index is of the plan's tokens."""
+    _, host = one_request()
+    pages, plan = create_pages(toy_config()), host.plan([0], [9])
+    vectors = jax.numpy.zeros((2, 3))
+    with pytest.raises(ValueError, match=r"expected no embeds \(or make the step with embeds=True\), got \[2, 3\]"):
+        step(pages, plan, sampling=GREEDY, embeds=vectors)
+    taking = make_update_step(ToyModel(num_layers=3), toy_config(), BUCKETS, embeds=True)
+    with pytest.raises(ValueError, match=r"expected embeds \[rows, dim\], got none"):
+        taking(pages, plan)
+    with pytest.raises(ValueError, match=r"expected embed_index \[9\], got \[8\]"):
+        taking(pages, plan, embeds=vectors, embed_index=np.zeros(8, np.int32))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(pages))
+
+
 def test_a_model_that_skips_a_layer_is_refused() -> None:
     step = make_update_step(ToyModel(num_layers=2), toy_config(), BUCKETS)
     _, host = one_request()

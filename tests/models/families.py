@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 
-from kvjax.device import UpdateStep, make_update_step
-from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
+from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, MultimodalInput, SamplingParams
 from kvjax.engine.host_loop import HostStep
 from kvjax.engine.llm_engine import _Flight
 from kvjax.engine.sampler import sample
@@ -30,9 +30,14 @@ ATOL = 1e-4  # of float32 logits
 
 @dataclass(frozen=True)
 class Family:
-    """How one golden model is run."""
+    """How one golden model is run.
+
+    One that has the layers of another, with other rotary embeddings say, is a `variant`: its logits are compared, and
+    what scheduling does to it is left to sweeps.
+    """
 
     name: str  # of its folder in goldens
+    variant: bool = False
     block_size: int = 8
     num_blocks: int = 400
     max_model_len: int = 136  # the longest prompt and its continuation
@@ -40,27 +45,39 @@ class Family:
 
 FAMILIES = (
     Family("llama"),
-    Family("llama_linear"),
-    Family("llama_dynamic"),
-    Family("llama_yarn"),
+    Family("llama_linear", variant=True),
+    Family("llama_dynamic", variant=True),
+    Family("llama_yarn", variant=True),
     Family("qwen2"),
     Family("qwen3"),
     Family("mistral"),
     Family("phi3"),
-    Family("phi3_longrope"),
+    Family("phi3_longrope", variant=True),
     Family("gemma2"),
     Family("gemma3"),
     Family("mixtral"),
     Family("qwen3_moe"),
-    Family("deepseek_v2"),
+    Family("deepseek_v2", variant=True),
     Family("deepseek_v3"),
+    Family("deepseek_v4", block_size=128, max_model_len=240),
+    Family("deepseek_v4_sparse", block_size=128, max_model_len=240),
     Family("gpt_oss"),
+    Family("llama4"),
     Family("jamba"),
     Family("granite_moe_hybrid"),
     Family("qwen3_next"),
     Family("qwen3_5"),
     Family("kimi_linear"),
     Family("nemotron_h"),
+    Family("whisper"),
+    Family("qwen3_vl"),
+)
+
+
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+every_family_but_variants = pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, id=family.name, marks=[pytest.mark.sweep] if family.variant else []) for family in FAMILIES],
 )
 
 
@@ -82,17 +99,7 @@ class RecordingEngine(LLMEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.logits: dict[str, list[np.ndarray]] = {}
-        super().__init__(*args, **kwargs)
-
-    def _make_update_step(self) -> UpdateStep:
-        plain = super()._make_update_step()
-        return make_update_step(
-            self.model.module,
-            self.plan.config,
-            plain.buckets,
-            placement=self._placement,
-            sample_fn=sample_and_record,
-        )
+        super().__init__(*args, sample_fn=sample_and_record, **kwargs)
 
     def _dispatch(self, step: HostStep) -> _Flight:
         flight = super()._dispatch(step)
@@ -141,7 +148,26 @@ def greedy_params(max_tokens: int = NUM_GREEDY_TOKENS) -> SamplingParams:
 
 def add_golden(engine: LLMEngine, golden: Golden, params: SamplingParams, **kwargs: Any) -> str:
     """Queues a golden's prompt with all that belongs to it."""
-    return engine.add_request(golden.prompt, params, **kwargs)
+    return engine.add_request(golden.prompt, params, **inputs_of(golden), **kwargs)
+
+
+def inputs_of(golden: Golden) -> dict[str, Any]:
+    """What the prompt is given with beside its tokens, as arguments of `add_request`; the prompt may have been cut."""
+    extras, length = golden.extras, len(golden.prompt)
+    inputs: dict[str, Any] = {}
+    if "features" in extras:
+        inputs["encoder_features"] = extras["features"]
+    places = extras.get("embed_tokens", np.zeros(0, np.int32))
+    places = places[places < length]
+    if places.size:
+        rows = np.concatenate([extras["embeds"], *extras["deepstack"]], axis=1)[: places.size]
+        breaks = np.flatnonzero(np.diff(places) > 1) + 1
+        inputs["embeddings"] = [
+            MultimodalInput(embeds=image, start=int(tokens[0]))
+            for image, tokens in zip(np.split(rows, breaks), np.split(places, breaks), strict=True)
+        ]
+        inputs["prompt_positions"] = extras["rope_positions"][:, :length]
+    return inputs
 
 
 def run_goldens(

@@ -17,6 +17,14 @@ FAMILIES says; the first four of a tiny model share their first 37 tokens.
                     first `num_sink_tokens`; positions are those of the whole text. The folder is a plain Llama.
     llama_dynamic   rotary frequencies of the longest sequence (factor * max_position_embeddings) at every length
     phi3_longrope   every pass is longer than original_max_position_embeddings, so that all use the long factors
+    deepseek_v4_sparse  of a pass over the prompt, per layer with an indexer: extras index_scores float32[layers,
+                    num_tokens, num_entries], -inf where an entry is not complete at a token; indices int32[layers,
+                    num_tokens, index_topk] of the entries chosen, ascending, -1 where there are fewer
+    whisper         extras features float32[num_mel_bins, num_frames]; prompts 0 and 1 have the same, as have 2 and 3
+    qwen3_vl        extras embeds float32[num_rows, hidden] in the place of the tokens embed_tokens int32[num_rows];
+                    deepstack float32[2, num_rows, hidden] added to what layers 0 and 1 return for them; rope_positions
+                    int32[3, num_tokens + 32]. Prompts 0 and 1 show one image in the shared prefix, 2 and 3 another,
+                    4 two images, 5 none. The folder's vision tower (model.visual) is not used.
 """
 
 from __future__ import annotations
@@ -49,12 +57,18 @@ FAMILIES = {
     "llama4": 32,
     "deepseek_v2": 0,
     "deepseek_v3": 0,
+    "deepseek_v4": 128,
+    "deepseek_v4_sparse": 128,
+    "gemma3n": 16,
+    "gemma4": 16,
     "jamba": 16,
     "granite_moe_hybrid": 32,
     "nemotron_h": 32,
     "qwen3_next": 64,
     "qwen3_5": 64,
     "kimi_linear": 64,
+    "whisper": 0,
+    "qwen3_vl": 0,
 }
 TINY_MODELS = ("llama", "qwen3", "gemma3")
 GOLDEN_MODELS = (*TINY_MODELS, "demo")

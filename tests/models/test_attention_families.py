@@ -14,6 +14,7 @@ from tests.models.golden_models import goldens_of, model_folder
 FAMILIES = (
     "phi3",
     "gpt_oss",
+    "llama4",
 )
 PADDED_TOKENS = 256
 

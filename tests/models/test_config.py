@@ -160,6 +160,13 @@ def test_end_tokens_of_the_generation_config_take_precedence(tmp_path: Path) -> 
             "'sliding_window' to be a positive integer, got 'long'",
         ),
         (llama_dict(rope_scaling={"rope_type": "ntk"}), "'rope_type' among default, linear, .*longrope, got 'ntk'"),
+        (
+            llama_dict(
+                architectures=["Phi3ForCausalLM"],
+                rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]},
+            ),
+            "expected 4 numbers in short_factor and long_factor, got 1 and 2",
+        ),
         (llama_dict(rope_scaling="linear"), "'rope_scaling' to be an object, got 'linear'"),
         (llama_dict(rope_scaling={"type": "linear"}), "rope_parameters: expected the key 'factor'"),
         (llama_dict(rope_scaling={"type": "default", "x": 1}), "rope_parameters: unknown keys x"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import chex
@@ -12,7 +13,6 @@ import pytest
 from flax import nnx
 
 from kvjax.models import Decoder, DenseAttention, ModelConfig, build_model, load_model
-from tests.models.configs import qwen3_vl_dict
 from tests.models.golden_models import GOLDEN_MODELS, goldens_of, model_folder
 
 PADDED_TOKENS = 320
@@ -90,9 +90,7 @@ def test_padding_tokens_outside_the_vocabulary_are_clipped_not_nan() -> None:
     chex.assert_tree_all_finite(forward(jnp.asarray([1, -1, 10_000])))
 
 
-def test_models_that_can_only_be_planned_for_are_refused() -> None:
-    config = ModelConfig.from_dict(qwen3_vl_dict())
-    with pytest.raises(
-        NotImplementedError, match=r"expected an architecture that runs \(.*LlamaForCausalLM.*got Qwen3VL"
-    ):
+def test_architectures_without_a_decoder_are_refused_and_those_with_one_named() -> None:
+    config = dataclasses.replace(ModelConfig.from_folder(model_folder("qwen3")), architecture="BertModel")
+    with pytest.raises(NotImplementedError, match=r"expected an architecture that runs .*LlamaFor.* got BertModel"):
         build_model(config, rngs=nnx.Rngs(0))

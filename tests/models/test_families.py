@@ -15,13 +15,14 @@ from kvjax.device.compile_counter import count_compilations
 from kvjax.engine import GenerationResult, SamplingParams
 from tests.models.families import (
     ATOL,
-    FAMILIES,
     NUM_GREEDY_TOKENS,
     Family,
     add_golden,
     assert_golden,
     assert_nothing_is_left,
     drain,
+    every_family,
+    every_family_but_variants,
     greedy_params,
     make_engine,
     run_goldens,
@@ -29,9 +30,8 @@ from tests.models.families import (
 )
 from tests.models.golden_models import goldens_of
 
-pytestmark = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
-
+@every_family
 def test_prefill_and_decoding_are_hugging_faces(family: Family) -> None:
     """One request a step and its prompt in as few chunks as the step allows."""
     engine = make_engine(family, enable_prefix_caching=False, max_num_seqs=1)
@@ -40,6 +40,7 @@ def test_prefill_and_decoding_are_hugging_faces(family: Family) -> None:
     assert_nothing_is_left(engine)
 
 
+@every_family
 def test_logits_of_prompt_tokens_are_hugging_faces(family: Family) -> None:
     """Every beginning of a prompt is a prompt, whose last token's logits were kept."""
     engine = make_engine(family, enable_prefix_caching=False)
@@ -51,6 +52,7 @@ def test_logits_of_prompt_tokens_are_hugging_faces(family: Family) -> None:
         np.testing.assert_allclose(engine.logits[request_id][0], logits, atol=ATOL, rtol=0, err_msg=str(position))
 
 
+@every_family_but_variants
 @pytest.mark.parametrize("max_num_batched_tokens", [8, 13])
 def test_chunks_that_split_blocks_and_windows(family: Family, max_num_batched_tokens: int) -> None:
     engine = make_engine(family, enable_prefix_caching=False, max_num_batched_tokens=max_num_batched_tokens)
@@ -59,6 +61,7 @@ def test_chunks_that_split_blocks_and_windows(family: Family, max_num_batched_to
     assert_nothing_is_left(engine)
 
 
+@every_family_but_variants
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_prefix_hits_change_nothing(family: Family, async_scheduling: bool) -> None:
     """Prompts with a common beginning, then all again, then prompts that go on where earlier answers were."""
@@ -84,6 +87,7 @@ def test_prefix_hits_change_nothing(family: Family, async_scheduling: bool) -> N
     assert_nothing_is_left(engine)
 
 
+@every_family_but_variants
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_preemption_at_any_time(family: Family, enable_prefix_caching: bool, async_scheduling: bool) -> None:
@@ -104,6 +108,7 @@ def test_preemption_at_any_time(family: Family, enable_prefix_caching: bool, asy
     assert_nothing_is_left(engine)
 
 
+@every_family_but_variants
 def test_eight_samples_by_fork_are_eight_requests(family: Family) -> None:
     golden = goldens_of(family.name)[1]
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=8)
@@ -122,6 +127,7 @@ def test_eight_samples_by_fork_are_eight_requests(family: Family) -> None:
     assert_nothing_is_left(forking)
 
 
+@every_family_but_variants
 def test_no_step_holds_more_blocks_than_the_formula(family: Family) -> None:
     """One long generation: windows and chunks release what is behind them, recurrent layers keep their states only."""
     engine = make_engine(family, enable_prefix_caching=False, max_num_seqs=1, max_num_batched_tokens=8)
@@ -140,6 +146,7 @@ def test_no_step_holds_more_blocks_than_the_formula(family: Family) -> None:
     assert all(0 < held <= limit for held, limit in zip(most, limits, strict=True)), (most, limits)
 
 
+@every_family_but_variants
 def test_a_long_mixed_run_compiles_nothing(family: Family) -> None:
     """200 requests of all lengths, greedy and random, alone and in samples, after warm-up."""
     engine = make_engine(family)

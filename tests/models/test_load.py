@@ -20,7 +20,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from kvjax.errors import CheckpointError, ConfigError, MissingExtraError
 from kvjax.extras import require_extra
-from kvjax.models import DenseAttention, Tokenizer, load_model
+from kvjax.models import DenseAttention, ModelConfig, Tokenizer, load_model
+from kvjax.models.layers.language_model import LanguageModel
+from kvjax.models.layers.rotary import inverse_frequencies
 from kvjax.models.save import save_weights
 from tests.models.golden_models import goldens_of, model_folder
 
@@ -230,3 +232,24 @@ def test_a_model_split_over_four_devices_gives_the_same_logits() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_model_is_made_for_the_length_that_it_is_run_for() -> None:
+    """Long rope: short factors up to the length of pretraining, as transformers has them there."""
+    folder = model_folder("phi3_longrope")
+    whole, short = (load_model(folder, "float32", max_model_len=length).module for length in (None, 32))
+    assert (whole.config.max_model_len, short.config.max_model_len) == (
+        ModelConfig.from_folder(folder).max_model_len,
+        32,
+    )
+    rope = short.config.rope
+    assert rope is not None
+    assert rope.original_max_len == 32
+    short_frequencies = inverse_frequencies(rope, short.config.head_dim, 32)
+    assert not np.allclose(short_frequencies, inverse_frequencies(rope, short.config.head_dim, 33))
+    tokens = jnp.asarray(goldens_of("phi3_longrope")[0].prompt[:20])
+
+    def forward(module: LanguageModel) -> jax.Array:
+        return module.logits(module(tokens, jnp.arange(20), DenseAttention()))
+
+    assert not np.allclose(forward(whole), forward(short), atol=1e-2)

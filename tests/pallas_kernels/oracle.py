@@ -70,7 +70,7 @@ def attention(
         for t in range(start, end):
             pos = int(seq_lens[s]) - (end - start) + (t - start)
             keys = np.array(visible_keys(pos, int(seq_lens[s]), options), dtype=np.int64)
-            if pos < 0 or keys.size == 0:
+            if (options.causal and pos < 0) or keys.size == 0:
                 continue
             at = (block_tables[s, keys // page_size], keys % page_size)
             for h in range(num_q_heads):

@@ -26,8 +26,9 @@ from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.sparse_mla_attention import sparse_cases
-from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv, on_device
+from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv
 from tests.pallas_kernels.ssm_update.test_selective_scan import MAMBA2
+from tests.pallas_kernels.state_cases import on_device
 
 ROWS = [(1, 30), (1, 1), (11, 40), (6, 6)]
 WINDOW = Options(sliding_window=9)

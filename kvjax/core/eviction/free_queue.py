@@ -22,6 +22,8 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -97,7 +99,8 @@ class FreeKVCacheBlockQueue:
         if not 0 <= num_blocks <= num_free:
             self._check_available(num_blocks)
         if self._tail - head == num_free:
-            block_ids, end = self._read(self._ring, head, num_blocks).copy(), head + num_blocks
+            end = head + num_blocks
+            block_ids = self._read(self._ring, head, num_blocks).copy()
         else:
             block_ids, end = self._scan(num_blocks)
         self._position[block_ids] = NOT_QUEUED
@@ -170,12 +173,19 @@ class FreeKVCacheBlockQueue:
         """
         if block_id in self:
             raise BlockStateError(f"expected a block outside the free queue, got {block_id}, which is in it")
-        self._make_room(1)
-        cell = self._tail % len(self._ring)
-        self._ring[cell] = block_id
-        self._position[block_id] = cell
-        self._tail += 1
-        self.num_free_blocks += 1
+        self.append_few((block_id,))
+
+    def append_few(self, block_ids: Sequence[int]) -> None:
+        """`append_n` of a few blocks that are known to be distinct and not queued, without the cost of arrays."""
+        self._make_room(len(block_ids))
+        ring, position, tail = self._ring, self._position, self._tail
+        for block_id in block_ids:
+            cell = tail % ring.size
+            ring[cell] = block_id
+            position[block_id] = cell
+            tail += 1
+        self._tail = tail
+        self.num_free_blocks += len(block_ids)
 
     def append_n(self, block_ids: npt.ArrayLike) -> None:
         """Puts distinct blocks at the tail, in the order given: the last one is handed out last.
@@ -208,12 +218,14 @@ class FreeKVCacheBlockQueue:
 
     def append_distinct(self, ids: np.ndarray) -> None:
         """`append_n` of blocks (int64[n]) that are known to be distinct and not queued."""
-        count = len(ids)
-        self._make_room(count)
-        first = self._tail % len(self._ring)
-        if first + count <= len(self._ring):
-            self._position[ids] = self._cells[first : first + count]
-            self._ring[first : first + count] = ids
+        count, length = ids.size, self._ring.size
+        if self._tail - self._head + count > length:
+            self._make_room(count)
+        first = self._tail % length
+        end = first + count
+        if end <= length:
+            self._position[ids] = self._cells[first:end]
+            self._ring[first:end] = ids
         else:
             self._position[ids] = self._read(self._cells, first, count)
             self._write(first, ids)
@@ -257,11 +269,10 @@ class FreeKVCacheBlockQueue:
 
     def _read(self, ring: np.ndarray, start: int, count: int) -> np.ndarray:  # [count]; a view unless the range wraps
         """What `_ring` or `_cells` holds from cursor `start` on."""
-        first = start % len(ring)
-        rest = first + count - len(ring)
-        if rest <= 0:
-            return ring[first : first + count]
-        return np.concatenate([ring[first:], ring[:rest]])
+        length = ring.size
+        first = start % length
+        end = first + count
+        return ring[first:end] if end <= length else np.concatenate([ring[first:], ring[: end - length]])
 
     def _write(self, start: int, ids: np.ndarray) -> None:
         first = start % len(self._ring)

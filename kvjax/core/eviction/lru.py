@@ -8,6 +8,8 @@ A released block joins the tail of one queue, a hit leaves it from the middle. W
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
@@ -51,12 +53,12 @@ class LRUPolicy(EvictionPolicy):
             ids = ids[hashed]
         self.queue.append_distinct(ids)
 
-    def release_one(self, block_id: int) -> None:
-        """`release` of one block."""
-        if self.uncached_first and not self.index.is_hashed.item(block_id):
-            self.queue.prepend_n([block_id])
+    def release_few(self, ids: Sequence[int]) -> None:
+        """`release` of a few blocks."""
+        if self.uncached_first:
+            self.release(np.array(ids, np.int64))
         else:
-            self.queue.append(block_id)
+            self.queue.append_few(ids)
 
     def try_release(self, ids: np.ndarray) -> bool:
         """The queue sees a repeated block while it writes."""

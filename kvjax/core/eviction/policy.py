@@ -14,6 +14,7 @@ free and unhashed. Keep state in plain attributes, so that a pool can be copied.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from kvjax.errors import OutOfBlocksError
 class EvictionPolicy(abc.ABC):
     """The free blocks of one pool in eviction order. Owned by the pool; not thread-safe.
 
-    Everything is said in bulk. `joins_releases`, `take_one`, `release_one` and `try_release` exist for speed: their
+    Everything is said in bulk. `joins_releases`, `take_one`, `release_few` and `try_release` exist for speed: their
     defaults are right.
     """
 
@@ -110,9 +111,9 @@ class EvictionPolicy(abc.ABC):
         """`take` of one block."""
         return int(self.take(1)[0])
 
-    def release_one(self, block_id: int) -> None:
-        """`release` of one block."""
-        self.release(np.array([block_id]))
+    def release_few(self, ids: Sequence[int]) -> None:
+        """`release` of a few blocks, without the cost of arrays."""
+        self.release(np.array(ids, np.int64))
 
     def try_release(self, ids: np.ndarray) -> bool:
         """`release` where it is cheap to tell that no block repeats; else False, and nothing is changed."""

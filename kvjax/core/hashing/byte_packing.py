@@ -46,9 +46,9 @@ def _pack_chunk(token_ids: np.ndarray, before: bytes, after: bytes, code_tokens:
     words = np.ndarray((buffer.size - WORD_BYTES + 1,), "<u8", buffer, 0, (1,))  # the word at every byte offset
     offsets = np.empty((num_tokens + 1, num_rows), np.int64)
     offsets[0] = np.arange(len(before), buffer.size, stride)
-    np.cumsum(lengths, axis=0, out=offsets[1:])
-    offsets[1:] += offsets[0]
-    words[offsets[0] - len(before)] = int.from_bytes(before, "little")
+    offsets[1:] = lengths
+    np.add.accumulate(offsets, axis=0, out=offsets)
+    buffer.reshape(num_rows, stride)[:, : len(before)] = np.frombuffer(before, np.uint8)
     words[offsets[:-1].ravel()] = codes.ravel()  # in this order: token k of a row before its token k + 1
     words[offsets[-1]] = int.from_bytes(after, "little")
     return buffer.view(f"S{stride}").tolist()

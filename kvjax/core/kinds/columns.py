@@ -59,11 +59,14 @@ class ColumnManager(SingleTypeKVCacheManager):
         held = self.num_blocks.item(row)
         required = -(-num_slots // self.block_size)
         if required <= held:
-            return np.empty((self.num_groups, 0), np.int32)
-        self._table.reserve_columns(required)
+            return self.no_blocks
+        if required > self._table.num_columns:
+            self._table.reserve_columns(required)
         num_new = self.num_groups * (required - held)
         if num_new == 1:
             ids = np.array([[self.block_pool.get_new_block()]], np.int32)
+        elif self.num_groups == 1:
+            ids = self.block_pool.get_new_blocks(num_new)[None]
         else:
             ids = self.block_pool.get_new_blocks(num_new).reshape(self.num_groups, -1)
         self._table.entries[:, row, held:required] = ids

@@ -71,7 +71,7 @@ class GroupManagers:
         self.pool_of_group = tuple(pools[group.pool_id] for group in kv_cache_config.kv_cache_groups)
         self.no_ids = (NO_BLOCK_IDS,) * self.num_groups
         self.no_blocks = KVCacheBlocks(self.no_ids, self.pool_of_group)
-        self._no_ids_by_manager = [np.empty((manager.num_groups, 0), np.int32) for manager in self.managers]
+        self._no_ids_by_manager = [manager.no_blocks for manager in self.managers]
         self._place_of_group = {
             group_id: (manager, place) for manager in self.managers for place, group_id in enumerate(manager.group_ids)
         }

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
 
 
-class PrefixLookup(NamedTuple):
-    """One question to the prefix cache. A tuple, since a lookup asks several."""
+@dataclass
+class PrefixLookup:
+    """One question to the prefix cache. Nobody writes to it; not frozen, since a lookup asks several."""
 
     block_hashes: Sequence[BlockHash]  # at the manager's block size
     max_length: int  # tokens; a hit is no longer

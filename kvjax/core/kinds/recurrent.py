@@ -196,7 +196,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
         """
         held, required = self.num_blocks.item(row), self._columns_for(num_slots)
         if required <= held:
-            return np.empty((self.num_groups, 0), np.int32)
+            return self.no_blocks
         self._table.reserve_columns(required)
         # a row whose columns are all registered has a hit at most: speculative blocks are not
         is_first = held == self.num_cached_blocks.item(row)

@@ -110,6 +110,20 @@ class RecurrentSpec(KVCacheSpec):
         pages = table[rows, np.maximum(num_tokens - 1, 0) // self.block_size]
         return np.where(pages == 0, running, pages)
 
+    @property
+    def num_drafts(self) -> int:
+        """`num_speculative_blocks`."""
+        return self.num_speculative_blocks
+
+    def pages_of_drafts(
+        self,
+        table: np.ndarray,  # int32[rows, columns]
+        num_blocks: np.ndarray,  # int64[rows]
+        rows: np.ndarray,  # int64[S]
+    ) -> np.ndarray:  # int32[S, s]
+        """Speculative blocks, the first in the last column."""
+        return table[rows[:, None], num_blocks[rows][:, None] - 1 - np.arange(self.num_speculative_blocks)]
+
     def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:
         """Tokens that rows with int64[S] `num_blocks` columns may have."""
         tokens = (num_blocks - self.num_speculative_blocks) * self.block_size

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvjax.core.pool.fresh_blocks import FreshBlocks
     from kvjax.core.requests.request import Request
 
-FEW_COLUMNS = 6  # so many blocks of a row are registered faster one by one
+FEW_COLUMNS = 6  # so many blocks of a row are registered and released faster one by one
 NEVER = 1 << 60  # a token count that no request reaches
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
 
@@ -112,6 +112,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.kv_cache_spec = kv_cache_spec
         self.block_pool = block_pool
         self.group_ids = group_ids
+        self.num_groups = len(group_ids)  # G
+        self.no_blocks = np.empty((self.num_groups, 0), np.int32)
         self.settings = settings
         self.fresh_blocks = fresh_blocks
         layout = self.table_layout()
@@ -261,16 +263,6 @@ class SingleTypeKVCacheManager(abc.ABC):
     # Table memory.
 
     @property
-    def num_groups(self) -> int:
-        """G."""
-        return len(self.group_ids)
-
-    @property
-    def no_blocks(self) -> np.ndarray:
-        """int32[G, 0]"""
-        return np.empty((self.num_groups, 0), np.int32)
-
-    @property
     def reads_encoder(self) -> bool:
         """Whether slots are the encoder's tokens."""
         return self.kv_cache_spec.reads_encoder
@@ -293,24 +285,26 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def remove_skipped_blocks(self, row: int, settled_tokens: int) -> None:
         """Releases what no token after the first `settled_tokens` attends to; the last block is evicted first."""
-        end = self.num_blocks.item(row) - self.num_tail_columns
+        start, end = self.first_live.item(row), self.num_blocks.item(row) - self.num_tail_columns
         skipped = min(self.get_num_skipped_tokens(settled_tokens) // self.block_size, end)
-        if skipped > self.first_live.item(row):
-            self._release_before(row, skipped)
+        if skipped > start:
+            self._release(row, start, skipped)
+            self._table.discard_behind(row, start, skipped)
             self.first_live[row] = skipped
 
-    def _release_before(self, row: int, end: int) -> None:
-        """Releases the row's blocks before column `end`, the last first."""
-        entries = self._table.entries[:, row, self.first_live.item(row) : end]
+    def _release(self, row: int, start: int, end: int) -> None:
+        """Releases the blocks in the row's columns from `start` to `end`, the last first."""
+        entries = self._table.entries[:, row, start:end]
+        if end - start <= FEW_COLUMNS:
+            for of_group in entries.tolist():
+                self.block_pool.free_few([block_id for block_id in reversed(of_group) if block_id])
+            entries.fill(0)
+            return
         ids = entries[:, ::-1].astype(np.int64)
-        entries[...] = 0
-        self._table.discard_behind(row, self.first_live.item(row), end)
+        entries.fill(0)
         if not self.has_stable_positions:
             ids = ids[:, ids[0] != 0]  # groups have their nulls in the same columns
-        if ids.size == 1:
-            self.block_pool.free_block(ids.item())
-        else:
-            self.block_pool.free_groups(ids)
+        self.block_pool.free_groups(ids)
 
     def add_computed_blocks(self, row: int, hit_ids: np.ndarray, total_computed: int) -> None:
         """First phase of a first allocation: holds the hit's blocks that the window still sees, nulls before them."""
@@ -338,12 +332,14 @@ class SingleTypeKVCacheManager(abc.ABC):
             for group_id, ids in zip(self.group_ids, blocks, strict=True):
                 self.block_pool.cache_full_blocks(request, ids, block_hashes, cached, group_id)
         elif full <= cached + FEW_COLUMNS:
+            hashes = block_hashes[cached:full]
             for group_id, few in zip(self.group_ids, blocks.tolist(), strict=True):
-                self.block_pool.register_few(few, block_hashes[cached:full], cached, group_id)
+                self.block_pool.register_few(few, hashes, cached, group_id)
         else:
-            hashes = np.fromiter(block_hashes[cached:full], np.object_, full - cached)
-            self._register_real(blocks, np.arange(cached, full), hashes)
-        self._note_registered(blocks)
+            columns = np.arange(cached, full)
+            self._register_real(blocks, columns, np.fromiter(block_hashes[cached:full], np.object_, full - cached))
+        if not self.same_step_hits:
+            self._note_registered(blocks)
         if self.block_pool.origins is not None:
             self.block_pool.origins.note(self.block_tables[:, row, cached:full], request.origin)
         self.num_cached_blocks[row] = full
@@ -352,19 +348,19 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def _blocks_to_register(self, row: int, start: int, end: int) -> np.ndarray:  # int32[G, end - start]
         """The row's blocks from column `start` on, null where no checkpoint keeps them."""
-        ids = self.block_tables[:, row, start:end]
+        ids = self._table.entries[:, row, start:end]
         if self._checkpoints is None:
             return ids
         return ids * self._checkpoints.keeps(np.array([row]), np.arange(start, end), self._checkpoint)
 
     def _note_registered(self, block_ids: np.ndarray) -> None:
-        """Remembers int32[...] blocks as not to be hit in this step, unless they may be."""
-        if not self.same_step_hits:
-            self.fresh_blocks.add(block_ids[block_ids != 0])
+        """Remembers int32[...] blocks as not to be hit in this step."""
+        self.fresh_blocks.add(block_ids[block_ids != 0])
 
     def free(self, row: int) -> None:
         """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
-        self._release_before(row, end := self.num_blocks.item(row))
+        end = self.num_blocks.item(row)
+        self._release(row, self.first_live.item(row), end)
         self._table.discard_row(row, end)
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
 
@@ -401,7 +397,9 @@ class SingleTypeKVCacheManager(abc.ABC):
     def row_idle_until(self, row: int) -> int:
         """Slots up to which a step of the row neither allocates, registers nor releases in these groups."""
         size = self.block_size
-        idle = min(self.held_slots(row), self.tokens_until_release(self.first_live.item(row)))
+        idle = self.held_slots(row)
+        if self.frees_skipped_blocks:
+            idle = min(idle, self.tokens_until_release(self.first_live.item(row)))
         if self.enable_caching:
             idle = min(idle, (self.num_cached_blocks.item(row) + 1) * size - 1)
         return idle
@@ -429,7 +427,8 @@ class SingleTypeKVCacheManager(abc.ABC):
                 return
         ids = self._table.entries[:, rows, columns]
         self._register_real(ids, columns, block_hashes)
-        self._note_registered(ids)
+        if not self.same_step_hits:
+            self._note_registered(ids)
 
     def _register_real(self, ids: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
         if self.frees_skipped_blocks and np.count_nonzero(ids) < ids.size:
@@ -465,8 +464,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     def find_longest_cache_hit(self, lookup: PrefixLookup) -> np.ndarray:
         """int32[G, k] ids of the longest hit of at most `max_length` tokens, null where a block is not needed."""
         scan = self.start_scan(lookup)
-        scan.longest(lookup.max_length)
-        return scan.ids()
+        return scan.ids() if scan.longest(lookup.max_length) else self.no_blocks
 
     def cached_run(self, block_hashes: Sequence[BlockHash], limit: int = NEVER) -> np.ndarray:
         """int32[G, k] blocks of the longest leading run of hashes, `limit` at most, that every group has cached."""
@@ -474,6 +472,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         for group_id in self.group_ids:
             run = self.block_pool.find_run(block_hashes, group_id, limit)
             limit = self.fresh_blocks.cut(run)
+            if not limit:
+                return self.no_blocks
             runs.append(run)
         if len(runs) == 1:
             return runs[0][None, :limit]

@@ -7,6 +7,7 @@ Source:  get_num_blocks_to_allocate of vLLM v1/core/kv_cache_coordinator.py
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import le
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class BlockNeeds:
 
     def __init__(self, groups: GroupManagers) -> None:
         self._groups = groups
+        self._pools = groups.pools
+        self._managers = tuple(zip(groups.managers, groups.pool_ids, strict=True))  # each with the number of its pool
 
     def of_new(
         self,
@@ -33,9 +36,8 @@ class BlockNeeds:
 
         `num_tokens` are the slots without lookahead.
         """
-        groups = self._groups
-        needs = [0] * len(groups.pools)
-        for manager, pool_id, ids in zip(groups.managers, groups.pool_ids, groups.by_manager(hits), strict=True):
+        needs = [0] * len(self._pools)
+        for (manager, pool_id), ids in zip(self._managers, self._groups.by_manager(hits), strict=True):
             slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
             slots = manager.slots_of(slots, num_encoder_tokens)
             needs[pool_id] += manager.num_blocks_for_new(slots, ids, total_computed, capped)
@@ -43,32 +45,29 @@ class BlockNeeds:
 
     def of_running(self, row: int, num_slots: int, capped: bool = False, num_tokens: int = NEVER) -> list[int]:
         """Per pool the free blocks that a row still needs; `num_tokens` are the slots without lookahead."""
-        groups = self._groups
-        needs = [0] * len(groups.pools)
-        for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
+        needs = [0] * len(self._pools)
+        for manager, pool_id in self._managers:
             slots = num_slots if manager.takes_lookahead else min(num_slots, num_tokens)
             needs[pool_id] += manager.num_blocks_for_running(row, slots, capped)
         return needs
 
     def of_children(self, num_rows: int) -> list[int]:
         """Per pool the free blocks that so many new rows take when they share what another row holds."""
-        groups = self._groups
-        needs = [0] * len(groups.pools)
-        for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
+        needs = [0] * len(self._pools)
+        for manager, pool_id in self._managers:
             needs[pool_id] += manager.num_blocks_for_share(num_rows)
         return needs
 
     def worst_case(self, num_slots: int) -> list[int]:
         """Per pool the most blocks that a request of at most `num_slots` slots ever holds at once."""
-        groups = self._groups
-        needs = [0] * len(groups.pools)
-        for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
+        needs = [0] * len(self._pools)
+        for manager, pool_id in self._managers:
             needs[pool_id] += manager.worst_case_blocks(num_slots)
         return needs
 
     def fit(self, needs: Sequence[int]) -> bool:
         """Whether every pool has the blocks free."""
-        return all(need <= pool.num_free_blocks for need, pool in zip(needs, self._groups.pools, strict=True))
+        return all(map(le, needs, [pool.num_free_blocks for pool in self._pools]))
 
 
 def sums(needs: Sequence[int], more: Sequence[int]) -> list[int]:

@@ -48,6 +48,10 @@ class CopyOnWrite:
         self.num_sharing += not self.is_sharing[row]
         self.is_sharing[row] = True
 
+    def is_marked(self, row: int) -> bool:
+        """Whether a row shares a block that it may write to."""
+        return bool(self.num_sharing and self.is_sharing[row])
+
     def unmark(self, row: int) -> None:
         """Notes that a row shares no such block any more."""
         if self.num_sharing:

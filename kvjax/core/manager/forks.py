@@ -51,7 +51,7 @@ class Forks:
             return None
         if not self._needs.fit(self._needs.of_children(n)):
             return None
-        self._rows.register(request, row, self._rows.cacheable_tokens(row, shared))
+        self._rows.register(request, row, self._rows.cacheable_tokens(request, row, shared))
         children = tuple(request.fork(name) for name in names)
         rows = np.array([self._table.add(child) for child in children])
         self._rows.reserve_rows()

@@ -40,6 +40,9 @@ class RowBlocks:
         reservations: Reservations | None,
     ) -> None:
         self._groups = groups
+        self._enable_caching = groups.settings.enable_caching
+        self._max_model_len = groups.settings.max_model_len
+        self._hash_block_size = groups.hashing.hash_block_size
         self._needs = needs
         self._table = request_table
         self._reservations = reservations
@@ -125,7 +128,7 @@ class RowBlocks:
         self.remove_skipped(row, settled_tokens)
         needs = self._needs.of_running(row, num_slots, num_tokens=num_tokens)
         new_ids = self._groups.no_ids
-        if self.copy_on_write.is_sharing[row]:
+        if self.copy_on_write.is_marked(row):
             copies = self.copy_on_write.num_copies(row, request.num_computed_tokens)
             if not self._needs.fit(sums(needs, copies)):
                 return None
@@ -156,20 +159,19 @@ class RowBlocks:
             new_ids.append(manager.allocate_new_blocks(row, manager.slots_of(slots, num_encoder_tokens)))
         return self._groups.by_group(new_ids)
 
-    def cacheable_tokens(self, row: int, num_tokens: int) -> int:
+    def cacheable_tokens(self, request: Request, row: int, num_tokens: int) -> int:
         """Of the first `num_tokens` tokens those whose blocks may be registered: the request has them, and hashes."""
-        if not self._groups.settings.enable_caching or self._table.skips_registration.item(row):
+        if not self._enable_caching or (self._table.num_skipping and self._table.skips_registration.item(row)):
             return 0
-        return min(num_tokens, self._table.num_hashed_blocks.item(row) * self._groups.hashing.hash_block_size)
+        return min(num_tokens, len(request.block_hashes) * self._hash_block_size)
 
     def register(self, request: Request, row: int, num_cacheable: int) -> None:
         """Registers the blocks that the first `num_cacheable` tokens fill."""
-        hashing = self._groups.hashing
         for manager in self._groups.cacheable:
             if num_cacheable >= (manager.num_cached_blocks.item(row) + 1) * manager.block_size:
                 hashes: Sequence[BlockHash] = request.block_hashes
-                if manager.block_size != hashing.hash_block_size:
-                    hashes = hashing.of_block_size(hashes, manager.block_size)
+                if manager.block_size != self._hash_block_size:
+                    hashes = self._groups.hashing.of_block_size(hashes, manager.block_size)
                 manager.cache_blocks(request, row, hashes, num_cacheable)
 
     def free(self, row: int) -> None:
@@ -183,7 +185,7 @@ class RowBlocks:
 
     def note_idle(self, row: int) -> None:
         """Renews one row's entry of `idle_until`."""
-        idle_until = 0 if self.copy_on_write.is_sharing[row] else self._groups.settings.max_model_len
+        idle_until = 0 if self.copy_on_write.is_marked(row) else self._max_model_len
         for manager in self._groups.managers:
             idle_until = min(idle_until, manager.row_idle_until(row))
         self.idle_until[row] = idle_until

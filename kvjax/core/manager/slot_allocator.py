@@ -13,7 +13,7 @@ Source:  order of work of vLLM v1/core/kv_cache_manager.py (allocate_slots)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,15 +32,16 @@ from kvjax.errors import BlockStateError
 GroupIds = tuple[np.ndarray, ...]  # per group int32[k]
 
 
-class SlotCounts(NamedTuple):
-    """Numbers of tokens of one call. A tuple, since every admission makes one."""
+@dataclass
+class SlotCounts:
+    """Numbers of tokens of one call. Nobody writes to it; not frozen, since every admission makes one."""
 
     new: int
-    new_computed: int = 0
-    lookahead: int = 0
-    external: int = 0
-    encoder: int = 0
-    in_flight: int = 0
+    new_computed: int
+    lookahead: int
+    external: int
+    encoder: int
+    in_flight: int
 
     def checked(self) -> SlotCounts:
         """The counts as ints.
@@ -48,14 +49,18 @@ class SlotCounts(NamedTuple):
         Raises:
             ValueError: one can not be.
         """
-        counts = self
-        for count in self:
-            if type(count) is not int or not 0 <= count <= MOST_TOKENS:
-                counts = SlotCounts(*map(as_count, _PARAMETERS, self))
-                break
+        counts = self if self._are_counts() else SlotCounts(*map(as_count, _PARAMETERS, vars(self).values()))
         if not counts.new and not counts.external:
             raise ValueError("expected num_new_tokens >= 1, got 0; only a load of external tokens computes nothing")
         return counts
+
+    def _are_counts(self) -> bool:
+        """Whether all are ints in range, told by the bits of all: negative if one is, an int if they are."""
+        try:
+            bits = self.new | self.new_computed | self.lookahead | self.external | self.encoder | self.in_flight
+        except TypeError:
+            return False
+        return type(bits) is int and 0 <= bits < MOST_TOKENS
 
 
 _PARAMETERS = (
@@ -87,8 +92,10 @@ class SlotAllocator:
         self._reservations = reservations
         self._sub_block_hits = sub_block_hits
         self._settings = groups.settings
-        none = (0,) * len(groups.pools)
-        self._no_partial_blocks = PartialBlocks((), none, none)
+        self._max_model_len = groups.settings.max_model_len
+        self._state_steps = groups.state_steps if groups.state_steps else None
+        self._no_needs = [0] * len(groups.pools)  # per pool
+        self._no_partial_blocks = PartialBlocks((), tuple(self._no_needs), tuple(self._no_needs))
         self._max_encoder_tokens = min(manager.max_encoder_tokens for manager in groups.managers)
 
     def allocate(
@@ -124,16 +131,16 @@ class SlotAllocator:
         """
         computed = self._table.num_computed_tokens.item(row)
         after = computed + new
-        limit = self._settings.max_model_len
+        limit = self._max_model_len
         if after > limit:
             self._check_length(request, after)
-        if self._groups.state_steps:
-            self._groups.state_steps.check(np.array([computed]), np.array([after]))
+        if self._state_steps is not None:
+            self._state_steps.check(np.array([computed]), np.array([after]))
         settled = max(computed - in_flight, 0)
         num_slots = min(after + lookahead, limit)
         if self._reservations is not None:
             self._reservations.check_row(row, num_slots, settled)
-        cacheable = 0 if delay_caching else self._rows.cacheable_tokens(row, after)
+        cacheable = 0 if delay_caching else self._rows.cacheable_tokens(request, row, after)
         return self._rows.extend(request, row, settled, num_slots, cacheable, after)
 
     def limit_step(self, request: Request, new: int, new_computed: int, hit: KVCacheBlocks | None) -> int:
@@ -160,7 +167,7 @@ class SlotAllocator:
             slots = manager.held_slots(row)
             if num_computed_tokens > slots:
                 raise ValueError(f"expected num_computed_tokens in [0, {slots}], got {num_computed_tokens}")
-        self._rows.register(request, row, self._rows.cacheable_tokens(row, num_computed_tokens))
+        self._rows.register(request, row, self._rows.cacheable_tokens(request, row, num_computed_tokens))
         self._rows.note_idle(row)
 
     def can_admit(
@@ -190,7 +197,7 @@ class SlotAllocator:
         self._rows.remove_skipped(row, max(computed - counts.in_flight, 0))
         whole = min(max(request.num_tokens, computed + counts.new), self._settings.max_model_len)
         needs = self._needs.of_running(row, whole, capped=True)
-        if self._rows.copy_on_write.is_sharing[row]:
+        if self._rows.copy_on_write.is_marked(row):
             needs = sums(needs, self._rows.copy_on_write.num_copies(row, computed))
         return self._needs.fit(needs)
 
@@ -200,12 +207,14 @@ class SlotAllocator:
         total_computed = counts.new_computed + counts.external
         after = total_computed + counts.new
         self._check_new(request, after)
-        if self._groups.state_steps:
-            self._groups.state_steps.check(np.array([total_computed]), np.array([after]))
-        self._check_hit(request, hit, counts.new_computed, total_computed)
-        self._check_encoder_tokens(counts.encoder)
-        num_slots = min(after + counts.lookahead, self._settings.max_model_len)
-        reserved_slots, reserved_blocks = 0, [0] * len(self._groups.pools)
+        if self._state_steps is not None:
+            self._state_steps.check(np.array([total_computed]), np.array([after]))
+        if hit is not self._groups.no_blocks or counts.new_computed:
+            self._check_hit(request, hit, counts.new_computed, total_computed)
+        if counts.encoder:
+            self._check_encoder_tokens(counts.encoder)
+        num_slots = min(after + counts.lookahead, self._max_model_len)
+        reserved_slots, reserved_blocks = 0, self._no_needs
         if self._reservations is not None:
             self._reservations.check_step(num_slots, total_computed)
             reserved_slots = self._final_slots(request, after, counts.lookahead)
@@ -239,9 +248,11 @@ class SlotAllocator:
             self._rows.add_computed(row, hit.block_ids, total_computed, has_external=counts.external > 0)
         if self._sub_block_hits is not None:
             self._sub_block_hits.split(row, partial, copies)
-        self._table.num_encoder_tokens[row] = counts.encoder
+        if counts.encoder:
+            self._table.num_encoder_tokens[row] = counts.encoder
         new_ids = self._rows.allocate(row, num_slots, counts.encoder, after)
-        self._rows.register(request, row, 0 if delay_caching else self._rows.cacheable_tokens(row, after))
+        if not delay_caching:
+            self._rows.register(request, row, self._rows.cacheable_tokens(request, row, after))
         self._rows.note_idle(row)
         return new_ids
 
@@ -286,8 +297,6 @@ class SlotAllocator:
 
     def _check_hit(self, request: Request, hit: KVCacheBlocks, num_tokens: int, total_computed: int) -> None:
         """Checks that the hit is of these pools, as long as it says, complete where it is read, and still cached."""
-        if hit is self._groups.no_blocks and not num_tokens:
-            return
         if hit.pools != self._groups.pool_of_group:
             raise ValueError("expected new_computed_blocks of this manager, got blocks of other pools")
         if hit.found is not None:

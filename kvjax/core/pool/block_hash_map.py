@@ -115,9 +115,11 @@ class BlockHashToBlockMap:
     def insert(self, block_hash: bytes, block_id: int) -> None:
         """Registers one block after those that hold the same hash."""
         value = self._blocks.setdefault(block_hash, block_id)
+        if value == block_id:
+            return
         if isinstance(value, dict):
             value[block_id] = None
-        elif value != block_id:
+        else:
             self._blocks[block_hash] = {value: None, block_id: None}
             self.num_shared += 1
 

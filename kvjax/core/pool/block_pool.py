@@ -39,6 +39,7 @@ from kvjax.core.pool.cache_tier import TierLink
 from kvjax.core.pool.outside_refs import OutsideRefs
 from kvjax.core.pool.page_edits import PageEdits
 from kvjax.core.pool.prefix_index import PrefixIndex
+from kvjax.core.tables.small_arrays import any_true, count_true, largest
 from kvjax.core.watch.kv_events import BlockRemoved, GroupInfo, KVCacheEvent, KVEventLog, StoredRequest, stored_events
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
 from kvjax.errors import BlockStateError, InvariantError
@@ -162,7 +163,7 @@ class BlockPool:
             OutOfBlocksError: fewer are free. The pool is unchanged.
         """
         ids = self.eviction_policy.take(num_blocks)
-        if self.prefix_index.num_hashed and np.count_nonzero(self.is_hashed[ids]):
+        if self.num_cached_free_blocks and any_true(self.is_hashed[ids]):
             hashed = self.prefix_index.hashed_of(ids)
             self.num_cached_free_blocks -= len(hashed)
             self._forget_hashes(hashed)
@@ -183,7 +184,7 @@ class BlockPool:
         if self._residency is not None:
             return self.get_new_blocks(1).item()
         block_id = self.eviction_policy.take_one()
-        if self.is_hashed.item(block_id):
+        if self.num_cached_free_blocks and self.is_hashed.item(block_id):
             self.num_cached_free_blocks -= 1
             self._forget_hashes(np.array([block_id]))
         self.ref_count[block_id] = 1
@@ -236,20 +237,27 @@ class BlockPool:
 
         So a block with one reference is listed once.
         """
-        if ids.size and np.maximum.reduce(self.ref_count[ids]) == 1:
+        if ids.size and largest(self.ref_count[ids]) == 1:
             self.eviction_policy.release(ids)
             self.ref_count[ids] = 0
             self._count_freed(ids)
         else:
             self._free_shared(ids)
 
+    def free_few(self, ids: Sequence[int]) -> None:
+        """`free_held` of a few blocks, without the cost of arrays."""
+        freed = []
+        for block_id in ids:
+            self.ref_count[block_id] = count = self.ref_count.item(block_id) - 1
+            if not count:
+                freed.append(block_id)
+                self.num_cached_free_blocks += self.is_hashed.item(block_id)
+        self.eviction_policy.release_few(freed)
+
     def free_groups(self, ids: np.ndarray) -> None:  # int64[groups, n]
         """`free_held` of one group after the other: of blocks that go to the head, the last group's come first."""
-        if len(ids) == 1 or self.eviction_policy.joins_releases:
-            self.free_held(ids.ravel())
-        else:
-            for of_group in ids:
-                self.free_held(of_group)
+        for of_call in ids.reshape(1, -1) if self.eviction_policy.joins_releases else ids:
+            self.free_held(of_call)
 
     def _free_shared(self, ids: np.ndarray) -> None:
         """`free_blocks` where blocks may keep references or occur more than once."""
@@ -269,7 +277,7 @@ class BlockPool:
 
     def _count_freed(self, ids: np.ndarray) -> None:
         if self.prefix_index.num_hashed:
-            self.num_cached_free_blocks += int(np.count_nonzero(self.is_hashed[ids]))
+            self.num_cached_free_blocks += count_true(self.is_hashed[ids])
 
     def free_block(self, block_id: int) -> None:
         """`free_blocks` of one block, without the cost of arrays; same errors."""
@@ -279,10 +287,7 @@ class BlockPool:
         count = self.ref_count.item(block_id)
         if count < 1:
             raise BlockStateError(f"block {block_id} has {count} references, 1 freed; free each reference once")
-        self.ref_count[block_id] = count - 1
-        if count == 1:
-            self.eviction_policy.release_one(block_id)
-            self.num_cached_free_blocks += self.is_hashed.item(block_id)
+        self.free_few((block_id,))
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 
@@ -480,15 +485,13 @@ class BlockPool:
         held = self.num_usable_blocks - self.num_free_blocks
         shared = int(np.count_nonzero(self.ref_count > 1))
         following = self.eviction_policy.order()[:8].tolist()
-        return "\n".join(
-            [
-                f"pool of {self.num_blocks} blocks (null block included), groups {tuple(self.hash_maps)}, "
-                f"{type(self.eviction_policy).__name__}, free order {self.free_order}, "
-                f"prefix caching {'on' if self.enable_caching else 'off'}",
-                f"  held    {held} ({self.get_usage():.1%}), {shared} of them shared",
-                f"  free    {self.num_free_blocks}, {self.num_cached_free_blocks} of them cached; next {following}",
-                f"  hashed  {self.num_hashed_blocks}, {sum(map(len, self.hash_maps.values()))} distinct hashes",
-            ]
+        return (
+            f"pool of {self.num_blocks} blocks (null block included), groups {tuple(self.hash_maps)}, "
+            f"{type(self.eviction_policy).__name__}, free order {self.free_order}, "
+            f"prefix caching {'on' if self.enable_caching else 'off'}\n"
+            f"  held    {held} ({self.get_usage():.1%}), {shared} of them shared\n"
+            f"  free    {self.num_free_blocks}, {self.num_cached_free_blocks} of them cached; next {following}\n"
+            f"  hashed  {self.num_hashed_blocks}, {sum(map(len, self.hash_maps.values()))} distinct hashes"
         )
 
 

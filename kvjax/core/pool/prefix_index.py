@@ -84,13 +84,15 @@ class PrefixIndex:
     def register_few(self, block_ids: Sequence[int], block_hashes: Sequence[BlockHash], group_id: int) -> None:
         """`register` of a few blocks of one group, the null block passed over, without the cost of arrays."""
         insert, hash_of, is_hashed = self.hash_maps[group_id].insert, self._hash_of, self.is_hashed
+        has_groups = len(self.hash_maps) > 1
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if block_id:
                 insert(block_hash, block_id)
                 hash_of[block_id] = block_hash
-                self._group_of[block_id] = group_id
                 is_hashed[block_id] = True
                 self.num_hashed += 1
+                if has_groups:
+                    self._group_of[block_id] = group_id
 
     def forget(self, ids: np.ndarray, was_reused: bool) -> tuple[list[BlockHash], np.ndarray]:
         """Removes hashed blocks, whose contents go (`was_reused`) or stay.

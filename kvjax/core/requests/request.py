@@ -259,6 +259,10 @@ class Request:
 
     # -- for the table that holds the request ----------------------------------------------------------------------
 
+    def stored_tokens(self) -> np.ndarray:  # int32[num_tokens]
+        """The tokens of a request that owns no row, as a view that is not protected."""
+        return self._tokens if self._tokens.size == self._num_tokens else self._tokens[: self._num_tokens]
+
     def move_to_row(self, table: RequestTable, row: int) -> None:
         """From here on the request reads its tokens and counts from the table's row, into which they were copied.
 

@@ -126,13 +126,14 @@ class RequestTable:
             ValueError: the request owns a row, its id is in the table, or it has more than max_model_len tokens.
                 Nothing is changed.
         """
+        request_id, table = request.request_id, self._tokens
         if request.row >= 0:
-            raise ValueError(f"request {request.request_id!r} owns row {request.row} already; release it first")
-        if request.request_id in self._row_by_id:
-            raise ValueError(f"expected a request id that is not in the table, got {request.request_id!r}")
-        tokens, table = request.token_ids, self._tokens
+            raise ValueError(f"request {request_id!r} owns row {request.row} already; release it first")
+        if request_id in self._row_by_id:
+            raise ValueError(f"expected a request id that is not in the table, got {request_id!r}")
+        tokens = request.stored_tokens()
         num_tokens = tokens.size
-        self._check_length(num_tokens, request.request_id)
+        self._check_length(num_tokens, request_id)
         table.reserve_columns(num_tokens)
         if not self._rows.num_free:
             self._double_rows()
@@ -143,9 +144,9 @@ class RequestTable:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
         self.requests[row] = request
-        self.request_ids[row] = request.request_id
+        self.request_ids[row] = request_id
         self.block_hashes[row] = request.block_hashes
-        self._row_by_id[request.request_id] = row
+        self._row_by_id[request_id] = row
         self._has_extra_keys[row] = request.has_extra_keys
         if request.skip_writing_prefix_cache:
             self.skip_registration(row)

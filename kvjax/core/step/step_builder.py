@@ -342,7 +342,8 @@ def _compressed_fields(ratios: frozenset[int], own: _Held, step: _Step) -> dict[
         slots = _slots(own.table, size, states.rows, states.places(size))
         compressed.append(CompressedStates(ratio, (step.seq_lens // ratio).astype(np.int32), slots))
     if len(compressed) == 1:
-        return {"seq_lens": compressed[0].seq_lens, "slot_mapping": compressed[0].slot_mapping}
+        (only,) = compressed
+        return {"seq_lens": only.seq_lens, "slot_mapping": only.slot_mapping, "compressed": (only,)}
     slots = _slots(own.table, own.block_size, step.tokens.rows, step.tokens.places(own.block_size))
     return {"seq_lens": step.plan_lens, "slot_mapping": slots, "compressed": tuple(compressed)}
 
@@ -357,6 +358,9 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
             f"tokens, got {own.num_blocks[i]} blocks; allocate them before the step is built"
         )
     write = pages.pages_of_states(own.table, own.counts, step.rows, step.seq_lens)
+    if pages.num_drafts:
+        drafts = pages.pages_of_drafts(own.table, own.counts, step.rows)
+        write = _with_drafts(write, drafts, step.seq_lens - step.computed)
     has_initial = step.computed > 0
     read = np.where(has_initial, pages.pages_of_states(own.table, own.counts, step.rows, step.computed), 0)
     return {
@@ -366,6 +370,15 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
         "state_write": write.astype(np.int32),
         "has_initial_state": has_initial,
     }
+
+
+def _with_drafts(write: np.ndarray, drafts: np.ndarray, num_new: np.ndarray) -> np.ndarray:  # int32[S, 1 + s]
+    """Pages of states after the last of int64[S] new tokens; of more than 1 + s after the very last one only."""
+    pages = np.concatenate([drafts, write[:, None]], axis=1)
+    most = pages.shape[1]
+    num_kept = np.where(num_new > most, 1, num_new)
+    pages[np.arange(most) < most - num_kept[:, None]] = 0
+    return pages
 
 
 def _request_ids(ids: np.ndarray, rows: np.ndarray) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class CompressedStates:
-    """The states of those layers of a group that keep one for `tokens_per_state` tokens."""
+    """The states of those layers of a group that keep one for `tokens_per_state` tokens; a group may have several."""
 
     tokens_per_state: int
     seq_lens: np.ndarray  # int32[S] states after this step
@@ -49,7 +49,14 @@ class CompressedStates:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group's part of a step."""
+    """One group's part of a step.
+
+    Where drafts have states of their own, `state_write` names a page for the state after each of the last tokens of a
+    step of at most 1 + drafts, the last token's in the last column; longer steps, and columns of tokens that there are
+    not, have 0. Once r drafts are rejected, the state is in the page of column -1 - r. Before the next plan the device
+    copies it to the page that the column of its tokens has in `block_tables`, and so the state at the end of a block
+    that the accepted tokens crossed.
+    """
 
     pool_id: int
     kind: str
@@ -58,10 +65,10 @@ class GroupPlan:
     seq_lens: np.ndarray  # int32[S] states visible after this step's writes
     slot_mapping: np.ndarray  # int32 slot of each new state, of T tokens unless the group's are others; -1: not written
     state_read: np.ndarray | None = None  # int32[S] page of the recurrent state to start from
-    state_write: np.ndarray | None = None  # int32[S] page to leave it in
+    state_write: np.ndarray | None = None  # int32[S] page to leave it in; with drafts int32[S, 1 + drafts], see below
     has_initial_state: np.ndarray | None = None  # bool[S]
     encoder_starts: np.ndarray | None = None  # int32[S + 1] where the encoder's tokens begin in `slot_mapping`, if read
-    compressed: tuple[CompressedStates, ...] = ()  # where layers differ in tokens per state: each number, ascending
+    compressed: tuple[CompressedStates, ...] = ()  # where a state stands for several tokens: each number, ascending
     padded_tables: np.ndarray | None = None  # read-only int32[>= S, >= P] that `block_tables` is the start of, 0 beyond
 
 

@@ -40,7 +40,7 @@ class RowTable:
     `entries`, `flat` and `lengths` are replaced when the table grows: read them through the table each time.
     """
 
-    __slots__ = ("_memory", "_num_spare_rows", "entries", "flat", "lengths", "max_columns", "stride")
+    __slots__ = ("_memory", "_num_spare_rows", "entries", "flat", "lengths", "max_columns", "num_columns", "stride")
 
     def __init__(self, num_tables: int, num_rows: int, max_columns: int | None, min_columns: int = 0) -> None:
         """
@@ -58,11 +58,6 @@ class RowTable:
     def num_tables(self) -> int:
         """Tables of the same rows."""
         return self.entries.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        """Entries that a row can hold."""
-        return self.entries.shape[2]
 
     def reserve_columns(self, num_columns: int) -> None:
         """Makes every row able to hold `num_columns` entries; copies only where more than foreseen are needed."""
@@ -178,6 +173,7 @@ class RowTable:
         self._show(num_tables, num_rows, columns)
 
     def _show(self, num_tables: int, num_rows: int, num_columns: int) -> None:
+        self.num_columns = num_columns  # entries that a row can hold
         by_row = self.flat.reshape(num_tables, num_rows + self._num_spare_rows, self.stride)
         self.entries = by_row[:, :num_rows, :num_columns]  # int32[num_tables, rows, columns]
 

@@ -31,6 +31,7 @@ class AttentionDecoderConfig(DecoderConfig):
     layer_types: tuple[str, ...]  # per layer: FULL, SLIDING, CHUNKED, RECURRENT or FEED_FORWARD
     rope: RopeConfig | None
     rope_local: RopeConfig | None = None  # of layers that do not see all; None: as the others
+    rotated_layers: tuple[bool, ...] | None = None  # per layer whether it has rotary embeddings; None: all have
     sliding_window: int | None = None  # tokens that a sliding layer sees, itself included
     attention_chunk_size: int | None = None
     state: StateShapes | None = None  # of recurrent layers
@@ -63,6 +64,8 @@ class AttentionDecoderConfig(DecoderConfig):
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Rotary embedding of layer `layer`; None: it has none."""
+        if self.rotated_layers is not None and not self.rotated_layers[layer]:
+            return None
         is_local = self.layer_types[layer] != FULL
         return self.rope_local if is_local and self.rope_local is not None else self.rope
 

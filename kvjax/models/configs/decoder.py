@@ -29,11 +29,6 @@ class DecoderConfig(ModelConfig):
     logit_scale: float = 1.0
     final_logit_soft_cap: float | None = None
 
-    @property
-    def ignored_tensors(self) -> tuple[str, ...]:
-        """Beginnings of the names of tensors that no layer of this config has."""
-        return ()
-
 
 def take_token_fields(keys: ConfigKeys) -> dict[str, Any]:
     """The fields that every model has, `num_layers` apart: architecture, vocabulary, length, dtype, special tokens."""

@@ -131,9 +131,15 @@ class ConfigKeys:
 
 
 def text_keys(
-    data: Mapping[str, Any], defaults: Mapping[str, Any], where: str, informational: frozenset[str]
+    data: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    where: str,
+    informational: frozenset[str],
+    handed: tuple[str, ...] = (),
 ) -> ConfigKeys:
     """The language model's keys of a multimodal config, with those that it has from the outer object.
+
+    The outer object's keys of `handed` are among them.
 
     Raises:
         ConfigError: there is no `text_config`, or the outer object has keys that are not `informational`.
@@ -143,6 +149,6 @@ def text_keys(
     text = outer.take_object("text_config")
     if text is None:
         raise ConfigError(f"{where}: expected the key 'text_config', got none")
-    inherited = {key: outer.take_nullable(key) for key in INHERITED_KEYS if key in data and key not in text}
+    inherited = {key: outer.take_nullable(key) for key in (*INHERITED_KEYS, *handed) if key in data and key not in text}
     outer.finish(informational)
     return ConfigKeys({**text, **inherited, "architectures": architectures}, defaults, f"{where}: text_config")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from kvjax.models.config import FULL, SLIDING
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.keys import ConfigKeys
-from kvjax.models.configs.rope import take_rope
+from kvjax.models.configs.rope import check_factors, take_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ class Phi3Config(AttentionDecoderConfig):
         fields = take_decoder_fields(keys)
         original = keys.take_int("original_max_position_embeddings", 4096)
         rope = take_rope(keys, fields["max_model_len"], original_max_len=original)
+        check_factors(rope, fields["head_dim"])
         return cls(**fields, **take_window(keys, fields["num_layers"]), rope=rope)
 
 

@@ -1,7 +1,7 @@
-"""Qwen3: queries and keys are normed per head; its mixture of experts; the language model of Qwen3-VL. No jax.
+"""Qwen3: queries and keys are normed per head; its mixture of experts. No jax.
 
 Flow:    config.json -> [Qwen3Config, Qwen3MoeConfig] -> decoders.qwen3
-Source:  transformers' configuration_{qwen3,qwen3_moe,qwen3_vl}.py, whose defaults files on the Hub leave out
+Source:  transformers' configuration_{qwen3,qwen3_moe}.py, whose defaults files on the Hub leave out
 """
 
 from __future__ import annotations
@@ -35,27 +35,31 @@ class Qwen3MoeConfig(Qwen3Config):
 
     defaults: ClassVar[Mapping[str, Any]] = {"num_experts": 128, "sliding_window": 4096, "max_window_layers": 28}
 
+    fused_experts: ClassVar[str | None] = None  # how a checkpoint's tensors of experts are one, as of `Experts`
+
     experts: ExpertsConfig
     expert_layers: tuple[bool, ...]  # per layer: whether it has experts
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
-        fields = take_qwen3_fields(keys)
-        local = keys.take("num_local_experts", None)
-        num_experts = keys.take_int("num_experts") if local is None else keys.take_int("num_local_experts")
-        step, dense = keys.take_int("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
-        keys.take("num_experts", None)
-        return cls(
-            **fields,
-            experts=ExpertsConfig(
-                num_experts=num_experts,
-                top_k=keys.take_int("num_experts_per_tok", 8),
-                intermediate_size=keys.take_int("moe_intermediate_size", 768),
-                norm_topk=keys.take_flag("norm_topk_prob", False),
-            ),
-            expert_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(fields["num_layers"])),
-        )
+        return cls(**take_expert_fields(keys, take_qwen3_fields(keys)))
+
+
+def take_expert_fields(keys: ConfigKeys, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` and which layers have what experts."""
+    local = keys.take("num_local_experts", None)
+    num_experts = keys.take_int("num_experts") if local is None else keys.take_int("num_local_experts")
+    step, dense = keys.take_int("decoder_sparse_step", 1), keys.take("mlp_only_layers", [])
+    keys.take("num_experts", None)
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        top_k=keys.take_int("num_experts_per_tok", 8),
+        intermediate_size=keys.take_int("moe_intermediate_size", 768),
+        norm_topk=keys.take_flag("norm_topk_prob", False),
+    )
+    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(fields["num_layers"]))
+    return {**fields, "experts": experts, "expert_layers": layers}
 
 
 def take_qwen3_fields(keys: ConfigKeys) -> dict[str, Any]:

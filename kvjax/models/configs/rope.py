@@ -54,6 +54,14 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def check_factors(rope: RopeConfig, head_dim: int) -> None:
+    """Raises ConfigError unless long rope has a factor for every pair of rotated dimensions."""
+    pairs = int(head_dim * rope.partial_rotary_factor) // 2
+    sizes = (len(rope.short_factor), len(rope.long_factor))
+    if rope.rope_type == "longrope" and sizes != (pairs, pairs):
+        raise ConfigError(f"expected {pairs} numbers in short_factor and long_factor, got {sizes[0]} and {sizes[1]}")
+
+
 def take_rope(keys: ConfigKeys, max_len: int, **fields: Any) -> RopeConfig:
     """The one rotary embedding of a model; `fields` hold where the file does not say otherwise."""
     theta = keys.take_float("rope_theta", 10_000.0)

@@ -30,7 +30,13 @@ class Qwen3MoeDecoder(Decoder):
         """One layer."""
         mlp: FeedForward | SparseFeedForward
         if config.expert_layers[layer]:
-            mlp = SparseFeedForward(config.hidden_size, config.experts, activation=config.hidden_act, make=make)
+            mlp = SparseFeedForward(
+                config.hidden_size,
+                config.experts,
+                activation=config.hidden_act,
+                make=make,
+                fused=config.fused_experts,
+            )
         else:
             mlp = dense_part(config, make)
         return PreNormBlock(config, make, self_attn=Attention(config, layer, make), mlp=mlp)

@@ -7,9 +7,7 @@ Source:  transformers' modeling files, with whose outputs the families agree
 from __future__ import annotations
 
 import abc
-import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +15,12 @@ from flax import nnx
 
 from kvjax.models.configs.decoder import DecoderConfig
 from kvjax.models.layers.forward_step import ForwardStep
+from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.layers.make import Make
 
 
-class Decoder(nnx.Module):
-    """One language model over the flat tokens of a step. Stateless: what layers remember is the cache's.
-
-    A family says in `make_layer` what its layers are; a layer is `layer(hidden, step) -> hidden`.
-    """
-
-    # Prefixes that may stand before the names of a checkpoint's tensors, that of `anchor` tells which one does.
-    tensor_prefixes: ClassVar[tuple[str, ...]] = ("model.", "language_model.model.", "model.language_model.", "")
-    anchor: ClassVar[str] = "embed_tokens.weight"
-    # Attributes whose tensors stand beside the rest: "language_model.lm_head.", "language_model.model.layers.".
-    unprefixed: ClassVar[frozenset[str]] = frozenset({"lm_head"})
-    # Beginnings of the names of tensors that the decoder has no use for.
-    ignored_tensors: ClassVar[tuple[str, ...]] = (
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    )
-
-    # Checkpoints that differ from the above: patterns in names of tensors, with what stands there here.
-    tensor_renames: ClassVar[Mapping[str, str]] = {}
+class Decoder(LanguageModel):
+    """A family says in `make_layer` what its layers are; a layer is `layer(hidden, step) -> hidden`."""
 
     def __init__(self, config: DecoderConfig, *, dtype: str, rngs: nnx.Rngs) -> None:
         """Random weights in `dtype`."""
@@ -51,13 +31,6 @@ class Decoder(nnx.Module):
         self.norm = make.norm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
         if not config.tie_word_embeddings:
             self.lm_head = make.linear(config.hidden_size, config.vocab_size)
-
-    @classmethod
-    def own_name(cls, name: str) -> str:
-        """The name that a checkpoint's tensor has here."""
-        for pattern, replacement in cls.tensor_renames.items():
-            name = re.sub(pattern, replacement, name)
-        return name
 
     @staticmethod
     @abc.abstractmethod
@@ -70,6 +43,18 @@ class Decoder(nnx.Module):
         scale = self.config.embed_scale
         return hidden if scale == 1.0 else hidden * jnp.asarray(scale, hidden.dtype)
 
+    def forward_step(self, token_ids: jax.Array, positions: jax.Array, cache: Any) -> ForwardStep:
+        """What the layers of one trace share."""
+        return ForwardStep(token_ids, positions, cache, self.config.max_model_len)
+
+    def expand(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> what the first layer gets
+        """Hidden states themselves; a family may have several streams of them."""
+        return hidden
+
+    def collapse(self, hidden: jax.Array) -> jax.Array:  # what the last layer gives -> [T, d]
+        """Hidden states themselves, or what the last norm gets of several streams."""
+        return hidden
+
     def __call__(
         self,
         token_ids: jax.Array,  # int32[T]
@@ -77,11 +62,11 @@ class Decoder(nnx.Module):
         cache: Any,  # kvjax.device.PagedKVCache; DenseAttention for layers that only attend
     ) -> jax.Array:  # [T, d]
         """Normed hidden states of the last layer; padding tokens give values that mean nothing."""
-        step = ForwardStep(positions, cache, self.config.max_model_len)
-        hidden = self.embed(token_ids)
+        step = self.forward_step(token_ids, positions, cache)
+        hidden = self.expand(self.embed(token_ids))
         for layer in self.layers:
             hidden = layer(hidden, step)
-        return self.norm(hidden)
+        return self.norm(self.collapse(hidden))
 
     def logits(self, hidden: jax.Array) -> jax.Array:  # [N, d] -> float32[N, vocab]
         """Scores of the next token, scaled, after the final soft cap if the model has one."""

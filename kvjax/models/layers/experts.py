@@ -17,7 +17,7 @@ from flax import nnx
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.layers.feed_forward import ACTIVATIONS, gated
 from kvjax.models.layers.make import Make
-from kvjax.models.tensor_sources import Stack, TensorSource
+from kvjax.models.tensor_sources import Part, Stack, TensorSource, Whole
 
 
 def choose_experts(
@@ -32,6 +32,11 @@ def choose_experts(
         ranked = _in_top_groups(ranked, config)
     experts = jax.lax.top_k(ranked, config.top_k)[1]
     return expert_weights(scores, experts, config), experts
+
+
+def router_logits(hidden: jax.Array, kernel: jax.Array) -> jax.Array:  # [T, d], [d, E] -> float32[T, E]
+    """What a router's scores are made of, not rounded to the dtype of `hidden`."""
+    return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
 
 
 def router_scores(logits: jax.Array, config: ExpertsConfig) -> jax.Array:  # [T, E] -> float32[T, E]
@@ -96,6 +101,7 @@ class Experts(nnx.Module):
         activation: str,
         make: Make,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
+        fused: str | None = None,  # "rows" or "columns": those of all experts are one, and gate and up in it
     ) -> None:
         inner, count = config.intermediate_size, config.num_experts
         self.gate = make.param(count, size, inner, scale=size**-0.5)
@@ -105,6 +111,7 @@ class Experts(nnx.Module):
         self.activation = activation
         self.limit = config.limit
         self.names = names
+        self.fused = fused
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
         """Columns of gate and up, rows of down, as in a dense part."""
@@ -112,7 +119,13 @@ class Experts(nnx.Module):
         return {"gate": (2, inner), "up": (2, inner), "down": (1, inner)}
 
     def checkpoint_sources(self) -> Mapping[str, TensorSource]:
-        """A tensor for each expert and projection."""
+        """A tensor for each expert and projection, or one of all with `gate_up_proj` [E, out, in] or [E, in, out]."""
+        inner = self.up.shape[2]
+        if self.fused is not None:
+            axis, transposed = {"rows": (1, True), "columns": (2, False)}[self.fused]
+            starts = {"gate": 0, "up": inner}
+            parts = {n: Part("gate_up_proj", at, 2 * inner, transposed, axis) for n, at in starts.items()}
+            return {**parts, "down": Whole("down_proj", transposed)}
         return {
             name: Stack(tuple(f"{expert}.{tensor}.weight" for expert in range(self.num_experts)))
             for name, tensor in zip(("gate", "up", "down"), self.names, strict=True)
@@ -170,14 +183,10 @@ class Router(nnx.Module):
         self.e_score_correction_bias = make.float32_zeros(config.num_experts) if has_bias else None
         self.config = config
 
-    def logits(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> float32[T, E]
-        """Before scores are made of them."""
-        return jnp.matmul(hidden, self.kernel[...], preferred_element_type=jnp.float32)
-
     def __call__(self, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:  # float32[T, k] weights, int32[T, k] experts
         """As `choose_experts`."""
         bias = self.e_score_correction_bias
-        return choose_experts(self.logits(hidden), self.config, None if bias is None else bias[...])
+        return choose_experts(router_logits(hidden, self.kernel[...]), self.config, None if bias is None else bias[...])
 
 
 class SparseFeedForward(nnx.Module):
@@ -191,11 +200,12 @@ class SparseFeedForward(nnx.Module):
         activation: str,
         make: Make,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
+        fused: str | None = None,  # as of `Experts`
         has_bias: bool = False,  # of the router
         shared_experts: Callable[[jax.Array], jax.Array] | None = None,
     ) -> None:
         self.gate = Router(size, config, make=make, has_bias=has_bias)
-        self.experts = Experts(size, config, activation=activation, make=make, names=names)
+        self.experts = Experts(size, config, activation=activation, make=make, names=names, fused=fused)
         self.shared_experts = shared_experts
 
     def __call__(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, d]

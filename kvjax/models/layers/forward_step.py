@@ -1,6 +1,6 @@
-"""What the layers of a model share while one step is traced: positions, rotary tables, the cache.
+"""What the layers of a model share while one step is traced: tokens, positions, rotary tables, the cache.
 
-Flow:    positions, cache -> [ForwardStep] -> every layer
+Flow:    token_ids, positions, cache -> [ForwardStep] -> every layer
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Cache(Protocol):
 class ForwardStep:
     """One trace of a model over the flat tokens of a step."""
 
+    token_ids: jax.Array  # int32[T]
     positions: jax.Array  # int32[T], or [3, T] for multimodal positions
     cache: Any  # a Cache; recurrent and other kinds of layers call further methods
     max_model_len: int

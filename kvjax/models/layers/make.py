@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models.layers.linear import Linear
-from kvjax.models.layers.norm import RMSNorm
+from kvjax.models.layers.norm import LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class Make:
         """An RMSNorm over `size` dimensions."""
         return RMSNorm(size, eps=eps, offset=offset, dtype=self.dtype)
 
+    def layer_norm(self, size: int, *, eps: float) -> LayerNorm:
+        """A LayerNorm over `size` dimensions."""
+        return LayerNorm(size, eps=eps, dtype=self.dtype)
+
     def embedding(self, num_rows: int, size: int) -> nnx.Embed:
         """A table of `num_rows` vectors."""
         init = nnx.initializers.normal(size**-0.5)
@@ -70,3 +74,7 @@ class Make:
     def float32_zeros(self, *shape: int) -> nnx.Param[jax.Array]:
         """A parameter of zeros that stays in float32 whatever the dtype of the others."""
         return nnx.Param(jnp.zeros(shape, jnp.float32))
+
+    def float32_normal(self, *shape: int, scale: float = 1.0) -> nnx.Param[jax.Array]:
+        """As `param`, in float32 whatever the dtype of the others."""
+        return nnx.Param(scale * jax.random.normal(self.rngs.params(), shape, jnp.float32))

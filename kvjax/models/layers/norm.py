@@ -1,7 +1,7 @@
-"""Root mean square norm.
+"""Norms over the last axis.
 
-Flow:    x[..., size] -> [RMSNorm] -> [..., size]
-Source:  arXiv 1910.07467
+Flow:    x[..., size] -> [RMSNorm | LayerNorm] -> [..., size]
+Source:  arXiv 1910.07467, arXiv 1607.06450
 """
 
 from __future__ import annotations
@@ -29,3 +29,20 @@ def rms_normed(x: jax.Array, eps: float) -> jax.Array:  # [..., size] -> float32
     """`x / rms(x)` over the last axis."""
     x32 = x.astype(jnp.float32)
     return x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean(x)) / std(x) * weight + bias` over the last axis."""
+
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+        self.bias = nnx.Param(jnp.zeros((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., size]
+        """Normed `x`, computed in float32, in the dtype of `x`."""
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        scale, bias = (jnp.expand_dims(p[...].astype(jnp.float32), range(x.ndim - 1)) for p in (self.scale, self.bias))
+        return (normed * scale + bias).astype(x.dtype)

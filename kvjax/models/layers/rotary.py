@@ -69,7 +69,8 @@ def _dynamic_theta(rope: RopeConfig, dim: int, max_len: int) -> float:
 def _llama3_frequencies(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
     turns = rope.original_max_len * frequencies / (2 * math.pi)  # over the length of pretraining
-    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    width = rope.high_freq_factor - rope.low_freq_factor
+    kept = np.clip((turns - rope.low_freq_factor) / width, 0.0, 1.0) if width else turns >= rope.low_freq_factor
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 

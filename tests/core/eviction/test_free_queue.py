@@ -36,6 +36,17 @@ def test_append_joins_the_tail_and_prepend_the_head_in_the_order_given() -> None
     assert contents(queue) == [4, 0, 5, 3, 1, 2]
 
 
+def test_a_few_blocks_join_the_tail_as_many_do() -> None:
+    """Over the end of the ring too, and where tombstones leave no room."""
+    few, many = FreeKVCacheBlockQueue(4), FreeKVCacheBlockQueue(4)
+    for round_number in range(9):
+        for queue in (few, many):
+            queue.remove_n([2, 1])
+        few.append_few([1, 2] if round_number % 2 else (2, 1))
+        many.append_n([1, 2] if round_number % 2 else [2, 1])
+        assert contents(few) == contents(many)
+
+
 def test_popping_all_and_refilling_starts_anew() -> None:
     queue = FreeKVCacheBlockQueue(4)
     assert queue.popleft_n(4).tolist() == [0, 1, 2, 3]

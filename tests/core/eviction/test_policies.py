@@ -66,11 +66,14 @@ class Life:
         freed = [block for block in blocks if self.refs[block] == 1]
         for block in blocks:
             self.refs[block] -= 1
-        if self.rng.random() < 0.5:
+        way = self.rng.integers(3)
+        if way == 0:
             blocks[len(blocks) // 2 : len(blocks) // 2] = [0]  # null blocks are passed over
             self.pool.free_blocks(np.array(blocks, np.int32))
-        else:
+        elif way == 1:
             self.pool.free_held(np.array(blocks, np.int64))
+        else:
+            self.pool.free_few(blocks)
         self.naive.release(freed)
 
     def release_one(self) -> None:

@@ -295,10 +295,10 @@ def test_the_plan_names_the_pages_of_states() -> None:
     assert states.state_read.tolist() == [*read, 0]
     assert states.has_initial_state.tolist() == [True, True, False]
     written = [table(manager, request, 1)[column] for request, column in ((first, 2), (second, 2), (third, 1))]
-    assert states.state_write.tolist() == written
+    assert states.state_write.tolist() == [[0, page] for page in written]
     assert (states.slot_mapping == -1).all()
     assert plan.groups[0].state_read is None
-    assert not set(states.state_write.tolist()) & set(read)
+    assert not set(written) & set(read)
 
 
 def test_none_reads_and_writes_one_page() -> None:
@@ -309,7 +309,71 @@ def test_none_reads_and_writes_one_page() -> None:
     running = table(manager, request)[0]
     assert plan.state_read is not None
     assert plan.state_write is not None
-    assert (plan.state_read.tolist(), plan.state_write.tolist()) == ([running], [running])
+    assert (plan.state_read.tolist(), plan.state_write.tolist()) == ([running], [[0, running]])
+
+
+def test_the_plan_names_a_page_for_the_state_after_each_draft() -> None:
+    """The last token's in the last column; longer steps leave one state, and shorter ones name no page for the rest."""
+    manager = make_manager(state(drafts=2))
+    requests = [admit(manager, "a", 20, first=5), admit(manager, "b", 40, first=9), Request("c", range(6))]
+    for request, new in zip(requests, (3, 2, 5), strict=True):
+        assert manager.allocate_slots(request, new) is not None
+    [plan] = build_step_plan(manager, np.array([r.row for r in requests]), np.array([3, 2, 5])).groups
+    a, b, c = (table(manager, request) for request in requests)
+    assert plan.state_write is not None
+    assert plan.state_write.tolist() == [[a[-1], a[-2], a[-3]], [0, b[-2], b[-3]], [0, 0, c[1]]]
+
+
+@pytest.mark.parametrize("mode", ["align", "none"])
+def test_states_are_right_when_drafts_are_rejected(mode: str) -> None:
+    """Pages hold the tokens of their state; after a step the accepted one is copied to the page of its column.
+
+    So is the one at the end of a block that drafts crossed: a hit finds it there.
+    """
+    rng = np.random.default_rng(3)
+    manager = make_manager(FULL, state(mode, drafts=2), num_blocks=200)
+    requests = [Request(f"r{i}", rng.integers(0, 9, 60), block_hasher=HASHER) for i in range(3)]
+    pages: dict[int, list[int]] = {}
+    for request in requests:
+        assert manager.allocate_slots(request, 5) is not None
+    new, by_row = np.full(3, 5), {request.row: request for request in requests}
+    for _ in range(25):
+        step_plan = build_step_plan(manager, np.array(list(by_row)), new)
+        plan, before, copies, sources = step_plan.groups[1], dict(pages), {}, set()
+        assert plan.state_read is not None
+        assert plan.state_write is not None
+        written = plan.state_write[plan.state_write > 0].tolist()
+        assert len(set(written)) == len(written)
+        assert len(written) == sum(n if n <= 3 else 1 for n in step_plan.num_new_tokens)
+        for i, (row, count) in enumerate(zip(step_plan.rows.tolist(), step_plan.num_new_tokens.tolist(), strict=True)):
+            request = by_row[row]
+            done, tokens = request.num_computed_tokens, request.token_ids.tolist()
+            accepted = after = done + count
+            assert (before[int(plan.state_read[i])] if done else []) == tokens[:done]
+            for rejected, page in enumerate(plan.state_write[i, ::-1].tolist()):
+                if page:
+                    pages[page] = tokens[: after - rejected]
+            if count <= 3:  # else a prompt
+                accepted -= int(rng.integers(0, count))
+                for length in {accepted, accepted // SIZE * SIZE if mode == "align" else 0}:
+                    if done < length < after:
+                        column = (length - 1) // SIZE if mode == "align" else 0
+                        source = int(plan.state_write[i, length - after - 1])
+                        copies[int(plan.block_tables[i, column])] = pages[source]
+                        sources.add(source)
+            request.num_computed_tokens = accepted
+            manager.cache_blocks(request, accepted)
+        assert not sources & set(copies), "one after the other or at once, it is the same"
+        pages |= copies
+        manager.new_step_starts()
+        new = rng.integers(1, 4, 3)
+        assert manager.plan_step(list(by_row), new, delay_cache_blocks=True).num_planned == 3
+    for request in requests:
+        tokens = request.token_ids[:24].tolist()
+        hit, length = manager.get_computed_blocks(Request("again", [*tokens, 1], block_hasher=HASHER))
+        assert length == (24 if mode == "align" else 0)
+        if length:
+            assert pages[hit.block_ids[1][-1]] == tokens
 
 
 def test_a_plan_without_blocks_is_refused() -> None:

@@ -49,6 +49,14 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfBlocksError, match="needs 1 blocks, 0 free"):
                 self.pool.get_new_block()
 
+    @rule(picks=Picks)
+    def free_few_references(self, picks: list[int]) -> None:
+        """As `free_references`, without null blocks."""
+        left = self.references()
+        given = [left.pop(pick % len(left)) for pick in picks if left]
+        self.pool.free_few(given)
+        self.plain.release(given)
+
     @rule(picks=Picks, nulls=st.integers(0, 2))
     def free_references(self, picks: list[int], nulls: int) -> None:
         """References given back in any order, a block as often as it is held, with null blocks between."""

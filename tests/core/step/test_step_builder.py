@@ -179,7 +179,9 @@ def test_compressed_caches_have_slots_of_states(seed: int) -> None:
     for group_id, spec in enumerate(specs):
         group = plan.groups[group_id]
         check(group_id, spec.tokens_per_state, group.seq_lens, group.slot_mapping)
-        assert group.compressed == ()
+        assert [states.tokens_per_state for states in group.compressed] == [spec.tokens_per_state] * (group_id > 0)
+        for states in group.compressed:
+            check(group_id, states.tokens_per_state, states.seq_lens, states.slot_mapping)
     assert [states.tokens_per_state for states in plan.groups[3].compressed] == [1, 4, 16]
     for states in plan.groups[3].compressed:
         check(3, states.tokens_per_state, states.seq_lens, states.slot_mapping)
@@ -254,6 +256,13 @@ class CounterSpec(FullAttentionSpec):
         self, table: np.ndarray, num_blocks: np.ndarray, rows: np.ndarray, num_tokens: np.ndarray
     ) -> np.ndarray:
         return table[rows, 0]
+
+    @property
+    def num_drafts(self) -> int:
+        return 0
+
+    def pages_of_drafts(self, table: np.ndarray, num_blocks: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return np.zeros((rows.size, 0), np.int32)
 
     def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:
         return num_blocks * self.block_size

@@ -4,63 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tests.pallas_kernels.cases import assert_close, random_values
+from tests.pallas_kernels.state_cases import Step, random_states, random_step
 
 Arrays = dict[str, np.ndarray]
 INPUTS = ("q", "k", "v", "g", "beta")
-
-
-class Step(NamedTuple):
-    """What describes the sequences of one call, as numpy, in the op's order."""
-
-    query_start_loc: np.ndarray  # int32[S + 1]
-    distribution: np.ndarray  # int32[3]
-    state_read: np.ndarray  # int32[S]
-    state_write: np.ndarray  # int32[S, L]
-    has_initial_state: np.ndarray  # bool[S]
-
-    def tokens(self, row: int) -> slice:
-        return slice(self.query_start_loc[row], self.query_start_loc[row + 1])
-
-    def writes(self, row: int) -> dict[int, int]:
-        """Page of the state after each token of a row, by its place among them; only those that have one."""
-        tokens = self.tokens(row)
-        q_len, columns = tokens.stop - tokens.start, self.state_write[row].tolist()
-        places = range(q_len - len(columns), q_len)
-        return {place: page for place, page in zip(places, columns, strict=True) if place >= 0 and page > 0}
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.distribution[2])
-
-
-def random_step(rng: np.random.Generator, q_lens: Sequence[int], num_rows: int, num_pages: int, num_kept: int) -> Step:
-    """Rows of `q_lens` new tokens and padding, each with a page for the state after up to `num_kept` last tokens.
-
-    A third of the rows start from a page that they write; another page may be the initial state of several rows. Rows
-    without an initial state name any page to read, as do columns of tokens that a row does not have.
-    """
-    lengths = [*q_lens, *[0] * (num_rows - len(q_lens))]
-    pages = rng.permutation(np.arange(1, num_pages)).tolist()
-    read, write = np.zeros(num_rows, np.int32), np.zeros((num_rows, num_kept), np.int32)
-    for row, q_len in enumerate(lengths):
-        write[row, : max(num_kept - q_len, 0)] = rng.integers(0, num_pages, max(num_kept - q_len, 0))
-        kept = min(q_len, int(rng.integers(1, num_kept + 1)))
-        if kept:
-            own, pages = pages[:kept], pages[kept:]
-            write[row, -kept:] = own
-            read[row] = rng.choice(own)
-    has_initial = (rng.random(num_rows) < 0.7) & (np.array(lengths) > 0)
-    elsewhere = rng.random(num_rows) < 0.67
-    read[elsewhere] = rng.choice(pages, int(elsewhere.sum()))
-    read[~has_initial] = rng.integers(0, num_pages, int((~has_initial).sum()))
-    decode = int(np.cumprod([q <= 1 for q in q_lens]).sum())
-    starts, ends = np.concatenate([[0], np.cumsum(lengths)]), np.array([decode, decode, len(q_lens)])
-    return Step(starts.astype(np.int32), ends.astype(np.int32), read, write, has_initial)
 
 
 def oracle(arrays: Arrays, step: Step, scale: float, use_qk_l2norm: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -127,11 +79,7 @@ class Shape:
         arrays = self.arrays(rng)
         for name in INPUTS:
             arrays[name][step.query_start_loc[-1] :] = np.nan
-        states = random_values(rng, (self.num_pages, *self.state_shape), self.state_dtype)
-        starts = step.has_initial_state & (np.diff(step.query_start_loc) > 0)
-        starts[step.num_rows :] = False
-        states[np.setdiff1d(np.arange(self.num_pages), step.state_read[starts])] = np.nan
-        states[0] = 0
+        states = random_states(rng, step, self.state_shape, self.num_pages, self.state_dtype)
         return arrays | {"states": states}, step
 
     def oracle(self, arrays: Arrays, step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +91,7 @@ class Shape:
         expected, expected_after = self.oracle(arrays, step)
         assert_close(out, expected, self.dtype, "out")
         assert (out[step.query_start_loc[-1] :] == 0).all()
-        written = sorted(page for row in range(step.num_rows) for page in step.writes(row).values())
+        written = step.written
         others = np.setdiff1d(np.arange(self.num_pages), written)
         assert after[others].tobytes() == arrays["states"][others].tobytes()
         assert_close(after[written], expected_after[written], self.state_dtype, "states")

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gated_delta_rule import DeltaOutput, gated_delta_rule, reference
-from pallas_kernels.gated_delta_rule.arguments import Inputs, Options, StepArrays
+from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.shapes import SHAPES
+from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
-from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape, Step
+from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
+from tests.pallas_kernels.state_cases import Step
 
 SCALAR, CHANNEL = Shape(), Shape(is_per_channel=True)
 KINDS = pytest.mark.parametrize("shape", [SCALAR, CHANNEL], ids=["scalar", "channel"])

@@ -14,12 +14,14 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.gated_delta_rule import gated_delta_rule, tpu_decode, tpu_rule
-from pallas_kernels.gated_delta_rule.arguments import Inputs, Options, StepArrays
+from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as MODELS
 from pallas_kernels.ssm_update.tpu_decode import StateTiles
 from pallas_kernels.ssm_update.tpu_states import CarriedState
-from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape, Step
+from pallas_kernels.state_step import StepArrays
+from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
+from tests.pallas_kernels.state_cases import Step
 
 # Decode over two tiles of tokens, beside other sequences, alone, none; sequences over borders of chunks.
 LENGTHS = ([1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 65, 2, 1, 3], [1], [], [0, 17, 1, 1, 50])

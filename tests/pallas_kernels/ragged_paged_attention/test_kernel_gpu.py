@@ -91,6 +91,15 @@ def test_equals_the_oracle(name: str) -> None:
         assert_right(run(*case.arrays), case, options)
 
 
+def test_cross_attention_may_have_more_queries_than_keys() -> None:
+    """Without a mask every query sees every key of its sequence, and a sequence without keys gives nothing."""
+    options = Options(causal=False)
+    run = compiled(SHAPE, options)
+    for seed, rows in ((1, [(1, 130), (9, 3), (38, 16)]), (2, [(1, 0), (20, 1), (12, 270)])):
+        case = make_case(seed, SHAPE, rows, options)
+        assert_right(run(*case.arrays), case, options)
+
+
 def test_extreme_sinks_do_not_overflow() -> None:
     """A sink far above the logits takes all the weight, far below or -inf none."""
     shape = replace(SHAPE, num_q_heads=4)

@@ -122,6 +122,15 @@ def test_blocks_of_the_default_size(options: Options) -> None:
         assert_right(run(*case.arrays), case, options)
 
 
+def test_cross_attention_may_have_more_queries_than_keys() -> None:
+    """Without a mask every query sees every key of its sequence, and a sequence without keys gives nothing."""
+    options = Options(causal=False)
+    run = compiled(SHORT, options)
+    for seed, rows in ((1, [(1, 130), (9, 3), (29, 16)]), (2, [(1, 0), (20, 1), (12, 190)])):
+        case = make_case(seed, SHORT, rows, options)
+        assert_right(run(*case.arrays), case, options)
+
+
 @pytest.fixture(scope="module")
 def run_short():  # type: ignore[no-untyped-def]
     """The kernel for steps of SHORT with a window and sink tokens."""

@@ -16,6 +16,7 @@ from tests.pallas_kernels.cases import Case, Shape, assert_close, assert_matches
 from tests.pallas_kernels.oracle import Options, visible_keys
 
 SHAPE = Shape(num_tokens=40, num_rows=4, num_columns=12, page_size=4)
+CROSS = Options(causal=False)
 WINDOW = Options(sliding_window=9, num_sink_tokens=2)
 ROWS = [(1, 30), (1, 1), (17, 40), (20, 20)]
 
@@ -60,6 +61,12 @@ def test_nan_stays_in_its_sequence() -> None:
         assert np.isnan(out[start:end]).all()
         others = np.delete(np.arange(out.shape[0]), np.arange(start, end))
         np.testing.assert_array_equal(out[others], np.asarray(clean.out)[others])
+
+
+@pytest.mark.parametrize("rows", [[(1, 5), (9, 3), (17, 16)], [(1, 0), (20, 1), (12, 40)]])
+def test_cross_attention_may_have_more_queries_than_keys(rows: list[tuple[int, int]]) -> None:
+    """Without a mask every query sees every key of its sequence, and a sequence without keys gives nothing."""
+    assert_matches_oracle(make_case(6, SHAPE, rows, CROSS), CROSS)
 
 
 def test_padding_is_silent() -> None:

@@ -1,71 +1,18 @@
-"""Random steps of recurrent layers, and the recurrences token by token in numpy float64."""
+"""Random inputs of Mamba's ops, and the recurrences token by token in numpy float64."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
-import jax.numpy as jnp
 import numpy as np
 
 from tests.pallas_kernels.cases import assert_close, random_values
+from tests.pallas_kernels.state_cases import Step, random_states, random_step
 
 Arrays = dict[str, np.ndarray]
-
-
-class Step(NamedTuple):
-    """What describes the sequences of one call, as numpy, in the ops' order."""
-
-    query_start_loc: np.ndarray
-    distribution: np.ndarray
-    state_read: np.ndarray
-    state_write: np.ndarray
-    has_initial_state: np.ndarray
-
-    def tokens(self, row: int) -> slice:
-        return slice(self.query_start_loc[row], self.query_start_loc[row + 1])
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.distribution[2])
-
-
-def random_step(
-    rng: np.random.Generator, q_lens: Sequence[int], num_rows: int, num_pages: int, num_decode: int | None = None
-) -> Step:
-    """Rows of `q_lens` new tokens and padding; pages in random order, in place for a third of the rows.
-
-    A page may be the initial state of several rows that write elsewhere; rows without one name any page.
-    """
-    padding = num_rows - len(q_lens)
-    pages = rng.permutation(np.arange(1, num_pages))
-    write = pages[:num_rows]
-    shared = pages[num_rows:]
-    has_initial = (rng.random(num_rows) < 0.7) & (np.array([*q_lens, *[0] * padding]) > 0)
-    read = np.where(rng.random(num_rows) < 0.34, write, rng.choice(shared, num_rows))
-    read[~has_initial] = rng.integers(0, num_pages, int((~has_initial).sum()))
-    write[len(q_lens) :] = 0
-    starts = np.concatenate([[0], np.cumsum([*q_lens, *[0] * padding])])
-    decode = int(np.cumprod([q <= 1 for q in q_lens]).sum()) if num_decode is None else num_decode
-    ends = np.array([decode, decode, len(q_lens)])
-    int32 = (x.astype(np.int32) for x in (starts, ends, read, write))
-    return Step(*int32, has_initial)
-
-
-def random_states(
-    rng: np.random.Generator, step: Step, shape: tuple[int, ...], num_pages: int, dtype: str
-) -> np.ndarray:
-    """Random states in the pages that a row starts from, NaN in all others; page 0 is zero."""
-    states = random_values(rng, (num_pages, *shape), dtype)
-    rows = np.arange(step.num_rows)
-    q_lens = np.diff(step.query_start_loc)[rows]
-    named = np.zeros(num_pages, bool)
-    named[step.state_read[rows][step.has_initial_state[rows] & (q_lens > 0)]] = True
-    states[~named] = np.nan
-    states[0] = 0
-    return states
 
 
 def conv_oracle(
@@ -85,7 +32,8 @@ def conv_oracle(
         for i in range(len(new)):
             y = (inputs[i : i + taps] * weight.T.astype(np.float64)).sum(axis=0) + (0 if bias is None else bias)
             out[step.query_start_loc[row] + i] = y / (1 + np.exp(-y)) if silu else y
-        after[step.state_write[row]] = inputs[len(inputs) - taps + 1 :].T
+        for place, page in step.writes(row).items():
+            after[page] = inputs[place + 1 : place + taps].T
     return out, after
 
 
@@ -105,11 +53,13 @@ def mamba1_oracle(
             if step.has_initial_state[row]
             else np.zeros(states.shape[1:])
         )
-        for t in range(x.shape[0])[step.tokens(row)]:
+        writes = step.writes(row)
+        for place, t in enumerate(range(x.shape[0])[step.tokens(row)]):
             delta = np.clip(softplus(arrays["dt"][t].astype(np.float64) + arrays["dt_bias"]), *limit)
             h = np.exp(delta[:, None] * arrays["a"]) * h + delta[:, None] * np.outer(x[t], arrays["b"][t])
             out[t] = h @ arrays["c"][t] + arrays["d"] * x[t]
-            after[step.state_write[row]] = h
+            if place in writes:
+                after[writes[place]] = h
     return out, after
 
 
@@ -136,7 +86,8 @@ def mamba2_oracle(
                 initial = states[step.state_read[row], h].astype(np.float64)
             carried = np.exp(log_decay)[:, None] * (c @ initial.T)
             out[tokens, h] = (share * (c @ b.T)) @ inflow + carried + arrays["d"][h] * x[tokens, h]
-            after[step.state_write[row], h] = np.exp(log_decay[-1]) * initial + (share[-1] * inflow.T) @ b
+            for place, page in step.writes(row).items():
+                after[page, h] = np.exp(log_decay[place]) * initial + (share[place] * inflow.T) @ b
     return out, after
 
 
@@ -159,18 +110,13 @@ def scan_arrays(
 
 def assert_states(got: np.ndarray, expected: np.ndarray, before: np.ndarray, step: Step, tolerance: float) -> None:
     """Written pages are as close to `expected` as `tolerance` of its largest value; others keep every bit."""
-    rows = np.arange(step.num_rows)
-    written = step.state_write[rows][np.diff(step.query_start_loc)[rows] > 0]
+    written = step.written
     others = np.setdiff1d(np.arange(len(got)), written)
     assert got[others].tobytes() == before[others].tobytes()
     scale = max(1.0, float(np.abs(expected[written]).max(initial=0.0)))
     limit = {"rtol": 0, "atol": tolerance * scale, "strict": True}
     chex.assert_trees_all_close(got[written].astype(np.float64), expected[written], **limit)
     assert got.dtype == before.dtype
-
-
-def on_device(step: Step) -> tuple:
-    return tuple(jnp.asarray(x) for x in step)
 
 
 # x, states, weight, bias, step
@@ -185,12 +131,13 @@ class ConvSizes:
     num_rows: int
     num_pages: int
     channels: int
+    num_kept: int = 1
 
     def make(
         self, rng: np.random.Generator, q_lens: Sequence[int], taps: int, dtype: str, has_bias: bool
     ) -> ConvInputs:
         """(x, states, weight, bias, step); NaN in padding tokens and in pages that nobody starts from."""
-        step = random_step(rng, q_lens, self.num_rows, self.num_pages)
+        step = random_step(rng, q_lens, self.num_rows, self.num_pages, self.num_kept)
         x = random_values(rng, (self.num_tokens, self.channels), dtype)
         x[step.query_start_loc[-1] :] = np.nan
         states = random_states(rng, step, (self.channels, taps - 1), self.num_pages, dtype)

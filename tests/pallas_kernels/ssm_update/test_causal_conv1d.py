@@ -13,16 +13,10 @@ import pytest
 
 from pallas_kernels.ssm_update import SsmOutput, causal_conv1d
 from tests.pallas_kernels.cases import assert_close, random_values
-from tests.pallas_kernels.ssm_update.ssm_cases import (
-    Step,
-    assert_states,
-    conv_oracle,
-    on_device,
-    random_states,
-    random_step,
-)
+from tests.pallas_kernels.ssm_update.ssm_cases import assert_states, conv_oracle
+from tests.pallas_kernels.state_cases import Step, on_device, random_states, random_step
 
-NUM_TOKENS, NUM_ROWS, NUM_PAGES, CHANNELS = 24, 5, 12, 6
+NUM_TOKENS, NUM_ROWS, NUM_PAGES, CHANNELS = 24, 5, 30, 6
 LENGTHS = ([1, 1, 1], [0, 1, 2, 17, 3], [], [1, 0, 4, 5, 1], [24])
 
 
@@ -32,19 +26,19 @@ def jitted(activation: str | None) -> Callable[..., SsmOutput]:
 
 
 @pytest.mark.parametrize(
-    ("taps", "dtype", "has_bias", "activation"),
+    ("taps", "dtype", "has_bias", "activation", "num_kept"),
     [
-        (4, "float32", True, "silu"),
-        (2, "bfloat16", False, None),
-        (4, "bfloat16", True, "silu"),
-        (3, "float32", False, "silu"),
+        (4, "float32", True, "silu", 1),
+        (2, "bfloat16", False, None, 1),
+        (4, "bfloat16", True, "silu", 2),
+        (3, "float32", False, "silu", 5),
     ],
 )
-def test_random_steps(taps: int, dtype: str, has_bias: bool, activation: str | None) -> None:
+def test_random_steps(taps: int, dtype: str, has_bias: bool, activation: str | None, num_kept: int) -> None:
     """Lengths 0 and 1 and shorter than the state, in place and elsewhere, NaN in all pages that nobody starts from."""
     for seed, q_lens in enumerate(LENGTHS):
         rng = np.random.default_rng(seed)
-        step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
+        step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES, num_kept)
         x = random_values(rng, (NUM_TOKENS, CHANNELS), dtype)
         x[step.query_start_loc[-1] :] = np.nan
         states = random_states(rng, step, (CHANNELS, taps - 1), NUM_PAGES, dtype)

@@ -13,23 +13,27 @@ import pytest
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.ssm_update import causal_conv1d, gpu_conv
-from pallas_kernels.ssm_update.arguments import Convolution, StepArrays
+from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.ssm_update.gpu_conv import Field
-from pallas_kernels.ssm_update.reference import StateStep
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
+from pallas_kernels.state_step import StateStep, StepArrays
 from tests.pallas_kernels.on_gpu import compile_on_gpu
-from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv, on_device, random_step
+from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv
+from tests.pallas_kernels.state_cases import on_device, random_step
 
 NUM_TOKENS, NUM_ROWS, NUM_PAGES, PIECE = 24, 5, 12, 9
 SIZES = ConvSizes(NUM_TOKENS, NUM_ROWS, NUM_PAGES, channels=256)
+DRAFTS = ConvSizes(NUM_TOKENS, NUM_ROWS, num_pages=30, channels=128, num_kept=4)
 # Shorter than the state, in one piece and in several; nothing; no padding.
 LENGTHS = ([1, 0, 1, 12, 2], [], [24])
 
 
 @functools.cache
-def compiled(taps: int, dtype: str, has_bias: bool, activation: str | None) -> Callable[..., Any]:
+def compiled(
+    taps: int, dtype: str, has_bias: bool, activation: str | None, sizes: ConvSizes = SIZES
+) -> Callable[..., Any]:
     """(x, states, weight, bias, step) -> (out, states)."""
-    inputs = SIZES.make(np.random.default_rng(0), [], taps, dtype, has_bias)
+    inputs = sizes.make(np.random.default_rng(0), [], taps, dtype, has_bias)
 
     def call(x: Any, states: Any, weight: Any, bias: Any, step: Any) -> Any:
         arguments = Convolution(x, weight, bias)
@@ -38,10 +42,12 @@ def compiled(taps: int, dtype: str, has_bias: bool, activation: str | None) -> C
     return compile_on_gpu(call, *inputs[:-1], on_device(inputs[-1]))
 
 
-def assert_right(variant: tuple[int, str, bool, str | None], seed: int, q_lens: Sequence[int]) -> None:
+def assert_right(
+    variant: tuple[int, str, bool, str | None], seed: int, q_lens: Sequence[int], sizes: ConvSizes = SIZES
+) -> None:
     taps, dtype, has_bias, activation = variant
-    inputs = SIZES.make(np.random.default_rng(seed), q_lens, taps, dtype, has_bias)
-    result = compiled(*variant)(*inputs[:-1], on_device(inputs[-1]))
+    inputs = sizes.make(np.random.default_rng(seed), q_lens, taps, dtype, has_bias)
+    result = compiled(*variant, sizes)(*inputs[:-1], on_device(inputs[-1]))
     assert_conv(result, inputs, dtype, activation)
 
 
@@ -56,14 +62,21 @@ def test_equals_a_loop_over_tokens(variant: tuple[int, str, bool, str | None]) -
         assert_right(variant, seed, q_lens)
 
 
+def test_states_after_drafts() -> None:
+    """Each of the last tokens may have a page, in sequences shorter than that, than the state, and of many pieces."""
+    for seed, q_lens in enumerate(([1, 4, 2, 0, 3], [1, 2, 20])):
+        assert_right(VARIANTS[0], seed, q_lens, DRAFTS)
+
+
 @pytest.mark.sweep
+@pytest.mark.parametrize("sizes", [SIZES, DRAFTS], ids=["last", "drafts"])
 @pytest.mark.parametrize("variant", SWEEP, ids=str)
-def test_sweep(variant: tuple[int, str, bool, str | None]) -> None:
+def test_sweep(variant: tuple[int, str, bool, str | None], sizes: ConvSizes) -> None:
     """Random lengths."""
     rng = np.random.default_rng(0)
     for seed in range(6):
         cuts = np.sort(rng.integers(0, NUM_TOKENS + 1, int(rng.integers(1, NUM_ROWS + 1))))
-        assert_right(variant, seed, sorted(np.diff(cuts, prepend=0).tolist(), key=lambda n: n > 1))
+        assert_right(variant, seed, sorted(np.diff(cuts, prepend=0).tolist(), key=lambda n: n > 1), sizes)
 
 
 def test_what_is_not_finite_stays_in_its_sequence() -> None:
@@ -87,18 +100,18 @@ def test_pieces_do_not_wait_for_each_other() -> None:
 
     @jax.jit
     def pieces(arrays: StepArrays) -> jax.Array:
-        return gpu_conv.pieces(StateStep.of(NUM_TOKENS, NUM_PAGES, arrays), NUM_TOKENS, NUM_PAGES, PIECE)
+        return gpu_conv.pieces(StateStep.of(NUM_TOKENS, arrays), NUM_TOKENS, PIECE)
 
     for q_lens in ([1, 0, 1, 12, 2], [], [24], [2, 19, 1]):
-        step = random_step(rng, q_lens, NUM_ROWS, NUM_PAGES)
+        step = random_step(rng, q_lens, NUM_ROWS, num_pages=30, num_kept=3)
         table = np.asarray(pieces(StepArrays(*on_device(step))))
         table = table[table[:, Field.COUNT] > 0]
         tokens = [t for row in table for t in range(row[Field.TOKEN], row[Field.TOKEN] + row[Field.COUNT])]
         assert sorted(tokens) == list(range(NUM_TOKENS))
-        written = table[table[:, Field.WRITE] > 0]
-        assert sorted(written[:, Field.WRITE]) == sorted(step.state_write[: len(q_lens)][np.array(q_lens, int) > 0])
-        for row in written:
-            readers = table[table[:, Field.READ] == row[Field.WRITE]]
+        pages = table[:, Field.WRITE :]
+        assert sorted(pages[pages > 0]) == step.written
+        for row in table:
+            readers = table[(table[:, Field.READ] > 0) & np.isin(table[:, Field.READ], row[Field.WRITE :])]
             assert (readers[:, Field.TOKEN] == row[Field.TOKEN]).all()
 
 

@@ -13,12 +13,13 @@ import pytest
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.ssm_update import gpu_scan, selective_scan
-from pallas_kernels.ssm_update.arguments import Scan, StepArrays
+from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
+from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.on_gpu import compile_on_gpu
-from tests.pallas_kernels.ssm_update.ssm_cases import Step, on_device
 from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
+from tests.pallas_kernels.state_cases import Step, on_device
 
 NUM_ROWS, NUM_PAGES, NUM_TOKENS = 5, 12, 11
 LENGTHS = ([1, 0, 1, 9], [])  # two trips of tokens loaded together and one token more
@@ -26,7 +27,8 @@ DECODE_LENGTHS = ([1, 1, 0, 1, 1], [1, 3])
 MAMBA1 = Shape(64, None, 8, num_tokens=NUM_TOKENS)
 MAMBA2 = Shape(4, 16, 64, groups=2, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0))
 DECODE = Shape(2, 32, 32, num_tokens=NUM_ROWS, dtype="bfloat16", state_dtype="bfloat16")  # no token is loaded ahead
-SHAPES = [MAMBA1, MAMBA2, DECODE]
+DRAFTS = Shape(2, 16, 32, num_tokens=NUM_TOKENS, num_kept=3)
+SHAPES = [MAMBA1, MAMBA2, DECODE, DRAFTS]
 SWEEP = [
     Shape(2, 48, 32, num_tokens=NUM_TOKENS),
     Shape(64, None, 16, num_tokens=NUM_TOKENS, dtype="bfloat16", limit=(0.0, 3.0)),
@@ -37,6 +39,7 @@ SWEEP = [
     Shape(2, 64, 256, 1, NUM_TOKENS, "float32", "float32"),
     Shape(3, 128, 48, 1, NUM_TOKENS, "float16", "float16"),
     Shape(5, 16, 96, 5, NUM_TOKENS, "bfloat16", "float32"),
+    Shape(64, None, 16, num_tokens=NUM_TOKENS, num_kept=4),
 ]
 
 Arguments = tuple[dict[str, Any], Step]
@@ -65,7 +68,7 @@ def assert_right(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_recurrence(shape: Shape) -> None:
-    """Decode, prefill and mixed; lengths 0 and 1; states in place and elsewhere, shared and none."""
+    """Decode, prefill, mixed and drafts; lengths 0 and 1; states in place and elsewhere, shared and none."""
     for seed, q_lens in enumerate(DECODE_LENGTHS if shape is DECODE else LENGTHS):
         assert_right(shape, seed, q_lens)
 

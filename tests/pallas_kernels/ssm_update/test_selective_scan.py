@@ -15,16 +15,8 @@ import pytest
 from pallas_kernels.ssm_update import SsmOutput, reference, selective_scan
 from pallas_kernels.ssm_update.shapes import SHAPES
 from tests.pallas_kernels.cases import TOLERANCE, assert_close
-from tests.pallas_kernels.ssm_update.ssm_cases import (
-    Step,
-    assert_states,
-    mamba1_oracle,
-    mamba2_oracle,
-    on_device,
-    random_states,
-    random_step,
-    scan_arrays,
-)
+from tests.pallas_kernels.ssm_update.ssm_cases import assert_states, mamba1_oracle, mamba2_oracle, scan_arrays
+from tests.pallas_kernels.state_cases import Step, on_device, random_states, random_step
 
 NO_LIMIT = (0.0, float("inf"))
 NUM_ROWS, NUM_PAGES = 5, 12
@@ -42,6 +34,7 @@ class Shape:
     dtype: str = "float32"
     state_dtype: str = "float32"
     limit: tuple[float, float] = NO_LIMIT
+    num_kept: int = 1  # last tokens with a page for the state after them; each but the first needs `num_rows` more
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -58,7 +51,8 @@ class Shape:
         self, rng: np.random.Generator, q_lens: Sequence[int], num_rows: int, num_pages: int
     ) -> tuple[dict[str, np.ndarray], Step]:
         """A random step; padding tokens hold NaN, as do all pages that nobody starts from."""
-        step = random_step(rng, q_lens, num_rows, num_pages)
+        num_pages += (self.num_kept - 1) * num_rows
+        step = random_step(rng, q_lens, num_rows, num_pages, self.num_kept)
         arrays = self.arrays(rng)
         for name in ("x", "dt", "b", "c"):
             arrays[name][step.query_start_loc[-1] :] = np.nan
@@ -102,13 +96,14 @@ def check(shape: Shape, seed: int, q_lens: Sequence[int]) -> None:
         MAMBA1,
         MAMBA2,
         Shape(num_tokens=5, dtype="bfloat16", state_dtype="bfloat16", limit=(0.1, 2.0)),
+        Shape(head_dim=3, groups=2, num_kept=4),
         pytest.param(Shape(head_dim=4, groups=6, dtype="bfloat16", limit=(0.0, 0.7)), marks=pytest.mark.sweep),
         pytest.param(Shape(heads=1, head_dim=1, state_dim=1), marks=pytest.mark.sweep),
     ],
     ids=str,
 )
 def test_random_steps(shape: Shape) -> None:
-    """Decode, prefill longer than a chunk, mixed, lengths 0 and 1, no sequence at all."""
+    """Decode, prefill longer than a chunk, mixed, drafts with pages of their own, lengths 0 and 1, no sequence."""
     lengths = ([1, 1, 1, 0, 1], [1, 1, 0, 130, 18], [3, 0, 60, 4, 70], [150], [])
     if shape.num_tokens < 150:
         lengths = ([1, 1, 1, 1, 1], [1, 0, 4], [2, 3])

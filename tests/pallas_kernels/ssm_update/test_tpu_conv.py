@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ssm_update import causal_conv1d, tpu_conv
-from pallas_kernels.ssm_update.arguments import Convolution, StepArrays
+from pallas_kernels.ssm_update.arguments import Convolution
+from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.on_tpu import compile_on_tpu
-from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv, on_device, random_step
+from tests.pallas_kernels.ssm_update.ssm_cases import ConvSizes, assert_conv
+from tests.pallas_kernels.state_cases import on_device, random_step
 
 NUM_TOKENS, CHUNK = 70, 32
-SIZES = ConvSizes(NUM_TOKENS, num_rows=6, num_pages=14, channels=1152)
+SIZES = ConvSizes(NUM_TOKENS, num_rows=6, num_pages=30, channels=1152, num_kept=3)
 LENGTHS = (
     [1, 1, 1, 1, 1, 1],
     [1, 0, 1, 45, 2, 3],  # a sequence over two borders of chunks, others that begin beside each other

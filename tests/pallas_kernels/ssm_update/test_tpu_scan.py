@@ -14,15 +14,16 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ssm_update import selective_scan, tpu_decode, tpu_mamba1, tpu_scan
-from pallas_kernels.ssm_update.arguments import Scan, StepArrays
+from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
 from pallas_kernels.ssm_update.shapes import SsmShape
 from pallas_kernels.ssm_update.tpu_decode import StateTiles
 from pallas_kernels.ssm_update.tpu_states import CarriedState
+from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
-from tests.pallas_kernels.ssm_update.ssm_cases import Step, on_device
 from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
+from tests.pallas_kernels.state_cases import Step, on_device
 
 NUM_ROWS, NUM_PAGES = 10, 24
 # Decode over two tiles of tokens; sequences over borders of chunks and beside each other; nothing; all of one.
@@ -38,10 +39,13 @@ EXACT2 = Shape(4, 32, 128, num_tokens=NUM_TOKENS)
 # Small, since the interpreter takes each load of a kernel apart; chunks of 16 tokens, 4 unrolled.
 MAMBA1 = Shape(256, None, 8, num_tokens=40, dtype="bfloat16", limit=(0.0, 3.0))
 SHORT_LENGTHS = ([1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 20, 2, 8, 7], [], [0, 31, 1, 1, 7])
+DRAFTS = Shape(2, 64, 128, num_tokens=40, num_kept=3)
 SHAPES = [
     MAMBA1,
     MAMBA2,
     EXACT2,
+    DRAFTS,
+    pytest.param(Shape(128, None, 8, num_tokens=40, num_kept=3), marks=pytest.mark.sweep),
     pytest.param(Shape(1152, None, 16, num_tokens=NUM_TOKENS), marks=pytest.mark.sweep),
     pytest.param(Shape(2048, None, 16, 1, 40, "bfloat16", "bfloat16"), marks=pytest.mark.sweep),
     pytest.param(Shape(3, 128, 256, num_tokens=NUM_TOKENS, dtype="bfloat16"), marks=pytest.mark.sweep),
@@ -74,7 +78,7 @@ def compiled(shape: Shape) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_recurrence(shape: Shape) -> None:
-    """Decode, prefill and mixed; lengths 0 and 1; states in place and elsewhere, shared and none."""
+    """Decode, prefill, mixed and drafts; lengths 0 and 1; states in place and elsewhere, shared and none."""
     run = compiled(shape)
     for seed, q_lens in enumerate(LENGTHS if shape.num_tokens == NUM_TOKENS else SHORT_LENGTHS):
         arrays, step = make(np.random.default_rng(seed), shape, q_lens)
@@ -138,7 +142,7 @@ def test_a_race_planted_in_segments_is_found(monkeypatch: pytest.MonkeyPatch) ->
     jax.clear_caches()
     shape = Shape(2, 64, 128, num_tokens=12)
     arrays, step = make(np.random.default_rng(8), shape, [3, 3, 3])
-    step = step._replace(state_read=step.state_write, has_initial_state=np.ones(NUM_ROWS, bool))
+    step = step._replace(state_read=step.state_write[:, 0], has_initial_state=np.ones(NUM_ROWS, bool))
     arrays["states"][:] = 1
     run = compile_on_tpu(functools.partial(scan, limit=shape.limit), arrays, on_device(step))
     with pytest.raises(RaceError, match=r"race|RACE"):

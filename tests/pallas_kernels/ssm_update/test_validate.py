@@ -52,7 +52,15 @@ BAD_CONV = {
 }
 BAD_STEP = {
     "read": ({"state_read": ints(1, 2)[None]}, r"expected state_read \[num_seqs\] .* got \(1, 2\)"),
-    "write": ({"state_write": ints(1, 2)}, r"expected state_write \[num_seqs\] of shape \(3\), got \(2,\)"),
+    "write": ({"state_write": ints(1, 2)}, r"state_write \[num_seqs\] or \[num_seqs, states_kept\] of .* got \(2,\)"),
+    "no_column": (
+        {"state_write": jnp.zeros((3, 0), jnp.int32)},
+        r"state_write \[num_seqs, states_kept\] of at least one state, got \(3, 0\)",
+    ),
+    "twice_in_a_row": (
+        {"state_write": jnp.array([[0, 1], [3, 3], [0, 0]], jnp.int32)},
+        "in state_write once, got page 3 twice",
+    ),
     "initial": ({"has_initial_state": jnp.zeros(2, bool)}, r"has_initial_state \[num_seqs\] of shape \(3\), got"),
     "starts": ({"query_start_loc": ints(0, 1, 4)}, r"query_start_loc \[num_seqs \+ 1\] of shape \(4\), got \(3,\)"),
     "ends": ({"distribution": ints(1, 1)}, r"expected distribution \[3\] of shape \(3\), got \(2,\)"),
@@ -115,3 +123,6 @@ def test_good_arguments() -> None:
     assert selective_scan(**MAMBA2, dt_limit=[0, 2]).out.shape == (6, 8, 2)
     idle = {"query_start_loc": ints(0, 0, 3, 3), "state_read": ints(9, 2, 0), "state_write": ints(3, 3, 0)}
     assert causal_conv1d(**{**CONV, **idle}).states.shape == (5, 8, 3)
+    drafts = {"state_write": jnp.array([[9, 1], [4, 3], [0, 0]], jnp.int32)}
+    assert causal_conv1d(**{**CONV, **drafts}).states.shape == (5, 8, 3)
+    assert selective_scan(**{**MAMBA1, **drafts}).states.shape == (5, 8, 4)

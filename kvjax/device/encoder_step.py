@@ -1,0 +1,156 @@
+"""The encoder's program: one request's features to K and V in its pages, jitted once per declared shape.
+
+Flow:    features of a request + slots of its encoder tokens -> [EncoderStep] -> KVPages, donated and updated in place
+Source:  ARCHITECTURE.md, "Order inside a step"
+
+It is a program of its own, dispatched before the step in which its request starts: were it part of the step, each shape
+of features would multiply the number of compiled steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from flax import nnx
+
+from kvjax.core.spec import KVCacheConfig
+from kvjax.core.step.step_plan import StepPlan
+from kvjax.device.encoder_cache import EncoderCache, encoder_groups
+from kvjax.device.pages import KVPages, page_shardings
+from kvjax.device.placement import Placement
+
+EncoderShapes: TypeAlias = Mapping[tuple[int, ...], int]  # shape of a request's features -> encoder tokens
+
+
+class EncoderStep:
+    """The encoder of one model over one cache config. Owned by one `UpdateStep`; a call costs a dispatch."""
+
+    def __init__(
+        self,
+        graphdef: Any,  # of the model, whose `encode(features, cache)` is called
+        kv_cache_config: KVCacheConfig,
+        shapes: EncoderShapes,
+        placement: Placement,
+        *,
+        backend: str,
+    ) -> None:
+        """A program for each of `shapes`.
+
+        Raises:
+            ValueError: there are shapes and no layer that reads an encoder, the other way round, or a shape has more
+                tokens than such a layer keeps.
+        """
+        self.shapes = dict(shapes)
+        self.group_ids = encoder_groups(kv_cache_config)
+        if bool(self.shapes) != bool(self.group_ids):
+            raise ValueError(
+                f"expected shapes of encoder inputs where layers read an encoder, and nowhere else, got "
+                f"{len(self.shapes)} shapes and groups {self.group_ids}"
+            )
+        self._graphdef = graphdef
+        self._config = kv_cache_config
+        self._placement = placement
+        self._backend = backend
+        pages, replicated = page_shardings(kv_cache_config, placement), placement.replicated
+        self._encode = jax.jit(
+            self._traced,
+            donate_argnums=1,
+            in_shardings=(None, pages, replicated, replicated),
+            out_shardings=pages,
+        )
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far: one per shape that ran."""
+        return int(self._encode._cache_size())  # type: ignore[attr-defined]
+
+    def __call__(
+        self,
+        state: Any,  # the model's weights
+        pages: KVPages,
+        features: np.ndarray,  # float32, of one of `shapes`
+        slot_mappings: Sequence[np.ndarray],  # int32[num_encoder_tokens] of each of `group_ids`
+    ) -> KVPages:
+        """Dispatches the encoder for one request. `pages` is donated.
+
+        Raises:
+            ValueError: `features` are of another shape, or there is not a slot for each encoder token in each group,
+                or one is outside its pool. The pages are untouched.
+        """
+        self.check(pages, features, slot_mappings)
+        slots = {i: np.array(slots, np.int32) for i, slots in zip(self.group_ids, slot_mappings, strict=True)}
+        return self._encode(state, pages, np.array(features, np.float32), slots)
+
+    def check(self, pages: KVPages, features: np.ndarray, slot_mappings: Sequence[np.ndarray]) -> None:
+        """Raises ValueError as a call would; changes nothing."""
+        if features.shape not in self.shapes:
+            raise ValueError(
+                f"expected encoder features of shape {shapes_text(self.shapes)}, got {list(features.shape)}"
+            )
+        wanted = [self.shapes[features.shape]] * len(self.group_ids)
+        sizes = [slots.size for slots in slot_mappings]
+        if sizes != wanted:
+            raise ValueError(f"expected slots of {wanted} encoder tokens in groups {self.group_ids}, got {sizes}")
+        for group_id, slots in zip(self.group_ids, slot_mappings, strict=True):
+            group = self._config.kv_cache_groups[group_id]
+            end = pages.num_pages(group.pool_id) * group.kv_cache_spec.block_size
+            if slots.min() < -1 or slots.max() >= end:
+                raise ValueError(f"group {group_id}: expected slots in [-1, {end}), got {slots.min()} to {slots.max()}")
+
+    def check_plan(self, pages: KVPages, plan: StepPlan, features: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """Per request whose encoder runs in a step, int32[num_encoder_tokens] slots of each group.
+
+        Raises:
+            ValueError: there are not as many features, or one cannot be encoded. Nothing is changed.
+        """
+        if not self.group_ids:
+            by_request: list[list[np.ndarray]] = []
+        else:
+            by_request = _slots_of_requests([plan.groups[i] for i in self.group_ids])
+        if len(by_request) != len(features):
+            raise ValueError(
+                f"expected encoder features of {len(by_request)} requests whose encoder runs in this step, "
+                f"got {len(features)}"
+            )
+        for one, slot_mappings in zip(features, by_request, strict=True):
+            self.check(pages, one, slot_mappings)
+        return by_request
+
+    def warmup(self, state: Any, pages: KVPages) -> KVPages:
+        """Compiles the program of each shape by running it without slots; returns the pages, unchanged in value."""
+        for shape, num_tokens in self.shapes.items():
+            nowhere = [np.full(num_tokens, -1, np.int32)] * len(self.group_ids)
+            pages = self(state, pages, np.zeros(shape, np.float32), nowhere)
+        return pages
+
+    def compiled(self, state: Any, pages: KVPages, shape: tuple[int, ...]) -> jax.stages.Compiled:
+        """The compiled module of one shape, to look at aliases, memory and cost. Runs nothing."""
+        slots = {i: jax.ShapeDtypeStruct((self.shapes[shape],), np.int32) for i in self.group_ids}
+        return self._encode.lower(state, pages, jax.ShapeDtypeStruct(shape, np.float32), slots).compile()
+
+    def _traced(self, state: Any, pages: KVPages, features: jax.Array, slots: dict[int, jax.Array]) -> KVPages:
+        """The program as jax traces it, once per shape."""
+        model: Any = nnx.merge(self._graphdef, state)
+        cache = EncoderCache(pages, slots, self._config, self._placement, backend=self._backend)
+        model.encode(features, cache)
+        if cache.unwritten_layers:
+            raise ValueError(f"the encoder did not write layers {cache.unwritten_layers} of the cache config")
+        return cache.pages
+
+
+def shapes_text(shapes: EncoderShapes) -> str:
+    """For an error, such as "[80, 3000] or [80, 1500]"; "none" where there are no shapes."""
+    return " or ".join(str(list(shape)) for shape in shapes) or "none"
+
+
+def _slots_of_requests(groups: Sequence[Any]) -> list[list[np.ndarray]]:
+    """The slots of each request that has any, for each of the groups, whose requests are the same."""
+    starts = groups[0].encoder_starts
+    places = np.flatnonzero(np.diff(starts)).tolist()
+    return [[group.slot_mapping[starts[i] : starts[i + 1]] for group in groups] for i in places]
+
+
+__all__ = ["EncoderShapes", "EncoderStep", "shapes_text"]

@@ -1,0 +1,82 @@
+"""The language model of Qwen3-VL: vectors stand for image tokens, positions have three axes. No jax.
+
+Flow:    config.json -> [Qwen3VLConfig, Qwen3VLMoeConfig] -> decoders.qwen3_vl
+Source:  transformers' configuration_{qwen3_vl,qwen3_vl_moe}.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.qwen3 import Qwen3Config, Qwen3MoeConfig, take_expert_fields, take_qwen3_fields
+
+_DEEPSTACK_LAYERS = (8, 16, 24)  # of the vision model, where a config does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionInputs:
+    """What stands for a token: its vector, then those that the first layers add to it (DeepStack)."""
+
+    placeholder_token_ids: tuple[int, ...]
+    num_deepstack: int
+
+
+class _TakesVectors:
+    """What both models share: `inputs` says what stands for image and video tokens."""
+
+    hidden_size: int
+    inputs: VisionInputs
+
+    @property
+    def embedding_dim(self) -> int:
+        """The vector of a token and those of the first layers, side by side."""
+        return self.hidden_size * (1 + self.inputs.num_deepstack)
+
+    @property
+    def placeholder_token_ids(self) -> tuple[int, ...]:
+        """Image and video tokens."""
+        return self.inputs.placeholder_token_ids
+
+    @property
+    def has_mrope(self) -> bool:
+        """Positions have a time, a height and a width."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLConfig(_TakesVectors, Qwen3Config):
+    """Dense."""
+
+    outer_keys: ClassVar[tuple[str, ...]] = ("image_token_id", "video_token_id", "vision_config")
+
+    inputs: VisionInputs
+
+    @classmethod
+    def parse(cls, keys: ConfigKeys) -> Self:
+        """The config that `keys` describe."""
+        return cls(**take_qwen3_fields(keys), inputs=take_vision_inputs(keys))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLMoeConfig(_TakesVectors, Qwen3MoeConfig):
+    """With experts."""
+
+    outer_keys: ClassVar[tuple[str, ...]] = Qwen3VLConfig.outer_keys
+    fused_experts: ClassVar[str | None] = "columns"
+
+    inputs: VisionInputs
+
+    @classmethod
+    def parse(cls, keys: ConfigKeys) -> Self:
+        """The config that `keys` describe."""
+        return cls(**take_expert_fields(keys, take_qwen3_fields(keys)), inputs=take_vision_inputs(keys))
+
+
+def take_vision_inputs(keys: ConfigKeys) -> VisionInputs:
+    """Placeholder tokens, and how many layers add vectors."""
+    vision: Any = keys.take_object("vision_config") or {}
+    deepstack = vision.get("deepstack_visual_indexes", _DEEPSTACK_LAYERS)
+    tokens = (keys.take("image_token_id", 151_655), keys.take("video_token_id", 151_656))
+    return VisionInputs(placeholder_token_ids=tokens, num_deepstack=len(deepstack))
