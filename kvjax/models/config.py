@@ -21,6 +21,7 @@ FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 RECURRENT = "linear_attention"
+FEED_FORWARD = "feed_forward"  # a layer without a cache
 DEFAULT_BLOCK_SIZE = 16
 
 
@@ -30,6 +31,7 @@ class ModelConfig(abc.ABC):
 
     default_block_size: ClassVar[int] = DEFAULT_BLOCK_SIZE
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
+    key_aliases: ClassVar[Mapping[str, str]] = {}  # names of keys in files, with those read here
     outer_keys: ClassVar[tuple[str, ...]] = ()  # read beside those of `text_config`
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
     ignored_outer_keys: ClassVar[frozenset[str]] = frozenset()  # likewise, beside `text_config`

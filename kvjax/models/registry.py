@@ -43,11 +43,13 @@ _FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssDecoder"),
     "GraniteMoeHybridForCausalLM": Family("granite_moe_hybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridDecoder"),
     "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),
+    "KimiLinearForCausalLM": Family("kimi_linear", "KimiLinearConfig", "KimiLinearDecoder"),
     "Llama4ForCausalLM": Family("llama4", "Llama4Config", "Llama4Decoder"),
     "Llama4ForConditionalGeneration": Family("llama4", "Llama4Config", "Llama4Decoder", has_text_config=True),
     "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaDecoder"),
     "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaDecoder"),
     "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralDecoder"),
+    "NemotronHForCausalLM": Family("nemotron_h", "NemotronHConfig", "NemotronHDecoder"),
     "Phi3ForCausalLM": Family("llama", "Phi3Config", "Phi3Decoder"),
     "Qwen2ForCausalLM": Family("llama", "Qwen2Config", "LlamaDecoder"),
     "Qwen3ForCausalLM": Family("qwen3", "Qwen3Config", "Qwen3Decoder"),
@@ -80,7 +82,10 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
         informational = INFORMATIONAL_OUTER_KEYS | config_class.ignored_outer_keys
         keys = text_keys(data, config_class.defaults, where, informational, config_class.outer_keys)
     else:
-        keys = ConfigKeys(data, config_class.defaults, where)
+        aliases = config_class.key_aliases
+        renamed = {aliases[key]: value for key, value in data.items() if key in aliases}
+        own = {key: value for key, value in data.items() if key not in aliases}
+        keys = ConfigKeys(renamed | own, config_class.defaults, where)
     try:
         config: ModelConfig = config_class.parse(keys)
     except ConfigError:

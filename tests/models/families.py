@@ -66,7 +66,9 @@ FAMILIES = (
     Family("jamba"),
     Family("granite_moe_hybrid"),
     Family("qwen3_next"),
-    Family("qwen3_5"),
+    Family("qwen3_5", variant=True),
+    Family("kimi_linear"),
+    Family("nemotron_h"),
     Family("whisper"),
     Family("qwen3_vl"),
 )

@@ -152,7 +152,7 @@ def test_end_tokens_of_the_generation_config_take_precedence(tmp_path: Path) -> 
         (llama_dict(num_hidden_layers=True), "'num_hidden_layers' to be a positive integer, got True"),
         (llama_dict(rms_norm_eps="small"), "'rms_norm_eps' to be a positive number, got 'small'"),
         (llama_dict(mlp_bias=1), "'mlp_bias' to be true or false, got 1"),
-        (llama_dict(hidden_act="relu"), "'hidden_act' among silu, gelu, gelu_pytorch_tanh, got 'relu'"),
+        (llama_dict(hidden_act="relu"), "'hidden_act' among silu, gelu, gelu_pytorch_tanh, relu2, got 'relu'"),
         (llama_dict(dtype="int8"), "'dtype' among float32, bfloat16, float16, got 'int8'"),
         (llama_dict(num_key_value_heads=3), "num_attention_heads to be a multiple .* got 4 and 3"),
         (

@@ -27,7 +27,7 @@ goldens = {add_golden(engine, golden, greedy_params()): golden for golden in gol
 for request_id, result in drain(engine).items():
     assert result.output_token_ids.tolist() == goldens[request_id].greedy.tolist(), request_id
 """
-OF_EACH_SORT = frozenset({"gemma3", "deepseek_v3", "deepseek_v4"})
+OF_EACH_SORT = frozenset({"gemma3", "deepseek_v3", "deepseek_v4", "qwen3_next"})
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,55 @@ def test_the_state_of_the_rule_may_have_a_dtype_of_its_own() -> None:
         assert config.kv_cache_specs()["layers.0"].state_dtypes == ("bfloat16", dtype)
 
 
+def test_layers_of_kimi_linear_are_counted_from_1_on_the_hub() -> None:
+    assert kinds("kimi_linear") == ["mamba"] * 3 + ["mla_attention"]
+    types = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    newer = {"linear_attn_config": ..., "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": types}
+    assert kinds("kimi_linear", **newer) == ["mla_attention", "mamba", "mamba", "mla_attention"]
+    assert kinds("kimi_linear", num_hidden_layers=9, linear_attn_config=...).index("mla_attention") == 4
+
+
+def test_keys_of_kimi_linear_have_the_names_of_the_hub_or_of_transformers() -> None:
+    config = parse("kimi_linear")
+    assert (config.max_model_len, config.experts.num_experts, config.experts.top_k) == (128, 8, 2)
+    assert (config.first_expert_layer, config.experts.scale, config.attention.rope) == (1, 2.446, None)
+    types = ["dense", "dense", "sparse", "sparse"]
+    assert parse("kimi_linear", first_k_dense_replace=..., mlp_layer_types=types).first_expert_layer == 2
+
+
+def test_the_matrices_of_kimi_delta_attention_are_in_float32() -> None:
+    """Three convolutions of 4 heads of 8 over 3 tokens in the model's dtype."""
+    spec = parse("kimi_linear", dtype="bfloat16").kv_cache_specs(8)["layers.0"]
+    assert spec.state_shapes == ((32, 3), (32, 3), (32, 3), (4, 8, 8))
+    assert spec.state_dtypes == ("bfloat16", "bfloat16", "bfloat16", "float32")
+    assert spec.state_bytes == 3 * 32 * 3 * 2 + 4 * 8 * 8 * 4
+    assert spec.block_size == -(-spec.state_bytes // (2 * (16 + 64) * 8)) * 8
+
+
+def test_layers_of_nemotron_h_without_a_cache_have_none() -> None:
+    """M: Mamba, *: attention, -: a dense part, E: experts; newer files name them."""
+    config = parse("nemotron_h")
+    assert {name: spec.kind for name, spec in config.kv_cache_specs().items()} == {
+        "layers.0": "mamba",
+        "layers.1": "full_attention",
+        "layers.3": "mamba",
+    }
+    assert config.expert_layers == (False, False, False, False, True)
+    for names in (
+        ["mamba", "attention", "mlp", "mamba", "moe"],
+        ["linear_attention", "full_attention", "mlp", "linear_attention", "moe"],
+    ):
+        assert parse("nemotron_h", hybrid_override_pattern=..., layers_block_type=names) == config
+
+
+def test_nemotron_h_scans_in_float32_unless_it_says_otherwise_and_bounds_time_steps_below() -> None:
+    config = parse("nemotron_h", dtype="bfloat16")
+    assert config.kv_cache_specs()["layers.0"].state_dtypes == ("bfloat16", "float32")
+    asked = parse("nemotron_h", dtype="bfloat16", mamba_ssm_cache_dtype="bfloat16")
+    assert asked.kv_cache_specs()["layers.0"].state_dtypes == ("bfloat16", "bfloat16")
+    assert (config.mamba.dt_limit, config.head_dim) == ((0.001, float("inf")), 8)
+
+
 def test_states_are_in_the_dtype_of_the_weights_whatever_that_of_k_and_v() -> None:
     spec = parse("jamba", dtype="bfloat16").kv_cache_specs(8, "float32")["layers.0"]
     assert isinstance(spec, MambaSpec)
@@ -103,6 +152,13 @@ def test_states_split_where_all_devices_have_whole_units() -> None:
         ("granite_moe_hybrid", {"mamba_n_groups": 3}, "here: expected Mamba groups that divide 8 heads, got 3"),
         ("granite_moe_hybrid", {"time_step_limit": [1, 0]}, "'time_step_limit' to be two growing numbers >= 0, got"),
         ("granite_moe_hybrid", {"normalization_function": "layernorm"}, "'normalization_function' among rmsnorm, got"),
+        ("kimi_linear", {"mla_use_nope": False}, "here: expected 'mla_use_nope' to be True, got False"),
+        ("kimi_linear", {"moe_layer_freq": 2}, "here: expected 'moe_layer_freq' to be 1, got 2"),
+        ("kimi_linear", {"num_hidden_layers": 5}, r"linear_attn_config: expected layers 1 to 5 once each, got \[4\]"),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types to be dense, then sparse, got"),
+        ("nemotron_h", {"num_hidden_layers": 4}, "here: expected num_hidden_layers to be 5, .*, got 4"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*X-E"}, r"expected layers among .* \(letters M\*-E\), got X"),
+        ("nemotron_h", {"attention_bias": True}, "'attention_bias' to be null or false, got True"),
         ("qwen3_next", {"linear_num_key_heads": 3}, "here: expected linear_num_key_heads that divide 4 .*, got 3"),
         ("qwen3_5", {"attn_output_gate": False}, "here: expected 'attn_output_gate' to be true, got false"),
         ("qwen3_5", {"mamba_ssm_dtype": "int8"}, "here: expected 'mamba_ssm_dtype' among .*, got 'int8'"),

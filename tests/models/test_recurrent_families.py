@@ -5,11 +5,18 @@ What else they keep, test_families.py says.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from kvjax.core.kinds.state_steps import StateSteps
+from kvjax.models import ModelConfig, build_model
 from tests.models.families import FAMILIES, Family, add_golden, assert_golden, drain, greedy_params, make_engine
-from tests.models.golden_models import goldens_of
+from tests.models.golden_models import goldens_of, model_folder
 
 # Bytes of a state over those of a token's K and V, in whole blocks of 8 tokens; float32.
 STATE_BLOCKS = {
@@ -20,6 +27,10 @@ STATE_BLOCKS = {
     # (2 * 4 + 8) * 8 * 3 + 8 heads * 8 * 8, 4 heads * (16 + 16)
     "qwen3_next": 8,
     "qwen3_5": 8,
+    # 3 * 4 heads * 16 * 3 + 4 heads * 16 * 16, 32 + 8
+    "kimi_linear": 40,
+    # (64 + 2 * 2 * 16) * 3 + 8 heads * 8 * 16, 4 heads * (16 + 16)
+    "nemotron_h": 16,
 }
 RECURRENT = [family for family in FAMILIES if family.name in STATE_BLOCKS]
 each_family = pytest.mark.parametrize("family", RECURRENT, ids=lambda family: family.name)
@@ -53,3 +64,35 @@ def test_a_state_of_the_wrong_length_is_caught(family: Family, monkeypatch: pyte
     monkeypatch.setattr(StateSteps, "check", lambda self, num_computed, after: None)
     with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
         run_twice(family)
+
+
+class ShapesOnly:
+    """A cache that gives outputs of the right shapes and dtypes, to trace layers without kernels."""
+
+    backend = "reference"
+
+    def __call__(self, layer_name: str, q: jax.Array, k: jax.Array, v: jax.Array, options: Any) -> jax.Array:
+        return jnp.zeros((*q.shape[:2], v.shape[2]), q.dtype)
+
+    def attend_latent(self, layer_name: str, q_nope: jax.Array, *others: Any) -> jax.Array:
+        return jnp.zeros_like(q_nope)
+
+    def update_states(
+        self, layer_name: str, update: Any, inputs: Sequence[jax.Array], *args: Any, **kwargs: Any
+    ) -> jax.Array:
+        """As x of a convolution or scan, or as v of the delta rule, which comes after q and k."""
+        return jnp.zeros_like(inputs[2] if len(inputs) == 5 else inputs[0])
+
+
+@each_family
+def test_strict_promotion_of_dtypes_and_ranks_is_enough(family: Family) -> None:
+    config = ModelConfig.from_folder(model_folder(family.name))
+
+    def forward(token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        module = build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+        hidden = module(token_ids, jnp.arange(20), ShapesOnly())
+        return hidden, module.logits(hidden)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        hidden, logits = jax.eval_shape(forward, jnp.arange(20))
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)

@@ -13,7 +13,7 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import ConfigError
-from kvjax.models.config import CHUNKED, FULL, RECURRENT, SLIDING
+from kvjax.models.config import CHUNKED, FEED_FORWARD, FULL, RECURRENT, SLIDING
 from kvjax.models.configs.decoder import DecoderConfig, take_sizes
 from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.rope import RopeConfig
@@ -28,7 +28,7 @@ class AttentionDecoderConfig(DecoderConfig):
     num_kv_heads: int
     head_dim: int
     sm_scale: float
-    layer_types: tuple[str, ...]  # per layer: FULL, SLIDING, CHUNKED or RECURRENT
+    layer_types: tuple[str, ...]  # per layer: FULL, SLIDING, CHUNKED, RECURRENT or FEED_FORWARD
     rope: RopeConfig | None
     rope_local: RopeConfig | None = None  # of layers that do not see all; None: as the others
     rotated_layers: tuple[bool, ...] | None = None  # per layer whether it has rotary embeddings; None: all have
@@ -78,14 +78,18 @@ class AttentionDecoderConfig(DecoderConfig):
         return self.attention_chunk_size if self.layer_types[layer] == CHUNKED else None
 
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
-        """Cache of every layer by its name, `layers.{i}`, in layer order; `dtype` None: the model's own."""
+        """Cache of every layer that has one by its name, `layers.{i}`, in order; `dtype` None: the model's own."""
         common: dict[str, Any] = {
             "block_size": block_size or self.default_block_size,
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_dim,
             "dtype": self.dtype if dtype is None else dtype,
         }
-        return {f"layers.{i}": self._layer_spec(kind, common) for i, kind in enumerate(self.layer_types)}
+        return {
+            f"layers.{i}": self._layer_spec(kind, common)
+            for i, kind in enumerate(self.layer_types)
+            if kind != FEED_FORWARD
+        }
 
     def _layer_spec(self, layer_type: str, common: dict[str, Any]) -> KVCacheSpec:
         if layer_type == SLIDING and self.sliding_window is not None:
@@ -108,9 +112,11 @@ class AttentionDecoderConfig(DecoderConfig):
         return self.num_kv_heads % num_shards == 0 and (self.state is None or self.state.splits(num_shards))
 
 
-def take_decoder_fields(keys: ConfigKeys, *, activation_key: str = "hidden_act") -> dict[str, Any]:
+def take_decoder_fields(
+    keys: ConfigKeys, *, activation_key: str = "hidden_act", num_layers: int | None = None
+) -> dict[str, Any]:
     """The fields that every decoder of attention layers has, but for its layer types and rotary embeddings."""
-    sizes = take_sizes(keys, activation_key=activation_key)
+    sizes = take_sizes(keys, activation_key=activation_key, num_layers=num_layers)
     num_q_heads = keys.take_int("num_attention_heads")
     head_dim = keys.take_int("head_dim", max(sizes["hidden_size"] // num_q_heads, 1))
     return {

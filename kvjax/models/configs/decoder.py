@@ -11,7 +11,7 @@ from typing import Any
 from kvjax.models.config import ModelConfig
 from kvjax.models.configs.keys import ConfigKeys
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,13 @@ def take_token_fields(keys: ConfigKeys) -> dict[str, Any]:
     }
 
 
-def take_sizes(keys: ConfigKeys, *, activation_key: str = "hidden_act") -> dict[str, Any]:
-    """The fields that every decoder has, but for `intermediate_size`."""
+def take_sizes(
+    keys: ConfigKeys, *, activation_key: str = "hidden_act", num_layers: int | None = None
+) -> dict[str, Any]:
+    """The fields that every decoder has, but for `intermediate_size`; `num_layers` where other keys say it."""
     return {
         **take_token_fields(keys),
-        "num_layers": keys.take_int("num_hidden_layers"),
+        "num_layers": keys.take_int("num_hidden_layers") if num_layers is None else num_layers,
         "hidden_size": keys.take_int("hidden_size"),
         "rms_norm_eps": keys.take_float("rms_norm_eps", 1e-6),
         "hidden_act": keys.take_choice(activation_key, ACTIVATIONS, "silu"),

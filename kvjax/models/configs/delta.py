@@ -1,7 +1,7 @@
-"""Sizes of gated delta nets. No jax.
+"""Sizes of gated delta nets and of Kimi Delta Attention. No jax.
 
-Flow:    a family's config -> [DeltaConfig] -> layers.delta, StateShapes
-Source:  Gated DeltaNet (arXiv 2412.06464)
+Flow:    a family's config -> [DeltaConfig, KimiDeltaConfig] -> layers.delta, StateShapes
+Source:  Gated DeltaNet (arXiv 2412.06464); Kimi Linear (arXiv 2510.26692)
 """
 
 from __future__ import annotations
@@ -49,3 +49,24 @@ class DeltaConfig:
         """The last inputs of the convolution, a matrix per value head."""
         shapes = ((self.num_channels, self.num_taps - 1), (self.num_value_heads, self.key_dim, self.value_dim))
         return StateShapes(shapes, (None, self.rule_dtype), num_units=self.num_key_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaConfig:
+    """As many heads of queries, keys and values, each of `head_dim` numbers."""
+
+    num_heads: int
+    head_dim: int
+    num_taps: int  # inputs of a convolution, the token's own included
+
+    @property
+    def size(self) -> int:
+        """Numbers of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state(self) -> StateShapes:
+        """The last inputs of the three convolutions, a matrix per head; that in float32, as in vLLM."""
+        convolution = (self.size, self.num_taps - 1)
+        rule = (self.num_heads, self.head_dim, self.head_dim)
+        return StateShapes((*[convolution] * 3, rule), (None, None, None, "float32"), num_units=self.num_heads)

@@ -15,8 +15,9 @@ from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.delta import DeltaConfig
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.configs.keys import WEIGHT_DTYPES, ConfigKeys
+from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.rope import take_rope
+from kvjax.models.configs.states import take_state_dtype
 
 _DELTA_DEFAULTS = {
     "linear_num_key_heads": 16,
@@ -116,12 +117,6 @@ def take_delta_fields(keys: ConfigKeys) -> dict[str, Any]:
         "state": delta.state,
         "delta": delta,
     }
-
-
-def take_state_dtype(keys: ConfigKeys, key: str, default: str | None = None) -> str | None:
-    """The dtype that a file asks for recurrent states, None where it asks for none; as vLLM reads it."""
-    name = keys.take(key, default)
-    return None if name is None else keys.take_choice(key, WEIGHT_DTYPES, default)
 
 
 def take_shared_experts(keys: ConfigKeys) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from math import gcd
 
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import cdiv
+from kvjax.models.configs.keys import WEIGHT_DTYPES, ConfigKeys
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,9 @@ class StateShapes:
     def splits(self, num_shards: int) -> bool:
         """Whether every one of so many devices can have whole units of all arrays."""
         return gcd(self.num_units, *(shape[0] for shape in self.shapes)) % num_shards == 0
+
+
+def take_state_dtype(keys: ConfigKeys, key: str, default: str | None = None) -> str | None:
+    """The dtype that a file asks for recurrent states, None where it asks for none; as vLLM reads it."""
+    name = keys.take(key, default)
+    return None if name is None else keys.take_choice(key, WEIGHT_DTYPES, default)

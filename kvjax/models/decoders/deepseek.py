@@ -25,12 +25,20 @@ class DeepseekDecoder(Decoder):
     def make_layer(config: DeepseekConfig, layer: int, make: Make) -> nnx.Module:
         """One layer."""
         attention = LatentAttention(config.hidden_size, config.attention, f"layers.{layer}", make)
-        is_dense = layer < config.first_expert_layer
-        mlp = dense_part(config, make) if is_dense else _expert_part(config, make)
+        mlp = feed_forward_part(config, layer, make)
         return PreNormBlock(config, make, self_attn=attention, mlp=mlp)
 
 
-def _expert_part(config: DeepseekConfig, make: Make) -> SparseFeedForward:
+def feed_forward_part(
+    config: DeepseekConfig,
+    layer: int,
+    make: Make,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
+) -> FeedForward | SparseFeedForward:
+    """A dense part in the first layers, experts and a shared part in the others."""
+    if layer < config.first_expert_layer:
+        return dense_part(config, make)
     size, activation = config.hidden_size, config.hidden_act
     shared = config.shared_intermediate_size
     return SparseFeedForward(
@@ -38,6 +46,7 @@ def _expert_part(config: DeepseekConfig, make: Make) -> SparseFeedForward:
         config.experts,
         activation=activation,
         make=make,
+        names=names,
         has_bias=config.router_bias,
         shared_experts=FeedForward(size, shared, activation=activation, make=make, bias=config.mlp_bias)
         if shared

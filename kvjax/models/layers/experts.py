@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.models.configs.experts import ExpertsConfig
-from kvjax.models.layers.feed_forward import gated
+from kvjax.models.layers.feed_forward import ACTIVATIONS, gated
 from kvjax.models.layers.make import Make
 from kvjax.models.tensor_sources import Part, Stack, TensorSource, Whole
 
@@ -138,6 +138,39 @@ class Experts(nnx.Module):
             del expert_of_row
             gate, up = (jax.lax.ragged_dot(rows, param[...], sizes) for param in (self.gate, self.up))
             return jax.lax.ragged_dot(gated(gate, up, self.activation, self.limit), self.down[...], sizes)
+
+        return run_experts(hidden, weights, experts, self.num_experts, compute)
+
+
+class PlainExperts(nnx.Module):
+    """`down(act(up(x)))` of every expert, the projections of all in one array."""
+
+    def __init__(self, size: int, config: ExpertsConfig, *, activation: str, make: Make) -> None:
+        inner, count = config.intermediate_size, config.num_experts
+        self.up = make.param(count, size, inner, scale=size**-0.5)
+        self.down = make.param(count, inner, size, scale=inner**-0.5)
+        self.num_experts = count
+        self.activation = activation
+
+    def param_splits(self) -> dict[str, tuple[int, int]]:
+        """Columns of up, rows of down, as in a dense part."""
+        inner = self.down.shape[1]
+        return {"up": (2, inner), "down": (1, inner)}
+
+    def checkpoint_sources(self) -> Mapping[str, TensorSource]:
+        """A tensor for each expert and projection."""
+        return {
+            name: Stack(tuple(f"{expert}.{name}_proj.weight" for expert in range(self.num_experts)))
+            for name in ("up", "down")
+        }
+
+    def __call__(self, hidden: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:  # -> [T, d]
+        """As `run_experts`."""
+
+        def compute(rows: jax.Array, sizes: jax.Array, expert_of_row: jax.Array) -> jax.Array:
+            del expert_of_row
+            up = ACTIVATIONS[self.activation](jax.lax.ragged_dot(rows, self.up[...], sizes))
+            return jax.lax.ragged_dot(up, self.down[...], sizes)
 
         return run_experts(hidden, weights, experts, self.num_experts, compute)
 

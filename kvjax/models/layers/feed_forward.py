@@ -1,6 +1,6 @@
-"""The gated feed-forward part of a layer.
+"""The feed-forward part of a layer, gated or not.
 
-Flow:    hidden[T, d] -> [FeedForward] -> hidden[T, d]
+Flow:    hidden[T, d] -> [FeedForward, PlainFeedForward] -> hidden[T, d]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -43,3 +44,16 @@ class FeedForward(nnx.Module):
     def __call__(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, d]
         """The part's output, without residual."""
         return self.down_proj(gated(self.gate_proj(hidden), self.up_proj(hidden), self.activation, self.limit))
+
+
+class PlainFeedForward(nnx.Module):
+    """`down(act(up(x)))`."""
+
+    def __init__(self, size: int, inner: int, *, activation: str, make: Make, bias: bool = False) -> None:
+        self.up_proj = make.columns(size, inner, bias=bias)
+        self.down_proj = make.rows(inner, size, bias=bias)
+        self.activation = activation
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, d]
+        """The part's output, without residual."""
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(hidden)))
