@@ -40,6 +40,8 @@ _FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family("gemma", "Gemma2Config", "GemmaDecoder"),
     "Gemma3ForCausalLM": Family("gemma", "Gemma3Config", "GemmaDecoder"),
     "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),
+    "Gemma3nForCausalLM": Family("gemma3n", "Gemma3nConfig", "Gemma3nDecoder"),
+    "Gemma3nForConditionalGeneration": Family("gemma3n", "Gemma3nConfig", "Gemma3nDecoder", has_text_config=True),
     "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssDecoder"),
     "GraniteMoeHybridForCausalLM": Family("granite_moe_hybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridDecoder"),
     "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),
