@@ -78,7 +78,7 @@ def load_model(
         ConfigError: as `ModelConfig.from_folder`.
         CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named.
         MissingExtraError: safetensors or tokenizers is not installed.
-        NotImplementedError: the architecture can only be planned for.
+        NotImplementedError: weights are quantised in a way that is not read.
         ValueError: weights have no such dtype here, or heads or feed-forward columns do not divide over the axis.
     """
     if dtype is not None and dtype not in WEIGHT_DTYPES:
