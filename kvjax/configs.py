@@ -1,6 +1,6 @@
 """Model configs and deployments by name or path, found from any directory.
 
-Flow:    name | folder | file -> [load_model_config | load_deployment] -> ModelConfig or PlannedModel | Deployment
+Flow:    name | folder | file -> [load_model_config | load_deployment] -> ModelConfig | Deployment
 
 `configs/` of a source checkout and `kvjax/_configs` of an installed wheel are the same tree: `models/*.json` with
 Hugging Face's config.json keys, `deployments/*.toml` with the fields of `Deployment`. Unknown keys are errors.
@@ -15,9 +15,6 @@ from typing import Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig, read_json_object
-from kvjax.models.hf_planned import PLANNED_ARCHITECTURES, parse_planned
-from kvjax.models.planned import PlannedModel
-from kvjax.models.registry import ARCHITECTURES
 from kvjax.text import parse_bytes
 
 _INSTALLED = Path(__file__).parent / "_configs"
@@ -63,10 +60,8 @@ def known_deployments() -> list[str]:
     return sorted(path.stem for path in (config_root() / "deployments").glob("*.toml"))
 
 
-def load_model_config(model: str | Path) -> ModelConfig | PlannedModel:
+def load_model_config(model: str | Path) -> ModelConfig:
     """The config of a shipped name, of a Hugging Face folder, or of a path to a config.json.
-
-    A `PlannedModel` where no decoder here runs the architecture.
 
     A folder or file of a shipped name's own spelling goes first; a folder without a config.json does not hide it.
 
@@ -84,17 +79,7 @@ def load_model_config(model: str | Path) -> ModelConfig | PlannedModel:
             f"expected a model's name ({', '.join(known_models())}), a folder with a config.json or a path to one, "
             f"got {str(model)!r}"
         )
-    return _parse_model(read_json_object(file), str(file))
-
-
-def _parse_model(data: dict[str, Any], where: str) -> ModelConfig | PlannedModel:
-    names = data.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in {*ARCHITECTURES, *PLANNED_ARCHITECTURES}:
-        known = ", ".join([*ARCHITECTURES, *PLANNED_ARCHITECTURES])
-        raise ConfigError(f"{where}: expected one of the architectures {known}, got {names!r}")
-    if names[0] in PLANNED_ARCHITECTURES:
-        return parse_planned(data, names[0], where)
-    return ModelConfig.from_dict(data, where=where)
+    return ModelConfig.from_dict(read_json_object(file), where=str(file))
 
 
 def load_deployment(deployment: str | Path) -> Deployment:

@@ -37,6 +37,8 @@ STEPS = {
     "gemma-3-27b": 6,
     "mixtral-8x7b": 2,
     "qwen3-235b-a22b": 2,
+    "qwen3-vl-235b-a22b": 2,
+    "whisper-large-v3": 2,
     "deepseek-v3": 4,
     "deepseek-v4-flash": 4,
     "jamba-1.5-mini": 5,

@@ -17,7 +17,7 @@ STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 
 # Package prefix -> what its modules may import beside the standard library. The longest matching prefix decides.
 HOST = ("numpy", "kvjax.core", "kvjax.errors", "pallas_kernels.layouts")
-CONFIGS = tuple(f"kvjax.models.{name}" for name in ("config", "configs", "registry", "hf_planned", "planned"))
+CONFIGS = tuple(f"kvjax.models.{name}" for name in ("config", "configs", "registry"))
 ALLOWED = {
     "pallas_kernels.layouts": (),
     "pallas_kernels": ("jax", "jaxlib", "numpy", "pallas_kernels"),
@@ -35,8 +35,6 @@ ALLOWED = {
     "kvjax.models.config": (*HOST, *CONFIGS),
     "kvjax.models.configs": (*HOST, *CONFIGS),
     "kvjax.models.registry": (*HOST, *CONFIGS, "flax", "kvjax.models.layers.language_model"),
-    "kvjax.models.hf_planned": (*HOST, *CONFIGS, "kvjax.models.hf_planned_keys"),
-    "kvjax.models.planned": (*HOST, *CONFIGS),
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
     "kvjax.replay": (*HOST, "kvjax.replay", "kvjax.planning", "kvjax.models.config", "kvjax.configs", "kvjax.text"),

@@ -27,6 +27,8 @@ from kvjax.cli.generate_report import miss_table, report_json, request_table, to
 from kvjax.cli.generate_stream import OrderedTextPrinter
 from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
 from kvjax.cli.progress import progress
+from kvjax.cli.prompt_inputs import read_inputs
+from kvjax.cli.token_text import TokenIdText
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
@@ -56,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--dtype", choices=WEIGHT_DTYPES, help="of weights and cache (default: the checkpoint's own)")
     what.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     what.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='a prompt a line, or .jsonl with {"prompt": ..., "name": ...}'
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='a prompt a line, or .jsonl with {"prompt": ... or "prompt_token_ids": ..., "name": ..., "inputs": .npz}',
     )
     what.add_argument("--max-tokens", type=positive_int, default=96, metavar="N", help="tokens per request (96)")
     what.add_argument(
@@ -121,15 +126,17 @@ def run(args: argparse.Namespace) -> int:
     plot_path = _plot_path(args)
     params = _sampling_params(args, len(prompts))
     model, tokenizer, mesh = _load(args)
-    token_ids = [tokenizer.encode(prompt.text) for prompt in prompts]
+    token_ids = [tokenizer.encode(one.text) if one.token_ids is None else one.token_ids for one in prompts]
+    inputs = [{} if prompt.inputs is None else read_inputs(prompt.inputs) for prompt in prompts]
     config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens)
     engine = _make_engine(model, config, mesh)
-    for prompt, ids, one in zip(prompts, token_ids, params, strict=True):
-        engine.check_request(ids, one, prompt.name)
+    requests = list(zip(prompts, token_ids, params, inputs, strict=True))
+    for prompt, ids, one, given in requests:
+        engine.check_request(ids, one, prompt.name, **given)
     print("\n".join(_about(engine, args, len(samples))), flush=True)
     _warm_up(engine)
-    for prompt, ids, one in zip(prompts, token_ids, params, strict=True):
-        engine.add_request(ids, one, request_id=prompt.name)
+    for prompt, ids, one, given in requests:
+        engine.add_request(ids, one, request_id=prompt.name, **given)
     start = time.perf_counter()
     printer = OrderedTextPrinter(samples, tokenizer, None if args.quiet else sys.stdout)
     results = _generate(engine, samples, printer, args.quiet)
@@ -166,7 +173,7 @@ def _sampling_params(args: argparse.Namespace, num_prompts: int) -> list[Samplin
 
 
 def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None]:
-    """The model, its tokenizer, and the mesh that its heads are split over."""
+    """The model, its tokenizer or what stands for one, and the mesh that its heads are split over."""
     import jax
 
     from kvjax.device import Placement
@@ -181,9 +188,7 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     mesh = Placement.over_heads(args.devices).mesh if args.devices > 1 else None
     folder = demo_model_path() if args.model is None else args.model
     model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len)
-    if model.tokenizer is None:
-        raise ValueError(f"expected a tokenizer.json in {folder}, found none; prompts are text")
-    return model, model.tokenizer, mesh
+    return model, model.tokenizer or TokenIdText(), mesh
 
 
 def check_platform() -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvjax.demo import demo_requests
 from kvjax.engine.engine_request import sample_ids
@@ -20,7 +21,9 @@ class NamedPrompt:
     """One prompt and what reports call it."""
 
     name: str
-    text: str
+    text: str  # of a prompt of token ids: these, for reports
+    token_ids: tuple[int, ...] | None = None
+    inputs: Path | None = None  # .npz of what it is given with
 
 
 def read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[NamedPrompt]:
@@ -52,7 +55,7 @@ def samples_of(prompts: Sequence[NamedPrompt], n: int) -> list[NamedPrompt]:
     Raises:
         ValueError: a sample of one prompt would be called as another prompt is.
     """
-    named = [NamedPrompt(name, prompt.text) for prompt in prompts for name in sample_ids(prompt.name, n)]
+    named = [replace(prompt, name=name) for prompt in prompts for name in sample_ids(prompt.name, n)]
     _check_names(named, "samples")
     return named
 
@@ -69,23 +72,40 @@ def _read_lines(file: Path) -> list[NamedPrompt]:
 
 
 def _read_jsonl(file: Path) -> list[NamedPrompt]:
-    """A JSON string a line, or an object with "prompt" and perhaps "name"; for prompts of several lines."""
+    """A JSON string a line, or an object; for prompts of several lines, of token ids, or with further inputs."""
     named = []
     for number, line in _lines(file):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}:{number}: expected JSON, got {error}") from error
-        if isinstance(value, str):
-            value = {"prompt": value}
-        if isinstance(value, dict):
-            value = {"name": f"line-{number}", **value}
-        if not isinstance(value, dict) or set(value) != {"prompt", "name"} or not _are_texts(value.values()):
+        prompt = _parse_prompt({"prompt": value} if isinstance(value, str) else value, f"line-{number}", file.parent)
+        if prompt is None:
             raise ValueError(
-                f'{file}:{number}: expected a string, or an object with "prompt" and perhaps "name", got {line[:80]}'
+                f'{file}:{number}: expected a string, or an object with "prompt" or "prompt_token_ids" and perhaps '
+                f'"name" and "inputs" (an .npz), got {line[:80]}'
             )
-        named.append(NamedPrompt(value["name"], value["prompt"]))
+        named.append(prompt)
     return named
+
+
+def _parse_prompt(value: Any, name: str, folder: Path) -> NamedPrompt | None:
+    """The prompt of a line; None where it is none. Paths are relative to `folder`."""
+    if not isinstance(value, dict):
+        return None
+    fields = {"name": name, **value}
+    inputs, ids, text = fields.pop("inputs", None), fields.pop("prompt_token_ids", None), fields.pop("prompt", None)
+    name = fields.pop("name")
+    if fields or not isinstance(name, str) or (ids is None) == (text is None):
+        return None
+    if (inputs is not None and not isinstance(inputs, str)) or (text is not None and not isinstance(text, str)):
+        return None
+    if ids is not None and (not isinstance(ids, list) or not all(type(token) is int for token in ids)):
+        return None
+    path = None if inputs is None else folder / inputs
+    if ids is None:
+        return NamedPrompt(name, str(text), None, path)
+    return NamedPrompt(name, "".join(f"{token} " for token in ids), tuple(ids), path)
 
 
 def _is_unicode(text: str) -> bool:
@@ -95,10 +115,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _are_texts(values: Iterable[object]) -> bool:
-    return all(isinstance(value, str) for value in values)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:

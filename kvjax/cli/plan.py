@@ -13,7 +13,6 @@ from kvjax.cli.arguments import byte_size, int_list, positive_int
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.models.planned import PlannedModel
 from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
@@ -135,7 +134,7 @@ def _parallel(deployment: Deployment) -> Parallelism:
     )
 
 
-def _longest(model: ModelConfig | PlannedModel, deployment: Deployment) -> int:
+def _longest(model: ModelConfig, deployment: Deployment) -> int:
     """The largest `max_model_len` that the memory holds, at most the model's; 1 if none does, for the error of it."""
     if deployment.memory_bytes is None:
         raise ConfigError("expected --memory with --max-model-len auto, got none")
@@ -149,7 +148,7 @@ def _longest(model: ModelConfig | PlannedModel, deployment: Deployment) -> int:
     return shape.longest_request(deployment.memory_bytes, model.max_model_len, in_flight) or 1
 
 
-def _plan(model: ModelConfig | PlannedModel, deployment: Deployment) -> KVCachePlan:
+def _plan(model: ModelConfig, deployment: Deployment) -> KVCachePlan:
     if deployment.memory_bytes is None and deployment.num_blocks is None:
         raise ConfigError("expected --memory or --num-blocks, got none")
     return plan_kv_cache(
@@ -166,7 +165,7 @@ def _plan(model: ModelConfig | PlannedModel, deployment: Deployment) -> KVCacheP
     )
 
 
-def _headline(deployment: Deployment, model: ModelConfig | PlannedModel, plan: KVCachePlan) -> str:
+def _headline(deployment: Deployment, model: ModelConfig, plan: KVCachePlan) -> str:
     """What is planned, in one line."""
     parts = [
         f"{deployment.model}: {model.num_layers} layers",

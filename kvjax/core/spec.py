@@ -57,6 +57,8 @@ class KVCacheSpec(abc.ABC):
     reads_encoder: ClassVar[bool] = False
     # Fields that bound which tokens a request keeps, named as the options of attention that bound what a query sees.
     kept_fields: ClassVar[frozenset[str]] = frozenset()
+    # First tokens of a request that every later one sees, whatever else is released.
+    num_sink_tokens: ClassVar[int] = 0
 
     block_size: int
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step.step_plan import StepPlan
+from kvjax.core.step.step_plan import GroupPlan, StepPlan
 from kvjax.device.encoder_cache import EncoderCache, encoder_groups
 from kvjax.device.pages import KVPages, page_shardings
 from kvjax.device.placement import Placement
@@ -106,10 +106,7 @@ class EncoderStep:
         Raises:
             ValueError: there are not as many features, or one cannot be encoded. Nothing is changed.
         """
-        if not self.group_ids:
-            by_request: list[list[np.ndarray]] = []
-        else:
-            by_request = _slots_of_requests([plan.groups[i] for i in self.group_ids])
+        by_request = _slots_of_requests([plan.groups[i] for i in self.group_ids])
         if len(by_request) != len(features):
             raise ValueError(
                 f"expected encoder features of {len(by_request)} requests whose encoder runs in this step, "
@@ -146,9 +143,11 @@ def shapes_text(shapes: EncoderShapes) -> str:
     return " or ".join(str(list(shape)) for shape in shapes) or "none"
 
 
-def _slots_of_requests(groups: Sequence[Any]) -> list[list[np.ndarray]]:
-    """The slots of each request that has any, for each of the groups, whose requests are the same."""
-    starts = groups[0].encoder_starts
+def _slots_of_requests(groups: Sequence[GroupPlan]) -> list[list[np.ndarray]]:
+    """The slots of each request that has any, for each of the groups, which have the same encoder tokens."""
+    starts = groups[0].encoder_starts if groups else None
+    if starts is None:
+        return []
     places = np.flatnonzero(np.diff(starts)).tolist()
     return [[group.slot_mapping[starts[i] : starts[i + 1]] for group in groups] for i in places]
 

@@ -1,7 +1,7 @@
 """How a layer's latent pages hold their vectors: as they are, or as bytes of fp8 with scales beside them.
 
 Flow:    LayerStep + numbers of a vector -> [entry_format] -> ops over latent pages
-Source:  pallas_kernels.latent_entries; sizes of the bytes as kvjax.models.planned.CompressedModel counts them
+Source:  pallas_kernels.latent_entries; sizes of the bytes as kvjax.models.configs.deepseek_v4 counts them
 
 A spec says how many numbers of which dtype an entry has. In pages of int8 a vector of n numbers takes
 

@@ -85,7 +85,7 @@ class RunningInputs:
         """What the device gets with a plan; rows whose vectors it computes are free then."""
         if not self._inputs:
             return NO_STEP_INPUTS
-        features = [self._inputs[row].encoder_features for row in _encoding(plan)]
+        features = [self._inputs[row].encoder_features for row in _encoding_rows(plan)]
         written, self._to_write = self._to_write, []
         return StepInputs(
             features=tuple(one for one in features if one is not None),
@@ -124,7 +124,7 @@ class RunningInputs:
             raise InvariantError(f"I1: expected each of {self._num_rows} embedding rows once, got {sorted(rows)}")
 
 
-def _encoding(plan: StepPlan) -> list[int]:
+def _encoding_rows(plan: StepPlan) -> list[int]:
     """Rows of the requests whose encoder runs in the step, in the plan's order."""
     starts = next((group.encoder_starts for group in plan.groups if group.encoder_starts is not None), None)
     return [] if starts is None else plan.rows[np.diff(starts) > 0].tolist()

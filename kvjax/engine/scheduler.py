@@ -82,7 +82,7 @@ class Scheduler:
         Raises:
             ValueError: steps are too small for the manager's recurrent groups.
         """
-        self._shares = StepShares(manager, config.max_num_batched_tokens, config.max_num_seqs)
+        self._shares = StepShares(manager, config.max_num_batched_tokens)
         self.inputs = RunningInputs() if inputs is None else inputs
         self._waiting: OrderedDict[EngineRequest, None] = OrderedDict()
         self._rows = np.zeros(0, np.int64)  # of running requests, by priority; replaced, never written

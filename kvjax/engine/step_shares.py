@@ -6,6 +6,10 @@ Source:  `KVCacheManager.limit_step`; forks of requests with states: ARCHITECTUR
 In models with recurrent layers a step takes of a prompt what ends where a block of states ends. A state holds all
 tokens before it, so the first of several samples stops before its prompt's last token, where the others are forked;
 that token each computes for itself.
+
+A prompt that the rest of a step's tokens does not take to the end of a block waits. Only requests before it in the
+order of priority are in its way, and none comes to be, so it goes on when they have ended at the latest. Steps with
+room for a block beside a token of each other request make nobody wait for that long.
 """
 
 from __future__ import annotations
@@ -19,17 +23,17 @@ from kvjax.engine.engine_request import EngineRequest
 class StepShares:
     """The rules of one manager; without recurrent groups a share costs three numpy calls."""
 
-    def __init__(self, manager: KVCacheManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        """Rules for steps of so many tokens and requests.
+    def __init__(self, manager: KVCacheManager, max_num_batched_tokens: int) -> None:
+        """Rules for steps of at most so many tokens.
 
         Raises:
-            ValueError: a step has no room for a block of recurrent states beside a token of each other request.
+            ValueError: a step has no room for a block of recurrent states.
         """
-        least = manager.state_block_size + max_num_seqs - 1
+        least = manager.state_block_size
         if max_num_batched_tokens < least:
             raise ValueError(
-                f"expected max_num_batched_tokens of at least {least} (a block of {manager.state_block_size} tokens of "
-                f"recurrent states, and a token of each other request), got {max_num_batched_tokens}"
+                f"expected max_num_batched_tokens of at least {least}, the tokens of a block of recurrent states, got "
+                f"{max_num_batched_tokens}; without prefix caching steps may be smaller"
             )
         self._manager = manager
         self._has_states = manager.state_block_size > 1 or not manager.knows_tokens_in_flight

@@ -65,7 +65,7 @@ class ModelConfig(abc.ABC):
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
-        """Beginnings of the names of tensors that no layer of this config has."""
+        """Beginnings of the names, without the checkpoint's prefix, of tensors that no layer of this config has."""
         return ()
 
     @property

@@ -78,7 +78,7 @@ def load_model(
         ConfigError: as `ModelConfig.from_folder`.
         CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named.
         MissingExtraError: safetensors or tokenizers is not installed.
-        NotImplementedError: the architecture can only be planned for.
+        NotImplementedError: weights are quantised in a way that is not read.
         ValueError: weights have no such dtype here, or heads or feed-forward columns do not divide over the axis.
     """
     if dtype is not None and dtype not in WEIGHT_DTYPES:
@@ -170,16 +170,16 @@ def _match_tensors(
             if got != expected:
                 problems.append(f"{name}: expected shape {expected}, got {got}")
     known = {name for source in sources.values() for name in source.names}
-    problems += [f"{name}: expected no such tensor" for name in _surplus(tensors, known, module)]
+    problems += [f"{name}: expected no such tensor" for name in _surplus(tensors, known, module, prefix)]
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise CheckpointError(f"{folder}: the checkpoint does not fit its config.json:\n  " + "\n  ".join(shown))
     return sources
 
 
-def _surplus(tensors: dict[str, _Stored], known: set[str], module: LanguageModel) -> Iterator[str]:
+def _surplus(tensors: dict[str, _Stored], known: set[str], module: LanguageModel, prefix: str) -> Iterator[str]:
     """Names that the model has no place for, in order; a tied head's copy and rotary tables are not among them."""
-    ignored = (*module.ignored_tensors, *module.config.ignored_tensors)
+    ignored = (*module.ignored_tensors, *(prefix + name for name in module.config.ignored_tensors))
     for name in sorted(set(tensors) - known):
         is_tied_head = module.config.tie_word_embeddings and name.endswith("lm_head.weight")
         is_ignored = name.endswith("rotary_emb.inv_freq") or name.startswith(ignored)

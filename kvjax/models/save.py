@@ -17,7 +17,7 @@ from kvjax.models.tensor_sources import tensor_source
 
 
 def save_weights(module: LanguageModel, folder: str | Path, dtype: str = "bfloat16") -> Path:
-    """Writes `folder`/model.safetensors in `dtype`; the path of the file.
+    """Writes `folder`/model.safetensors in `dtype`, tables of integers as they are; the path of the file.
 
     Raises:
         MissingExtraError: safetensors is not installed.
@@ -27,7 +27,9 @@ def save_weights(module: LanguageModel, folder: str | Path, dtype: str = "bfloat
     tensors = {}
     for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         source = tensor_source(module, path, module.tensor_prefixes[0])
-        array = np.asarray(param[...].astype(jnp.dtype(dtype)))
+        values = param[...]
+        is_float = jnp.issubdtype(values.dtype, jnp.floating)
+        array = np.asarray(values.astype(jnp.dtype(dtype)) if is_float else values)
         for name, part in zip(source.names, source.split(array), strict=True):
             tensors[name] = np.ascontiguousarray(part)
     file = Path(folder) / "model.safetensors"

@@ -3,8 +3,8 @@
 Flow:    module, parameter path -> [tensor_source] -> TensorSource -> names and shapes to check, then the parameter
 
 A parameter's path is its tensor's name, but for its last element. A module whose tensors are otherwise says so:
-`tensor_names` has the checkpoint's names of attributes, and `checkpoint_sources()` gives a source by path within the
-module ("q_proj.kernel"), its names relative to the module.
+`tensor_names` has the checkpoint's names of attributes ("": the attribute's tensors are named as its owner's), and
+`checkpoint_sources()` gives a source by path within the module ("q_proj.kernel"), its names relative to the module.
 """
 
 from __future__ import annotations
@@ -245,7 +245,8 @@ def tensor_source(module: Any, path: ParamPath, prefix: str) -> TensorSource:
             if source is not None:
                 return source.under(prefix.__add__)
         if depth < len(path) - 1:
-            prefix += f"{getattr(node, 'tensor_names', {}).get(key, key)}."
+            name = getattr(node, "tensor_names", {}).get(key, key)
+            prefix += "" if name == "" else f"{name}."
         node = node[key] if isinstance(key, int) else getattr(node, key)
     leaf, transposed = _LEAVES.get(str(path[-1]), (str(path[-1]), False))
     return Whole(prefix + leaf, transposed)

@@ -15,6 +15,12 @@ from scripts.goldens.family import TINY, Arrays, Family, TokenInputs, rope
 
 LAYERS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"] * 2
 PROMPT_LENGTHS = (45, 140, 200, 37, 130, 98)  # tokens; the last one's continuation crosses 128
+HUB_NAMES = (  # the other model keeps the names that transformers writes, so that both are read in tests
+    (r"^model\.", ""),
+    (r"^embed_tokens\.", "embed."),
+    (r"^hc_head\.hc_", "hc_head_"),
+    (r"attn\.norm\.", "attn.kv_norm."),
+)
 TOP_K = 6  # entries, of up to 50
 
 
@@ -85,6 +91,6 @@ def v4(index_topk: int) -> transformers.PreTrainedConfig:
 def families() -> dict[str, Family]:
     common: dict[str, Any] = {"prompt_lengths": PROMPT_LENGTHS, "settle": draw_experts_of_tokens}
     return {
-        "deepseek_v4": Family(config=v4(512), **common),
+        "deepseek_v4": Family(config=v4(512), renamed=HUB_NAMES, **common),
         "deepseek_v4_sparse": Family(config=v4(TOP_K), inputs=IndexerInputs(), **common),
     }

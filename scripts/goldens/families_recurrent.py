@@ -137,6 +137,6 @@ def families() -> dict[str, Family]:
                 moe_intermediate_size=16,
             ),
             settle=remember,
-            renamed=(r"block_sparse_moe(\.(?:gate|up|down)_proj)", r"mlp\1"),  # of dense layers
+            renamed=((r"block_sparse_moe(\.(?:gate|up|down)_proj)", r"mlp\1"),),  # of dense layers
         ),
     }

@@ -48,6 +48,13 @@ def randomise(model: torch.nn.Module, family: Family, seed: int) -> None:
                 tensor.copy_(tensor.to(torch.bfloat16).to(torch.float32))
 
 
+def hub_name(name: str, family: Family) -> str:
+    """The name of a weight in the Hub's checkpoints, which transformers reads but does not quite write."""
+    for pattern, replacement in family.renamed:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def save_tiny(name: str, family: Family, folder: Path) -> None:
     """A tiny model's config.json and model.safetensors (bfloat16)."""
     torch.manual_seed(len(name))  # of what transformers itself draws
@@ -57,7 +64,7 @@ def save_tiny(name: str, family: Family, folder: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     file = folder / "model.safetensors"
     tensors = {
-        re.sub(*family.renamed, key): (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous()
+        hub_name(key, family): (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous()
         for key, value in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})

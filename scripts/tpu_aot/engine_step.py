@@ -25,6 +25,7 @@ prepare_environment()
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "models"
 _SEQUENCES = 8
+_EMBEDDING_ROWS = 4096
 _NO_COPY = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple", "conditional")
 
 
@@ -85,7 +86,7 @@ def first_layers(data: dict[str, Any], num_layers: int) -> dict[str, Any]:
 def compile_step(
     chip: str, model: str, *, num_layers: int, num_shards: int, num_tokens: int, num_blocks: int, block_size: int
 ) -> dict[str, int]:
-    """Compiles a mixed step, and work on pages as it is done before one; the report of the step."""
+    """Compiles a mixed step, and encoders and work on pages as done before one; the report of the step."""
     import jax
     import numpy as np
     from flax import nnx
@@ -127,13 +128,30 @@ def compile_step(
     module = nnx.merge(graph, nnx.from_flat_state(params))
     columns = 8192 // min(group.spec.block_size for group in plan.groups)
     bucket = Bucket(num_tokens, _SEQUENCES, columns)
+    dim, embeds = config.embedding_dim, None
+    if dim is not None:
+        embeds = jax.ShapeDtypeStruct((_EMBEDDING_ROWS, dim), "bfloat16", sharding=placement.replicated)
     step = make_update_step(
-        module, plan.config, Buckets((bucket,)), placement=placement, sample_fn=sample, backend="tpu"
+        module,
+        plan.config,
+        Buckets((bucket,)),
+        placement=placement,
+        sample_fn=sample,
+        mrope=config.has_mrope,
+        encoder_shapes=config.encoder_shapes,
+        embeds=embeds is not None,
+        backend="tpu",
     )
     pages = page_shapes(plan.config, placement)
     rows = np.zeros(1, np.int64)
+    sampling = SamplingTable().batch(rows, rows)
     with jax.set_mesh(mesh):
-        report = step_report(step.compiled(pages, bucket, sampling=SamplingTable().batch(rows, rows)), pages)
+        report = step_report(step.compiled(pages, bucket, sampling=sampling, embeds=embeds), pages)
+        for shape in config.encoder_shapes:
+            encoder = step_report(step.compiled_encoder(pages, shape), pages)
+            report["page_copies"] += encoder["page_copies"]
+            report["aliased_arrays"] = min(report["aliased_arrays"], encoder["aliased_arrays"])
+            report["encoder_temp_bytes"] = encoder["temp_bytes"]
         ids = jax.ShapeDtypeStruct((8,), np.int32)
         for lowered in (
             copy_pages_padded.lower(pages, 0, ids, ids, backend="tpu"),

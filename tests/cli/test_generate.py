@@ -210,6 +210,8 @@ def test_jsonl_prompts_have_lines_and_names(tmp_path: Path) -> None:
         ("first", "a\nb"),
         ("line-3", "plain"),
     ]
+    file.write_text('{"prompt_token_ids": [3, 1], "inputs": "a.npz"}\n')
+    assert read_prompts(None, file) == [NamedPrompt("line-1", "3 1 ", (3, 1), tmp_path / "a.npz")]
     file.write_text('"one\u2028line"\n', encoding="utf-8-sig")
     assert [prompt.text for prompt in read_prompts(None, file)] == ["one\u2028line"]
 
@@ -230,6 +232,12 @@ def test_prompt_files_are_utf8(tmp_path: Path) -> None:
         ('{"prompt": ""}\n', "expected text in prompt line-1"),
         ('{"prompt": "a", "name": null}\n', r'prompts.jsonl:1: expected a string, or an object with "prompt"'),
         ('"\\ud800"\n', "expected Unicode text in prompt line-1"),
+        (
+            '{"prompt": "a", "prompt_token_ids": [1]}\n',
+            r'prompts.jsonl:1: expected a string, or an object with "prompt"',
+        ),
+        ('{"prompt_token_ids": [1.5]}\n', r"prompts.jsonl:1: expected a string, or an object"),
+        ('{"prompt_token_ids": [1], "inputs": 3}\n', r"prompts.jsonl:1: expected a string, or an object"),
         ("\n", "at least one prompt in .*prompts.jsonl"),
     ],
 )
@@ -267,10 +275,10 @@ def test_what_cannot_be_is_one_line_on_stderr(
     assert error.count("\n") == 1
 
 
-def test_a_folder_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_for_a_model_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[1] / "models" / "goldens" / "qwen3"
-    assert main(["generate", "--no-plot", "--model", str(folder)]) == 2
-    assert "expected a tokenizer.json in" in capsys.readouterr().err
+    assert main(["generate", "--no-plot", "--model", str(folder), "--prompt", "A tuple is"]) == 2
+    assert "expected prompt_token_ids in a .jsonl file, got the text 'A tuple is'" in capsys.readouterr().err
 
 
 def test_a_plot_without_matplotlib_names_the_extra(

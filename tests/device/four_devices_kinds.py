@@ -14,6 +14,7 @@ from kvjax.device import Bucket, Buckets, EmbedBuffer, KVPages, Placement, creat
 from kvjax.planning import plan_kv_cache
 from tests.device import test_compressed_attention as compressed
 from tests.device import test_encoder as encoder
+from tests.device import test_kv_kinds as kv
 from tests.device import test_latent_attention as latent
 from tests.device import toy_inputs
 from tests.device.aliases import assert_in_place
@@ -22,6 +23,7 @@ from tests.device.toy_kinds import BUCKETS, Toy, serve_mixed
 TOYS: dict[str, Callable[..., Toy]] = {
     "latent": latent.make_toy,
     "compressed": compressed.make_toy,
+    "kv": kv.make_toy,
 }
 
 
@@ -30,7 +32,9 @@ def shards(pages: KVPages) -> set[tuple[int, ...]]:
     return {leaf.addressable_shards[0].data.shape[1:] for leaf in jax.tree.leaves(pages)}
 
 
-@pytest.mark.parametrize(("kind", "platform"), [("latent", "cpu"), ("latent", "tpu"), ("compressed", "tpu")])
+@pytest.mark.parametrize(
+    ("kind", "platform"), [("latent", "cpu"), ("latent", "tpu"), ("compressed", "tpu"), ("kv", "cpu")]
+)
 def test_four_devices_give_what_one_sequence_alone_gives(kind: str, platform: str) -> None:
     """As one device does, by the same checks; pages stay where they lie and are updated in place."""
     toy = TOYS[kind](platform, placement=Placement.over_heads(4))

@@ -117,9 +117,18 @@ def test_a_prompt_waits_while_the_budget_reaches_no_end_of_a_block() -> None:
 
 
 def test_steps_without_room_for_a_block_of_states_are_refused() -> None:
-    """A block of each prompt, beside a token of each other request, so that every step takes one of them on."""
-    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=10, max_model_len=64)
-    message = r"max_num_batched_tokens of at least 11 \(a block of 8 tokens of recurrent states, .*\), got 10"
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=7, max_model_len=64)
+    message = "expected max_num_batched_tokens of at least 8, the tokens of a block of recurrent states, got 7"
     with pytest.raises(ValueError, match=message):
         Scheduler(make_manager(64, num_states=20), config)
     Scheduler(make_manager(64, num_states=20, enable_caching=False), config)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompts_go_on_in_steps_of_one_block(depth: int) -> None:
+    """While another request decodes they wait; when it has ended they have the whole step."""
+    engine = FakeEngine(300, num_states=100, depth=depth, max_num_batched_tokens=8)
+    requests = workload(5)
+    for request in requests:
+        engine.add(*request)
+    assert engine.run() == {name: expected_output_with_states(prompt, count) for name, prompt, count in requests}

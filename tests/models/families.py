@@ -63,6 +63,7 @@ FAMILIES = (
     Family("deepseek_v4_sparse", block_size=128, max_model_len=240),
     Family("gpt_oss"),
     Family("llama4"),
+    Family("gemma3n"),
     Family("jamba"),
     Family("granite_moe_hybrid"),
     Family("qwen3_next"),

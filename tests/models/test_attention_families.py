@@ -15,6 +15,7 @@ FAMILIES = (
     "phi3",
     "gpt_oss",
     "llama4",
+    "gemma3n",
 )
 PADDED_TOKENS = 256
 

@@ -16,13 +16,17 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from kvjax.configs import load_model_config
+from kvjax.core.step.step_plan import StepPlan
+from kvjax.device import Bucket, DeviceBatch, KVPages, PagedKVCache, Placement, StepOutput
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models import ModelConfig, load_model
+from kvjax.models import ModelConfig, build_model, load_model
 from kvjax.models.configs.deepseek_v4 import CompressionConfig, DeepseekV4Config, HyperConfig
 from kvjax.models.layers.hyper_connections import HyperConnection
 from kvjax.models.layers.make import Make
+from kvjax.models.save import save_weights
 from kvjax.planning import plan_kv_cache
-from tests.models.golden_models import model_folder
+from tests.device.serving import Server
+from tests.models.golden_models import goldens_of, model_folder
 
 # Of ARCHITECTURE.md, "DeepSeek V4": layers of the caches in each table, and their bytes by hand.
 ENTRY, INDEX_ENTRY = 448 + 2 * 64 + 8, 128 + 4
@@ -178,8 +182,8 @@ HUB_NAMES = {
 @pytest.fixture
 def hub_folder(tmp_path: Path) -> Path:
     """A writable copy of the tiny model, its tensors named as on the Hub."""
-    folder = tmp_path / "deepseek_v4"
-    shutil.copytree(model_folder("deepseek_v4"), folder)
+    folder = tmp_path / "deepseek_v4_sparse"
+    shutil.copytree(model_folder("deepseek_v4_sparse"), folder)
     tensors = load_file(folder / "model.safetensors")
     for pattern, hub in HUB_NAMES.items():
         tensors = {re.sub(pattern, hub, name): tensor for name, tensor in tensors.items()}
@@ -189,8 +193,18 @@ def hub_folder(tmp_path: Path) -> Path:
 
 
 def test_names_of_the_hub_load_as_those_of_transformers(hub_folder: Path) -> None:
-    ours, hubs = (load_model(folder, "float32").module for folder in (model_folder("deepseek_v4"), hub_folder))
+    ours, hubs = (load_model(folder, "float32").module for folder in (model_folder("deepseek_v4_sparse"), hub_folder))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(hubs))
+
+
+def test_what_is_saved_loads_as_the_same_weights(hub_folder: Path) -> None:
+    """Tables of experts, whose ids may be beyond what bfloat16 holds, among them."""
+    before: Any = load_model(hub_folder, "float32").module
+    table = before.layers[0].ffn.gate.tid2eid
+    table[...] = table[...].at[0, 0].set(1025)
+    save_weights(before, hub_folder)
+    after = load_model(hub_folder, "float32").module
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(before), nnx.state(after))
 
 
 def test_quantised_weights_are_refused(hub_folder: Path) -> None:
@@ -228,3 +242,93 @@ def test_streams_mix_without_growing(num_streams: int) -> None:
     out = jnp.ones((5, size))
     added = module.join(out, mixing, jnp.zeros_like(streams))
     np.testing.assert_allclose(added, np.broadcast_to(mixing.spread[:, :, None], added.shape), rtol=1e-6)
+
+
+class ShapesOnly:
+    """A cache that gives outputs of the right shapes and dtypes, to trace layers without kernels."""
+
+    def attend_latent(self, layer_name: str, q_nope: jax.Array, *others: Any) -> jax.Array:
+        return jnp.zeros_like(q_nope)
+
+    def compress(
+        self, layer_name: str, kv: jax.Array, scores: jax.Array, bias: jax.Array, finish: Any, *, states: str
+    ) -> None:
+        dim = kv.shape[1] // (1 if bias.shape[0] == 128 else 2)
+        finish(jnp.zeros((5, dim), jnp.float32), jnp.zeros(5, jnp.int32))
+
+    def pick_entries(self, layer_name: str, q: jax.Array, weights: jax.Array, topk: int) -> jax.Array:
+        return jnp.zeros((q.shape[0], topk), jnp.int32)
+
+    def attend_compressed(
+        self, layer_name: str, q: jax.Array, *others: Any, compressed: str | None = None
+    ) -> jax.Array:
+        return jnp.zeros_like(q)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "deepseek_v4"])
+def test_strict_promotion_of_dtypes_and_ranks_is_enough(name: str) -> None:
+    config = ModelConfig.from_folder(model_folder(name))
+
+    def forward(token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        module = build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+        hidden = module(token_ids, jnp.arange(20), ShapesOnly())
+        return hidden, module.logits(hidden)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        hidden, logits = jax.eval_shape(forward, jnp.arange(20))
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+class PickingCache(PagedKVCache):
+    """Remembers which entries the indexers picked."""
+
+    picked: tuple[jax.Array, ...] = ()
+
+    def pick_entries(self, layer_name: str, q: jax.Array, weights: jax.Array, topk: int) -> jax.Array:
+        """As the cache does."""
+        picked = super().pick_entries(layer_name, q, weights, topk)
+        self.picked = (*self.picked, picked)
+        return picked
+
+
+class PickingStep:
+    """A step of one request that keeps what its indexers picked: int32[indexers, tokens, topk] of each step."""
+
+    def __init__(self, module: Any, max_num_tokens: int) -> None:
+        self.kv_cache_config = plan_kv_cache(
+            module.config.kv_cache_specs(128), num_blocks=100, max_model_len=240, max_in_flight_tokens=max_num_tokens
+        ).config
+        self.placement = Placement.create()
+        self.bucket = Bucket(max_num_tokens, 1, 60)
+        self.picked: list[np.ndarray] = []
+        self._run = jax.jit(lambda pages, batch: self._update(module, pages, batch))
+
+    def _update(self, module: Any, pages: KVPages, batch: DeviceBatch) -> tuple[KVPages, jax.Array, jax.Array]:
+        cache = PickingCache(pages, batch, self.kv_cache_config)
+        hidden = module(batch.token_ids, batch.positions, cache)
+        return cache.pages, module.logits(hidden[batch.logits_indices]), jnp.stack(cache.picked)
+
+    def __call__(self, pages: KVPages, plan: StepPlan) -> StepOutput:
+        pages, logits, picked = self._run(pages, DeviceBatch.from_plan(plan, self.bucket))
+        self.picked.append(np.asarray(picked)[:, : plan.num_tokens])
+        return StepOutput(pages, logits, jnp.zeros(1, jnp.int32), None)
+
+
+@pytest.mark.parametrize("max_num_tokens", [200, 7])
+def test_indexers_pick_what_hugging_face_does(max_num_tokens: int) -> None:
+    """Wherever the last picked and the first refused score differ by more than 1e-5, which is everywhere here."""
+    module: Any = load_model(model_folder("deepseek_v4_sparse"), "float32").module
+    golden = goldens_of("deepseek_v4_sparse")[2]
+    step: Any = PickingStep(module, max_num_tokens)
+    Server(step, 4, 240).run({"request": golden.prompt.tolist()}, 1, max_num_tokens)
+    picked = np.sort(np.concatenate(step.picked, axis=1), axis=-1)
+    topk = picked.shape[-1]
+    scores = np.sort(golden.extras["index_scores"], axis=-1)[..., ::-1]
+    with np.errstate(invalid="ignore"):
+        gaps = scores[..., topk - 1] - scores[..., topk]
+    assert not (gaps <= 1e-5).any()
+    np.testing.assert_array_equal(picked, golden.extras["indices"])
+    assert (picked[:, :24] == -1).any()
+    assert (picked[:, 24:] >= 0).all()
+    refused = golden.extras["index_scores"].shape[-1] - topk
+    assert refused > 40

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.core.kinds.kept_columns import num_missing
 from kvjax.core.kinds.manager_settings import TableLayout
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateBlocks
@@ -47,8 +48,12 @@ class ColumnManager(SingleTypeKVCacheManager):
             return self.num_groups * required
         skipped = self.get_num_skipped_tokens(total_computed) // self.block_size
         live = hit_ids[:, skipped:]
+        missing = 0
+        if self.num_kept_columns:
+            missing = num_missing(self, hit_ids.shape[1], skipped)
+            live = np.concatenate([hit_ids[:, : min(self.num_kept_columns, skipped)], live], axis=1)
         evictable = int(((self.block_pool.ref_count[live] == 0) & (live != 0)).sum()) if live.size else 0
-        return self.num_groups * max(required - max(skipped, hit_ids.shape[1]), 0) + evictable
+        return self.num_groups * (max(required - max(skipped, hit_ids.shape[1]), 0) + missing) + evictable
 
     def allocate_new_blocks(self, row: int, num_slots: int) -> np.ndarray:
         """Appends new blocks until the row has `num_slots` slots.

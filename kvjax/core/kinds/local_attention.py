@@ -20,7 +20,8 @@ class LocalScan(HitScan):
 
     A missing block rules out every edge whose stretch would contain it, so a failed probe moves the edge to that
     block: about one probe per window or chunk where little is cached. Where the next token sees no block, as at the
-    start of a chunk, the edge is a hit, or rests on its last block if the lookup says so.
+    start of a chunk, the edge is a hit, or rests on its last block if the lookup says so. Columns that a kind keeps at
+    the start of a row are part of every hit: the first that is missing bounds it.
     """
 
     def __init__(self, manager: LocalAttentionManager, lookup: PrefixLookup) -> None:
@@ -28,6 +29,11 @@ class LocalScan(HitScan):
         self._lookup = lookup
         self._stretch = CachedStretch(lookup.block_hashes, manager.cached_run)
         self._edge = len(lookup.block_hashes)  # blocks of the hit
+        self._kept: np.ndarray | None = None  # int32[G, k] leading blocks, of those that the manager keeps
+        if manager.num_kept_columns:
+            self._kept = manager.cached_run(lookup.block_hashes[: manager.num_kept_columns], manager.num_kept_columns)
+            if self._kept.shape[1] < manager.num_kept_columns:
+                self._edge = min(self._edge, self._kept.shape[1] - lookup.drop_last_block)
 
     def longest(self, max_length: int) -> int:
         """Tokens before the rightmost edge within the limit that is a hit."""
@@ -49,8 +55,12 @@ class LocalScan(HitScan):
         return self._edge * size
 
     def ids(self) -> np.ndarray:  # int32[G, k]
-        """Blocks of the stretch before the edge, nulls before them."""
-        return self._stretch.ids(self._manager.num_groups, self._edge)
+        """Blocks of the stretch before the edge, nulls before them, and the blocks that are kept."""
+        ids = self._stretch.ids(self._manager.num_groups, self._edge)
+        if self._kept is not None:
+            count = min(self._kept.shape[1], self._edge)
+            ids[:, :count] = self._kept[:, :count]
+        return ids
 
 
 class LocalAttentionManager(PositionalManager):

@@ -71,6 +71,8 @@ class PositionalManager(ColumnManager):
             before = self.first_live[rows]
             first = np.minimum(self.count_skipped_tokens(settled_tokens) // size, held)
             first = np.maximum(first, before)
+            if self.num_kept_columns:
+                before = np.maximum(before, self.num_kept_columns)
             skipped = Runs.between(rows, before, first)
             idle_until = np.minimum(idle_until, self.tokens_until_release(first))
         return RowChanges(

@@ -41,6 +41,7 @@ class CheckpointBlocks:
     block_size: int
     num_before: int  # blocks that end at L or before
     num_after: int  # blocks that begin at L or behind
+    num_first: int = 0  # of a request's first blocks, which every checkpoint needs
 
 
 NO_CHECKPOINT = CheckpointBlocks(1, 0, 0)  # of kinds that need all before L, or not always as many
@@ -68,7 +69,7 @@ class SegmentEnds:
         per_segment = self._interval // kind.block_size
         places = columns - kind.num_after  # a checkpoint at block e keeps the places e - span ... e - 1
         segment_ends = np.maximum(places // per_segment + 1, 1) * per_segment
-        return places >= segment_ends - (kind.num_before + kind.num_after)
+        return (places >= segment_ends - (kind.num_before + kind.num_after)) | (columns < kind.num_first)
 
     def keeps_all(self, kind: CheckpointBlocks) -> bool:
         """Whether what a checkpoint keeps reaches back to the one before."""
@@ -138,6 +139,7 @@ class Retention:
         span = kind.num_before + kind.num_after
         ends = self._lengths[rows] // kind.block_size  # [n, NUM_LENGTHS]
         kept = ((ends > 0) & (places[:, None] < ends) & (places[:, None] >= ends - span)).any(axis=1)
+        kept |= columns < kind.num_first
         if self._segment_ends is not None:
             kept |= self._segment_ends.keeps(rows, columns, kind)
         return kept

@@ -10,9 +10,9 @@ A row's part of a table, columns in token order (`block_size` tokens a column):
     0               first_live          num_blocks   columns
     | registered in the prefix cache: num_cached_blocks |
 
-Every operation exists twice with one meaning: for one row as ints (`allocate_slots`), for many rows as arrays
-(`plan_step`). Ids of several groups come group by group. A kind fills in abstract methods only, and no class overrides
-what another has filled in:
+Leading columns that a kind keeps are no nulls: `kept_columns.py`. Every operation exists twice with one meaning: for
+one row as ints (`allocate_slots`), for many rows as arrays (`plan_step`). Ids of several groups come group by group. A
+kind fills in abstract methods only, and no class overrides what another has filled in:
 
     SingleTypeKVCacheManager       tables, registration, release: all kinds
         ColumnManager              blocks are appended as slots grow                    columns.py
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 
+from kvjax.core.kinds.kept_columns import hold_kept
 from kvjax.core.kinds.manager_settings import ManagerSettings, TableLayout
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.reserved_blocks import take_reserved_blocks
@@ -46,7 +47,7 @@ from kvjax.core.kinds.table_laws import check_tables
 from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.row_changes import RowChanges
-from kvjax.core.tables.row_table import RowTable
+from kvjax.core.tables.row_table import DISCARD_ENTRIES, RowTable
 
 if TYPE_CHECKING:
     from kvjax.core.hashing.block_hash import BlockHash
@@ -125,11 +126,14 @@ class SingleTypeKVCacheManager(abc.ABC):
         self.max_admission_blocks = kv_cache_spec.max_blocks_per_request(
             settings.max_model_len, settings.max_in_flight_tokens
         )
+        # Leading columns that are never released before the request ends.
+        self.num_kept_columns = cdiv(kv_cache_spec.num_sink_tokens, self.block_size)
+        self._first_discarded = cdiv(self.num_kept_columns, DISCARD_ENTRIES) * DISCARD_ENTRIES
         self._max_columns = cdiv(settings.max_model_len, self.block_size) + max(self.num_tail_columns - 1, 0)
         self._table = RowTable(len(group_ids), 0, self._max_columns)
         self.num_blocks = self._table.lengths  # int64[rows]
         self.num_cached_blocks = np.zeros(0, np.int64)  # [rows]
-        self.first_live = np.zeros(0, np.int64)  # [rows] leading null blocks
+        self.first_live = np.zeros(0, np.int64)  # [rows] leading columns that are null, but for those kept
         self.sub_blocks: SubBlockIndex | None = None
         if settings.sub_block_hits and self.supports_sub_block_hits:
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
@@ -167,7 +171,7 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     @abc.abstractmethod
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Leading tokens that no token after the first `num_computed_tokens` will attend to."""
+        """Leading tokens that no token after the first `num_computed_tokens` will attend to, but for those kept."""
 
     @abc.abstractmethod
     def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
@@ -288,12 +292,14 @@ class SingleTypeKVCacheManager(abc.ABC):
         start, end = self.first_live.item(row), self.num_blocks.item(row) - self.num_tail_columns
         skipped = min(self.get_num_skipped_tokens(settled_tokens) // self.block_size, end)
         if skipped > start:
-            self._release(row, start, skipped)
-            self._table.discard_behind(row, start, skipped)
+            self._release(row, max(start, self.num_kept_columns), skipped)
+            self._table.discard_behind(row, max(start, self._first_discarded), skipped)
             self.first_live[row] = skipped
 
     def _release(self, row: int, start: int, end: int) -> None:
         """Releases the blocks in the row's columns from `start` to `end`, the last first."""
+        if start >= end:
+            return
         entries = self._table.entries[:, row, start:end]
         if end - start <= FEW_COLUMNS:
             for of_group in entries.tolist():
@@ -302,7 +308,7 @@ class SingleTypeKVCacheManager(abc.ABC):
             return
         ids = entries[:, ::-1].astype(np.int64)
         entries.fill(0)
-        if not self.has_stable_positions:
+        if not self.has_stable_positions or self.num_kept_columns:
             ids = ids[:, ids[0] != 0]  # groups have their nulls in the same columns
         self.block_pool.free_groups(ids)
 
@@ -317,6 +323,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         self._table.entries[:, row, skipped:count] = live
         self.num_blocks[row] = self.num_cached_blocks[row] = count
         self.first_live[row] = skipped
+        hold_kept(self, row, hit_ids, skipped)
 
     def cache_blocks(self, request: Request, row: int, block_hashes: Sequence[BlockHash], num_tokens: int) -> None:
         """Registers the row's blocks that the first `num_tokens` tokens fill. Null blocks are passed over.
@@ -360,7 +367,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     def free(self, row: int) -> None:
         """Releases all of the row's blocks, the last first, so that a shared prefix lives longest."""
         end = self.num_blocks.item(row)
-        self._release(row, self.first_live.item(row), end)
+        self._release(row, 0 if self.num_kept_columns else self.first_live.item(row), end)
         self._table.discard_row(row, end)
         self.num_blocks[row] = self.num_cached_blocks[row] = self.first_live[row] = 0
 
@@ -412,7 +419,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         ids = self.block_tables[:, rows, columns]
         self.block_tables[:, rows, columns] = 0
         if self._table.has_long_rows:
-            self._table.discard_behind_n(skipped.rows, skipped.starts, skipped.starts + skipped.counts)
+            starts = np.maximum(skipped.starts, self._first_discarded)
+            self._table.discard_behind_n(skipped.rows, starts, skipped.starts + skipped.counts)
         return ids
 
     def register(self, rows: np.ndarray, columns: np.ndarray, block_hashes: np.ndarray) -> None:
@@ -458,6 +466,8 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     def hits_need_blocks(self) -> bool:
         """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""
+        if self.num_kept_columns:
+            return True
         ends = np.arange(self.block_size, self.settings.max_model_len + 1, self.block_size)
         return bool((self.count_skipped_tokens(ends) < ends).all())
 

@@ -6,6 +6,9 @@ With window W, after n computed tokens the next token (number n) sees n - W + 1 
 
     tokens   0 ............ n-W | n-W+1 ................ n-1 | n
              skipped: n - W + 1 | W - 1 tokens that a hit needs
+
+With `num_sink_tokens` every token sees the first ones too (StreamingLLM, arXiv 2309.17453). Their blocks are kept until
+the request ends, and every hit needs them.
 """
 
 from __future__ import annotations
@@ -27,14 +30,17 @@ from kvjax.core.spec import AttentionSpec, cdiv
 class SlidingWindowSpec(AttentionSpec):
     """K and V of the last `sliding_window` tokens."""
 
-    kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
+    kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window", "num_sink_tokens"})
 
     sliding_window: int
+    num_sink_tokens: int = 0  # type: ignore[misc]  # of a spec, not of the kind
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sliding_window < 1:
             raise ValueError(f"expected sliding_window >= 1, got {self.sliding_window}")
+        if self.num_sink_tokens < 0:
+            raise ValueError(f"expected num_sink_tokens >= 0, got {self.num_sink_tokens}")
 
     @property
     def kind(self) -> str:
@@ -42,9 +48,14 @@ class SlidingWindowSpec(AttentionSpec):
         return "sliding_window"
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
-        """`cdiv(min(window - 1 + in flight, max_model_len), block) + 1`: one more since a window may straddle."""
+        """`cdiv(min(window - 1 + in flight, max_model_len), block) + 1`: one more since a window may straddle.
+
+        And the blocks of the first tokens, unless a whole request has fewer.
+        """
         tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
-        return cdiv(tokens, self.block_size) + 1
+        in_window = cdiv(tokens, self.block_size) + 1
+        whole = max(in_window, cdiv(max_model_len, self.block_size))
+        return min(in_window + cdiv(self.num_sink_tokens, self.block_size), whole)
 
 
 class WindowManager(LocalAttentionManager):
@@ -66,7 +77,7 @@ class WindowManager(LocalAttentionManager):
     def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
         """Those of the `sliding_window - 1` tokens before the next; and the dropped one."""
         num_before = cdiv(self.sliding_window - 1, self.block_size)
-        return CheckpointBlocks(self.block_size, num_before, int(drops_last_block))
+        return CheckpointBlocks(self.block_size, num_before, int(drops_last_block), self.num_kept_columns)
 
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
         """Computed tokens at which the block `first_live` has left the window."""

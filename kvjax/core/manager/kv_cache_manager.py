@@ -127,6 +127,7 @@ class KVCacheManager(ManagerReader, SavableManager):
             tier=tier,
         )
         options.check()
+        options.check_kinds(kv_cache_config)
         self.arguments = options.arguments(kv_cache_config)
         self.kv_cache_config = kv_cache_config
         self.max_model_len, self.hash_block_size = max_model_len, hash_block_size

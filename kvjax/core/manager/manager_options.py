@@ -97,6 +97,15 @@ class ManagerOptions:
         if self.use_eagle:
             raise NotImplementedError("sub_block_hits does not work with use_eagle=True, which drops whole blocks")
 
+    def check_kinds(self, kv_cache_config: KVCacheConfig) -> None:
+        """Raises NotImplementedError where a group's kind does not work with an option."""
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+            if group.kv_cache_spec.num_sink_tokens and (self.tier is not None or self.sub_block_hits):
+                raise NotImplementedError(
+                    f"group {group_id}: windows with num_sink_tokens > 0 work neither with a tier nor with "
+                    f"sub_block_hits, got num_sink_tokens={group.kv_cache_spec.num_sink_tokens}"
+                )
+
     def arguments(self, kv_cache_config: KVCacheConfig) -> Mapping[str, Any]:
         """What to make an equal manager with, by name."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}

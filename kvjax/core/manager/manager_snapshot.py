@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.pins import Pins
 from kvjax.core.manager.row_blocks import RowBlocks
@@ -55,7 +57,8 @@ def describe_manager(groups: GroupManagers, request_table: RequestTable) -> str:
     """Groups, pools and the number of requests, a few lines."""
     lines = [f"KV cache of {groups.num_groups} groups, {len(request_table)} running requests"]
     for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
-        held = manager.num_groups * int((manager.num_blocks - manager.first_live).sum())
+        held = np.minimum(manager.num_blocks, manager.num_blocks - manager.first_live + manager.num_kept_columns)
+        held = manager.num_groups * int(held.sum())
         lines.append(
             f"groups {manager.group_ids}: {manager.kv_cache_spec.kind}, blocks of {manager.block_size} tokens "
             f"in pool {pool_id}, {held} in tables"

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.kinds.kept_columns import take_missing
 from kvjax.core.kinds.single_type_manager import NEVER
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.copy_on_write import CopyOnWrite
@@ -89,8 +90,12 @@ class RowBlocks:
         for manager, ids in zip(self._groups.managers, self._groups.by_manager(hits), strict=True):
             manager.add_computed_blocks(row, ids, total_computed)
         if has_external:
-            for manager in self._groups.cacheable:
-                if manager.get_num_skipped_tokens(total_computed) < total_computed:
+            for manager, ids in zip(self._groups.managers, self._groups.by_manager(hits), strict=True):
+                if not manager.is_prefix_cacheable:
+                    continue
+                num_skipped = manager.get_num_skipped_tokens(total_computed)
+                take_missing(manager, row, ids.shape[1], num_skipped // manager.block_size)
+                if num_skipped < total_computed:
                     manager.allocate_new_blocks(row, total_computed)
 
     def share(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:

@@ -319,13 +319,15 @@ class SlotAllocator:
                     f"group {group_id}: expected {num_tokens} computed tokens, a multiple of {cut}, in blocks of "
                     f"{manager.block_size}, got {ids.size} blocks"
                 )
-            live = ids[manager.get_num_skipped_tokens(total_computed) // manager.block_size :]
-            if live.size and not 0 < live.min() <= live.max() < pool.num_blocks:
-                raise ValueError(
-                    f"group {group_id}: expected ids in (0, {pool.num_blocks}) inside the window, got {live.tolist()}"
-                )
-            if live.size:
-                self._check_contents(request, group_id, live, ids.size - live.size, num_tokens)
+            skipped = manager.get_num_skipped_tokens(total_computed) // manager.block_size
+            for start, live in ((0, ids[: min(manager.num_kept_columns, skipped)]), (skipped, ids[skipped:])):
+                if live.size and not 0 < live.min() <= live.max() < pool.num_blocks:
+                    raise ValueError(
+                        f"group {group_id}: expected ids in (0, {pool.num_blocks}) inside the window, "
+                        f"got {live.tolist()}"
+                    )
+                if live.size:
+                    self._check_contents(request, group_id, live, start, num_tokens)
 
     def _check_contents(self, request: Request, group_id: int, live: np.ndarray, first: int, num_tokens: int) -> None:
         """Checks that int32[k] blocks from column `first` on still hold the request's tokens up to `num_tokens`.
@@ -334,7 +336,7 @@ class SlotAllocator:
         """
         manager, _ = self._groups.place_of_group(group_id)
         hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
-        num_full = num_tokens // manager.block_size - first
+        num_full = min(num_tokens // manager.block_size - first, live.size)
         expected = list(hashes[first : first + num_full])
         if len(expected) < num_full:
             raise ValueError(

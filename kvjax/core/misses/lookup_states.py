@@ -50,12 +50,17 @@ class _GroupStates:
         needed = np.zeros(len(self.end_columns), np.int8)
         for level in sorted(set(self.levels.tolist())):
             before = np.concatenate(([0], np.cumsum(self.levels == level)))
-            needed[before[self.end_columns] > before[self.first_columns]] = level
+            is_needed = before[self.end_columns] > before[self.first_columns]
+            if self.manager.num_kept_columns:
+                is_needed |= before[np.minimum(self.manager.num_kept_columns, self.end_columns)] > 0
+            needed[is_needed] = level
         return needed
 
     def oldest_eviction(self, place: int) -> EvictedBlock | None:
         """Of the columns that a length needs and that were evicted, the one that went first."""
-        numbers = self.evicted_as[self.first_columns[place] : self.end_columns[place]]
+        end = self.end_columns[place]
+        kept = self.evicted_as[: min(self.manager.num_kept_columns, end)]
+        numbers = np.concatenate([kept, self.evicted_as[self.first_columns[place] : end]])
         oldest = int(numbers.min(initial=NO_NUMBER))
         evicted = self.manager.block_pool.prefix_index.evicted
         return None if evicted is None or oldest == NO_NUMBER else evicted.describe(oldest)

@@ -37,19 +37,29 @@ class AttentionDecoderConfig(DecoderConfig):
     state: StateShapes | None = None  # of recurrent layers
     qkv_bias: bool = False
     o_bias: bool = False
+    full_heads: tuple[int, int] | None = None  # KV heads of full layers and their dimension; None: as the others
+    num_shared_layers: int = 0  # at the end, which read the pages of the last layer of their type before them
     qk_norm: bool = False  # queries and keys are normed per head
+    v_norm: bool = False  # values are normed per head, without a weight
+    v_is_k: bool = False  # full layers have no values of their own: theirs are the keys before their norm
     output_gate: bool = False  # what attention gives is multiplied by the sigmoid of a projection
     has_sinks: bool = False  # every softmax has a learned logit per head, which takes weight and has no value
     attn_logit_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_q_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"expected num_attention_heads to be a multiple of num_key_value_heads, "
-                f"got {self.num_q_heads} and {self.num_kv_heads}"
-            )
         if len(self.layer_types) != self.num_layers:
             raise ConfigError(f"expected {self.num_layers} layer_types, got {len(self.layer_types)}")
+        for num_kv_heads, _ in {self.heads_of(layer) for layer in range(self.num_layers)}:
+            if self.num_q_heads % num_kv_heads:
+                raise ConfigError(
+                    f"expected num_attention_heads to be a multiple of num_key_value_heads, "
+                    f"got {self.num_q_heads} and {num_kv_heads}"
+                )
+        own = self.layer_types[: self.num_own_layers]
+        if not 0 <= self.num_shared_layers < self.num_layers or set(own) != set(self.layer_types):
+            raise ConfigError(
+                f"expected num_kv_shared_layers to leave a layer of each type with pages, got {self.num_shared_layers}"
+            )
         of_kinds = ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size"), (RECURRENT, "state"))
         for kind, key in of_kinds:
             if kind in self.layer_types and getattr(self, key) is None:
@@ -60,7 +70,27 @@ class AttentionDecoderConfig(DecoderConfig):
         """Heads of a layer, and how many layers have states instead."""
         num_recurrent = self.layer_types.count(RECURRENT)
         states = f", {num_recurrent} layers with states" if num_recurrent else ""
-        return f"{self.num_kv_heads} KV heads of {self.head_dim}{states}"
+        heads = f"{self.num_kv_heads} KV heads of {self.head_dim}"
+        full = "" if self.full_heads is None else ", {} of {} in full layers".format(*self.full_heads)
+        return heads + full + states
+
+    @property
+    def num_own_layers(self) -> int:
+        """Layers with a cache of their own."""
+        return self.num_layers - self.num_shared_layers
+
+    @property
+    def shared_layers(self) -> dict[str, str]:
+        """Layers that read the pages of another layer, with that layer."""
+        last = {kind: i for i, kind in enumerate(self.layer_types[: self.num_own_layers])}
+        shared = range(self.num_own_layers, self.num_layers)
+        return {f"layers.{i}": f"layers.{last[self.layer_types[i]]}" for i in shared}
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """KV heads of layer `layer` and the dimension of its heads."""
+        if self.full_heads is not None and self.layer_types[layer] == FULL:
+            return self.full_heads
+        return self.num_kv_heads, self.head_dim
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Rotary embedding of layer `layer`; None: it has none."""
@@ -79,19 +109,16 @@ class AttentionDecoderConfig(DecoderConfig):
 
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
         """Cache of every layer that has one by its name, `layers.{i}`, in order; `dtype` None: the model's own."""
-        common: dict[str, Any] = {
+        common = {
             "block_size": block_size or self.default_block_size,
-            "num_kv_heads": self.num_kv_heads,
-            "head_size": self.head_dim,
             "dtype": self.dtype if dtype is None else dtype,
         }
-        return {
-            f"layers.{i}": self._layer_spec(kind, common)
-            for i, kind in enumerate(self.layer_types)
-            if kind != FEED_FORWARD
-        }
+        own = range(self.num_own_layers)
+        return {f"layers.{i}": self._layer_spec(i, common) for i in own if self.layer_types[i] != FEED_FORWARD}
 
-    def _layer_spec(self, layer_type: str, common: dict[str, Any]) -> KVCacheSpec:
+    def _layer_spec(self, layer: int, common: dict[str, Any]) -> KVCacheSpec:
+        layer_type, (num_kv_heads, head_dim) = self.layer_types[layer], self.heads_of(layer)
+        common = common | {"num_kv_heads": num_kv_heads, "head_size": head_dim}
         if layer_type == SLIDING and self.sliding_window is not None:
             return SlidingWindowSpec(**common, sliding_window=self.sliding_window)
         if layer_type == CHUNKED and self.attention_chunk_size is not None:
@@ -109,7 +136,10 @@ class AttentionDecoderConfig(DecoderConfig):
 
     def splits_cache(self, num_shards: int) -> bool:
         """Whether every device can have whole KV heads, and whole heads or channels of states."""
-        return self.num_kv_heads % num_shards == 0 and (self.state is None or self.state.splits(num_shards))
+        num_kv_heads = [heads for heads, _ in map(self.heads_of, range(self.num_layers))]
+        return all(heads % num_shards == 0 for heads in num_kv_heads) and (
+            self.state is None or self.state.splits(num_shards)
+        )
 
 
 def take_decoder_fields(
@@ -117,11 +147,18 @@ def take_decoder_fields(
 ) -> dict[str, Any]:
     """The fields that every decoder of attention layers has, but for its layer types and rotary embeddings."""
     sizes = take_sizes(keys, activation_key=activation_key, num_layers=num_layers)
-    num_q_heads = keys.take_int("num_attention_heads")
-    head_dim = keys.take_int("head_dim", max(sizes["hidden_size"] // num_q_heads, 1))
     return {
         **sizes,
         "intermediate_size": keys.take_int("intermediate_size"),
+        **take_heads(keys, sizes["hidden_size"]),
+    }
+
+
+def take_heads(keys: ConfigKeys, hidden_size: int) -> dict[str, Any]:
+    """Heads, their dimension, and the scale of scores that goes by it."""
+    num_q_heads = keys.take_int("num_attention_heads")
+    head_dim = keys.take_int("head_dim", max(hidden_size // num_q_heads, 1))
+    return {
         "num_q_heads": num_q_heads,
         "num_kv_heads": keys.take_int("num_key_value_heads", num_q_heads),
         "head_dim": head_dim,

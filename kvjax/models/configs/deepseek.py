@@ -52,7 +52,7 @@ class DeepseekConfig(DecoderConfig):
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
         """Those of layers that predict further tokens."""
-        return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.num_prediction_layers))
+        return tuple(f"layers.{self.num_layers + i}." for i in range(self.num_prediction_layers))
 
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
         """Cache of every layer by its name, `layers.{i}`; `dtype` None: the model's own."""

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.device.attention_options import AttentionOptions
+from kvjax.models.config import FULL
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig
 from kvjax.models.layers.forward_step import ForwardStep
 from kvjax.models.layers.make import Make
+from kvjax.models.layers.norm import RMSNorm, rms_normed
 from kvjax.models.layers.rotary import apply_rope
 
 
@@ -24,15 +26,20 @@ class Attention(nnx.Module):
     """Self-attention of one layer, as its config says."""
 
     def __init__(self, config: AttentionDecoderConfig, layer: int, make: Make) -> None:
-        size, heads, kv_heads, dim = config.hidden_size, config.num_q_heads, config.num_kv_heads, config.head_dim
+        size, heads, (kv_heads, dim) = config.hidden_size, config.num_q_heads, config.heads_of(layer)
+        norm = {"eps": config.rms_norm_eps, "offset": config.norm_offset}
+        self.layer_name = f"layers.{layer}"
+        self.writes = layer < config.num_own_layers  # else its K and V are those of another layer
+        self.v_is_k = config.v_is_k and config.layer_types[layer] == FULL
         self.q_proj = make.columns(size, heads * dim, bias=config.qkv_bias, units=heads)
-        self.k_proj = make.columns(size, kv_heads * dim, bias=config.qkv_bias, units=kv_heads)
-        self.v_proj = make.columns(size, kv_heads * dim, bias=config.qkv_bias, units=kv_heads)
+        if self.writes:
+            self.k_proj = make.columns(size, kv_heads * dim, bias=config.qkv_bias, units=kv_heads)
+        if self.writes and not self.v_is_k:
+            self.v_proj = make.columns(size, kv_heads * dim, bias=config.qkv_bias, units=kv_heads)
         self.o_proj = make.rows(heads * dim, size, bias=config.o_bias, units=heads)
-        self.has_qk_norm = config.qk_norm
-        if config.qk_norm:
-            self.q_norm = make.norm(dim, eps=config.rms_norm_eps, offset=config.norm_offset)
-            self.k_norm = make.norm(dim, eps=config.rms_norm_eps, offset=config.norm_offset)
+        self.q_norm = make.norm(dim, **norm) if config.qk_norm else None
+        self.k_norm = make.norm(dim, **norm) if config.qk_norm and self.writes else None
+        self.v_norm_eps = config.rms_norm_eps if config.v_norm else None
         gate = make.columns(size, heads * dim, bias=config.qkv_bias, units=heads) if config.output_gate else None
         self.gate_proj = gate
         if config.has_sinks:
@@ -40,7 +47,6 @@ class Attention(nnx.Module):
         self.has_sinks = config.has_sinks
         self.head_dim = dim
         self.rope = config.rope_of(layer)
-        self.layer_name = f"layers.{layer}"
         self.options = attention_options(config, layer)
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
@@ -49,20 +55,31 @@ class Attention(nnx.Module):
 
     def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:  # [T, d] -> [T, d]
         """Attention over the layer's cache, the step's own tokens included."""
-        heads = (hidden.shape[0], -1, self.head_dim)
-        q, k = self.q_proj(hidden).reshape(heads), self.k_proj(hidden).reshape(heads)
-        v = self.v_proj(hidden).reshape(heads)
-        if self.has_qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            tables = step.rope_tables(self.rope, self.head_dim)
-            q, k = apply_rope(q, tables), apply_rope(k, tables)
+        q = self._placed(self._heads(self.q_proj(hidden)), self.q_norm, step)
+        k, v = self._keys_and_values(hidden, step) if self.writes else (None, None)
         options = self.options
         if self.has_sinks:
             options = replace(options, sinks=self.sinks[...].astype(jnp.float32))
         out = step.cache(self.layer_name, q, k, v, options)
         out = out.reshape(hidden.shape[0], -1)
         return self.o_proj(out if self.gate_proj is None else out * jax.nn.sigmoid(self.gate_proj(hidden)))
+
+    def _keys_and_values(self, hidden: jax.Array, step: ForwardStep) -> tuple[jax.Array, jax.Array]:
+        """What the layer writes: [T, Hkv, D] each."""
+        k = self._heads(self.k_proj(hidden))
+        v = k if self.v_is_k else self._heads(self.v_proj(hidden))
+        if self.v_norm_eps is not None:
+            v = rms_normed(v, self.v_norm_eps).astype(v.dtype)
+        return self._placed(k, self.k_norm, step), v
+
+    def _heads(self, projected: jax.Array) -> jax.Array:  # [T, H * D] -> [T, H, D]
+        return projected.reshape(projected.shape[0], -1, self.head_dim)
+
+    def _placed(self, x: jax.Array, norm: RMSNorm | None, step: ForwardStep) -> jax.Array:  # [T, H, D] -> [T, H, D]
+        """Normed and rotated, where the layer does either."""
+        if norm is not None:
+            x = norm(x)
+        return x if self.rope is None else apply_rope(x, step.rope_tables(self.rope, self.head_dim))
 
 
 def attention_options(config: AttentionDecoderConfig, layer: int) -> AttentionOptions:

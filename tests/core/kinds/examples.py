@@ -96,6 +96,7 @@ EXAMPLES: dict[str, KVCacheSpec] = {
     "full_promoted": FullAttentionSpec(block_size=2, sliding_window=6, **HEADS),
     "window": SlidingWindowSpec(block_size=2, sliding_window=7, **HEADS),
     "window_1": SlidingWindowSpec(block_size=4, sliding_window=1, **HEADS),
+    "window_first": SlidingWindowSpec(block_size=2, sliding_window=5, num_sink_tokens=3, **HEADS),
     "chunked": ChunkedLocalAttentionSpec(block_size=2, attention_chunk_size=8, **HEADS),
     "chunked_straddling": ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=6, **HEADS),
     "mla": MLAAttentionSpec(block_size=4, tokens_per_state=2, **LATENT),

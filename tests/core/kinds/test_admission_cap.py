@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,8 @@ def specs(block_size: int) -> list[KVCacheSpec]:
     sizes = range(1, 12)
     windows = [SlidingWindowSpec(block_size=block_size, sliding_window=size, **HEADS) for size in sizes]
     chunks = [ChunkedLocalAttentionSpec(block_size=block_size, attention_chunk_size=size, **HEADS) for size in sizes]
-    return [*windows, *chunks]
+    kept = [replace(spec, num_sink_tokens=num) for spec, num in zip(windows, [1, 2, 3, 7, 20] * 3, strict=False)]
+    return [*windows, *chunks, *kept]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 6])
@@ -29,5 +31,7 @@ def test_the_cap_is_the_most_blocks_that_a_step_can_need(block_size: int) -> Non
         most = 0
         for settled in range(MAX_MODEL_LEN):
             slots = min(settled + in_flight, MAX_MODEL_LEN)
-            most = max(most, -(-slots // block_size) - kind.get_num_skipped_tokens(settled) // block_size)
+            skipped = kind.get_num_skipped_tokens(settled) // block_size
+            released = max(skipped - -(-spec.num_sink_tokens // block_size), 0)
+            most = max(most, -(-slots // block_size) - released)
         assert most <= kind.max_admission_blocks <= most + 2, (spec, in_flight)

@@ -28,6 +28,10 @@ SINKS = SinkFullAttentionSpec(block_size=4, sink_len=8, **HEADS)
     [
         (lambda: SlidingWindowSpec(block_size=4, sliding_window=0, **HEADS), "expected sliding_window >= 1, got 0"),
         (
+            lambda: SlidingWindowSpec(block_size=4, sliding_window=8, num_sink_tokens=-1, **HEADS),
+            "expected num_sink_tokens >= 0, got -1",
+        ),
+        (
             lambda: SlidingWindowMLASpec(block_size=4, head_size=8, dtype="float32", sliding_window=0),
             "expected sliding_window >= 1, got 0",
         ),
@@ -76,6 +80,12 @@ def test_specs_that_can_not_be(make: Callable[[], KVCacheSpec], message: str) ->
             {"dcp_world_size": 2, "pcp_world_size": 2},
             ValueError,
             "expected sink_len to be a multiple of the 16 tokens of a block over all ranks .*, got 8",
+        ),
+        (
+            SlidingWindowSpec(block_size=4, sliding_window=8, num_sink_tokens=2, **HEADS),
+            {"sub_block_hits": True, "same_step_hits": False},
+            NotImplementedError,
+            "group 0: windows with num_sink_tokens > 0 work neither with a tier nor with sub_block_hits",
         ),
         (
             CHUNKED,

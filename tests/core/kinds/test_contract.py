@@ -160,9 +160,11 @@ def test_exactly_what_no_token_sees_any_more_goes_back(spec: KVCacheSpec) -> Non
         refs = world.manager.block_pool.ref_count.copy()
         world.manager.remove_skipped_blocks(request.request_id, settled)
         first = kind.get_num_skipped_tokens(settled) // kind.block_size if kind.frees_skipped_blocks else 0
-        gone = columns[:, :first]
-        assert not world.columns(request)[:, :first].any()
-        assert (world.columns(request)[:, first:] == columns[:, first:]).all()
+        kept = -(-spec.num_sink_tokens // kind.block_size)  # columns of tokens that all others see
+        gone, seen = columns[:, kept:first], [*range(kept), *range(max(kept, first), columns.shape[1])]
+        seen = [column for column in seen if column < columns.shape[1]]
+        assert not world.columns(request)[:, kept:first].any()
+        assert (world.columns(request)[:, seen] == columns[:, seen]).all()
         np.subtract.at(refs, gone[gone > 0], 1)
         assert (world.manager.block_pool.ref_count == refs).all()
         after = world.manager.snapshot()
@@ -198,7 +200,8 @@ def brute_force_hit(kind: SingleTypeKVCacheManager, lookup: PrefixLookup, is_cac
         start -= lookup.needs_last_block and start == blocks
         end = blocks + lookup.drop_last_block
         needed = is_cached[start : end if kind.has_stable_positions else blocks]  # a state follows from the one before
-        if end * kind.block_size <= lookup.max_length and end <= is_cached.size and needed.all():
+        first = is_cached[: min(-(-kind.kv_cache_spec.num_sink_tokens // kind.block_size), end)]  # all tokens see them
+        if end * kind.block_size <= lookup.max_length and end <= is_cached.size and needed.all() and first.all():
             return length
     return 0
 
@@ -227,10 +230,12 @@ def test_the_longest_hit_agrees_with_brute_force(spec: KVCacheSpec) -> None:
             assert hit.shape == (2, length // kind.block_size), lookup
             start = kind.get_num_skipped_tokens(length) // kind.block_size
             start -= needs_last and length > 0 and start == hit.shape[1]
-            assert not hit[:, :start].any()
+            kept = -(-spec.num_sink_tokens // kind.block_size)
+            assert not hit[:, kept:start].any()
+            seen = [column for column in range(hit.shape[1]) if column < kept or column >= start]
             for group_id, ids in zip(kind.group_ids, hit, strict=True):
-                expected = [pool.get_cached_block(block_hash, [group_id]) for block_hash in hashes[start : ids.size]]
-                assert [[block] for block in ids[start:].tolist()] == expected
+                expected = [pool.get_cached_block(hashes[column], [group_id]) for column in seen]
+                assert [[block] for block in ids[seen].tolist()] == expected
             found += length > 0
     assert found > 10
 

@@ -50,7 +50,7 @@ def spec_of(group: NaiveGroup, ranks: int = 1) -> KVCacheSpec:
     if group.chunk is not None:
         return ChunkedLocalAttentionSpec(attention_chunk_size=group.chunk, **size)
     if group.window is not None:
-        return SlidingWindowSpec(sliding_window=group.window, **size)
+        return SlidingWindowSpec(sliding_window=group.window, num_sink_tokens=group.first, **size)
     return FullAttentionSpec(**size)
 
 
@@ -143,6 +143,10 @@ SETUPS = {
     ),
     "window": WINDOW,
     "window_1": Setup((NaiveGroup(2, window=1),)),
+    "window_first": Setup((NaiveGroup(2, window=5, first=3),)),
+    "window_first_1": Setup((NaiveGroup(2, window=1, first=2),), uncached_first=True, max_in_flight=3),
+    "window_first_beyond": Setup((NaiveGroup(4, window=3, first=9),), eagle=True),
+    "window_first_no_caching": Setup((NaiveGroup(2, window=4, first=5),), caching=False),
     "window_uncached_first": Setup((NaiveGroup(2, window=5),), uncached_first=True, max_in_flight=3),
     "window_no_caching": Setup((NaiveGroup(2, window=4),), caching=False),
     "window_eagle": Setup((NaiveGroup(2, window=6),), eagle=True),
@@ -196,6 +200,17 @@ SETUPS = {
     "hybrid_eagle": Setup((NaiveGroup(2), NaiveGroup(4, window=5)), eagle=True, uncached_first=True),
     "hybrid_eagle_group": Setup((NaiveGroup(2, eagle=True), NaiveGroup(4, window=5), NaiveGroup(2)), eagle=True),
     "hybrid_eagle_window": Setup((NaiveGroup(4), NaiveGroup(2, window=5, eagle=True)), eagle=True),
+    "hybrid_first": Setup(
+        (NaiveGroup(2), NaiveGroup(2, window=4, first=1), NaiveGroup(2, window=4, first=1), NaiveGroup(4, window=3))
+    ),
+    "hybrid_first_sizes": Setup(
+        (NaiveGroup(4), NaiveGroup(2, window=5, first=6), NaiveGroup(6, window=7, first=2, pool=1)),
+        max_model_len=36,
+        same_step_hits=False,
+    ),
+    "hybrid_first_retained": Setup(
+        (NaiveGroup(2), NaiveGroup(2, window=4, first=3), NaiveGroup(4, window=3)), retention=8
+    ),
     "window_retained": Setup((NaiveGroup(2, window=5),), retention=6),
     "hybrid_retained": Setup(HYBRID.groups, retention=8),
     "hybrid_retained_uncached_first": Setup(HYBRID.groups, retention=8, uncached_first=True),
@@ -218,6 +233,7 @@ SETUPS = {
 KINDS = (  # one of each; MLA's windows beside its full layers
     "full",
     "window",
+    "window_first",
     "chunked_straddling",
     "mla",
     "mla_window",

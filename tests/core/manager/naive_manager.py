@@ -86,6 +86,7 @@ class NaiveGroup:
     eagle: bool = field(default=False, compare=False)
     chunk: int | None = None  # chunked local attention
     sinks: int = 0  # blocks of attention sinks
+    first: int = 0  # tokens at the start of a request that all others see, of a window
     latent: bool = False  # MLA
     cross: bool = False  # cross attention, of at most `MAX_ENCODER` tokens
 
@@ -101,7 +102,7 @@ class NaiveGroup:
         if self.mamba is not None:
             return key == token - 1
         if self.window is not None:
-            return token - key < self.window
+            return token - key < self.window or key < self.first
         return self.chunk is None or key // self.chunk == token // self.chunk
 
     def first_seen(self, token: int) -> int:
@@ -118,6 +119,11 @@ class NaiveGroup:
 
     def skipped_blocks(self, computed: int) -> int:
         return self.first_seen(computed) // self.block_size
+
+    @property
+    def kept_blocks(self) -> int:
+        """Of the first tokens."""
+        return ceil(self.first / self.block_size)
 
     def needed_for_hit(self, length: int) -> set[int]:
         """Blocks of the tokens that the token after a hit of `length` tokens sees."""
@@ -140,7 +146,8 @@ class NaiveGroup:
         if self.cross:
             return ceil(MAX_ENCODER / self.block_size)
         if self.window is not None:
-            return ceil(min(self.window - 1 + in_flight, max_model_len) / self.block_size) + 1
+            in_window = ceil(min(self.window - 1 + in_flight, max_model_len) / self.block_size) + 1
+            return min(in_window + self.kept_blocks, max(in_window, ceil(max_model_len / self.block_size)))
         if self.chunk is not None:
             straddles = self.chunk % self.block_size > 0
             return ceil(min(self.chunk + in_flight, max_model_len) / self.block_size) + straddles
@@ -273,7 +280,7 @@ class NaiveManager:
 
     def keeps(self, name: str, group: NaiveGroup, column: int) -> bool:
         """Whether a hit that ends at a checkpoint needs the block: at one of the request's own, or of all lengths."""
-        if self.hits_end_anywhere or (group.window is None and group.mamba is None):
+        if self.hits_end_anywhere or (group.window is None and group.mamba is None) or column < group.kept_blocks:
             return True
         every = self.hit_step if self.retention is None else self.retention
         key = (self.groups.index(group), column, every)
@@ -328,10 +335,12 @@ class NaiveManager:
             for i in self.order:
                 group = self.groups[i]
                 skipped = group.skipped_blocks(computed)
-                for block in hit[i][skipped:]:
+                kept = hit[i][: min(group.kept_blocks, skipped)]
+                for block in kept + hit[i][skipped:]:
                     self.pools[group.pool].touch(block)
-                tables[i] += [0] * skipped + hit[i][skipped:]
-                self.cached[name][i] = len(tables[i])
+                tables[i] += kept + [0] * (skipped - len(kept)) + hit[i][skipped:]
+                is_kept = len(kept) == min(group.kept_blocks, skipped)
+                self.cached[name][i] = len(tables[i]) if is_kept else len(kept)
             if external:
                 self._append(tables, computed, computed, 0, is_first=True, sees=computed)
         dealt = self._append(tables, slots, after, 0 if running else request.encoder, not (running or external))
@@ -355,8 +364,9 @@ class NaiveManager:
             else:
                 skipped = group.skipped_blocks(computed)
                 refs = self.pools[group.pool].refs
-                needs[group.pool] += max(required - max(skipped, len(hit[i])), 0)
-                needs[group.pool] += sum(refs[block] == 0 for block in hit[i][skipped:])
+                kept = min(group.kept_blocks, skipped)
+                needs[group.pool] += max(required - max(skipped, len(hit[i])), 0) + max(kept - len(hit[i]), 0)
+                needs[group.pool] += sum(refs[block] == 0 for block in hit[i][:kept] + hit[i][skipped:])
         return all(need <= len(pool.free) for need, pool in zip(needs, self.pools, strict=True))
 
     def _mamba_needs(self, i: int, table: list[int], hit: list[int], after: int, computed: int, running: bool) -> int:
@@ -396,6 +406,10 @@ class NaiveManager:
         dealt: list[list[int]] = [[] for _ in self.groups]
         for i in self.order:
             group = self.groups[i]
+            if sees is not None and self.groups.index(group) == i:  # groups of equal kind take theirs together
+                for j in [j for j in self.order if self.groups[j] == group]:
+                    for column in range(min(group.kept_blocks, group.skipped_blocks(sees))):
+                        tables[j][column] = tables[j][column] or self.pools[group.pool].take()
             if sees is not None and (group.cross or group.first_seen(sees) >= sees):
                 continue
             if group.mamba is not None:
@@ -426,7 +440,7 @@ class NaiveManager:
         for i in self.order:
             group, table = self.groups[i], self.tables[name][i]
             kept = 0 if group.mamba is None else 1 + group.drafts
-            columns = range(min(group.skipped_blocks(settled), len(table) - kept))
+            columns = range(group.kept_blocks, min(group.skipped_blocks(settled), len(table) - kept))
             self.pools[group.pool].release([table[column] for column in reversed(columns)])
             for column in columns:
                 table[column] = 0

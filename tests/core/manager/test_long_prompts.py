@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from kvjax.core import KVCacheConfig, KVCacheManager, Request, SlidingWindowSpec
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the resident set from /proc")
 
@@ -51,3 +54,20 @@ def test_memory_of_a_long_prompt() -> None:
     assert first_chunk - before < 5
     assert computed - before < 6
     assert freed - before < 1.5
+
+
+def test_first_blocks_stay_where_memory_behind_a_window_is_returned() -> None:
+    """Of a row longer than what is returned at once; the blocks in use are those at the start and in the window."""
+    spec = SlidingWindowSpec(
+        block_size=1, sliding_window=9, num_sink_tokens=2, num_kv_heads=1, head_size=8, dtype="float32"
+    )
+    manager = KVCacheManager(KVCacheConfig.single_pool(9_000, spec), 40_000, 1, max_num_reqs=16)
+    request = Request("r", np.arange(40_000))
+    while request.num_computed_tokens < 40_000:
+        assert manager.allocate_slots(request, 8_000) is not None
+        request.num_computed_tokens += 8_000
+    held = np.flatnonzero(manager.get_block_ids("r")[0])
+    assert held[:3].tolist() == [0, 1, 32_000 - 8]
+    manager.check_invariants()
+    manager.free(request)
+    assert manager.block_pool.num_free_blocks == 9_000 - 1

@@ -38,6 +38,7 @@ FORKED = {
     name: replace(setup, same_step_hits=False)
     for name, setup in (SETUPS | OWN).items()
     if setup.caching and not setup.eagle and setup.retention is None and name not in ("cross", "mamba_none")
+    if not any(group.first for group in setup.groups)  # refused
 }
 HASHER = BlockHasher(4, "xxhash_cbor", seed="0")
 

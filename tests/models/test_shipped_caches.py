@@ -1,4 +1,4 @@
-"""Models that are planned only: bytes and groups by hand or as published, and configs that cannot be."""
+"""Caches of shipped models: bytes and groups, by hand or as published."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from kvjax.core import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kvjax.errors import ConfigError
-from kvjax.models.hf_planned import PLANNED_ARCHITECTURES, parse_planned
-from kvjax.models.planned import PlannedModel
 from kvjax.planning import plan_kv_cache
 
 
@@ -156,47 +153,3 @@ def test_the_last_layers_of_gemma_3n_read_the_pages_of_others() -> None:
     assert (index["layers.34"], index["layers.33"]) == (index["layers.19"], index["layers.18"])
     alone = plan_kv_cache(specs, num_blocks=99, max_model_len=64)
     assert plan.used_bytes == alone.used_bytes
-
-
-SMALL: dict[str, dict[str, Any]] = {
-    "Gemma3nForConditionalGeneration": {"num_hidden_layers": 10, "num_attention_heads": 2, "hidden_size": 8,
-                                        "num_kv_shared_layers": 5},
-}  # fmt: skip
-
-
-def small(name: str, **changes: Any) -> PlannedModel:
-    """A small config of the architecture; a change to `...` removes the key."""
-    data = {key: value for key, value in (SMALL[name] | changes).items() if value is not ...}
-    outer = {"text_config": data} if PLANNED_ARCHITECTURES[name].has_text_config else data
-    return parse_planned({"architectures": [name], **outer}, name, "here")
-
-
-def test_defaults_are_those_of_transformers() -> None:
-    gemma = small("Gemma3nForConditionalGeneration")
-    assert (gemma.max_model_len, len(gemma.kv_cache_specs()), gemma.shared_layers["layers.9"]) == (
-        32_768,
-        5,
-        "layers.4",
-    )
-    assert gemma.shared_layers["layers.5"] == "layers.3"
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "match"),
-    [
-        (
-            "Gemma3nForConditionalGeneration",
-            {"num_kv_shared_layers": 6},
-            "expected num_kv_shared_layers to leave a layer of each type with pages, got 6",
-        ),
-    ],
-)
-def test_configs_that_cannot_be_are_refused(name: str, changes: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        small(name, **changes)
-
-
-def test_a_multimodal_config_needs_its_text_part() -> None:
-    name = "Gemma3nForConditionalGeneration"
-    with pytest.raises(ConfigError, match="here: expected the key 'text_config', got none"):
-        parse_planned({"architectures": [name]}, name, "here")
