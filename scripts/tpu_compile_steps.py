@@ -41,6 +41,11 @@ STEPS = {
     "whisper-large-v3": 2,
     "deepseek-v3": 4,
     "deepseek-v4-flash": 4,
+    "jamba-1.5-mini": 5,
+    "granite-4.0-h-small": 6,
+    "qwen3-next-80b-a3b": 4,
+    "kimi-linear-48b-a3b": 4,
+    "nemotron-3-nano-30b-a3b": 6,
 }
 
 

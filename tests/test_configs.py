@@ -52,18 +52,21 @@ CACHES = {  # layers, caches of their own, longest request, dtype of the cache
 }
 
 
-HYBRID = {  # layers, longest request, what a token's cache is made of
-    "jamba-1.5-large": (72, 262_144, "8 KV heads of 128, 63 layers with states"),
-    "jamba-1.5-mini": (32, 262_144, "8 KV heads of 128, 28 layers with states"),
-    "qwen3-next-80b-a3b": (48, 262_144, "2 KV heads of 256, 36 layers with states"),
+HYBRID = {  # layers, caches of their own, longest request, what a token's cache is made of
+    "granite-4.0-h-small": (40, 40, 131_072, "8 KV heads of 128, 36 layers with states"),
+    "jamba-1.5-large": (72, 72, 262_144, "8 KV heads of 128, 63 layers with states"),
+    "jamba-1.5-mini": (32, 32, 262_144, "8 KV heads of 128, 28 layers with states"),
+    "kimi-linear-48b-a3b": (27, 27, 1_048_576, "a latent of 576, 20 layers with states"),
+    "nemotron-3-nano-30b-a3b": (52, 6 + 23, 262_144, "2 KV heads of 128, 23 layers with states"),
+    "qwen3-next-80b-a3b": (48, 48, 262_144, "2 KV heads of 256, 36 layers with states"),
 }
 
 
 @pytest.mark.parametrize("name", HYBRID)
-def test_models_with_recurrent_layers_have_a_cache_in_each(name: str) -> None:
+def test_models_with_recurrent_layers_have_their_caches(name: str) -> None:
     model = load_model_config(name)
-    assert (model.num_layers, model.max_model_len, model.cache_words) == HYBRID[name]
-    assert len(model.kv_cache_specs()) == model.num_layers
+    found = (model.num_layers, len(model.kv_cache_specs()), model.max_model_len, model.cache_words)
+    assert found == HYBRID[name]
     assert model.dtype == "bfloat16"
 
 

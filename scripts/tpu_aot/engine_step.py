@@ -66,15 +66,19 @@ def is_in_place(report: dict[str, int]) -> bool:
 
 
 def first_layers(data: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """A config.json's object for the first layers of its model: counts, and lists that have an entry per layer."""
+    """A config.json's object for the first layers of its model: counts, and what has an entry or a number per layer."""
     text = data.get("text_config", data)
     names = [name for name in ("num_hidden_layers", "decoder_layers", "encoder_layers") if name in text]
     before = text[names[0]]
     cut = {
         name: value[:num_layers]
         for name, value in text.items()
-        if isinstance(value, list) and len(value) == before and name != "architectures"
+        if isinstance(value, list | str) and len(value) == before and name != "architectures"
     }
+    numbered = text.get("linear_attn_config")  # Kimi Linear's: layers by number, from 1 on
+    if numbered is not None:
+        kept = {k: [i for i in v if i <= num_layers] for k, v in numbered.items() if isinstance(v, list)}
+        cut["linear_attn_config"] = numbered | kept
     text = text | cut | dict.fromkeys(names, num_layers)
     return data | {"text_config": text} if "text_config" in data else text
 

@@ -41,14 +41,18 @@ def test_bytes_of_a_token(name: str, published: int) -> None:
     assert bytes_a_token(name) == published
 
 
-# Mamba 1: convolution over inner * (4 - 1), recurrence inner * 16. Gated delta net: convolution over (2 * 16 * 128 +
-# 32 * 128) * (4 - 1), recurrence 32 * 128 * 128. All in two bytes. A block is the fewest multiples of 16 tokens whose
-# attention takes as much: 8 * (128 + 128) * 2 and 2 * (256 + 256) * 2 bytes a token. For Qwen3-Next vLLM logs "Setting
-# attention block size to 544 tokens" and "Padding mamba page size by 1.49%": 544 * 2,048 / 1,097,728 = 1.0149.
+# Mamba 1: convolution over inner * (4 - 1), recurrence inner * 16. Mamba 2: convolution over (heads * dimension +
+# 2 * groups * 128) * (4 - 1), recurrence heads * dimension * 128. Gated delta net: convolution over (2 * 16 * 128 +
+# 32 * 128) * (4 - 1), recurrence 32 * 128 * 128. All in two bytes, Nemotron's recurrence in four. A block is the fewest
+# multiples of 16 tokens whose attention takes as much, such as 8 * (128 + 128) * 2 and 2 * (256 + 256) * 2 bytes a
+# token. For Qwen3-Next vLLM logs "Setting attention block size to 544 tokens" and "Padding mamba page size by 1.49%":
+# 544 * 2,048 / 1,097,728 = 1.0149.
 STATES = {  # layers with states, of attention, bytes of a state, tokens of its block
     "jamba-1.5-large": (63, 9, 16_384 * (3 + 16) * 2, 160),
     "jamba-1.5-mini": (28, 4, 8_192 * (3 + 16) * 2, 80),
     "qwen3-next-80b-a3b": (36, 12, (8_192 * 3 + 32 * 128 * 128) * 2, 544),
+    "granite-4.0-h-small": (36, 4, (8_448 * 3 + 128 * 64 * 128) * 2, 528),
+    "nemotron-3-nano-30b-a3b": (23, 6, 6_144 * 3 * 2 + 64 * 64 * 128 * 4, 2_096),
 }
 
 
@@ -89,6 +93,17 @@ def test_states_split_over_devices(tensor_parallel: int, parts: int) -> None:
     assert [array.page_shape for array in arrays] == [(8_192 * copies, 3), (32 * copies, 128, 128)]
     with pytest.raises(ValueError, match=r"tensor_parallel to divide the 32 parts of a state or .* got 3"):
         plan_kv_cache(specs, num_blocks=99, max_model_len=64, tensor_parallel=3)
+
+
+def test_a_state_of_kimi_linear_is_worth_the_latents_of_its_block() -> None:
+    """Three convolutions of 32 heads of 128 in two bytes, a matrix a head in four; a latent is 512 + 64 numbers."""
+    specs = load_model_config("kimi-linear-48b-a3b").kv_cache_specs()
+    assert [spec.kind for spec in specs.values()] == [
+        "mla_attention" if i in (4, 8, 12, 16, 20, 24, 27) else "mamba" for i in range(1, 28)
+    ]
+    (state,) = {spec for spec in specs.values() if isinstance(spec, MambaSpec)}
+    assert state.state_bytes == 3 * 32 * 128 * 3 * 2 + 32 * 128 * 128 * 4
+    assert state.block_size == 1_888 == -(-state.state_bytes // (576 * 2) // 16) * 16
 
 
 def counts(name: str, **arguments: Any) -> list[tuple[str, int, int, int]]:
