@@ -67,8 +67,7 @@ class Family:
     final_norm: str = "model.norm"
     flips_final_norm: bool = False  # random signs, else a tied embedding mostly repeats the token that it is given
     transposed: tuple[str, ...] = ()  # ends of names of weights [..., inputs, outputs]; others are [outputs, inputs]
-    kept: tuple[str, ...] = ()  # ends of names of weights that stay near the values that transformers starts from
     renamed: tuple[tuple[str, str], ...] = ()  # patterns and replacements of names that are saved unlike the Hub's
-    settle: Callable[[torch.nn.Module], None] = nothing  # integer weights and the like, before they are saved
+    settle: Callable[[torch.nn.Module], None] = nothing  # changes drawn weights before they are saved
     prepare: Callable[[torch.nn.Module], None] = nothing  # what the oracle changes of the model that it loaded
     constants: Arrays = field(default_factory=dict)  # saved once, under their names

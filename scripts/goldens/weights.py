@@ -19,7 +19,7 @@ def fan_in(name: str, param: torch.Tensor, family: Family) -> int:
     """Inputs of a weight."""
     if "conv" in name:
         return param[0].numel()
-    return param.shape[-2 if family.transposed and name.endswith(family.transposed) else -1]
+    return param.shape[-2 if name.endswith(family.transposed) else -1]
 
 
 def randomise(model: torch.nn.Module, family: Family, seed: int) -> None:
@@ -29,7 +29,7 @@ def randomise(model: torch.nn.Module, family: Family, seed: int) -> None:
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
-            if param.ndim == 1 or name.endswith(family.kept or "\n"):
+            if param.ndim == 1:
                 param.copy_(param + 0.2 * noise)
             else:
                 param.copy_(noise * fan_in(name, param, family) ** -0.5)
