@@ -66,6 +66,7 @@ class DeviceGroup:
     slot_mapping: Array  # int32[T]; [0] where layers read an encoder, whose tokens a program of its own writes
     states: DeviceStates | None = None  # of recurrent groups only
     compressed: DeviceCompressed | None = None  # of groups with entries of several tokens only
+    reserved_blocks: Array | None = None  # int32[k] before every request's own, of groups with learned sinks only
 
 
 @jax.tree_util.register_dataclass
@@ -117,12 +118,13 @@ class DeviceBatch:
         recurrent: Mapping[int, int] = _NONE,
         compressed: Mapping[int, Collection[int]] = MappingProxyType({}),
         encoder: Collection[int] = (),
+        reserved: Mapping[int, int] = _NONE,
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
         With `mrope` positions have three axes, with `embeds` there is an index of vectors. `recurrent`: groups whose
         pages are states -> drafts with pages. `compressed`: groups with entries of several tokens -> each number of
-        tokens. `encoder`: groups that read an encoder.
+        tokens. `encoder`: groups that read an encoder. `reserved`: groups with blocks of learned sinks -> how many.
         """
         tokens, requests = bucket.num_tokens, bucket.num_requests
         group = DeviceGroup(
@@ -136,6 +138,8 @@ class DeviceBatch:
             return DeviceCompressed(np.zeros(requests, np.int32), slots)
 
         groups = [group] * num_groups
+        for i, count in reserved.items():
+            groups[i] = replace(groups[i], reserved_blocks=np.zeros(count, np.int32))
         for i, num_drafts in recurrent.items():
             groups[i] = replace(groups[i], states=DeviceStates.empty(requests, num_drafts))
         for i, ratios in compressed.items():
@@ -196,6 +200,7 @@ def _groups(plan: StepPlan, bucket: Bucket) -> tuple[DeviceGroup, ...]:
                 slot_mapping=_slot_mapping(group, bucket),
                 states=_states(group, num_requests=bucket.num_requests),
                 compressed=_compressed(plan, group, bucket),
+                reserved_blocks=None if group.reserved_blocks is None else group.reserved_blocks.copy(),
             )
         )
     return tuple(groups)

@@ -29,6 +29,7 @@ def attend_kv(
     """
     num_kv_heads = _check(layer, q, k, v)
     layer.check_visible(options)
+    num_sink_tokens = _num_sink_tokens(layer, options)
     per_head = {"sinks": options.sinks, "k_scale": options.k_scale, "v_scale": options.v_scale}
 
     def attend(q, k, v, pages, per_head, tables, slot_mapping):  # type: ignore[no-untyped-def]
@@ -41,7 +42,7 @@ def attend_kv(
             sm_scale=options.sm_scale,
             sliding_window=options.sliding_window,
             attention_chunk_size=options.attention_chunk_size,
-            num_sink_tokens=options.num_sink_tokens,
+            num_sink_tokens=num_sink_tokens,
             soft_cap=options.soft_cap,
             num_kv_heads=num_kv_heads // layer.placement.num_shards,
             backend=layer.backend,
@@ -56,6 +57,19 @@ def attend_kv(
     attend_on_each = layer.per_device(attend, in_specs, (heads, page_specs))
     out, pages = attend_on_each(q, k, v, layer.pages, per_head, layer.tables, layer.group.slot_mapping)
     return out, pages
+
+
+def _num_sink_tokens(layer: LayerStep, options: AttentionOptions) -> int:
+    """First tokens that a query sees whatever its window, learned sinks among them."""
+    if not layer.num_reserved_blocks:
+        return options.num_sink_tokens
+    if options.attention_chunk_size is not None:
+        raise ValueError(
+            f"layer {layer.name!r}: expected attention_chunk_size=None behind learned sinks, "
+            f"got {options.attention_chunk_size}"
+        )
+    is_bounded = options.sliding_window is not None
+    return options.num_sink_tokens + layer.num_reserved_blocks * layer.page_size * is_bounded
 
 
 def _check(layer: LayerStep, q: jax.Array, k: jax.Array | None, v: jax.Array | None) -> int:

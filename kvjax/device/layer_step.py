@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from kvjax.core.spec import KVCacheSpec
@@ -38,8 +39,22 @@ class LayerStep:
 
     @property
     def tables(self) -> StepTables:
-        """Whose tokens are new, and where all of them lie: the arguments that every attention op takes."""
-        return (self.group.block_tables, self.group.seq_lens, self.batch.query_start_loc, self.batch.distribution)
+        """Whose tokens are new, and where all of them lie: the arguments that every attention op takes.
+
+        Learned sinks stand before the tokens of every request.
+        """
+        block_tables, seq_lens = jnp.asarray(self.group.block_tables), jnp.asarray(self.group.seq_lens)
+        if self.group.reserved_blocks is not None:
+            first = jnp.broadcast_to(self.group.reserved_blocks, (block_tables.shape[0], self.num_reserved_blocks))
+            block_tables = jnp.concatenate([first, block_tables], axis=1)
+            seq_lens = jnp.where(seq_lens > 0, seq_lens + self.num_reserved_blocks * self.page_size, 0)
+        return (block_tables, seq_lens, self.batch.query_start_loc, self.batch.distribution)
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Pages of learned sinks before the pages of a request."""
+        reserved = self.group.reserved_blocks
+        return 0 if reserved is None else reserved.shape[0]
 
     @property
     def entry_tables(self) -> StepTables:

@@ -221,6 +221,7 @@ class UpdateStep:
         pages = [group.kv_cache_spec.state_pages for group in groups]
         recurrent = {i: states.num_drafts for i, states in enumerate(pages) if states is not None}
         compressed = {i: group.tokens_per_state for i, group in enumerate(groups) if group.tokens_per_state != {1}}
+        counts = {i: group.kv_cache_spec.num_reserved_blocks for i, group in enumerate(groups)}
         return DeviceBatch.empty(
             bucket,
             len(groups),
@@ -229,6 +230,7 @@ class UpdateStep:
             recurrent=recurrent,
             compressed=compressed,
             encoder=self.encoder.group_ids,
+            reserved={i: count for i, count in counts.items() if count},
         )
 
     def _update(

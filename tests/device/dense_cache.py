@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.device import AttentionOptions
 
@@ -43,9 +45,10 @@ class DenseCache:
         shared_layers: dict[str, str] | None = None,
         overlapping: Collection[str] = (),  # layers of entries that are made of the tokens of the one before too
         stored: Callable[[str, jax.Array], jax.Array] = lambda layer_name, x: x,  # vectors as pages give them back
+        learned: Mapping[str, tuple[np.ndarray, np.ndarray]] = MappingProxyType({}),  # K and V that all queries see
     ) -> None:
         self._owners = shared_layers or {}
-        self._overlapping, self._stored = overlapping, stored
+        self._overlapping, self._stored, self._learned = overlapping, stored, learned
         self._entries: dict[str, tuple[int, jax.Array]] = {}  # tokens of an entry, entries
         self._written: dict[str, tuple[jax.Array, jax.Array]] = {}
 
@@ -54,11 +57,15 @@ class DenseCache:
     ) -> jax.Array:
         """Softmax of q . k over the keys that a query sees, of values v."""
         k, v = self._own(layer_name, k, v)
+        seen = visible(q.shape[0], options)
+        if layer_name in self._learned:
+            k, v = (jnp.concatenate(pair) for pair in zip(self._learned[layer_name], (k, v), strict=True))
+            seen = jnp.pad(seen, ((0, 0), (k.shape[0] - seen.shape[1], 0)), constant_values=True)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * options.sm_scale
         if options.soft_cap is not None:
             scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
-        weights = softmax(scores, visible(q.shape[0], options), options.sinks)
+        weights = softmax(scores, seen, options.sinks)
         return jnp.einsum("hqk,khd->qhd", weights, v)
 
     def attend_latent(

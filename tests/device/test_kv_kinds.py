@@ -11,10 +11,13 @@ from flax import nnx
 
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.sink_full import SinkFullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
-from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, Placement, create_pages
+from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, Placement, create_pages, write_kv
 from tests.device.aliases import assert_in_place
+from tests.device.dense_cache import DenseCache
+from tests.device.serving import Server
 from tests.device.toy_kinds import BUCKETS, MAX_MODEL_LEN, KVLayer, Toy, serve_mixed
 
 BLOCK, WINDOW, CHUNK, FIRST = 4, 6, 6, 5
@@ -67,6 +70,48 @@ def test_first_tokens_and_a_window_hold_no_more_than_their_formula() -> None:
         starts.add(tuple(ids[:first]))
     assert len(starts) == 1
     assert len(server.plans) > 30
+
+
+LEARNED = tuple(np.random.default_rng(9).standard_normal((2, 8, 4, 8)).astype(np.float32))  # K and V of two blocks
+
+
+def make_sink_toy(platform: str, *, placement: Placement | None = None) -> Toy:
+    """Learned sinks of one layer in blocks that its group reserves, read without a mask and, shared, with a window."""
+    specs = {"layers.0": SinkFullAttentionSpec(**HEADS, sink_len=8), "layers.1": FullAttentionSpec(**HEADS)}
+
+    def layers(rngs: nnx.Rngs) -> list[nnx.Module]:
+        windowed = AttentionOptions(sm_scale=0.4, sliding_window=WINDOW, num_sink_tokens=2)
+        return [
+            KVLayer("layers.0", rngs, AttentionOptions(sm_scale=0.4)),
+            KVLayer("layers.1", rngs, windowed),
+            KVLayer("layers.2", rngs, windowed, shares=True),
+        ]
+
+    dense = functools.partial(DenseCache, {"layers.2": "layers.0"}, learned={f"layers.{i}": LEARNED for i in (0, 2)})
+    shared = {"layers.2": "layers.0"}
+    return Toy.of(specs, layers, dense=dense, shared_layers=shared, platform=platform, placement=placement)
+
+
+class SinkToy(Toy):
+    """Its pages hold the sinks before the first step."""
+
+    def server(self) -> Server:
+        server = super().server()
+        group_id, column = self.config.layer_index["layers.0"]
+        blocks = server.manager.reserved_blocks(group_id)
+        slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1).astype(np.int32)
+        pool_id = self.config.kv_cache_groups[group_id].pool_id
+        server.pages = write_kv(server.pages, pool_id, column, *LEARNED, slots)
+        return server
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_learned_sinks_stand_before_every_request(platform: str) -> None:
+    made = make_sink_toy(platform)
+    server = serve_mixed(SinkToy(made.model, made.config, made.step, made.dense), 7)
+    compiled = made.step.num_compiled
+    made.step.warmup(server.pages)
+    assert made.step.num_compiled == compiled, "warm-up has the shapes of a step"
 
 
 def test_pages_are_updated_in_place() -> None:

@@ -59,6 +59,11 @@ class ManagerReader:
         manager, place = self.groups.place_of_group(group_id)
         return manager.block_tables[place]
 
+    def reserved_blocks(self, group_id: int) -> np.ndarray:  # int32[k]
+        """Blocks that the group holds for good: those of learned sinks, which the model writes once."""
+        manager, place = self.groups.place_of_group(group_id)
+        return manager.reserved_block_ids[place]
+
     def block_size(self, group_id: int) -> int:
         """Tokens of one of the group's blocks, those on all ranks of context parallelism."""
         return self.groups.place_of_group(group_id)[0].block_size

@@ -44,6 +44,9 @@ class StepTables(Protocol):
     def block_size(self, group_id: int) -> int:
         """Tokens of one of the group's blocks, those on all ranks of context parallelism."""
 
+    def reserved_blocks(self, group_id: int) -> np.ndarray:
+        """int32[k] blocks that the group's spec reserves; asked for where it reserves any."""
+
     def take_page_copies(self) -> tuple[PageCopies, ...]:
         """Per pool the pages that this step copies first."""
 
@@ -263,6 +266,9 @@ def _group_plans(
                 block_tables=block_tables,
                 padded_tables=padded,
                 new_blocks=update,
+                reserved_blocks=tables.reserved_blocks(own.group_id)
+                if group.kv_cache_spec.num_reserved_blocks
+                else None,
                 **_lengths_and_places(group, own, step, places[own.block_size]),
             )
         )

@@ -69,6 +69,9 @@ class GroupPlan:
     has_initial_state: np.ndarray | None = None  # bool[S]
     encoder_starts: np.ndarray | None = None  # int32[S + 1] where the encoder's tokens begin in `slot_mapping`, if read
     compressed: tuple[CompressedStates, ...] = ()  # where a state stands for several tokens: each number, ascending
+    reserved_blocks: np.ndarray | None = (
+        None  # int32[k] before every request's own: learned sinks, written by the model
+    )
     padded_tables: np.ndarray | None = None  # read-only int32[>= S, >= P] that `block_tables` is the start of, 0 beyond
 
 
