@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random draws (0)")
     what.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
     how = parser.add_argument_group("how the engine runs")
-    how.add_argument("--block-size", type=positive_int, default=16, metavar="N", help="tokens per block (16)")
+    how.add_argument("--block-size", type=positive_int, metavar="N", help="tokens per block (default: the model's)")
     size = how.add_mutually_exclusive_group()
     size.add_argument(
         "--num-blocks", type=positive_int, metavar="N", help="blocks of a pool, null block included (default: fits)"
@@ -223,11 +223,10 @@ def use_compilation_cache() -> None:
 
 def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -> EngineConfig:
     """The engine's settings for requests of at most `longest` tokens."""
-    max_model_len = args.max_model_len or min(
-        cdiv(longest, args.block_size) * args.block_size, model.config.max_model_len
-    )
+    block_size = args.block_size or model.config.default_block_size
+    max_model_len = args.max_model_len or min(cdiv(longest, block_size) * block_size, model.config.max_model_len)
     return EngineConfig(
-        block_size=args.block_size,
+        block_size=block_size,
         num_blocks=None if args.memory else args.num_blocks or _ample_blocks(args, model, max_model_len),
         memory_bytes=args.memory,
         max_model_len=max_model_len,
@@ -277,8 +276,9 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> It
     caching += ", also inside blocks" if config.sub_block_hits else ""
     caching += f", {config.eviction_policy} eviction" if config.eviction_policy != "lru" else ""
     for pool in engine.plan.pools:
+        sizes = sorted({engine.plan.groups[i].spec.block_size for i in pool.group_ids})
         yield (
-            f"Pool {pool.pool_id}  {pool.num_blocks - 1:,} blocks of {config.block_size} tokens for "
+            f"Pool {pool.pool_id}  {pool.num_blocks - 1:,} blocks of {' or '.join(map(str, sizes))} tokens for "
             f"{len(pool.group_ids)} block tables, {format_bytes(pool.total_bytes)} a device; prefix caching {caching}"
         )
     yield (

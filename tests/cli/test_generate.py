@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cli.generate import _engine_config, add_arguments, use_compilation_cache
+from kvjax.cli.generate import _about, _engine_config, add_arguments, use_compilation_cache
 from kvjax.cli.generate_prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate_report import totals_lines
 from kvjax.cli.generate_stream import OrderedTextPrinter, prompt_tail
@@ -23,6 +24,7 @@ from kvjax.demo import demo_model_path, demo_requests
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.errors import ConfigError
 from kvjax.models import load_model
+from tests.models.golden_models import model_folder
 
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 SMALL = [
@@ -148,6 +150,19 @@ def test_the_default_pool_holds_a_request_at_its_longest() -> None:
     model = load_model(demo_model_path())
     engine = LLMEngine(model, _engine_config(args, model, 400))
     engine.check_request([5] * 300, SamplingParams(max_tokens=100))
+
+
+def test_blocks_are_as_long_as_the_model_wants_them() -> None:
+    """DeepSeek V4's hold whole entries of 128 tokens, so they are not those of most models."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    model = load_model(model_folder("deepseek_v4"))
+    assert _engine_config(parser.parse_args([]), model, 300).block_size == 256
+    assert _engine_config(parser.parse_args(["--block-size", "128"]), model, 300).block_size == 128
+    args = parser.parse_args([])
+    engine = LLMEngine(model, _engine_config(args, model, 300))
+    pools = [line for line in _about(engine, args, 1) if line.startswith("Pool")]
+    assert [re.findall("blocks of (.*) tokens", line) for line in pools] == [["64 or 256"], ["4"], ["8"]]
 
 
 def test_preemptions_are_told() -> None:
