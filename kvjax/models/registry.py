@@ -42,6 +42,8 @@ _FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family("gemma", "Gemma3Config", "GemmaDecoder", has_text_config=True),
     "Gemma3nForCausalLM": Family("gemma3n", "Gemma3nConfig", "Gemma3nDecoder"),
     "Gemma3nForConditionalGeneration": Family("gemma3n", "Gemma3nConfig", "Gemma3nDecoder", has_text_config=True),
+    "Gemma4ForCausalLM": Family("gemma4", "Gemma4Config", "Gemma4Decoder"),
+    "Gemma4ForConditionalGeneration": Family("gemma4", "Gemma4Config", "Gemma4Decoder", has_text_config=True),
     "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssDecoder"),
     "GraniteMoeHybridForCausalLM": Family("granite_moe_hybrid", "GraniteMoeHybridConfig", "GraniteMoeHybridDecoder"),
     "JambaForCausalLM": Family("jamba", "JambaConfig", "JambaDecoder"),

@@ -64,6 +64,7 @@ FAMILIES = (
     Family("gpt_oss"),
     Family("llama4"),
     Family("gemma3n"),
+    Family("gemma4"),
     Family("jamba"),
     Family("granite_moe_hybrid"),
     Family("qwen3_next"),

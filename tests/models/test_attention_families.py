@@ -16,6 +16,7 @@ FAMILIES = (
     "gpt_oss",
     "llama4",
     "gemma3n",
+    "gemma4",
 )
 PADDED_TOKENS = 256
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvjax.errors import ConfigError
 from kvjax.models.configs.keys import ConfigKeys
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}
 
 
@@ -36,7 +36,9 @@ class RopeConfig:
     attention_factor: float | None = None  # None: what the scaling's paper says
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    partial_rotary_factor: float = 1.0  # share of a head's dimensions that are rotated, the first ones
+    # Share of a head's dimensions that are rotated, the first ones; "proportional": the first of each half, with the
+    # frequencies that they have where all are rotated.
+    partial_rotary_factor: float = 1.0
     mrope_section: tuple[int, ...] = ()  # frequencies for time, height and width; not empty: multimodal positions
     mrope_interleaved: bool = False
 
@@ -159,6 +161,11 @@ def _longrope(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:
     }
 
 
+def _proportional(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:
+    del max_len, original
+    return {"factor": keys.take_float("factor", 1.0)}
+
+
 def _default(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:
     del keys, max_len, original
     return {}
@@ -171,4 +178,5 @@ _SCALINGS = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

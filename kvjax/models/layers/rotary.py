@@ -23,8 +23,8 @@ RopeTables: TypeAlias = tuple[jax.Array, jax.Array]  # cosines and sines, float3
 
 
 def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
-    """Dimensions of a head that are rotated, the first ones."""
-    return int(head_dim * rope.partial_rotary_factor)
+    """Dimensions of a head that are rotated, the first ones, some perhaps by nothing."""
+    return head_dim if rope.rope_type == "proportional" else int(head_dim * rope.partial_rotary_factor)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> np.ndarray:  # float32[rotary_dim // 2]
@@ -41,6 +41,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> np.nda
             frequencies = _llama3_frequencies(rope, frequencies)
         case "yarn":
             frequencies = _yarn_frequencies(rope, frequencies, dim)
+        case "proportional":
+            num_turning = int(rope.partial_rotary_factor * head_dim // 2)
+            frequencies = np.where(np.arange(len(frequencies)) < num_turning, frequencies / rope.factor, 0.0)
         case "longrope":
             is_long = max_len > rope.original_max_len
             frequencies = frequencies / np.asarray(rope.long_factor if is_long else rope.short_factor)
