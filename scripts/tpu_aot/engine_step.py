@@ -80,7 +80,8 @@ def first_layers(data: dict[str, Any], num_layers: int) -> dict[str, Any]:
         kept = {k: [i for i in v if i <= num_layers] for k, v in numbered.items() if isinstance(v, list)}
         cut["linear_attn_config"] = numbered | kept
     text = text | cut | dict.fromkeys(names, num_layers)
-    return data | {"text_config": text} if "text_config" in data else text
+    whole = data | {"text_config": text} if "text_config" in data else text
+    return {name: value for name, value in whole.items() if name != "quantization_config"}
 
 
 def compile_step(
