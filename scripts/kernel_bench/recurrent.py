@@ -1,4 +1,4 @@
-"""Steps of recurrent layers: decoding sequences that continue their states, or one prompt that starts from nothing."""
+"""Steps of recurrent layers: sequences that go on from their states, with or without drafts, or a fresh prompt."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ import numpy as np
 from scripts.kernel_bench.case import Sizes
 from scripts.kernel_bench.step import Rows
 
-KINDS = ("decode", "prefill")
+KINDS = ("decode", "drafts", "prefill")
+_NUM_DRAFTS = 3
 
 
 @dataclass(frozen=True)
 class StateStep:
-    """New tokens of each sequence; each has one state."""
+    """New tokens of each sequence, the last `num_kept` of which leave a state each."""
 
     rows: Rows
     has_states: bool  # from the steps before
+    num_kept: int = 1
 
     @classmethod
     def of(cls, kind: str, sizes: Sizes) -> StateStep:
-        """A decode step of `batch` sequences, or a prefill of `context` tokens."""
-        if kind == "decode":
-            return cls(((1, 1),) * (3 if sizes.small else sizes.batch or 64), True)
-        length = 20 if sizes.small else sizes.context or 8192
-        return cls(((length, length),), False)
-
-    @property
-    def num_seqs(self) -> int:
-        """States that are written."""
-        return len(self.rows)
+        """`batch` sequences that decode one token or verify drafts, too, or a prefill of `context` tokens."""
+        if kind == "prefill":
+            length = 20 if sizes.small else sizes.context or 8192
+            return cls(((length, length),), False)
+        num_tokens = 1 if kind == "decode" else 1 + _NUM_DRAFTS
+        return cls(((num_tokens, num_tokens),) * (3 if sizes.small else sizes.batch or 64), True, num_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -40,14 +38,20 @@ class StateStep:
         return sum(q for q, _ in self.rows)
 
     @property
+    def num_written(self) -> int:
+        """States."""
+        return len(self.rows) * self.num_kept
+
+    @property
     def num_moved(self) -> int:
         """States that are read or written, a state that is both twice."""
-        return self.num_seqs * (2 if self.has_states else 1)
+        return self.num_written + len(self.rows) * self.has_states
 
     def arrays(self, rng: np.random.Generator) -> tuple[jax.Array, ...]:
         """(query_start_loc, distribution, state_read, state_write, has_initial_state): each state in its own page."""
+        num_seqs = len(self.rows)
         starts = np.cumsum([0, *(q for q, _ in self.rows)])
-        num_decode = self.num_seqs if self.has_states else 0
-        ids = 1 + rng.permutation(self.num_seqs)
-        ints = (starts, (num_decode, num_decode, self.num_seqs), ids, ids)
-        return (*(jnp.asarray(x, jnp.int32) for x in ints), jnp.full(self.num_seqs, self.has_states))
+        num_decode = num_seqs if self.has_states and self.num_kept == 1 else 0
+        write = 1 + rng.permutation(self.num_written).reshape(num_seqs, self.num_kept)
+        ints = (starts, (num_decode, num_decode, num_seqs), write[:, -1], write)
+        return (*(jnp.asarray(x, jnp.int32) for x in ints), jnp.full(num_seqs, self.has_states))

@@ -1,4 +1,4 @@
-"""causal_conv1d: a decode step and a prefill without a state before it, at the shapes of Mamba and gated delta nets."""
+"""causal_conv1d: steps of decoding, of drafts, and a prefill from nothing, at shapes of Mamba and gated delta nets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def case(kind: str, shape: SsmShape | DeltaShape, sizes: Sizes) -> BenchCase:
 
 
 def work(step: StateStep, state: tuple[int, ...], sizes: Sizes) -> Work:
-    """Inputs, weights and bias read, outputs written; each state written, and read where there is one (decode). A
+    """Inputs, weights and bias read, outputs written; each state written, and one read by each sequence that has it. A
     multiplication and an addition for each tap of an output, its activation apart."""
     channels, taps = state[0], state[1] + 1
     numbers = 2 * step.num_tokens * channels + channels * (taps + 1) + step.num_moved * channels * (taps - 1)
@@ -59,7 +59,7 @@ def arguments(step: StateStep, state: tuple[int, ...], sizes: Sizes, seed: int) 
     """pages: the states; rest: x, weight, bias, step."""
     rng = np.random.default_rng(seed)
     channels, before = state
-    states = random_array(rng, (1 + step.num_seqs, *state), sizes.q_dtype).at[0].set(0)
+    states = random_array(rng, (1 + step.num_written, *state), sizes.q_dtype).at[0].set(0)
     shapes = ((step.num_tokens, channels), (channels, before + 1), (channels,))
     return Arguments((states,), (*(random_array(rng, shape, sizes.q_dtype) for shape in shapes), step.arrays(rng)))
 

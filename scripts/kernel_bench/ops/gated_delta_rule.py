@@ -1,4 +1,4 @@
-"""gated_delta_rule: a decode step and a prefill without a state before it, at the model shapes."""
+"""gated_delta_rule: steps of decoding, of drafts, and a prefill from nothing, at the model shapes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def case(kind: str, shape: DeltaShape, sizes: Sizes) -> BenchCase:
 
 
 def work(step: StateStep, shape: DeltaShape, sizes: Sizes) -> Work:
-    """q, k, v, g and beta read, outputs written; each state written, and read where there is one (decode)."""
+    """q, k, v, g and beta read, outputs written; each state written, and one read by each sequence that has it."""
     key_heads, heads = shape.per_shard(sizes.shards)
     numbers = 2 * key_heads * shape.key_dim + 2 * heads * shape.value_dim
     gates = heads * (1 + (shape.key_dim if shape.is_per_channel else 1))
@@ -63,7 +63,7 @@ def arguments(step: StateStep, shape: DeltaShape, sizes: Sizes, seed: int) -> Ar
     rng = np.random.default_rng(seed)
     key_heads, heads = shape.per_shard(sizes.shards)
     of_key, of_head = (step.num_tokens, key_heads, shape.key_dim), (step.num_tokens, heads)
-    states = random_array(rng, (1 + step.num_seqs, *shape.state_shapes(sizes.shards)[1]), "float32").at[0].set(0)
+    states = random_array(rng, (1 + step.num_written, *shape.state_shapes(sizes.shards)[1]), "float32").at[0].set(0)
     q, k, v = (random_array(rng, size, sizes.q_dtype) for size in (of_key, of_key, (*of_head, shape.value_dim)))
     g = -jnp.exp(random_array(rng, (*of_head, shape.key_dim) if shape.is_per_channel else of_head, "float32"))
     beta = jax.nn.sigmoid(random_array(rng, of_head, "float32"))

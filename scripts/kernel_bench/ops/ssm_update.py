@@ -1,4 +1,4 @@
-"""selective_scan of ssm_update: a decode step and a prefill without a state before it, at the model shapes."""
+"""selective_scan of ssm_update: steps of decoding, of drafts, and a prefill from nothing, at the model shapes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def case(kind: str, shape: SsmShape, sizes: Sizes) -> BenchCase:
 
 
 def work(step: StateStep, shape: SsmShape, sizes: Sizes) -> Work:
-    """x, dt, b, c and weights read, outputs written; each state written, and read where there is one (decode)."""
+    """x, dt, b, c and weights read, outputs written; each state written, and one read by each sequence that has it."""
     heads, groups = shape.per_shard(sizes.shards)
     inner = heads * (shape.head_dim or 1)
     state = inner * shape.state_dim
@@ -66,7 +66,7 @@ def arguments(step: StateStep, shape: SsmShape, sizes: Sizes, seed: int) -> Argu
     x, a, b = (step.num_tokens, heads), (heads, shape.state_dim), (step.num_tokens, shape.state_dim)
     if shape.head_dim is not None:
         x, a, b = (*x, shape.head_dim), (heads,), (step.num_tokens, groups, shape.state_dim)
-    states = random_array(rng, (1 + step.num_seqs, *shape.state_shapes(sizes.shards)[1]), "float32").at[0].set(0)
+    states = random_array(rng, (1 + step.num_written, *shape.state_shapes(sizes.shards)[1]), "float32").at[0].set(0)
     inputs = [random_array(rng, size, sizes.q_dtype) for size in ((step.num_tokens, heads), b, b)]
     decay = -jnp.exp(random_array(rng, a, "float32"))
     per_head = tuple(random_array(rng, (heads,), "float32") for _ in range(2))
