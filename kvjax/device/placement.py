@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.core.spec import AttentionSpec, KVCacheSpec
+from kvjax.core.spec import KVCacheSpec
 from pallas_kernels.layouts import HEAD_AXIS, ArrayLayout, PageLayout
 
 TENSOR_AXIS = "tensor"
@@ -95,9 +95,9 @@ class Placement:
             for rows in (array.page_shape[0] for array in layout.arrays):
                 if rows % shards:
                     raise ValueError(f"states of {rows} heads or channels do not split over {shards} devices; {remedy}")
-        if shards == 1 or not isinstance(spec, AttentionSpec):
+        if shards == 1 or len(spec.entry_shapes) != 2:  # K and V
             return
-        heads = spec.num_kv_heads
+        heads = spec.entry_shapes[0][0]
         if heads % shards:
             raise ValueError(f"{heads} KV heads do not split over {shards} devices; {remedy}")
         for array in layout.arrays:

@@ -91,10 +91,14 @@ def _format_range(ids: Sequence[int]) -> str:
 
 
 def describe_kind(spec: KVCacheSpec) -> str:
-    """The kind with its window or chunk and its compression, such as "sliding_window 1,024" or "mla_attention / 4"."""
+    """The kind with its window or chunk and its compression, such as "sliding_window 1,024" or "mla_attention / 4".
+
+    And the first tokens that stay: "sliding_window 1,024 + 4".
+    """
     seen = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     ratio = getattr(spec, "tokens_per_state", 1)
-    return spec.kind + (f" {seen:,}" if seen else "") + (f" / {ratio}" if ratio > 1 else "")
+    first = f" + {spec.num_sink_tokens:,}" if spec.num_sink_tokens else ""
+    return spec.kind + (f" {seen:,}" if seen else "") + first + (f" / {ratio}" if ratio > 1 else "")
 
 
 def format_requests(requests: float) -> str:

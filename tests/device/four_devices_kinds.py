@@ -16,6 +16,7 @@ from tests.device import test_compressed_attention as compressed
 from tests.device import test_encoder as encoder
 from tests.device import test_kv_kinds as kv
 from tests.device import test_latent_attention as latent
+from tests.device import test_state_shapes as state_shapes
 from tests.device import toy_inputs
 from tests.device.aliases import assert_in_place
 from tests.device.toy_kinds import BUCKETS, Toy, serve_mixed
@@ -50,6 +51,11 @@ def test_four_devices_give_what_one_sequence_alone_gives(kind: str, platform: st
 def test_latents_are_whole_on_every_device_and_kv_is_split() -> None:
     toy = latent.make_toy("cpu", placement=Placement.over_heads(4))
     assert shards(create_pages(toy.config, toy.step.placement)) == {(4, 14), (4, 1, 8)}
+
+
+def test_states_that_do_not_split_are_whole_on_every_device() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("tensor",))
+    state_shapes.run(Placement.create(mesh, {"kv_head": None}))
 
 
 def test_query_heads_that_do_not_split_are_refused() -> None:

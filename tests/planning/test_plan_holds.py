@@ -45,6 +45,8 @@ MODELS = [
     for seed in range(24)
 ]
 MODELS.append((KINDS[-1], KINDS[0]))
+FIRST_AND_WINDOW = SlidingWindowSpec(block_size=8, sliding_window=20, num_sink_tokens=11, **HEADS)
+MODELS += [(FIRST_AND_WINDOW,), (FIRST_AND_WINDOW, KINDS[0], KINDS[3])]
 
 
 def specs_of(kinds: tuple[KVCacheSpec, ...]) -> dict[str, KVCacheSpec]:
