@@ -162,7 +162,7 @@ def _match_tensors(
     """
     prefixes = module.tensor_prefixes
     prefix = next((p for p in prefixes if p + module.anchor in tensors), prefixes[0])
-    sources = {path: tensor_source(module, path, prefix) for path, _ in params}
+    sources = {path: tensor_source(module, path, prefix).chosen(tensors) for path, _ in params}
     problems = []
     for path, shape in params:
         for name, expected in zip(sources[path].names, sources[path].shapes(shape), strict=True):

@@ -10,7 +10,7 @@ A parameter's path is its tensor's name, but for its last element. A module whos
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -55,6 +55,11 @@ class TensorSource(abc.ABC):
     @abc.abstractmethod
     def under(self, rename: Callable[[str], str]) -> TensorSource:
         """The same with other names."""
+
+    def chosen(self, tensors: Container[str]) -> TensorSource:
+        """The source to use of a checkpoint with these tensors: itself, unless it is one of several ways."""
+        del tensors
+        return self
 
 
 @dataclass(frozen=True)
@@ -224,6 +229,38 @@ class Stack(TensorSource):
     def under(self, rename: Callable[[str], str]) -> TensorSource:
         """The same under other names."""
         return replace(self, names_of_parts=tuple(map(rename, self.names_of_parts)))
+
+
+@dataclass(frozen=True)
+class Either(TensorSource):
+    """Several ways, of which checkpoints have one; the first where none is whole."""
+
+    ways: tuple[TensorSource, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the first."""
+        return self.ways[0].names
+
+    def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
+        """Of the first."""
+        return self.ways[0].shapes(param_shape)
+
+    def join(self, tensors: Sequence[np.ndarray], param_shape: Shape) -> np.ndarray:
+        """As the first."""
+        return self.ways[0].join(tensors, param_shape)
+
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """As the first."""
+        return self.ways[0].split(param)
+
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same under other names."""
+        return Either(tuple(way.under(rename) for way in self.ways))
+
+    def chosen(self, tensors: Container[str]) -> TensorSource:
+        """The first way whose tensors are all there."""
+        return next((way for way in self.ways if all(name in tensors for name in way.names)), self.ways[0])
 
 
 @runtime_checkable

@@ -5,16 +5,21 @@ What else they keep, test_families.py says.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from kvjax.core.kinds.state_steps import StateSteps
-from kvjax.models import ModelConfig, build_model
+from kvjax.models import ModelConfig, build_model, load_model
 from tests.models.families import FAMILIES, Family, add_golden, assert_golden, drain, greedy_params, make_engine
 from tests.models.golden_models import goldens_of, model_folder
 
@@ -96,3 +101,18 @@ def test_strict_promotion_of_dtypes_and_ranks_is_enough(family: Family) -> None:
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         hidden, logits = jax.eval_shape(forward, jnp.arange(20))
     assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_experts_load_from_a_tensor_each_or_from_one_of_all(tmp_path: Path) -> None:
+    """Checkpoints of Qwen3.5 have `gate_up_proj` [E, 2 * inner, d] and `down_proj` [E, d, inner] of all experts."""
+    source = model_folder("qwen3_next")
+    tensors = load_file(source / "model.safetensors")
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        parts = {n: [tensors.pop(f"{prefix}{e}.{n}_proj.weight") for e in range(8)] for n in ("gate", "up", "down")}
+        tensors[f"{prefix}gate_up_proj"] = np.concatenate([np.stack(parts["gate"]), np.stack(parts["up"])], axis=1)
+        tensors[f"{prefix}down_proj"] = np.stack(parts["down"])
+    shutil.copy(source / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    apart, as_one = (nnx.state(load_model(folder).module) for folder in (source, tmp_path))
+    chex.assert_trees_all_equal(apart, as_one)

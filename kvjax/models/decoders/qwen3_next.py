@@ -97,7 +97,7 @@ def experts_part(config: Qwen3_5Config, experts: ExpertsConfig, make: Make) -> E
     """The feed-forward part of a layer with experts."""
     size, act = config.hidden_size, config.hidden_act
     shared = SharedExpert(size, config.shared_intermediate_size, activation=act, make=make)
-    return ExpertsBesideShared(size, experts, activation=act, make=make, shared_experts=shared)
+    return ExpertsBesideShared(size, experts, activation=act, make=make, shared_experts=shared, fused="maybe")
 
 
 class DeltaBlock(PreNormBlock):

@@ -17,7 +17,7 @@ from flax import nnx
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.layers.feed_forward import ACTIVATIONS, gated
 from kvjax.models.layers.make import Make
-from kvjax.models.tensor_sources import Part, Stack, TensorSource, Whole
+from kvjax.models.tensor_sources import Either, Part, Stack, TensorSource, Whole
 
 
 def choose_experts(
@@ -101,7 +101,7 @@ class Experts(nnx.Module):
         activation: str,
         make: Make,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
-        fused: str | None = None,  # "rows" or "columns": those of all experts are one, and gate and up in it
+        fused: str | None = None,  # "rows" or "columns": gate and up of all experts are one tensor; "maybe" one of rows
     ) -> None:
         inner, count = config.intermediate_size, config.num_experts
         self.gate = make.param(count, size, inner, scale=size**-0.5)
@@ -120,16 +120,19 @@ class Experts(nnx.Module):
 
     def checkpoint_sources(self) -> Mapping[str, TensorSource]:
         """A tensor for each expert and projection, or one of all with `gate_up_proj` [E, out, in] or [E, in, out]."""
-        inner = self.up.shape[2]
-        if self.fused is not None:
-            axis, transposed = {"rows": (1, True), "columns": (2, False)}[self.fused]
-            starts = {"gate": 0, "up": inner}
-            parts = {n: Part("gate_up_proj", at, 2 * inner, transposed, axis) for n, at in starts.items()}
-            return {**parts, "down": Whole("down_proj", transposed)}
-        return {
+        apart: dict[str, TensorSource] = {
             name: Stack(tuple(f"{expert}.{tensor}.weight" for expert in range(self.num_experts)))
             for name, tensor in zip(("gate", "up", "down"), self.names, strict=True)
         }
+        if self.fused is None:
+            return apart
+        inner, (axis, transposed) = self.up.shape[2], (2, False) if self.fused == "columns" else (1, True)
+        as_one: dict[str, TensorSource] = {
+            "gate": Part("gate_up_proj", 0, 2 * inner, transposed, axis),
+            "up": Part("gate_up_proj", inner, 2 * inner, transposed, axis),
+            "down": Whole("down_proj", transposed),
+        }
+        return {name: Either((apart[name], as_one[name])) for name in apart} if self.fused == "maybe" else as_one
 
     def __call__(self, hidden: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:  # -> [T, d]
         """As `run_experts`."""
