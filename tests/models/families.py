@@ -21,7 +21,7 @@ from kvjax.engine.host_loop import HostStep
 from kvjax.engine.llm_engine import _Flight
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_table import SamplingBatch
-from kvjax.models import LoadedModel, load_model
+from kvjax.models import LoadedModel, StreamingWindow, load_model
 from tests.models.golden_models import Golden, goldens_of, model_folder
 
 NUM_GREEDY_TOKENS = 32
@@ -41,6 +41,7 @@ class Family:
     block_size: int = 8
     num_blocks: int = 400
     max_model_len: int = 136  # the longest prompt and its continuation
+    streaming: StreamingWindow | None = None
 
 
 FAMILIES = (
@@ -48,6 +49,7 @@ FAMILIES = (
     Family("llama_linear", variant=True),
     Family("llama_dynamic", variant=True),
     Family("llama_yarn", variant=True),
+    Family("streaming_llm", streaming=StreamingWindow(size=16, num_sink_tokens=4)),
     Family("qwen2"),
     Family("qwen3"),
     Family("mistral"),
@@ -115,7 +117,7 @@ class RecordingEngine(LLMEngine):
 @functools.cache
 def loaded(family: Family) -> LoadedModel:
     """The family's golden model in float32."""
-    return load_model(model_folder(family.name), "float32")
+    return load_model(model_folder(family.name), "float32", streaming=family.streaming)
 
 
 def engine_config(family: Family, **settings: Any) -> EngineConfig:
