@@ -4,6 +4,9 @@ Flow:    page ids -> runs (XLA) -> [kernel_tpu] -> pages, in place
 
 Grid: one step, which starts all DMAs and then waits for all. Reads and writes n pages. Zeros come from page 0, which
 is zero for ever, a DMA a page.
+
+Pages whose last dimension is not whole lanes, those of some recurrent states, XLA lays out with another dimension last:
+a kernel would have the whole pool copied to its layout and back. XLA's gather and scatter move their rows in place.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dma_runs import LARGEST_TABLE_ROWS, copy_all, copy_runs
-from pallas_kernels.mosaic import Copy, Ref, compiler_params
+from pallas_kernels.mosaic import LANES, Copy, Ref, compiler_params
+from pallas_kernels.page_ops import reference
 
 
 def reason_not_supported(pages: jax.Array, count: int) -> str | None:
@@ -31,6 +35,8 @@ def reason_not_supported(pages: jax.Array, count: int) -> str | None:
 @jax.jit
 def copy_pages(pages: jax.Array, sources: jax.Array, destinations: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.copy_pages`."""
+    if not _is_laid_out_by_page(pages):
+        return reference.copy_pages(pages, sources, destinations)
     runs = copy_runs(destinations >= 1, jnp.maximum(sources, 0), destinations)
     return _move(runs, None, pages, name="copy_pages")
 
@@ -38,6 +44,8 @@ def copy_pages(pages: jax.Array, sources: jax.Array, destinations: jax.Array) ->
 @jax.jit
 def zero_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.zero_pages`."""
+    if not _is_laid_out_by_page(pages):
+        return reference.zero_pages(pages, page_ids)
     runs = copy_runs(page_ids >= 1, jnp.zeros_like(page_ids), page_ids)
     return _move(runs, None, pages, name="zero_pages")
 
@@ -45,6 +53,8 @@ def zero_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
 @jax.jit
 def gather_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.gather_pages`."""
+    if not _is_laid_out_by_page(pages):
+        return reference.gather_pages(pages, page_ids)
     count = page_ids.shape[0]
     runs = copy_runs(jnp.ones(count, bool), jnp.maximum(page_ids, 0), jnp.arange(count, dtype=jnp.int32))
     return _move(runs, pages, jax.ShapeDtypeStruct((count, *pages.shape[1:]), pages.dtype), name="gather_pages")
@@ -53,8 +63,15 @@ def gather_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
 @jax.jit
 def scatter_pages(pages: jax.Array, page_ids: jax.Array, values: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.scatter_pages`."""
+    if not _is_laid_out_by_page(pages):
+        return reference.scatter_pages(pages, page_ids, values)
     runs = copy_runs(page_ids >= 1, jnp.arange(page_ids.shape[0], dtype=jnp.int32), page_ids)
     return _move(runs, values, pages, name="scatter_pages")
+
+
+def _is_laid_out_by_page(pages: jax.Array) -> bool:
+    """Whether XLA keeps the pages' last dimension last, so that a page is one piece of memory."""
+    return pages.shape[-1] % LANES == 0
 
 
 def _move(

@@ -30,8 +30,22 @@ COPIES = (
 )
 
 
-def test_kernels_are_no_copies() -> None:
+SCATTER = """
+%fused (p0: bf16[512,64,2,2,128], p1: bf16[8,64,2,2,128]) -> bf16[512,64,2,2,128] {
+  %p0 = bf16[512,64,2,2,128]{4,3,2,1,0} parameter(0)
+  ROOT %s = bf16[512,64,2,2,128]{4,3,2,1,0} scatter(%p0, %ids, %p1), to_apply=%second
+}
+
+ENTRY %main {
+  %c = bf16[512,64,2,2,128]{4,3,2,1,0} fusion(%pages, %rows), kind=kCustom, calls=%fused
+}
+"""
+
+
+def test_kernels_and_scatters_are_no_copies() -> None:
     assert num_page_copies(MODULE, [PAGES]) == 0
+    assert num_page_copies(MODULE + SCATTER, [PAGES]) == 0
+    assert num_page_copies(MODULE + SCATTER.replace("ROOT %s", "ROOT %s = x[1] add(%a)\n  %s"), [PAGES]) == 1
 
 
 @pytest.mark.parametrize("line", COPIES)

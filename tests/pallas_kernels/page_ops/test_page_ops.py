@@ -16,7 +16,13 @@ from tests.pallas_kernels.cases import as_bytes, random_values
 from tests.pallas_kernels.on_tpu import compile_on_tpu
 
 NUM_PAGES, COUNT = 13, 6
-ARRAYS = [((4, 2, 2, 128), "bfloat16"), ((8, 128), "float32"), ((4, 2, 4, 128), "float8_e4m3fn"), ((2, 8, 128), "int8")]
+ARRAYS = [
+    ((4, 2, 2, 128), "bfloat16"),
+    ((8, 128), "float32"),
+    ((4, 2, 4, 128), "float8_e4m3fn"),
+    ((2, 8, 128), "int8"),
+    ((16, 3), "bfloat16"),
+]
 
 
 def random_ids(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -141,3 +147,11 @@ def test_on_gpu_xla_does_it() -> None:
     arrays = case(5, *ARRAYS[0])
     results = all_four("gpu")(*(jnp.asarray(array) for array in arrays))
     chex.assert_trees_all_equal(as_bytes(results), as_bytes(expected(*arrays)), strict=True)
+
+
+@pytest.mark.parametrize(("last", "is_kernel"), [(128, True), (256, True), (3, False), (16, False)])
+def test_pages_of_part_lanes_are_left_to_xla(last: int, is_kernel: bool) -> None:
+    """It lays them out with another dimension last; a kernel would have the pool copied to its layout and back."""
+    pages, ids = jnp.zeros((NUM_PAGES, 16, last), jnp.bfloat16), jnp.arange(1, 3, dtype=jnp.int32)
+    jaxpr = str(jax.make_jaxpr(all_four("tpu"))(pages, ids, ids + 4, pages[:2]))
+    assert jaxpr.count("pallas_call") == 4 * is_kernel
