@@ -78,10 +78,12 @@ FAMILIES = (
 )
 
 
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+# Of the scope of a module: pytest runs all tests of a family one after another, in a process that has its compiled step.
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name, scope="module")
 every_family_but_variants = pytest.mark.parametrize(
     "family",
     [pytest.param(family, id=family.name, marks=[pytest.mark.sweep] if family.variant else []) for family in FAMILIES],
+    scope="module",
 )
 
 
