@@ -78,7 +78,7 @@ FAMILIES = (
 )
 
 
-# Of the scope of a module: pytest runs all tests of a family one after another, in a process that has its compiled step.
+# Of a module's scope: pytest runs all tests of a family one after another, in a process that has its compiled step.
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name, scope="module")
 every_family_but_variants = pytest.mark.parametrize(
     "family",
