@@ -177,7 +177,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--shards", type=int, default=4, help="chips")
     parser.add_argument("--tokens", type=int, default=256, help="of the step")
-    parser.add_argument("--blocks", type=int, default=2048)
+    parser.add_argument(
+        "--blocks", type=int, default=4096, help="so many that pages do not fit into VMEM, where XLA would copy them"
+    )
     parser.add_argument("--block-size", type=int, default=64, help="but at least the model's own")
     options = parser.parse_args(arguments)
     report = compile_step(
