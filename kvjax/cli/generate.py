@@ -36,6 +36,7 @@ from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, SamplingParams
 from kvjax.engine.pool_picture import pool_picture
 from kvjax.errors import ConfigError
+from kvjax.models.config import StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.planning import CacheShape, Parallelism
 from kvjax.text import format_bytes
@@ -84,6 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     size.add_argument("--memory", type=byte_size, metavar="BYTES", help="size of the cache, such as 512MiB")
     how.add_argument("--max-model-len", type=positive_int, metavar="N", help="longest request (default: what is asked)")
+    how.add_argument(
+        "--window", type=positive_int, metavar="N", help="let full attention see the last N tokens only (StreamingLLM)"
+    )
+    how.add_argument(
+        "--sink-tokens", type=int, default=4, metavar="N", help="and the first N, which it needs to stay stable (4)"
+    )
     how.add_argument("--max-num-seqs", type=positive_int, default=8, metavar="N", help="requests at once (8)")
     how.add_argument(
         "--max-num-batched-tokens", type=positive_int, default=128, metavar="N", help="tokens of a step (128)"
@@ -187,7 +194,8 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     check_platform()
     mesh = Placement.over_heads(args.devices).mesh if args.devices > 1 else None
     folder = demo_model_path() if args.model is None else args.model
-    model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len)
+    streaming = None if args.window is None else StreamingWindow(size=args.window, num_sink_tokens=args.sink_tokens)
+    model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len, streaming=streaming)
     return model, model.tokenizer or TokenIdText(), mesh
 
 
@@ -262,6 +270,8 @@ def _local_layers(engine: LLMEngine) -> Iterator[str]:
     for group in engine.plan.config.kv_cache_groups:
         spec = group.kv_cache_spec
         window = f" with a window of {spec.sliding_window}" if isinstance(spec, SlidingWindowSpec) else None
+        if window is not None and spec.num_sink_tokens:
+            window += f" and the first {spec.num_sink_tokens}"
         counts[window or f" of kind {spec.kind}"] += len(group.layer_names) * (spec.kind != "full_attention")
     return (f"{count}{words}" for words, count in counts.items() if count)
 

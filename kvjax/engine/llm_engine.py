@@ -37,7 +37,7 @@ from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_params import MAX_SEED, SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.stats import RequestStats
-from kvjax.models import LoadedModel, load_model
+from kvjax.models import LoadedModel, StreamingWindow, load_model
 from kvjax.planning import plan_kv_cache
 
 
@@ -146,18 +146,26 @@ class LLMEngine:
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, config: EngineConfig, *, num_devices: int = 1, dtype: str | None = None
+        cls,
+        folder: str | Path,
+        config: EngineConfig,
+        *,
+        num_devices: int = 1,
+        dtype: str | None = None,
+        streaming: StreamingWindow | None = None,
     ) -> LLMEngine:
         """An engine for the Hugging Face model in `folder`, its heads split over `num_devices` devices.
 
-        `dtype` is that of the weights, None: the checkpoint's own.
+        `dtype` is that of the weights, None: the checkpoint's own. With `streaming` every layer sees a window and the
+        first tokens in place of all.
 
         Raises:
             ConfigError, CheckpointError: the folder holds no model that can be loaded.
             ValueError: there are fewer devices, a limit does not fit the model, or weights have no such dtype.
         """
         mesh = Placement.over_heads(num_devices).mesh if num_devices > 1 else None
-        return cls(load_model(folder, dtype, mesh, max_model_len=config.max_model_len), config, mesh=mesh)
+        model = load_model(folder, dtype, mesh, max_model_len=config.max_model_len, streaming=streaming)
+        return cls(model, config, mesh=mesh)
 
     @property
     def num_unfinished(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import ModelConfig, StreamingWindow
 from kvjax.models.configs.rope import RopeConfig
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ __all__ = [
     "LoadedModel",
     "ModelConfig",
     "RopeConfig",
+    "StreamingWindow",
     "Tokenizer",
     "build_model",
     "load_model",

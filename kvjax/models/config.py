@@ -26,6 +26,28 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamingWindow:
+    """StreamingLLM (arXiv 2309.17453): every query sees the last `size` tokens, itself included, and the first ones.
+
+    Positions are those of the whole text, so it runs for as long as the model's rotary embeddings do; its cache does
+    not grow.
+
+    Raises:
+        ValueError: `size` is below 1, or `num_sink_tokens` below 0.
+    """
+
+    size: int
+    num_sink_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.num_sink_tokens < 0:
+            raise ValueError(
+                f"expected a window of at least 1 token and num_sink_tokens >= 0, got {self.size} and "
+                f"{self.num_sink_tokens}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(abc.ABC):
     """One language model. Hashable, so that it may be static in jitted functions."""
 
@@ -105,6 +127,17 @@ class ModelConfig(abc.ABC):
     def for_length(self, max_model_len: int) -> ModelConfig:
         """The model as it is for sequences of at most `max_model_len` tokens; rotary scalings may go by that."""
         return replace(self, max_model_len=max_model_len)
+
+    def for_streaming(self, window: StreamingWindow) -> ModelConfig:
+        """The model with `window` in place of full attention, with the same weights.
+
+        Raises:
+            ValueError: its layers do not all have full attention.
+        """
+        raise ValueError(
+            f"expected a model whose layers all have full attention, got {self.architecture}: a window of "
+            f"{window.size} tokens cannot stand in its place"
+        )
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], *, where: str = "config") -> ModelConfig:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from kvjax.device.placement import TENSOR_AXIS
 from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import ModelConfig, StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.registry import build_model
@@ -68,18 +68,21 @@ def load_model(
     *,
     tensor_axis: str = TENSOR_AXIS,
     max_model_len: int | None = None,
+    streaming: StreamingWindow | None = None,
 ) -> LoadedModel:
     """The model in `folder`, split over the axis `tensor_axis` of `mesh` if there is one.
 
     Weights are in `dtype`, None: in that of the folder's config.json; the config that comes back says which.
-    With `max_model_len` it is made for sequences of that many tokens at most: long rope goes by that.
+    With `max_model_len` it is made for sequences of that many tokens at most: long rope goes by that. With `streaming`
+    its layers, which have full attention, see a window and the first tokens only.
 
     Raises:
         ConfigError: as `ModelConfig.from_folder`.
         CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named.
         MissingExtraError: safetensors or tokenizers is not installed.
         NotImplementedError: weights are quantised in a way that is not read.
-        ValueError: weights have no such dtype here, or heads or feed-forward columns do not divide over the axis.
+        ValueError: weights have no such dtype here, heads or feed-forward columns do not divide over the axis, or
+            layers other than of full attention are to stream.
     """
     if dtype is not None and dtype not in WEIGHT_DTYPES:
         raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
@@ -87,6 +90,7 @@ def load_model(
     config = ModelConfig.from_folder(folder)
     if max_model_len is not None and max_model_len < config.max_model_len:
         config = config.for_length(max_model_len)
+    config = config if streaming is None else config.for_streaming(streaming)
     config = config if dtype is None else replace(config, dtype=dtype)
     if mesh is not None:
         config.check_split(mesh.shape.get(tensor_axis, 1))

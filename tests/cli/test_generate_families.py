@@ -43,6 +43,8 @@ def test_tokens_are_those_of_hugging_face(family: Family, tmp_path: Path, capsys
     arguments = ["--model", model_folder(family.name), "--prompts", tmp_path / "prompts.jsonl", "--dtype", "float32"]
     arguments += ["--max-tokens", 32, "--temperature", 0, "--block-size", family.block_size, "--max-num-seqs", 4]
     arguments += ["--max-num-batched-tokens", 64, "--no-plot", "--json", tmp_path / "report.json"]
+    if family.streaming is not None:
+        arguments += ["--window", family.streaming.size, "--sink-tokens", family.streaming.num_sink_tokens]
     assert main(["generate", *map(str, arguments)]) == 0, capsys.readouterr().err
     requests = json.loads((tmp_path / "report.json").read_text())["requests"]
     assert [request["output_token_ids"] for request in requests] == [golden.greedy.tolist() for golden in goldens]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
+from kvjax.core.spec import KVCacheSpec
 from kvjax.device import AttentionOptions, Bucket, DeviceBatch, PagedKVCache, Placement, create_pages
-from kvjax.models.planned import CompressedModel
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8
 from tests.device.aliases import assert_in_place
 from tests.device.dense_cache import DenseCache
@@ -23,12 +24,32 @@ PAGES = {"float8_e4m3fn": "int8", "bfloat16": "bfloat16"}
 OPTIONS = AttentionOptions(sm_scale=0.3, sliding_window=WINDOW)
 
 
-class SmallModel(CompressedModel):
-    """Ratios and blocks small enough for sequences of 64 tokens; those of ratio 4 overlap and have an indexer."""
+def compressed_specs(ratios: tuple[int, ...], dims: tuple[int, int], dtype: str) -> dict[str, KVCacheSpec]:
+    """Caches as DeepSeek V4's, in small: entries of 4 tokens overlap and have an indexer, those of 8 do not.
 
-    default_block_size: ClassVar[int] = 16
-    window_block_size: ClassVar[int] = 4
-    state_block_sizes: ClassVar[dict[int, int]] = {4: 4, 8: 8}
+    In fp8 an entry takes a byte a number, two for each of 64 rotary ones, and one for the scale of each 64.
+    """
+    entry, key = {"head_size": dims[0], "dtype": dtype}, {"head_size": dims[1], "dtype": dtype}
+    if dtype == "float8_e4m3fn":
+        entry = {"head_size": dims[0] + 64 + dims[0] // 64, "dtype": "int8"}
+        key = {"head_size": dims[1] + 4, "dtype": "int8"}
+
+    def states(ratio: int, dim: int) -> KVCacheSpec:
+        series = 2 if ratio == 4 else 1
+        return SlidingWindowMLASpec(
+            block_size=4, head_size=2 * series * dim, dtype="float32", sliding_window=series * ratio
+        )
+
+    specs: dict[str, KVCacheSpec] = {}
+    for i, ratio in enumerate(ratios):
+        specs[f"layers.{i}.window"] = SlidingWindowMLASpec(block_size=4, sliding_window=WINDOW, **entry)
+        if ratio:
+            specs[f"layers.{i}.compressed"] = MLAAttentionSpec(block_size=16, tokens_per_state=ratio, **entry)
+            specs[f"layers.{i}.states"] = states(ratio, dims[0])
+        if ratio == 4:
+            specs[f"layers.{i}.indexer"] = MLAAttentionSpec(block_size=16, tokens_per_state=ratio, **key)
+            specs[f"layers.{i}.indexer_states"] = states(ratio, dims[1])
+    return specs
 
 
 def make_toy(
@@ -39,18 +60,6 @@ def make_toy(
     dtype: str = "float32",
     placement: Placement | None = None,
 ) -> Toy:
-    model = SmallModel(
-        architecture="toy",
-        num_layers=len(ratios),
-        max_model_len=64,
-        dtype=dtype,
-        head_dim=dims[0],
-        rope_dim=64,
-        index_dim=dims[1],
-        sliding_window=WINDOW,
-        compress_ratios=ratios,
-    )
-
     def layers(rngs: nnx.Rngs) -> list[nnx.Module]:
         sizes: dict[int, dict[str, Any]] = {0: {}, 4: {"ratio": 4, "coff": 2, "topk": TOPK}, 8: {"ratio": 8}}
         return [CompressedLayer(i, rngs, OPTIONS, dims=dims, **sizes[ratio]) for i, ratio in enumerate(ratios)]
@@ -65,7 +74,7 @@ def make_toy(
 
     overlapping = [f"layers.{i}.{role}" for i, r in enumerate(ratios) if r == 4 for role in ("compressed", "indexer")]
     dense = functools.partial(DenseCache, overlapping=tuple(overlapping), stored=stored)
-    specs = model.kv_cache_specs()
+    specs = compressed_specs(ratios, dims, dtype)
     return Toy.of(specs, layers, dense=dense, platform=platform, placement=placement, num_blocks=6000)
 
 

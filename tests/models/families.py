@@ -21,7 +21,7 @@ from kvjax.engine.host_loop import HostStep
 from kvjax.engine.llm_engine import _Flight
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_table import SamplingBatch
-from kvjax.models import LoadedModel, load_model
+from kvjax.models import LoadedModel, StreamingWindow, load_model
 from tests.models.golden_models import Golden, goldens_of, model_folder
 
 NUM_GREEDY_TOKENS = 32
@@ -41,6 +41,7 @@ class Family:
     block_size: int = 8
     num_blocks: int = 400
     max_model_len: int = 136  # the longest prompt and its continuation
+    streaming: StreamingWindow | None = None
 
 
 FAMILIES = (
@@ -48,6 +49,7 @@ FAMILIES = (
     Family("llama_linear", variant=True),
     Family("llama_dynamic", variant=True),
     Family("llama_yarn", variant=True),
+    Family("streaming_llm", streaming=StreamingWindow(size=16, num_sink_tokens=4)),
     Family("qwen2"),
     Family("qwen3"),
     Family("mistral"),
@@ -76,10 +78,12 @@ FAMILIES = (
 )
 
 
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+# Of a module's scope: pytest runs all tests of a family one after another, in a process that has its compiled step.
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name, scope="module")
 every_family_but_variants = pytest.mark.parametrize(
     "family",
     [pytest.param(family, id=family.name, marks=[pytest.mark.sweep] if family.variant else []) for family in FAMILIES],
+    scope="module",
 )
 
 
@@ -115,7 +119,7 @@ class RecordingEngine(LLMEngine):
 @functools.cache
 def loaded(family: Family) -> LoadedModel:
     """The family's golden model in float32."""
-    return load_model(model_folder(family.name), "float32")
+    return load_model(model_folder(family.name), "float32", streaming=family.streaming)
 
 
 def engine_config(family: Family, **settings: Any) -> EngineConfig:

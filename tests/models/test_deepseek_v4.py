@@ -18,14 +18,16 @@ from safetensors.numpy import load_file, save_file
 from kvjax.configs import load_model_config
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import Bucket, DeviceBatch, KVPages, PagedKVCache, Placement, StepOutput
+from kvjax.engine import EngineConfig
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models import ModelConfig, build_model, load_model
+from kvjax.models import LoadedModel, ModelConfig, build_model, load_model
 from kvjax.models.configs.deepseek_v4 import CompressionConfig, DeepseekV4Config, HyperConfig
 from kvjax.models.layers.hyper_connections import HyperConnection
 from kvjax.models.layers.make import Make
 from kvjax.models.save import save_weights
 from kvjax.planning import plan_kv_cache
 from tests.device.serving import Server
+from tests.models.families import RecordingEngine, drain, greedy_params
 from tests.models.golden_models import goldens_of, model_folder
 
 # Of ARCHITECTURE.md, "DeepSeek V4": layers of the caches in each table, and their bytes by hand.
@@ -242,6 +244,28 @@ def test_streams_mix_without_growing(num_streams: int) -> None:
     out = jnp.ones((5, size))
     added = module.join(out, mixing, jnp.zeros_like(streams))
     np.testing.assert_allclose(added, np.broadcast_to(mixing.spread[:, :, None], added.shape), rtol=1e-6)
+
+
+def test_fp8_caches_give_nearly_the_same_logits() -> None:
+    """Entries of bytes: 64 numbers with a scale, 64 rotary ones in bfloat16; keys of the indexer with one scale."""
+    sizes = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}
+    config = parsed(**sizes)
+    model = LoadedModel(config, build_model(config, dtype="float32", rngs=nnx.Rngs(0)), None)
+    logits = {}
+    for dtype in ("float32", "float8_e4m3fn"):
+        settings = EngineConfig(
+            block_size=128, num_blocks=200, max_model_len=240, max_num_seqs=2, max_num_batched_tokens=64, max_buckets=1,
+            dtype=dtype,
+        )  # fmt: skip
+        engine = RecordingEngine(model, settings)
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(engine._pages)}
+        assert dtypes == ({jnp.dtype("float32")} | ({jnp.dtype("int8")} if dtype != "float32" else set()))
+        request_id = engine.add_request(goldens_of("deepseek_v4")[2].prompt, greedy_params(1))
+        drain(engine)
+        logits[dtype] = engine.logits[request_id][0]
+    close, same = logits["float8_e4m3fn"], logits["float32"]
+    assert 0 < np.abs(close - same).max() < 0.3 * same.std()
+    assert np.corrcoef(close, same)[0, 1] > 0.995
 
 
 class ShapesOnly:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kvjax.configs import load_model_config
 from kvjax.core import BlockHasher, KVCacheBlocks, KVCacheManager, Request
 from kvjax.core.hashing.block_hash import BlockHash
-from kvjax.models.planned import CompressedModel
+from kvjax.models.configs.deepseek_v4 import CompressionConfig, DeepseekV4Config
 from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
 
 HASH_BLOCK_SIZE = 4  # the smallest block of any table
@@ -22,18 +24,17 @@ MODELS = {
 HASHER = BlockHasher(HASH_BLOCK_SIZE, "xxhash_cbor", seed="0")
 
 
-def small_v4(name: str) -> CompressedModel:
-    return CompressedModel(
-        architecture="DeepseekV4ForCausalLM",
-        num_layers=len(MODELS[name]),
-        max_model_len=MAX_MODEL_LEN,
-        dtype="float8_e4m3fn",
-        head_dim=512,
-        rope_dim=64,
-        index_dim=128,
-        sliding_window=128,
-        compress_ratios=MODELS[name],
-    )
+def small_v4(name: str) -> DeepseekV4Config:
+    """Flash with few layers."""
+    config = load_model_config("deepseek-v4-flash")
+    assert isinstance(config, DeepseekV4Config)
+    compression = {
+        0: None,
+        4: CompressionConfig(ratio=4, is_indexed=True),
+        128: CompressionConfig(ratio=128, is_indexed=False),
+    }
+    ratios = MODELS[name]
+    return replace(config, num_layers=len(ratios), compression=tuple(compression[ratio] for ratio in ratios))
 
 
 def planned(name: str, num_requests: int) -> KVCachePlan:

@@ -5,7 +5,7 @@ Flow:    ConfigKeys -> [take_decoder_fields] -> a family's [AttentionDecoderConf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
@@ -13,7 +13,7 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import ConfigError
-from kvjax.models.config import CHUNKED, FEED_FORWARD, FULL, RECURRENT, SLIDING
+from kvjax.models.config import CHUNKED, FEED_FORWARD, FULL, RECURRENT, SLIDING, ModelConfig, StreamingWindow
 from kvjax.models.configs.decoder import DecoderConfig, take_sizes
 from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.rope import RopeConfig
@@ -33,6 +33,7 @@ class AttentionDecoderConfig(DecoderConfig):
     rope_local: RopeConfig | None = None  # of layers that do not see all; None: as the others
     rotated_layers: tuple[bool, ...] | None = None  # per layer whether it has rotary embeddings; None: all have
     sliding_window: int | None = None  # tokens that a sliding layer sees, itself included
+    num_sink_tokens: int = 0  # the first tokens, which every query of a sliding layer sees whatever its window
     attention_chunk_size: int | None = None
     state: StateShapes | None = None  # of recurrent layers
     qkv_bias: bool = False
@@ -120,13 +121,26 @@ class AttentionDecoderConfig(DecoderConfig):
         layer_type, (num_kv_heads, head_dim) = self.layer_types[layer], self.heads_of(layer)
         common = common | {"num_kv_heads": num_kv_heads, "head_size": head_dim}
         if layer_type == SLIDING and self.sliding_window is not None:
-            return SlidingWindowSpec(**common, sliding_window=self.sliding_window)
+            window = {"sliding_window": self.sliding_window, "num_sink_tokens": self.num_sink_tokens}
+            return SlidingWindowSpec(**common | window)
         if layer_type == CHUNKED and self.attention_chunk_size is not None:
             return ChunkedLocalAttentionSpec(**common, attention_chunk_size=self.attention_chunk_size)
         full = FullAttentionSpec(**common)
         if layer_type == RECURRENT and self.state is not None:
             return self.state.spec(full.block_size, full.page_size_bytes // full.block_size, self.dtype)
         return full
+
+    def for_streaming(self, window: StreamingWindow) -> ModelConfig:
+        """The model with `window` in place of full attention; `Raises` as of `ModelConfig`."""
+        if set(self.layer_types) != {FULL} or self.full_heads is not None:
+            return super().for_streaming(window)
+        return replace(
+            self,
+            layer_types=(SLIDING,) * self.num_layers,
+            rope_local=None,
+            sliding_window=window.size,
+            num_sink_tokens=window.num_sink_tokens,
+        )
 
     def check_split(self, num_shards: int) -> None:
         """Raises ValueError where query heads or feed-forward columns do not divide over `num_shards` devices."""

@@ -84,9 +84,11 @@ class Attention(nnx.Module):
 
 def attention_options(config: AttentionDecoderConfig, layer: int) -> AttentionOptions:
     """Scale and mask of layer `layer`."""
+    window = config.window_of(layer)
     return AttentionOptions(
         sm_scale=config.sm_scale,
-        sliding_window=config.window_of(layer),
+        sliding_window=window,
+        num_sink_tokens=0 if window is None else config.num_sink_tokens,
         attention_chunk_size=config.chunk_of(layer),
         soft_cap=config.attn_logit_soft_cap,
     )
