@@ -32,12 +32,14 @@ _NO_COPY = ("parameter", "custom-call", "get-tuple-element", "bitcast", "tuple",
 def num_page_copies(module: str, page_shapes: Iterable[tuple[int, ...]]) -> int:
     """Operations of an optimised module's text that make an array of one of the pages' shapes.
 
-    Kernels and scatters do not count: they write into what they are given, as the aliases show.
+    Kernels and scatters do not count: they write into what they are given, as the aliases show. Nor do arrays in VMEM,
+    S(1): XLA reads states of few pages from there.
     """
     shapes = "|".join({",".join(map(str, shape)) for shape in page_shapes})
-    made = re.findall(rf"= \(?\w+\[(?:{shapes})\](?:[^=\n]*?) ([a-z][a-z-]*)\(([^\n]*)", module)
+    made = re.findall(rf"= (\(?\w+\[(?:{shapes})\](?:[^=\n]*?)) ([a-z][a-z-]*)\(([^\n]*)", module)
     scatters = re.findall(r"^(%?[\w.-]+) [^\n]*\{\n(?:[^}\n][^\n]*\n)*?\s*ROOT [^\n]* scatter\(", module, re.MULTILINE)
-    called = [(name, re.search(r"calls=(%?[\w.-]+)", rest)) for name, rest in made if name not in _NO_COPY]
+    in_hbm = [(name, rest) for kind, name, rest in made if name not in _NO_COPY and "S(1)" not in kind]
+    called = [(name, re.search(r"calls=(%?[\w.-]+)", rest)) for name, rest in in_hbm]
     return sum(name != "fusion" or call is None or call[1] not in scatters for name, call in called)
 
 
