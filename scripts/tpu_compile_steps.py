@@ -50,11 +50,14 @@ STEPS = {
     "kimi-linear-48b-a3b": 4,
     "nemotron-3-nano-30b-a3b": 6,
 }
+# Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as those of a deployment.
+BLOCKS = {"deepseek-v4-flash": 65_536}
 
 
 def compile_step(model: str, num_layers: int, timeout_s: float) -> dict[str, Any]:
     """The report of one step, or what went wrong."""
     command = [sys.executable, "-m", "scripts.tpu_aot.engine_step", "v6e", model, "--layers", str(num_layers)]
+    command += ["--blocks", str(BLOCKS[model])] if model in BLOCKS else []
     start = time.monotonic()
     try:
         done = subprocess.run(
