@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from kvjax.models import DenseAttention, load_model
+from kvjax.models import DenseAttention, ModelConfig, build_model, load_model
 from tests.models.golden_models import goldens_of, model_folder
 
 FAMILIES = (
@@ -38,3 +39,17 @@ def test_logits_of_prompts_and_of_decoded_steps_are_those_of_hugging_face(name: 
         chex.assert_trees_all_close(logits[golden.positions], golden.logits, atol=1e-4, rtol=0, strict=True)
         chex.assert_trees_all_close(decoded, golden.decode_logits, atol=1e-4, rtol=0, strict=True)
         assert decoded.argmax(-1).tolist() == golden.greedy.tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_strict_promotion_of_dtypes_and_ranks_is_enough(name: str) -> None:
+    config = ModelConfig.from_folder(model_folder(name))
+
+    def forward(token_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        module = build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+        hidden = module(token_ids, jnp.arange(20), DenseAttention(config.shared_layers))
+        return hidden, module.logits(hidden)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        hidden, logits = jax.eval_shape(forward, jnp.arange(20))
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)

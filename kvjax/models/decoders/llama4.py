@@ -50,7 +50,8 @@ class Llama4Attention(nnx.Module):
             if self.config.qk_l2_norm:
                 q, k = (rms_normed(x, self.config.rms_norm_eps).astype(x.dtype) for x in (q, k))
         elif self.config.temperature is not None:
-            q = (q * query_scales(step.positions, self.config.temperature)[:, None, None]).astype(q.dtype)
+            scales = query_scales(step.positions, self.config.temperature)
+            q = (q.astype(jnp.float32) * scales[:, None, None]).astype(q.dtype)
         out = step.cache(self.layer_name, q, k, v, self.options)
         return self.o_proj(out.reshape(hidden.shape[0], -1))
 
