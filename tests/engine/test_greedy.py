@@ -1,6 +1,7 @@
 """Greedy tokens are Hugging Face's, whatever the cache and the scheduler do.
 
-Of a model with windows and of the demo; tests/models/test_families.py has every family. The goldens' two best logits differ by more than 1e-3 at every step, so a correct float32 engine has no choice.
+Of a model with windows and of the demo; tests/models/test_families.py has every family. The goldens' two best logits
+differ by more than 1e-3 at every step, so a correct float32 engine has no choice.
 """
 
 from __future__ import annotations
