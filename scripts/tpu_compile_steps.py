@@ -45,15 +45,29 @@ STEPS = {
     "deepseek-v3": 4,
     "deepseek-v4-flash": 4,
     "jamba-1.5-mini": 5,
+    "granite-4.0-h-small": 6,
+    "qwen3-next-80b-a3b": 4,
+    "kimi-linear-48b-a3b": 4,
+    "nemotron-3-nano-30b-a3b": 6,
 }
 # Page arrays that fit into VMEM (128 MiB) XLA moves there, so pools are as large as those of a deployment.
-BLOCKS = {"deepseek-v4-flash": 65_536, "jamba-1.5-mini": 8192}
+BLOCKS = {
+    "deepseek-v4-flash": 65_536,
+    "jamba-1.5-mini": 8192,
+    "granite-4.0-h-small": 8192,
+    "qwen3-next-80b-a3b": 8192,
+    "kimi-linear-48b-a3b": 32_768,
+    "nemotron-3-nano-30b-a3b": 8192,
+}
+# Chips that share the heads. A quarter of Granite's channels is no multiple of 128, as its convolution wants them.
+SHARDS = {"granite-4.0-h-small": 2}
 
 
 def compile_step(model: str, num_layers: int, timeout_s: float) -> dict[str, Any]:
     """The report of one step, or what went wrong."""
     command = [sys.executable, "-m", "scripts.tpu_aot.engine_step", "v6e", model, "--layers", str(num_layers)]
     command += ["--blocks", str(BLOCKS[model])] if model in BLOCKS else []
+    command += ["--shards", str(SHARDS[model])] if model in SHARDS else []
     start = time.monotonic()
     try:
         done = subprocess.run(
