@@ -15,7 +15,7 @@ from kvjax.planning import plan_kv_cache
 from tests.device.aliases import assert_in_place
 
 SHAPES = ((3,), (2, 5), (7, 1, 2), (1, 2, 3, 2))  # no first dimension splits over four devices
-DTYPES = ("float32", "bfloat16", "float32", "float32")
+DTYPES = ("float32", "int8", "float32", "float32")
 BUCKET = Bucket(16, 4, 4)
 STEPS = ([5, 3], [1, 6], [1, 1])  # new tokens of both requests
 
