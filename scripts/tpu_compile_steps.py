@@ -54,10 +54,10 @@ STEPS = {
 BLOCKS = {
     "deepseek-v4-flash": 65_536,
     "jamba-1.5-mini": 8192,
-    "granite-4.0-h-small": 8192,
+    "granite-4.0-h-small": 5000,
     "qwen3-next-80b-a3b": 8192,
-    "kimi-linear-48b-a3b": 32_768,
-    "nemotron-3-nano-30b-a3b": 8192,
+    "kimi-linear-48b-a3b": 14_000,
+    "nemotron-3-nano-30b-a3b": 4096,
 }
 # Chips that share the heads. A quarter of Granite's channels is no multiple of 128, as its convolution wants them.
 SHARDS = {"granite-4.0-h-small": 2}
