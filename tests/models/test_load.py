@@ -253,3 +253,8 @@ def test_a_model_is_made_for_the_length_that_it_is_run_for() -> None:
         return module.logits(module(tokens, jnp.arange(20), DenseAttention()))
 
     assert not np.allclose(forward(whole), forward(short), atol=1e-2)
+
+
+def test_a_table_of_positions_stays_whole_for_a_shorter_run() -> None:
+    config = load_model(model_folder("whisper"), "float32", max_model_len=100).config
+    assert config == dataclasses.replace(ModelConfig.from_folder(model_folder("whisper")), dtype="float32")

@@ -109,6 +109,11 @@ class WhisperConfig(ModelConfig):
         """Log-mel features of one length: the encoder's convolutions make a token of two frames."""
         return {(self.num_mel_bins, 2 * self.max_num_encoder_tokens): self.max_num_encoder_tokens}
 
+    def for_length(self, max_model_len: int) -> WhisperConfig:
+        """Itself: positions are rows of a table of the checkpoint."""
+        del max_model_len
+        return self
+
     def kv_cache_specs(self, block_size: int | None = None, dtype: str | None = None) -> dict[str, KVCacheSpec]:
         """Caches of the decoder layers, `layers.{i}.self` and `layers.{i}.cross`."""
         common: dict[str, Any] = {
