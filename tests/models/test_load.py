@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import chex
@@ -257,4 +258,4 @@ def test_a_model_is_made_for_the_length_that_it_is_run_for() -> None:
 
 def test_a_table_of_positions_stays_whole_for_a_shorter_run() -> None:
     config = load_model(model_folder("whisper"), "float32", max_model_len=100).config
-    assert config == dataclasses.replace(ModelConfig.from_folder(model_folder("whisper")), dtype="float32")
+    assert config == replace(ModelConfig.from_folder(model_folder("whisper")), dtype="float32")
