@@ -38,6 +38,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.reference import inverse_length
+from pallas_kernels.gpu_states import over_tokens
 from pallas_kernels.state_step import StateStep, StepArrays
 
 _WIDE, _NARROW = 64, 32  # columns of a tile
@@ -173,6 +174,11 @@ class _Share(NamedTuple):
     first: jax.Array  # token
     end: jax.Array
 
+    @property
+    def num_together(self) -> int:
+        """Tokens whose inputs are loaded together, ahead."""
+        return self.tile.num_tokens
+
     def load(self, token: jax.Array) -> _Token:
         """Inputs of a token, or of the last one where it is beyond that."""
         refs, layout = self.refs, self.tile.layout
@@ -187,10 +193,6 @@ class _Share(NamedTuple):
             factors=tuple(refs.factors[token, self.head, factor] for factor in _Factor),
         )
 
-    def load_some(self, token: jax.Array) -> list[_Token]:
-        """Inputs of the tokens from this one on that are loaded together."""
-        return [self.load(token + n) for n in range(self.tile.num_tokens)]
-
     def advance(self, token: jax.Array, state: jax.Array, inputs: _Token) -> jax.Array:
         """The state after a token, whose output it stores."""
         state, seen = _advance(self.tile, state, inputs)
@@ -202,16 +204,10 @@ class _Share(NamedTuple):
         target = self.refs.out.at[token, self.head, self.columns]
         mosaic_gpu.store_plain(target, out.astype(self.refs.out.dtype))
 
-    def keep(self, token: jax.Array, state: jax.Array) -> None:
-        """Stores the state after a token, if it has a page."""
-        refs = self.refs
-        column = token - self.end + refs.write.shape[1]
-        page = refs.write[self.seq, lax.max(column, jnp.int32(0))]
-
-        @pl.when((column >= 0) & (page > 0))
-        def _() -> None:
-            target = refs.states.at[page, self.head, :, self.columns]
-            mosaic_gpu.store_plain(target, state.astype(refs.states.dtype))
+    def store_state(self, page: jax.Array, state: jax.Array) -> None:
+        """Stores a state in a page."""
+        target = self.refs.states.at[page, self.head, :, self.columns]
+        mosaic_gpu.store_plain(target, state.astype(self.refs.states.dtype))
 
 
 def _walk(refs: Any, tile: _Tile) -> None:
@@ -226,7 +222,7 @@ def _walk(refs: Any, tile: _Tile) -> None:
     @pl.when((seq < padding) & (count > 0))
     def _() -> None:
         page = refs.states.at[refs.read[seq], head, :, columns]
-        _over_tokens(share, mosaic_gpu.load(page, tile.layout).astype(jnp.float32))
+        over_tokens(share, mosaic_gpu.load(page, tile.layout).astype(jnp.float32))
 
     @pl.when(seq == padding)
     def _() -> None:
@@ -235,32 +231,6 @@ def _walk(refs: Any, tile: _Tile) -> None:
             return carry
 
         lax.fori_loop(share.first, share.end, clear, None)
-
-
-def _over_tokens(share: _Share, state: jax.Array) -> None:
-    """Goes over all tokens; the last, which may have pages for their states, one by one."""
-    together, token = share.tile.num_tokens, share.first
-    if together > 1:
-
-        def some(i: jax.Array, carry: tuple[jax.Array, list[_Token]]) -> tuple[jax.Array, list[_Token]]:
-            state, inputs = carry
-            token = share.first + i * together
-            coming = share.load_some(token + together)
-            for n, one in enumerate(inputs):
-                state = share.advance(token + n, state, one)
-            return state, coming
-
-        alone = share.refs.write.shape[1]
-        trips = lax.div(lax.max(share.end - share.first - alone, jnp.int32(0)), jnp.int32(together))
-        state = lax.fori_loop(0, trips, some, (state, share.load_some(token)))[0]
-        token = token + trips * together
-
-    def one(token: jax.Array, state: jax.Array) -> jax.Array:
-        state = share.advance(token, state, share.load(token))
-        share.keep(token, state)
-        return state
-
-    lax.fori_loop(token, share.end, one, state)
 
 
 def _advance(tile: _Tile, state: jax.Array, token: _Token) -> tuple[jax.Array, jax.Array]:

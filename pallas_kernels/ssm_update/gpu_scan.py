@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic_gpu
+from pallas_kernels.gpu_states import over_tokens
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.reference import add_skip, time_steps
 from pallas_kernels.state_step import StateStep, StepArrays
@@ -147,9 +148,15 @@ class _Share(NamedTuple):
     tile: _Tile
     head: jax.Array
     rows: Any  # of the head
+    a: jax.Array  # of the head; Mamba 1: of the tile
     seq: jax.Array
     first: jax.Array  # token
     end: jax.Array
+
+    @property
+    def num_together(self) -> int:
+        """Tokens whose inputs are loaded together, ahead."""
+        return self.tile.num_tokens
 
     def load(self, token: jax.Array) -> _Token:
         """Inputs of a token, or of the last one where it is beyond that."""
@@ -164,25 +171,16 @@ class _Share(NamedTuple):
             c=mosaic_gpu.load(refs.c.at[token, group], layout.reduce(0)),
         )
 
-    def load_some(self, token: jax.Array) -> list[_Token]:
-        """Inputs of the tokens from this one on that are loaded together."""
-        return [self.load(token + n) for n in range(self.tile.num_tokens)]
-
-    def advance(self, token: jax.Array, state: jax.Array, a: jax.Array, inputs: _Token) -> jax.Array:
+    def advance(self, token: jax.Array, state: jax.Array, inputs: _Token) -> jax.Array:
         """The state after a token, whose output it stores."""
-        state, seen = _advance(self.tile, state, a, inputs)
+        state, seen = _advance(self.tile, state, self.a, inputs)
         mosaic_gpu.store_plain(self.refs.out.at[token, self.head, self.rows], seen)
         return state
 
-    def keep(self, token: jax.Array, state: jax.Array) -> None:
-        """Stores the state after a token, if it has a page."""
-        refs = self.refs
-        column = token - self.end + refs.write.shape[1]
-        page = refs.write[self.seq, lax.max(column, jnp.int32(0))]
-
-        @pl.when((column >= 0) & (page > 0))
-        def _() -> None:
-            mosaic_gpu.store_plain(refs.states.at[page, self.head, self.rows], state.astype(refs.states.dtype))
+    def store_state(self, page: jax.Array, state: jax.Array) -> None:
+        """Stores a state in a page."""
+        target = self.refs.states.at[page, self.head, self.rows]
+        mosaic_gpu.store_plain(target, state.astype(self.refs.states.dtype))
 
 
 def _walk(refs: Any, tile: _Tile) -> None:
@@ -196,33 +194,7 @@ def _walk(refs: Any, tile: _Tile) -> None:
     def _() -> None:
         state = mosaic_gpu.load(refs.states.at[refs.read[seq], head, rows], tile.layout).astype(jnp.float32)
         a = mosaic_gpu.load(refs.a.at[head, rows], tile.layout) if tile.is_mamba1 else refs.a[head]
-        _over_tokens(_Share(refs, tile, head, rows, seq, first, first + count), state, a)
-
-
-def _over_tokens(share: _Share, state: jax.Array, a: jax.Array) -> None:
-    """Goes over all tokens; the last, which may have pages for their states, one by one."""
-    together, token = share.tile.num_tokens, share.first
-    if together > 1:
-
-        def some(i: jax.Array, carry: tuple[jax.Array, list[_Token]]) -> tuple[jax.Array, list[_Token]]:
-            state, inputs = carry
-            token = share.first + i * together
-            coming = share.load_some(token + together)
-            for n, one in enumerate(inputs):
-                state = share.advance(token + n, state, a, one)
-            return state, coming
-
-        alone = share.refs.write.shape[1]
-        trips = lax.div(lax.max(share.end - share.first - alone, jnp.int32(0)), jnp.int32(together))
-        state = lax.fori_loop(0, trips, some, (state, share.load_some(token)))[0]
-        token = token + trips * together
-
-    def one(token: jax.Array, state: jax.Array) -> jax.Array:
-        state = share.advance(token, state, a, share.load(token))
-        share.keep(token, state)
-        return state
-
-    lax.fori_loop(token, share.end, one, state)
+        over_tokens(_Share(refs, tile, head, rows, a, seq, first, first + count), state)
 
 
 def _advance(tile: _Tile, state: jax.Array, a: jax.Array, token: _Token) -> tuple[jax.Array, jax.Array]:
