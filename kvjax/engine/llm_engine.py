@@ -1,6 +1,6 @@
 """The engine: prompts in, tokens out, step by step.
 
-Flow:    prompts -> [LLMEngine] -> HostLoop -> StepPlan -> UpdateStep (device) -> tokens -> HostLoop -> StepOutputs
+Flow:    prompts -> [LLMEngine] -> HostLoop -> ModelRunner -> HostLoop -> StepOutputs
 Source:  ARCHITECTURE.md, "Engine"; names of vLLM's LLMEngine
 
 One step, in order: begin (`HostLoop`: blocks are allocated, numpy arrays of the step are made), dispatch (the device
@@ -11,43 +11,30 @@ device from step n's samples.
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from kvjax.core import BlockHasher, KVCacheManager, LoRARequest, MissReasons, Request
-from kvjax.core.requests.token_ids import as_token_ids
-from kvjax.device import Buckets, EmbedBuffer, Placement, UpdateStep, create_pages, make_update_step
+from kvjax.core import BlockHasher, KVCacheManager, MissReasons
+from kvjax.device import Placement
 from kvjax.device.update_step import SampleFn
-from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
-from kvjax.engine.engine_request import EngineRequest, sample_ids
-from kvjax.engine.host_loop import HostLoop, HostStep
+from kvjax.engine.engine_request import sample_ids
+from kvjax.engine.host_loop import HostLoop
+from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, place_model
 from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
-from kvjax.engine.request_inputs import GivenInputs, MultimodalInput, read_inputs
+from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
+from kvjax.engine.request_maker import RequestMaker
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.sampler import sample
-from kvjax.engine.sampling_params import MAX_SEED, SamplingParams
+from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
-from kvjax.engine.stats import RequestStats
 from kvjax.models import LoadedModel, StreamingWindow, load_model
 from kvjax.planning import plan_kv_cache
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A dispatched step that is not read yet."""
-
-    step: HostStep
-    sampled: jax.Array  # int32[max_num_requests]
-    logprobs: jax.Array  # float32[max_num_requests]
 
 
 class LLMEngine:
@@ -55,6 +42,8 @@ class LLMEngine:
 
     `plan` says how the cache is laid out, `manager` and `scheduler` what is in it, `step_stats` what steps cost.
     """
+
+    runner_type: ClassVar[type[ModelRunner]] = ModelRunner  # another: to look at every step
 
     def __init__(
         self,
@@ -84,9 +73,7 @@ class LLMEngine:
             )
         self.model = model
         self.config = config
-        self._clock = clock
-        self._sample_fn = sample_fn
-        self._placement = _placement(model, mesh)
+        placement = place_model(model, mesh)
         self.plan = plan_kv_cache(
             model.config.kv_cache_specs(config.block_size, config.dtype),
             max_model_len=config.max_model_len,
@@ -94,15 +81,16 @@ class LLMEngine:
             num_blocks=config.num_blocks,
             max_in_flight_tokens=config.max_in_flight_tokens,
             platform=jax.default_backend(),
-            tensor_parallel=self._placement.num_shards,
+            tensor_parallel=placement.num_shards,
             hybrid=config.hybrid,
             shared_layers=model.config.shared_layers,
         )
-        self._least_block_size = math.gcd(*(group.spec.block_size for group in self.plan.groups))
+        block_size = least_block_size(self.plan)
+        num_rows = num_embedding_rows(model, config)
         self.manager = KVCacheManager(
             self.plan.config,
             config.max_model_len,
-            self._least_block_size,
+            block_size,
             enable_caching=config.enable_prefix_caching,
             same_step_hits=not config.sub_block_hits,
             sub_block_hits=config.sub_block_hits,
@@ -122,27 +110,32 @@ class LLMEngine:
                 watermark=config.watermark,
                 max_steps_in_flight=config.max_steps_in_flight,
             ),
-            RunningInputs(self._num_embedding_rows, has_mrope=model.config.has_mrope),
+            RunningInputs(num_rows, has_mrope=model.config.has_mrope),
         )
-        self._hasher = (
-            BlockHasher(self._least_block_size, config.hash_algorithm, seed=str(config.seed))
-            if config.enable_prefix_caching
-            else None
+        hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
+        self._maker = RequestMaker(
+            model,
+            seed=config.seed,
+            hasher=hasher if config.enable_prefix_caching else None,
+            num_embedding_rows=num_rows,
+            clock=clock,
         )
-        self._num_added = 0
-        self._update_step = self._make_update_step() if like is None else self._shared_update_step(like)
+        self._runner: ModelRunner = self.runner_type(
+            model,
+            config,
+            self.plan,
+            placement,
+            sample_fn=sample_fn,
+            like=None if like is None else like._runner,
+        )
         self._loop = HostLoop(
             self.manager,
             self.scheduler,
             num_step_stats=config.num_step_stats,
-            pick_shape=self._update_step.buckets.pick,
+            pick_shape=self._runner.buckets.pick,
             clock=clock,
         )
         self.step_stats = self._loop.step_stats
-        self._pages = create_pages(self.plan.config, self._placement)
-        self._embeds = self._make_embed_buffer()
-        self._previous: jax.Array | None = None  # sampled tokens of the newest step, on the device
-        self._flights: deque[_Flight] = deque()
 
     @classmethod
     def from_folder(
@@ -175,17 +168,12 @@ class LLMEngine:
     @property
     def num_buckets(self) -> int:
         """Step shapes that the configuration allows."""
-        return len(self._update_step.buckets.steps)
+        return len(self._runner.buckets.steps)
 
     def warmup(self, on_compiled: Callable[[int], object] | None = None) -> None:
         """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
         nothing = np.zeros(0, np.int64)
-        sampling = self._loop.sampling.batch(nothing, nothing)
-        embeds = None
-        if self._embeds is not None:
-            self._embeds.warmup()
-            embeds = self._embeds.array
-        self._pages = self._update_step.warmup(self._pages, sampling=sampling, embeds=embeds, on_compiled=on_compiled)
+        self._runner.warmup(self._loop.sampling.batch(nothing, nothing), on_compiled)
 
     def add_request(
         self,
@@ -220,9 +208,9 @@ class LLMEngine:
                 changed.
         """
         given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name)
-        samples = self._make_samples(prompt, params, request_id, given)
+        samples = self._maker.make(prompt, params, request_id, given, self._loop.requests)
         self._loop.add(samples)
-        self._num_added += len(samples)
+        self._maker.num_queued += len(samples)
         return samples[0].request_id
 
     def check_request(
@@ -239,7 +227,8 @@ class LLMEngine:
     ) -> None:
         """Raises ValueError if `add_request` would refuse the prompt: to know before a long warm-up."""
         given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name)
-        self.scheduler.check_fits(self._make_samples(prompt, params, request_id, given)[0])
+        samples = self._maker.make(prompt, params, request_id, given, self._loop.requests)
+        self.scheduler.check_fits(samples[0])
 
     def abort(self, request_id: str) -> GenerationResult:
         """Ends a request now; what it has so far.
@@ -257,10 +246,10 @@ class LLMEngine:
         """
         step = self._loop.begin_step()
         if step is not None:
-            self._flights.append(self._dispatch(step))
-        if self._flights and (step is None or len(self._flights) >= self.config.max_steps_in_flight):
-            flight = self._flights.popleft()
-            return self._loop.end_step(flight.step, np.asarray(flight.sampled), np.asarray(flight.logprobs))
+            self._runner.dispatch(step)
+        num_in_flight = self._runner.num_in_flight
+        if num_in_flight and (step is None or num_in_flight >= self.config.max_steps_in_flight):
+            return self._loop.end_step(*self._runner.read())
         return NO_OUTPUTS
 
     def generate(
@@ -295,7 +284,7 @@ class LLMEngine:
                 self.abort(request_id)
             raise
         results: dict[str, GenerationResult] = {}
-        while self.num_unfinished or self._flights:
+        while self.num_unfinished or self._runner.num_in_flight:
             results |= {result.request_id: result for result in self.step().results.values()}
         return [results[request_id] for request_id in request_ids]
 
@@ -307,140 +296,3 @@ class LLMEngine:
         """
         self.scheduler.check_invariants()
         self.manager.check_invariants()
-
-    def _make_update_step(self) -> UpdateStep:
-        config = self.config
-        buckets = Buckets.default(
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            block_size=self._least_block_size,
-            max_buckets=config.max_buckets,
-        )
-        return make_update_step(
-            self.model.module,
-            self.plan.config,
-            buckets,
-            placement=self._placement,
-            sample_fn=self._sample_fn,
-            mrope=self.model.config.has_mrope,
-            encoder_shapes=self.model.config.encoder_shapes,
-            embeds=self.model.config.embedding_dim is not None,
-        )
-
-    @property
-    def _num_embedding_rows(self) -> int:
-        """Rows of the buffer of vectors; 0 for models that take none."""
-        return 0 if self.model.config.embedding_dim is None else self.config.max_embedding_rows
-
-    def _make_embed_buffer(self) -> EmbedBuffer | None:
-        dim = self.model.config.embedding_dim
-        if dim is None:
-            return None
-        return EmbedBuffer(self._num_embedding_rows, dim, self.model.config.dtype, self._placement)
-
-    def _shared_update_step(self, like: LLMEngine) -> UpdateStep:
-        layouts = (self.plan.config, self._placement)
-        if like.model.module is not self.model.module or (like.plan.config, like._placement) != layouts:
-            raise ValueError("expected `like` to have this engine's model, mesh and cache layout, got another")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
-            if getattr(like.config, name) < getattr(self.config, name):
-                raise ValueError(
-                    f"expected `like` to allow {name} of at least {getattr(self.config, name)}, "
-                    f"got {getattr(like.config, name)}"
-                )
-        if like._num_embedding_rows != self._num_embedding_rows:
-            raise ValueError(
-                f"expected `like` to have max_embedding_rows of {self._num_embedding_rows}, "
-                f"got {like._num_embedding_rows}"
-            )
-        return like._update_step
-
-    def _make_samples(
-        self,
-        prompt: str | Sequence[int] | np.ndarray,
-        params: SamplingParams | None,
-        request_id: str | None,
-        given: GivenInputs,
-    ) -> list[EngineRequest]:
-        params = SamplingParams() if params is None else params
-        names = sample_ids(f"request-{self._num_added}" if request_id is None else request_id, params.n)
-        for name in names:
-            if name in self._loop.requests:
-                raise ValueError(f"request id {name!r} is in use; expected a new one")
-        token_ids = as_token_ids(self._token_ids(prompt), "prompt_token_ids")
-        largest = int(token_ids.max(initial=0))
-        if largest >= self.model.config.vocab_size:
-            raise ValueError(f"expected token ids below {self.model.config.vocab_size}, got {largest}")
-        inputs = read_inputs(self.model.config, token_ids, given, self._num_embedding_rows)
-        request = Request(
-            names[0],
-            token_ids,
-            mm_features=inputs.mm_features,
-            lora=None if given.lora_name is None else LoRARequest(given.lora_name),
-            cache_salt=given.cache_salt,
-            block_hasher=self._hasher,
-        )
-        stop = frozenset(params.stop_token_ids)
-        first = EngineRequest(
-            request=request,
-            params=params,
-            seed=self._seed(params, 0),
-            stop_token_ids=stop if params.ignore_eos else stop | frozenset(self.model.config.eos_token_ids),
-            priority=self._num_added,
-            stats=RequestStats(names[0], request.num_prompt_tokens, self._clock()),
-            inputs=inputs,
-        )
-        others = [
-            replace(
-                first,
-                request=request.fork(name),
-                seed=self._seed(params, place),
-                priority=self._num_added + place,
-                stats=replace(first.stats, request_id=name),
-                logprobs=[],
-                first_sample=first,
-            )
-            for place, name in enumerate(names[1:], start=1)
-        ]
-        return [first, *others]
-
-    def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.model.tokenizer is None:
-            raise ValueError("expected token ids, got text: the model has no tokenizer")
-        return self.model.tokenizer.encode(prompt)
-
-    def _seed(self, params: SamplingParams, place: int) -> int:
-        """Of the prompt's sample number `place`."""
-        if params.seed is not None:
-            return (params.seed + place) % (MAX_SEED + 1)
-        return int(np.random.SeedSequence((self.config.seed, self._num_added + place)).generate_state(1)[0])
-
-    def _dispatch(self, step: HostStep) -> _Flight:
-        """Hands a step to the device, after the vectors that stand for its tokens."""
-        inputs, embeds = step.inputs, None
-        if self._embeds is not None:
-            if inputs.embeds is not None:
-                self._embeds.write(inputs.embed_rows, inputs.embeds)
-            embeds = self._embeds.array
-        output: DeviceOutput = self._update_step(
-            self._pages,
-            step.plan,
-            previous=self._previous,
-            sampling=step.sampling,
-            features=inputs.features,
-            embeds=embeds,
-            embed_index=inputs.embed_index,
-        )
-        self._pages, self._previous = output.pages, output.sampled
-        return _Flight(step, output.sampled, output.extras)
-
-
-def _placement(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement:
-    """KV heads over the mesh's tensor axis where they split evenly, else whole pages on every device."""
-    placement = Placement.create(mesh)
-    if not model.config.splits_cache(placement.num_shards):
-        return Placement(placement.mesh)
-    return placement

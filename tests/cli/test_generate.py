@@ -205,7 +205,7 @@ def test_generate_and_plan_agree_on_bytes(capsys: pytest.CaptureFixture[str]) ->
         add_arguments(parser)
         args = parser.parse_args([*size, *arguments])
         model = load_model(demo_model_path(), args.dtype)
-        return LLMEngine(model, _engine_config(args, model, 288))._pages.num_bytes
+        return LLMEngine(model, _engine_config(args, model, 288))._runner.pages.num_bytes
 
     assert generated() == planned() == planned("--dtype", "bfloat16")
     assert generated("--dtype", "float32") == planned("--dtype", "float32") == 2 * planned()

@@ -70,7 +70,7 @@ def make_engine(kind: str, **settings: Any) -> LLMEngine:
 def run(engine: LLMEngine, ids: Sequence[str]) -> list[GenerationResult]:
     """Steps until the requests have ended; their results."""
     results: dict[str, GenerationResult] = {}
-    while engine.num_unfinished or engine._flights:
+    while engine.num_unfinished or engine._runner.num_in_flight:
         for result in engine.step().results.values():
             results[result.request_id] = result
         engine.check_invariants()

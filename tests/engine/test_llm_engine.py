@@ -111,14 +111,14 @@ def test_a_long_run_of_mixed_requests_compiles_nothing(async_scheduling: bool) -
 
 def test_a_step_updates_the_pages_in_place() -> None:
     engine = make_engine(NAME)
-    bucket = engine._update_step.buckets.steps[0]
+    bucket = engine._runner.update_step.buckets.steps[0]
     nothing = np.zeros(0, np.int64)
     batch = engine._loop.sampling.batch(nothing, nothing)
-    compiled = engine._update_step.compiled(engine._pages, bucket, sampling=batch)
-    num_leaves = len(jax.tree.leaves(engine._pages))
+    compiled = engine._runner.update_step.compiled(engine._runner.pages, bucket, sampling=batch)
+    num_leaves = len(jax.tree.leaves(engine._runner.pages))
     header = compiled.as_text().split("\n", 1)[0]
     assert header.count("may-alias") + header.count("must-alias") == num_leaves
-    assert compiled.memory_analysis().alias_size_in_bytes == engine._pages.num_bytes
+    assert compiled.memory_analysis().alias_size_in_bytes == engine._runner.pages.num_bytes
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -313,5 +313,5 @@ def test_settings_out_of_range_are_refused(settings: dict[str, object], message:
 def test_a_memory_budget_sizes_the_pool() -> None:
     engine = LLMEngine(loaded(NAME), base_config(NAME, num_blocks=None, memory_bytes=1_000_000))
     assert isinstance(engine.config, EngineConfig)
-    assert engine._pages.num_bytes <= 1_000_000
+    assert engine._runner.pages.num_bytes <= 1_000_000
     assert engine.plan.unused_bytes < engine.plan.pools[0].bytes_per_block

@@ -18,8 +18,8 @@ from tests.models.golden_models import model_folder
 name, num_shards, async_scheduling = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "async"
 config = base_config(name, async_scheduling=async_scheduling)
 engine = LLMEngine.from_folder(model_folder(name), config, num_devices=4, dtype="float32")
-assert engine._placement.num_shards == num_shards
-pages = engine._pages.column(0, 0)[0]
+assert engine._runner.placement.num_shards == num_shards
+pages = engine._runner.pages.column(0, 0)[0]
 assert len(pages.sharding.device_set) == 4
 assert pages.addressable_shards[0].data.shape[2] == pages.shape[2] // num_shards
 assert_greedy_is_golden(engine, name)

@@ -83,7 +83,7 @@ def test_hits_inside_blocks_change_nothing(name: str, async_scheduling: bool) ->
 def test_pages_are_zero_before_they_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every page but the null page is NaN at first; afterwards those that were dealt are not, in no slot."""
     engine = make_engine(name, zero_new_pages=True)
-    engine._pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan).at[0].set(0.0), engine._pages)
+    engine._runner.pages = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan).at[0].set(0.0), engine._runner.pages)
     dealt: list[set[int]] = [{0} for _ in engine.manager.block_pools]
     take = engine.manager.take_pages_to_zero
 
@@ -95,7 +95,7 @@ def test_pages_are_zero_before_they_are_used(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(engine.manager, "take_pages_to_zero", take_and_note)
     assert_greedy_is_golden(engine, name)
-    for ids, columns in zip(dealt, engine._pages.pools, strict=True):
+    for ids, columns in zip(dealt, engine._runner.pages.pools, strict=True):
         assert len(ids) > 5
         for array in jax.tree.leaves(columns):
             is_finite = np.isfinite(np.asarray(array)).reshape(len(array), -1)

@@ -18,7 +18,7 @@ import pytest
 
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, MultimodalInput, SamplingParams
 from kvjax.engine.host_loop import HostStep
-from kvjax.engine.llm_engine import _Flight
+from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_table import SamplingBatch
 from kvjax.models import LoadedModel, StreamingWindow, load_model
@@ -100,20 +100,35 @@ def sample_and_record(logits: jax.Array, batch: SamplingBatch) -> tuple[jax.Arra
     return tokens.token_ids, Recorded(tokens.logprobs, logits)
 
 
-class RecordingEngine(LLMEngine):
-    """An engine that remembers the logits of every sampled token: `logits[request id][k]` chose output token k."""
+class RecordingRunner(ModelRunner):
+    """A runner that remembers the logits of every sampled token: `logits[request id][k]` chose output token k."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.logits: dict[str, list[np.ndarray]] = {}
-        super().__init__(*args, sample_fn=sample_and_record, **kwargs)
+        super().__init__(*args, **kwargs)
 
-    def _dispatch(self, step: HostStep) -> _Flight:
-        flight = super()._dispatch(step)
+    def dispatch(self, step: HostStep) -> None:
+        super().dispatch(step)
+        flight = self._flights.pop()
         recorded: Any = flight.logprobs
         owners = np.searchsorted(step.plan.query_start_loc, step.plan.logits_indices, side="right") - 1
         for owner, row in zip(owners, np.asarray(recorded.logits), strict=False):
             self.logits.setdefault(step.plan.request_ids[owner], []).append(row)
-        return dataclasses.replace(flight, logprobs=recorded.logprobs)
+        self._flights.append(dataclasses.replace(flight, logprobs=recorded.logprobs))
+
+
+class RecordingEngine(LLMEngine):
+    """An engine whose runner records."""
+
+    runner_type = RecordingRunner
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, sample_fn=sample_and_record, **kwargs)
+
+    @property
+    def logits(self) -> dict[str, list[np.ndarray]]:
+        """By request id, those of its output tokens."""
+        return self._runner.logits
 
 
 @functools.cache
@@ -189,7 +204,7 @@ def run_goldens(
 def drain(engine: LLMEngine) -> dict[str, GenerationResult]:
     """Runs the engine until it has nothing to do; results by request id."""
     results: dict[str, GenerationResult] = {}
-    while engine.num_unfinished or engine._flights:
+    while engine.num_unfinished or engine._runner.num_in_flight:
         results |= {result.request_id: result for result in engine.step().results.values()}
     return results
 

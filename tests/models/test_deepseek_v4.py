@@ -258,7 +258,7 @@ def test_fp8_caches_give_nearly_the_same_logits() -> None:
             dtype=dtype,
         )  # fmt: skip
         engine = RecordingEngine(model, settings)
-        dtypes = {leaf.dtype for leaf in jax.tree.leaves(engine._pages)}
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(engine._runner.pages)}
         assert dtypes == ({jnp.dtype("float32")} | ({jnp.dtype("int8")} if dtype != "float32" else set()))
         request_id = engine.add_request(goldens_of("deepseek_v4")[2].prompt, greedy_params(1))
         drain(engine)

@@ -23,7 +23,7 @@ from tests.models.golden_models import goldens_of, model_folder
 family = next(family for family in FAMILIES if family.name == sys.argv[1])
 settings = {"num_devices": 4, "dtype": "float32", "streaming": family.streaming}
 engine = LLMEngine.from_folder(model_folder(family.name), engine_config(family), **settings)
-assert len(engine._pages.column(0, 0)[0].sharding.device_set) == 4
+assert len(engine._runner.pages.column(0, 0)[0].sharding.device_set) == 4
 goldens = {add_golden(engine, golden, greedy_params()): golden for golden in goldens_of(family.name)}
 for request_id, result in drain(engine).items():
     assert result.output_token_ids.tolist() == goldens[request_id].greedy.tolist(), request_id

@@ -1,0 +1,163 @@
+"""The engine's device side: the compiled steps of a model, its pages, and the steps that are not read yet.
+
+Flow:    HostStep -> [ModelRunner.dispatch] -> the device works -> [ModelRunner.read] -> HostLoop.end_step
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from kvjax.device import Buckets, EmbedBuffer, KVPages, Placement, UpdateStep, create_pages, make_update_step
+from kvjax.device.update_step import SampleFn
+from kvjax.device.update_step import StepOutput as DeviceOutput
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.host_loop import HostStep
+from kvjax.engine.sampling_table import SamplingBatch
+from kvjax.models import LoadedModel
+from kvjax.planning import KVCachePlan
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A dispatched step that is not read yet."""
+
+    step: HostStep
+    sampled: jax.Array  # int32[max_num_requests]
+    logprobs: jax.Array  # float32[max_num_requests]
+
+
+class ModelRunner:
+    """One model over one cache. Owned by one thread; `warmup` and `read` wait for the device, `dispatch` does not."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        plan: KVCachePlan,
+        placement: Placement,
+        *,
+        sample_fn: SampleFn,
+        like: ModelRunner | None = None,  # whose compiled steps are used
+    ) -> None:
+        """A runner with pages of its own.
+
+        Raises:
+            ValueError: `like` has another model or layout, or smaller steps.
+        """
+        self._model = model
+        self._config = config
+        self._plan = plan
+        self.placement = placement
+        self.update_step = self._make_update_step(sample_fn) if like is None else self._shared_update_step(like)
+        self.pages: KVPages = create_pages(plan.config, placement)
+        self._embeds = self._make_embed_buffer()
+        self._previous: jax.Array | None = None  # sampled tokens of the newest step, on the device
+        self._flights: deque[_Flight] = deque()
+
+    @property
+    def buckets(self) -> Buckets:
+        """The steps that may be compiled."""
+        return self.update_step.buckets
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps dispatched and not read."""
+        return len(self._flights)
+
+    def warmup(self, sampling: SamplingBatch, on_compiled: Callable[[int], object] | None = None) -> None:
+        """Compiles every step shape, calling `on_compiled(1)` after each; `sampling` is an example of its inputs."""
+        embeds = None
+        if self._embeds is not None:
+            self._embeds.warmup()
+            embeds = self._embeds.array
+        self.pages = self.update_step.warmup(self.pages, sampling=sampling, embeds=embeds, on_compiled=on_compiled)
+
+    def dispatch(self, step: HostStep) -> None:
+        """Hands a step to the device, after the vectors that stand for its tokens."""
+        inputs, embeds = step.inputs, None
+        if self._embeds is not None:
+            if inputs.embeds is not None:
+                self._embeds.write(inputs.embed_rows, inputs.embeds)
+            embeds = self._embeds.array
+        output: DeviceOutput = self.update_step(
+            self.pages,
+            step.plan,
+            previous=self._previous,
+            sampling=step.sampling,
+            features=inputs.features,
+            embeds=embeds,
+            embed_index=inputs.embed_index,
+        )
+        self.pages, self._previous = output.pages, output.sampled
+        self._flights.append(_Flight(step, output.sampled, output.extras))
+
+    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray]:
+        """The oldest step in flight, its tokens int32[>= rows of logits] and their float32 log-probabilities."""
+        flight = self._flights.popleft()
+        return flight.step, np.asarray(flight.sampled), np.asarray(flight.logprobs)
+
+    def _make_update_step(self, sample_fn: SampleFn) -> UpdateStep:
+        config, model = self._config, self._model
+        buckets = Buckets.default(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            block_size=least_block_size(self._plan),
+            max_buckets=config.max_buckets,
+        )
+        return make_update_step(
+            model.module,
+            self._plan.config,
+            buckets,
+            placement=self.placement,
+            sample_fn=sample_fn,
+            mrope=model.config.has_mrope,
+            encoder_shapes=model.config.encoder_shapes,
+            embeds=model.config.embedding_dim is not None,
+        )
+
+    def _shared_update_step(self, like: ModelRunner) -> UpdateStep:
+        layouts = (self._plan.config, self.placement)
+        if like._model.module is not self._model.module or (like._plan.config, like.placement) != layouts:
+            raise ValueError("expected `like` to have this engine's model, mesh and cache layout, got another")
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            own, given = getattr(self._config, name), getattr(like._config, name)
+            if given < own:
+                raise ValueError(f"expected `like` to allow {name} of at least {own}, got {given}")
+        own, given = (num_embedding_rows(self._model, runner._config) for runner in (self, like))
+        if given != own:
+            raise ValueError(f"expected `like` to have max_embedding_rows of {own}, got {given}")
+        return like.update_step
+
+    def _make_embed_buffer(self) -> EmbedBuffer | None:
+        dim = self._model.config.embedding_dim
+        if dim is None:
+            return None
+        return EmbedBuffer(num_embedding_rows(self._model, self._config), dim, self._model.config.dtype, self.placement)
+
+
+def least_block_size(plan: KVCachePlan) -> int:
+    """The most tokens that divide the blocks of all groups: prompts are hashed, and tables counted, in such blocks."""
+    return math.gcd(*(group.spec.block_size for group in plan.groups))
+
+
+def num_embedding_rows(model: LoadedModel, config: EngineConfig) -> int:
+    """Rows of the buffer of vectors; 0 for models that take none."""
+    return 0 if model.config.embedding_dim is None else config.max_embedding_rows
+
+
+def place_model(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement:
+    """KV heads over the mesh's tensor axis where they split evenly, else whole pages on every device."""
+    placement = Placement.create(mesh)
+    if not model.config.splits_cache(placement.num_shards):
+        return Placement(placement.mesh)
+    return placement
+
+
+__all__ = ["ModelRunner", "least_block_size", "num_embedding_rows", "place_model"]

@@ -1,0 +1,119 @@
+"""Prompts as requests of an engine: checked, tokenised, hashed, one request for each sample.
+
+Flow:    LLMEngine.add_request -> [RequestMaker] -> EngineRequests of one prompt -> HostLoop.add
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvjax.core import BlockHasher, LoRARequest, Request
+from kvjax.core.requests.token_ids import as_token_ids
+from kvjax.engine.engine_request import EngineRequest, sample_ids
+from kvjax.engine.request_inputs import GivenInputs, read_inputs
+from kvjax.engine.sampling_params import MAX_SEED, SamplingParams
+from kvjax.engine.stats import RequestStats
+from kvjax.models import LoadedModel
+
+
+class RequestMaker:
+    """Makes the requests of one engine, and counts those that it queued: their priorities and seeds follow."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        seed: int,
+        hasher: BlockHasher | None,  # None: nothing is cached
+        num_embedding_rows: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.num_queued = 0
+        self._model = model
+        self._engine_seed = seed
+        self._hasher = hasher
+        self._num_embedding_rows = num_embedding_rows
+        self._clock = clock
+
+    def make(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        params: SamplingParams | None,
+        request_id: str | None,
+        given: GivenInputs,
+        taken_ids: Container[str],
+    ) -> list[EngineRequest]:
+        """The samples of a prompt, the first first. Counts nothing.
+
+        Raises:
+            ValueError: as `LLMEngine.add_request`, but for requests that are too long.
+        """
+        params = SamplingParams() if params is None else params
+        names = sample_ids(f"request-{self.num_queued}" if request_id is None else request_id, params.n)
+        for name in names:
+            if name in taken_ids:
+                raise ValueError(f"request id {name!r} is in use; expected a new one")
+        first = self._first_sample(names[0], self._token_ids(prompt), params, given)
+        others = [
+            replace(
+                first,
+                request=first.request.fork(name),
+                seed=self._seed(params, place),
+                priority=self.num_queued + place,
+                stats=replace(first.stats, request_id=name),
+                logprobs=[],
+                first_sample=first,
+            )
+            for place, name in enumerate(names[1:], start=1)
+        ]
+        return [first, *others]
+
+    def _first_sample(
+        self, request_id: str, token_ids: np.ndarray, params: SamplingParams, given: GivenInputs
+    ) -> EngineRequest:
+        inputs = read_inputs(self._model.config, token_ids, given, self._num_embedding_rows)
+        request = Request(
+            request_id,
+            token_ids,
+            mm_features=inputs.mm_features,
+            lora=None if given.lora_name is None else LoRARequest(given.lora_name),
+            cache_salt=given.cache_salt,
+            block_hasher=self._hasher,
+        )
+        stop = frozenset(params.stop_token_ids)
+        return EngineRequest(
+            request=request,
+            params=params,
+            seed=self._seed(params, 0),
+            stop_token_ids=stop if params.ignore_eos else stop | frozenset(self._model.config.eos_token_ids),
+            priority=self.num_queued,
+            stats=RequestStats(request_id, request.num_prompt_tokens, self._clock()),
+            inputs=inputs,
+        )
+
+    def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:  # int32[num_prompt_tokens]
+        """The prompt's tokens, all of the model's vocabulary."""
+        token_ids = as_token_ids(self._encode(prompt), "prompt_token_ids")
+        largest = int(token_ids.max(initial=0))
+        if largest >= self._model.config.vocab_size:
+            raise ValueError(f"expected token ids below {self._model.config.vocab_size}, got {largest}")
+        return token_ids
+
+    def _encode(self, prompt: str | Sequence[int] | np.ndarray) -> Sequence[int] | np.ndarray:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._model.tokenizer is None:
+            raise ValueError("expected token ids, got text: the model has no tokenizer")
+        return self._model.tokenizer.encode(prompt)
+
+    def _seed(self, params: SamplingParams, place: int) -> int:
+        """Of the prompt's sample number `place`."""
+        if params.seed is not None:
+            return (params.seed + place) % (MAX_SEED + 1)
+        return int(np.random.SeedSequence((self._engine_seed, self.num_queued + place)).generate_state(1)[0])
+
+
+__all__ = ["RequestMaker"]
