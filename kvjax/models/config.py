@@ -116,9 +116,16 @@ class ModelConfig(abc.ABC):
         """Whether the module takes positions int32[3, T]."""
         return False
 
+    @property
+    def split_units(self) -> Mapping[str, int]:
+        """Words for what devices share among them -> how many there are, which must divide over the devices."""
+        return {}
+
     def check_split(self, num_shards: int) -> None:
         """Raises ValueError where the model does not split over `num_shards` devices."""
-        del num_shards
+        for name, count in self.split_units.items():
+            if count % num_shards:
+                raise ValueError(f"expected {name} to divide over {num_shards} devices, got {count}")
 
     def splits_cache(self, num_shards: int) -> bool:
         """Whether pages are split over `num_shards` devices; else each holds them whole."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,12 @@ def load_model(
     with ExitStack() as stack:
         tensors = _open_tensors(folder, abstract, stack)
         sources = _match_tensors([(path, param.shape) for path, param in params], tensors, abstract, folder)
+        # Parameters that are parts of one tensor come close together.
+        read = lru_cache(maxsize=2)(lambda name: tensors[name].read())
         loaded = []
         for path, param in params:
             source = sources[path]
-            parts = [tensors[name].read() for name in source.names]
+            parts = [read(name) for name in source.names]
             array = np.asarray(source.join(parts, param.shape), param.dtype)
             where = None if mesh is None else param_sharding(abstract, path, mesh, tensor_axis)
             loaded.append((path, param.replace(jax.device_put(array, where, may_alias=False))))

@@ -63,17 +63,36 @@ class TensorSource(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Whole(TensorSource):
-    """One tensor: [out, in] where the parameter is [in, out] if `transposed`, or of another `shape` of equal size."""
+class _OfOneTensor(TensorSource):
+    """A parameter made of one tensor."""
 
     name: str
-    transposed: bool = False
-    shape: Shape | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The one."""
         return (self.name,)
+
+    def under(self, rename: Callable[[str], str]) -> TensorSource:
+        """The same under another name."""
+        return replace(self, name=rename(self.name))
+
+
+@dataclass(frozen=True)
+class _PartOfTensor(_OfOneTensor):
+    """A parameter that has its tensor together with others."""
+
+    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Never: the other parts are not known here."""
+        raise NotImplementedError(f"expected a parameter with a tensor of its own, got a part of {self.name}")
+
+
+@dataclass(frozen=True)
+class Whole(_OfOneTensor):
+    """One tensor: [out, in] where the parameter is [in, out] if `transposed`, or of another `shape` of equal size."""
+
+    transposed: bool = False
+    shape: Shape | None = None
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
         """Of the one tensor."""
@@ -91,28 +110,18 @@ class Whole(TensorSource):
         (shape,) = self.shapes(param.shape)
         return ((np.swapaxes(param, -1, -2) if self.transposed else param).reshape(shape),)
 
-    def under(self, rename: Callable[[str], str]) -> TensorSource:
-        """The same under another name."""
-        return replace(self, name=rename(self.name))
-
 
 @dataclass(frozen=True)
-class Part(TensorSource):
+class Part(_PartOfTensor):
     """Rows from `start` on of a tensor of `total` rows, where several projections are one tensor.
 
     Rows are along its dimension `axis`; the rest is the parameter's.
     """
 
-    name: str
     start: int
     total: int
     transposed: bool = True
     axis: int = 0
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The one that it is a part of."""
-        return (self.name,)
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
         """Of the whole tensor."""
@@ -125,28 +134,14 @@ class Part(TensorSource):
         rows = tensors[0][(*[slice(None)] * self.axis, slice(self.start, self.start + size))]
         return np.swapaxes(rows, -1, -2) if self.transposed else rows
 
-    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Never: the other parts are not known here."""
-        raise NotImplementedError(f"expected a parameter with a tensor of its own, got a part of {self.name}")
-
-    def under(self, rename: Callable[[str], str]) -> TensorSource:
-        """The same under another name."""
-        return replace(self, name=rename(self.name))
-
 
 @dataclass(frozen=True)
-class Rows(TensorSource):
+class Rows(_PartOfTensor):
     """The rows of these numbers, of a tensor of `total` rows where several projections lie in turns."""
 
-    name: str
     rows: tuple[int, ...]
     total: int
     transposed: bool = True
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The one that they are rows of."""
-        return (self.name,)
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
         """Of the whole tensor."""
@@ -159,27 +154,13 @@ class Rows(TensorSource):
         rows = tensors[0][np.asarray(self.rows)]
         return rows.T if self.transposed else rows
 
-    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Never: the other parts are not known here."""
-        raise NotImplementedError(f"expected a parameter with a tensor of its own, got a part of {self.name}")
-
-    def under(self, rename: Callable[[str], str]) -> TensorSource:
-        """The same under another name."""
-        return replace(self, name=rename(self.name))
-
 
 @dataclass(frozen=True)
-class HeadPart(TensorSource):
+class HeadPart(_PartOfTensor):
     """Of every head's `rows_of_head` rows of a tensor those from `start` on: a parameter [heads, rows, in]."""
 
-    name: str
     start: int
     rows_of_head: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The one that it is a part of."""
-        return (self.name,)
 
     def shapes(self, param_shape: Shape) -> tuple[Shape, ...]:
         """Of the whole tensor."""
@@ -189,14 +170,6 @@ class HeadPart(TensorSource):
         """The rows."""
         heads = tensors[0].reshape(param_shape[0], self.rows_of_head, param_shape[2])
         return heads[:, self.start : self.start + param_shape[1]]
-
-    def split(self, param: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Never: the other parts are not known here."""
-        raise NotImplementedError(f"expected a parameter with a tensor of its own, got a part of {self.name}")
-
-    def under(self, rename: Callable[[str], str]) -> TensorSource:
-        """The same under another name."""
-        return replace(self, name=rename(self.name))
 
 
 @dataclass(frozen=True)

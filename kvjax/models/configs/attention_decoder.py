@@ -5,6 +5,7 @@ Flow:    ConfigKeys -> [take_decoder_fields] -> a family's [AttentionDecoderConf
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,11 +143,10 @@ class AttentionDecoderConfig(DecoderConfig):
             num_sink_tokens=window.num_sink_tokens,
         )
 
-    def check_split(self, num_shards: int) -> None:
-        """Raises ValueError where query heads or feed-forward columns do not divide over `num_shards` devices."""
-        for name, count in (("query heads", self.num_q_heads), ("feed-forward columns", self.intermediate_size)):
-            if count % num_shards:
-                raise ValueError(f"expected {name} to divide over {num_shards} devices, got {count}")
+    @property
+    def split_units(self) -> Mapping[str, int]:
+        """Query heads and feed-forward columns."""
+        return {"query heads": self.num_q_heads, "feed-forward columns": self.intermediate_size}
 
     def splits_cache(self, num_shards: int) -> bool:
         """Whether every device can have whole KV heads, and whole heads or channels of states."""

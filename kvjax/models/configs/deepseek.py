@@ -59,16 +59,14 @@ class DeepseekConfig(DecoderConfig):
         spec = self.attention.spec(block_size or self.default_block_size, dtype or self.dtype)
         return {f"layers.{i}": spec for i in range(self.num_layers)}
 
-    def check_split(self, num_shards: int) -> None:
-        """Raises ValueError where heads or feed-forward columns do not divide over `num_shards` devices."""
-        columns = {
+    @property
+    def split_units(self) -> Mapping[str, int]:
+        """Heads, and columns of feed-forward layers and experts."""
+        return {
             "query heads": self.attention.num_heads,
             "feed-forward columns": self.intermediate_size,
             "columns of an expert": self.experts.intermediate_size,
         }
-        for name, count in columns.items():
-            if count % num_shards:
-                raise ValueError(f"expected {name} to divide over {num_shards} devices, got {count}")
 
     def splits_cache(self, num_shards: int) -> bool:
         """Whether devices share the query heads, each with all latents."""

@@ -133,12 +133,10 @@ class DeepseekV4Config(DecoderConfig):
         words = [f"{ratios.count(ratio)} layers / {ratio}" for ratio in sorted(set(ratios))]
         return ", ".join([f"a latent of {self.head_dim}", *words])
 
-    def check_split(self, num_shards: int) -> None:
-        """Raises ValueError where heads or columns of experts do not divide over `num_shards` devices."""
-        columns = {"query heads": self.num_heads, "columns of an expert": self.experts.intermediate_size}
-        for name, count in columns.items():
-            if count % num_shards:
-                raise ValueError(f"expected {name} to divide over {num_shards} devices, got {count}")
+    @property
+    def split_units(self) -> Mapping[str, int]:
+        """Heads, and columns of experts."""
+        return {"query heads": self.num_heads, "columns of an expert": self.experts.intermediate_size}
 
     def splits_cache(self, num_shards: int) -> bool:
         """Whether devices share the query heads, each with all latents and entries."""

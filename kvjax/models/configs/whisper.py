@@ -127,10 +127,10 @@ class WhisperConfig(ModelConfig):
         specs: dict[str, KVCacheSpec] = {f"layers.{i}.self": full for i in range(self.num_layers)}
         return specs | {f"layers.{i}.cross": cross for i in range(self.num_layers)}
 
-    def check_split(self, num_shards: int) -> None:
-        """Raises ValueError where the decoder's heads do not divide over `num_shards` devices."""
-        if self.num_decoder_heads % num_shards:
-            raise ValueError(f"expected heads to divide over {num_shards} devices, got {self.num_decoder_heads}")
+    @property
+    def split_units(self) -> Mapping[str, int]:
+        """Heads of the decoder."""
+        return {"heads": self.num_decoder_heads}
 
     def splits_cache(self, num_shards: int) -> bool:
         """Whether every device can have whole heads."""
