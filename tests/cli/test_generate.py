@@ -191,14 +191,14 @@ def test_preemptions_are_told() -> None:
     )
 
 
-def test_generate_and_plan_agree_on_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_and_plan_agree_on_bytes(tmp_path: Path) -> None:
     """Both take the checkpoint's dtype; generate told of another one needs that one's bytes."""
     size = ["--num-blocks", "200", "--max-model-len", "288", "--block-size", "16"]
-    folder = str(demo_model_path())
+    folder, path = str(demo_model_path()), tmp_path / "plan.json"
 
     def planned(*arguments: str) -> int:
-        assert main(["plan", folder, *size, "--platform", "cpu", "--json", *arguments]) == 0
-        return sum(pool["total_bytes"] for pool in json.loads(capsys.readouterr().out)["pools"])
+        assert main(["plan", folder, *size, "--platform", "cpu", "--json", str(path), *arguments]) == 0
+        return sum(pool["total_bytes"] for pool in json.loads(path.read_text(encoding="utf-8"))["pools"])
 
     def generated(*arguments: str) -> int:
         parser = argparse.ArgumentParser()
