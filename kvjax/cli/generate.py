@@ -25,6 +25,7 @@ from kvjax.cli.generate_plot import save_pool_plot
 from kvjax.cli.generate_prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate_report import miss_table, report_json, request_table, totals, totals_lines
 from kvjax.cli.generate_stream import OrderedTextPrinter
+from kvjax.cli.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
 from kvjax.cli.progress import progress
 from kvjax.cli.prompt_inputs import read_inputs
@@ -33,13 +34,13 @@ from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
-from kvjax.engine import EngineConfig, SamplingParams
+from kvjax.engine import EngineConfig, FinishReason, SamplingParams
 from kvjax.engine.pool_picture import pool_picture
 from kvjax.errors import ConfigError
 from kvjax.models.config import StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
 from kvjax.planning import CacheShape, Parallelism
-from kvjax.text import format_bytes
+from kvjax.text import count_of, format_bytes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -121,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates and reports; 0.
+    """Generates and reports, after an interrupt what there is by then; 0, or that one came.
 
     Raises:
         ValueError: prompts, limits or sampling parameters that cannot be.
@@ -147,8 +148,12 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     printer = OrderedTextPrinter(samples, tokenizer, None if args.quiet else sys.stdout)
     results = _generate(engine, samples, printer, args.quiet)
-    _report(engine, results, printer.texts, time.perf_counter() - start, args, plot_path)
-    return 0
+    wall_s = time.perf_counter() - start
+    num_aborted = sum(result.finish_reason is FinishReason.ABORT for result in results.values())
+    if num_aborted:
+        print(f"interrupted when {len(results) - num_aborted:,} of {count_of(len(results), 'request')} had ended\n")
+    _report(engine, results, printer.texts, wall_s, args, plot_path)
+    return INTERRUPTED if num_aborted else 0
 
 
 def _plot_path(args: argparse.Namespace) -> Path | None:
@@ -307,15 +312,24 @@ def _warm_up(engine: LLMEngine) -> None:
 def _generate(
     engine: LLMEngine, samples: Sequence[NamedPrompt], printer: OrderedTextPrinter, quiet: bool
 ) -> dict[str, GenerationResult]:
-    """Results by name, in the order of the prompts and their samples."""
+    """Results by name, in the order of the prompts and their samples; an interrupt aborts what is unfinished then."""
     results: dict[str, GenerationResult] = {}
-    with progress("Generating", len(samples), "request", enabled=quiet) as advance:
-        while len(results) < len(samples):
+    with (
+        interruptible() as should_stop,
+        progress("Generating", len(samples), "request", enabled=quiet) as advance,
+    ):
+        while len(results) < len(samples) and not should_stop():
             for output in engine.step():
                 printer.push(output.request_id, output.token_id, is_last=output.result is not None)
                 if output.result is not None:
                     results[output.request_id] = output.result
                     advance(1)
+    if len(results) < len(samples):
+        for sample in samples:
+            if sample.name not in results:
+                results[sample.name] = engine.abort(sample.name)
+                printer.end(sample.name)
+        engine.step()  # reads a step in flight, so that the steps' sums are the requests'
     return {sample.name: results[sample.name] for sample in samples}
 
 

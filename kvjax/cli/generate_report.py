@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvjax.core import MissReason
+from kvjax.engine.engine_request import FinishReason
 from kvjax.engine.outputs import GenerationResult
 from kvjax.engine.stats import RequestStats, StepStats
 from kvjax.text import align_table, count_of
@@ -45,13 +46,16 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
 
     `hit_tokens` counts first admissions, `refound_tokens` hits after a preemption, and `recomputed_tokens` what
     preemption cost. `queried_tokens` are the prompts that were looked up: not those of samples that have
-    `shared_tokens` from the first of their prompt. `missed_tokens` are by reason, if misses are explained.
+    `shared_tokens` from the first of their prompt, nor of requests that an interrupt left waiting. `missed_tokens` are
+    by reason, if misses are explained.
     """
     stats = [result.stats for result in results.values()]
     prompt_tokens = sum(each.num_prompt_tokens for each in stats)
     shared_tokens = sum(each.num_shared_tokens for each in stats)
     hit_tokens = sum(each.num_cached_tokens or 0 for each in stats) - shared_tokens
-    queried_tokens = sum(each.num_prompt_tokens for each in stats if not each.num_shared_tokens)
+    queried_tokens = sum(
+        each.num_prompt_tokens for each in stats if each.num_cached_tokens is not None and not each.num_shared_tokens
+    )
     computed = sum(each.num_computed_tokens for each in stats)
     output_tokens = sum(each.num_output_tokens for each in stats)
     host_us = [step.host_us for step in steps] or [0.0]
@@ -141,6 +145,7 @@ def report_json(
         requests.append(stats)
     return {
         "config": dict(config),
+        "interrupted": any(result.finish_reason is FinishReason.ABORT for result in results.values()),
         "totals": totals(results, steps, wall_s),
         "requests": requests,
         "steps": [asdict(step) for step in steps],

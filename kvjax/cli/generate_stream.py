@@ -31,8 +31,14 @@ class OrderedTextPrinter:
         stream = self._streams[name]
         self.texts[name] += stream.push([token_id])
         if is_last:
-            self.texts[name] += stream.finish()
-            self._ended.add(name)
+            self.end(name)
+        else:
+            self._print_ready()
+
+    def end(self, name: str) -> None:
+        """Request `name` gets no more tokens."""
+        self.texts[name] += self._streams[name].finish()
+        self._ended.add(name)
         self._print_ready()
 
     def _print_ready(self) -> None:

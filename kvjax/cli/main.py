@@ -3,7 +3,8 @@
 Flow:    sys.argv -> [main] -> kvjax.cli.<command>.run(args) -> exit status
 
 A command module has `add_arguments(parser)` and `run(args) -> int | None`. Exit status: 0 done, 1 the command says that
-something failed, 2 bad arguments or input (one line on stderr; a traceback with --debug), 130 interrupted.
+something failed, 2 bad arguments or input (one line on stderr; a traceback with --debug), 130 interrupted: long work
+reports what is done by then (`kvjax.cli.interrupts`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 from collections.abc import Sequence
 
 from kvjax import __version__
+from kvjax.cli.interrupts import INTERRUPTED
+from kvjax.cli.parser import OneLineParser
 from kvjax.errors import KVCacheError
 
 COMMANDS = {
@@ -30,17 +33,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without block characters shows the rest
-    args = _parser(argv).parse_args(argv)
     try:
-        status = importlib.import_module(f"kvjax.cli.{args.command}").run(args) or 0
-        sys.stdout.flush()  # here, where a closed pipe is expected
-        return status
+        args = _parser(argv).parse_args(argv)
+        status = _run(args)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
+    if status == INTERRUPTED:
         print("kvjax: interrupted", file=sys.stderr)
-        return 130
+    return status
+
+
+def _run(args: argparse.Namespace) -> int:
+    """The named command's exit status, its errors shown."""
+    try:
+        status = importlib.import_module(f"kvjax.cli.{args.command}").run(args) or 0
+        sys.stdout.flush()  # here, where a closed pipe or a full disk is expected
+        return status
+    except BrokenPipeError:
+        raise
     except (KVCacheError, ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: jax, devices
         if args.debug:
             raise
@@ -48,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> OneLineParser:
     """The whole parser; of the commands only those that `argv` names get their arguments, for a quick start."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="kvjax", description="Paged, prefix-cached KV memory: generate with it, replay traces, plan it."
     )
     parser.add_argument("--version", action="version", version=f"kvjax {__version__}")

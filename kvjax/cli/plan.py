@@ -1,6 +1,6 @@
-"""`kvjax plan`: pools, groups, bytes, blocks and how many requests fit, as tables and words or as JSON.
+"""`kvjax plan`: pools, groups, bytes, blocks and how many requests fit, as tables and words, and as JSON.
 
-Flow:    arguments over a deployment's TOML -> [run] -> kvjax.planning.plan_kv_cache -> stdout
+Flow:    arguments over a deployment's TOML -> [run] -> kvjax.planning.plan_kv_cache -> stdout, --json FILE
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from dataclasses import fields, replace
 
 from kvjax.cli.arguments import byte_size, int_list, positive_int
+from kvjax.cli.output_files import output_file
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
@@ -81,15 +82,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="windowed layers keep every token and share the full layers' table",
     )
     parser.add_argument("--lengths", type=int_list, metavar="N,N,...", help="request lengths to fit")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the plan as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan.
+    """Prints the plan; 0.
 
     Raises:
         ConfigError: no model, or a bad model or deployment.
         MemoryBudgetError: the memory holds not even one request of the planned length.
+        OSError: the JSON cannot be written.
     """
     deployment = _deployment(args)
     if deployment.model is None:
@@ -99,13 +101,13 @@ def run(args: argparse.Namespace) -> int:
         deployment = replace(deployment, max_model_len=_longest(model, deployment))
     plan = _plan(model, deployment)
     lengths = args.lengths or default_lengths(plan.max_model_len)
-    if args.json:
-        print(json.dumps({"model": deployment.model, **plan_json(plan, lengths)}, indent=2))
-        return 0
     parts = [_headline(deployment, model, plan), plan_table(plan, lengths), plan_words(plan)]
     if plan.max_model_len > model.max_model_len:
         parts[-1] += f"\nNote: the model's own config says at most {model.max_model_len:,} tokens."
     print("\n\n".join(parts))
+    if args.json is not None:
+        values = {"model": deployment.model, **plan_json(plan, lengths)}
+        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.cli.arguments import byte_size, non_negative_float, non_negative_int, positive_float, positive_int
+from kvjax.cli.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.output_files import output_file, require_matplotlib
 from kvjax.cli.progress import progress
 from kvjax.cli.replay_calls import make_calls
@@ -160,7 +161,7 @@ def _add_speed_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replays and prints the result.
+    """Replays and prints the result, or what there is of it when an interrupt comes; 0, or that it came.
 
     Raises:
         TraceError: a bad line of the trace.
@@ -181,8 +182,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         require_matplotlib("--plot")  # before minutes of work
     config = _config(args)
-    with progress("Replaying", len(trace), "request", enabled=not args.no_progress) as advance:
-        result = run_replay(trace, config, advance, args.record)
+    with (
+        interruptible() as should_stop,
+        progress("Replaying", len(trace), "request", enabled=not args.no_progress) as advance,
+    ):
+        result = run_replay(trace, config, advance, args.record, should_stop)
     print(result_text(result))
     if args.json is not None:
         args.json.write_text(json.dumps(_source(args) | result_json(result), indent=2) + "\n", encoding="utf-8")
@@ -190,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
         from kvjax.cli.replay_plot import plot_replay
 
         plot_replay(result, args.plot, title=f"{Path(args.trace).name if args.trace else args.generate}, {args.model}")
-    return 0
+    return 0 if result.is_complete else INTERRUPTED
 
 
 def _trace(args: argparse.Namespace) -> Sequence[TraceRequest]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.request_inputs import MultimodalInput
 from kvjax.engine.sampling_params import SamplingParams
+from kvjax.engine.speculation import SpeculativeConfig
 from kvjax.engine.stats import PoolUse, RequestStats, StepStats
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "PoolUse",
     "RequestStats",
     "SamplingParams",
+    "SpeculativeConfig",
     "StepOutput",
     "StepOutputs",
     "StepStats",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvjax.core.eviction import EVICTION_POLICIES
+from kvjax.engine.speculation import SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,10 @@ class EngineConfig:
     the manager explains every lookup, and requests know why their prompts were not found; that takes some 200 us a
     lookup. With `zero_new_pages` a page is zeroed before a
     request first uses it, so that nothing that another left there can be read.
+
+    With `speculative` requests that decode take several tokens a step: drafts, verified as they are computed. Tokens
+    are the same with and without. Such a request is in one step at a time, so with `async_scheduling` only steps of
+    prompts overlap with others.
 
     For models that take vectors in place of tokens there is a buffer of `max_embedding_rows` on the device: so many may
     one request have, and together those whose prompts are being computed.
@@ -53,6 +58,7 @@ class EngineConfig:
     async_scheduling: bool = False
     max_buckets: int = 24
     num_step_stats: int = 100_000
+    speculative: SpeculativeConfig | None = None
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -78,6 +84,11 @@ class EngineConfig:
             raise ValueError(
                 f"expected one of num_blocks and memory_bytes, got {self.num_blocks} and {self.memory_bytes}"
             )
+        if self.speculative is not None:
+            for name in ("max_num_batched_tokens", "max_model_len"):
+                most, value = self.speculative.num_drafts, getattr(self, name)
+                if value <= most:
+                    raise ValueError(f"expected {name} > {most} (num_drafts), got {value}")
         if self.sub_block_hits and not self.enable_prefix_caching:
             raise ValueError("expected enable_prefix_caching=True with sub_block_hits=True, got False")
         if self.eviction_policy not in EVICTION_POLICIES:

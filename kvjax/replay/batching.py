@@ -64,6 +64,7 @@ class BatchedReplay:
     speed: SpeedModel
     batching: BatchingConfig
     on_progress: Callable[[int], object]
+    should_stop: Callable[[], bool] = lambda: False  # asked before every step
 
     def __post_init__(self) -> None:
         self._table = self.manager.request_table
@@ -73,8 +74,10 @@ class BatchedReplay:
         self._num_emitted = 0
 
     def run(self) -> None:
-        """Replays the whole trace."""
+        """Replays the whole trace, or as far as it is not to stop."""
         while self._num_arrived < len(self.trace) or self._waiting or self._running:
+            if self.should_stop():
+                return
             if not self._waiting and not self._running:
                 self.clock.now_s = max(self.clock.now_s, self.trace[self._num_arrived].timestamp_ms / 1e3)
             self._arrive()

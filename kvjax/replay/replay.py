@@ -77,8 +77,15 @@ class ReplayResult:
     plan: KVCachePlan
     recorder: Recorder
     residencies: tuple[KVCacheEvictionEvent, ...]  # of the sampled blocks whose contents went
+    num_requests: int  # of the trace
+    num_done: int  # of them, those that ended or were refused
     virtual_seconds: float
     wall_seconds: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the replay went to the trace's end; else it was stopped between two steps."""
+        return self.num_done == self.num_requests
 
 
 def run_replay(
@@ -86,8 +93,11 @@ def run_replay(
     config: ReplayConfig,
     on_progress: Callable[[int], object] = lambda count: None,
     record_to: Path | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> ReplayResult:
     """Replays `trace`; `on_progress` is called with the number of requests that were finished.
+
+    `should_stop` is asked before every step; once it says so, the result is what there is by then.
 
     With `record_to` all calls of the manager are written there, for `kvjax.core.replay_calls`; host times include it.
 
@@ -130,18 +140,27 @@ def run_replay(
     if look_ahead is not None:
         recorder.on_decision, prompts.on_made = look_ahead.advance, look_ahead.learn
     infinite = InfiniteCache(config.block_size)
+    num_done = 0
+
+    def count(num_finished: int) -> None:
+        nonlocal num_done
+        num_done += num_finished
+        on_progress(num_finished)
+
     with _no_garbage_collection(), _recorded(manager, record_to) as called:
         if config.serial:
-            replay_serial(trace, called, prompts, infinite, recorder, clock, on_progress)
+            replay_serial(trace, called, prompts, infinite, recorder, clock, count, should_stop)
         else:
             batching = config.batching
-            args = (trace, called, prompts, infinite, recorder, clock, config.speed, batching, on_progress)
-            BatchedReplay(*args).run()
+            args = (trace, called, prompts, infinite, recorder, clock, config.speed, batching, count)
+            BatchedReplay(*args, should_stop).run()
     return ReplayResult(
         config=config,
         plan=plan,
         recorder=recorder,
         residencies=tuple(collector.drain_events()),
+        num_requests=len(trace),
+        num_done=num_done,
         virtual_seconds=clock.now_s,
         wall_seconds=perf_counter() - start,
     )

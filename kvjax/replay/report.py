@@ -30,6 +30,9 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "free_order": config.free_order,
         "eviction_policy": config.eviction_policy,
         "retention_interval": config.retention_interval,
+        "interrupted": not result.is_complete,
+        "trace_requests": result.num_requests,
+        "done_requests": result.num_done,
         "requests": recorder.requests,
         "refused_requests": recorder.refused,
         "prompt_tokens": recorder.prompt_tokens,
@@ -86,6 +89,9 @@ def _what(result: ReplayResult) -> str:
         f"cache: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
         f"{config.hash_algorithm}, {config.eviction_policy} eviction, free order {config.free_order}",
     ]
+    if not result.is_complete:
+        all_requests = count_of(result.num_requests, "request")
+        lines.insert(0, f"interrupted after {result.num_done:,} of {all_requests}; until then:")
     if config.retention_interval is not None:
         every = f", and every {config.retention_interval:,} tokens" if config.retention_interval else ""
         lines.append(f"windows and states are cached where requests end or part{every}")

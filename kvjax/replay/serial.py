@@ -29,9 +29,15 @@ def replay_serial(
     recorder: Recorder,
     clock: VirtualClock,
     on_progress: Callable[[int], object],
+    should_stop: Callable[[], bool],
 ) -> None:
-    """Feeds the trace; a request larger than the pool is counted as refused and leaves no trace in the cache."""
+    """Feeds the trace, as far as it is not to stop.
+
+    A request larger than the pool is counted as refused and leaves no trace in the cache.
+    """
     for index, source in enumerate(trace):
+        if should_stop():
+            return
         clock.now_s = source.timestamp_ms / 1e3
         infinite_hit = infinite.lookup_and_add(source)
         request = prompts.make(str(index), source)

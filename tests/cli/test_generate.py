@@ -24,6 +24,7 @@ from kvjax.demo import demo_model_path, demo_requests
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.errors import ConfigError
 from kvjax.models import load_model
+from tests.cli.interrupting import interrupting_after
 from tests.models.golden_models import model_folder
 
 CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -133,6 +134,37 @@ def test_hits_inside_blocks_misses_and_the_policy(capsys: pytest.CaptureFixture[
     assert any(line[:2] == ["never", "seen"] for line in lines)
 
 
+@pytest.mark.parametrize("mode", [[], ["--async"]], ids=["sync", "async"])
+def test_an_interrupted_run_reports_what_there_is(
+    mode: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests at once, interrupted when the short one has ended: the long one runs, the third waits."""
+    report = tmp_path / "report.json"
+    prompts = ("A list is", demo_requests()[0].prompt, "A tuple is")
+    texts = [argument for prompt in prompts for argument in ("--prompt", prompt)]
+    argv = ["generate", *SMALL, *texts, *mode, "--no-plot", "--ignore-eos", "--json", str(report)]
+    assert main(argv) == 0
+    whole = json.loads(report.read_text())
+    assert not whole["interrupted"]
+    capsys.readouterr()
+    monkeypatch.setattr("kvjax.cli.generate.progress", interrupting_after(1, "Generating"))
+    assert main(argv) == 130
+    captured, data = capsys.readouterr(), json.loads(report.read_text())
+    assert captured.err == "kvjax: interrupted\n"
+    assert "interrupted when 1 of 3 requests had ended" in captured.out
+    assert data["interrupted"]
+    for found, expected in zip(data["requests"], whole["requests"], strict=True):
+        tokens = found["output_token_ids"]
+        assert tokens == expected["output_token_ids"][: len(tokens)]
+        assert found["text"] in captured.out
+        assert (found["finish_reason"] == "abort") == (len(tokens) < 4)
+    assert [request["num_output_tokens"] < 4 for request in data["requests"]] == [False, True, True]
+    assert [request["num_cached_tokens"] is None for request in data["requests"]] == [False, False, True]
+    sums = data["totals"]
+    assert sums["queried_tokens"] == sum(request["num_prompt_tokens"] for request in data["requests"][:2])
+    assert sums["computed_tokens"] == sum(step["num_new_tokens"] for step in data["steps"])
+
+
 def test_samples_are_called_differently_from_prompts() -> None:
     prompts = [NamedPrompt("a", "x"), NamedPrompt("a.1", "y")]
     assert samples_of(prompts, 1) == prompts
@@ -191,14 +223,14 @@ def test_preemptions_are_told() -> None:
     )
 
 
-def test_generate_and_plan_agree_on_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_and_plan_agree_on_bytes(tmp_path: Path) -> None:
     """Both take the checkpoint's dtype; generate told of another one needs that one's bytes."""
     size = ["--num-blocks", "200", "--max-model-len", "288", "--block-size", "16"]
-    folder = str(demo_model_path())
+    folder, path = str(demo_model_path()), tmp_path / "plan.json"
 
     def planned(*arguments: str) -> int:
-        assert main(["plan", folder, *size, "--platform", "cpu", "--json", *arguments]) == 0
-        return sum(pool["total_bytes"] for pool in json.loads(capsys.readouterr().out)["pools"])
+        assert main(["plan", folder, *size, "--platform", "cpu", "--json", str(path), *arguments]) == 0
+        return sum(pool["total_bytes"] for pool in json.loads(path.read_text(encoding="utf-8"))["pools"])
 
     def generated(*arguments: str) -> int:
         parser = argparse.ArgumentParser()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvjax import __version__
 from kvjax.cli.arguments import non_negative_float, positive_float, positive_int
+from kvjax.cli.interrupts import interruptible
 from kvjax.cli.main import COMMANDS, main
 from kvjax.errors import ConfigError
 
@@ -28,12 +31,6 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"    {command} " in out for command in COMMANDS)
 
 
-def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "the following arguments are required: COMMAND" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("argv", [["--debug", "plan", "gpt"], ["plan", "gpt", "--debug"]])
 def test_debug_shows_the_traceback(argv: list[str]) -> None:
     with pytest.raises(ConfigError, match="expected a model's name"):
@@ -42,8 +39,8 @@ def test_debug_shows_the_traceback(argv: list[str]) -> None:
 
 def test_module_runs_and_neither_plan_nor_replay_loads_jax() -> None:
     code = (
-        "import sys, kvjax.cli.plan, kvjax.cli.replay; from kvjax.cli.main import main; "
-        "main(['plan', 'qwen3-8b', '--memory', '8GiB', '--json']); "
+        "import os, sys, kvjax.cli.plan, kvjax.cli.replay; from kvjax.cli.main import main; "
+        "main(['plan', 'qwen3-8b', '--memory', '8GiB', '--json', os.devnull]); "
         "sys.exit(sum(name in sys.modules for name in ('jax', 'flax', 'matplotlib', 'tqdm')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
@@ -52,7 +49,7 @@ def test_module_runs_and_neither_plan_nor_replay_loads_jax() -> None:
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    command = f"{sys.executable} -m kvjax plan qwen3-8b --memory 8GiB --json | head -n 1"
+    command = f"{sys.executable} -m kvjax plan qwen3-8b --memory 8GiB | head -n 1"
     result = subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True)
     assert result.stderr == ""
 
@@ -83,6 +80,65 @@ def test_argument_types_refuse(parse, text: str, message: str) -> None:
 
 def test_argument_types_accept() -> None:
     assert (positive_int("1,000"), positive_float("0.5"), non_negative_float("0")) == (1000, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "program", "message"),
+    [
+        ([], "kvjax", "the following arguments are required: COMMAND"),
+        (["paint"], "kvjax", "argument COMMAND: invalid choice: 'paint' (choose from "),
+        (["plan", "qwen3-8b", "--memry", "8GiB"], "kvjax", "unrecognized arguments: --memry 8GiB"),
+        (["plan", "--memory"], "kvjax plan", "argument --memory: expected one argument"),
+        (["plan", "--json", "/nowhere/x"], "kvjax plan", "argument --json: expected a file in a folder that exists, "),
+        (["replay", "--policy", "best"], "kvjax replay", "argument --policy: invalid choice: 'best' (choose from "),
+        (["replay", "--seed", "x\ny"], "kvjax replay", "argument --seed: invalid int value: "),
+        (
+            ["generate", "--num-blocks", "9", "--memory", "1MiB"],
+            "kvjax generate",
+            "argument --memory: not allowed",
+        ),
+        (["generate", "--no-such"], "kvjax", "unrecognized arguments: --no-such"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_one_line_and_status_2(
+    argv: list[str], program: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    captured = capsys.readouterr()
+    assert (ended.value.code, captured.out) == (2, "")
+    assert captured.err.startswith(f"{program}: error: {message}")
+    assert captured.err.endswith(f" (see {program} --help)\n")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    with interruptible() as should_stop:
+        signal.raise_signal(signal.SIGINT)
+        assert should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupts_that_somebody_else_takes_stay_theirs() -> None:
+    """A handler of the program that kvjax runs in; and threads, which never get a signal."""
+    taken: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: taken.append(number))
+    try:
+        with interruptible() as should_stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not should_stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert taken == [signal.SIGINT]
+
+    def ask() -> bool:
+        with interruptible() as should_stop:
+            return should_stop()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(ask).result()
 
 
 @pytest.mark.parametrize(

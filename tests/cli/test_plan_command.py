@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,13 @@ from kvjax.configs import known_models
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(["plan", *argv]) == 0
     return capsys.readouterr().out
+
+
+def planned(path: Path, *argv: str) -> dict[str, Any]:
+    """What `--json` writes into a folder that exists."""
+    assert main(["plan", *argv, "--json", str(path / "plan.json")]) == 0
+    values: dict[str, Any] = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+    return values
 
 
 def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -33,18 +41,21 @@ def test_worked_example_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 120 for line in out.splitlines())
 
 
-def test_worked_example_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(run(capsys, "llama-3-70b", "--memory", str(56 * 2**30), "--max-model-len", "131072", "--json"))
+def test_worked_example_in_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The file comes beside the text, which is as without it."""
+    argv = ("llama-3-70b", "--memory", str(56 * 2**30), "--max-model-len", "131072")
+    data = planned(tmp_path, *argv)
+    assert capsys.readouterr().out == run(capsys, *argv)
     assert data["pools"][0]["num_blocks"] == 11_468
     assert data["groups"][0]["page_bytes"] == 65_536
     assert data["model"] == "llama-3-70b"
     assert round(data["requests_that_fit"]["131072"], 1) == 1.4
 
 
-def test_a_deployment_fills_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
-    deployed = json.loads(run(capsys, "--deployment", "llama-3-70b-56gib", "--json"))
+def test_a_deployment_fills_what_is_not_given(tmp_path: Path) -> None:
+    deployed = planned(tmp_path, "--deployment", "llama-3-70b-56gib")
     assert deployed["pools"][0]["num_blocks"] == 11_468
-    shorter = json.loads(run(capsys, "--deployment", "llama-3-70b-56gib", "--num-blocks", "9000", "--json"))
+    shorter = planned(tmp_path, "--deployment", "llama-3-70b-56gib", "--num-blocks", "9000")
     assert shorter["pools"][0]["num_blocks"] == 9_000
     assert shorter["memory_bytes"] is None
 
@@ -57,9 +68,10 @@ def test_hybrid_models_show_their_groups(capsys: pytest.CaptureFixture[str]) -> 
     assert "sliding_window" not in together
 
 
-def test_the_longest_request_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("llama-4-scout", "--memory", "60GiB", "--json")
-    data = json.loads(run(capsys, *argv, "--max-model-len", "auto"))
+def test_the_longest_request_that_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ("llama-4-scout", "--memory", "60GiB")
+    data = planned(tmp_path, *argv, "--max-model-len", "auto")
+    capsys.readouterr()
     longest = data["max_model_len"]
     assert 1_000_000 < longest < 10_485_760
     assert data["concurrency"] >= 1
@@ -75,26 +87,26 @@ def test_every_shipped_model_can_be_planned(capsys: pytest.CaptureFixture[str], 
     assert ("scalar memory" in out) == (platform == "tpu")
 
 
-def test_parallel_deployments_show_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parallel_deployments_show_their_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ranks = ("--tensor-parallel", "8", "--decode-context-parallel", "8", "--data-parallel", "2")
     out = run(capsys, "deepseek-v3", "--memory", "60GiB", *ranks)
     assert "16 x gpu" in out
     words = " ".join(out.split())
     assert "Context parallelism over 8 ranks splits the tokens of a head" in words
     assert "Each of 2 replicas has requests and a cache of its own: together 89.5 requests of 163,840" in words
-    data = json.loads(run(capsys, "deepseek-v3", "--memory", "60GiB", *ranks, "--json"))
+    data = planned(tmp_path, "deepseek-v3", "--memory", "60GiB", *ranks)
     assert (data["num_devices"], data["decode_context_parallel"], data["data_parallel"]) == (16, 8, 2)
 
 
-def test_layers_that_share_pages_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_that_share_pages_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "15 more layers have no pages of their own" in run(capsys, "gemma-3n-e4b", "--memory", "4GiB")
-    data = json.loads(run(capsys, "gemma-3n-e4b", "--memory", "4GiB", "--json"))
+    data = planned(tmp_path, "gemma-3n-e4b", "--memory", "4GiB")
     assert data["shared_layers"]["layers.34"] == "layers.19"
 
 
-def test_a_usual_length_balances_the_pools(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("deepseek-v4-flash", "--memory", "60GiB", "--lengths", "8192", "--json")
-    longest, usual = (json.loads(run(capsys, *argv, *more)) for more in ((), ("--request-len", "8192")))
+def test_a_usual_length_balances_the_pools(tmp_path: Path) -> None:
+    argv = ("deepseek-v4-flash", "--memory", "60GiB", "--lengths", "8192")
+    longest, usual = (planned(tmp_path, *argv, *more) for more in ((), ("--request-len", "8192")))
     assert (longest["request_len"], usual["request_len"]) == (1_048_576, 8_192)
     assert usual["requests_that_fit"]["8192"] > 10 * longest["requests_that_fit"]["8192"]
 

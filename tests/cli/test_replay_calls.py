@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli.main import main
+from tests.cli.interrupting import interrupting_after
 
 WORKLOAD = ("--generate", "agents", "--num-requests", "12", "--model", "gemma-3-27b", "--num-blocks", "20000")
 
@@ -26,6 +27,19 @@ def test_a_recorded_replay_is_made_again(mode: tuple[str, ...], tmp_path: Path, 
     assert "every answer as recorded" in out
     assert "12 free, " in out
     assert "0 running requests" in out
+
+
+def test_interrupted_calls_are_those_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "calls"
+    assert main(["replay", *WORKLOAD, "--record", str(record)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("kvjax.cli.replay_calls.progress", interrupting_after(7))
+    assert main(["replay", "--calls", str(record)]) == 130
+    captured = capsys.readouterr()
+    assert captured.err == "kvjax: interrupted\n"
+    assert captured.out.startswith("interrupted; until then:\n7 calls in ")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from kvjax.cli.main import main
 from kvjax.errors import MissingExtraError
 from kvjax.replay import TraceRequest, read_trace, write_trace
+from tests.cli.interrupting import interrupting_after
 
 pytest.importorskip("matplotlib")
 TRACE = [
@@ -105,6 +108,62 @@ def test_batched_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.Captur
     assert f"at most {data['max_running_requests']} requests ran and {data['max_waiting_requests']} waited" in out
     assert 0 < data["occupancy"]["mean_held"] <= data["occupancy"]["max_held"] <= 1
     assert plot_path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("mode", ["--serial", "--no-progress"])
+def test_an_interrupted_replay_is_that_of_the_requests_before(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trace's third request comes a minute after the others, so the step before it is the end of these two."""
+    write_trace(TRACE, tmp_path / "all.jsonl")
+    write_trace(TRACE[:2], tmp_path / "two.jsonl")
+    arguments = ("--num-blocks", 1_000, mode, "--json")
+    run(capsys, tmp_path / "two.jsonl", *arguments, tmp_path / "two.json")
+    monkeypatch.setattr("kvjax.cli.replay.progress", interrupting_after(2))
+    paths = [tmp_path / name for name in ("all.json", "all.png", "calls")]
+    argv = (tmp_path / "all.jsonl", *arguments, paths[0], "--plot", paths[1], "--record", paths[2])
+    assert main(["replay", *map(str, argv)]) == 130
+    captured = capsys.readouterr()
+    assert captured.err == "kvjax: interrupted\n"
+    assert captured.out.startswith("interrupted after 2 of 3 requests; until then:\n2 requests, ")
+    found, expected = (json.loads(path.read_text()) for path in (paths[0], tmp_path / "two.json"))
+    assert (found.pop("interrupted"), expected.pop("interrupted")) == (True, False)
+    differing = {"trace", "trace_requests", "wall_seconds", "memory_bytes", "max_model_len"}
+    same = [key for key in expected if key not in differing and not key.startswith("host_us")]
+    assert {key: found[key] for key in same} == {key: expected[key] for key in same}
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+    assert main(["replay", "--calls", str(paths[2])]) == 0
+
+
+@pytest.mark.parametrize("mode", [("--serial",), ()])
+def test_a_replay_interrupted_before_its_first_request_says_so(
+    mode: tuple[str, ...], trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvjax.cli.replay.progress", interrupting_after(0))
+    assert main(["replay", trace, "--num-blocks", "1000", "--miss-reasons", *mode]) == 130
+    assert capsys.readouterr().out.startswith("interrupted after 0 of 3 requests; until then:\n0 requests, ")
+
+
+def test_an_interrupt_from_outside_ends_a_replay(tmp_path: Path) -> None:
+    """A process that gets SIGINT once its bar shows that it replays."""
+    path = tmp_path / "out.json"
+    code = (
+        "import sys; from kvjax.cli import replay; from kvjax.cli.main import main; from tests.cli.interrupting import "
+        "telling_after; replay.progress = telling_after(3); sys.exit(main(sys.argv[1:]))"
+    )
+    workload = ["replay", "--generate", "chat", "--num-requests", "100000", "--json", str(path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *workload], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "replaying\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "kvjax: interrupted\n")
+    data = json.loads(path.read_text())
+    assert data["interrupted"]
+    assert 3 <= data["done_requests"] < data["trace_requests"] == 100_000
+    assert out.startswith(f"interrupted after {data['done_requests']:,} of 100,000 requests; until then:\n")
 
 
 def test_reasons_of_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,16 +25,21 @@ class ReplayedCalls:
 
     manager: KVCacheManager
     num_calls: dict[str, int]  # by method
+    is_complete: bool  # whether all calls of the file were made
 
 
 def replay_calls(
-    path: str | Path, on_call: Callable[[KVCacheManager], object] = lambda manager: None, **options: Any
+    path: str | Path,
+    on_call: Callable[[KVCacheManager], object] = lambda manager: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    **options: Any,
 ) -> ReplayedCalls:
     """Makes all calls of a file again, on a manager restored from its head.
 
     Args:
         path: what a `CallRecorder` wrote.
         on_call: called with the manager after each call.
+        should_stop: asked before each; once it says so, the rest of the file is left.
         options: as of `KVCacheManager.restore`: objects that a file does not hold.
 
     Raises:
@@ -44,10 +49,14 @@ def replay_calls(
     """
     state, records = read_call_log(path)
     player = _Player(KVCacheManager.restore(state, **options), str(path))
+    is_complete = True
     for record in records:
+        if should_stop():
+            is_complete = False
+            break
         if player.play(record):
             on_call(player.manager)
-    return ReplayedCalls(player.manager, dict(player.num_calls))
+    return ReplayedCalls(player.manager, dict(player.num_calls), is_complete)
 
 
 class _Player:
