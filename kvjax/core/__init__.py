@@ -51,6 +51,7 @@ from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCa
 from kvjax.core.step.context_parallel import lengths_of_rank, slots_of_rank
 from kvjax.core.step.mrope_positions import MRopePositions
 from kvjax.core.step.step_builder import build_step_plan
+from kvjax.core.step.step_drafts import StepDrafts
 from kvjax.core.step.step_plan import GroupPlan, StepPlan, StepResult, TableUpdate
 from kvjax.core.watch.evicted_blocks import EvictedBlock
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -124,6 +125,7 @@ __all__ = [
     "SlidingWindowMLASpec",
     "SlidingWindowManager",
     "SlidingWindowSpec",
+    "StepDrafts",
     "StepFlow",
     "StepPlan",
     "StepResult",

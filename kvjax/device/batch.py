@@ -79,9 +79,10 @@ class DeviceBatch:
     token_source: Array  # int32[T] -1, or an index into the tokens sampled one step before
     query_start_loc: Array  # int32[S + 1], constant after the last real request
     distribution: Array  # int32[3]
-    logits_indices: Array  # int32[S], as many rows of logits as requests
+    logits_indices: Array  # int32[N], as many rows of logits as requests, or 1 + drafts for each
     groups: tuple[DeviceGroup, ...]
     embed_index: Array | None = None  # int32[T] -1: a token, else a row of vectors; None: the model takes none
+    logits_starts: Array | None = None  # int32[S + 1] rows of logits of each sampling request; None: each has one
 
     @classmethod
     def from_plan(cls, plan: StepPlan, bucket: Bucket, embed_index: np.ndarray | None = None) -> DeviceBatch:
@@ -92,7 +93,7 @@ class DeviceBatch:
         """
         sizes = plan_sizes(plan)
         if not bucket.fits(*sizes):
-            raise ValueError(f"a step of {sizes} (tokens, requests, columns) does not fit {bucket}")
+            raise ValueError(f"a step of {sizes} (tokens, requests, columns, drafts) does not fit {bucket}")
         if embed_index is not None and embed_index.shape != (plan.num_tokens,):
             raise ValueError(f"expected embed_index [{plan.num_tokens}], got {list(embed_index.shape)}")
         tokens, requests = bucket.num_tokens, bucket.num_requests
@@ -102,9 +103,10 @@ class DeviceBatch:
             token_source=padded(plan.token_source, tokens, -1),
             query_start_loc=padded(plan.query_start_loc, requests + 1, plan.num_tokens),
             distribution=np.array(plan.distribution, np.int32),
-            logits_indices=padded(plan.logits_indices, requests),
+            logits_indices=padded(plan.logits_indices, bucket.num_logits),
             groups=_groups(plan, bucket),
             embed_index=None if embed_index is None else padded(embed_index, tokens, -1),
+            logits_starts=_logits_starts(plan, bucket),
         )
 
     @classmethod
@@ -152,16 +154,19 @@ class DeviceBatch:
             token_source=np.full(tokens, -1, np.int32),
             query_start_loc=np.zeros(requests + 1, np.int32),
             distribution=np.zeros(3, np.int32),
-            logits_indices=np.zeros(requests, np.int32),
+            logits_indices=np.zeros(bucket.num_logits, np.int32),
             groups=tuple(groups),
             embed_index=np.full(tokens, -1, np.int32) if embeds else None,
+            logits_starts=np.zeros(requests + 1, np.int32) if bucket.num_drafts else None,
         )
 
 
-def plan_sizes(plan: StepPlan) -> tuple[int, int, int]:
-    """(tokens, requests or rows of logits, table columns) that a bucket must hold."""
+def plan_sizes(plan: StepPlan) -> tuple[int, int, int, int]:
+    """(tokens, requests or rows of logits without drafts, table columns, most drafts) that a bucket must hold."""
     columns = max((group.block_tables.shape[1] for group in plan.groups), default=1)
-    return plan.num_tokens, max(plan.num_requests, int(plan.logits_indices.size)), max(columns, 1)
+    drafts = plan.most_drafts
+    requests = plan.num_requests if drafts else max(plan.num_requests, int(plan.logits_indices.size))
+    return plan.num_tokens, requests, max(columns, 1), drafts
 
 
 def pick_bucket(plan: StepPlan, buckets: Buckets) -> Bucket:
@@ -204,6 +209,13 @@ def _groups(plan: StepPlan, bucket: Bucket) -> tuple[DeviceGroup, ...]:
             )
         )
     return tuple(groups)
+
+
+def _logits_starts(plan: StepPlan, bucket: Bucket) -> np.ndarray | None:
+    """int32[bucket requests + 1], constant after the last request that samples; None: each has one row of logits."""
+    if not bucket.num_drafts:
+        return None
+    return padded(plan.logits_starts, bucket.num_requests + 1, plan.logits_indices.size)
 
 
 def _slot_mapping(group: GroupPlan, bucket: Bucket) -> np.ndarray:

@@ -4,7 +4,8 @@ Flow:    limits of a deployment -> [Buckets] -> smallest bucket that a StepPlan 
 Source:  ARCHITECTURE.md, "Buckets"
 
 A product of three ladders would be hundreds of programs. The list is two short products instead: decode steps (one
-token a request, so T = S) over S and P, and mixed steps over T and P with S as large as it can be.
+token a request and its drafts, so T = S * (1 + drafts)) over S and P, and mixed steps over T and P with S as large as
+it can be.
 """
 
 from __future__ import annotations
@@ -21,20 +22,31 @@ _LADDER_LENGTHS = ((4, 3, 6, 2), (3, 3, 5, 2), (3, 2, 4, 2), (2, 2, 3, 2), (2, 1
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Padded sizes of one compiled step: T tokens, S requests, P columns of every block table."""
+    """Padded sizes of one compiled step: T tokens, S requests, P columns of every block table, drafts of a request."""
 
     num_tokens: int
     num_requests: int
     num_columns: int
+    num_drafts: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_requests", "num_columns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")
+        for name, least in (("num_tokens", 1), ("num_requests", 1), ("num_columns", 1), ("num_drafts", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"expected {name} >= {least}, got {getattr(self, name)}")
 
-    def fits(self, num_tokens: int, num_requests: int, num_columns: int) -> bool:
+    @property
+    def num_logits(self) -> int:
+        """N, rows of logits: one for each request and each draft, as far as there are tokens."""
+        return min(self.num_tokens, self.num_requests * (1 + self.num_drafts)) if self.num_drafts else self.num_requests
+
+    def fits(self, num_tokens: int, num_requests: int, num_columns: int, num_drafts: int = 0) -> bool:
         """Whether a step of these sizes can be padded to this bucket."""
-        return num_tokens <= self.num_tokens and num_requests <= self.num_requests and num_columns <= self.num_columns
+        return (
+            num_tokens <= self.num_tokens
+            and num_requests <= self.num_requests
+            and num_columns <= self.num_columns
+            and num_drafts <= self.num_drafts
+        )
 
 
 @dataclass(frozen=True)
@@ -62,11 +74,14 @@ class Buckets:
         max_model_len: int,
         block_size: int,
         max_buckets: int = MAX_BUCKETS,
+        num_drafts: int = 0,
     ) -> Buckets:
         """At most `max_buckets` shapes; a step of at most these limits fits the last, the largest.
 
+        `num_drafts`: the most drafts of a request in a step; every shape has rows of logits for so many.
+
         Raises:
-            ValueError: a limit is below 1.
+            ValueError: a limit is below 1, or `num_drafts` below 0.
         """
         limits = {
             "max_num_batched_tokens": max_num_batched_tokens,
@@ -78,12 +93,15 @@ class Buckets:
         for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"expected {name} >= 1, got {value}")
+        if num_drafts < 0:
+            raise ValueError(f"expected num_drafts >= 0, got {num_drafts}")
         columns = cdiv(max_model_len, block_size)
         seqs = min(max_num_seqs, max_num_batched_tokens)
         a, b, c, d = next(lengths for lengths in _LADDER_LENGTHS if _count(lengths) <= max_buckets)
-        decode = [Bucket(s, s, p) for s in _ladder(seqs, a) for p in _ladder(columns, b)]
-        mixed = [Bucket(t, min(t, seqs), p) for t in _ladder(max_num_batched_tokens, c) for p in _ladder(columns, d)]
-        return cls(tuple(decode + mixed))
+        most, drafts = max_num_batched_tokens, num_drafts
+        decode = [(min(s * (1 + drafts), most), s, p) for s in _ladder(seqs, a) for p in _ladder(columns, b)]
+        mixed = [(t, min(t, seqs), p) for t in _ladder(most, c) for p in _ladder(columns, d)]
+        return cls(tuple(Bucket(*sizes, num_drafts=drafts) for sizes in decode + mixed))
 
     @property
     def max_num_tokens(self) -> int:
@@ -95,23 +113,32 @@ class Buckets:
         """Most requests of any bucket: the length of the sampled tokens that a step leaves on the device."""
         return max(bucket.num_requests for bucket in self.steps)
 
-    def pick(self, num_tokens: int, num_requests: int, num_columns: int) -> Bucket:
-        """The smallest bucket that fits: fewest tokens, then requests, then columns.
+    @property
+    def max_num_drafts(self) -> int:
+        """Most drafts of a request in any bucket."""
+        return max(bucket.num_drafts for bucket in self.steps)
+
+    def pick(self, num_tokens: int, num_requests: int, num_columns: int, num_drafts: int = 0) -> Bucket:
+        """The smallest bucket that fits: fewest tokens, then requests, columns and drafts of a request.
 
         Raises:
             ValueError: none fits.
         """
         for bucket in self.steps:
-            if bucket.fits(num_tokens, num_requests, num_columns):
+            if bucket.fits(num_tokens, num_requests, num_columns, num_drafts):
                 return bucket
+        with_drafts = f" with {num_drafts} drafts of a request" if num_drafts else ""
         raise ValueError(
             f"no bucket fits {num_tokens} tokens, {num_requests} requests or rows of logits and {num_columns} table "
-            f"columns; the limits are {self.max_num_tokens} tokens, {self.max_num_requests} requests and "
+            f"columns{with_drafts}; the limits are {self.max_num_tokens} tokens, {self.max_num_requests} requests and "
             f"{max(bucket.num_columns for bucket in self.steps)} columns (declared: {self._declared()})"
         )
 
     def _declared(self) -> str:
-        return ", ".join(f"{b.num_tokens}x{b.num_requests}x{b.num_columns}" for b in self.steps)
+        def drafts(bucket: Bucket) -> str:
+            return f" with {bucket.num_drafts} drafts" if bucket.num_drafts else ""
+
+        return ", ".join(f"{b.num_tokens}x{b.num_requests}x{b.num_columns}{drafts(b)}" for b in self.steps)
 
 
 def _count(lengths: tuple[int, int, int, int]) -> int:

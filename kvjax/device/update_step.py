@@ -6,8 +6,9 @@ Source:  ARCHITECTURE.md, "Order inside a step"
 Page copies, zeroing and encoders are rare, so they are dispatched before the model as programs of their own: were they
 part of the step, each of their lengths would multiply the number of compiled steps.
 
-Asynchronous steps: `StepOutput.sampled` stays on the device, always `Buckets.max_num_requests` long, and the next
-step reads it where `StepPlan.token_source` says so. The host need not have seen those tokens.
+Asynchronous steps: `StepOutput.sampled` stays on the device, always `num_previous` long, and the next step reads it
+where `StepPlan.token_source` says so. The host need not have seen those tokens. A drafting model may put its tokens
+behind the `Buckets.max_num_requests` sampled ones, to be verified without the host.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device.batch import DeviceBatch, pick_bucket
 from kvjax.device.buckets import Bucket, Buckets
+from kvjax.device.draft_check import accept_drafts
 from kvjax.device.encoder_step import EncoderShapes, EncoderStep
 from kvjax.device.page_ops import (
     check_copies,
@@ -38,7 +40,7 @@ from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns, page_shardings
 from kvjax.device.placement import Placement
 
-# (logits float32[S, vocab], sampling inputs padded to S rows) -> (token ids int32[S], any pytree besides)
+# (logits float32[N, vocab], sampling inputs padded to N rows) -> (token ids int32[N], any pytree besides)
 SampleFn: TypeAlias = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 
@@ -46,9 +48,22 @@ class StepOutput(NamedTuple):
     """What one step leaves on the device. Rows past the plan's `logits_indices` are padding."""
 
     pages: KVPages
-    logits: jax.Array | None  # [S, vocab]; None unless asked for
-    sampled: jax.Array  # int32[Buckets.max_num_requests], 0 beyond this step's rows; all 0 without a sample_fn
+    logits: jax.Array | None  # [N, vocab]; None unless asked for
+    sampled: jax.Array  # int32[num_previous] newest token of each sampling request, then 0; all 0 without a sample_fn
     extras: Any  # second result of the sample_fn
+    tokens: jax.Array  # int32[>= N] sampled at each row of logits: `sampled` itself in buckets without drafts
+    num_accepted: jax.Array  # int32[>= S] drafts of each sampling request that were right
+
+
+class _Outputs(NamedTuple):
+    """What the compiled step returns: as `StepOutput`, None for what a bucket without drafts does not compute."""
+
+    pages: KVPages
+    logits: jax.Array | None
+    sampled: jax.Array
+    extras: Any
+    tokens: jax.Array | None
+    num_accepted: jax.Array | None
 
 
 class UpdateStep:
@@ -69,9 +84,11 @@ class UpdateStep:
         mrope: bool,
         encoder_shapes: EncoderShapes,
         takes_embeds: bool,
+        num_previous: int,
         backend: str,
     ) -> None:
         check_columns(kv_cache_config, placement)
+        _check_drafts(kv_cache_config, buckets, num_previous)
         self.kv_cache_config = kv_cache_config
         self.buckets = buckets
         self.placement = placement
@@ -79,6 +96,7 @@ class UpdateStep:
         self._return_logits = return_logits
         self._mrope = mrope
         self._takes_embeds = takes_embeds
+        self.num_previous = num_previous
         self._backend = backend
         self._graphdef, state = nnx.split(model)
         self._state = _placed(state, placement)
@@ -88,14 +106,14 @@ class UpdateStep:
             self._update,
             donate_argnums=1,
             in_shardings=(None, pages, replicated, replicated, replicated, replicated),
-            out_shardings=StepOutput(pages, replicated, replicated, replicated),  # type: ignore[arg-type]
+            out_shardings=_Outputs(pages, replicated, replicated, replicated, replicated, replicated),  # type: ignore[arg-type]
         )
         self.encoder = EncoderStep(self._graphdef, kv_cache_config, encoder_shapes, placement, backend=backend)
 
     @cached_property
-    def no_tokens(self) -> jax.Array:  # int32[Buckets.max_num_requests]
+    def no_tokens(self) -> jax.Array:  # int32[num_previous]
         """What the first step takes as the tokens of the step before."""
-        return jax.device_put(np.zeros(self.buckets.max_num_requests, np.int32), self.placement.replicated)
+        return jax.device_put(np.zeros(self.num_previous, np.int32), self.placement.replicated)
 
     @property
     def num_compiled(self) -> int:
@@ -107,7 +125,7 @@ class UpdateStep:
         pages: KVPages,
         plan: StepPlan,
         *,
-        previous: jax.Array | None = None,  # int32[Buckets.max_num_requests], `sampled` of the step before
+        previous: jax.Array | None = None,  # int32[num_previous], `sampled` of the step before, drafts behind it or not
         sampling: Any = None,  # pytree of numpy arrays, leading axis: rows of logits in the plan's order
         features: Sequence[np.ndarray] = (),  # of the requests whose encoder runs in the step, in the plan's order
         embeds: jax.Array | None = None,  # [rows, dim] of models that take embeddings: `EmbedBuffer.array`
@@ -125,10 +143,8 @@ class UpdateStep:
                 "[3, T] (build_step_plan with `mrope`)" if self._mrope else "[T] (or make the step with mrope=True)"
             )
             raise ValueError(f"expected positions {wanted}, got shape {list(plan.positions.shape)}")
-        if plan.token_source.max(initial=-1) >= self.buckets.max_num_requests:
-            raise ValueError(
-                f"expected token sources below {self.buckets.max_num_requests}, got {plan.token_source.max()}"
-            )
+        if plan.token_source.max(initial=-1) >= self.num_previous:
+            raise ValueError(f"expected token sources below {self.num_previous}, got {plan.token_source.max()}")
         if embed_index is None and self._takes_embeds:
             embed_index = np.full(plan.num_tokens, -1, np.int32)
         batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets), embed_index)
@@ -138,7 +154,7 @@ class UpdateStep:
         pages = self._edit_pages(pages, plan)
         for one, slot_mappings in zip(features, slots, strict=True):
             pages = self.encode(pages, one, slot_mappings)
-        return self._step(self._state, pages, *arguments)
+        return self._outputs(self._step(self._state, pages, *arguments))
 
     def encode(
         self,
@@ -170,7 +186,7 @@ class UpdateStep:
         Raises:
             ValueError: as calling the step.
         """
-        return self._step(self._state, pages, *self._arguments(batch, previous, sampling, embeds))
+        return self._outputs(self._step(self._state, pages, *self._arguments(batch, previous, sampling, embeds)))
 
     def warmup(
         self,
@@ -207,7 +223,7 @@ class UpdateStep:
         Weights and pages may be ShapeDtypeStructs with shardings (`nnx.eval_shape`, `page_shapes`), on devices that are
         only described (`jax.experimental.topologies`).
         """
-        no_tokens: Any = jax.ShapeDtypeStruct((self.buckets.max_num_requests,), np.int32)
+        no_tokens: Any = jax.ShapeDtypeStruct((self.num_previous,), np.int32)
         arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling, embeds)
         return self._step.lower(self._state, pages, *arguments).compile()
 
@@ -241,20 +257,34 @@ class UpdateStep:
         previous: jax.Array,
         sampling: Any,
         embeds: jax.Array | None,
-    ) -> StepOutput:
+    ) -> _Outputs:
         """The step as jax traces it, once per bucket."""
         model: Any = nnx.merge(self._graphdef, state)
         cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, backend=self._backend)
         inputs = {} if embeds is None else {"embeds": (embeds, batch.embed_index)}
-        hidden = model(_token_ids(batch, previous), batch.positions, cache, **inputs)
+        token_ids = _token_ids(batch, previous)
+        hidden = model(token_ids, batch.positions, cache, **inputs)
         if cache.unused_layers:
             raise ValueError(f"the model did not attend in layers {cache.unused_layers} of the cache config")
         logits = model.logits(hidden[batch.logits_indices])
         tokens, extras = jnp.zeros(logits.shape[0], jnp.int32), None
         if self._sample_fn is not None:
             tokens, extras = self._sample_fn(logits, sampling)
-        sampled = jnp.pad(tokens.astype(jnp.int32), (0, previous.shape[0] - tokens.shape[0]))
-        return StepOutput(cache.pages, logits if self._return_logits else None, sampled, extras)
+        sampled = tokens = tokens.astype(jnp.int32)
+        kept_logits, num_accepted = logits if self._return_logits else None, None
+        if batch.logits_starts is not None and self._sample_fn is not None:
+            starts, drafts = jnp.asarray(batch.logits_starts), token_ids[batch.logits_indices]
+            sampled, num_accepted = accept_drafts(drafts, tokens, starts, self.buckets.max_num_drafts)
+        sampled = jnp.pad(sampled, (0, self.num_previous - sampled.shape[0]))
+        rows = None if num_accepted is None else tokens
+        return _Outputs(cache.pages, kept_logits, sampled, extras, rows, num_accepted)
+
+    def _outputs(self, outputs: _Outputs) -> StepOutput:
+        """What the program of a bucket with or without drafts leaves."""
+        pages, logits, sampled, extras, tokens, num_accepted = outputs
+        if tokens is None or num_accepted is None:
+            return StepOutput(pages, logits, sampled, extras, sampled, self.no_tokens)
+        return StepOutput(pages, logits, sampled, extras, tokens, num_accepted)
 
     def _arguments(
         self, batch: DeviceBatch, previous: jax.Array | None, sampling: Any, embeds: jax.Array | None
@@ -264,7 +294,7 @@ class UpdateStep:
             taken = "embeds [rows, dim]" if self._takes_embeds else "no embeds (or make the step with embeds=True)"
             raise ValueError(f"expected {taken}, got {'none' if embeds is None else list(embeds.shape)}")
         previous = self.no_tokens if previous is None else previous
-        wanted = (self.buckets.max_num_requests,)
+        wanted = (self.num_previous,)
         if previous.shape != wanted:
             raise ValueError(f"expected previous tokens of shape {wanted}, got {previous.shape}")
         rows = batch.logits_indices.shape[0]
@@ -292,6 +322,7 @@ def make_update_step(
     mrope: bool = False,  # whether the model takes positions int32[3, T]
     encoder_shapes: EncoderShapes | None = None,  # of features for model.encode(features, cache), with their tokens
     embeds: bool = False,  # whether the model takes embeds=(array[rows, dim], index int32[T])
+    num_previous: int | None = None,  # tokens of `previous`: sampled ones, then drafts; None: buckets.max_num_requests
     backend: str = "auto",
 ) -> UpdateStep:
     """The update step of `model` over pages of `kv_cache_config`, sampling in the same program if `sample_fn` is given.
@@ -299,8 +330,9 @@ def make_update_step(
     Weights that do not lie on the placement's devices are copied to each of them once, now.
 
     Raises:
-        ValueError: the config's columns do not fit its layers, its KV heads do not split over the placement, or
-            encoder shapes are missing, or given where no layer reads an encoder.
+        ValueError: the config's columns do not fit its layers, its KV heads do not split over the placement, encoder
+            shapes are missing, or given where no layer reads an encoder, recurrent groups have states for fewer drafts
+            than the buckets, or `num_previous` is below the requests of the buckets.
     """
     return UpdateStep(
         model,
@@ -312,6 +344,7 @@ def make_update_step(
         mrope=mrope,
         encoder_shapes={} if encoder_shapes is None else encoder_shapes,
         takes_embeds=embeds,
+        num_previous=buckets.max_num_requests if num_previous is None else num_previous,
         backend=backend,
     )
 
@@ -320,6 +353,19 @@ def _token_ids(batch: DeviceBatch, previous: jax.Array) -> jax.Array:
     """Token ids of the step, those that the step before sampled filled in."""
     source = jnp.asarray(batch.token_source)
     return jnp.where(source >= 0, previous[jnp.maximum(source, 0)], batch.token_ids)
+
+
+def _check_drafts(kv_cache_config: KVCacheConfig, buckets: Buckets, num_previous: int) -> None:
+    """Raises ValueError unless recurrent groups have states for the buckets' drafts, and `previous` the sampled."""
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        pages = group.kv_cache_spec.state_pages
+        if pages is not None and pages.num_drafts < buckets.max_num_drafts:
+            raise ValueError(
+                f"group {group_id}: expected states for {buckets.max_num_drafts} drafts (num_speculative_blocks), as "
+                f"the buckets have, got {pages.num_drafts}"
+            )
+    if num_previous < buckets.max_num_requests:
+        raise ValueError(f"expected num_previous >= {buckets.max_num_requests}, got {num_previous}")
 
 
 def _check_edits(pages: KVPages, plan: StepPlan) -> None:

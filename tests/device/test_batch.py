@@ -55,8 +55,7 @@ def test_an_index_of_vectors_is_padded_with_tokens() -> None:
 
 def test_all_arrays_are_fresh_and_int32_even_where_nothing_is_padded() -> None:
     plan = mixed_plan()
-    tokens, requests, columns = plan_sizes(plan)
-    batch = DeviceBatch.from_plan(plan, Bucket(tokens, requests, columns))
+    batch = DeviceBatch.from_plan(plan, Bucket(*plan_sizes(plan)))
     leaves = jax.tree.leaves(batch)
     planned = [plan.token_ids, plan.positions, plan.token_source, plan.query_start_loc, plan.distribution]
     planned += [plan.logits_indices, *(x for g in plan.groups for x in (g.block_tables, g.seq_lens, g.slot_mapping))]
@@ -134,5 +133,7 @@ def test_positions_of_three_axes_are_padded_along_tokens() -> None:
 
 @pytest.mark.parametrize("bucket", [Bucket(9, 4, 6), Bucket(16, 1, 6), Bucket(16, 4, 2)], ids=str)
 def test_refuses_a_bucket_that_is_too_small(bucket: Bucket) -> None:
-    with pytest.raises(ValueError, match=r"a step of \(10, 2, 3\) \(tokens, requests, columns\) does not fit Bucket"):
+    with pytest.raises(
+        ValueError, match=r"a step of \(10, 2, 3, 0\) \(tokens, requests, columns, drafts\) does not fit Bucket"
+    ):
         DeviceBatch.from_plan(mixed_plan(), bucket)

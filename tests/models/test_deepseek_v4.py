@@ -335,7 +335,8 @@ class PickingStep:
     def __call__(self, pages: KVPages, plan: StepPlan) -> StepOutput:
         pages, logits, picked = self._run(pages, DeviceBatch.from_plan(plan, self.bucket))
         self.picked.append(np.asarray(picked)[:, : plan.num_tokens])
-        return StepOutput(pages, logits, jnp.zeros(1, jnp.int32), None)
+        no_tokens = jnp.zeros(1, jnp.int32)
+        return StepOutput(pages, logits, no_tokens, None, no_tokens, no_tokens)
 
 
 @pytest.mark.parametrize("max_num_tokens", [200, 7])

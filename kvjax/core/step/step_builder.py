@@ -10,6 +10,7 @@ while the step is on its way to the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, StatePages
 from kvjax.core.step.mrope_positions import MRopePositions
+from kvjax.core.step.step_drafts import StepDrafts
 from kvjax.core.step.step_plan import CompressedStates, GroupPlan, StepPlan, TableUpdate
 
 _NO_IDS = np.zeros(0, np.int32)
@@ -66,7 +68,7 @@ class TableShape(Protocol):
         """Columns, at least those of the longest row."""
 
 
-PickShape: TypeAlias = Callable[[int, int, int], TableShape]  # of tokens, requests, columns
+PickShape: TypeAlias = Callable[..., TableShape]  # of tokens, requests, columns and, if there are any, most drafts
 
 
 def build_step_plan(
@@ -76,6 +78,7 @@ def build_step_plan(
     *,
     wants_logits: np.ndarray | None = None,  # bool[S]; None: requests that reach their last known token
     last_token_source: np.ndarray | None = None,  # int[S] -1: known, else index into the tokens sampled a step before
+    drafts: StepDrafts | None = None,  # among the new tokens, as the last ones of their requests
     new_blocks: Sequence[TableUpdate] | None = None,  # per group, since the last step
     page_copies: Sequence[PageCopies] | None = None,  # per pool; None: taken from `tables`
     pages_to_zero: Sequence[np.ndarray] | None = None,  # per pool; None: taken from `tables`
@@ -86,8 +89,10 @@ def build_step_plan(
     """The plan of one step. Call it after the blocks are allocated and before `num_computed_tokens` advances.
 
     Requests come out as decode (one new token), prefill (empty), mixed, each in scheduling order; `plan.rows` tells.
-    With `last_token_source` the last new token of a request need not be in the table yet. With `pick_shape` block
-    tables are made in the shape that the device wants, instead of being copied into it later.
+    With `last_token_source` the last new token of a request, drafts not counted, need not be in the table yet. Drafts
+    follow the last token that a request has, and are in no table; the logits of that token and of all drafts are
+    wanted, row by row as `StepPlan.logits_starts` tells. With `pick_shape` block tables are made in the shape that the
+    device wants, instead of being copied into it later.
     Groups of cross attention have lengths and slots of encoder tokens: the lengths of every request, slots where the
     encoder runs in this step, from `encoder_starts[i]` on those of request i.
     Groups of compressed caches have lengths and slots of states, a slot for each state that the new tokens complete,
@@ -97,11 +102,15 @@ def build_step_plan(
 
     Raises:
         ValueError: a row repeats or holds no request, a request has no new tokens or more than it has tokens, its
-            blocks do not hold them, or `pick_shape` finds no shape. No page edits are taken.
+            blocks do not hold them, drafts are not as `StepDrafts` wants them, do not follow a request's last token or
+            get no logits, or `pick_shape` finds no shape. No page edits are taken.
     """
     table = tables.request_table
     rows, num_new = np.asarray(rows, np.int64), np.asarray(num_new_tokens, np.int64)
     _check_rows(rows, num_new, len(table.request_ids))
+    if drafts is not None:
+        drafts.check(rows, num_new)
+        drafts = drafts if np.count_nonzero(drafts.counts) else None
     is_longer = num_new != 1
     num_decode = rows.size - int(np.count_nonzero(is_longer))
     order = slice(None) if not is_longer[:num_decode].any() else np.argsort(is_longer, kind="stable")
@@ -110,19 +119,32 @@ def build_step_plan(
     seq_lens = computed + num_new
     known = np.asarray(table.num_tokens[rows], np.int64)
     source = None if last_token_source is None else np.asarray(last_token_source)[order]
-    _check_tokens(rows, seq_lens, known if source is None else known + (source >= 0))
+    drafts = None if drafts is None else drafts.in_order(order)
+    own_lens = seq_lens if drafts is None else seq_lens - drafts.counts
+    available = known if source is None else known + (source >= 0)
+    _check_tokens(rows, own_lens, available)
+    wanted = own_lens >= known if wants_logits is None else np.asarray(wants_logits, bool)[order]
 
     starts = _starts(num_new, is_decode=num_decode == rows.size)
     ends = starts[1:] - 1
     tokens = _Tokens.of(rows, computed, num_new, starts)
     token_source = np.full(tokens.rows.size, -1, np.int32)
-    if source is None:
+    if source is None and drafts is None:
         token_ids = table.token_ids[tokens.rows, tokens.positions]
     else:
-        token_source[ends] = source
         token_ids = table.token_ids[tokens.rows, np.minimum(tokens.positions, table.token_ids.shape[1] - 1)]
+    if source is not None:
+        token_source[ends if drafts is None else ends - drafts.counts] = source
         token_ids[token_source >= 0] = 0
-    wanted = seq_lens >= known if wants_logits is None else np.asarray(wants_logits, bool)[order]
+    if drafts is None:
+        logits_indices = ends[wanted].astype(np.int32)
+        logits_starts = np.arange(logits_indices.size + 1, dtype=np.int32)
+    else:
+        _check_drafts(rows, drafts.counts, own_lens == available, wanted)
+        drafts.put(ends, token_ids, token_source)
+        logits_indices, logits_starts = drafts.logits_rows(ends, wanted)
+        if pick_shape is not None:
+            pick_shape = partial(pick_shape, num_drafts=int(drafts.counts.max()))
     writes = None if writes_encoder is None else np.asarray(writes_encoder, bool)[order]
     updates = [NO_UPDATE] * len(tables.kv_cache_config.kv_cache_groups) if new_blocks is None else new_blocks
     positions = None if mrope is None else mrope.of_tokens(rows, computed, starts, *tokens)
@@ -137,7 +159,8 @@ def build_step_plan(
         token_ids=token_ids.astype(np.int32, copy=False),
         positions=tokens.positions.astype(np.int32) if positions is None else positions,
         query_start_loc=starts.astype(np.int32),
-        logits_indices=ends[wanted].astype(np.int32),
+        logits_indices=logits_indices,
+        logits_starts=logits_starts,
         distribution=np.array([num_decode, num_decode, rows.size], np.int32),
         token_source=token_source,
         page_copies=tables.take_page_copies() if page_copies is None else tuple(page_copies),
@@ -425,6 +448,14 @@ def _check_tokens(rows: np.ndarray, seq_lens: np.ndarray, available: np.ndarray)
         raise ValueError(
             f"row {rows[i]}: a step up to token {seq_lens[i]} needs tokens, the request has {available[i]}"
         )
+
+
+def _check_drafts(rows: np.ndarray, counts: np.ndarray, follow_last: np.ndarray, wanted: np.ndarray) -> None:
+    bad = (counts > 0) & ~(follow_last & wanted)
+    if bad.any():
+        i = int(bad.argmax())
+        reason = "logits that verify them" if follow_last[i] else "the request's last token before them"
+        raise ValueError(f"row {rows[i]}: {counts[i]} drafts need {reason}")
 
 
 __all__ = ["NO_UPDATE", "StepTables", "build_step_plan", "logits_requests"]

@@ -86,7 +86,8 @@ class StepPlan:
     token_ids: np.ndarray  # int32[T]
     positions: np.ndarray  # int32[T], or [3, T] where `MRopePositions` are given
     query_start_loc: np.ndarray  # int32[S + 1]
-    logits_indices: np.ndarray  # int32[N] indices into T whose logits are wanted
+    logits_indices: np.ndarray  # int32[N] indices into T whose logits are wanted, request by request
+    logits_starts: np.ndarray  # int32[S' + 1] where those of each request that samples begin: one, one more per draft
     distribution: np.ndarray  # int32[3] ends of the decode, prefill and mixed parts
     token_source: np.ndarray  # int32[T] -1: `token_ids` holds it, else the index of a token sampled one step before
     page_copies: tuple[PageCopies, ...]  # one per pool
@@ -102,3 +103,10 @@ class StepPlan:
     def num_requests(self) -> int:
         """S, the requests of the step."""
         return len(self.request_ids)
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of the request that has the most."""
+        if self.logits_indices.size == self.logits_starts.size - 1:  # one row of logits each
+            return 0
+        return int(np.diff(self.logits_starts).max(initial=1)) - 1
