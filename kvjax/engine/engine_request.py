@@ -40,24 +40,30 @@ class FinishReason(enum.Enum):
 
 @dataclass(eq=False)
 class EngineRequest:
-    """One request, owned by the engine's thread. `priority` orders requests: lower first, unique."""
+    """One request, owned by the engine's thread. Its `priority` and `arrival` are together those of no other."""
 
     request: Request
     params: SamplingParams
     seed: int  # the one that sampling uses
     stop_token_ids: frozenset[int]  # of the params and, unless ignored, of the model
-    priority: int
+    arrival: int  # number of requests queued before it
     stats: RequestStats
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     logprobs: list[float] = field(default_factory=list)  # one per output token; while it runs, of those before it did
     inputs: RequestInputs = NO_INPUTS
     first_sample: EngineRequest | None = None  # of the same prompt, which that one computes for both
+    priority: int = 0  # lower is more urgent
 
     @property
     def request_id(self) -> str:
         """Id that the caller gave."""
         return self.request.request_id
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """What requests are ordered by, the most urgent first."""
+        return self.priority, self.arrival
 
     @property
     def max_total_tokens(self) -> int:

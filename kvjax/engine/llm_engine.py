@@ -186,8 +186,9 @@ class LLMEngine:
         prompt_positions: np.ndarray | None = None,
         cache_salt: str | None = None,
         lora_name: str | None = None,
+        priority: int = 0,
     ) -> str:
-        """Queues a prompt, text or token ids, behind all others; its id.
+        """Queues a prompt, text or token ids, behind all others of its priority; its id.
 
         With `params.n` > 1 it is that of the first sample; the others have the ids of `sample_ids`. Requests share
         cached prefixes only with those of equal inputs, salt and adapter.
@@ -201,13 +202,14 @@ class LLMEngine:
             prompt_positions: int[3, num_prompt_tokens] for models with multimodal positions, where there are vectors.
             cache_salt: text that keeps the request's cached blocks apart from those of other salts.
             lora_name: adapter that keeps them apart likewise; what the model computes is not changed by it.
+            priority: lower is more urgent: such requests start first, and are preempted last.
 
         Raises:
-            ValueError: an id is taken, the prompt is empty or has ids outside the vocabulary, text comes without a
-                tokenizer, the model takes other inputs (`read_inputs`), or the request can never run. Nothing is
-                changed.
+            ValueError: an id is taken, the priority is no integer, the prompt is empty or has ids outside the
+                vocabulary, text comes without a tokenizer, the model takes other inputs (`read_inputs`), or the request
+                can never run. Nothing is changed.
         """
-        given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name)
+        given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name, priority)
         samples = self._maker.make(prompt, params, request_id, given, self._loop.requests)
         self._loop.add(samples)
         self._maker.num_queued += len(samples)
@@ -224,9 +226,10 @@ class LLMEngine:
         prompt_positions: np.ndarray | None = None,
         cache_salt: str | None = None,
         lora_name: str | None = None,
+        priority: int = 0,
     ) -> None:
         """Raises ValueError if `add_request` would refuse the prompt: to know before a long warm-up."""
-        given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name)
+        given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name, priority)
         samples = self._maker.make(prompt, params, request_id, given, self._loop.requests)
         self.scheduler.check_fits(samples[0])
 

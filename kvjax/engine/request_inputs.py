@@ -43,6 +43,7 @@ class GivenInputs:
     prompt_positions: np.ndarray | None = None  # int[3, num_prompt_tokens]
     cache_salt: str | None = None
     lora_name: str | None = None
+    priority: int = 0
 
 
 class InputLimits(Protocol):

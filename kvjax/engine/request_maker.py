@@ -20,7 +20,7 @@ from kvjax.models import LoadedModel
 
 
 class RequestMaker:
-    """Makes the requests of one engine, and counts those that it queued: their priorities and seeds follow."""
+    """Makes the requests of one engine, and counts those that it queued: their arrival and seeds follow."""
 
     def __init__(
         self,
@@ -51,6 +51,8 @@ class RequestMaker:
         Raises:
             ValueError: as `LLMEngine.add_request`, but for requests that are too long.
         """
+        if not isinstance(given.priority, int):
+            raise ValueError(f"expected priority as an integer, lower is more urgent, got {given.priority!r}")
         params = SamplingParams() if params is None else params
         names = sample_ids(f"request-{self.num_queued}" if request_id is None else request_id, params.n)
         for name in names:
@@ -62,7 +64,7 @@ class RequestMaker:
                 first,
                 request=first.request.fork(name),
                 seed=self._seed(params, place),
-                priority=self.num_queued + place,
+                arrival=self.num_queued + place,
                 stats=replace(first.stats, request_id=name),
                 logprobs=[],
                 first_sample=first,
@@ -89,7 +91,8 @@ class RequestMaker:
             params=params,
             seed=self._seed(params, 0),
             stop_token_ids=stop if params.ignore_eos else stop | frozenset(self._model.config.eos_token_ids),
-            priority=self.num_queued,
+            arrival=self.num_queued,
+            priority=given.priority,
             stats=RequestStats(request_id, request.num_prompt_tokens, self._clock()),
             inputs=inputs,
         )

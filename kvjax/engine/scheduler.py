@@ -1,13 +1,16 @@
-"""Which requests take part in the next step, and with how many tokens: first come, first served.
+"""Which requests take part in the next step, and with how many tokens: the most urgent first.
 
 Flow:    EngineRequest -> [Scheduler.schedule] -> ScheduledStep -> model -> [Scheduler.update] -> finished requests
 Source:  vLLM v1/core/sched/scheduler.py (running first, preemption by recomputation, watermark); all running
          requests in one call: ARCHITECTURE.md, "Planning a step"
 
-A step takes at most `max_num_batched_tokens` tokens. Running requests come first, in order of priority, a token or a
+A step takes at most `max_num_batched_tokens` tokens. Running requests come first, the most urgent first, a token or a
 chunk of prompt each; then waiting requests are admitted while tokens, rows and blocks last. When blocks run out, the
-running request of the lowest priority is preempted: its blocks are freed, it waits at the head of the queue, and once
-it is admitted again it computes what the prefix cache does not hold by then.
+least urgent running request is preempted: its blocks are freed, it waits before all others of its priority, and once it
+is admitted again it computes what the prefix cache does not hold by then.
+
+Of two requests the one of the lower `priority` is more urgent, and of one priority the one that came first; nobody is
+preempted for a request that waits. Without priorities that is first come, first served.
 
 Samples of one prompt wait one behind the other. The first computes the prompt. Once that step is dispatched, as many of
 the others as there are rows for are forked from it. They share its blocks of all prompt tokens but the last; each
@@ -17,7 +20,7 @@ its own, and the others are forked before that step.
 
 Where groups are recurrent, a step takes of a prompt what ends where a block of states ends (`StepShares`).
 
-Running requests are rows of the request table, kept in order of priority in one array; what a step needs of them stands
+Running requests are rows of the request table, kept in order of urgency in one array; what a step needs of them stands
 in arrays too (`RunningRows`), so that Python looks at a request only when it starts, ends or waits.
 
 The first waiting request is looked up when it may fit. Once refused, it is looked up again when a pool has more free
@@ -25,7 +28,8 @@ blocks than it had then, when a running request has stopped, or after `RETRY_STE
 
 Invariants (`check_invariants`):
 
-    I1  priorities rise through `running`, then `waiting`: preemption moves the last of one to the front of the other
+    I1  urgency rises through `running`, through `waiting`, and for each priority through both: preemption moves the
+        last of one to the front of its priority in the other
     I2  a running request owns a row, a waiting one does not
     I3  a request is in one of the two queues, once
     I4  the arrays by row hold exactly the running requests
@@ -33,7 +37,7 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +48,7 @@ from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.running_rows import RunningRows
 from kvjax.engine.scheduled_step import NewTokens, ScheduledStep, StepDraft
 from kvjax.engine.step_shares import StepShares
+from kvjax.engine.waiting_queue import WaitingQueue
 from kvjax.errors import InvariantError
 
 RETRY_STEPS = 32  # a lookup of 128k tokens takes half as long as a step of 1,024 requests, so these cost 2 %
@@ -84,8 +89,8 @@ class Scheduler:
         """
         self._shares = StepShares(manager, config.max_num_batched_tokens)
         self.inputs = RunningInputs() if inputs is None else inputs
-        self._waiting: OrderedDict[EngineRequest, None] = OrderedDict()
-        self._rows = np.zeros(0, np.int64)  # of running requests, by priority; replaced, never written
+        self._waiting = WaitingQueue()
+        self._rows = np.zeros(0, np.int64)  # of running requests, by urgency; replaced, never written
         self._by_row = RunningRows(manager.request_table.capacity)
         self._flights: deque[ScheduledStep] = deque()  # started and not updated
         self._manager = manager
@@ -98,12 +103,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[EngineRequest]:
-        """Requests that wait, by priority."""
+        """Requests that wait, by urgency."""
         return list(self._waiting)
 
     @property
     def running(self) -> list[EngineRequest]:
-        """Requests that run, by priority."""
+        """Requests that run, by urgency."""
         running: list[EngineRequest] = self._by_row.requests[self._rows].tolist()
         return running
 
@@ -123,13 +128,13 @@ class Scheduler:
         return len(self._waiting) + self._rows.size
 
     def add(self, request: EngineRequest) -> None:
-        """Queues a request behind all others.
+        """Queues a request behind all others of its priority.
 
         Raises:
             ValueError: it can never run: longer than `max_model_len`, or than a pool holds. Nothing is changed.
         """
         self.check_fits(request)
-        self._waiting[request] = None
+        self._waiting.add(request)
 
     def check_fits(self, request: EngineRequest) -> None:
         """Raises ValueError if the request can never run, as `add` would."""
@@ -162,7 +167,7 @@ class Scheduler:
             self._forget_stopped()
 
     def preempt_last(self) -> None:
-        """The running request of the lowest priority loses its row and blocks and waits at the head of the queue.
+        """The least urgent running request loses its row and blocks and waits before all others of its priority.
 
         The next step admits nobody.
 
@@ -178,8 +183,7 @@ class Scheduler:
         engine_request.request.num_preemptions += 1
         engine_request.stats.num_preemptions += 1
         engine_request.status = RequestStatus.WAITING
-        self._waiting[engine_request] = None
-        self._waiting.move_to_end(engine_request, last=False)
+        self._waiting.put_back(engine_request)
         self._num_preempted += 1
 
     def schedule(self) -> ScheduledStep | None:
@@ -254,9 +258,14 @@ class Scheduler:
         self.inputs.check_invariants()
         running, waiting = self.running, self.waiting
         queued = [*running, *waiting]
-        priorities = [request.priority for request in queued]
-        if priorities != sorted(set(priorities)):
-            raise InvariantError(f"I1, I3: expected rising priorities, got {priorities}")
+        self._waiting.check_invariants()
+        urgencies = [request.urgency for request in running]
+        if urgencies != sorted(set(urgencies)):
+            raise InvariantError(f"I1, I3: expected running requests of rising urgency, got {urgencies}")
+        by_priority = sorted(queued, key=lambda request: request.priority)  # stable: running, then waiting
+        urgencies = [request.urgency for request in by_priority]
+        if urgencies != sorted(set(urgencies)):
+            raise InvariantError(f"I1, I3: expected each priority's requests by arrival, got {urgencies}")
         for i, request in enumerate(queued):
             expected = RequestStatus.RUNNING if i < len(running) else RequestStatus.WAITING
             row = request.request.row
@@ -298,7 +307,7 @@ class Scheduler:
     def _admit(self, draft: StepDraft) -> None:
         """Admits waiting requests in order, until one does not fit."""
         while self._waiting and draft.budget and self._rows.size < self._config.max_num_seqs:
-            engine_request = next(iter(self._waiting))
+            engine_request = self._waiting.first
             if engine_request.waits_for_first_sample or self._is_refused(engine_request):
                 return
             if not self.inputs.fits(engine_request.inputs):
@@ -322,7 +331,7 @@ class Scheduler:
             if allocated is None:
                 self._refusal = _Refusal(engine_request, self._num_free_blocks(), self._num_steps)
                 return
-            del self._waiting[engine_request]
+            self._waiting.remove(engine_request)
             request.num_computed_tokens = num_hit
             self._note_misses(engine_request)
             self._start_running(engine_request, num_hit)
@@ -351,7 +360,7 @@ class Scheduler:
         """Starts the waiting samples whose first one has just computed the prompt, while there are rows."""
         forked: list[EngineRequest] = []
         while self._waiting and self._rows.size < self._config.max_num_seqs:
-            sample = next(iter(self._waiting))
+            sample = self._waiting.first
             first = sample.first_sample
             if first is None or not self._shares.is_at_fork(first):
                 break
@@ -364,7 +373,7 @@ class Scheduler:
             sample.request = children[0]
             if sample.stats.num_cached_tokens is None:
                 sample.stats.num_shared_tokens = sample.request.num_computed_tokens
-            del self._waiting[sample]
+            self._waiting.remove(sample)
             self._start_running(sample, sample.request.num_computed_tokens)
             forked.append(sample)
         return forked
@@ -378,7 +387,11 @@ class Scheduler:
         row = engine_request.request.row
         self._by_row.start(row, engine_request)
         self.inputs.start(row, engine_request.inputs, num_hit_tokens)
-        self._rows = np.append(self._rows, row)
+        place = self._rows.size
+        while place and self._by_row.requests[self._rows[place - 1]].urgency > engine_request.urgency:
+            place -= 1
+        is_last = place == self._rows.size  # always without priorities; `append` is the faster
+        self._rows = np.append(self._rows, row) if is_last else np.insert(self._rows, place, row)
 
     def _stop_running(self, engine_request: EngineRequest) -> None:
         """Takes a running request's row and blocks. The caller removes it from `_rows`."""
@@ -396,7 +409,7 @@ class Scheduler:
         if engine_request.status is RequestStatus.RUNNING:
             self._stop_running(engine_request)
         else:
-            del self._waiting[engine_request]
+            self._waiting.remove(engine_request)
         engine_request.status = RequestStatus.FINISHED
         engine_request.finish_reason = reason
 

@@ -7,9 +7,9 @@ In models with recurrent layers a step takes of a prompt what ends where a block
 tokens before it, so the first of several samples stops before its prompt's last token, where the others are forked;
 that token each computes for itself.
 
-A prompt that the rest of a step's tokens does not take to the end of a block waits. Only requests before it in the
-order of priority are in its way, and none comes to be, so it goes on when they have ended at the latest. Steps with
-room for a block beside a token of each other request make nobody wait for that long.
+A prompt that the rest of a step's tokens does not take to the end of a block waits. Only more urgent requests are in
+its way, and unless some of a lower `priority` come, none comes to be, so it goes on when they have ended at the latest.
+Steps with room for a block beside a token of each other request make nobody wait for that long.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepShares:
     def of_running(
         self,
         requests: np.ndarray,  # object[rows of the table] EngineRequest
-        rows: np.ndarray,  # int64[n] in order of priority
+        rows: np.ndarray,  # int64[n] in order of urgency
         num_left: np.ndarray,  # int64[n] tokens that each could compute
         budget: int,
     ) -> np.ndarray:  # int64[n]

@@ -60,7 +60,7 @@ class Engine:
                 params=SamplingParams(max_tokens=NUM_STEPS),
                 seed=i,
                 stop_token_ids=STOP_TOKENS,
-                priority=i,
+                arrival=i,
                 stats=RequestStats(f"r{i}", prompt.size, 0.0),
             )
             self.loop.add([request])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.kernel_bench.case import Sizes
-from scripts.kernel_bench.step import Rows
+from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work
+from scripts.kernel_bench.shards import splits, with_most_shards
+from scripts.kernel_bench.step import Rows, words
+
+Shape = TypeVar("Shape", bound=Any)
+CaseFn: TypeAlias = Callable[[str, Shape, Sizes], BenchCase]  # of a kind and a shape
 
 KINDS = ("decode", "drafts", "prefill")
 _NUM_DRAFTS = 3
@@ -55,3 +61,40 @@ class StateStep:
         write = 1 + rng.permutation(self.num_written).reshape(num_seqs, self.num_kept)
         ints = (starts, (num_decode, num_decode, num_seqs), write[:, -1], write)
         return (*(jnp.asarray(x, jnp.int32) for x in ints), jnp.full(num_seqs, self.has_states))
+
+
+def cases_of(shapes: Sequence[Shape], sizes: Sizes, case: CaseFn[Shape]) -> Iterator[BenchCase]:
+    """Every kind of step of every shape that splits so."""
+    for shape in shapes:
+        for kind in KINDS if splits(shape, sizes.shards) else ():
+            yield case(kind, shape, sizes)
+
+
+def case_of(
+    op: str,
+    kind: str,
+    shape: Shape,
+    sizes: Sizes,
+    *,
+    work: Callable[[StateStep, Shape, Sizes], Work],
+    arguments: Callable[[StateStep, Shape, Sizes, int], Arguments],
+    call: Callable[[str, Any, Any], tuple[Any, Any]],
+    case: CaseFn[Shape],  # the op's own, for the small one
+    same: Any = None,
+) -> BenchCase:
+    """One step of one shape; `same` as of a `BenchCase`."""
+    step = StateStep.of(kind, sizes)
+    return BenchCase(
+        op,
+        kind,
+        shape.name,
+        words(step.rows),
+        sizes,
+        work(step, shape, sizes),
+        lambda seed: arguments(step, shape, sizes, seed),
+        call,
+        lambda: case(kind, shape, with_most_shards(shape, replace(sizes, small=True))),
+        writes=True,
+        has_tokens_in_pages=False,
+        same=same,
+    )

@@ -167,7 +167,13 @@ class FakeEngine:
         self._depth = depth
 
     def add(
-        self, request_id: str, prompt: list[int], max_tokens: int, stop_token_ids: tuple[int, ...] = (), n: int = 1
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...] = (),
+        n: int = 1,
+        priority: int = 0,
     ) -> None:
         params = SamplingParams(n=n, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         samples: list[EngineRequest] = []
@@ -177,9 +183,10 @@ class FakeEngine:
                 params=params,
                 seed=0,
                 stop_token_ids=frozenset(stop_token_ids),
-                priority=len(self.requests) + len(samples),
+                arrival=len(self.requests) + len(samples),
                 stats=RequestStats(name, len(prompt), 0.0),
                 first_sample=samples[0] if samples else None,
+                priority=priority,
             )
             samples.append(request)
         self.loop.add(samples)

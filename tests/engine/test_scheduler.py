@@ -184,7 +184,7 @@ def request_of(request_id: str, num_prompt_tokens: int, max_tokens: int = 1) -> 
         params=SamplingParams(max_tokens=max_tokens),
         seed=0,
         stop_token_ids=frozenset(),
-        priority=0,
+        arrival=0,
         stats=RequestStats(request_id, num_prompt_tokens, 0.0),
     )
 
@@ -256,7 +256,7 @@ def test_the_watermark_is_void_as_soon_as_nothing_runs_whatever_is_freed() -> No
     limits = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=128, watermark=0.5)
     scheduler = Scheduler(manager, limits)
     first, second = request_of("a", 40, max_tokens=2), request_of("b", 12)
-    second.priority = 1
+    second.arrival = 1
     scheduler.add(first)
     scheduler.add(second)
     prefix = Request("longer", [*first.request.token_ids, 1], block_hasher=first.request.block_hasher)

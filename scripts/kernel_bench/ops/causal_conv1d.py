@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,51 +12,44 @@ from pallas_kernels.gated_delta_rule.shapes import DeltaShape
 from pallas_kernels.ssm_update import causal_conv1d
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
-from scripts.kernel_bench.recurrent import KINDS, StateStep
-from scripts.kernel_bench.shards import splits, with_most_shards
-from scripts.kernel_bench.step import words
+from scripts.kernel_bench.recurrent import StateStep, case_of, cases_of
 
 OP = "causal_conv1d"
 
 
 def cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Every shape that splits so."""
-    for shape in (*SHAPES, *DELTA_SHAPES):
-        for kind in KINDS if splits(shape, sizes.shards) else ():
-            yield case(kind, shape, sizes)
+    return cases_of((*SHAPES, *DELTA_SHAPES), sizes, case)
 
 
 def case(kind: str, shape: SsmShape | DeltaShape, sizes: Sizes) -> BenchCase:
     """One step of one shape."""
-    step = StateStep.of(kind, sizes)
-    state = shape.state_shapes(sizes.shards)[0]
-    return BenchCase(
+    return case_of(
         OP,
         kind,
-        shape.name,
-        words(step.rows),
+        shape,
         sizes,
-        work(step, state, sizes),
-        lambda seed: arguments(step, state, sizes, seed),
-        call,
-        lambda: case(kind, shape, with_most_shards(shape, replace(sizes, small=True))),
-        writes=True,
-        has_tokens_in_pages=False,
-        same=state,
+        work=work,
+        arguments=arguments,
+        call=call,
+        case=case,
+        same=shape.state_shapes(sizes.shards)[0],
     )
 
 
-def work(step: StateStep, state: tuple[int, ...], sizes: Sizes) -> Work:
+def work(step: StateStep, shape: SsmShape | DeltaShape, sizes: Sizes) -> Work:
     """Inputs, weights and bias read, outputs written; each state written, and one read by each sequence that has it. A
     multiplication and an addition for each tap of an output, its activation apart."""
-    channels, taps = state[0], state[1] + 1
+    channels, before = shape.state_shapes(sizes.shards)[0]
+    taps = before + 1
     numbers = 2 * step.num_tokens * channels + channels * (taps + 1) + step.num_moved * channels * (taps - 1)
     return Work(numbers * itemsize(sizes.q_dtype), 2 * step.num_tokens * channels * taps)
 
 
-def arguments(step: StateStep, state: tuple[int, ...], sizes: Sizes, seed: int) -> Arguments:
+def arguments(step: StateStep, shape: SsmShape | DeltaShape, sizes: Sizes, seed: int) -> Arguments:
     """pages: the states; rest: x, weight, bias, step."""
     rng = np.random.default_rng(seed)
+    state = shape.state_shapes(sizes.shards)[0]
     channels, before = state
     states = random_array(rng, (1 + step.num_written, *state), sizes.q_dtype).at[0].set(0)
     shapes = ((step.num_tokens, channels), (channels, before + 1), (channels,))

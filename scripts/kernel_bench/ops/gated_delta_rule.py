@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,9 +12,7 @@ import numpy as np
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_rule.shapes import SHAPES, DeltaShape
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
-from scripts.kernel_bench.recurrent import KINDS, StateStep
-from scripts.kernel_bench.shards import splits, with_most_shards
-from scripts.kernel_bench.step import words
+from scripts.kernel_bench.recurrent import StateStep, case_of, cases_of
 
 OP = "gated_delta_rule"
 _STATE_BYTES = _GATE_BYTES = 4
@@ -25,27 +22,12 @@ _FLOPS = 7
 
 def cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Every shape that splits so."""
-    for shape in SHAPES:
-        for kind in KINDS if splits(shape, sizes.shards) else ():
-            yield case(kind, shape, sizes)
+    return cases_of(SHAPES, sizes, case)
 
 
 def case(kind: str, shape: DeltaShape, sizes: Sizes) -> BenchCase:
     """One step of one shape."""
-    step = StateStep.of(kind, sizes)
-    return BenchCase(
-        OP,
-        kind,
-        shape.name,
-        words(step.rows),
-        sizes,
-        work(step, shape, sizes),
-        lambda seed: arguments(step, shape, sizes, seed),
-        call,
-        lambda: case(kind, shape, with_most_shards(shape, replace(sizes, small=True))),
-        writes=True,
-        has_tokens_in_pages=False,
-    )
+    return case_of(OP, kind, shape, sizes, work=work, arguments=arguments, call=call, case=case)
 
 
 def work(step: StateStep, shape: DeltaShape, sizes: Sizes) -> Work:

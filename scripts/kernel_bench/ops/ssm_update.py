@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,9 +11,7 @@ import numpy as np
 from pallas_kernels.ssm_update import selective_scan
 from pallas_kernels.ssm_update.shapes import SHAPES, SsmShape
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
-from scripts.kernel_bench.recurrent import KINDS, StateStep
-from scripts.kernel_bench.shards import splits, with_most_shards
-from scripts.kernel_bench.step import words
+from scripts.kernel_bench.recurrent import StateStep, case_of, cases_of
 
 OP = "ssm_update"
 _STATE_BYTES = 4
@@ -24,27 +21,12 @@ _FLOPS = 5
 
 def cases(sizes: Sizes) -> Iterator[BenchCase]:
     """Every shape that splits so."""
-    for shape in SHAPES:
-        for kind in KINDS if splits(shape, sizes.shards) else ():
-            yield case(kind, shape, sizes)
+    return cases_of(SHAPES, sizes, case)
 
 
 def case(kind: str, shape: SsmShape, sizes: Sizes) -> BenchCase:
     """One step of one shape."""
-    step = StateStep.of(kind, sizes)
-    return BenchCase(
-        OP,
-        kind,
-        shape.name,
-        words(step.rows),
-        sizes,
-        work(step, shape, sizes),
-        lambda seed: arguments(step, shape, sizes, seed),
-        call,
-        lambda: case(kind, shape, with_most_shards(shape, replace(sizes, small=True))),
-        writes=True,
-        has_tokens_in_pages=False,
-    )
+    return case_of(OP, kind, shape, sizes, work=work, arguments=arguments, call=call, case=case)
 
 
 def work(step: StateStep, shape: SsmShape, sizes: Sizes) -> Work:
