@@ -40,8 +40,12 @@ class StatePages(Protocol):
         table: np.ndarray,  # int32[rows, columns]
         num_blocks: np.ndarray,  # int64[rows]
         rows: np.ndarray,  # int64[S]
+        num_tokens: np.ndarray,  # int64[S]
     ) -> np.ndarray:  # int32[S, num_drafts]
-        """Pages for the states after the tokens before a step's last, the next to last one's in the last column."""
+        """Pages for the states before the last of `num_tokens` tokens, the next to last one's in the last column.
+
+        A state that a block is cached with is in that block's page.
+        """
 
     def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:  # int64[S] -> int64[S]
         """Tokens that rows with `num_blocks` columns may have."""

@@ -1,6 +1,6 @@
 """One step of the scheduler as values: what is computed, and which tokens came of it.
 
-Flow:    Scheduler.schedule -> [StepDraft] -> [ScheduledStep] -> model -> Scheduler.update -> [NewTokens]
+Flow:    Scheduler.schedule -> [NextStep] -> [ScheduledStep] -> model -> Scheduler.update -> [NewTokens]
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NewTokens:
 
 
 @dataclass
-class StepDraft:
+class NextStep:
     """A step while it is being scheduled."""
 
     budget: int  # tokens left

@@ -23,9 +23,6 @@ Where groups are recurrent, a step takes of a prompt what ends where a block of 
 Running requests are rows of the request table, kept in order of urgency in one array; what a step needs of them stands
 in arrays too (`RunningRows`), so that Python looks at a request only when it starts, ends or waits.
 
-The first waiting request is looked up when it may fit. Once refused, it is looked up again when a pool has more free
-blocks than it had then, when a running request has stopped, or after `RETRY_STEPS` steps (its prefix may be cached).
-
 Invariants (`check_invariants`):
 
     I1  urgency rises through `running`, through `waiting`, and for each priority through both: preemption moves the
@@ -37,21 +34,20 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.core import KVCacheBlocks, KVCacheManager
+from kvjax.core import KVCacheManager
+from kvjax.engine.admission import Admission
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.running_rows import RunningRows
-from kvjax.engine.scheduled_step import NewTokens, ScheduledStep, StepDraft
+from kvjax.engine.scheduled_step import NewTokens, NextStep, ScheduledStep
 from kvjax.engine.step_shares import StepShares
+from kvjax.engine.steps_in_flight import StepsInFlight
 from kvjax.engine.waiting_queue import WaitingQueue
 from kvjax.errors import InvariantError
-
-RETRY_STEPS = 32  # a lookup of 128k tokens takes half as long as a step of 1,024 requests, so these cost 2 %
 
 
 @dataclass(frozen=True)
@@ -63,15 +59,6 @@ class SchedulerConfig:
     max_model_len: int
     watermark: float = 0.0
     max_steps_in_flight: int = 1  # steps that may be scheduled before the first of them is read
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """The first waiting request did not fit."""
-
-    request: EngineRequest
-    num_free_blocks: tuple[int, ...]  # per pool
-    step: int  # number of the step
 
 
 class Scheduler:
@@ -92,12 +79,11 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._rows = np.zeros(0, np.int64)  # of running requests, by urgency; replaced, never written
         self._by_row = RunningRows(manager.request_table.capacity)
-        self._flights: deque[ScheduledStep] = deque()  # started and not updated
+        self._flights = StepsInFlight(manager.request_table)  # started and not updated
+        self._admission = Admission(manager, config.watermark)
         self._manager = manager
         self._table = manager.request_table
         self._config = config
-        self._watermarks = [int(config.watermark * pool.num_blocks) for pool in manager.kv_cache_config.pools]
-        self._refusal: _Refusal | None = None
         self._num_steps = 0
         self._num_preempted = 0  # since the last step was scheduled
 
@@ -190,12 +176,12 @@ class Scheduler:
         """Allocates blocks for the next step; None: nothing can run now."""
         self._manager.new_step_starts()
         self._num_steps += 1
-        draft = StepDraft(self._config.max_num_batched_tokens)
-        num_released = self._schedule_running(draft)
+        next_step = NextStep(self._config.max_num_batched_tokens)
+        num_released = self._schedule_running(next_step)
         num_preemptions, self._num_preempted = self._num_preempted, 0
         if not num_preemptions:  # nor could a request come back before its token in flight is read
-            self._admit(draft)
-        rows, num_new_tokens, samples = draft.columns()
+            self._admit(next_step)
+        rows, num_new_tokens, samples = next_step.columns()
         if not rows.size:
             return None
         return ScheduledStep(
@@ -204,11 +190,11 @@ class Scheduler:
             rows=rows,
             num_new_tokens=num_new_tokens,
             samples=samples,
-            token_source=self._token_source(rows),
-            admitted=tuple(draft.admitted),
+            token_source=self._flights.token_source(rows),
+            admitted=tuple(next_step.admitted),
             num_preemptions=num_preemptions,
-            num_queried_tokens=draft.num_queried_tokens,
-            num_hit_tokens=draft.num_hit_tokens,
+            num_queried_tokens=next_step.num_queried_tokens,
+            num_hit_tokens=next_step.num_hit_tokens,
             num_released=num_released,
         )
 
@@ -219,7 +205,7 @@ class Scheduler:
             The samples that run from now on, as the step has computed their prompts.
         """
         self._table.advance(step.rows, step.num_new_tokens)
-        self._flights.append(step)
+        self._flights.start(step)
         return self._fork_samples()
 
     def update(
@@ -232,7 +218,7 @@ class Scheduler:
 
         A token of a request that ended or was aborted while the step was in flight is dropped.
         """
-        self._flights.popleft()
+        self._flights.end_first()
         columns = (step.requests, step.request_ids, step.rows)
         requests, request_ids, rows = columns if step.samples.all() else [column[step.samples] for column in columns]
         is_running = self._by_row.is_running[rows]
@@ -277,23 +263,25 @@ class Scheduler:
         if self._rows.tolist() != rows or sorted(rows) != in_arrays:
             raise InvariantError(f"I4: rows {rows} run, {self._rows.tolist()} are queued, the arrays hold {in_arrays}")
 
-    def _schedule_running(self, draft: StepDraft) -> tuple[int, ...]:
+    def _schedule_running(self, next_step: NextStep) -> tuple[int, ...]:
         """Plans the running requests in order, preempting from the end while one does not fit; blocks released."""
         pools = self._manager.block_pools
         num_released = [-pool.num_free_blocks for pool in pools]
         start = 0  # running requests before it are planned, or have nothing to do
-        while start < self._rows.size and draft.budget:
+        while start < self._rows.size and next_step.budget:
             rows = self._rows[start:]
             num_left = self._num_left(rows)
-            num_new_tokens = self._shares.of_running(self._by_row.requests, rows, num_left, draft.budget)
+            num_new_tokens = self._shares.of_running(self._by_row.requests, rows, num_left, next_step.budget)
             active = num_new_tokens.nonzero()[0]
             if active.size < rows.size:
                 rows, num_new_tokens, num_left = rows[active], num_new_tokens[active], num_left[active]
-            result = self._manager.plan_step(rows, num_new_tokens, num_in_flight_tokens=self._num_in_flight(rows))
+            result = self._manager.plan_step(
+                rows, num_new_tokens, num_in_flight_tokens=self._flights.num_computed(rows)
+            )
             for group, update in zip(self._manager.kv_cache_config.kv_cache_groups, result.new_blocks, strict=True):
                 num_released[group.pool_id] += update.block_ids.size
             planned = slice(0, result.num_planned)
-            draft.take(rows[planned], num_new_tokens[planned], num_left[planned])
+            next_step.take(rows[planned], num_new_tokens[planned], num_left[planned])
             if result.num_planned == rows.size:
                 break
             start += int(active[result.num_planned])
@@ -304,57 +292,32 @@ class Scheduler:
                 num_released[pool_id] -= pool.num_free_blocks
         return tuple(released + pool.num_free_blocks for released, pool in zip(num_released, pools, strict=True))
 
-    def _admit(self, draft: StepDraft) -> None:
+    def _admit(self, next_step: NextStep) -> None:
         """Admits waiting requests in order, until one does not fit."""
-        while self._waiting and draft.budget and self._rows.size < self._config.max_num_seqs:
+        while self._waiting and next_step.budget and self._rows.size < self._config.max_num_seqs:
             engine_request = self._waiting.first
-            if engine_request.waits_for_first_sample or self._is_refused(engine_request):
+            if engine_request.waits_for_first_sample or self._admission.is_refused(engine_request, self._num_steps):
                 return
             if not self.inputs.fits(engine_request.inputs):
                 return
             request = engine_request.request
             blocks, num_hit = self._manager.get_computed_blocks(request)
             num_left = request.num_tokens - num_hit
-            num_new_tokens = self._shares.of_one(engine_request, min(num_left, draft.budget), num_hit, blocks)
+            num_new_tokens = self._shares.of_one(engine_request, min(num_left, next_step.budget), num_hit, blocks)
             if not num_new_tokens:  # the budget that is left reaches no end of a block
                 return
-            allocated = None
-            if not self._rows.size or self._leaves_watermark(engine_request, blocks, num_hit):
-                allocated = self._manager.allocate_slots(
-                    request,
-                    num_new_tokens,
-                    num_hit,
-                    blocks,
-                    num_encoder_tokens=engine_request.inputs.num_encoder_tokens,
-                    full_sequence_must_fit=True,
-                )
-            if allocated is None:
-                self._refusal = _Refusal(engine_request, self._num_free_blocks(), self._num_steps)
+            is_first = not self._rows.size
+            if not self._admission.allocate(engine_request, num_new_tokens, num_hit, blocks, is_first=is_first):
+                self._admission.refuse(engine_request, self._num_steps)
                 return
             self._waiting.remove(engine_request)
             request.num_computed_tokens = num_hit
-            self._note_misses(engine_request)
+            self._admission.note_misses(engine_request)
             self._start_running(engine_request, num_hit)
-            draft.take(np.array([request.row]), np.array([num_new_tokens]), np.array([num_left]))
-            draft.admitted.append(engine_request)
-            draft.num_queried_tokens += request.num_tokens
-            draft.num_hit_tokens += num_hit
-
-    def _is_refused(self, engine_request: EngineRequest) -> bool:
-        """Whether the first waiting request was refused, and nothing has happened since that could let it in."""
-        refusal = self._refusal
-        if refusal is None or refusal.request is not engine_request or self._num_steps >= refusal.step + RETRY_STEPS:
-            return False
-        return all(now <= then for now, then in zip(self._num_free_blocks(), refusal.num_free_blocks, strict=True))
-
-    def _num_free_blocks(self) -> tuple[int, ...]:
-        return tuple([pool.num_free_blocks for pool in self._manager.block_pools])
-
-    def _note_misses(self, engine_request: EngineRequest) -> None:
-        """Keeps what the last lookup found out of a request that is admitted for the first time."""
-        reasons = self._manager.miss_reasons
-        if reasons is not None and reasons.last is not None and engine_request.stats.num_cached_tokens is None:
-            engine_request.stats.num_missed_tokens = reasons.last.num_missed_tokens
+            next_step.take(np.array([request.row]), np.array([num_new_tokens]), np.array([num_left]))
+            next_step.admitted.append(engine_request)
+            next_step.num_queried_tokens += request.num_tokens
+            next_step.num_hit_tokens += num_hit
 
     def _fork_samples(self) -> list[EngineRequest]:
         """Starts the waiting samples whose first one has just computed the prompt, while there are rows."""
@@ -402,7 +365,7 @@ class Scheduler:
         self._manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         engine_request.stats.num_computed_tokens += request.num_computed_tokens
         self._manager.free(request)
-        self._refusal = None
+        self._admission.refusal = None
 
     def _finish(self, engine_request: EngineRequest, reason: FinishReason) -> None:
         """Ends a request. The caller calls `_forget_stopped` if it ran."""
@@ -450,38 +413,6 @@ class Scheduler:
         num_left = num_tokens - self._table.num_computed_tokens[rows]
         if not self._flights:
             return num_left
-        num_pending = self._in_flight([(step.rows[step.samples], 1) for step in self._flights])[rows]
+        num_pending = self._flights.num_pending(rows)
         has_all = num_tokens + num_pending >= self._by_row.max_total_tokens[rows]  # only reading its last is left
         return np.where(has_all, 0, num_left + num_pending)
-
-    def _num_in_flight(self, rows: np.ndarray) -> np.ndarray | int:  # int64[n]
-        """Tokens of each row that are computed in steps that are not read yet."""
-        if not self._flights:
-            return 0
-        return self._in_flight([(step.rows, step.num_new_tokens) for step in self._flights])[rows]
-
-    def _token_source(self, rows: np.ndarray) -> np.ndarray | None:  # int32[n]
-        """Where the newest token of each row is among those that the last step samples; -1: the host knows it."""
-        if not self._flights:
-            return None
-        sampling = self._flights[-1].rows[self._flights[-1].samples]
-        source = np.full(self._table.capacity, -1, np.int32)
-        source[sampling] = np.arange(sampling.size)
-        return source[rows]
-
-    def _in_flight(self, parts: list[tuple[np.ndarray, np.ndarray | int]]) -> np.ndarray:  # int64[rows]
-        """Sums by row of the table; each part is (distinct rows, what to add)."""
-        sums = np.zeros(self._table.capacity, np.int64)
-        for rows, counts in parts:
-            sums[rows] += counts
-        return sums
-
-    def _leaves_watermark(self, engine_request: EngineRequest, hit: KVCacheBlocks, num_hit_tokens: int) -> bool:
-        """Whether every pool keeps its watermark free after all of the request's tokens have their blocks."""
-        return self._manager.can_admit(
-            engine_request.request,
-            num_hit_tokens,
-            hit,
-            kept_free=self._watermarks,
-            num_encoder_tokens=engine_request.inputs.num_encoder_tokens,
-        )

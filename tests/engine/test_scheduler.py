@@ -14,10 +14,11 @@ from kvjax.core import (
     Request,
     SinkFullAttentionSpec,
 )
+from kvjax.engine.admission import RETRY_STEPS
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduled_step import ScheduledStep
-from kvjax.engine.scheduler import RETRY_STEPS, Scheduler, SchedulerConfig
+from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.stats import RequestStats
 from tests.engine.fake_model import BLOCK_SIZE, VOCAB, FakeEngine, expected_output
 
@@ -316,13 +317,13 @@ def test_remembering_a_refusal_changes_no_schedule(
             engine.add(*request)
         for i in range(400):
             if forgets:
-                engine.scheduler._refusal = None
+                engine.scheduler._admission.refusal = None
             if i == 9:
                 engine.scheduler.abort(engine.requests["r0"])
             if i == 15 and engine.scheduler.num_running > 1:
                 engine.scheduler.preempt_last()
             engine.step()
-            refusals += engine.scheduler._refusal is not None
+            refusals += engine.scheduler._admission.refusal is not None
         assert not engine.scheduler.num_unfinished
         return [list(zip(step.request_ids, step.num_new_tokens.tolist(), strict=True)) for step in engine.steps]
 

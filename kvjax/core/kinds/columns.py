@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.core.kinds.kept_columns import num_missing
 from kvjax.core.kinds.manager_settings import TableLayout
-from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
+from kvjax.core.kinds.single_type_manager import Entries, SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.spec import cdiv
 
@@ -90,14 +90,16 @@ class ColumnManager(SingleTypeKVCacheManager):
         self.num_blocks[new_rows] = count
         self.first_live[new_rows] = min(self.first_live.item(row), count)
 
-    def attach(
-        self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def attach(self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> Entries:
         """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns, and returns these."""
         if self._table.num_columns < self._max_columns:
             self._table.reserve_columns(int(np.maximum.reduce(columns)) + 1)
         self.block_tables[:, rows, columns] = block_ids
         return rows, columns, block_ids
+
+    def take_back(self, rows: np.ndarray, num_tokens: np.ndarray, num_kept: np.ndarray) -> Entries:
+        """Nothing changes: blocks stay, and the tokens that follow are written over those taken back."""
+        return rows[:0], rows[:0], self.no_blocks
 
 
 __all__ = ["ColumnManager"]

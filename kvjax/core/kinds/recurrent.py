@@ -14,8 +14,10 @@ blocks move on with it and one new block follows them; columns passed over stay 
 tokens of a later column are settled. If every step enters a new column, that is two steps after it was written.
 
 A step that leaves a column it began inside has to end where the column ends (`state_steps`); else the column would hold
-the state of fewer tokens than it is registered under. Where drafts cross the end, the device leaves the state at the
-end in that column's page once it knows what was accepted.
+the state of fewer tokens than it is registered under. A step of at most 1 + s tokens may go on: the device leaves a
+state after each of them, that at the end of a column in the column's own block, those of others in speculative blocks,
+the state before j tokens in the j-th. When drafts are rejected (`take_back`), the block that has the accepted state
+changes places with the one in the column of its tokens, which holds nothing of use then.
 
 Mode `none` keeps 1 + s blocks for life in one column of all tokens, and never hits.
 """
@@ -33,6 +35,7 @@ from kvjax.core.kinds.recurrent_spec import RecurrentSpec
 from kvjax.core.kinds.retention import CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import (
     NEVER,
+    Entries,
     IntOrArray,
     SingleTypeKVCacheManager,
 )
@@ -269,9 +272,7 @@ class RecurrentManager(SingleTypeKVCacheManager):
             idle_until=idle_until,
         )
 
-    def attach(
-        self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def attach(self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> Entries:
         """Moves int64[k] rows on to end at int64[k] columns, where int32[G, k] new blocks stand.
 
         Returns:
@@ -286,6 +287,44 @@ class RecurrentManager(SingleTypeKVCacheManager):
             return rows, columns, block_ids
         rows, columns = entered.entries()
         return rows, columns, self.block_tables[:, rows, columns]
+
+    def take_back(self, rows: np.ndarray, num_tokens: np.ndarray, num_kept: np.ndarray) -> Entries:
+        """Puts the block of the state after `num_kept` tokens into their column, the block there in its place.
+
+        Columns that a step passed over do not stay between the state and the running one: the blocks behind move up.
+        """
+        columns = (num_kept - 1) // self.block_size
+        running = self.num_blocks[rows] - self.num_tail_columns
+        sources = running + num_tokens - num_kept
+        has_block = self.block_tables[0, rows, columns] != 0
+        is_at_end = has_block & (num_kept % self.block_size == 0)
+        passed = ~has_block | (columns < running - 1)
+        if passed.any():
+            sources = np.where(is_at_end, columns, sources)
+            return self._take_back_each(rows, columns, sources)
+        rows, columns, sources = rows[~is_at_end], columns[~is_at_end], sources[~is_at_end]
+        tables = self.block_tables
+        accepted = tables[:, rows, sources]
+        tables[:, rows, sources] = tables[:, rows, columns]
+        tables[:, rows, columns] = accepted
+        changed, at = np.concatenate([rows, rows]), np.concatenate([columns, sources])
+        return changed, at, tables[:, changed, at]
+
+    def _take_back_each(self, rows: np.ndarray, columns: np.ndarray, sources: np.ndarray) -> Entries:
+        """Row by row: the block at its source comes to its column, the others from there on follow without nulls."""
+        entries = []
+        for row, column, source in zip(rows.tolist(), columns.tolist(), sources.tolist(), strict=True):
+            end = self.num_blocks.item(row)
+            behind = self.block_tables[:, row, column:end]
+            order = behind[0].nonzero()[0]
+            order = np.concatenate([[source - column], order[order != source - column]])
+            blocks = behind[:, order]
+            behind.fill(0)
+            behind[:, : order.size] = blocks
+            self.num_blocks[row] = column + order.size
+            entries.append((np.full(end - column, row), np.arange(column, end), behind.copy()))
+        changed, at, blocks = zip(*entries, strict=True)
+        return np.concatenate(changed), np.concatenate(at), np.concatenate(blocks, axis=1)
 
     def _move_speculative(self, rows: np.ndarray, num_columns: np.ndarray) -> None:
         """Moves speculative blocks that int64[k] rows of int64[k] columns leave behind to before the last column."""

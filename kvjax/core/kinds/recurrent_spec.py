@@ -120,9 +120,19 @@ class RecurrentSpec(KVCacheSpec):
         table: np.ndarray,  # int32[rows, columns]
         num_blocks: np.ndarray,  # int64[rows]
         rows: np.ndarray,  # int64[S]
+        num_tokens: np.ndarray,  # int64[S]
     ) -> np.ndarray:  # int32[S, s]
-        """Speculative blocks, the first in the last column."""
-        return table[rows[:, None], num_blocks[rows][:, None] - 1 - np.arange(self.num_speculative_blocks)]
+        """Speculative blocks, the first in the last column; the block of a column for the state at its end."""
+        back = np.arange(self.num_speculative_blocks, 0, -1)  # tokens behind the state
+        running = num_blocks[rows] - 1 - self.num_speculative_blocks
+        pages = table[rows[:, None], running[:, None] + back]
+        if self.mamba_cache_mode == "none":
+            return pages
+        num_before = np.maximum(num_tokens[:, None] - back, 0)
+        ending, place = (num_before % self.block_size == 0).nonzero()
+        own = table[rows[ending], np.maximum(num_before[ending, place] // self.block_size - 1, 0)]
+        pages[ending, place] = np.where(own == 0, pages[ending, place], own)
+        return pages
 
     def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:
         """Tokens that rows with int64[S] `num_blocks` columns may have."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 FEW_COLUMNS = 6  # so many blocks of a row are registered and released faster one by one
 NEVER = 1 << 60  # a token count that no request reaches
+Entries: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray]  # int64[k] rows, int64[k] columns, int32[G, k] blocks
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
 
 
@@ -255,14 +256,12 @@ class SingleTypeKVCacheManager(abc.ABC):
         """
 
     @abc.abstractmethod
-    def attach(
-        self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns.
+    def attach(self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> Entries:
+        """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns; all entries that rows gained."""
 
-        Returns:
-            Rows, columns and blocks of all entries that the rows gained.
-        """
+    @abc.abstractmethod
+    def take_back(self, rows: np.ndarray, num_tokens: np.ndarray, num_kept: np.ndarray) -> Entries:
+        """Lets int64[n] rows with `num_tokens` computed tokens go on from fewer, >= 1; the entries that changed."""
 
     # Table memory.
 

@@ -4,8 +4,9 @@ Source:  the law behind vLLM v1/core/sched/scheduler.py (`_mamba_block_aligned_s
 
 A block of a recurrent layer is a prefix hit once its tokens are computed, and holds the state where the last step in it
 ended. So a step that leaves a block it began inside has to end where that block ends, and another goes on from there.
-A step may cross a block's end if it has one token and no more drafts than the kind keeps states for: the device then
-has the state at that end. A step from the start of a block may end anywhere: blocks passed over are not kept.
+A step may cross a block's end if it has one token and no more drafts than the kind keeps states for: the state at that
+end is then one of those it leaves, in the page of that block. A step from the start of a block may end anywhere: blocks
+passed over are not kept.
 """
 
 from __future__ import annotations

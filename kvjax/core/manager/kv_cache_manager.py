@@ -20,18 +20,17 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.eviction import EvictionPolicyFactory
-from kvjax.core.hashing.extra_keys import LoRARequest
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.block_needs import BlockNeeds
 from kvjax.core.manager.coordinator import get_kv_cache_coordinator
+from kvjax.core.manager.draft_settler import DraftSettler
 from kvjax.core.manager.forks import Forks
-from kvjax.core.manager.invalidation import OriginPredicate, origin_filter
 from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.manager.manager_reader import ManagerReader
 from kvjax.core.manager.pins import PinnedPrefix, Pins
@@ -52,13 +51,13 @@ from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.save.manager_state import SavableManager
 from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step.step_plan import StepResult
+from kvjax.core.step.step_plan import StepResult, TableUpdate
 from kvjax.core.watch.kv_events import KVCacheEvent, KVEventLog
 from kvjax.core.watch.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
 
 
-class KVCacheManager(ManagerReader, SavableManager):
+class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
     """Block tables and prefix cache of all groups. Used from one thread; a call that raises has changed nothing."""
 
     def __init__(
@@ -157,7 +156,7 @@ class KVCacheManager(ManagerReader, SavableManager):
         self._planner = StepPlanner(groups, self.row_blocks, table, self.reservations)
         self._forks = Forks(groups, needs, self.row_blocks, table, self.reservations)
         self.pins = Pins(groups, needs, self.reservations)
-        self._cache = PrefixCacheControl(groups, table)
+        self._drafts = DraftSettler(groups, self.row_blocks, table)
 
     # -- hits -------------------------------------------------------------------------------------------------------
 
@@ -314,6 +313,28 @@ class KVCacheManager(ManagerReader, SavableManager):
         """
         return self._planner.plan(rows, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks)
 
+    def settle_drafts(self, rows: npt.ArrayLike, num_rejected: npt.ArrayLike) -> tuple[TableUpdate, ...]:
+        """Takes the last tokens of rows back: drafts that the step which computed them rejected.
+
+        Call it when that step is read, before the rows are planned, forked or freed; rows without rejected drafts may
+        be left out. `num_computed_tokens` falls by as many, blocks stay with their rows. In a row of a recurrent group
+        the block that has the state after the last accepted token takes the place of its column, so that the next
+        step reads it: nothing is copied. Windows release by certain tokens only, if `plan_step` is not called for a
+        row whose drafts are not settled, or with them as `num_in_flight_tokens`.
+
+        Args:
+            rows: integer[n] distinct rows of running requests.
+            num_rejected: integer[n] or one integer, drafts of each, >= 0.
+
+        Returns:
+            Per group the entries of its block table that changed, for a table mirrored on the device.
+
+        Raises:
+            ValueError: a row that no request owns or that comes twice, counts that are negative, leave no computed
+                token, take back tokens whose blocks are cached, or are more than a recurrent group has states for.
+        """
+        return self._drafts.settle(rows, num_rejected)
+
     def limit_step(
         self,
         request: Request,
@@ -440,54 +461,7 @@ class KVCacheManager(ManagerReader, SavableManager):
         """
         self.pins.remove(prefix)
 
-    # -- the cache as a whole -----------------------------------------------------------------------------------------
-
-    def evict_blocks(self, block_ids: npt.ArrayLike | Iterable[int], pool_id: int = 0) -> None:
-        """Forgets the hashes of blocks, held or free; who holds them stays.
-
-        Raises:
-            ValueError: an id or the pool is out of range.
-        """
-        self._cache.evict_blocks(block_ids, pool_id)
-
-    def invalidate(
-        self,
-        *,
-        cache_salt: str | None = None,
-        lora: LoRARequest | str | None = None,
-        weight_version: int | str | None = None,
-        predicate: OriginPredicate | None = None,
-    ) -> int:
-        """Forgets what was computed under a salt, an adapter (or all of a name) or a weight version: all that is given.
-
-        Matching blocks are no hits any more; requests that hold them go on, but register no more blocks. Needs
-        `track_origins=True`.
-
-        Returns:
-            How many blocks ceased to be hits.
-
-        Raises:
-            ValueError: no condition is given, or origins are not tracked.
-        """
-        return self._cache.invalidate(origin_filter(cache_salt, lora, weight_version, predicate))
-
-    def stop_registering(self, predicate: OriginPredicate | None = None) -> int:
-        """No block that requests running now fill from here on becomes a hit: other weights compute them, for example.
-
-        Args:
-            predicate: which requests, by their origin; None: all.
-
-        Returns:
-            How many requests that concerns.
-        """
-        return self._cache.stop_registering(predicate)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""
-        if not self._cache.reset():
-            return False
-        self._hits.note_reset()
-        return True
+    # -- what happened ------------------------------------------------------------------------------------------------
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events of all pools since the last call, oldest first."""

@@ -1,6 +1,6 @@
 """What a manager does with its cached blocks as a whole: forgets some of them, or all.
 
-Flow:    KVCacheManager.evict_blocks, invalidate, stop_registering, reset_prefix_cache -> [PrefixCacheControl] -> pools
+Flow:    a server's operators, new weights -> [PrefixCacheControl] -> pools, request table
 Source:  names of vLLM v1/core/kv_cache_manager.py; `invalidate` and `stop_registering` are ours
 """
 
@@ -10,48 +10,76 @@ from collections.abc import Iterable
 
 import numpy.typing as npt
 
+from kvjax.core.hashing.extra_keys import LoRARequest
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.manager.invalidation import OriginPredicate, invalidate, stop_registering
+from kvjax.core.manager.invalidation import OriginPredicate, invalidate, origin_filter, stop_registering
+from kvjax.core.manager.prefix_hits import PrefixHits
 from kvjax.core.requests.request_table import RequestTable
 
 
 class PrefixCacheControl:
-    """The hashes of all pools, and who may register more. Owned by one `KVCacheManager`."""
+    """The forgetting half of `KVCacheManager`, over its attributes, without state of its own."""
 
-    def __init__(self, groups: GroupManagers, request_table: RequestTable) -> None:
-        self._groups = groups
-        self._table = request_table
+    groups: GroupManagers
+    request_table: RequestTable
+    _hits: PrefixHits
 
-    def evict_blocks(self, block_ids: npt.ArrayLike | Iterable[int], pool_id: int) -> None:
-        """`KVCacheManager.evict_blocks`."""
-        pools = self._groups.pools
+    def evict_blocks(self, block_ids: npt.ArrayLike | Iterable[int], pool_id: int = 0) -> None:
+        """Forgets the hashes of blocks, held or free; who holds them stays.
+
+        Raises:
+            ValueError: an id or the pool is out of range.
+        """
+        pools = self.groups.pools
         if not 0 <= pool_id < len(pools):
             raise ValueError(f"expected pool_id in [0, {len(pools)}), got {pool_id}")
         ids = sorted(block_ids) if isinstance(block_ids, set | frozenset) else block_ids
         pools[pool_id].evict_blocks(ids)  # type: ignore[arg-type]
 
-    def invalidate(self, matches: OriginPredicate) -> int:
-        """Forgets the blocks whose origins match, and stops the requests that do; the number of blocks.
+    def invalidate(
+        self,
+        *,
+        cache_salt: str | None = None,
+        lora: LoRARequest | str | None = None,
+        weight_version: int | str | None = None,
+        predicate: OriginPredicate | None = None,
+    ) -> int:
+        """Forgets what was computed under a salt, an adapter (or all of a name) or a weight version: all that is given.
+
+        Matching blocks are no hits any more; requests that hold them go on, but register no more blocks. Needs
+        `track_origins=True`.
+
+        Returns:
+            How many blocks ceased to be hits.
 
         Raises:
-            ValueError: origins are not tracked.
+            ValueError: no condition is given, or origins are not tracked.
         """
-        return invalidate(self._groups.pools, self._table, matches)
+        matches = origin_filter(cache_salt, lora, weight_version, predicate)
+        return invalidate(self.groups.pools, self.request_table, matches)
 
-    def stop_registering(self, predicate: OriginPredicate | None) -> int:
-        """`KVCacheManager.stop_registering`."""
-        return stop_registering(self._table, predicate)
+    def stop_registering(self, predicate: OriginPredicate | None = None) -> int:
+        """No block that requests running now fill from here on becomes a hit: other weights compute them, for example.
 
-    def reset(self) -> bool:
-        """Forgets all hashes; False, and nothing changes, while any block is held."""
-        pools = self._groups.pools
+        Args:
+            predicate: which requests, by their origin; None: all.
+
+        Returns:
+            How many requests that concerns.
+        """
+        return stop_registering(self.request_table, predicate)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""
+        pools = self.groups.pools
         if any(pool.num_free_blocks != pool.num_usable_blocks for pool in pools):
             return False
         for pool in pools:
             pool.reset_prefix_cache()
-        for index in self._groups.sub_block_indices:
+        for index in self.groups.sub_block_indices:
             index.clear()
-        self._groups.new_step_starts()
+        self.groups.new_step_starts()
+        self._hits.note_reset()
         return True
 
 

@@ -29,7 +29,7 @@ from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
-from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
+from kvjax.core.manager.token_counts import as_counts
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.requests.request_table import RequestTable
@@ -94,9 +94,9 @@ class StepPlanner:
     ) -> StepResult:
         """`KVCacheManager.plan_step`."""
         index, idle_until = self._checked_rows(rows)
-        new = _checked_counts("num_new_tokens", num_new_tokens, index, least=1)
-        lookahead = _checked_counts("num_lookahead_tokens", num_lookahead_tokens, index, least=0)
-        in_flight = _checked_counts("num_in_flight_tokens", num_in_flight_tokens, index, least=0)
+        new = as_counts("num_new_tokens", num_new_tokens, index, least=1)
+        lookahead = as_counts("num_lookahead_tokens", num_lookahead_tokens, index, least=0)
+        in_flight = as_counts("num_in_flight_tokens", num_in_flight_tokens, index, least=0)
         if not index.size:
             return StepResult(0, self._no_updates)
         after = self._table.num_computed_tokens[index] + new
@@ -305,26 +305,6 @@ class StepPlanner:
             columns = ((now[: old.size] != old) & (now[: old.size] != 0)).nonzero()[0]
             if columns.size:
                 parts.append(TableUpdate(np.full(columns.size, row), columns, now[columns]))
-
-
-def _checked_counts(name: str, values: npt.ArrayLike, rows: np.ndarray, least: int) -> np.ndarray | int:
-    """`values` as an int, or as one int64 per row."""
-    if type(values) is int and least <= values <= MOST_TOKENS:
-        return values
-    if isinstance(values, int):
-        return as_count(name, values, least)
-    given = np.asarray(values)
-    if given.size and given.dtype.kind not in "iu":
-        raise ValueError(f"expected {name} as integers, got {given.dtype}")
-    if not given.ndim:
-        return as_count(name, given.item(), least)
-    if given.shape != rows.shape:
-        raise ValueError(f"expected {name} for {rows.size} rows or one number, got shape {list(given.shape)}")
-    counts = given.astype(np.int64, copy=False)
-    above_least = (counts - least).view(np.uint64)  # what is below, or too large for int64, is huge
-    if np.maximum.reduce(above_least, initial=0) > MOST_TOKENS:
-        as_count(name, given[above_least.argmax()].item(), least)
-    return counts
 
 
 def _at(values: np.ndarray | int, index: np.ndarray) -> np.ndarray | int:

@@ -27,7 +27,7 @@ from kvjax.core.requests.request import Request
 
 # Methods that only read, or hand out live arrays. All other public ones are recorded, whoever adds them.
 NOT_RECORDED = ("block_tables", "num_blocks", "snapshot", "check_invariants", "describe", "save_state", "restore")
-ROWS_ARGUMENT = ("plan_step", 0)
+ROWS_ARGUMENTS = (("plan_step", 0), ("settle_drafts", 0))
 RequestState = tuple[Request, int, int, int]  # tokens, computed tokens, preemptions
 
 
@@ -82,7 +82,7 @@ class CallRecorder:
                 self._describe(value)
         self._sync_rows()
         encoding = self._encoding
-        given = [encoding.rows(v) if (name, i) == ROWS_ARGUMENT else encoding.encode(v) for i, v in enumerate(args)]
+        given = [encoding.rows(v) if (name, i) in ROWS_ARGUMENTS else encoding.encode(v) for i, v in enumerate(args)]
         given_named = {key: encoding.rows(v) if key == "rows" else encoding.encode(v) for key, v in named.items()}
         try:
             answer = method(*args, **named)

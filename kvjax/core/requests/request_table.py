@@ -195,7 +195,7 @@ class RequestTable:
         Raises:
             ValueError: a row is unknown, not owned or named twice. Nothing is changed.
         """
-        rows, _ = self._owned_rows(rows)
+        rows, _ = self.owned_rows(rows)
         return self._rows.open_step(rows)
 
     def close_step(self, step_id: int) -> None:
@@ -219,7 +219,7 @@ class RequestTable:
             ValueError: a row is unknown, not owned, named twice or at max_model_len, or a token is not an integer in
                 [0, 2**31). Nothing is changed.
         """
-        rows, lengths = self._owned_rows(rows)
+        rows, lengths = self.owned_rows(rows)
         tokens = as_token_ids(token_ids)
         if rows.size != tokens.size:
             raise ValueError(f"expected one token per row, got {tokens.size} tokens for {rows.size} rows")
@@ -305,8 +305,12 @@ class RequestTable:
 
     # -- checks and growth --------------------------------------------------------------------------------------------
 
-    def _owned_rows(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-        """`rows` as int64, checked to be known, owned and distinct, and their num_tokens."""
+    def owned_rows(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """`rows` as int64[n], checked to be known, owned and distinct, and their num_tokens.
+
+        Raises:
+            ValueError: they are not.
+        """
         index = np.asarray(rows)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
             raise ValueError(f"expected rows as a row of integers, got {index.dtype}{list(index.shape)}")

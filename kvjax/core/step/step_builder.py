@@ -149,7 +149,9 @@ def build_step_plan(
     updates = [NO_UPDATE] * len(tables.kv_cache_config.kv_cache_groups) if new_blocks is None else new_blocks
     positions = None if mrope is None else mrope.of_tokens(rows, computed, starts, *tokens)
     request_ids = _request_ids(table.request_ids, rows)
-    step = _Step(rows, computed, seq_lens, seq_lens.astype(np.int32), tokens, _Encoder(table, rows, computed, writes))
+    encoder = _Encoder(table, rows, computed, writes)
+    num_drafts = 0 if drafts is None else drafts.counts
+    step = _Step(rows, computed, seq_lens, seq_lens.astype(np.int32), tokens, encoder, num_drafts)
     groups = _group_plans(tables, step, updates, pick_shape)  # the last check: now edits may be taken
     return StepPlan(
         request_ids=request_ids,
@@ -243,6 +245,7 @@ class _Step(NamedTuple):
     plan_lens: np.ndarray  # int32[S] the same, for the plans
     tokens: _Tokens
     encoder: _Encoder
+    num_drafts: np.ndarray | int  # int64[S] of the new tokens
 
 
 class _Held(NamedTuple):
@@ -387,9 +390,15 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
             f"tokens, got {own.num_blocks[i]} blocks; allocate them before the step is built"
         )
     write = pages.pages_of_states(own.table, own.counts, step.rows, step.seq_lens)
+    if np.any(step.num_drafts > pages.num_drafts):
+        i = int(np.argmax(step.num_drafts))
+        raise ValueError(
+            f"row {step.rows[i]}, group {own.group_id}: expected at most {pages.num_drafts} drafts, as there are "
+            f"states for, got {np.max(step.num_drafts)}"
+        )
     if pages.num_drafts:
-        drafts = pages.pages_of_drafts(own.table, own.counts, step.rows)
-        write = _with_drafts(write, drafts, step.seq_lens - step.computed)
+        before = pages.pages_of_drafts(own.table, own.counts, step.rows, step.seq_lens)
+        write = _with_drafts(write, before, step.seq_lens - step.computed, step.num_drafts)
     has_initial = step.computed > 0
     read = np.where(has_initial, pages.pages_of_states(own.table, own.counts, step.rows, step.computed), 0)
     return {
@@ -401,11 +410,13 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
     }
 
 
-def _with_drafts(write: np.ndarray, drafts: np.ndarray, num_new: np.ndarray) -> np.ndarray:  # int32[S, 1 + s]
-    """Pages of states after the last of int64[S] new tokens; of more than 1 + s after the very last one only."""
-    pages = np.concatenate([drafts, write[:, None]], axis=1)
+def _with_drafts(
+    write: np.ndarray, before: np.ndarray, num_new: np.ndarray, num_drafts: np.ndarray | int
+) -> np.ndarray:  # int32[S, 1 + s]
+    """Pages of states after the last of int64[S] new tokens; of more than 1 + s after the last one and drafts only."""
+    pages = np.concatenate([before, write[:, None]], axis=1)
     most = pages.shape[1]
-    num_kept = np.where(num_new > most, 1, num_new)
+    num_kept = np.where(num_new > most, 1 + num_drafts, num_new)
     pages[np.arange(most) < most - num_kept[:, None]] = 0
     return pages
 

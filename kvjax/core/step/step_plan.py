@@ -52,10 +52,10 @@ class GroupPlan:
     """One group's part of a step.
 
     Where drafts have states of their own, `state_write` names a page for the state after each of the last tokens of a
-    step of at most 1 + drafts, the last token's in the last column; longer steps, and columns of tokens that there are
-    not, have 0. Once r drafts are rejected, the state is in the page of column -1 - r. Before the next plan the device
-    copies it to the page that the column of its tokens has in `block_tables`, and so the state at the end of a block
-    that the accepted tokens crossed.
+    step of at most 1 + drafts, the last token's in the last column; longer steps name one for the last token and each
+    draft before it, and columns of tokens that there are not have 0. Once r drafts are rejected
+    (`KVCacheManager.settle_drafts`), the next plan's `state_read` is the page of column -1 - r. The state at the end of
+    a block goes to the page of that block, so that a prefix hit finds it: nothing is copied.
     """
 
     pool_id: int

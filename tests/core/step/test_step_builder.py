@@ -261,7 +261,9 @@ class CounterSpec(FullAttentionSpec):
     def num_drafts(self) -> int:
         return 0
 
-    def pages_of_drafts(self, table: np.ndarray, num_blocks: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def pages_of_drafts(
+        self, table: np.ndarray, num_blocks: np.ndarray, rows: np.ndarray, num_tokens: np.ndarray
+    ) -> np.ndarray:
         return np.zeros((rows.size, 0), np.int32)
 
     def most_tokens(self, num_blocks: np.ndarray) -> np.ndarray:
