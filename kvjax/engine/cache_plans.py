@@ -34,7 +34,7 @@ def plan_caches(
     Raises:
         MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
     """
-    num_drafts = 0 if config.speculative is None else config.speculative.num_drafts
+    num_drafts = config.num_drafts
     specs = with_drafts(model.kv_cache_specs(config.block_size, config.dtype), num_drafts)
     own: dict[str, Any] = {
         "max_model_len": config.max_model_len,

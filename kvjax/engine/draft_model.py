@@ -33,7 +33,7 @@ from kvjax.engine.engine_request import EngineRequest
 from kvjax.engine.model_runner import least_block_size
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
-from kvjax.engine.speculation import Drafts
+from kvjax.engine.speculation import Drafts, SpeculativeConfig
 from kvjax.models import LoadedModel
 from kvjax.models.config import ModelConfig
 from kvjax.planning import KVCachePlan
@@ -55,7 +55,6 @@ class DraftModel:
         *,
         target_table: RequestTable,
         first_source: int,  # requests of the target's largest step, whose tokens precede drafts in `previous`
-        num_drafts: int,
         sample_fn: SampleFn = sample,
         like: DraftModel | None = None,  # whose compiled steps are used
     ) -> None:
@@ -65,7 +64,7 @@ class DraftModel:
             ValueError: `like` has another model, layout or limits.
         """
         block_size = least_block_size(plan)
-        self.num_drafts = num_drafts
+        self.num_drafts = config.num_drafts
         self.plan = plan
         self.manager = KVCacheManager(
             plan.config,
@@ -95,7 +94,7 @@ class DraftModel:
         self._pages = create_pages(plan.config, placement)
         nothing = np.zeros(0, np.int64)
         self._no_sampling = SamplingTable().batch(nothing, nothing)
-        self._drafts = _joined(*[self._update_step.no_tokens] * num_drafts)
+        self._drafts = _joined(*[self._update_step.no_tokens] * self.num_drafts)
 
     @property
     def num_buckets(self) -> int:
@@ -189,6 +188,22 @@ class DraftModel:
         return like._update_step
 
 
+def check_speculation(target: ModelConfig, speculative: SpeculativeConfig | None, draft: ModelConfig | None) -> None:
+    """Raises unless there is a draft model where one is asked for, and it can draft for `target`.
+
+    Raises:
+        ValueError: it is missing, given for nothing, or has another vocabulary.
+        NotImplementedError: as `check_draft_model`.
+    """
+    wants_one = speculative is not None and speculative.method == "draft_model"
+    if wants_one and draft is None:
+        raise ValueError('expected draft_model with the method "draft_model", got none')
+    if not wants_one and draft is not None:
+        raise ValueError('expected SpeculativeConfig(method="draft_model") with draft_model, got another or none')
+    if draft is not None:
+        check_draft_model(target, draft)
+
+
 def check_draft_model(target: ModelConfig, draft: ModelConfig) -> None:
     """Raises unless `draft` can draft for `target`.
 
@@ -219,4 +234,4 @@ def _joined(*drafts: jax.Array) -> jax.Array:
     return jnp.concatenate(drafts)
 
 
-__all__ = ["DraftModel", "check_draft_model"]
+__all__ = ["DraftModel", "check_draft_model", "check_speculation"]

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class HostStep:
     inputs: StepInputs
     fence: int  # the request table's open step: its rows are not reissued before it is closed
     host_us: float  # CPU time of `begin_step`
+    device_drafts: Any | None = None  # int32 on the device, where drafts of the step are there: `Drafter.device_tokens`
 
 
 class HostLoop:

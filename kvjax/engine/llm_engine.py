@@ -22,7 +22,9 @@ import numpy as np
 from kvjax.core import BlockHasher, KVCacheManager, MissReasons
 from kvjax.device import Placement
 from kvjax.device.update_step import SampleFn
+from kvjax.engine.cache_plans import plan_caches
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.draft_model import DraftModel, check_speculation
 from kvjax.engine.engine_request import sample_ids
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, place_model
@@ -34,7 +36,6 @@ from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.models import LoadedModel, StreamingWindow, load_model
-from kvjax.planning import plan_kv_cache
 
 
 class LLMEngine:
@@ -51,6 +52,7 @@ class LLMEngine:
         config: EngineConfig,
         *,
         mesh: jax.sharding.Mesh | None = None,
+        draft_model: LoadedModel | None = None,
         like: LLMEngine | None = None,
         sample_fn: SampleFn = sample,
         clock: Callable[[], float] = time.monotonic,
@@ -60,10 +62,15 @@ class LLMEngine:
         `sample_fn` chooses tokens inside the step; its second result are their float32[N] log-probabilities.
 
         With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
-        cache layout, and its steps are at least as large.
+        cache layout, the same draft model if any, and its steps are at least as large.
+
+        `draft_model` drafts tokens where `config.speculative` asks for one. Its cache holds as many requests as the
+        model's: `num_blocks` are the model's alone, `memory_bytes` are for both.
 
         Raises:
-            ValueError: the model allows fewer tokens than `max_model_len`, or `like` does not fit.
+            ValueError: the model allows fewer tokens than `max_model_len`, `like` does not fit, or a draft model is
+                missing, not asked for, or of another vocabulary.
+            NotImplementedError: the draft model has recurrent states or reads an encoder.
             MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
         """
         if config.max_model_len > model.config.max_model_len:
@@ -71,19 +78,18 @@ class LLMEngine:
                 f"expected max_model_len of at most {model.config.max_model_len} (the model's), "
                 f"got {config.max_model_len}"
             )
+        check_speculation(model.config, config.speculative, None if draft_model is None else draft_model.config)
         self.model = model
         self.config = config
         placement = place_model(model, mesh)
-        self.plan = plan_kv_cache(
-            model.config.kv_cache_specs(config.block_size, config.dtype),
-            max_model_len=config.max_model_len,
-            memory_bytes=config.memory_bytes,
-            num_blocks=config.num_blocks,
-            max_in_flight_tokens=config.max_in_flight_tokens,
+        draft_placement = placement if draft_model is None else place_model(draft_model, mesh)
+        self.plan, draft_plan = plan_caches(
+            model.config,
+            config,
             platform=jax.default_backend(),
             tensor_parallel=placement.num_shards,
-            hybrid=config.hybrid,
-            shared_layers=model.config.shared_layers,
+            draft_model=None if draft_model is None else draft_model.config,
+            draft_tensor_parallel=draft_placement.num_shards,
         )
         block_size = least_block_size(self.plan)
         num_rows = num_embedding_rows(model, config)
@@ -128,6 +134,18 @@ class LLMEngine:
             sample_fn=sample_fn,
             like=None if like is None else like._runner,
         )
+        self._draft_model = None
+        if draft_model is not None and draft_plan is not None:
+            self._draft_model = DraftModel(
+                draft_model,
+                config,
+                draft_plan,
+                draft_placement,
+                target_table=self.manager.request_table,
+                first_source=self._runner.buckets.max_num_requests,
+                sample_fn=sample_fn,
+                like=None if like is None else like._draft_model,
+            )
         self._loop = HostLoop(
             self.manager,
             self.scheduler,
@@ -146,19 +164,21 @@ class LLMEngine:
         num_devices: int = 1,
         dtype: str | None = None,
         streaming: StreamingWindow | None = None,
+        draft_folder: str | Path | None = None,
     ) -> LLMEngine:
         """An engine for the Hugging Face model in `folder`, its heads split over `num_devices` devices.
 
         `dtype` is that of the weights, None: the checkpoint's own. With `streaming` every layer sees a window and the
-        first tokens in place of all.
+        first tokens in place of all. `draft_folder` holds the draft model, where `config.speculative` asks for one.
 
         Raises:
-            ConfigError, CheckpointError: the folder holds no model that can be loaded.
+            ConfigError, CheckpointError: a folder holds no model that can be loaded.
             ValueError: there are fewer devices, a limit does not fit the model, or weights have no such dtype.
         """
         mesh = Placement.over_heads(num_devices).mesh if num_devices > 1 else None
         model = load_model(folder, dtype, mesh, max_model_len=config.max_model_len, streaming=streaming)
-        return cls(model, config, mesh=mesh)
+        draft_model = None if draft_folder is None else load_model(draft_folder, dtype, mesh)
+        return cls(model, config, mesh=mesh, draft_model=draft_model)
 
     @property
     def num_unfinished(self) -> int:
@@ -168,12 +188,15 @@ class LLMEngine:
     @property
     def num_buckets(self) -> int:
         """Step shapes that the configuration allows."""
-        return len(self._runner.buckets.steps)
+        num_own = len(self._runner.buckets.steps)
+        return num_own if self._draft_model is None else num_own + self._draft_model.num_buckets
 
     def warmup(self, on_compiled: Callable[[int], object] | None = None) -> None:
         """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
         nothing = np.zeros(0, np.int64)
         self._runner.warmup(self._loop.sampling.batch(nothing, nothing), on_compiled)
+        if self._draft_model is not None:
+            self._draft_model.warmup(on_compiled)
 
     def add_request(
         self,
@@ -292,10 +315,12 @@ class LLMEngine:
         return [results[request_id] for request_id in request_ids]
 
     def check_invariants(self) -> None:
-        """Checks the laws of scheduler and manager.
+        """Checks the laws of scheduler and manager, and of a draft model's.
 
         Raises:
             InvariantError: one does not hold.
         """
         self.scheduler.check_invariants()
         self.manager.check_invariants()
+        if self._draft_model is not None:
+            self._draft_model.check_invariants()

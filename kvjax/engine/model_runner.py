@@ -77,6 +77,9 @@ class ModelRunner:
             self._embeds.warmup()
             embeds = self._embeds.array
         self.pages = self.update_step.warmup(self.pages, sampling=sampling, embeds=embeds, on_compiled=on_compiled)
+        num_drafts = self.update_step.num_previous - self.buckets.max_num_requests
+        if num_drafts:
+            _with_drafts(self.update_step.no_tokens, self.update_step.no_tokens[-num_drafts:])
 
     def dispatch(self, step: HostStep) -> None:
         """Hands a step to the device, after the vectors that stand for its tokens."""
@@ -88,7 +91,7 @@ class ModelRunner:
         output: DeviceOutput = self.update_step(
             self.pages,
             step.plan,
-            previous=self._previous,
+            previous=self._previous_tokens(step),
             sampling=step.sampling,
             features=inputs.features,
             embeds=embeds,
@@ -102,14 +105,23 @@ class ModelRunner:
         flight = self._flights.popleft()
         return flight.step, np.asarray(flight.sampled), np.asarray(flight.logprobs)
 
+    def _previous_tokens(self, step: HostStep) -> jax.Array | None:
+        """What the step may read: tokens of the step before, and drafts behind them."""
+        if step.device_drafts is None:
+            return self._previous
+        sampled = self.update_step.no_tokens if self._previous is None else self._previous
+        return _with_drafts(sampled, step.device_drafts)
+
     def _make_update_step(self, sample_fn: SampleFn) -> UpdateStep:
         config, model = self._config, self._model
+        num_drafts = config.num_drafts
         buckets = Buckets.default(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             block_size=least_block_size(self._plan),
             max_buckets=config.max_buckets,
+            num_drafts=num_drafts,
         )
         return make_update_step(
             model.module,
@@ -120,6 +132,7 @@ class ModelRunner:
             mrope=model.config.has_mrope,
             encoder_shapes=model.config.encoder_shapes,
             embeds=model.config.embedding_dim is not None,
+            num_previous=buckets.max_num_requests * (1 + num_drafts),
         )
 
     def _shared_update_step(self, like: ModelRunner) -> UpdateStep:
@@ -130,6 +143,10 @@ class ModelRunner:
             own, given = getattr(self._config, name), getattr(like._config, name)
             if given < own:
                 raise ValueError(f"expected `like` to allow {name} of at least {own}, got {given}")
+        if like._config.num_drafts != self._config.num_drafts:
+            raise ValueError(
+                f"expected `like` to have num_drafts of {self._config.num_drafts}, got {like._config.num_drafts}"
+            )
         own, given = (num_embedding_rows(self._model, runner._config) for runner in (self, like))
         if given != own:
             raise ValueError(f"expected `like` to have max_embedding_rows of {own}, got {given}")
@@ -140,6 +157,12 @@ class ModelRunner:
         if dim is None:
             return None
         return EmbedBuffer(num_embedding_rows(self._model, self._config), dim, self._model.config.dtype, self.placement)
+
+
+@jax.jit
+def _with_drafts(sampled: jax.Array, drafts: jax.Array) -> jax.Array:
+    """Int32 tokens of the step before, with the drafts in the last places."""
+    return jax.lax.dynamic_update_slice(sampled, drafts, (sampled.size - drafts.size,))
 
 
 def least_block_size(plan: KVCachePlan) -> int:

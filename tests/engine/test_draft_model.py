@@ -15,8 +15,8 @@ from kvjax.core import Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
 from kvjax.device.compile_counter import count_compilations
-from kvjax.engine import EngineConfig, SamplingParams
-from kvjax.engine.draft_model import DraftModel, check_draft_model
+from kvjax.engine import EngineConfig, LLMEngine, SamplingParams, SpeculativeConfig
+from kvjax.engine.draft_model import DraftModel, check_draft_model, check_speculation
 from kvjax.engine.sampling_table import SamplingTable
 from kvjax.models import DenseAttention, load_model
 from kvjax.planning import plan_kv_cache
@@ -58,6 +58,7 @@ def config(**settings: object) -> EngineConfig:
         max_num_seqs=8,
         max_num_batched_tokens=64,
         max_buckets=1,
+        speculative=SpeculativeConfig(method="draft_model", num_drafts=NUM_DRAFTS),
     )
     return dataclasses.replace(base, **settings)
 
@@ -82,7 +83,6 @@ class Target:
             Placement.create(),
             target_table=self.table,
             first_source=FIRST_SOURCE,
-            num_drafts=NUM_DRAFTS,
             like=base_draft(name, given.num_blocks) if like else None,
         )
 
@@ -162,11 +162,9 @@ def test_tokens_that_were_not_drafted_are_computed_anew() -> None:
 
 def test_drafts_are_drawn_with_the_noise_of_the_targets_request() -> None:
     """As an engine of the draft model draws them with the same parameters and seed."""
-    from kvjax.engine import LLMEngine
-
     params = SamplingParams(max_tokens=NUM_DRAFTS, temperature=1.3, top_p=0.9, top_k=20, seed=77)
     prompt = goldens_of("llama")[2].prompt[:50]
-    engine = LLMEngine(loaded("llama"), config())
+    engine = LLMEngine(loaded("llama"), config(speculative=None))
     (result,) = engine.generate([prompt], params)
     target = Target("llama")
     row = target.add("a", prompt, params, seed=77)
@@ -275,3 +273,12 @@ def test_draft_models_that_cannot_go_back_or_read_more_than_tokens_are_refused(n
     own = loaded(name).config
     with pytest.raises(NotImplementedError, match=f"expected {reason}, got {own.architecture}.*prompt lookup"):
         check_draft_model(own, own)
+
+
+def test_a_draft_model_comes_with_the_method_that_asks_for_one() -> None:
+    own = loaded("llama").config
+    with pytest.raises(ValueError, match=r"expected draft_model with the method .*, got none"):
+        check_speculation(own, SpeculativeConfig(method="draft_model"), None)
+    for other in (None, SpeculativeConfig()):
+        with pytest.raises(ValueError, match=r"expected SpeculativeConfig.* with draft_model, got another or none"):
+            check_speculation(own, other, own)
