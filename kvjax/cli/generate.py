@@ -29,12 +29,13 @@ from kvjax.cli.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
 from kvjax.cli.progress import progress
 from kvjax.cli.prompt_inputs import read_inputs
+from kvjax.cli.speculation_arguments import add_speculation_arguments, read_speculation
 from kvjax.cli.token_text import TokenIdText
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
-from kvjax.engine import EngineConfig, FinishReason, SamplingParams
+from kvjax.engine import EngineConfig, FinishReason, SamplingParams, SpeculativeConfig
 from kvjax.engine.pool_picture import pool_picture
 from kvjax.errors import ConfigError
 from kvjax.models.config import StreamingWindow
@@ -106,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
     )
+    add_speculation_arguments(how)
     how.add_argument("--devices", type=positive_int, default=1, metavar="N", help="split the heads over N devices (1)")
     how.add_argument(
         "--no-compilation-cache", action="store_true", help="keep no compiled steps in ~/.cache/kvjax for the next run"
@@ -132,12 +134,14 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompt, args.prompts)
     samples = samples_of(prompts, args.n)
     plot_path = _plot_path(args)
+    speculative = read_speculation(args)
     params = _sampling_params(args, len(prompts))
     model, tokenizer, mesh = _load(args)
+    draft_model = _load_draft_model(args, mesh)
     token_ids = [tokenizer.encode(one.text) if one.token_ids is None else one.token_ids for one in prompts]
     inputs = [{} if prompt.inputs is None else read_inputs(prompt.inputs) for prompt in prompts]
-    config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens)
-    engine = _make_engine(model, config, mesh)
+    config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens, speculative)
+    engine = _make_engine(model, config, mesh, draft_model)
     requests = list(zip(prompts, token_ids, params, inputs, strict=True))
     for prompt, ids, one, given in requests:
         engine.check_request(ids, one, prompt.name, **given)
@@ -204,6 +208,12 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     return model, model.tokenizer or TokenIdText(), mesh
 
 
+def _load_draft_model(args: argparse.Namespace, mesh: Mesh | None) -> LoadedModel | None:
+    from kvjax.models import load_model
+
+    return None if args.draft_model is None else load_model(args.draft_model, args.dtype, mesh)
+
+
 def check_platform() -> None:
     """Starts jax.
 
@@ -234,7 +244,9 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
-def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -> EngineConfig:
+def _engine_config(
+    args: argparse.Namespace, model: LoadedModel, longest: int, speculative: SpeculativeConfig | None = None
+) -> EngineConfig:
     """The engine's settings for requests of at most `longest` tokens."""
     block_size = args.block_size or model.config.default_block_size
     max_model_len = args.max_model_len or min(cdiv(longest, block_size) * block_size, model.config.max_model_len)
@@ -252,6 +264,7 @@ def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -
         seed=args.seed,
         async_scheduling=args.async_scheduling,
         max_buckets=MAX_BUCKETS,
+        speculative=speculative,
     )
 
 
@@ -263,10 +276,12 @@ def _ample_blocks(args: argparse.Namespace, model: LoadedModel, max_model_len: i
     return max(need.fixed_blocks + cdiv(3 * args.max_num_seqs * need.request_blocks, 2) for need in needs)
 
 
-def _make_engine(model: LoadedModel, config: EngineConfig, mesh: Mesh | None) -> LLMEngine:
+def _make_engine(
+    model: LoadedModel, config: EngineConfig, mesh: Mesh | None, draft_model: LoadedModel | None
+) -> LLMEngine:
     from kvjax.engine import LLMEngine
 
-    return LLMEngine(model, config, mesh=mesh)
+    return LLMEngine(model, config, mesh=mesh, draft_model=draft_model)
 
 
 def _local_layers(engine: LLMEngine) -> Iterator[str]:
@@ -300,6 +315,9 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> It
         f"Engine  {num_requests} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a "
         f"step, {args.devices} device{'s' if args.devices > 1 else ''}"
     )
+    if config.speculative is not None:
+        how = "by prompt lookup" if args.draft_model is None else f"by {args.draft_model}"
+        yield f"Drafts  at most {config.num_drafts} a request and step, {how}"
 
 
 def _warm_up(engine: LLMEngine) -> None:

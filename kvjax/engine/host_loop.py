@@ -111,7 +111,8 @@ class HostLoop:
         fence = self._manager.request_table.open_step(step.rows)
         for request in self.scheduler.start(step):
             self.sampling.set(request.request.row, request.params, request.seed)
-        return HostStep(step, plan, sampling, inputs, fence, host_us=(time.thread_time() - start) * 1e6)
+        host_us = (time.thread_time() - start) * 1e6
+        return HostStep(step, plan, sampling, inputs, fence, host_us, self._device_drafts(step))
 
     def end_step(
         self,
@@ -143,6 +144,11 @@ class HostLoop:
         if drafter is None or step.num_drafts is None:
             return None
         return StepDrafts(step.num_drafts, *drafter.propose(step.rows, step.num_drafts, self.sampling))
+
+    def _device_drafts(self, step: ScheduledStep) -> Any | None:
+        """Where the step's drafts are, if on the device."""
+        drafter = self.scheduler.drafter
+        return None if drafter is None or step.num_drafts is None else drafter.device_tokens
 
     def _writes_encoder(self, step: ScheduledStep) -> np.ndarray | None:  # bool[S]
         """Whose encoder runs in the step: that of requests that start, whatever of their tokens was cached."""

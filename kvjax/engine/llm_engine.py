@@ -29,12 +29,14 @@ from kvjax.engine.engine_request import sample_ids
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, place_model
 from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
+from kvjax.engine.prompt_lookup import PromptLookup
 from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.request_maker import RequestMaker
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.speculation import Drafter
 from kvjax.models import LoadedModel, StreamingWindow, load_model
 
 
@@ -107,17 +109,6 @@ class LLMEngine:
             max_num_reqs=config.max_num_seqs,
             max_in_flight_tokens=config.max_in_flight_tokens,
         )
-        self.scheduler = Scheduler(
-            self.manager,
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
-                watermark=config.watermark,
-                max_steps_in_flight=config.max_steps_in_flight,
-            ),
-            RunningInputs(num_rows, has_mrope=model.config.has_mrope),
-        )
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
         self._maker = RequestMaker(
             model,
@@ -146,6 +137,22 @@ class LLMEngine:
                 sample_fn=sample_fn,
                 like=None if like is None else like._draft_model,
             )
+        drafter: Drafter | None = self._draft_model
+        if drafter is None and config.speculative is not None:
+            drafter = PromptLookup(self.manager.request_table, config.speculative, config.max_model_len)
+        self.scheduler = Scheduler(
+            self.manager,
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+                watermark=config.watermark,
+                max_steps_in_flight=config.max_steps_in_flight,
+                num_drafts=config.num_drafts,
+            ),
+            RunningInputs(num_rows, has_mrope=model.config.has_mrope),
+            drafter,
+        )
         self._loop = HostLoop(
             self.manager,
             self.scheduler,

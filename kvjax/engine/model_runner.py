@@ -28,8 +28,9 @@ class _Flight:
     """A dispatched step that is not read yet."""
 
     step: HostStep
-    sampled: jax.Array  # int32[max_num_requests]
-    logprobs: jax.Array  # float32[max_num_requests]
+    tokens: jax.Array  # int32[>= rows of logits]
+    logprobs: jax.Array  # float32[likewise]
+    num_accepted: jax.Array  # int32[>= requests that sample] drafts, where the step has any
 
 
 class ModelRunner:
@@ -98,12 +99,17 @@ class ModelRunner:
             embed_index=inputs.embed_index,
         )
         self.pages, self._previous = output.pages, output.sampled
-        self._flights.append(_Flight(step, output.sampled, output.extras))
+        self._flights.append(_Flight(step, output.tokens, output.extras, output.num_accepted))
 
-    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray]:
-        """The oldest step in flight, its tokens int32[>= rows of logits] and their float32 log-probabilities."""
+    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray, np.ndarray | None]:
+        """The oldest step in flight, with what `HostLoop.end_step` takes of it.
+
+        Tokens int32[>= rows of logits] and their float32 log-probabilities, then accepted drafts int32[>= requests that
+        sample], None where the step has no drafts.
+        """
         flight = self._flights.popleft()
-        return flight.step, np.asarray(flight.sampled), np.asarray(flight.logprobs)
+        num_accepted = None if flight.step.scheduled.num_drafts is None else np.asarray(flight.num_accepted)
+        return flight.step, np.asarray(flight.tokens), np.asarray(flight.logprobs), num_accepted
 
     def _previous_tokens(self, step: HostStep) -> jax.Array | None:
         """What the step may read: tokens of the step before, and drafts behind them."""
