@@ -37,12 +37,11 @@ Invariants (`check_invariants`):
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.core import KVCacheBlocks, KVCacheManager
+from kvjax.core import KVCacheBlocks, KVCacheManager, StepsInFlight
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.running_rows import RunningRows
@@ -92,7 +91,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._rows = np.zeros(0, np.int64)  # of running requests, by urgency; replaced, never written
         self._by_row = RunningRows(manager.request_table.capacity)
-        self._flights: deque[ScheduledStep] = deque()  # started and not updated
+        self._flights = StepsInFlight(manager.request_table)  # started and not updated
         self._manager = manager
         self._table = manager.request_table
         self._config = config
@@ -204,7 +203,7 @@ class Scheduler:
             rows=rows,
             num_new_tokens=num_new_tokens,
             samples=samples,
-            token_source=self._token_source(rows),
+            token_source=self._flights.token_source(rows),
             admitted=tuple(draft.admitted),
             num_preemptions=num_preemptions,
             num_queried_tokens=draft.num_queried_tokens,
@@ -218,8 +217,8 @@ class Scheduler:
         Returns:
             The samples that run from now on, as the step has computed their prompts.
         """
-        self._table.advance(step.rows, step.num_new_tokens)
-        self._flights.append(step)
+        sampling_rows = step.rows if step.samples.all() else step.rows[step.samples]
+        self._flights.start(step.rows, step.num_new_tokens, sampling_rows)
         return self._fork_samples()
 
     def update(
@@ -232,9 +231,8 @@ class Scheduler:
 
         A token of a request that ended or was aborted while the step was in flight is dropped.
         """
-        self._flights.popleft()
-        columns = (step.requests, step.request_ids, step.rows)
-        requests, request_ids, rows = columns if step.samples.all() else [column[step.samples] for column in columns]
+        rows, columns = self._flights.read(), (step.requests, step.request_ids)
+        requests, request_ids = columns if step.samples.all() else [column[step.samples] for column in columns]
         is_running = self._by_row.is_running[rows]
         if not is_running.all():  # some were preempted or ended while the step was in flight
             is_kept = np.array([request.status is not RequestStatus.FINISHED for request in requests], bool)
@@ -289,7 +287,7 @@ class Scheduler:
             active = num_new_tokens.nonzero()[0]
             if active.size < rows.size:
                 rows, num_new_tokens, num_left = rows[active], num_new_tokens[active], num_left[active]
-            result = self._manager.plan_step(rows, num_new_tokens, num_in_flight_tokens=self._num_in_flight(rows))
+            result = self._manager.plan_step(rows, num_new_tokens, num_in_flight_tokens=self._flights.num_unread(rows))
             for group, update in zip(self._manager.kv_cache_config.kv_cache_groups, result.new_blocks, strict=True):
                 num_released[group.pool_id] += update.block_ids.size
             planned = slice(0, result.num_planned)
@@ -446,35 +444,11 @@ class Scheduler:
 
     def _num_left(self, rows: np.ndarray) -> np.ndarray:  # int64[n]
         """Tokens that running requests still have to compute, those sampled but not read yet included."""
-        num_tokens = self._table.num_tokens[rows]
-        num_left = num_tokens - self._table.num_computed_tokens[rows]
+        num_left = self._flights.num_left(rows)
         if not self._flights:
             return num_left
-        num_pending = self._in_flight([(step.rows[step.samples], 1) for step in self._flights])[rows]
-        has_all = num_tokens + num_pending >= self._by_row.max_total_tokens[rows]  # only reading its last is left
-        return np.where(has_all, 0, num_left + num_pending)
-
-    def _num_in_flight(self, rows: np.ndarray) -> np.ndarray | int:  # int64[n]
-        """Tokens of each row that are computed in steps that are not read yet."""
-        if not self._flights:
-            return 0
-        return self._in_flight([(step.rows, step.num_new_tokens) for step in self._flights])[rows]
-
-    def _token_source(self, rows: np.ndarray) -> np.ndarray | None:  # int32[n]
-        """Where the newest token of each row is among those that the last step samples; -1: the host knows it."""
-        if not self._flights:
-            return None
-        sampling = self._flights[-1].rows[self._flights[-1].samples]
-        source = np.full(self._table.capacity, -1, np.int32)
-        source[sampling] = np.arange(sampling.size)
-        return source[rows]
-
-    def _in_flight(self, parts: list[tuple[np.ndarray, np.ndarray | int]]) -> np.ndarray:  # int64[rows]
-        """Sums by row of the table; each part is (distinct rows, what to add)."""
-        sums = np.zeros(self._table.capacity, np.int64)
-        for rows, counts in parts:
-            sums[rows] += counts
-        return sums
+        num_tokens = self._table.num_computed_tokens[rows] + num_left
+        return np.where(num_tokens >= self._by_row.max_total_tokens[rows], 0, num_left)  # only reading its last is left
 
     def _leaves_watermark(self, engine_request: EngineRequest, hit: KVCacheBlocks, num_hit_tokens: int) -> bool:
         """Whether every pool keeps its watermark free after all of the request's tokens have their blocks."""
