@@ -37,7 +37,6 @@ class HostStep:
     plan: StepPlan
     sampling: SamplingBatch  # a line per row of logits
     inputs: StepInputs
-    fence: int  # the request table's open step: its rows are not reissued before it is closed
     host_us: float  # CPU time of `begin_step`
 
 
@@ -105,10 +104,9 @@ class HostLoop:
         inputs = self.scheduler.inputs.take(plan)
         places = (plan.num_computed_tokens + plan.num_new_tokens)[step.samples]  # of the tokens to sample
         sampling = self.sampling.batch(step.rows[step.samples], places)
-        fence = self._manager.request_table.open_step(step.rows)
         for request in self.scheduler.start(step):
             self.sampling.set(request.request.row, request.params, request.seed)
-        return HostStep(step, plan, sampling, inputs, fence, host_us=(time.thread_time() - start) * 1e6)
+        return HostStep(step, plan, sampling, inputs, host_us=(time.thread_time() - start) * 1e6)
 
     def end_step(
         self,
@@ -119,7 +117,6 @@ class HostLoop:
         """Hands a step's tokens to their requests; steps end in the order in which they began."""
         start = time.thread_time()
         num_sampled = step.plan.logits_indices.size
-        self._manager.request_table.close_step(step.fence)
         new = self.scheduler.update(step.scheduled, token_ids[:num_sampled], logprobs[:num_sampled])
         if new.first:
             now = self._clock()

@@ -38,14 +38,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.core import KVCacheManager
+from kvjax.core import KVCacheManager, StepsInFlight
 from kvjax.engine.admission import Admission
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.running_rows import RunningRows
 from kvjax.engine.scheduled_step import NewTokens, NextStep, ScheduledStep
 from kvjax.engine.step_shares import StepShares
-from kvjax.engine.steps_in_flight import StepsInFlight
 from kvjax.engine.waiting_queue import WaitingQueue
 from kvjax.errors import InvariantError
 
@@ -204,8 +203,8 @@ class Scheduler:
         Returns:
             The samples that run from now on, as the step has computed their prompts.
         """
-        self._table.advance(step.rows, step.num_new_tokens)
-        self._flights.start(step)
+        sampling_rows = step.rows if step.samples.all() else step.rows[step.samples]
+        self._flights.start(step.rows, step.num_new_tokens, sampling_rows)
         return self._fork_samples()
 
     def update(
@@ -218,9 +217,8 @@ class Scheduler:
 
         A token of a request that ended or was aborted while the step was in flight is dropped.
         """
-        self._flights.end_first()
-        columns = (step.requests, step.request_ids, step.rows)
-        requests, request_ids, rows = columns if step.samples.all() else [column[step.samples] for column in columns]
+        rows, columns = self._flights.read(), (step.requests, step.request_ids)
+        requests, request_ids = columns if step.samples.all() else [column[step.samples] for column in columns]
         is_running = self._by_row.is_running[rows]
         if not is_running.all():  # some were preempted or ended while the step was in flight
             is_kept = np.array([request.status is not RequestStatus.FINISHED for request in requests], bool)
@@ -275,9 +273,7 @@ class Scheduler:
             active = num_new_tokens.nonzero()[0]
             if active.size < rows.size:
                 rows, num_new_tokens, num_left = rows[active], num_new_tokens[active], num_left[active]
-            result = self._manager.plan_step(
-                rows, num_new_tokens, num_in_flight_tokens=self._flights.num_computed(rows)
-            )
+            result = self._manager.plan_step(rows, num_new_tokens, num_in_flight_tokens=self._flights.num_unread(rows))
             for group, update in zip(self._manager.kv_cache_config.kv_cache_groups, result.new_blocks, strict=True):
                 num_released[group.pool_id] += update.block_ids.size
             planned = slice(0, result.num_planned)
@@ -409,10 +405,8 @@ class Scheduler:
 
     def _num_left(self, rows: np.ndarray) -> np.ndarray:  # int64[n]
         """Tokens that running requests still have to compute, those sampled but not read yet included."""
-        num_tokens = self._table.num_tokens[rows]
-        num_left = num_tokens - self._table.num_computed_tokens[rows]
+        num_left = self._flights.num_left(rows)
         if not self._flights:
             return num_left
-        num_pending = self._flights.num_pending(rows)
-        has_all = num_tokens + num_pending >= self._by_row.max_total_tokens[rows]  # only reading its last is left
-        return np.where(has_all, 0, num_left + num_pending)
+        num_tokens = self._table.num_computed_tokens[rows] + num_left
+        return np.where(num_tokens >= self._by_row.max_total_tokens[rows], 0, num_left)  # only reading its last is left
