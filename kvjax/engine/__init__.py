@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvjax.engine.engine_request import FinishReason
     from kvjax.engine.llm_engine import LLMEngine
     from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs
+    from kvjax.engine.token_stream import StreamOutput, TokenStream
 
 _HOME_OF = {
     "FinishReason": "engine_request",
@@ -25,6 +26,8 @@ _HOME_OF = {
     "LLMEngine": "llm_engine",
     "StepOutput": "outputs",
     "StepOutputs": "outputs",
+    "StreamOutput": "token_stream",
+    "TokenStream": "token_stream",
 }
 
 __all__ = [
@@ -40,6 +43,8 @@ __all__ = [
     "StepOutput",
     "StepOutputs",
     "StepStats",
+    "StreamOutput",
+    "TokenStream",
 ]
 
 

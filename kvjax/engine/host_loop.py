@@ -21,6 +21,7 @@ from kvjax.core import KVCacheManager, StepPlan
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
 from kvjax.engine.outputs import GenerationResult, StepOutputs
+from kvjax.engine.recovery import StepEnd, restart
 from kvjax.engine.running_inputs import StepInputs
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
 from kvjax.engine.scheduled_step import ScheduledStep
@@ -54,9 +55,11 @@ class HostLoop:
     ) -> None:
         self.scheduler = scheduler
         self.sampling = SamplingTable()
-        self.requests: dict[str, EngineRequest] = {}  # unfinished, by id
+        self.requests: dict[str, EngineRequest] = {}  # unfinished, by id, in order of arrival
+        self.step_end: StepEnd | None = None  # the newest step that was read; None: its outputs have reached the caller
+        self.undelivered: StepEnd | None = None  # of a loop that this one has taken over
+        self.manager = manager
         self.step_stats: deque[StepStats] = deque(maxlen=num_step_stats)
-        self._manager = manager
         self._pick_shape = pick_shape
         self._clock = clock
         self._num_steps = 0
@@ -81,6 +84,7 @@ class HostLoop:
             raise UnknownRequestError(f"expected the id of an unfinished request, got {request_id!r}")
         engine_request = self.requests[request_id]
         self.scheduler.abort(engine_request)
+        del self.requests[request_id]
         return self._result(engine_request)
 
     def begin_step(self) -> HostStep | None:
@@ -92,7 +96,7 @@ class HostLoop:
         for request in step.admitted:
             self.sampling.set(request.request.row, request.params, request.seed)
         plan = build_step_plan(
-            self._manager,
+            self.manager,
             step.rows,
             step.num_new_tokens,
             wants_logits=step.samples,
@@ -117,25 +121,48 @@ class HostLoop:
         """Hands a step's tokens to their requests; steps end in the order in which they began."""
         start = time.thread_time()
         num_sampled = step.plan.logits_indices.size
+        end = self.step_end = StepEnd.begin(step.scheduled, self.manager.request_table)
         new = self.scheduler.update(step.scheduled, token_ids[:num_sampled], logprobs[:num_sampled])
         if new.first:
             now = self._clock()
             for place in new.first:
                 new.requests[place].stats.first_token_time_s = now
         results = {place: self._result(new.requests[place]) for place in new.ended}
-        outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results)
+        end.outputs = outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results)
+        for result in results.values():
+            del self.requests[result.request_id]
         self._record(step, num_sampled, start)
         return outputs
 
+    def take_over(self, broken: HostLoop) -> None:
+        """Queues what `broken`, which an exception stopped anywhere, had not finished, and goes on with its statistics.
+
+        `broken` is of no use once this has returned; until then it may be tried again with another new loop.
+        """
+        self.step_stats, self._num_steps = broken.step_stats, broken._num_steps
+        for request in restart(broken.requests.values(), broken.step_end, broken.scheduler.running_rows):
+            self.add([request])
+        if broken.step_end is not None and broken.step_end.outputs is not None:
+            self.undelivered = broken.step_end
+        else:
+            self.undelivered = broken.undelivered
+
+    def deliver(self) -> StepOutputs:
+        """The outputs that a loop before this one could not return."""
+        self.step_end = self.undelivered
+        self.undelivered = None
+        if self.step_end is None or self.step_end.outputs is None:
+            raise ValueError("expected outputs that are not delivered, got none")
+        return self.step_end.outputs
+
     def _writes_encoder(self, step: ScheduledStep) -> np.ndarray | None:  # bool[S]
         """Whose encoder runs in the step: that of requests that start, whatever of their tokens was cached."""
-        if not self._manager.groups.reads_encoder:
+        if not self.manager.groups.reads_encoder:
             return None
         return np.isin(step.rows, [engine_request.request.row for engine_request in step.admitted])
 
     def _result(self, engine_request: EngineRequest) -> GenerationResult:
-        """Forgets a request that ended."""
-        del self.requests[engine_request.request_id]
+        """What became of a request that ended."""
         request, stats = engine_request.request, engine_request.stats
         stats.finish_time_s = self._clock()
         stats.num_output_tokens = request.num_output_tokens
@@ -169,7 +196,7 @@ class HostLoop:
 
     def _pool_uses(self, num_released: tuple[int, ...]) -> tuple[PoolUse, ...]:
         uses = []
-        for pool, released in zip(self._manager.block_pools, num_released, strict=True):
+        for pool, released in zip(self.manager.block_pools, num_released, strict=True):
             num_cached, num_free = pool.num_cached_free_blocks, pool.num_free_blocks
             uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
         return tuple(uses)

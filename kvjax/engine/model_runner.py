@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -101,6 +102,22 @@ class ModelRunner:
         """The oldest step in flight, its tokens int32[>= rows of logits] and their float32 log-probabilities."""
         flight = self._flights.popleft()
         return flight.step, np.asarray(flight.sampled), np.asarray(flight.logprobs)
+
+    def reset(self) -> None:
+        """Forgets all steps in flight, and starts with empty pages: those that there were may be donated and gone.
+
+        Waits for what the device still does, since old and new pages may not fit in its memory together.
+        """
+        held = [flight.sampled for flight in self._flights] + jax.tree.leaves(self.pages)
+        self._flights.clear()
+        self._previous = None
+        for array in held:
+            if not array.is_deleted():
+                with suppress(Exception):  # whatever a step left there in place of its result
+                    array.block_until_ready()
+                array.delete()
+        self.pages = create_pages(self._plan.config, self.placement)
+        self._embeds = self._make_embed_buffer()
 
     def _make_update_step(self, sample_fn: SampleFn) -> UpdateStep:
         config, model = self._config, self._model

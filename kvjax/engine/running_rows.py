@@ -53,6 +53,15 @@ class RunningRows:
         self.requests[row] = None
         self.is_running[row] = False
 
+    def logprobs_of(self, request: EngineRequest, count: int) -> list[float]:
+        """Log-probabilities of a request's first `count` output tokens, whether it runs or not."""
+        logprobs = request.logprobs[:count]
+        row = request.request.row
+        if len(logprobs) < count and 0 <= row < self.requests.size and self.requests[row] is request:
+            num_before = self._num_tokens_before.item(row) - request.request.num_prompt_tokens
+            logprobs += self._logprobs[row, len(logprobs) - num_before : count - num_before].tolist()
+        return logprobs
+
     def append(
         self,
         rows: np.ndarray,  # int64[n] running

@@ -98,6 +98,11 @@ class Scheduler:
         return running
 
     @property
+    def running_rows(self) -> RunningRows:
+        """What is known of running requests, by row of the table."""
+        return self._by_row
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait."""
         return len(self._waiting)
