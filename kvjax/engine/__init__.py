@@ -13,6 +13,7 @@ from kvjax.engine.request_inputs import MultimodalInput
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.speculation import SpeculativeConfig
 from kvjax.engine.stats import PoolUse, RequestStats, StepStats
+from kvjax.engine.token_matcher import TokenMatcher
 
 if TYPE_CHECKING:
     from kvjax.engine.engine_request import FinishReason
@@ -40,6 +41,7 @@ __all__ = [
     "StepOutput",
     "StepOutputs",
     "StepStats",
+    "TokenMatcher",
 ]
 
 

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvjax.core import Request
+from kvjax.engine.output_text import OutputText
 from kvjax.engine.request_inputs import NO_INPUTS, RequestInputs
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.stats import RequestStats
+from kvjax.engine.token_matcher import TokenMatcher
 
 
 class RequestStatus(enum.Enum):
@@ -34,7 +36,7 @@ class FinishReason(enum.Enum):
     """Why a request ended."""
 
     LENGTH = "length"  # max_tokens reached
-    STOP = "stop"  # a stop token or the end of the sequence
+    STOP = "stop"  # a stop token, the end of the sequence, or a stop string
     ABORT = "abort"
 
 
@@ -54,6 +56,8 @@ class EngineRequest:
     inputs: RequestInputs = NO_INPUTS
     first_sample: EngineRequest | None = None  # of the same prompt, which that one computes for both
     priority: int = 0  # lower is more urgent
+    text: OutputText | None = None  # None: the model has no tokenizer
+    matcher: TokenMatcher | None = None
 
     @property
     def request_id(self) -> str:
@@ -89,9 +93,18 @@ class EngineRequest:
             return False
         return first.request.num_computed_tokens < first.request.num_prompt_tokens
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether each of its tokens is shown to `finish_reason_after`, and not only those that may be the last."""
+        return self.matcher is not None or (self.text is not None and self.text.is_followed)
+
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
-        """Why the request ends with `token_id`, its newest output token; None: it goes on."""
-        if token_id in self.stop_token_ids:
+        """Why the request ends with `token_id`, its newest output token; None: it goes on. Once for each token."""
+        if self.matcher is not None:
+            self.matcher.accept_token(token_id)
+        has_stop = self.text is not None and self.text.is_followed and self.text.push(token_id)
+        is_stop = token_id in self.stop_token_ids and self.request.num_output_tokens >= self.params.min_tokens
+        if has_stop or is_stop:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.request.num_output_tokens >= self.params.max_tokens else None
 

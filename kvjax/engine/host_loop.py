@@ -22,8 +22,9 @@ from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
 from kvjax.engine.outputs import GenerationResult, StepOutputs
 from kvjax.engine.running_inputs import StepInputs
+from kvjax.engine.sampler_lines import SamplerSizes, SamplerWrites
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
-from kvjax.engine.scheduled_step import ScheduledStep
+from kvjax.engine.scheduled_step import NewTokens, ScheduledStep
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.stats import PoolUse, StepStats
 from kvjax.errors import UnknownRequestError
@@ -36,6 +37,7 @@ class HostStep:
     scheduled: ScheduledStep
     plan: StepPlan
     sampling: SamplingBatch  # a line per row of logits
+    sampler_writes: SamplerWrites | None  # into the sampler's state, before the step
     inputs: StepInputs
     host_us: float  # CPU time of `begin_step`
 
@@ -50,10 +52,11 @@ class HostLoop:
         *,
         num_step_stats: int,
         pick_shape: PickShape | None = None,  # of the plans' block tables
+        sampler_sizes: SamplerSizes | None = None,  # None: the sampler knows no lines
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
-        self.sampling = SamplingTable()
+        self.sampling = SamplingTable(sizes=sampler_sizes)
         self.requests: dict[str, EngineRequest] = {}  # unfinished, by id
         self.step_stats: deque[StepStats] = deque(maxlen=num_step_stats)
         self._manager = manager
@@ -90,7 +93,7 @@ class HostLoop:
         if step is None:
             return None
         for request in step.admitted:
-            self.sampling.set(request.request.row, request.params, request.seed)
+            self.sampling.start(request)
         plan = build_step_plan(
             self._manager,
             step.rows,
@@ -104,9 +107,10 @@ class HostLoop:
         inputs = self.scheduler.inputs.take(plan)
         places = (plan.num_computed_tokens + plan.num_new_tokens)[step.samples]  # of the tokens to sample
         sampling = self.sampling.batch(step.rows[step.samples], places)
+        writes = self.sampling.writes(plan, step.samples)
         for request in self.scheduler.start(step):
-            self.sampling.set(request.request.row, request.params, request.seed)
-        return HostStep(step, plan, sampling, inputs, host_us=(time.thread_time() - start) * 1e6)
+            self.sampling.start(request)
+        return HostStep(step, plan, sampling, writes, inputs, host_us=(time.thread_time() - start) * 1e6)
 
     def end_step(
         self,
@@ -123,7 +127,8 @@ class HostLoop:
             for place in new.first:
                 new.requests[place].stats.first_token_time_s = now
         results = {place: self._result(new.requests[place]) for place in new.ended}
-        outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results)
+        texts = _text_pieces(new)
+        outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results, texts)
         self._record(step, num_sampled, start)
         return outputs
 
@@ -136,7 +141,7 @@ class HostLoop:
     def _result(self, engine_request: EngineRequest) -> GenerationResult:
         """Forgets a request that ended."""
         del self.requests[engine_request.request_id]
-        request, stats = engine_request.request, engine_request.stats
+        request, stats, text = engine_request.request, engine_request.stats, engine_request.text
         stats.finish_time_s = self._clock()
         stats.num_output_tokens = request.num_output_tokens
         return GenerationResult(
@@ -146,6 +151,7 @@ class HostLoop:
             logprobs=tuple(engine_request.logprobs),
             finish_reason=engine_request.finish_reason or FinishReason.ABORT,
             stats=stats,
+            text=None if text is None else text.whole(engine_request.output_token_ids()),
         )
 
     def _record(self, step: HostStep, num_sampled: int, start: float) -> None:
@@ -173,3 +179,9 @@ class HostLoop:
             num_cached, num_free = pool.num_cached_free_blocks, pool.num_free_blocks
             uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
         return tuple(uses)
+
+
+def _text_pieces(new: NewTokens) -> dict[int, str]:
+    """Text that new tokens complete, by place, of the requests that stream it."""
+    requests = ((place, new.requests[place]) for place in new.looked_at)
+    return {place: request.text.take() for place, request in requests if request.params.stream_text}

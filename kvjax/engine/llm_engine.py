@@ -31,6 +31,7 @@ from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.request_maker import RequestMaker
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.sampler import sample
+from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.models import LoadedModel, StreamingWindow, load_model
@@ -52,12 +53,13 @@ class LLMEngine:
         *,
         mesh: jax.sharding.Mesh | None = None,
         like: LLMEngine | None = None,
-        sample_fn: SampleFn = sample,
+        sample_fn: SampleFn | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An engine for `model`, whose weights lie on `mesh` (None: on one device).
 
-        `sample_fn` chooses tokens inside the step; its second result are their float32[N] log-probabilities.
+        `sample_fn` chooses tokens inside the step instead of the engine's sampler; its second result are their
+        float32[N] log-probabilities. Of what `SamplingParams` ask it sees what `SamplingBatch` holds.
 
         With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
         cache layout, and its steps are at least as large.
@@ -113,26 +115,29 @@ class LLMEngine:
             RunningInputs(num_rows, has_mrope=model.config.has_mrope),
         )
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
-        self._maker = RequestMaker(
-            model,
-            seed=config.seed,
-            hasher=hasher if config.enable_prefix_caching else None,
-            num_embedding_rows=num_rows,
-            clock=clock,
-        )
         self._runner: ModelRunner = self.runner_type(
             model,
             config,
             self.plan,
             placement,
-            sample_fn=sample_fn,
+            sample_fn=sample if sample_fn is None else sample_fn,
+            sampler_sizes=_sampler_sizes(model, config) if sample_fn is None else None,
             like=None if like is None else like._runner,
+        )
+        self._maker = RequestMaker(
+            model,
+            seed=config.seed,
+            hasher=hasher if config.enable_prefix_caching else None,
+            num_embedding_rows=num_rows,
+            sampler_sizes=self._runner.sampler_sizes,
+            clock=clock,
         )
         self._loop = HostLoop(
             self.manager,
             self.scheduler,
             num_step_stats=config.num_step_stats,
             pick_shape=self._runner.buckets.pick,
+            sampler_sizes=self._runner.sampler_sizes,
             clock=clock,
         )
         self.step_stats = self._loop.step_stats
@@ -299,3 +304,8 @@ class LLMEngine:
         """
         self.scheduler.check_invariants()
         self.manager.check_invariants()
+
+
+def _sampler_sizes(model: LoadedModel, config: EngineConfig) -> SamplerSizes:
+    """Room for all requests that run at once, beside line 0."""
+    return SamplerSizes(config.max_num_seqs + 1, config.max_model_len, model.config.vocab_size)

@@ -18,6 +18,8 @@ from kvjax.device.update_step import SampleFn
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.host_loop import HostStep
+from kvjax.engine.sampler_lines import SamplerSizes
+from kvjax.engine.sampler_state import SamplerArrays, SamplerState
 from kvjax.engine.sampling_table import SamplingBatch
 from kvjax.models import LoadedModel
 from kvjax.planning import KVCachePlan
@@ -43,6 +45,7 @@ class ModelRunner:
         placement: Placement,
         *,
         sample_fn: SampleFn,
+        sampler_sizes: SamplerSizes | None = None,  # None: the sample_fn takes no state
         like: ModelRunner | None = None,  # whose compiled steps are used
     ) -> None:
         """A runner with pages of its own.
@@ -57,6 +60,8 @@ class ModelRunner:
         self.update_step = self._make_update_step(sample_fn) if like is None else self._shared_update_step(like)
         self.pages: KVPages = create_pages(plan.config, placement)
         self._embeds = self._make_embed_buffer()
+        self.sampler_sizes: SamplerSizes | None = sampler_sizes if like is None else like.sampler_sizes
+        self._sampler = None if self.sampler_sizes is None else SamplerState(self.sampler_sizes, placement)
         self._previous: jax.Array | None = None  # sampled tokens of the newest step, on the device
         self._flights: deque[_Flight] = deque()
 
@@ -76,7 +81,15 @@ class ModelRunner:
         if self._embeds is not None:
             self._embeds.warmup()
             embeds = self._embeds.array
-        self.pages = self.update_step.warmup(self.pages, sampling=sampling, embeds=embeds, on_compiled=on_compiled)
+        if self._sampler is not None:
+            self._sampler.warmup(self.update_step.no_tokens)
+        self.pages = self.update_step.warmup(
+            self.pages,
+            sampling=sampling,
+            embeds=embeds,
+            sampler_state=self._sampler_arrays,
+            on_compiled=on_compiled,
+        )
 
     def dispatch(self, step: HostStep) -> None:
         """Hands a step to the device, after the vectors that stand for its tokens."""
@@ -85,6 +98,9 @@ class ModelRunner:
             if inputs.embeds is not None:
                 self._embeds.write(inputs.embed_rows, inputs.embeds)
             embeds = self._embeds.array
+        if self._sampler is not None and step.sampler_writes is not None:
+            previous = self.update_step.no_tokens if self._previous is None else self._previous
+            self._sampler.write(step.sampler_writes, previous)
         output: DeviceOutput = self.update_step(
             self.pages,
             step.plan,
@@ -93,6 +109,7 @@ class ModelRunner:
             features=inputs.features,
             embeds=embeds,
             embed_index=inputs.embed_index,
+            sampler_state=self._sampler_arrays,
         )
         self.pages, self._previous = output.pages, output.sampled
         self._flights.append(_Flight(step, output.sampled, output.extras))
@@ -101,6 +118,10 @@ class ModelRunner:
         """The oldest step in flight, its tokens int32[>= rows of logits] and their float32 log-probabilities."""
         flight = self._flights.popleft()
         return flight.step, np.asarray(flight.sampled), np.asarray(flight.logprobs)
+
+    @property
+    def _sampler_arrays(self) -> SamplerArrays | None:
+        return None if self._sampler is None else self._sampler.arrays
 
     def _make_update_step(self, sample_fn: SampleFn) -> UpdateStep:
         config, model = self._config, self._model

@@ -6,7 +6,7 @@ Flow:    LLMEngine.step -> [StepOutputs] -> caller; a request's last token bring
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
@@ -25,6 +25,7 @@ class GenerationResult:
     logprobs: tuple[float, ...]  # log-probability of each output token under the model, before temperature and masks
     finish_reason: FinishReason
     stats: RequestStats
+    text: str | None = None  # of the output, up to a stop string; None: the model has no tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class StepOutput:
     token_id: int
     logprob: float
     result: GenerationResult | None  # None: the request goes on
+    text: str | None = None  # what the token completes, which may be empty; None: not asked for (`stream_text`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,7 @@ class StepOutputs(Sequence[StepOutput]):
     token_ids: np.ndarray  # int32[n]
     logprobs: np.ndarray  # float32[n]
     results: Mapping[int, GenerationResult]  # of the requests that ended, by place in the columns
+    texts: Mapping[int, str] = field(default_factory=dict)  # of those that stream text, by place
 
     def __len__(self) -> int:
         return self.token_ids.size
@@ -67,12 +70,13 @@ class StepOutputs(Sequence[StepOutput]):
             self.token_ids.item(place),
             self.logprobs.item(place),
             self.results.get(place),
+            self.texts.get(place),
         )
 
     def __iter__(self) -> Iterator[StepOutput]:
         columns = zip(self.request_ids.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
         for place, (request_id, token_id, logprob) in enumerate(columns):
-            yield StepOutput(request_id, token_id, logprob, self.results.get(place))
+            yield StepOutput(request_id, token_id, logprob, self.results.get(place), self.texts.get(place))
 
 
 NO_OUTPUTS = StepOutputs(np.zeros(0, np.object_), np.zeros(0, np.int32), np.zeros(0, np.float32), {})

@@ -230,8 +230,11 @@ class Scheduler:
             first[place] = not waiting.request.num_output_tokens
             waiting.request.append_output_token_ids(token_ids.item(place))
             waiting.logprobs.append(logprobs.item(place))
-        ended = self._end(requests, token_ids, np.flatnonzero(may_end).tolist())
-        return NewTokens(requests, request_ids, token_ids, logprobs, tuple(np.flatnonzero(first).tolist()), ended)
+        looked_at = tuple(np.flatnonzero(may_end).tolist())
+        ended = self._end(requests, token_ids, looked_at)
+        return NewTokens(
+            requests, request_ids, token_ids, logprobs, tuple(np.flatnonzero(first).tolist()), ended, looked_at
+        )
 
     def check_invariants(self) -> None:
         """Checks I1 to I4, and the laws of the requests' inputs.
@@ -391,7 +394,7 @@ class Scheduler:
         first = num_tokens == self._table.num_prompt_tokens[rows]
         return first, self._by_row.append(rows, num_tokens, token_ids, logprobs)
 
-    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: list[int]) -> tuple[int, ...]:
+    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: tuple[int, ...]) -> tuple[int, ...]:
         """Ends those of the requests at `places` that their newest tokens end; their places."""
         ended = []
         for place in places:
@@ -409,4 +412,8 @@ class Scheduler:
         if not self._flights:
             return num_left
         num_tokens = self._table.num_computed_tokens[rows] + num_left
-        return np.where(num_tokens >= self._by_row.max_total_tokens[rows], 0, num_left)  # only reading its last is left
+        has_all = num_tokens >= self._by_row.max_total_tokens[rows]  # only reading its last is left
+        waits = self._by_row.waits_for_token[rows]
+        if waits.any():
+            has_all |= waits & (self._flights.num_pending(rows) > 0)
+        return np.where(has_all, 0, num_left)
