@@ -18,7 +18,7 @@ from kvjax.engine.token_matcher import TokenMatcher
 if TYPE_CHECKING:
     from kvjax.engine.engine_request import FinishReason
     from kvjax.engine.llm_engine import LLMEngine
-    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs
+    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs, TopLogprobs
 
 _HOME_OF = {
     "FinishReason": "engine_request",
@@ -26,6 +26,7 @@ _HOME_OF = {
     "LLMEngine": "llm_engine",
     "StepOutput": "outputs",
     "StepOutputs": "outputs",
+    "TopLogprobs": "outputs",
 }
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "StepOutputs",
     "StepStats",
     "TokenMatcher",
+    "TopLogprobs",
 ]
 
 

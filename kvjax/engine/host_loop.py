@@ -20,7 +20,7 @@ import numpy as np
 from kvjax.core import KVCacheManager, StepPlan
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
-from kvjax.engine.outputs import GenerationResult, StepOutputs
+from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
 from kvjax.engine.running_inputs import StepInputs
 from kvjax.engine.sampler_lines import SamplerSizes, SamplerWrites
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
@@ -38,6 +38,7 @@ class HostStep:
     plan: StepPlan
     sampling: SamplingBatch  # a line per row of logits
     sampler_writes: SamplerWrites | None  # into the sampler's state, before the step
+    wants_best: bool  # whether a row asks for log-probabilities of best tokens
     inputs: StepInputs
     host_us: float  # CPU time of `begin_step`
 
@@ -110,13 +111,22 @@ class HostLoop:
         writes = self.sampling.writes(plan, step.samples)
         for request in self.scheduler.start(step):
             self.sampling.start(request)
-        return HostStep(step, plan, sampling, writes, inputs, host_us=(time.thread_time() - start) * 1e6)
+        return HostStep(
+            scheduled=step,
+            plan=plan,
+            sampling=sampling,
+            sampler_writes=writes,
+            wants_best=self.sampling.wants_best(sampling),
+            inputs=inputs,
+            host_us=(time.thread_time() - start) * 1e6,
+        )
 
     def end_step(
         self,
         step: HostStep,
         token_ids: np.ndarray,  # int32[>= rows of logits]
         logprobs: np.ndarray,  # float32[likewise]
+        best: TopLogprobs | None = None,  # of the rows of logits; None: not asked for
     ) -> StepOutputs:
         """Hands a step's tokens to their requests; steps end in the order in which they began."""
         start = time.thread_time()
@@ -126,9 +136,10 @@ class HostLoop:
             now = self._clock()
             for place in new.first:
                 new.requests[place].stats.first_token_time_s = now
+        top_logprobs = {} if best is None else _top_logprobs(new, best)
         results = {place: self._result(new.requests[place]) for place in new.ended}
-        texts = _text_pieces(new)
-        outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results, texts)
+        columns = (new.request_ids, new.token_ids, new.logprobs)
+        outputs = StepOutputs(*columns, results, _text_pieces(new), top_logprobs)
         self._record(step, num_sampled, start)
         return outputs
 
@@ -144,6 +155,7 @@ class HostLoop:
         request, stats, text = engine_request.request, engine_request.stats, engine_request.text
         stats.finish_time_s = self._clock()
         stats.num_output_tokens = request.num_output_tokens
+        k = engine_request.params.logprobs
         return GenerationResult(
             request_id=engine_request.request_id,
             prompt_token_ids=np.array(request.prompt_token_ids, np.int32),
@@ -152,6 +164,7 @@ class HostLoop:
             finish_reason=engine_request.finish_reason or FinishReason.ABORT,
             stats=stats,
             text=None if text is None else text.whole(engine_request.output_token_ids()),
+            top_logprobs=TopLogprobs.joined(engine_request.top_logprobs, k) if k else None,
         )
 
     def _record(self, step: HostStep, num_sampled: int, start: float) -> None:
@@ -185,3 +198,15 @@ def _text_pieces(new: NewTokens) -> dict[int, str]:
     """Text that new tokens complete, by place, of the requests that stream it."""
     requests = ((place, new.requests[place]) for place in new.looked_at)
     return {place: request.text.take() for place, request in requests if request.params.stream_text}
+
+
+def _top_logprobs(new: NewTokens, best: TopLogprobs) -> dict[int, TopLogprobs]:
+    """The best at new tokens, by place, for the requests that ask for them, which keep them too."""
+    found = {}
+    for place in new.looked_at:
+        request, row = new.requests[place], slice(new.logits_rows[place], new.logits_rows[place] + 1)
+        k = request.params.logprobs
+        if k:
+            found[place] = TopLogprobs(best.token_ids[row, :k], best.logprobs[row, :k], best.ranks[row])
+            request.top_logprobs.append(found[place])
+    return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -115,12 +116,13 @@ class LLMEngine:
             RunningInputs(num_rows, has_mrope=model.config.has_mrope),
         )
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
+        num_best = min(config.max_logprobs, model.config.vocab_size)
         self._runner: ModelRunner = self.runner_type(
             model,
             config,
             self.plan,
             placement,
-            sample_fn=sample if sample_fn is None else sample_fn,
+            sample_fn=partial(sample, num_best=num_best) if sample_fn is None else sample_fn,
             sampler_sizes=_sampler_sizes(model, config) if sample_fn is None else None,
             like=None if like is None else like._runner,
         )
@@ -130,6 +132,7 @@ class LLMEngine:
             hasher=hasher if config.enable_prefix_caching else None,
             num_embedding_rows=num_rows,
             sampler_sizes=self._runner.sampler_sizes,
+            max_logprobs=num_best,
             clock=clock,
         )
         self._loop = HostLoop(

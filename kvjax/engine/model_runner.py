@@ -18,6 +18,8 @@ from kvjax.device.update_step import SampleFn
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.host_loop import HostStep
+from kvjax.engine.outputs import TopLogprobs
+from kvjax.engine.sampler import TokenLogprobs
 from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampler_state import SamplerArrays, SamplerState
 from kvjax.engine.sampling_table import SamplingBatch
@@ -31,7 +33,7 @@ class _Flight:
 
     step: HostStep
     sampled: jax.Array  # int32[max_num_requests]
-    logprobs: jax.Array  # float32[max_num_requests]
+    logprobs: jax.Array | TokenLogprobs  # float32[max_num_requests]
 
 
 class ModelRunner:
@@ -114,10 +116,15 @@ class ModelRunner:
         self.pages, self._previous = output.pages, output.sampled
         self._flights.append(_Flight(step, output.sampled, output.extras))
 
-    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray]:
-        """The oldest step in flight, its tokens int32[>= rows of logits] and their float32 log-probabilities."""
+    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray, TopLogprobs | None]:
+        """The oldest step in flight, its tokens int32[>= rows of logits], their float32 log-probabilities, the best."""
         flight = self._flights.popleft()
-        return flight.step, np.asarray(flight.sampled), np.asarray(flight.logprobs)
+        logprobs, best = flight.logprobs, None
+        if isinstance(logprobs, TokenLogprobs):
+            if flight.step.wants_best:
+                best = TopLogprobs(*map(np.asarray, logprobs.best))
+            logprobs = logprobs.logprobs
+        return flight.step, np.asarray(flight.sampled), np.asarray(logprobs), best
 
     @property
     def _sampler_arrays(self) -> SamplerArrays | None:
@@ -147,7 +154,7 @@ class ModelRunner:
         layouts = (self._plan.config, self.placement)
         if like._model.module is not self._model.module or (like._plan.config, like.placement) != layouts:
             raise ValueError("expected `like` to have this engine's model, mesh and cache layout, got another")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "max_logprobs"):
             own, given = getattr(self._config, name), getattr(like._config, name)
             if given < own:
                 raise ValueError(f"expected `like` to allow {name} of at least {own}, got {given}")

@@ -28,10 +28,10 @@ class OutputText:
         self._num_tokens = 0
         self._text = ""
         self._num_taken = 0  # characters that went out in pieces
-        self._has_ended = False
+        self.has_ended = False  # by a stop string, or finished
 
     def push(self, token_id: int) -> bool:
-        """Takes the newest token; whether the text ends with it, as it contains a stop string.
+        """Takes the newest token; whether the text ends with it, as it contains a stop string (`has_ended`).
 
         Tokens before the `min_tokens`-th complete no stop string.
         """
@@ -44,7 +44,7 @@ class OutputText:
         if end is None:
             return False
         self._text = self._text[:end]
-        self._has_ended = True
+        self.has_ended = True
         return True
 
     def take(self) -> str:
@@ -56,9 +56,9 @@ class OutputText:
 
     def finish(self) -> None:
         """No token comes any more: nothing is held back, half characters included."""
-        if not self._has_ended:
+        if not self.has_ended:
             self._text += self._stream.finish()
-            self._has_ended = True
+            self.has_ended = True
 
     def whole(self, token_ids: np.ndarray) -> str:  # int32[num_output_tokens], all of the request's
         """The text of an ended request."""
@@ -81,7 +81,7 @@ class OutputText:
 
     def _num_held_back(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
-        if self._has_ended or self._params.include_stop_str_in_output:
+        if self.has_ended or self._params.include_stop_str_in_output:
             return 0
         text, longest = self._text, 0
         for stop in self._params.stop_strings:

@@ -33,6 +33,7 @@ class RequestMaker:
         hasher: BlockHasher | None,  # None: nothing is cached
         num_embedding_rows: int,
         sampler_sizes: SamplerSizes | None,  # None: the sampler knows no lines
+        max_logprobs: int,
         clock: Callable[[], float],
     ) -> None:
         self.num_queued = 0
@@ -40,7 +41,7 @@ class RequestMaker:
         self._engine_seed = seed
         self._hasher = hasher
         self._num_embedding_rows = num_embedding_rows
-        self._limits = SamplingLimits(model.config.vocab_size, model.tokenizer is not None, sampler_sizes)
+        self._limits = SamplingLimits(model.config.vocab_size, model.tokenizer is not None, sampler_sizes, max_logprobs)
         self._clock = clock
 
     def make(
@@ -73,6 +74,7 @@ class RequestMaker:
                 arrival=self.num_queued + place,
                 stats=replace(first.stats, request_id=name),
                 logprobs=[],
+                top_logprobs=[],
                 first_sample=first,
                 text=self._text(params),
                 matcher=params.token_matcher() if params.token_matcher is not None else None,

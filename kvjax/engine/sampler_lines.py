@@ -90,6 +90,7 @@ class SamplerLines:
         self._line_of: dict[EngineRequest, int] = {}
         self._free = list(range(sizes.num_lines - 1, NO_LINE, -1))
         self._counts_tokens = np.zeros(sizes.num_lines, np.bool_)
+        self._wants_best = np.zeros(sizes.num_lines, np.bool_)
         self._matched: dict[int, EngineRequest] = {}  # by line, those with a matcher
         self._started: dict[int, EngineRequest] = {}  # by line, those that count tokens and were in no step yet
         self._pending = _Pending()
@@ -105,7 +106,7 @@ class SamplerLines:
             return NO_LINE
         line = self._take_line(request)
         params, pending = request.params, self._pending
-        self._counts_tokens[line] = params.has_penalties
+        self._counts_tokens[line], self._wants_best[line] = params.has_penalties, bool(params.logprobs)
         pending.lines.append(_line_write(request, line, self._sizes.vocab_size))
         if params.has_penalties:
             self._started[line] = request
@@ -114,6 +115,10 @@ class SamplerLines:
         elif params.allowed_token_ids is not None:
             pending.masks.append((line, packed(np.array(params.allowed_token_ids), self._sizes.num_words)))
         return line
+
+    def want_best(self, lines: np.ndarray) -> bool:  # int32[N]
+        """Whether one of the lines asks for log-probabilities of best tokens."""
+        return bool(self._wants_best[lines].any())
 
     def take(
         self,

@@ -33,7 +33,10 @@ class SamplingLimits:
                     raise ValueError(f"expected {name} of token ids below {self.vocab_size}, got {token}")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.max_logprobs:
-                raise ValueError(f"expected {name} of at most {self.max_logprobs}, got {getattr(params, name)}")
+                raise ValueError(
+                    f"expected {name} of at most {self.max_logprobs} (EngineConfig.max_logprobs), got "
+                    f"{getattr(params, name)}"
+                )
         self._check_lines(params, stop_token_ids)
         if not self.has_tokenizer and (params.stop_strings or params.stream_text):
             what = "stop strings" if params.stop_strings else "stream_text"
@@ -52,10 +55,10 @@ class SamplingLimits:
         )
         if params.min_tokens and allowed is not None and allowed <= stop_token_ids:
             raise ValueError("expected allowed_token_ids beside those that end the request with min_tokens, got none")
-        if self.sampler_sizes is None and (num_edits or allowed is not None or params.asks_for_logits):
+        if self.sampler_sizes is None and (num_edits or allowed is not None or params.asks_for_state):
             raise ValueError(
-                "expected no penalties, min_p, logit_bias, min_tokens, or allowed and bad tokens with a sample_fn of "
-                "one's own, which does not know them"
+                "expected no penalties, logprobs, min_p, logit_bias, min_tokens, matcher, or allowed and bad tokens "
+                "with a sample_fn of one's own, which does not know them"
             )
 
 

@@ -40,8 +40,9 @@ class SamplingParams:
     string). Neither ends it before it has `min_tokens` tokens.
 
     `logprobs` and `prompt_logprobs` ask for the log-probabilities of so many best tokens at each token of output and
-    prompt, under the model: temperature 1, nothing masked. With `stream_text` steps bring the text that they complete
-    (`StepOutput.text`). Text leaves special tokens out with `skip_special_tokens`.
+    prompt, under the model: temperature 1, nothing masked; those of output tokens themselves always come. With
+    `stream_text` steps bring the text that they complete (`StepOutput.text`). Text leaves special tokens out with
+    `skip_special_tokens`.
 
     Raises:
         ValueError: a value is outside its range, a stop string has no text, or values contradict each other.
@@ -106,9 +107,9 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
-    def asks_for_logits(self) -> bool:
-        """Whether it has penalties, `min_p`, or a matcher."""
-        return self.has_penalties or self.min_p > 0 or self.token_matcher is not None
+    def asks_for_state(self) -> bool:
+        """Whether it has penalties, `min_p`, `logprobs` or a matcher, which are in the sampler's state."""
+        return self.has_penalties or self.min_p > 0 or bool(self.logprobs) or self.token_matcher is not None
 
     def _check_counts(self) -> None:
         for name, least in (("n", 1), ("max_tokens", 1), ("min_tokens", 0)):

@@ -66,6 +66,10 @@ class SamplingTable:
         places = np.array(positions, np.int32)
         return SamplingBatch(temperature[rows], top_p[rows], top_k[rows], seed[rows], places, line[rows])
 
+    def wants_best(self, batch: SamplingBatch) -> bool:
+        """Whether a row of a step asks for log-probabilities of best tokens."""
+        return self._lines is not None and not self._lines.is_idle and self._lines.want_best(batch.line)
+
     def writes(self, plan: StepPlan, samples: np.ndarray) -> SamplerWrites | None:
         """What a step's plan, and those of its requests that sample (bool[S]), write into the sampler's state first."""
         if self._lines is None or self._lines.is_idle:

@@ -219,11 +219,12 @@ class Scheduler:
         """
         rows, columns = self._flights.read(), (step.requests, step.request_ids)
         requests, request_ids = columns if step.samples.all() else [column[step.samples] for column in columns]
-        is_running = self._by_row.is_running[rows]
+        is_running, logits_rows = self._by_row.is_running[rows], np.arange(rows.size)
         if not is_running.all():  # some were preempted or ended while the step was in flight
             is_kept = np.array([request.status is not RequestStatus.FINISHED for request in requests], bool)
             kept = (requests, request_ids, rows, token_ids, logprobs, is_running)
             requests, request_ids, rows, token_ids, logprobs, is_running = [column[is_kept] for column in kept]
+            logits_rows = logits_rows[is_kept]
         first, may_end = self._append(rows, token_ids, logprobs, is_running)
         for place in np.flatnonzero(~is_running).tolist():
             waiting: EngineRequest = requests[place]
@@ -233,7 +234,14 @@ class Scheduler:
         looked_at = tuple(np.flatnonzero(may_end).tolist())
         ended = self._end(requests, token_ids, looked_at)
         return NewTokens(
-            requests, request_ids, token_ids, logprobs, tuple(np.flatnonzero(first).tolist()), ended, looked_at
+            requests=requests,
+            request_ids=request_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            first=tuple(np.flatnonzero(first).tolist()),
+            ended=ended,
+            looked_at=looked_at,
+            logits_rows=logits_rows,
         )
 
     def check_invariants(self) -> None:

@@ -156,3 +156,84 @@ def test_a_grammar_is_followed_beside_requests_without_one(settings: dict[str, A
         assert set(digits) <= set(range(48, 58))
     assert len({tuple(result.output_token_ids.tolist()) for result in followed}) > 3
     assert_no_leak(engine)
+
+
+@functools.cache
+def engine_with_logprobs() -> LLMEngine:
+    """Holds a compiled step that gives the best tokens."""
+    return LLMEngine(loaded(NAME), base_config(NAME, max_logprobs=5))
+
+
+@functools.cache
+def expected_best() -> list[tuple[list[int], list[np.ndarray]]]:
+    """Greedy tokens of each prompt, and the logits that they were chosen from."""
+    engine = RecordingEngine(loaded(NAME), base_config(NAME))
+    results = engine.generate(golden_prompts(NAME), SamplingParams(max_tokens=8, temperature=0.0))
+    return [(result.output_token_ids.tolist(), engine.logits[result.request_id]) for result in results]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"async_scheduling": True, "max_num_seqs": 3},
+        {"async_scheduling": True, "num_blocks": FEW_BLOCKS[NAME], "max_num_batched_tokens": 16},
+    ],
+)
+def test_the_best_tokens_come_where_they_are_asked_for(settings: dict[str, Any]) -> None:
+    few = settings.get("num_blocks") is not None
+    config = base_config(NAME, max_logprobs=5, **settings)
+    engine = LLMEngine(loaded(NAME), config, like=None if few else engine_with_logprobs())
+    counts, prompts = [0, 1, 5, None, 3, 2], golden_prompts(NAME)
+    params = [SamplingParams(max_tokens=8, temperature=0.0, logprobs=k, presence_penalty=0.0) for k in counts]
+    names = [engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    seen: dict[str, list[Any]] = {name: [] for name in names}
+    results = {}
+    while engine.num_unfinished:
+        for output in engine.step():
+            seen[output.request_id].append(output.top_logprobs)
+            results[output.request_id] = output.result
+    for name, k, (tokens, logits) in zip(names, counts, expected_best(), strict=True):
+        result = results[name]
+        assert result is not None
+        assert result.output_token_ids.tolist() == tokens
+        if not k:
+            assert result.top_logprobs is None
+            assert seen[name] == [None] * 8
+            continue
+        best = result.top_logprobs
+        assert best is not None
+        log = np.array(logits, np.float64)
+        log -= np.log(np.exp(log).sum(axis=-1, keepdims=True))
+        order = np.argsort(-log, axis=-1, kind="stable")[:, :k]
+        assert best.token_ids.tolist() == order.tolist()
+        np.testing.assert_allclose(best.logprobs, np.take_along_axis(log, order, axis=-1), atol=1e-5)
+        assert best.ranks.tolist() == [1] * 8
+        np.testing.assert_array_equal(np.concatenate([one.token_ids for one in seen[name]]), best.token_ids)
+    engine.step()
+    assert_no_leak(engine)
+
+
+def test_ranks_are_those_of_the_chosen_tokens_before_penalties() -> None:
+    engine, prompt = LLMEngine(loaded(NAME), engine_with_logprobs().config, like=engine_with_logprobs()), [5, 6, 7]
+    plain = engine.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, logprobs=5))[0]
+    assert plain.top_logprobs is not None
+    best = plain.top_logprobs.token_ids[0].tolist()
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2, bad_token_ids=tuple(best[:3]))
+    result = engine.generate([prompt], params)[0]
+    assert result.top_logprobs is not None
+    assert result.output_token_ids.tolist() == [best[3]]
+    assert result.top_logprobs.ranks.tolist() == [4]
+    assert result.top_logprobs.token_ids.tolist() == [best[:2]]
+
+
+def test_more_of_the_best_than_the_engine_was_made_for_are_refused() -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(ValueError, match=rf"{name} of at most 0 \(EngineConfig.max_logprobs\), got 1"):
+            make_engine(NAME).add_request([1], SamplingParams(**{name: 1}))
+    with pytest.raises(ValueError, match="logprobs of at most 5"):
+        LLMEngine(loaded(NAME), engine_with_logprobs().config, like=engine_with_logprobs()).add_request(
+            [1], SamplingParams(logprobs=6)
+        )
+    with pytest.raises(ValueError, match="max_logprobs >= 0, got -1"):
+        base_config(NAME, max_logprobs=-1)
