@@ -20,7 +20,7 @@ from kvjax.device.packed_inputs import PackedInputs, Shapes, shapes_of
 from kvjax.device.pages import KVPages, page_shardings
 from kvjax.device.placement import Placement
 
-# (weights, pages, batch, sampling inputs, previous tokens, embeds) while tracing -> (pages, what else the step leaves)
+# (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state) -> (pages, what else the step leaves)
 Update: TypeAlias = Callable[..., tuple[KVPages, Any]]
 
 
@@ -48,12 +48,13 @@ class StepPrograms:
         sampling: Any,  # pytree of numpy arrays
         previous: jax.Array,
         embeds: jax.Array | None,
+        sampler_state: Any,  # pytree of arrays on the device
     ) -> tuple[KVPages, Any]:
         """Dispatches a step. `pages` is donated; batch and sampling are copied, but for large arrays."""
         leaves, shapes = shapes_of((batch, sampling))
         program = self._program(shapes)
         packed = program.inputs.pack(leaves)
-        page_arrays, rest = program.run(weights, jax.tree.leaves(pages), *packed, previous, embeds)
+        page_arrays, rest = program.run(weights, jax.tree.leaves(pages), *packed, previous, embeds, sampler_state)
         return jax.tree.unflatten(self._page_tree, page_arrays), rest
 
     def compiled(
@@ -64,12 +65,13 @@ class StepPrograms:
         sampling: Any,
         previous: Any,
         embeds: Any,
+        sampler_state: Any,
     ) -> jax.stages.Compiled:
         """The compiled module of a step like this one; arrays on devices may be ShapeDtypeStructs. Runs nothing."""
         leaves, shapes = shapes_of((batch, sampling))
         program = self._program(shapes)
         packed = program.inputs.pack(leaves)
-        return program.run.lower(weights, jax.tree.leaves(pages), *packed, previous, embeds).compile()
+        return program.run.lower(weights, jax.tree.leaves(pages), *packed, previous, embeds, sampler_state).compile()
 
     def _program(self, shapes: Shapes) -> _Program:
         found = self.by_shapes.get(shapes)
@@ -89,7 +91,7 @@ class _Program:
         self.run = jax.jit(
             self._traced,
             donate_argnums=1,
-            in_shardings=(None, pages, replicated, replicated, replicated, replicated),
+            in_shardings=(None, pages, *(replicated,) * 5),
             out_shardings=(pages, replicated),
         )
 
@@ -105,12 +107,12 @@ class _Program:
         own: tuple[jax.Array, ...],
         previous: jax.Array,
         embeds: jax.Array | None,
+        sampler_state: Any,
     ) -> tuple[list[jax.Array], Any]:
         """The step as jax traces it, once."""
         batch, sampling = self.inputs.unpack(buffer, own)
-        new_pages, rest = self._update(
-            weights, jax.tree.unflatten(self._page_tree, pages), batch, sampling, previous, embeds
-        )
+        own_pages = jax.tree.unflatten(self._page_tree, pages)
+        new_pages, rest = self._update(weights, own_pages, batch, sampling, previous, embeds, sampler_state)
         return jax.tree.leaves(new_pages), rest
 
 

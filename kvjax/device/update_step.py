@@ -42,8 +42,9 @@ from kvjax.device.pages import KVPages, check_columns
 from kvjax.device.placement import Placement
 from kvjax.device.step_programs import StepPrograms
 
-# (logits float32[N, vocab], sampling inputs padded to N rows) -> (token ids int32[N], any pytree besides)
-SampleFn: TypeAlias = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+# (logits float32[N, vocab], sampling inputs padded to N rows, the sampler's state if there is one)
+# -> (token ids int32[N], any pytree besides)
+SampleFn: TypeAlias = Callable[..., tuple[jax.Array, Any]]
 
 
 class StepOutput(NamedTuple):
@@ -120,6 +121,7 @@ class UpdateStep:
         *,
         previous: jax.Array | None = None,  # int32[num_previous], `sampled` of the step before, drafts behind it or not
         sampling: Any = None,  # pytree of numpy arrays, leading axis: rows of logits in the plan's order
+        sampler_state: Any = None,  # pytree of device arrays, given to the sample_fn as they are
         features: Sequence[np.ndarray] = (),  # of the requests whose encoder runs in the step, in the plan's order
         embeds: jax.Array | None = None,  # [rows, dim] of models that take embeddings: `EmbedBuffer.array`
         embed_index: np.ndarray | None = None,  # int[T] -1: a token, else the row that stands for it; None: all tokens
@@ -141,7 +143,7 @@ class UpdateStep:
         if embed_index is None and self._takes_embeds:
             embed_index = np.full(plan.num_tokens, -1, np.int32)
         batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets), embed_index)
-        arguments = self._arguments(batch, previous, sampling, embeds)
+        arguments = self._arguments(batch, previous, sampling, embeds, sampler_state)
         _check_edits(pages, plan)
         slots = self.encoder.check_plan(pages, plan, features)
         pages = self._edit_pages(pages, plan)
@@ -173,13 +175,14 @@ class UpdateStep:
         previous: jax.Array | None = None,
         sampling: Any = None,
         embeds: jax.Array | None = None,
+        sampler_state: Any = None,
     ) -> StepOutput:
         """Dispatches one step on a batch that is already padded. `pages` is donated.
 
         Raises:
             ValueError: as calling the step.
         """
-        return self._dispatch(pages, self._arguments(batch, previous, sampling, embeds))
+        return self._dispatch(pages, self._arguments(batch, previous, sampling, embeds, sampler_state))
 
     def warmup(
         self,
@@ -187,6 +190,7 @@ class UpdateStep:
         *,
         sampling: Any = None,
         embeds: jax.Array | None = None,
+        sampler_state: Any = None,
         on_compiled: Callable[[int], object] | None = None,
     ) -> KVPages:
         """Compiles the step for every bucket, and encoders, page copies and zeroing for every size, by empty runs.
@@ -197,7 +201,7 @@ class UpdateStep:
         for bucket in self.buckets.steps:
             batch = self._empty_batch(bucket)
             example = jax.tree.map(lambda x: x[:0], sampling)
-            pages = self.run(pages, batch, sampling=example, embeds=embeds).pages
+            pages = self.run(pages, batch, sampling=example, embeds=embeds, sampler_state=sampler_state).pages
             if on_compiled is not None:
                 on_compiled(1)
         pages = self.encoder.warmup(pages)
@@ -209,7 +213,7 @@ class UpdateStep:
         return jax.block_until_ready(pages)
 
     def compiled(
-        self, pages: KVPages, bucket: Bucket, *, sampling: Any = None, embeds: Any = None
+        self, pages: KVPages, bucket: Bucket, *, sampling: Any = None, embeds: Any = None, sampler_state: Any = None
     ) -> jax.stages.Compiled:
         """The compiled module of one bucket, to look at aliases, memory and cost. Runs nothing.
 
@@ -217,7 +221,7 @@ class UpdateStep:
         only described (`jax.experimental.topologies`).
         """
         no_tokens: Any = jax.ShapeDtypeStruct((self.num_previous,), np.int32)
-        arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling, embeds)
+        arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling, embeds, sampler_state)
         return self._programs.compiled(self._weights.arrays, pages, *arguments)
 
     def compiled_encoder(self, pages: KVPages, shape: tuple[int, ...]) -> jax.stages.Compiled:
@@ -250,6 +254,7 @@ class UpdateStep:
         sampling: Any,
         previous: jax.Array,
         embeds: jax.Array | None,
+        sampler_state: Any,
     ) -> tuple[KVPages, _Outputs]:
         """The step as jax traces it, once per bucket."""
         model = self._weights.model(weights)
@@ -262,7 +267,8 @@ class UpdateStep:
         logits = model.logits(hidden[batch.logits_indices])
         tokens, extras = jnp.zeros(logits.shape[0], jnp.int32), None
         if self._sample_fn is not None:
-            tokens, extras = self._sample_fn(logits, sampling)
+            given = (sampling,) if sampler_state is None else (sampling, sampler_state)
+            tokens, extras = self._sample_fn(logits, *given)
         sampled = tokens = tokens.astype(jnp.int32)
         kept_logits, num_accepted = logits if self._return_logits else None, None
         if batch.logits_starts is not None and self._sample_fn is not None:
@@ -281,8 +287,13 @@ class UpdateStep:
         return StepOutput(new_pages, logits, sampled, extras, tokens, num_accepted)
 
     def _arguments(
-        self, batch: DeviceBatch, previous: jax.Array | None, sampling: Any, embeds: jax.Array | None
-    ) -> tuple[DeviceBatch, Any, jax.Array, jax.Array | None]:
+        self,
+        batch: DeviceBatch,
+        previous: jax.Array | None,
+        sampling: Any,
+        embeds: jax.Array | None,
+        sampler_state: Any,
+    ) -> tuple[DeviceBatch, Any, jax.Array, jax.Array | None, Any]:
         """What a step takes beside weights and pages, in the shapes that were compiled."""
         if (embeds is not None, batch.embed_index is not None) != (self._takes_embeds,) * 2:
             taken = "embeds [rows, dim]" if self._takes_embeds else "no embeds (or make the step with embeds=True)"
@@ -292,7 +303,7 @@ class UpdateStep:
         if previous.shape != wanted:
             raise ValueError(f"expected previous tokens of shape {wanted}, got {previous.shape}")
         rows = batch.logits_indices.shape[0]
-        return batch, jax.tree.map(lambda x: _padded_rows(x, rows), sampling), previous, embeds
+        return batch, jax.tree.map(lambda x: _padded_rows(x, rows), sampling), previous, embeds, sampler_state
 
     def _edit_pages(self, pages: KVPages, plan: StepPlan) -> KVPages:
         counts, backend = self.buckets.page_counts, self._backend

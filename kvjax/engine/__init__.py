@@ -13,11 +13,12 @@ from kvjax.engine.request_inputs import MultimodalInput
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.speculation import SpeculativeConfig
 from kvjax.engine.stats import PoolUse, RequestStats, StepStats
+from kvjax.engine.token_matcher import TokenMatcher
 
 if TYPE_CHECKING:
     from kvjax.engine.engine_request import FinishReason
     from kvjax.engine.llm_engine import LLMEngine
-    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs
+    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs, TopLogprobs
     from kvjax.engine.token_stream import StreamOutput, TokenStream
 
 _HOME_OF = {
@@ -28,6 +29,7 @@ _HOME_OF = {
     "StepOutputs": "outputs",
     "StreamOutput": "token_stream",
     "TokenStream": "token_stream",
+    "TopLogprobs": "outputs",
 }
 
 __all__ = [
@@ -44,7 +46,9 @@ __all__ = [
     "StepOutputs",
     "StepStats",
     "StreamOutput",
+    "TokenMatcher",
     "TokenStream",
+    "TopLogprobs",
 ]
 
 

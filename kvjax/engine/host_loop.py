@@ -20,11 +20,12 @@ import numpy as np
 from kvjax.core import KVCacheManager, StepPlan
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
-from kvjax.engine.outputs import GenerationResult, StepOutputs
+from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
 from kvjax.engine.recovery import StepEnd, restart
 from kvjax.engine.running_inputs import StepInputs
+from kvjax.engine.sampler_lines import SamplerSizes, SamplerWrites
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
-from kvjax.engine.scheduled_step import ScheduledStep
+from kvjax.engine.scheduled_step import NewTokens, ScheduledStep
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.stats import PoolUse, StepStats
 from kvjax.errors import UnknownRequestError
@@ -37,6 +38,8 @@ class HostStep:
     scheduled: ScheduledStep
     plan: StepPlan
     sampling: SamplingBatch  # a line per row of logits
+    sampler_writes: SamplerWrites | None  # into the sampler's state, before the step
+    wants_best: bool  # whether a row asks for log-probabilities of best tokens
     inputs: StepInputs
     host_us: float  # CPU time of `begin_step`
 
@@ -51,10 +54,11 @@ class HostLoop:
         *,
         num_step_stats: int,
         pick_shape: PickShape | None = None,  # of the plans' block tables
+        sampler_sizes: SamplerSizes | None = None,  # None: the sampler knows no lines
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
-        self.sampling = SamplingTable()
+        self.sampling = SamplingTable(sizes=sampler_sizes)
         self.requests: dict[str, EngineRequest] = {}  # unfinished, by id, in order of arrival
         self.step_end: StepEnd | None = None  # the newest step that was read; None: its outputs have reached the caller
         self.undelivered: StepEnd | None = None  # of a loop that this one has taken over
@@ -94,7 +98,7 @@ class HostLoop:
         if step is None:
             return None
         for request in step.admitted:
-            self.sampling.set(request.request.row, request.params, request.seed)
+            self.sampling.start(request)
         plan = build_step_plan(
             self.manager,
             step.rows,
@@ -108,15 +112,25 @@ class HostLoop:
         inputs = self.scheduler.inputs.take(plan)
         places = (plan.num_computed_tokens + plan.num_new_tokens)[step.samples]  # of the tokens to sample
         sampling = self.sampling.batch(step.rows[step.samples], places)
+        writes = self.sampling.writes(plan, step.samples)
         for request in self.scheduler.start(step):
-            self.sampling.set(request.request.row, request.params, request.seed)
-        return HostStep(step, plan, sampling, inputs, host_us=(time.thread_time() - start) * 1e6)
+            self.sampling.start(request)
+        return HostStep(
+            scheduled=step,
+            plan=plan,
+            sampling=sampling,
+            sampler_writes=writes,
+            wants_best=self.sampling.wants_best(sampling),
+            inputs=inputs,
+            host_us=(time.thread_time() - start) * 1e6,
+        )
 
     def end_step(
         self,
         step: HostStep,
         token_ids: np.ndarray,  # int32[>= rows of logits]
         logprobs: np.ndarray,  # float32[likewise]
+        best: TopLogprobs | None = None,  # of the rows of logits; None: not asked for
     ) -> StepOutputs:
         """Hands a step's tokens to their requests; steps end in the order in which they began."""
         start = time.thread_time()
@@ -127,8 +141,10 @@ class HostLoop:
             now = self._clock()
             for place in new.first:
                 new.requests[place].stats.first_token_time_s = now
+        top_logprobs = {} if best is None else _top_logprobs(new, best)
         results = {place: self._result(new.requests[place]) for place in new.ended}
-        end.outputs = outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results)
+        columns = (new.request_ids, new.token_ids, new.logprobs)
+        end.outputs = outputs = StepOutputs(*columns, results, _text_pieces(new), top_logprobs)
         for result in results.values():
             del self.requests[result.request_id]
         self._record(step, num_sampled, start)
@@ -163,9 +179,10 @@ class HostLoop:
 
     def _result(self, engine_request: EngineRequest) -> GenerationResult:
         """What became of a request that ended."""
-        request, stats = engine_request.request, engine_request.stats
+        request, stats, text = engine_request.request, engine_request.stats, engine_request.text
         stats.finish_time_s = self._clock()
         stats.num_output_tokens = request.num_output_tokens
+        k = engine_request.params.logprobs
         return GenerationResult(
             request_id=engine_request.request_id,
             prompt_token_ids=np.array(request.prompt_token_ids, np.int32),
@@ -173,6 +190,8 @@ class HostLoop:
             logprobs=tuple(engine_request.logprobs),
             finish_reason=engine_request.finish_reason or FinishReason.ABORT,
             stats=stats,
+            text=None if text is None else text.whole(engine_request.output_token_ids()),
+            top_logprobs=TopLogprobs.joined(engine_request.top_logprobs, k) if k else None,
         )
 
     def _record(self, step: HostStep, num_sampled: int, start: float) -> None:
@@ -200,3 +219,21 @@ class HostLoop:
             num_cached, num_free = pool.num_cached_free_blocks, pool.num_free_blocks
             uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
         return tuple(uses)
+
+
+def _text_pieces(new: NewTokens) -> dict[int, str]:
+    """Text that new tokens complete, by place, of the requests that stream it."""
+    requests = ((place, new.requests[place]) for place in new.looked_at)
+    return {place: request.text.take() for place, request in requests if request.params.stream_text}
+
+
+def _top_logprobs(new: NewTokens, best: TopLogprobs) -> dict[int, TopLogprobs]:
+    """The best at new tokens, by place, for the requests that ask for them, which keep them too."""
+    found = {}
+    for place in new.looked_at:
+        request, row = new.requests[place], slice(new.logits_rows[place], new.logits_rows[place] + 1)
+        k = request.params.logprobs
+        if k:
+            found[place] = TopLogprobs(best.token_ids[row, :k], best.logprobs[row, :k], best.ranks[row])
+            request.top_logprobs.append(found[place])
+    return found

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from kvjax.core import BlockHasher, KVCacheManager, MissReasons
-from kvjax.device import Buckets, Placement
+from kvjax.device import Placement
 from kvjax.device.update_step import SampleFn
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.engine_core import EngineCore
@@ -33,6 +33,7 @@ from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.request_maker import RequestMaker
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.sampler import sample
+from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.stats import StepStats
@@ -61,12 +62,13 @@ class LLMEngine:
         *,
         mesh: jax.sharding.Mesh | None = None,
         like: LLMEngine | None = None,
-        sample_fn: SampleFn = sample,
+        sample_fn: SampleFn | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An engine for `model`, whose weights lie on `mesh` (None: on one device).
 
-        `sample_fn` chooses tokens inside the step; its second result are their float32[N] log-probabilities.
+        `sample_fn` chooses tokens inside the step instead of the engine's sampler; its second result are their
+        float32[N] log-probabilities. Of what `SamplingParams` ask it sees what `SamplingBatch` holds.
 
         With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
         cache layout, and its steps are at least as large.
@@ -96,23 +98,27 @@ class LLMEngine:
         )
         block_size = least_block_size(self.plan)
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
-        self._maker = RequestMaker(
-            model,
-            seed=config.seed,
-            hasher=hasher if config.enable_prefix_caching else None,
-            num_embedding_rows=num_embedding_rows(model, config),
-            clock=clock,
-        )
+        num_best = min(config.max_logprobs, model.config.vocab_size)
         self._clock = clock
         runner = self.runner_type(
             model,
             config,
             self.plan,
             placement,
-            sample_fn=sample_fn,
+            sample_fn=partial(sample, num_best=num_best) if sample_fn is None else sample_fn,
+            sampler_sizes=_sampler_sizes(model, config) if sample_fn is None else None,
             like=None if like is None else like._runner,
         )
-        self._core = EngineCore(runner, partial(self._new_loop, runner.buckets), config.max_steps_in_flight)
+        self._maker = RequestMaker(
+            model,
+            seed=config.seed,
+            hasher=hasher if config.enable_prefix_caching else None,
+            num_embedding_rows=num_embedding_rows(model, config),
+            sampler_sizes=runner.sampler_sizes,
+            max_logprobs=num_best,
+            clock=clock,
+        )
+        self._core = EngineCore(runner, partial(self._new_loop, runner), config.max_steps_in_flight)
 
     @property
     def manager(self) -> KVCacheManager:
@@ -333,7 +339,7 @@ class LLMEngine:
         self.scheduler.check_invariants()
         self.manager.check_invariants()
 
-    def _new_loop(self, buckets: Buckets) -> HostLoop:
+    def _new_loop(self, runner: ModelRunner) -> HostLoop:
         """Requests, scheduler and manager as at the start."""
         config, model = self.config, self.model
         manager = KVCacheManager(
@@ -362,7 +368,8 @@ class LLMEngine:
             manager,
             Scheduler(manager, limits, inputs),
             num_step_stats=config.num_step_stats,
-            pick_shape=buckets.pick,
+            pick_shape=runner.buckets.pick,
+            sampler_sizes=runner.sampler_sizes,
             clock=self._clock,
         )
 
@@ -419,3 +426,8 @@ class LLMEngine:
         self._core.sweep()
         if self._core.inboxes:
             raise ValueError("expected no open stream; read it to its end or close it")
+
+
+def _sampler_sizes(model: LoadedModel, config: EngineConfig) -> SamplerSizes:
+    """Room for all requests that run at once, beside line 0."""
+    return SamplerSizes(config.max_num_seqs + 1, config.max_model_len, model.config.vocab_size)

@@ -224,19 +224,30 @@ class Scheduler:
         """
         rows, columns = self._flights.read(), (step.requests, step.request_ids)
         requests, request_ids = columns if step.samples.all() else [column[step.samples] for column in columns]
-        is_running = self._by_row.is_running[rows]
+        is_running, logits_rows = self._by_row.is_running[rows], np.arange(rows.size)
         if not is_running.all():  # some were preempted or ended while the step was in flight
             is_kept = np.array([request.status is not RequestStatus.FINISHED for request in requests], bool)
             kept = (requests, request_ids, rows, token_ids, logprobs, is_running)
             requests, request_ids, rows, token_ids, logprobs, is_running = [column[is_kept] for column in kept]
+            logits_rows = logits_rows[is_kept]
         first, may_end = self._append(rows, token_ids, logprobs, is_running)
         for place in np.flatnonzero(~is_running).tolist():
             waiting: EngineRequest = requests[place]
             first[place] = not waiting.request.num_output_tokens
             waiting.request.append_output_token_ids(token_ids.item(place))
             waiting.logprobs.append(logprobs.item(place))
-        ended = self._end(requests, token_ids, np.flatnonzero(may_end).tolist())
-        return NewTokens(requests, request_ids, token_ids, logprobs, tuple(np.flatnonzero(first).tolist()), ended)
+        looked_at = tuple(np.flatnonzero(may_end).tolist())
+        ended = self._end(requests, token_ids, looked_at)
+        return NewTokens(
+            requests=requests,
+            request_ids=request_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            first=tuple(np.flatnonzero(first).tolist()),
+            ended=ended,
+            looked_at=looked_at,
+            logits_rows=logits_rows,
+        )
 
     def check_invariants(self) -> None:
         """Checks I1 to I4, and the laws of the requests' inputs.
@@ -396,7 +407,7 @@ class Scheduler:
         first = num_tokens == self._table.num_prompt_tokens[rows]
         return first, self._by_row.append(rows, num_tokens, token_ids, logprobs)
 
-    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: list[int]) -> tuple[int, ...]:
+    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: tuple[int, ...]) -> tuple[int, ...]:
         """Ends those of the requests at `places` that their newest tokens end; their places."""
         ended = []
         for place in places:
@@ -414,4 +425,8 @@ class Scheduler:
         if not self._flights:
             return num_left
         num_tokens = self._table.num_computed_tokens[rows] + num_left
-        return np.where(num_tokens >= self._by_row.max_total_tokens[rows], 0, num_left)  # only reading its last is left
+        has_all = num_tokens >= self._by_row.max_total_tokens[rows]  # only reading its last is left
+        waits = self._by_row.waits_for_token[rows]
+        if waits.any():
+            has_all |= waits & (self._flights.num_pending(rows) > 0)
+        return np.where(has_all, 0, num_left)
