@@ -258,7 +258,9 @@ def print_step(step: StepParts) -> None:
     for part, us in step.parts_us.items():
         print(f"  {part:10} {us:9,.1f} us")
     print(f"  {'total':10} {step.total_us:9,.1f} us; scaled to a yardstick of 80 us: {step.scaled_us:,.1f} us")
-    print(f"  yardstick {step.yardstick_us:.1f} us; wall {step.wall_us:,.0f} us, jax's threads {step.other_cpu_us:,.0f}")
+    print(
+        f"  yardstick {step.yardstick_us:.1f} us; wall {step.wall_us:,.0f} us, jax's threads {step.other_cpu_us:,.0f}"
+    )
 
 
 def print_compiles(compiles: list[CompileTime]) -> None:

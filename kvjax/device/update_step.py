@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepPlan
@@ -38,7 +39,7 @@ from kvjax.device.page_ops import (
 )
 from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns, page_shardings
-from kvjax.device.placement import Placement
+from kvjax.device.placement import Placement, with_auto_axes
 
 # (logits float32[N, vocab], sampling inputs padded to N rows) -> (token ids int32[N], any pytree besides)
 SampleFn: TypeAlias = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
@@ -383,11 +384,19 @@ def _check_edits(pages: KVPages, plan: StepPlan) -> None:
 
 
 def _placed(state: Any, placement: Placement) -> Any:
-    """`state` with every leaf on exactly the placement's devices; leaves that are stay as they lie."""
+    """`state` with every leaf on exactly the placement's devices; leaves that are stay as they lie.
+
+    Those on a mesh of Explicit axes are the same buffers on the mesh of Auto axes.
+    """
     devices = set(placement.mesh.devices.flat)
 
     def place(leaf: jax.Array) -> jax.Array:
-        return leaf if leaf.sharding.device_set == devices else jax.device_put(leaf, placement.replicated)
+        sharding = leaf.sharding
+        if sharding.device_set != devices:
+            return jax.device_put(leaf, placement.replicated)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return jax.device_put(leaf, NamedSharding(with_auto_axes(sharding.mesh), sharding.spec))
+        return leaf
 
     return jax.tree.map(place, state)
 

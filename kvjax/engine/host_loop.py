@@ -37,7 +37,6 @@ class HostStep:
     plan: StepPlan
     sampling: SamplingBatch  # a line per row of logits
     inputs: StepInputs
-    fence: int  # the request table's open step: its rows are not reissued before it is closed
     host_us: float  # CPU time of `begin_step`
 
 
@@ -106,10 +105,9 @@ class HostLoop:
         inputs = self.scheduler.inputs.take(plan)
         rows, places = step.sampled_places(plan.num_computed_tokens)
         sampling = self.sampling.batch(rows, places)
-        fence = self._manager.request_table.open_step(step.rows)
         for request in self.scheduler.start(step):
             self.sampling.set(request.request.row, request.params, request.seed)
-        return HostStep(step, plan, sampling, inputs, fence, host_us=(time.thread_time() - start) * 1e6)
+        return HostStep(step, plan, sampling, inputs, host_us=(time.thread_time() - start) * 1e6)
 
     def end_step(
         self,
@@ -122,7 +120,6 @@ class HostLoop:
         """Hands a step's tokens to their requests; steps end in the order in which they began."""
         start = time.thread_time()
         num_sampled = step.plan.logits_indices.size
-        self._manager.request_table.close_step(step.fence)
         if num_accepted is not None:
             num_accepted = num_accepted[: step.plan.logits_starts.size - 1]
         new = self.scheduler.update(step.scheduled, token_ids[:num_sampled], logprobs[:num_sampled], num_accepted)

@@ -37,14 +37,20 @@ class TokenDelivery:
         self._finish = finish
 
     def deliver(
-        self, step: ScheduledStep, token_ids: np.ndarray, logprobs: np.ndarray, num_accepted: np.ndarray | None
+        self,
+        step: ScheduledStep,
+        rows: np.ndarray,  # int64[n] of its requests that sample
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        num_accepted: np.ndarray | None,
     ) -> NewTokens:
-        """`Scheduler.update` of the oldest step in flight."""
-        columns = (step.requests, step.request_ids, step.rows)
-        requests, request_ids, rows = columns if step.samples.all() else [column[step.samples] for column in columns]
+        """`Scheduler.update` of a step that is in flight no more."""
+        columns = (step.requests, step.request_ids)
+        requests, request_ids = columns if step.samples.all() else [column[step.samples] for column in columns]
         going = self._unfinished(requests, rows)
         if step.num_drafts is not None and num_accepted is not None:
-            return self._deliver_runs(step, requests, rows, going, token_ids, logprobs, num_accepted)
+            num_rows = step.logits_rows()
+            return self._deliver_runs(num_rows, requests, request_ids, rows, going, token_ids, logprobs, num_accepted)
         if going.size < rows.size:
             kept = (requests, request_ids, rows, token_ids, logprobs)
             requests, request_ids, rows, token_ids, logprobs = [column[going] for column in kept]
@@ -53,8 +59,9 @@ class TokenDelivery:
 
     def _deliver_runs(
         self,
-        step: ScheduledStep,
-        requests: np.ndarray,  # object[n] that sample
+        num_rows: np.ndarray,  # int64[n] rows of logits of each request that samples
+        requests: np.ndarray,  # object[n]
+        request_ids: np.ndarray,  # object[n]
         rows: np.ndarray,  # int64[n]
         going: np.ndarray,  # int64[...] places of those of them that are not finished
         token_ids: np.ndarray,  # int32[rows of logits]
@@ -62,7 +69,6 @@ class TokenDelivery:
         num_accepted: np.ndarray,  # int[n]
     ) -> NewTokens:
         """`deliver` where there are drafts. A token's place is its row of logits until all are known."""
-        num_rows = step.logits_rows()
         begin = np.cumsum(num_rows) - num_rows
         drafted = going[num_rows[going] > 1]
         drafts = (requests[drafted], rows[drafted], (num_rows - 1)[drafted], num_accepted[drafted])
@@ -83,10 +89,10 @@ class TokenDelivery:
         self._tell_drafter(*drafts[1:])
         at = np.sort(np.concatenate(taken))
         firsts_at, lasts_at = (np.searchsorted(at, np.concatenate(some)).tolist() for some in (firsts, lasts))
-        owners = requests[np.searchsorted(begin, at, side="right") - 1]
+        owner = np.searchsorted(begin, at, side="right") - 1
         return NewTokens(
-            requests=owners,
-            request_ids=step.request_ids[step.samples][np.searchsorted(begin, at, side="right") - 1],
+            requests=requests[owner],
+            request_ids=request_ids[owner],
             token_ids=token_ids[at],
             logprobs=logprobs[at],
             first=tuple(firsts_at),
