@@ -135,9 +135,13 @@ def main() -> None:
 
     model = load_model(demo_model_path(), "float32")
     assert model.tokenizer is not None
-    specs = model.config.kv_cache_specs(BLOCK_SIZE)
-    sizes = {"max_model_len": MAX_MODEL_LEN, "max_in_flight_tokens": MAX_IN_FLIGHT * MAX_STEP_TOKENS}
-    plan = plan_kv_cache(specs, num_blocks=600, platform=jax.default_backend(), **sizes)
+    plan = plan_kv_cache(
+        model.config.kv_cache_specs(BLOCK_SIZE),
+        num_blocks=600,
+        max_model_len=MAX_MODEL_LEN,
+        max_in_flight_tokens=MAX_IN_FLIGHT * MAX_STEP_TOKENS,
+        platform=jax.default_backend(),
+    )
     server = Server(model.module, plan.config, model.config.eos_token_ids)
     for request in demo_requests():
         server.add(request.name, model.tokenizer.encode(request.prompt), max_tokens=48)

@@ -115,6 +115,11 @@ class Scheduler:
         return running
 
     @property
+    def running_rows(self) -> RunningRows:
+        """What is known of running requests, by row of the table."""
+        return self._by_row
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait."""
         return len(self._waiting)
@@ -422,4 +427,8 @@ class Scheduler:
         if self.drafter is not None:
             return np.where(self._flights.num_pending(rows) > 0, 0, num_left)
         num_tokens = self._table.num_computed_tokens[rows] + num_left
-        return np.where(num_tokens >= self._by_row.max_total_tokens[rows], 0, num_left)  # only reading its last is left
+        has_all = num_tokens >= self._by_row.max_total_tokens[rows]  # only reading its last is left
+        waits = self._by_row.waits_for_token[rows]
+        if waits.any():
+            has_all |= waits & (self._flights.num_pending(rows) > 0)
+        return np.where(has_all, 0, num_left)
