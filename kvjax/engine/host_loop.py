@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.core import KVCacheManager, StepPlan
+from kvjax.core import KVCacheManager, StepDrafts, StepPlan
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
 from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
@@ -105,13 +105,14 @@ class HostLoop:
             step.num_new_tokens,
             wants_logits=step.samples,
             last_token_source=step.token_source,
+            drafts=self._propose(step),
             writes_encoder=self._writes_encoder(step),
             mrope=self.scheduler.inputs.mrope,
             pick_shape=self._pick_shape,
         )
         inputs = self.scheduler.inputs.take(plan)
-        places = (plan.num_computed_tokens + plan.num_new_tokens)[step.samples]  # of the tokens to sample
-        sampling = self.sampling.batch(step.rows[step.samples], places)
+        rows, places = step.sampled_places(plan.num_computed_tokens)
+        sampling = self.sampling.batch(rows, places)
         writes = self.sampling.writes(plan, step.samples)
         for request in self.scheduler.start(step):
             self.sampling.start(request)
@@ -131,12 +132,15 @@ class HostLoop:
         token_ids: np.ndarray,  # int32[>= rows of logits]
         logprobs: np.ndarray,  # float32[likewise]
         best: TopLogprobs | None = None,  # of the rows of logits; None: not asked for
+        num_accepted: np.ndarray | None = None,  # int32[>= requests that sample] drafts that were right
     ) -> StepOutputs:
         """Hands a step's tokens to their requests; steps end in the order in which they began."""
         start = time.thread_time()
         num_sampled = step.plan.logits_indices.size
         end = self.step_end = StepEnd.begin(step.scheduled, self.manager.request_table)
-        new = self.scheduler.update(step.scheduled, token_ids[:num_sampled], logprobs[:num_sampled])
+        if num_accepted is not None:
+            num_accepted = num_accepted[: step.plan.logits_starts.size - 1]
+        new = self.scheduler.update(step.scheduled, token_ids[:num_sampled], logprobs[:num_sampled], num_accepted)
         if new.first:
             now = self._clock()
             for place in new.first:
@@ -147,8 +151,15 @@ class HostLoop:
         end.outputs = outputs = StepOutputs(*columns, results, _text_pieces(new), top_logprobs)
         for result in results.values():
             del self.requests[result.request_id]
-        self._record(step, num_sampled, start)
+        self._record(step, new.num_accepted, start)
         return outputs
+
+    def _propose(self, step: ScheduledStep) -> StepDrafts | None:
+        """What the drafter says that the step's requests go on with."""
+        drafter = self.scheduler.drafter
+        if drafter is None or step.num_drafts is None:
+            return None
+        return StepDrafts(step.num_drafts, *drafter.propose(step.rows, step.num_drafts, self.sampling))
 
     def take_over(self, broken: HostLoop) -> None:
         """Queues what `broken`, which an exception stopped anywhere, had not finished, and goes on with its statistics.
@@ -194,7 +205,7 @@ class HostLoop:
             top_logprobs=TopLogprobs.joined(engine_request.top_logprobs, k) if k else None,
         )
 
-    def _record(self, step: HostStep, num_sampled: int, start: float) -> None:
+    def _record(self, step: HostStep, num_accepted: int, start: float) -> None:
         scheduled = step.scheduled
         self._num_steps += 1
         self.step_stats.append(
@@ -204,12 +215,14 @@ class HostLoop:
                 num_waiting=self.scheduler.num_waiting,
                 num_requests=scheduled.rows.size,
                 num_new_tokens=int(scheduled.num_new_tokens.sum()),
-                num_sampled_tokens=num_sampled,
+                num_sampled_tokens=step.plan.logits_starts.size - 1 + num_accepted,
                 num_hit_tokens=scheduled.num_hit_tokens,
                 num_queried_tokens=scheduled.num_queried_tokens,
                 num_preemptions=scheduled.num_preemptions,
                 pools=self._pool_uses(scheduled.num_released),
                 host_us=step.host_us + (time.thread_time() - start) * 1e6,
+                num_draft_tokens=0 if scheduled.num_drafts is None else int(scheduled.num_drafts.sum()),
+                num_accepted_tokens=num_accepted,
             )
         )
 

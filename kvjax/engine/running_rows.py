@@ -25,6 +25,8 @@ class RunningRows:
         self.requests = np.full(num_rows, None, np.object_)  # EngineRequest, None: nothing runs in the row
         self.is_running = np.zeros(num_rows, np.bool_)
         self.max_total_tokens = np.zeros(num_rows, np.int64)
+        self.num_drafted = np.zeros(num_rows, np.int64)  # drafts since the request started, and those accepted
+        self.num_accepted = np.zeros(num_rows, np.int64)
         self._num_tokens_before = np.zeros(num_rows, np.int64)  # when the request started: those have no logprob here
         self._logprobs = np.zeros((num_rows, 64), np.float32)
         self._stop_token_ids = np.full((0, num_rows), NO_TOKEN, np.int32)
@@ -38,6 +40,7 @@ class RunningRows:
         self.requests[row] = request
         self.is_running[row] = True
         self.max_total_tokens[row] = request.max_total_tokens
+        self.num_drafted[row] = self.num_accepted[row] = 0
         self._num_tokens_before[row] = request.request.num_tokens
         stop = sorted(token for token in request.stop_token_ids if 0 <= token <= MAX_TOKEN_ID)  # others never come
         self._is_looked_at[row] = request.is_followed or len(stop) > MAX_STOP_COLUMNS
@@ -50,9 +53,11 @@ class RunningRows:
         self._stop_token_ids[: len(columns), row] = columns
 
     def stop(self, row: int, num_tokens: int) -> None:
-        """The request of `row` stops with `num_tokens` tokens; it gets the log-probabilities of this run."""
-        num_new = num_tokens - self._num_tokens_before.item(row)
-        self.requests[row].logprobs += self._logprobs[row, :num_new].tolist()
+        """The request of `row` stops with `num_tokens` tokens; it gets the log-probabilities and drafts of this run."""
+        request, num_new = self.requests[row], num_tokens - self._num_tokens_before.item(row)
+        request.logprobs += self._logprobs[row, :num_new].tolist()
+        request.stats.num_draft_tokens += self.num_drafted.item(row)
+        request.stats.num_accepted_tokens += self.num_accepted.item(row)
         self.requests[row] = None
         self.is_running[row] = False
 
@@ -95,6 +100,8 @@ class RunningRows:
         self.requests = np.append(self.requests, np.full(size, None, np.object_))
         self.is_running = np.append(self.is_running, np.zeros(size, np.bool_))
         self.max_total_tokens = np.append(self.max_total_tokens, np.zeros(size, np.int64))
+        self.num_drafted = np.append(self.num_drafted, np.zeros(size, np.int64))
+        self.num_accepted = np.append(self.num_accepted, np.zeros(size, np.int64))
         self._num_tokens_before = np.append(self._num_tokens_before, np.zeros(size, np.int64))
         self._logprobs = np.concatenate([self._logprobs, np.zeros_like(self._logprobs)])
         self._stop_token_ids = np.concatenate([self._stop_token_ids, np.full_like(self._stop_token_ids, NO_TOKEN)], 1)

@@ -29,11 +29,31 @@ class ScheduledStep:
     num_queried_tokens: int  # tokens of the requests admitted in this step
     num_hit_tokens: int  # those of them that the prefix cache held
     num_released: tuple[int, ...]  # per pool: blocks that running requests released
+    num_drafts: np.ndarray | None = None  # int64[S] how many of the new tokens are drafts; None: none of any
+
+    def logits_rows(self) -> np.ndarray:  # int64[S']
+        """Rows of logits of each request that samples: one, and one for each draft."""
+        if self.num_drafts is None:
+            return np.ones(int(np.count_nonzero(self.samples)), np.int64)
+        return 1 + self.num_drafts[self.samples]
+
+    def sampled_places(self, num_computed_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(int64[N] row of the request table, int64[N] place of the token to sample) of each row of logits.
+
+        Args:
+            num_computed_tokens: int[S] tokens of each request before the step.
+        """
+        rows, places = self.rows[self.samples], (num_computed_tokens + self.num_new_tokens)[self.samples]
+        if self.num_drafts is None:
+            return rows, places
+        counts = self.logits_rows()
+        back = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(int(counts.sum()))  # drafts behind each
+        return np.repeat(rows, counts), np.repeat(places, counts) - back
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens that requests got in one step, in the step's order."""
+    """The tokens that requests got in one step, in the step's order; several of one request stand side by side."""
 
     requests: np.ndarray  # object[n] EngineRequest
     request_ids: np.ndarray  # object[n] text
@@ -43,6 +63,7 @@ class NewTokens:
     ended: tuple[int, ...]  # places of those that end their request
     looked_at: tuple[int, ...]  # places of those that were shown to their request: all of those that are followed
     logits_rows: np.ndarray  # int64[n] rows of the step's logits
+    num_accepted: int = 0  # those of them that were drafts
 
 
 @dataclass
@@ -70,13 +91,14 @@ class NextStep:
         self.budget -= int(num_new_tokens.sum())
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, new tokens and whether they sample, those of one new token first."""
-        columns = (_joined(self.rows), _joined(self.num_new_tokens), _joined(self.samples))
-        is_longer = columns[1] != 1
-        if not is_longer.any():
-            return columns
-        order = np.argsort(is_longer, kind="stable")
-        return columns[0][order], columns[1][order], columns[2][order]
+        """Rows, new tokens and whether they sample, in the order in which they were taken."""
+        return _joined(self.rows), _joined(self.num_new_tokens), _joined(self.samples)
+
+
+def decode_first(num_new_tokens: np.ndarray) -> np.ndarray | None:  # int64[S] each
+    """The order of a step's requests that begins with those of one new token; None: as they are."""
+    is_longer = num_new_tokens != 1
+    return np.argsort(is_longer, kind="stable") if is_longer.any() else None
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

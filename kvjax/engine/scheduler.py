@@ -20,6 +20,10 @@ its own, and the others are forked before that step.
 
 Where groups are recurrent, a step takes of a prompt what ends where a block of states ends (`StepShares`).
 
+With a drafter requests that decode take drafts besides (`DraftShares`), and get several tokens of one step. What comes
+next depends on what is accepted, so such a request is in one step at a time. Prompts go on meanwhile. Where nothing but
+decoding is left, the next step waits for all of them, so that they do not fall into groups that take turns.
+
 Running requests are rows of the request table, kept in order of urgency in one array; what a step needs of them stands
 in arrays too (`RunningRows`), so that Python looks at a request only when it starts, ends or waits.
 
@@ -40,11 +44,14 @@ import numpy as np
 
 from kvjax.core import KVCacheManager, StepsInFlight
 from kvjax.engine.admission import Admission
+from kvjax.engine.draft_shares import DraftShares
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.running_rows import RunningRows
-from kvjax.engine.scheduled_step import NewTokens, NextStep, ScheduledStep
+from kvjax.engine.scheduled_step import NewTokens, NextStep, ScheduledStep, decode_first
+from kvjax.engine.speculation import Drafter
 from kvjax.engine.step_shares import StepShares
+from kvjax.engine.token_delivery import TokenDelivery
 from kvjax.engine.waiting_queue import WaitingQueue
 from kvjax.errors import InvariantError
 
@@ -58,16 +65,23 @@ class SchedulerConfig:
     max_model_len: int
     watermark: float = 0.0
     max_steps_in_flight: int = 1  # steps that may be scheduled before the first of them is read
+    num_drafts: int = 0  # most of one request in a step, with a drafter
 
 
 class Scheduler:
-    """FCFS queues over one manager; owned by the engine's thread. A step costs a few numpy calls plus admissions.
+    """Queues over one manager; owned by the engine's thread. A step costs a few numpy calls plus admissions.
 
     A step goes `schedule` (blocks are allocated), `start` (its tokens count as computed), `update` (its sampled tokens
     are known). With `max_steps_in_flight` 2 the next step may be scheduled before `update`.
     """
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, inputs: RunningInputs | None = None) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: SchedulerConfig,
+        inputs: RunningInputs | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
         """A scheduler without requests.
 
         Raises:
@@ -75,9 +89,12 @@ class Scheduler:
         """
         self._shares = StepShares(manager, config.max_num_batched_tokens)
         self.inputs = RunningInputs() if inputs is None else inputs
+        self.drafter = drafter
         self._waiting = WaitingQueue()
         self._rows = np.zeros(0, np.int64)  # of running requests, by urgency; replaced, never written
         self._by_row = RunningRows(manager.request_table.capacity)
+        self._draft_shares = None if drafter is None else DraftShares(manager, self._by_row, drafter, config.num_drafts)
+        self._delivery = TokenDelivery(manager, self._by_row, drafter, self._finish)
         self._flights = StepsInFlight(manager.request_table)  # started and not updated
         self._admission = Admission(manager, config.watermark)
         self._manager = manager
@@ -178,6 +195,8 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Allocates blocks for the next step; None: nothing can run now."""
+        if self._waits_for_samples():
+            return None
         self._manager.new_step_starts()
         self._num_steps += 1
         next_step = NextStep(self._config.max_num_batched_tokens)
@@ -188,6 +207,15 @@ class Scheduler:
         rows, num_new_tokens, samples = next_step.columns()
         if not rows.size:
             return None
+        num_drafts = None
+        if self._draft_shares is not None:
+            num_drafts = self._draft_shares.allocate(rows, num_new_tokens, samples, next_step.budget)
+            if num_drafts is not None:
+                num_new_tokens = num_new_tokens + num_drafts
+        order = decode_first(num_new_tokens)
+        if order is not None:
+            rows, num_new_tokens, samples = rows[order], num_new_tokens[order], samples[order]
+            num_drafts = None if num_drafts is None else num_drafts[order]
         return ScheduledStep(
             requests=self._by_row.requests[rows],
             request_ids=self._table.request_ids[rows],
@@ -200,6 +228,7 @@ class Scheduler:
             num_queried_tokens=next_step.num_queried_tokens,
             num_hit_tokens=next_step.num_hit_tokens,
             num_released=num_released,
+            num_drafts=num_drafts,
         )
 
     def start(self, step: ScheduledStep) -> list[EngineRequest]:
@@ -215,39 +244,19 @@ class Scheduler:
     def update(
         self,
         step: ScheduledStep,
-        token_ids: np.ndarray,  # int32[number of true `samples`] in their order
+        token_ids: np.ndarray,  # int32[rows of logits of true `samples`] in their order
         logprobs: np.ndarray,  # float32[likewise]
+        num_accepted: np.ndarray | None = None,  # int[number of true `samples`] drafts that were right; None: no drafts
     ) -> NewTokens:
         """Gives the sampled tokens to their requests and ends those that are done; steps are updated in order.
 
-        A token of a request that ended or was aborted while the step was in flight is dropped.
+        Tokens of a request that ended or was aborted while the step was in flight are dropped, and those behind a token
+        that ends its request.
         """
-        rows, columns = self._flights.read(), (step.requests, step.request_ids)
-        requests, request_ids = columns if step.samples.all() else [column[step.samples] for column in columns]
-        is_running, logits_rows = self._by_row.is_running[rows], np.arange(rows.size)
-        if not is_running.all():  # some were preempted or ended while the step was in flight
-            is_kept = np.array([request.status is not RequestStatus.FINISHED for request in requests], bool)
-            kept = (requests, request_ids, rows, token_ids, logprobs, is_running)
-            requests, request_ids, rows, token_ids, logprobs, is_running = [column[is_kept] for column in kept]
-            logits_rows = logits_rows[is_kept]
-        first, may_end = self._append(rows, token_ids, logprobs, is_running)
-        for place in np.flatnonzero(~is_running).tolist():
-            waiting: EngineRequest = requests[place]
-            first[place] = not waiting.request.num_output_tokens
-            waiting.request.append_output_token_ids(token_ids.item(place))
-            waiting.logprobs.append(logprobs.item(place))
-        looked_at = tuple(np.flatnonzero(may_end).tolist())
-        ended = self._end(requests, token_ids, looked_at)
-        return NewTokens(
-            requests=requests,
-            request_ids=request_ids,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            first=tuple(np.flatnonzero(first).tolist()),
-            ended=ended,
-            looked_at=looked_at,
-            logits_rows=logits_rows,
-        )
+        new = self._delivery.deliver(step, self._flights.read(), token_ids, logprobs, num_accepted)
+        if new.ended:
+            self._forget_stopped()
+        return new
 
     def check_invariants(self) -> None:
         """Checks I1 to I4, and the laws of the requests' inputs.
@@ -306,12 +315,8 @@ class Scheduler:
 
     def _admit(self, next_step: NextStep) -> None:
         """Admits waiting requests in order, until one does not fit."""
-        while self._waiting and next_step.budget and self._rows.size < self._config.max_num_seqs:
+        while next_step.budget and self._may_admit():
             engine_request = self._waiting.first
-            if engine_request.waits_for_first_sample or self._admission.is_refused(engine_request, self._num_steps):
-                return
-            if not self.inputs.fits(engine_request.inputs):
-                return
             request = engine_request.request
             blocks, num_hit = self._manager.get_computed_blocks(request)
             num_left = request.num_tokens - num_hit
@@ -362,6 +367,8 @@ class Scheduler:
         row = engine_request.request.row
         self._by_row.start(row, engine_request)
         self.inputs.start(row, engine_request.inputs, num_hit_tokens)
+        if self.drafter is not None:
+            self.drafter.start(engine_request)
         place = self._rows.size
         while place and self._by_row.requests[self._rows[place - 1]].urgency > engine_request.urgency:
             place -= 1
@@ -371,6 +378,8 @@ class Scheduler:
     def _stop_running(self, engine_request: EngineRequest) -> None:
         """Takes a running request's row and blocks. The caller removes it from `_rows`."""
         request = engine_request.request
+        if self.drafter is not None:
+            self.drafter.stop(engine_request)
         self._by_row.stop(request.row, request.num_tokens)
         self.inputs.stop(request.row)
         # Blocks that a token in flight filled could not be registered when they were planned.
@@ -392,38 +401,31 @@ class Scheduler:
         """Takes the requests that ended out of `_rows`."""
         self._rows = self._rows[self._by_row.is_running[self._rows]]
 
-    def _append(
-        self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray, is_running: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Appends tokens to the rows that run; bool[n] whether a token is its request's first, and may be its last."""
-        if not is_running.all():
-            first, may_end = np.zeros(rows.size, bool), np.ones(rows.size, bool)
-            running = is_running.nonzero()[0]
-            own = (rows[running], token_ids[running], logprobs[running], is_running[running])
-            first[running], may_end[running] = self._append(*own)
-            return first, may_end
-        num_tokens = self._table.num_tokens[rows]
-        self._table.append_tokens(rows, token_ids)
-        first = num_tokens == self._table.num_prompt_tokens[rows]
-        return first, self._by_row.append(rows, num_tokens, token_ids, logprobs)
+    def _waits_for_samples(self) -> bool:
+        """Whether a step could hold nothing but a part of the requests that decode, the others being in flight."""
+        if self.drafter is None or not self._flights:
+            return False
+        rows = self._rows
+        is_held = np.asarray(self._flights.num_pending(rows)) > 0
+        has_prompt = (self._table.num_tokens[rows] - self._table.num_computed_tokens[rows] > 1) & ~is_held
+        return bool(is_held.any() and not has_prompt.any() and not self._may_admit())
 
-    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: tuple[int, ...]) -> tuple[int, ...]:
-        """Ends those of the requests at `places` that their newest tokens end; their places."""
-        ended = []
-        for place in places:
-            reason = requests[place].finish_reason_after(token_ids.item(place))
-            if reason is not None:
-                self._finish(requests[place], reason)
-                ended.append(place)
-        if ended:
-            self._forget_stopped()
-        return tuple(ended)
+    def _may_admit(self) -> bool:
+        """Whether the first waiting request is worth a lookup."""
+        if not self._waiting or self._rows.size >= self._config.max_num_seqs:
+            return False
+        first = self._waiting.first
+        if first.waits_for_first_sample or self._admission.is_refused(first, self._num_steps):
+            return False
+        return self.inputs.fits(first.inputs)
 
     def _num_left(self, rows: np.ndarray) -> np.ndarray:  # int64[n]
         """Tokens that running requests still have to compute, those sampled but not read yet included."""
         num_left = self._flights.num_left(rows)
         if not self._flights:
             return num_left
+        if self.drafter is not None:
+            return np.where(self._flights.num_pending(rows) > 0, 0, num_left)
         num_tokens = self._table.num_computed_tokens[rows] + num_left
         has_all = num_tokens >= self._by_row.max_total_tokens[rows]  # only reading its last is left
         waits = self._by_row.waits_for_token[rows]

@@ -23,8 +23,10 @@ class RequestStats:
     num_cached_tokens: int | None = None  # not computed at first admission: hit or shared; None: never admitted
     num_shared_tokens: int = 0  # those of them that it has from the first sample of its prompt, without a lookup
     num_missed_tokens: Mapping[MissReason, int] | None = None  # by first admission; None: not explained, or shared
-    num_computed_tokens: int = 0  # tokens that went through the model, recomputed ones included
+    num_computed_tokens: int = 0  # tokens that went through the model, recomputed ones included, rejected drafts not
     num_output_tokens: int = 0
+    num_draft_tokens: int = 0  # verified, accepted or not
+    num_accepted_tokens: int = 0  # drafts that became output: as many steps less
     num_preemptions: int = 0
     first_token_time_s: float | None = None
     finish_time_s: float | None = None
@@ -61,10 +63,12 @@ class StepStats:
     num_running: int
     num_waiting: int
     num_requests: int  # in the step
-    num_new_tokens: int
+    num_new_tokens: int  # computed, drafts included
     num_sampled_tokens: int
     num_hit_tokens: int  # prompt tokens of requests admitted in this step that were found cached
     num_queried_tokens: int  # prompt tokens of those requests
     num_preemptions: int
     host_us: float  # CPU time of scheduling, planning and bookkeeping, without the dispatch to the device
     pools: tuple[PoolUse, ...]
+    num_draft_tokens: int = 0  # verified in this step
+    num_accepted_tokens: int = 0  # drafts that became output, each of them a step less for its request

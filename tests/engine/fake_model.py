@@ -2,15 +2,17 @@
 
 It reads the tokens through the step, as a device would: positions that the step computes are remembered by block and
 offset, so a schedule that loses or misplaces KV changes the output. With states it has a recurrent layer besides, whose
-state is a checksum of all tokens before it, in a pool of its own.
+state is a checksum of all tokens before it, in a pool of its own. Drafts are verified as a device does: what follows
+each token is computed from what is in the blocks by then, and drafts count up to the first that is something else.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,11 +28,13 @@ from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduled_step import ScheduledStep
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.speculation import Drafter
 from kvjax.engine.stats import RequestStats
 
 BLOCK_SIZE = 4
 WINDOW = 6
 VOCAB = 1000
+MAX_ROWS = 64  # of sampled tokens that a step leaves on the device
 
 
 def next_token(window: list[int], position: int) -> int:
@@ -59,16 +63,26 @@ def expected_output_with_states(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def make_manager(num_blocks: int, *, num_states: int = 0, state_block: int = 8, **options: Any) -> KVCacheManager:
+def make_manager(
+    num_blocks: int, *, num_states: int = 0, state_block: int = 8, num_drafts: int = 0, **options: Any
+) -> KVCacheManager:
     """Full and windowed attention in one pool; with `num_states` a recurrent layer in a pool of as many blocks."""
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
     specs = (FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW))
     config = KVCacheConfig.single_pool(num_blocks, *specs)
     if num_states:
         state = {"shapes": ((1,),), "dtypes": ("float32",), "mamba_cache_mode": "align"}
+        state["num_speculative_blocks"] = num_drafts
         group = KVCacheGroupSpec(("layers.2",), MambaSpec(block_size=state_block, **state), pool_id=1)
         config = KVCacheConfig((*config.pools, KVCachePoolSpec(num_states)), (*config.kv_cache_groups, group))
     return KVCacheManager(config, 256, BLOCK_SIZE, **{"max_in_flight_tokens": 64} | options)
+
+
+class Sampled(NamedTuple):
+    """What a step leaves: tokens sampled at its rows of logits, and drafts of each request that were right."""
+
+    token_ids: np.ndarray  # int32[N]
+    num_accepted: np.ndarray  # int32[requests that sample]
 
 
 @dataclass
@@ -77,17 +91,21 @@ class FakeDevice:
 
     slots: np.ndarray
     states: np.ndarray  # int64[num_states], empty without states
-    previous: np.ndarray
+    previous: np.ndarray  # int32[MAX_ROWS] newest tokens of the last step
     num_copies: int = 0
 
-    def run(self, plan: StepPlan) -> np.ndarray:  # int32[N]
-        """Edits pages, writes the step's tokens, then reads each sampling request's context back from its blocks."""
+    def run(self, plan: StepPlan, drafts: np.ndarray | None = None) -> Sampled:
+        """Edits pages, writes the step's tokens, then reads each sampling request's context back from its blocks.
+
+        `drafts` stand behind the last step's tokens.
+        """
         pools = (self.slots.reshape(-1, BLOCK_SIZE), self.states)
         for pages, copies, pages_to_zero in zip(pools, plan.page_copies, plan.pages_to_zero, strict=False):
             pages[copies.destinations] = pages[copies.sources]
             pages[pages_to_zero] = -1
             self.num_copies += copies.sources.size
-        tokens = np.where(plan.token_source >= 0, self.previous[plan.token_source], plan.token_ids)
+        previous = self.previous if drafts is None else np.append(self.previous, drafts)
+        tokens = np.where(plan.token_source >= 0, previous[plan.token_source], plan.token_ids)
         for group in plan.groups[:2]:
             self.slots[group.slot_mapping] = tokens
         states = self._update_states(plan, tokens)
@@ -97,21 +115,32 @@ class FakeDevice:
             length = int(plan.positions[index]) + 1
             full, windowed = (self._read(group_id, plan, request, length) for group_id in range(2))
             assert windowed[-WINDOW:] == full[-WINDOW:]
-            sampled.append(next_token([*full[-WINDOW:], *states[request : request + 1]], length - 1))
-        self.previous = np.array(sampled + [0] * 64, np.int32)
-        return np.array(sampled, np.int32)
+            sampled.append(next_token([*full[-WINDOW:], *states[index : index + 1]], length - 1))
+        accepted, newest = [], []
+        for begin, end in zip(plan.logits_starts[:-1].tolist(), plan.logits_starts[1:].tolist(), strict=True):
+            guessed = tokens[plan.logits_indices[begin + 1 : end]].tolist()
+            right = [draft == truth for draft, truth in zip(guessed, sampled[begin:end], strict=False)]
+            accepted.append([*right, False].index(False))
+            newest.append(sampled[begin + accepted[-1]])
+        self.previous = np.array(newest + [0] * (MAX_ROWS - len(newest)), np.int32)
+        return Sampled(np.array(sampled, np.int32), np.array(accepted, np.int32))
 
     def _update_states(self, plan: StepPlan, tokens: np.ndarray) -> list[int]:
-        """Every request's state after the step; none without states."""
-        states = []
+        """The state after each token of the step; none without states."""
+        after: list[int] = []
         for group in plan.groups[2:]:
             for i, read in enumerate(group.state_read):
-                before = int(self.states[read]) if group.has_initial_state[i] else 0
-                assert before >= 0, "a state that was never written"
-                own = tokens[plan.query_start_loc[i] : plan.query_start_loc[i + 1]]
-                states.append(state_after(own.tolist(), before))
-            self.states[group.state_write] = states
-        return states
+                state = int(self.states[read]) if group.has_initial_state[i] else 0
+                assert state >= 0, "a state that was never written"
+                for token in tokens[plan.query_start_loc[i] : plan.query_start_loc[i + 1]].tolist():
+                    state = state_after([token], state)
+                    after.append(state)
+            for i, pages in enumerate(group.state_write.reshape(plan.num_requests, -1)):
+                own = after[plan.query_start_loc[i] : plan.query_start_loc[i + 1]]
+                for page, state in zip(pages[::-1].tolist(), own[::-1], strict=False):
+                    if page:
+                        self.states[page] = state
+        return after
 
     def _read(self, group_id: int, plan: StepPlan, request: int, length: int) -> list[int]:
         table = plan.groups[group_id].block_tables[request]
@@ -138,6 +167,8 @@ class FakeEngine:
         watermark: float = 0.0,
         num_states: int = 0,
         state_block: int = 8,
+        make_drafter: Callable[[KVCacheManager], Drafter] | None = None,
+        num_drafts: int = 0,
         **limits: int,
     ) -> None:
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 128, **limits}
@@ -146,24 +177,26 @@ class FakeEngine:
             num_blocks,
             num_states=num_states,
             state_block=state_block,
+            num_drafts=num_drafts,
             enable_caching=enable_caching,
             max_in_flight_tokens=in_flight,
             same_step_hits=not sub_block_hits,
             sub_block_hits=sub_block_hits,
             zero_new_pages=zero_new_pages,
         )
-        config = SchedulerConfig(**sizes, watermark=watermark, max_steps_in_flight=depth)
-        self.scheduler = Scheduler(self.manager, config)
+        config = SchedulerConfig(**sizes, watermark=watermark, max_steps_in_flight=depth, num_drafts=num_drafts)
+        self.drafter = None if make_drafter is None else make_drafter(self.manager)
+        self.scheduler = Scheduler(self.manager, config, drafter=self.drafter)
         self.loop = HostLoop(self.manager, self.scheduler, num_step_stats=1_000)
         self.hasher = BlockHasher(BLOCK_SIZE, seed="0") if enable_caching else None
         self.device = FakeDevice(
-            np.full(num_blocks * BLOCK_SIZE, -1), np.full(num_states, -1, np.int64), np.zeros(64, np.int32)
+            np.full(num_blocks * BLOCK_SIZE, -1), np.full(num_states, -1, np.int64), np.zeros(MAX_ROWS, np.int32)
         )
         self.outputs: dict[str, list[int]] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.results: dict[str, GenerationResult] = {}
         self.steps: list[ScheduledStep] = []
-        self._flights: deque[tuple[HostStep, np.ndarray]] = deque()
+        self._flights: deque[tuple[HostStep, Sampled]] = deque()
         self._depth = depth
 
     def add(
@@ -198,11 +231,14 @@ class FakeEngine:
         step = self.loop.begin_step()
         if step is not None:
             self.steps.append(step.scheduled)
-            self._flights.append((step, self.device.run(step.plan)))
+            drafts = None if self.drafter is None else self.drafter.device_tokens
+            self._flights.append((step, self.device.run(step.plan, drafts)))
         outputs = NO_OUTPUTS
         if self._flights and (step is None or len(self._flights) >= self._depth):
             done, sampled = self._flights.popleft()
-            outputs = self.loop.end_step(done, sampled, logprobs_of(sampled))
+            num_accepted = None if self.drafter is None else sampled.num_accepted
+            logprobs = logprobs_of(sampled.token_ids)
+            outputs = self.loop.end_step(done, sampled.token_ids, logprobs, num_accepted=num_accepted)
         for output in outputs:
             self.outputs[output.request_id].append(output.token_id)
             if output.result is not None:
