@@ -26,6 +26,10 @@ class UnknownRequestError(KVCacheError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class EngineClosedError(KVCacheError, RuntimeError):
+    """An engine takes no requests: it was stopped, or a failure took its device away; the message says what to do."""
+
+
 class InvariantError(KVCacheError, AssertionError):
     """A `check_invariants` found a law broken: a bug of this library, never of its caller."""
 

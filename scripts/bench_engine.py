@@ -166,16 +166,20 @@ def demo_engine(num_requests: int, *, async_scheduling: bool) -> Any:
 
 def time_parts(engine: Any) -> PartTimer:
     """Times the parts of `engine`'s steps from now on."""
+    from kvjax.device import DeviceBatch
     from kvjax.engine import host_loop
 
-    timer = PartTimer()
+    timer, runner = PartTimer(), engine._runner
     timer.wrap("schedule", engine.scheduler, "schedule")
     timer.wrap("plan", host_loop, "build_step_plan")
     timer.wrap("prepare", engine._loop, "begin_step")
+    timer.wrap("pad", DeviceBatch, "from_plan")
+    for program in runner.update_step._programs.by_shapes.values():
+        timer.wrap("jit", program, "run")
+    timer.wrap("pack", runner.update_step, "_programs")
+    timer.wrap("dispatch", runner, "dispatch")
+    timer.wrap("read", runner, "read")
     timer.wrap("update", engine._loop, "end_step")
-    timer.wrap("pack", engine._update_step, "_packed")
-    timer.wrap("jit", engine._update_step, "_step")
-    timer.wrap("dispatch", engine, "_dispatch")
     return timer
 
 
@@ -184,7 +188,7 @@ def measure_step(num_requests: int, num_steps: int, *, async_scheduling: bool) -
     check_asynchronous()
     engine = demo_engine(num_requests, async_scheduling=async_scheduling)
     timer = time_parts(engine)
-    step = timer.wrapped("read", engine.step)
+    step = timer.wrapped("rest", engine.step)
     samples: dict[str, list[float]] = defaultdict(list)
     gc.collect()
     for _ in range(num_steps):
@@ -254,11 +258,13 @@ def measure_compile(num_layers: int, runs: int) -> CompileTime:
 
 def print_step(step: StepParts) -> None:
     """The table of parts."""
-    print(f"one decoding step of {step.num_requests} requests of the demo model, medians of the engine's thread")
+    print(f"one decoding step of {step.num_requests} requests of the demo model, CPU time of the engine's thread")
     for part, us in step.parts_us.items():
         print(f"  {part:10} {us:9,.1f} us")
     print(f"  {'total':10} {step.total_us:9,.1f} us; scaled to a yardstick of 80 us: {step.scaled_us:,.1f} us")
-    print(f"  yardstick {step.yardstick_us:.1f} us; wall {step.wall_us:,.0f} us, jax's threads {step.other_cpu_us:,.0f}")
+    print(
+        f"  yardstick {step.yardstick_us:.1f} us; wall {step.wall_us:,.0f} us, jax's threads {step.other_cpu_us:,.0f}"
+    )
 
 
 def print_compiles(compiles: list[CompileTime]) -> None:

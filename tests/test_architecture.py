@@ -38,9 +38,11 @@ ALLOWED = {
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
     "kvjax.replay": (*HOST, "kvjax.replay", "kvjax.planning", "kvjax.models.config", "kvjax.configs", "kvjax.text"),
+    "kvjax.bench": ("numpy", "kvjax.bench", "kvjax.engine", "kvjax.text"),
     "kvjax.bench.hugging_face": ("kvjax.errors", "kvjax.extras"),
     "kvjax.cli": ("numpy", "tqdm", "matplotlib", "kvjax"),
     "kvjax.cli.generate": ("numpy", "jax", "kvjax"),
+    "kvjax.cli.start_up": ("jax", "kvjax"),
     "kvjax.__main__": ("kvjax.cli",),
 }
 

@@ -15,7 +15,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +26,11 @@ from kvjax.cli.generate_report import miss_table, report_json, request_table, to
 from kvjax.cli.generate_stream import OrderedTextPrinter
 from kvjax.cli.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
+from kvjax.cli.pool_size import ample_blocks
 from kvjax.cli.progress import progress
 from kvjax.cli.prompt_inputs import read_inputs
 from kvjax.cli.speculation_arguments import add_speculation_arguments, read_speculation
+from kvjax.cli.start_up import add_start_arguments, start_jax
 from kvjax.cli.token_text import TokenIdText
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
@@ -37,10 +38,8 @@ from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
 from kvjax.engine import EngineConfig, FinishReason, SamplingParams, SpeculativeConfig
 from kvjax.engine.pool_picture import pool_picture
-from kvjax.errors import ConfigError
 from kvjax.models.config import StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
-from kvjax.planning import CacheShape, Parallelism
 from kvjax.text import count_of, format_bytes
 
 if TYPE_CHECKING:
@@ -108,10 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
     )
     add_speculation_arguments(how)
-    how.add_argument("--devices", type=positive_int, default=1, metavar="N", help="split the heads over N devices (1)")
-    how.add_argument(
-        "--no-compilation-cache", action="store_true", help="keep no compiled steps in ~/.cache/kvjax for the next run"
-    )
+    add_start_arguments(how)
     out = parser.add_argument_group("what to show")
     out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
     out.add_argument("--miss-reasons", action="store_true", help="say why prompt tokens were not found cached")
@@ -190,18 +186,9 @@ def _sampling_params(args: argparse.Namespace, num_prompts: int) -> list[Samplin
 
 def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None]:
     """The model, its tokenizer or what stands for one, and the mesh that its heads are split over."""
-    import jax
-
-    from kvjax.device import Placement
     from kvjax.models import load_model
 
-    if not args.no_compilation_cache:
-        use_compilation_cache()
-    if args.devices > 1:
-        with suppress(RuntimeError):  # jax runs already: its devices are what they are
-            jax.config.update("jax_num_cpu_devices", args.devices)
-    check_platform()
-    mesh = Placement.over_heads(args.devices).mesh if args.devices > 1 else None
+    mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
     folder = demo_model_path() if args.model is None else args.model
     streaming = None if args.window is None else StreamingWindow(size=args.window, num_sink_tokens=args.sink_tokens)
     model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len, streaming=streaming)
@@ -212,36 +199,6 @@ def _load_draft_model(args: argparse.Namespace, mesh: Mesh | None) -> LoadedMode
     from kvjax.models import load_model
 
     return None if args.draft_model is None else load_model(args.draft_model, args.dtype, mesh)
-
-
-def check_platform() -> None:
-    """Starts jax.
-
-    Raises:
-        ConfigError: jax is told of a platform that it has no package for, where it would fail an assertion of its own.
-        RuntimeError: it has a package, but no device.
-    """
-    import jax
-
-    try:
-        jax.devices()
-    except AssertionError as error:
-        raise ConfigError(
-            f"expected JAX_PLATFORMS of a platform that jax can run on here, got {jax.config.jax_platforms!r}; install "
-            "jax for it, such as pip install 'kvjax[cuda]', or set JAX_PLATFORMS=cpu"
-        ) from error
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled steps in the user's cache folder, unless jax has a place for them or there is no such folder."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax" / "jax"
-        folder.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def _engine_config(
@@ -269,11 +226,9 @@ def _engine_config(
 
 
 def _ample_blocks(args: argparse.Namespace, model: LoadedModel, max_model_len: int) -> int:
-    """Blocks for all requests that run at once, at their longest, and half as many again to cache."""
-    specs = model.config.kv_cache_specs(args.block_size)
     in_flight = max(args.max_num_batched_tokens, args.max_num_seqs) * (2 if args.async_scheduling else 1)
-    needs = CacheShape.of(specs, platform="cpu", parallel=Parallelism()).needs(max_model_len, max_model_len, in_flight)
-    return max(need.fixed_blocks + cdiv(3 * args.max_num_seqs * need.request_blocks, 2) for need in needs)
+    sizes = {"block_size": args.block_size, "max_model_len": max_model_len, "max_num_seqs": args.max_num_seqs}
+    return ample_blocks(model, **sizes, max_in_flight_tokens=in_flight)
 
 
 def _make_engine(

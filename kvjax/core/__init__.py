@@ -50,9 +50,10 @@ from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.spec import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from kvjax.core.step.context_parallel import lengths_of_rank, slots_of_rank
 from kvjax.core.step.mrope_positions import MRopePositions
-from kvjax.core.step.step_builder import build_step_plan
+from kvjax.core.step.step_builder import build_step_plan, logits_requests
 from kvjax.core.step.step_drafts import StepDrafts
 from kvjax.core.step.step_plan import GroupPlan, StepPlan, StepResult, TableUpdate
+from kvjax.core.step.steps_in_flight import StepsInFlight
 from kvjax.core.watch.evicted_blocks import EvictedBlock
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from kvjax.core.watch.prefix_cache_stats import CachingMetrics, PrefixCacheStats
@@ -129,6 +130,7 @@ __all__ = [
     "StepFlow",
     "StepPlan",
     "StepResult",
+    "StepsInFlight",
     "TableUpdate",
     "UnitaryKVCacheCoordinator",
     "build_step_plan",
@@ -136,6 +138,7 @@ __all__ = [
     "get_group_id",
     "get_kv_cache_coordinator",
     "lengths_of_rank",
+    "logits_requests",
     "make_block_hash_with_group_id",
     "manager_class_of",
     "register_kv_cache_manager",

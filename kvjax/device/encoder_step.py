@@ -10,15 +10,15 @@ of features would multiply the number of compiled steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
-from flax import nnx
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import GroupPlan, StepPlan
 from kvjax.device.encoder_cache import EncoderCache, encoder_groups
+from kvjax.device.model_weights import ModelWeights
 from kvjax.device.pages import KVPages, page_shardings
 from kvjax.device.placement import Placement
 
@@ -30,7 +30,7 @@ class EncoderStep:
 
     def __init__(
         self,
-        graphdef: Any,  # of the model, whose `encode(features, cache)` is called
+        weights: ModelWeights,  # of a model whose `encode(features, cache)` is called
         kv_cache_config: KVCacheConfig,
         shapes: EncoderShapes,
         placement: Placement,
@@ -50,7 +50,7 @@ class EncoderStep:
                 f"expected shapes of encoder inputs where layers read an encoder, and nowhere else, got "
                 f"{len(self.shapes)} shapes and groups {self.group_ids}"
             )
-        self._graphdef = graphdef
+        self._weights = weights
         self._config = kv_cache_config
         self._placement = placement
         self._backend = backend
@@ -69,7 +69,6 @@ class EncoderStep:
 
     def __call__(
         self,
-        state: Any,  # the model's weights
         pages: KVPages,
         features: np.ndarray,  # float32, of one of `shapes`
         slot_mappings: Sequence[np.ndarray],  # int32[num_encoder_tokens] of each of `group_ids`
@@ -82,7 +81,7 @@ class EncoderStep:
         """
         self.check(pages, features, slot_mappings)
         slots = {i: np.array(slots, np.int32) for i, slots in zip(self.group_ids, slot_mappings, strict=True)}
-        return self._encode(state, pages, np.array(features, np.float32), slots)
+        return self._encode(self._weights.arrays, pages, np.array(features, np.float32), slots)
 
     def check(self, pages: KVPages, features: np.ndarray, slot_mappings: Sequence[np.ndarray]) -> None:
         """Raises ValueError as a call would; changes nothing."""
@@ -116,21 +115,27 @@ class EncoderStep:
             self.check(pages, one, slot_mappings)
         return by_request
 
-    def warmup(self, state: Any, pages: KVPages) -> KVPages:
+    def warmup(self, pages: KVPages) -> KVPages:
         """Compiles the program of each shape by running it without slots; returns the pages, unchanged in value."""
         for shape, num_tokens in self.shapes.items():
             nowhere = [np.full(num_tokens, -1, np.int32)] * len(self.group_ids)
-            pages = self(state, pages, np.zeros(shape, np.float32), nowhere)
+            pages = self(pages, np.zeros(shape, np.float32), nowhere)
         return pages
 
-    def compiled(self, state: Any, pages: KVPages, shape: tuple[int, ...]) -> jax.stages.Compiled:
+    def compiled(self, pages: KVPages, shape: tuple[int, ...]) -> jax.stages.Compiled:
         """The compiled module of one shape, to look at aliases, memory and cost. Runs nothing."""
         slots = {i: jax.ShapeDtypeStruct((self.shapes[shape],), np.int32) for i in self.group_ids}
-        return self._encode.lower(state, pages, jax.ShapeDtypeStruct(shape, np.float32), slots).compile()
+        return self._encode.lower(self._weights.arrays, pages, jax.ShapeDtypeStruct(shape, np.float32), slots).compile()
 
-    def _traced(self, state: Any, pages: KVPages, features: jax.Array, slots: dict[int, jax.Array]) -> KVPages:
+    def _traced(
+        self,
+        weights: tuple[jax.Array, ...],
+        pages: KVPages,
+        features: jax.Array,
+        slots: dict[int, jax.Array],
+    ) -> KVPages:
         """The program as jax traces it, once per shape."""
-        model: Any = nnx.merge(self._graphdef, state)
+        model = self._weights.model(weights)
         cache = EncoderCache(pages, slots, self._config, self._placement, backend=self._backend)
         model.encode(features, cache)
         if cache.unwritten_layers:

@@ -25,7 +25,10 @@ TENSOR_AXIS = "tensor"
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh and the mesh axis of the KV heads (None: pages are whole on every device). Immutable and hashable."""
+    """A mesh and the mesh axis of the KV heads (None: pages are whole on every device). Immutable and hashable.
+
+    Of a mesh with Explicit axes, as `jax.make_mesh` makes it, `mesh` is that of the same devices with Auto axes.
+    """
 
     mesh: Mesh
     head_axis: str | None = None
@@ -33,11 +36,7 @@ class Placement:
     def __post_init__(self) -> None:
         if self.head_axis is not None and self.head_axis not in self.mesh.axis_names:
             raise ValueError(f"expected a mesh axis out of {self.mesh.axis_names}, got {self.head_axis!r}")
-        if any(kind != AxisType.Auto for kind in self.mesh.axis_types):
-            raise ValueError(
-                f"expected a mesh of Auto axes, got {self.mesh.axis_types}; make it with "
-                "jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)"
-            )
+        object.__setattr__(self, "mesh", with_auto_axes(self.mesh))
 
     @classmethod
     def create(cls, mesh: Mesh | None = None, axis_names: Mapping[str, str | None] | None = None) -> Placement:
@@ -46,7 +45,7 @@ class Placement:
         Without a mesh: the first device. Without names: KV heads over the axis "tensor" where the mesh has it.
 
         Raises:
-            ValueError: a logical axis other than "kv_head" is mapped, or a mesh axis is unknown or not Auto.
+            ValueError: a logical axis other than "kv_head" is mapped, or a mesh axis is unknown or Manual.
         """
         if mesh is None:
             mesh = Mesh(np.asarray(jax.devices()[:1]), (TENSOR_AXIS,))
@@ -112,6 +111,21 @@ class Placement:
     def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` run once per device, as `per_device` says, on its part of the heads."""
         return per_device(function, self.mesh, in_specs, out_specs)
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """The mesh of the same devices whose axes are Auto: XLA places what a step computes between its inputs.
+
+    Arrays on either mesh lie alike; a jitted function takes those of one only.
+
+    Raises:
+        ValueError: an axis is Manual.
+    """
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError(f"expected a mesh of Auto or Explicit axes, got {mesh.axis_types}; take it outside shard_map")
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def per_device(

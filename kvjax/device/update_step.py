@@ -28,6 +28,7 @@ from kvjax.device.batch import DeviceBatch, pick_bucket
 from kvjax.device.buckets import Bucket, Buckets
 from kvjax.device.draft_check import accept_drafts
 from kvjax.device.encoder_step import EncoderShapes, EncoderStep
+from kvjax.device.model_weights import ModelWeights
 from kvjax.device.page_ops import (
     check_copies,
     check_page_ids,
@@ -37,11 +38,13 @@ from kvjax.device.page_ops import (
     zero_pages_padded,
 )
 from kvjax.device.paged_kv_cache import PagedKVCache
-from kvjax.device.pages import KVPages, check_columns, page_shardings
+from kvjax.device.pages import KVPages, check_columns
 from kvjax.device.placement import Placement
+from kvjax.device.step_programs import StepPrograms
 
-# (logits float32[N, vocab], sampling inputs padded to N rows) -> (token ids int32[N], any pytree besides)
-SampleFn: TypeAlias = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+# (logits float32[N, vocab], sampling inputs padded to N rows, the sampler's state if there is one)
+# -> (token ids int32[N], any pytree besides)
+SampleFn: TypeAlias = Callable[..., tuple[jax.Array, Any]]
 
 
 class StepOutput(NamedTuple):
@@ -56,9 +59,8 @@ class StepOutput(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """What the compiled step returns: as `StepOutput`, None for what a bucket without drafts does not compute."""
+    """What the compiled step returns beside the pages, None for what a bucket without drafts does not compute."""
 
-    pages: KVPages
     logits: jax.Array | None
     sampled: jax.Array
     extras: Any
@@ -98,17 +100,9 @@ class UpdateStep:
         self._takes_embeds = takes_embeds
         self.num_previous = num_previous
         self._backend = backend
-        self._graphdef, state = nnx.split(model)
-        self._state = _placed(state, placement)
-        replicated = placement.replicated
-        pages = page_shardings(kv_cache_config, placement)
-        self._step = jax.jit(
-            self._update,
-            donate_argnums=1,
-            in_shardings=(None, pages, replicated, replicated, replicated, replicated),
-            out_shardings=_Outputs(pages, replicated, replicated, replicated, replicated, replicated),  # type: ignore[arg-type]
-        )
-        self.encoder = EncoderStep(self._graphdef, kv_cache_config, encoder_shapes, placement, backend=backend)
+        self._weights = ModelWeights(model, placement)
+        self._programs = StepPrograms(self._update, kv_cache_config, placement)
+        self.encoder = EncoderStep(self._weights, kv_cache_config, encoder_shapes, placement, backend=backend)
 
     @cached_property
     def no_tokens(self) -> jax.Array:  # int32[num_previous]
@@ -118,7 +112,7 @@ class UpdateStep:
     @property
     def num_compiled(self) -> int:
         """Programs compiled for steps and encoders so far: one per bucket and shape of features that ran."""
-        return int(self._step._cache_size()) + self.encoder.num_compiled  # type: ignore[attr-defined]
+        return self._programs.num_compiled + self.encoder.num_compiled
 
     def __call__(
         self,
@@ -127,6 +121,7 @@ class UpdateStep:
         *,
         previous: jax.Array | None = None,  # int32[num_previous], `sampled` of the step before, drafts behind it or not
         sampling: Any = None,  # pytree of numpy arrays, leading axis: rows of logits in the plan's order
+        sampler_state: Any = None,  # pytree of device arrays, given to the sample_fn as they are
         features: Sequence[np.ndarray] = (),  # of the requests whose encoder runs in the step, in the plan's order
         embeds: jax.Array | None = None,  # [rows, dim] of models that take embeddings: `EmbedBuffer.array`
         embed_index: np.ndarray | None = None,  # int[T] -1: a token, else the row that stands for it; None: all tokens
@@ -148,13 +143,13 @@ class UpdateStep:
         if embed_index is None and self._takes_embeds:
             embed_index = np.full(plan.num_tokens, -1, np.int32)
         batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets), embed_index)
-        arguments = self._arguments(batch, previous, sampling, embeds)
+        arguments = self._arguments(batch, previous, sampling, embeds, sampler_state)
         _check_edits(pages, plan)
         slots = self.encoder.check_plan(pages, plan, features)
         pages = self._edit_pages(pages, plan)
         for one, slot_mappings in zip(features, slots, strict=True):
             pages = self.encode(pages, one, slot_mappings)
-        return self._outputs(self._step(self._state, pages, *arguments))
+        return self._dispatch(pages, arguments)
 
     def encode(
         self,
@@ -170,7 +165,7 @@ class UpdateStep:
             ValueError: features of another shape, other slots than one for each token, or slots outside the pool. The
                 pages are untouched.
         """
-        return self.encoder(self._state, pages, features, slot_mappings)
+        return self.encoder(pages, features, slot_mappings)
 
     def run(
         self,
@@ -180,13 +175,14 @@ class UpdateStep:
         previous: jax.Array | None = None,
         sampling: Any = None,
         embeds: jax.Array | None = None,
+        sampler_state: Any = None,
     ) -> StepOutput:
         """Dispatches one step on a batch that is already padded. `pages` is donated.
 
         Raises:
             ValueError: as calling the step.
         """
-        return self._outputs(self._step(self._state, pages, *self._arguments(batch, previous, sampling, embeds)))
+        return self._dispatch(pages, self._arguments(batch, previous, sampling, embeds, sampler_state))
 
     def warmup(
         self,
@@ -194,6 +190,7 @@ class UpdateStep:
         *,
         sampling: Any = None,
         embeds: jax.Array | None = None,
+        sampler_state: Any = None,
         on_compiled: Callable[[int], object] | None = None,
     ) -> KVPages:
         """Compiles the step for every bucket, and encoders, page copies and zeroing for every size, by empty runs.
@@ -204,10 +201,10 @@ class UpdateStep:
         for bucket in self.buckets.steps:
             batch = self._empty_batch(bucket)
             example = jax.tree.map(lambda x: x[:0], sampling)
-            pages = self.run(pages, batch, sampling=example, embeds=embeds).pages
+            pages = self.run(pages, batch, sampling=example, embeds=embeds, sampler_state=sampler_state).pages
             if on_compiled is not None:
                 on_compiled(1)
-        pages = self.encoder.warmup(self._state, pages)
+        pages = self.encoder.warmup(pages)
         for pool_id in range(len(pages.pools)):
             for count in self.buckets.page_counts:
                 nothing = np.full(count, -1, np.int32)
@@ -216,7 +213,7 @@ class UpdateStep:
         return jax.block_until_ready(pages)
 
     def compiled(
-        self, pages: KVPages, bucket: Bucket, *, sampling: Any = None, embeds: Any = None
+        self, pages: KVPages, bucket: Bucket, *, sampling: Any = None, embeds: Any = None, sampler_state: Any = None
     ) -> jax.stages.Compiled:
         """The compiled module of one bucket, to look at aliases, memory and cost. Runs nothing.
 
@@ -224,12 +221,12 @@ class UpdateStep:
         only described (`jax.experimental.topologies`).
         """
         no_tokens: Any = jax.ShapeDtypeStruct((self.num_previous,), np.int32)
-        arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling, embeds)
-        return self._step.lower(self._state, pages, *arguments).compile()
+        arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling, embeds, sampler_state)
+        return self._programs.compiled(self._weights.arrays, pages, *arguments)
 
     def compiled_encoder(self, pages: KVPages, shape: tuple[int, ...]) -> jax.stages.Compiled:
         """The compiled encoder of features of one shape, likewise."""
-        return self.encoder.compiled(self._state, pages, shape)
+        return self.encoder.compiled(pages, shape)
 
     def _empty_batch(self, bucket: Bucket) -> DeviceBatch:
         """A batch of this config without requests."""
@@ -251,15 +248,16 @@ class UpdateStep:
 
     def _update(
         self,
-        state: Any,
+        weights: tuple[jax.Array, ...],
         pages: KVPages,
         batch: DeviceBatch,
-        previous: jax.Array,
         sampling: Any,
+        previous: jax.Array,
         embeds: jax.Array | None,
-    ) -> _Outputs:
+        sampler_state: Any,
+    ) -> tuple[KVPages, _Outputs]:
         """The step as jax traces it, once per bucket."""
-        model: Any = nnx.merge(self._graphdef, state)
+        model = self._weights.model(weights)
         cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, backend=self._backend)
         inputs = {} if embeds is None else {"embeds": (embeds, batch.embed_index)}
         token_ids = _token_ids(batch, previous)
@@ -269,7 +267,8 @@ class UpdateStep:
         logits = model.logits(hidden[batch.logits_indices])
         tokens, extras = jnp.zeros(logits.shape[0], jnp.int32), None
         if self._sample_fn is not None:
-            tokens, extras = self._sample_fn(logits, sampling)
+            given = (sampling,) if sampler_state is None else (sampling, sampler_state)
+            tokens, extras = self._sample_fn(logits, *given)
         sampled = tokens = tokens.astype(jnp.int32)
         kept_logits, num_accepted = logits if self._return_logits else None, None
         if batch.logits_starts is not None and self._sample_fn is not None:
@@ -277,18 +276,24 @@ class UpdateStep:
             sampled, num_accepted = accept_drafts(drafts, tokens, starts, self.buckets.max_num_drafts)
         sampled = jnp.pad(sampled, (0, self.num_previous - sampled.shape[0]))
         rows = None if num_accepted is None else tokens
-        return _Outputs(cache.pages, kept_logits, sampled, extras, rows, num_accepted)
+        return cache.pages, _Outputs(kept_logits, sampled, extras, rows, num_accepted)
 
-    def _outputs(self, outputs: _Outputs) -> StepOutput:
-        """What the program of a bucket with or without drafts leaves."""
-        pages, logits, sampled, extras, tokens, num_accepted = outputs
+    def _dispatch(self, pages: KVPages, arguments: tuple[Any, ...]) -> StepOutput:
+        """Runs the program of a bucket with or without drafts."""
+        new_pages, outputs = self._programs(self._weights.arrays, pages, *arguments)
+        logits, sampled, extras, tokens, num_accepted = outputs
         if tokens is None or num_accepted is None:
-            return StepOutput(pages, logits, sampled, extras, sampled, self.no_tokens)
-        return StepOutput(pages, logits, sampled, extras, tokens, num_accepted)
+            return StepOutput(new_pages, logits, sampled, extras, sampled, self.no_tokens)
+        return StepOutput(new_pages, logits, sampled, extras, tokens, num_accepted)
 
     def _arguments(
-        self, batch: DeviceBatch, previous: jax.Array | None, sampling: Any, embeds: jax.Array | None
-    ) -> tuple[DeviceBatch, jax.Array, Any, jax.Array | None]:
+        self,
+        batch: DeviceBatch,
+        previous: jax.Array | None,
+        sampling: Any,
+        embeds: jax.Array | None,
+        sampler_state: Any,
+    ) -> tuple[DeviceBatch, Any, jax.Array, jax.Array | None, Any]:
         """What a step takes beside weights and pages, in the shapes that were compiled."""
         if (embeds is not None, batch.embed_index is not None) != (self._takes_embeds,) * 2:
             taken = "embeds [rows, dim]" if self._takes_embeds else "no embeds (or make the step with embeds=True)"
@@ -298,7 +303,7 @@ class UpdateStep:
         if previous.shape != wanted:
             raise ValueError(f"expected previous tokens of shape {wanted}, got {previous.shape}")
         rows = batch.logits_indices.shape[0]
-        return batch, previous, jax.tree.map(lambda x: _padded_rows(x, rows), sampling), embeds
+        return batch, jax.tree.map(lambda x: _padded_rows(x, rows), sampling), previous, embeds, sampler_state
 
     def _edit_pages(self, pages: KVPages, plan: StepPlan) -> KVPages:
         counts, backend = self.buckets.page_counts, self._backend
@@ -380,16 +385,6 @@ def _check_edits(pages: KVPages, plan: StepPlan) -> None:
         check_page_ids(page_ids, pages.num_pages(pool_id), "pages to zero")
         if np.isin(page_ids, copies.destinations).any():
             raise ValueError(f"pages {np.intersect1d(page_ids, copies.destinations).tolist()} are copied to and zeroed")
-
-
-def _placed(state: Any, placement: Placement) -> Any:
-    """`state` with every leaf on exactly the placement's devices; leaves that are stay as they lie."""
-    devices = set(placement.mesh.devices.flat)
-
-    def place(leaf: jax.Array) -> jax.Array:
-        return leaf if leaf.sharding.device_set == devices else jax.device_put(leaf, placement.replicated)
-
-    return jax.tree.map(place, state)
 
 
 def _padded_rows(values: np.ndarray, num_rows: int) -> np.ndarray:

@@ -13,11 +13,13 @@ from kvjax.engine.request_inputs import MultimodalInput
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.speculation import SpeculativeConfig
 from kvjax.engine.stats import PoolUse, RequestStats, StepStats
+from kvjax.engine.token_matcher import TokenMatcher
 
 if TYPE_CHECKING:
     from kvjax.engine.engine_request import FinishReason
     from kvjax.engine.llm_engine import LLMEngine
-    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs
+    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs, TopLogprobs
+    from kvjax.engine.token_stream import StreamOutput, TokenStream
 
 _HOME_OF = {
     "FinishReason": "engine_request",
@@ -25,6 +27,9 @@ _HOME_OF = {
     "LLMEngine": "llm_engine",
     "StepOutput": "outputs",
     "StepOutputs": "outputs",
+    "StreamOutput": "token_stream",
+    "TokenStream": "token_stream",
+    "TopLogprobs": "outputs",
 }
 
 __all__ = [
@@ -40,6 +45,10 @@ __all__ = [
     "StepOutput",
     "StepOutputs",
     "StepStats",
+    "StreamOutput",
+    "TokenMatcher",
+    "TokenStream",
+    "TopLogprobs",
 ]
 
 

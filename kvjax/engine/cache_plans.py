@@ -17,7 +17,7 @@ from kvjax.core.spec import KVCacheSpec
 from kvjax.engine.config import EngineConfig
 from kvjax.models.config import ModelConfig
 from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
-from kvjax.planning.sizing import size_pools
+from kvjax.planning.sizing import requests_that_fit, size_pools
 
 
 def plan_caches(
@@ -57,7 +57,8 @@ def plan_caches(
     needs, draft_needs = [_needs(*each) for each in ((specs, own), (draft_specs, drafts))]
     if config.memory_bytes is None:
         plan = plan_kv_cache(specs, num_blocks=config.num_blocks, **own)
-        requests = Fraction(max(plan.concurrency, 1.0))
+        resident = plan.shape.needs(config.max_model_len, config.max_model_len, 1)
+        requests = Fraction(max(requests_that_fit(resident, [pool.num_blocks for pool in plan.pools]), 1.0))
         sizes = [need.num_blocks(requests) for need in draft_needs]
         return plan, plan_kv_cache(draft_specs, num_blocks=sizes, **drafts)
     sizes = size_pools([*needs, *draft_needs], config.memory_bytes)

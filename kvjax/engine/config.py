@@ -20,12 +20,13 @@ class EngineConfig:
     an idle step. `async_scheduling` starts a step before the tokens of the one before it are read, so the host works
     while the device does. The price: a step's delay, and a step in vain for each request that ends by a stop token.
     `max_buckets` bounds the programs that warm-up compiles. `dtype` is the cache's, None that of the loaded weights.
-    `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every token, in the full layers' table:
-    simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit may end inside a block, whose page
-    is then copied. `eviction_policy` says which free block is used next: "lru", "slru" or "cost". With `miss_reasons`
-    the manager explains every lookup, and requests know why their prompts were not found; that takes some 200 us a
-    lookup. With `zero_new_pages` a page is zeroed before a
-    request first uses it, so that nothing that another left there can be read.
+    `max_logprobs` is the most best tokens whose log-probabilities a request may ask for; with 0 steps are compiled
+    without them. `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every token, in the full
+    layers' table: simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit may end inside a
+    block, whose page is then copied. `eviction_policy` says which free block is used next: "lru", "slru" or "cost".
+    With `miss_reasons` the manager explains every lookup, and requests know why their prompts were not found; that
+    takes some 200 us a lookup. With `zero_new_pages` a page is zeroed before a request first uses it, so that nothing
+    that another left there can be read.
 
     With `speculative` requests that decode take several tokens a step: drafts, verified as they are computed. Tokens
     are the same with and without. Such a request is in one step at a time, so with `async_scheduling` only steps of
@@ -57,6 +58,7 @@ class EngineConfig:
     hash_algorithm: str = "sha256_cbor"
     async_scheduling: bool = False
     max_buckets: int = 24
+    max_logprobs: int = 0
     num_step_stats: int = 100_000
     speculative: SpeculativeConfig | None = None
 
@@ -100,6 +102,8 @@ class EngineConfig:
             raise ValueError(
                 f"expected eviction_policy of {', '.join(EVICTION_POLICIES)}, got {self.eviction_policy!r}"
             )
+        if self.max_logprobs < 0:
+            raise ValueError(f"expected max_logprobs >= 0, got {self.max_logprobs}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
         if not 0 <= self.seed < 2**32:

@@ -18,6 +18,7 @@ The draft model sees tokens alone: not the vectors that stand for some of them, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ import numpy as np
 
 from kvjax.core import BlockHasher, KVCacheManager
 from kvjax.core.requests.request_table import RequestTable
-from kvjax.device import Buckets, Placement, UpdateStep, create_pages, make_update_step
+from kvjax.device import Buckets, KVPages, Placement, UpdateStep, create_pages, make_update_step
 from kvjax.device.update_step import SampleFn
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.draft_requests import DraftRequests, DraftStep
@@ -53,47 +54,59 @@ class DraftModel:
         plan: KVCachePlan,  # of the draft model's cache
         placement: Placement,
         *,
-        target_table: RequestTable,
         first_source: int,  # requests of the target's largest step, whose tokens precede drafts in `previous`
         sample_fn: SampleFn = sample,
         like: DraftModel | None = None,  # whose compiled steps are used
     ) -> None:
-        """A draft model that follows no request yet; `check_draft_model` has accepted it.
+        """Compiled steps, but no pages: call `reset` first. `check_speculation` has accepted the model.
 
         Raises:
             ValueError: `like` has another model, layout or limits.
         """
-        block_size = least_block_size(plan)
         self.num_drafts = config.num_drafts
         self.plan = plan
+        self._model = model
+        self._config = config
+        self._placement = placement
+        self._first_source = first_source
+        self._update_step = self._make_update_step(sample_fn) if like is None else self._shared_step(like)
+        nothing = np.zeros(0, np.int64)
+        self._no_sampling = SamplingTable().batch(nothing, nothing)
+        self._pages: KVPages | None = None
+
+    def reset(self, table: RequestTable) -> None:
+        """Follows no request any more and forgets its cache; from here on it drafts for the requests of `table`.
+
+        Waits for what the device still does with the old pages, which are freed before there are new ones.
+        """
+        if self._pages is not None:
+            for array in jax.tree.leaves(self._pages):
+                if not array.is_deleted():
+                    with suppress(Exception):  # whatever a step left there in place of its result
+                        array.block_until_ready()
+                    array.delete()
+        self._pages = create_pages(self.plan.config, self._placement)
+        config, block_size = self._config, least_block_size(self.plan)
         self.manager = KVCacheManager(
-            plan.config,
-            plan.max_model_len,
+            self.plan.config,
+            self.plan.max_model_len,
             block_size,
             enable_caching=config.enable_prefix_caching,
             same_step_hits=False,
             eviction_policy=config.eviction_policy,
             zero_new_pages=config.zero_new_pages,
             max_num_reqs=config.max_num_seqs,
-            max_in_flight_tokens=plan.max_in_flight_tokens,
+            max_in_flight_tokens=self.plan.max_in_flight_tokens,
         )
-        self._model = model
-        self._placement = placement
-        self._target_table = target_table
-        self._first_source = first_source
-        self._config = config
-        self._update_step = self._make_update_step(block_size, sample_fn) if like is None else self._shared_step(like)
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
         self.requests = DraftRequests(
             self.manager,
             hasher if config.enable_prefix_caching else None,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            has_mrope=model.config.has_mrope,
+            has_mrope=self._model.config.has_mrope,
             pick_shape=self._update_step.buckets.pick,
         )
-        self._pages = create_pages(plan.config, placement)
-        nothing = np.zeros(0, np.int64)
-        self._no_sampling = SamplingTable().batch(nothing, nothing)
+        self._target_table = table
         self._drafts = _joined(*[self._update_step.no_tokens] * self.num_drafts)
 
     @property
@@ -103,6 +116,7 @@ class DraftModel:
 
     def warmup(self, on_compiled: Callable[[int], object] | None = None) -> None:
         """Compiles every step shape, calling `on_compiled(1)` after each."""
+        assert self._pages is not None
         self._pages = self._update_step.warmup(self._pages, sampling=self._no_sampling, on_compiled=on_compiled)
 
     @property
@@ -151,16 +165,17 @@ class DraftModel:
 
     def _dispatch(self, step: DraftStep, previous: jax.Array | None, sampling: SamplingBatch) -> jax.Array:
         """Hands a step to the device; int32[num_previous] what it samples."""
+        assert self._pages is not None
         output = self._update_step(self._pages, step.plan, previous=previous, sampling=sampling)
         self._pages = output.pages
         return output.sampled
 
-    def _make_update_step(self, block_size: int, sample_fn: SampleFn) -> UpdateStep:
+    def _make_update_step(self, sample_fn: SampleFn) -> UpdateStep:
         buckets = Buckets.default(
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=self.plan.max_model_len,
-            block_size=block_size,
+            block_size=least_block_size(self.plan),
             max_buckets=self._config.max_buckets,
         )
         return make_update_step(

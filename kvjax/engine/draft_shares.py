@@ -8,7 +8,7 @@ one have as many. Blocks for drafts are allocated last, in order of urgency; whe
 behind it go without, and nobody is preempted.
 
 A request can use drafts once it decodes and has a token of its own, as many as leave room for the token that the step
-samples behind them.
+samples behind them; none where a matcher must see each token before the next is sampled.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class DraftShares:
         num_tokens = self._table.num_tokens[rows]
         limits = np.minimum(self._by_row.max_total_tokens[rows] - num_tokens - 1, self._num_drafts)
         limits[(num_new_tokens > 1) | ~samples | (num_tokens == self._table.num_prompt_tokens[rows])] = 0
+        limits[self._by_row.waits_for_token[rows]] = 0
         able = (limits > 0).nonzero()[0]
         if not able.size:
             return None

@@ -13,13 +13,19 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvjax.core import Request
+from kvjax.engine.output_text import OutputText
 from kvjax.engine.request_inputs import NO_INPUTS, RequestInputs
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.stats import RequestStats
+from kvjax.engine.token_matcher import TokenMatcher
+
+if TYPE_CHECKING:
+    from kvjax.engine.outputs import TopLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -34,7 +40,7 @@ class FinishReason(enum.Enum):
     """Why a request ended."""
 
     LENGTH = "length"  # max_tokens reached
-    STOP = "stop"  # a stop token or the end of the sequence
+    STOP = "stop"  # a stop token, the end of the sequence, or a stop string
     ABORT = "abort"
 
 
@@ -54,6 +60,10 @@ class EngineRequest:
     inputs: RequestInputs = NO_INPUTS
     first_sample: EngineRequest | None = None  # of the same prompt, which that one computes for both
     priority: int = 0  # lower is more urgent
+    text: OutputText | None = None  # None: the model has no tokenizer
+    matcher: TokenMatcher | None = None
+    num_shown: int = 0  # output tokens that text and matcher have seen
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)  # of each output token, if asked for
 
     @property
     def request_id(self) -> str:
@@ -89,11 +99,31 @@ class EngineRequest:
             return False
         return first.request.num_computed_tokens < first.request.num_prompt_tokens
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether each of its tokens is shown to `finish_reason_after`, and not only those that may be the last."""
+        return self.matcher is not None or bool(self.params.logprobs) or self._has_text
+
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
         """Why the request ends with `token_id`, its newest output token; None: it goes on."""
-        if token_id in self.stop_token_ids:
+        num_tokens = self.request.num_output_tokens
+        if num_tokens > self.num_shown:  # else it was shown before an exception
+            self._show(token_id)
+            self.num_shown = num_tokens
+        is_stop = token_id in self.stop_token_ids and num_tokens >= self.params.min_tokens
+        if is_stop or (self.text is not None and self.text.has_ended):
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.request.num_output_tokens >= self.params.max_tokens else None
+        return FinishReason.LENGTH if num_tokens >= self.params.max_tokens else None
+
+    @property
+    def _has_text(self) -> bool:
+        return self.text is not None and self.text.is_followed
+
+    def _show(self, token_id: int) -> None:
+        if self.matcher is not None:
+            self.matcher.accept_token(token_id)
+        if self.text is not None and self.text.is_followed:
+            self.text.push(token_id)
 
     def output_token_ids(self) -> np.ndarray:  # int32[num_output_tokens]
         """A copy of the tokens sampled so far."""

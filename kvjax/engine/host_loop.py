@@ -21,10 +21,12 @@ import numpy as np
 from kvjax.core import KVCacheManager, StepDrafts, StepPlan
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
-from kvjax.engine.outputs import GenerationResult, StepOutputs
+from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
+from kvjax.engine.recovery import StepEnd, restart
 from kvjax.engine.running_inputs import StepInputs
+from kvjax.engine.sampler_lines import SamplerSizes, SamplerWrites
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
-from kvjax.engine.scheduled_step import ScheduledStep
+from kvjax.engine.scheduled_step import NewTokens, ScheduledStep
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.stats import PoolUse, StepStats
 from kvjax.errors import UnknownRequestError
@@ -37,8 +39,9 @@ class HostStep:
     scheduled: ScheduledStep
     plan: StepPlan
     sampling: SamplingBatch  # a line per row of logits
+    sampler_writes: SamplerWrites | None  # into the sampler's state, before the step
+    wants_best: bool  # whether a row asks for log-probabilities of best tokens
     inputs: StepInputs
-    fence: int  # the request table's open step: its rows are not reissued before it is closed
     host_us: float  # CPU time of `begin_step`
     device_drafts: Any | None = None  # int32 on the device, where drafts of the step are there: `Drafter.device_tokens`
 
@@ -53,13 +56,16 @@ class HostLoop:
         *,
         num_step_stats: int,
         pick_shape: PickShape | None = None,  # of the plans' block tables
+        sampler_sizes: SamplerSizes | None = None,  # None: the sampler knows no lines
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
-        self.sampling = SamplingTable()
-        self.requests: dict[str, EngineRequest] = {}  # unfinished, by id
+        self.sampling = SamplingTable(sizes=sampler_sizes)
+        self.requests: dict[str, EngineRequest] = {}  # unfinished, by id, in order of arrival
+        self.step_end: StepEnd | None = None  # the newest step that was read; None: its outputs have reached the caller
+        self.undelivered: StepEnd | None = None  # of a loop that this one has taken over
+        self.manager = manager
         self.step_stats: deque[StepStats] = deque(maxlen=num_step_stats)
-        self._manager = manager
         self._pick_shape = pick_shape
         self._clock = clock
         self._num_steps = 0
@@ -84,6 +90,7 @@ class HostLoop:
             raise UnknownRequestError(f"expected the id of an unfinished request, got {request_id!r}")
         engine_request = self.requests[request_id]
         self.scheduler.abort(engine_request)
+        del self.requests[request_id]
         return self._result(engine_request)
 
     def begin_step(self) -> HostStep | None:
@@ -93,9 +100,9 @@ class HostLoop:
         if step is None:
             return None
         for request in step.admitted:
-            self.sampling.set(request.request.row, request.params, request.seed)
+            self.sampling.start(request)
         plan = build_step_plan(
-            self._manager,
+            self.manager,
             step.rows,
             step.num_new_tokens,
             wants_logits=step.samples,
@@ -108,24 +115,32 @@ class HostLoop:
         inputs = self.scheduler.inputs.take(plan)
         rows, places = step.sampled_places(plan.num_computed_tokens)
         sampling = self.sampling.batch(rows, places)
-        fence = self._manager.request_table.open_step(step.rows)
+        writes = self.sampling.writes(plan, step.samples)
         for request in self.scheduler.start(step):
-            self.sampling.set(request.request.row, request.params, request.seed)
-        host_us = (time.thread_time() - start) * 1e6
-        return HostStep(step, plan, sampling, inputs, fence, host_us, self._device_drafts(step))
+            self.sampling.start(request)
+        return HostStep(
+            scheduled=step,
+            plan=plan,
+            sampling=sampling,
+            sampler_writes=writes,
+            wants_best=self.sampling.wants_best(sampling),
+            inputs=inputs,
+            host_us=(time.thread_time() - start) * 1e6,
+            device_drafts=self._device_drafts(step),
+        )
 
     def end_step(
         self,
         step: HostStep,
         token_ids: np.ndarray,  # int32[>= rows of logits]
         logprobs: np.ndarray,  # float32[likewise]
-        num_accepted: np.ndarray
-        | None = None,  # int32[>= requests that sample] drafts that were right; None: no drafts
+        best: TopLogprobs | None = None,  # of the rows of logits; None: not asked for
+        num_accepted: np.ndarray | None = None,  # int32[>= requests that sample] drafts that were right
     ) -> StepOutputs:
         """Hands a step's tokens to their requests; steps end in the order in which they began."""
         start = time.thread_time()
         num_sampled = step.plan.logits_indices.size
-        self._manager.request_table.close_step(step.fence)
+        end = self.step_end = StepEnd.begin(step.scheduled, self.manager.request_table)
         if num_accepted is not None:
             num_accepted = num_accepted[: step.plan.logits_starts.size - 1]
         new = self.scheduler.update(step.scheduled, token_ids[:num_sampled], logprobs[:num_sampled], num_accepted)
@@ -133,8 +148,12 @@ class HostLoop:
             now = self._clock()
             for place in new.first:
                 new.requests[place].stats.first_token_time_s = now
+        top_logprobs = {} if best is None else _top_logprobs(new, best)
         results = {place: self._result(new.requests[place]) for place in new.ended}
-        outputs = StepOutputs(new.request_ids, new.token_ids, new.logprobs, results)
+        columns = (new.request_ids, new.token_ids, new.logprobs)
+        end.outputs = outputs = StepOutputs(*columns, results, _text_pieces(new), top_logprobs)
+        for result in results.values():
+            del self.requests[result.request_id]
         self._record(step, new.num_accepted, start)
         return outputs
 
@@ -145,6 +164,27 @@ class HostLoop:
             return None
         return StepDrafts(step.num_drafts, *drafter.propose(step.rows, step.num_drafts, self.sampling))
 
+    def take_over(self, broken: HostLoop) -> None:
+        """Queues what `broken`, which an exception stopped anywhere, had not finished, and goes on with its statistics.
+
+        `broken` is of no use once this has returned; until then it may be tried again with another new loop.
+        """
+        self.step_stats, self._num_steps = broken.step_stats, broken._num_steps
+        for request in restart(broken.requests.values(), broken.step_end, broken.scheduler.running_rows):
+            self.add([request])
+        if broken.step_end is not None and broken.step_end.outputs is not None:
+            self.undelivered = broken.step_end
+        else:
+            self.undelivered = broken.undelivered
+
+    def deliver(self) -> StepOutputs:
+        """The outputs that a loop before this one could not return."""
+        self.step_end = self.undelivered
+        self.undelivered = None
+        if self.step_end is None or self.step_end.outputs is None:
+            raise ValueError("expected outputs that are not delivered, got none")
+        return self.step_end.outputs
+
     def _device_drafts(self, step: ScheduledStep) -> Any | None:
         """Where the step's drafts are, if on the device."""
         drafter = self.scheduler.drafter
@@ -152,16 +192,16 @@ class HostLoop:
 
     def _writes_encoder(self, step: ScheduledStep) -> np.ndarray | None:  # bool[S]
         """Whose encoder runs in the step: that of requests that start, whatever of their tokens was cached."""
-        if not self._manager.groups.reads_encoder:
+        if not self.manager.groups.reads_encoder:
             return None
         return np.isin(step.rows, [engine_request.request.row for engine_request in step.admitted])
 
     def _result(self, engine_request: EngineRequest) -> GenerationResult:
-        """Forgets a request that ended."""
-        del self.requests[engine_request.request_id]
-        request, stats = engine_request.request, engine_request.stats
+        """What became of a request that ended."""
+        request, stats, text = engine_request.request, engine_request.stats, engine_request.text
         stats.finish_time_s = self._clock()
         stats.num_output_tokens = request.num_output_tokens
+        k = engine_request.params.logprobs
         return GenerationResult(
             request_id=engine_request.request_id,
             prompt_token_ids=np.array(request.prompt_token_ids, np.int32),
@@ -169,6 +209,8 @@ class HostLoop:
             logprobs=tuple(engine_request.logprobs),
             finish_reason=engine_request.finish_reason or FinishReason.ABORT,
             stats=stats,
+            text=None if text is None else text.whole(engine_request.output_token_ids()),
+            top_logprobs=TopLogprobs.joined(engine_request.top_logprobs, k) if k else None,
         )
 
     def _record(self, step: HostStep, num_accepted: int, start: float) -> None:
@@ -194,7 +236,25 @@ class HostLoop:
 
     def _pool_uses(self, num_released: tuple[int, ...]) -> tuple[PoolUse, ...]:
         uses = []
-        for pool, released in zip(self._manager.block_pools, num_released, strict=True):
+        for pool, released in zip(self.manager.block_pools, num_released, strict=True):
             num_cached, num_free = pool.num_cached_free_blocks, pool.num_free_blocks
             uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
         return tuple(uses)
+
+
+def _text_pieces(new: NewTokens) -> dict[int, str]:
+    """Text that new tokens complete, by place, of the requests that stream it."""
+    requests = ((place, new.requests[place]) for place in new.looked_at)
+    return {place: request.text.take() for place, request in requests if request.params.stream_text}
+
+
+def _top_logprobs(new: NewTokens, best: TopLogprobs) -> dict[int, TopLogprobs]:
+    """The best at new tokens, by place, for the requests that ask for them, which keep them too."""
+    found = {}
+    for place in new.looked_at:
+        request, row = new.requests[place], slice(new.logits_rows[place], new.logits_rows[place] + 1)
+        k = request.params.logprobs
+        if k:
+            found[place] = TopLogprobs(best.token_ids[row, :k], best.logprobs[row, :k], best.ranks[row])
+            request.top_logprobs.append(found[place])
+    return found

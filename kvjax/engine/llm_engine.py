@@ -1,6 +1,6 @@
 """The engine: prompts in, tokens out, step by step.
 
-Flow:    prompts -> [LLMEngine] -> HostLoop -> ModelRunner -> HostLoop -> StepOutputs
+Flow:    prompts -> [LLMEngine] -> RequestMaker -> EngineCore -> StepOutputs
 Source:  ARCHITECTURE.md, "Engine"; names of vLLM's LLMEngine
 
 One step, in order: begin (`HostLoop`: blocks are allocated, numpy arrays of the step are made), dispatch (the device
@@ -12,7 +12,9 @@ device from step n's samples.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,23 +22,28 @@ import jax
 import numpy as np
 
 from kvjax.core import BlockHasher, KVCacheManager, MissReasons
+from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
 from kvjax.device.update_step import SampleFn
 from kvjax.engine.cache_plans import plan_caches
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.draft_model import DraftModel, check_speculation
-from kvjax.engine.engine_request import sample_ids
+from kvjax.engine.engine_core import EngineCore
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, place_model
-from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
+from kvjax.engine.outputs import GenerationResult, StepOutputs
 from kvjax.engine.prompt_lookup import PromptLookup
 from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.request_maker import RequestMaker
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.sampler import sample
+from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.speculation import Drafter
+from kvjax.engine.stats import StepStats
+from kvjax.engine.token_stream import StreamInbox, TokenStream
+from kvjax.errors import UnknownRequestError
 from kvjax.models import LoadedModel, StreamingWindow, load_model
 
 
@@ -44,6 +51,10 @@ class LLMEngine:
     """One model, one cache, one queue. Owned by one thread; `warmup`, `step` and `generate` wait for the device.
 
     `plan` says how the cache is laid out, `manager` and `scheduler` what is in it, `step_stats` what steps cost.
+
+    An exception in any call, KeyboardInterrupt too, leaves an engine that serves the next one: what was broken off is
+    undone, the cache is empty, and requests queued before go on (engine_core.py). If the device gives no memory for new
+    pages, calls raise EngineClosedError.
     """
 
     runner_type: ClassVar[type[ModelRunner]] = ModelRunner  # another: to look at every step
@@ -56,12 +67,13 @@ class LLMEngine:
         mesh: jax.sharding.Mesh | None = None,
         draft_model: LoadedModel | None = None,
         like: LLMEngine | None = None,
-        sample_fn: SampleFn = sample,
+        sample_fn: SampleFn | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An engine for `model`, whose weights lie on `mesh` (None: on one device).
 
-        `sample_fn` chooses tokens inside the step; its second result are their float32[N] log-probabilities.
+        `sample_fn` chooses tokens inside the step instead of the engine's sampler; its second result are their
+        float32[N] log-probabilities. Of what `SamplingParams` ask it sees what `SamplingBatch` holds.
 
         With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
         cache layout, the same draft model if any, and its steps are at least as large.
@@ -94,73 +106,62 @@ class LLMEngine:
             draft_tensor_parallel=draft_placement.num_shards,
         )
         block_size = least_block_size(self.plan)
-        num_rows = num_embedding_rows(model, config)
-        self.manager = KVCacheManager(
-            self.plan.config,
-            config.max_model_len,
-            block_size,
-            enable_caching=config.enable_prefix_caching,
-            same_step_hits=not config.sub_block_hits,
-            sub_block_hits=config.sub_block_hits,
-            eviction_policy=config.eviction_policy,
-            miss_reasons=MissReasons() if config.miss_reasons else None,
-            zero_new_pages=config.zero_new_pages,
-            log_stats=True,
-            max_num_reqs=config.max_num_seqs,
-            max_in_flight_tokens=config.max_in_flight_tokens,
-        )
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
-        self._maker = RequestMaker(
-            model,
-            seed=config.seed,
-            hasher=hasher if config.enable_prefix_caching else None,
-            num_embedding_rows=num_rows,
-            clock=clock,
-        )
-        self._runner: ModelRunner = self.runner_type(
+        num_best = min(config.max_logprobs, model.config.vocab_size)
+        self._clock = clock
+        runner = self.runner_type(
             model,
             config,
             self.plan,
             placement,
-            sample_fn=sample_fn,
+            sample_fn=partial(sample, num_best=num_best) if sample_fn is None else sample_fn,
+            sampler_sizes=_sampler_sizes(model, config) if sample_fn is None else None,
             like=None if like is None else like._runner,
         )
-        self._draft_model = None
+        self._maker = RequestMaker(
+            model,
+            seed=config.seed,
+            hasher=hasher if config.enable_prefix_caching else None,
+            num_embedding_rows=num_embedding_rows(model, config),
+            sampler_sizes=runner.sampler_sizes,
+            max_logprobs=num_best,
+            clock=clock,
+        )
+        self._draft_model: DraftModel | None = None
         if draft_model is not None and draft_plan is not None:
             self._draft_model = DraftModel(
                 draft_model,
                 config,
                 draft_plan,
                 draft_placement,
-                target_table=self.manager.request_table,
-                first_source=self._runner.buckets.max_num_requests,
-                sample_fn=sample_fn,
+                first_source=runner.buckets.max_num_requests,
+                sample_fn=sample if sample_fn is None else sample_fn,
                 like=None if like is None else like._draft_model,
             )
-        drafter: Drafter | None = self._draft_model
-        if drafter is None and config.speculative is not None:
-            drafter = PromptLookup(self.manager.request_table, config.speculative, config.max_model_len)
-        self.scheduler = Scheduler(
-            self.manager,
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=config.max_model_len,
-                watermark=config.watermark,
-                max_steps_in_flight=config.max_steps_in_flight,
-                num_drafts=config.num_drafts,
-            ),
-            RunningInputs(num_rows, has_mrope=model.config.has_mrope),
-            drafter,
-        )
-        self._loop = HostLoop(
-            self.manager,
-            self.scheduler,
-            num_step_stats=config.num_step_stats,
-            pick_shape=self._runner.buckets.pick,
-            clock=clock,
-        )
-        self.step_stats = self._loop.step_stats
+        self._core = EngineCore(runner, partial(self._new_loop, runner), config.max_steps_in_flight)
+
+    @property
+    def manager(self) -> KVCacheManager:
+        """What is in the cache. Another object after `reset` and after an exception in a step."""
+        return self._loop.manager
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who waits and runs. Another object after `reset` and after an exception in a step."""
+        return self._loop.scheduler
+
+    @property
+    def step_stats(self) -> deque[StepStats]:
+        """What the newest steps cost."""
+        return self._loop.step_stats
+
+    @property
+    def _loop(self) -> HostLoop:
+        return self._core.loop
+
+    @property
+    def _runner(self) -> ModelRunner:
+        return self._core.runner
 
     @classmethod
     def from_folder(
@@ -201,9 +202,10 @@ class LLMEngine:
     def warmup(self, on_compiled: Callable[[int], object] | None = None) -> None:
         """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
         nothing = np.zeros(0, np.int64)
-        self._runner.warmup(self._loop.sampling.batch(nothing, nothing), on_compiled)
-        if self._draft_model is not None:
-            self._draft_model.warmup(on_compiled)
+        with self._core.changing():
+            self._runner.warmup(self._loop.sampling.batch(nothing, nothing), on_compiled)
+            if self._draft_model is not None:
+                self._draft_model.warmup(on_compiled)
 
     def add_request(
         self,
@@ -235,15 +237,22 @@ class LLMEngine:
             priority: lower is more urgent: such requests start first, and are preempted last.
 
         Raises:
-            ValueError: an id is taken, the priority is no integer, the prompt is empty or has ids outside the
-                vocabulary, text comes without a tokenizer, the model takes other inputs (`read_inputs`), or the request
-                can never run. Nothing is changed.
+            ValueError: a stream is open, an id is taken, the priority is no integer, the prompt is empty or has ids
+                outside the vocabulary, text comes without a tokenizer, the model takes other inputs (`read_inputs`), or
+                the request can never run. Nothing is changed.
         """
-        given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name, priority)
-        samples = self._maker.make(prompt, params, request_id, given, self._loop.requests)
-        self._loop.add(samples)
-        self._maker.num_queued += len(samples)
-        return samples[0].request_id
+        self._check_no_stream()
+        return self._queue(
+            prompt,
+            params,
+            request_id,
+            encoder_features=encoder_features,
+            embeddings=embeddings,
+            prompt_positions=prompt_positions,
+            cache_salt=cache_salt,
+            lora_name=lora_name,
+            priority=priority,
+        )
 
     def check_request(
         self,
@@ -269,57 +278,82 @@ class LLMEngine:
         Raises:
             UnknownRequestError: no unfinished request has that id.
         """
-        return self._loop.abort(request_id)
+        self._core.recover()
+        if request_id not in self._loop.requests:
+            raise UnknownRequestError(f"expected the id of an unfinished request, got {request_id!r}")
+        with self._core.changing():
+            return self._loop.abort(request_id)
 
     def step(self) -> StepOutputs:
         """Runs one step; the tokens that became known, which may be none. Without requests it does nothing.
 
+        After an exception the requests go on: what a step in flight was computing is computed again.
+
         Returns:
             Columns, which are also a sequence of `StepOutput`.
+
+        Raises:
+            ValueError: a stream is open. Nothing is changed.
+            EngineClosedError: after a failure the device gives no memory for pages.
         """
-        step = self._loop.begin_step()
-        if step is not None:
-            self._runner.dispatch(step)
-        num_in_flight = self._runner.num_in_flight
-        if num_in_flight and (step is None or num_in_flight >= self.config.max_steps_in_flight):
-            return self._loop.end_step(*self._runner.read())
-        return NO_OUTPUTS
+        self._check_no_stream()
+        return self._core.step()
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int] | np.ndarray],
+        prompts: str | Sequence[str | Sequence[int] | np.ndarray],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         inputs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[GenerationResult]:
         """Runs all prompts to their ends, one `params` for all or one each; results in the order of the prompts.
 
-        `inputs` are what each prompt has beside its tokens: arguments of `add_request` by name. Of a prompt with
-        `params.n` > 1 there are as many results, one after another.
+        A text is one prompt. `inputs` are what each prompt has beside its tokens: arguments of `add_request` by name.
+        Of a prompt with `params.n` > 1 there are as many results, one after another. Open streams go on beside it.
 
         Raises:
-            ValueError: other requests are unfinished, there is not one `params` or inputs a prompt, or `add_request`
-                refuses one. Nothing is left queued.
+            ValueError: requests of `add_request` are unfinished, there is not one `params` or inputs a prompt, or
+                `add_request` refuses one. Nothing is left queued.
+            Exception: whatever a step raises. Its requests are aborted.
         """
-        if self.num_unfinished:
-            raise ValueError(f"expected an engine without requests, got {self.num_unfinished} unfinished")
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"expected one params or {len(prompts)}, got {len(each)}")
-        given: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if inputs is None else inputs
-        if len(given) != len(prompts):
-            raise ValueError(f"expected inputs of {len(prompts)} prompts, got {len(given)}")
-        request_ids: list[str] = []
-        try:
-            for prompt, one, more in zip(prompts, each, given, strict=True):
-                request_ids += sample_ids(self.add_request(prompt, one, **more), 1 if one is None else one.n)
-        except ValueError:
-            for request_id in request_ids:
-                self.abort(request_id)
-            raise
+        inbox = self._open_inbox(prompts, params, inputs)
         results: dict[str, GenerationResult] = {}
-        while self.num_unfinished or self._runner.num_in_flight:
-            results |= {result.request_id: result for result in self.step().results.values()}
-        return [results[request_id] for request_id in request_ids]
+        try:
+            while (len(results) < len(inbox.places) or not self.num_unfinished) and self._core.advance():
+                for outputs in inbox.take():
+                    ended = outputs.results.values()
+                    results |= {result.request_id: result for result in ended if result.request_id in inbox.places}
+            return [results[request_id] for request_id in inbox.places]
+        finally:
+            inbox.is_closed = True
+            self._core.sweep()
+
+    def stream(
+        self,
+        prompts: str | Sequence[str | Sequence[int] | np.ndarray],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        inputs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> TokenStream:
+        """An iterator over the tokens of all prompts as they are made; arguments as of `generate`.
+
+        The prompts are queued now, and steps run when the next token is asked for. Closing the stream aborts what is
+        unfinished. Streams may be read in turns. While one is open, `add_request` and `step` refuse.
+
+        Raises:
+            ValueError: as `generate`. Nothing is left queued.
+        """
+        inbox = self._open_inbox(prompts, params, inputs)
+        return TokenStream(inbox, self.model.tokenizer, advance=self._core.advance, sweep=self._core.sweep)
+
+    def reset(self) -> list[GenerationResult]:
+        """Ends all requests and forgets the cache, as if the engine were new; compiled steps stay.
+
+        Returns:
+            What the requests that are aborted had so far.
+
+        Raises:
+            EngineClosedError: the device gives no memory for pages.
+        """
+        return self._core.reset()
 
     def check_invariants(self) -> None:
         """Checks the laws of scheduler and manager, and of a draft model's.
@@ -331,3 +365,105 @@ class LLMEngine:
         self.manager.check_invariants()
         if self._draft_model is not None:
             self._draft_model.check_invariants()
+
+    def _new_loop(self, runner: ModelRunner) -> HostLoop:
+        """Requests, scheduler and manager as at the start."""
+        config, model = self.config, self.model
+        manager = KVCacheManager(
+            self.plan.config,
+            config.max_model_len,
+            least_block_size(self.plan),
+            enable_caching=config.enable_prefix_caching,
+            same_step_hits=not config.sub_block_hits,
+            sub_block_hits=config.sub_block_hits,
+            eviction_policy=config.eviction_policy,
+            miss_reasons=MissReasons() if config.miss_reasons else None,
+            zero_new_pages=config.zero_new_pages,
+            log_stats=True,
+            max_num_reqs=config.max_num_seqs,
+            max_in_flight_tokens=config.max_in_flight_tokens,
+        )
+        limits = SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            watermark=config.watermark,
+            max_steps_in_flight=config.max_steps_in_flight,
+            num_drafts=config.num_drafts,
+        )
+        inputs = RunningInputs(num_embedding_rows(model, config), has_mrope=model.config.has_mrope)
+        return HostLoop(
+            manager,
+            Scheduler(manager, limits, inputs, self._new_drafter(manager.request_table)),
+            num_step_stats=config.num_step_stats,
+            pick_shape=runner.buckets.pick,
+            sampler_sizes=runner.sampler_sizes,
+            clock=self._clock,
+        )
+
+    def _new_drafter(self, table: RequestTable) -> Drafter | None:
+        """What drafts for the requests of `table`, following none yet."""
+        if self._draft_model is not None:
+            self._draft_model.reset(table)
+            return self._draft_model
+        config = self.config
+        return None if config.speculative is None else PromptLookup(table, config.speculative, config.max_model_len)
+
+    def _queue(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        *,
+        inbox: StreamInbox | None = None,
+        place: int = 0,  # of the prompt, in the inbox
+        **given: Any,
+    ) -> str:
+        """Queues the samples of a prompt; the id of the first."""
+        samples = self._maker.make(prompt, params, request_id, GivenInputs(**given), self._loop.requests)
+        self.scheduler.check_fits(samples[0])
+        with self._core.changing():
+            if inbox is not None:
+                inbox.places.update({sample.request_id: (place, i) for i, sample in enumerate(samples)})
+            self._loop.add(samples)
+            self._maker.num_queued += len(samples)
+        return samples[0].request_id
+
+    def _open_inbox(
+        self,
+        prompts: str | Sequence[str | Sequence[int] | np.ndarray],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        inputs: Sequence[Mapping[str, Any]] | None,
+    ) -> StreamInbox:
+        """Queues prompts whose outputs go to an inbox of their own."""
+        self._core.sweep()
+        if not self._core.inboxes and self.num_unfinished:
+            raise ValueError(f"expected an engine without requests, got {self.num_unfinished} unfinished")
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"expected one params or {len(prompts)}, got {len(each)}")
+        given: Sequence[Mapping[str, Any]] = [{}] * len(prompts) if inputs is None else inputs
+        if len(given) != len(prompts):
+            raise ValueError(f"expected inputs of {len(prompts)} prompts, got {len(given)}")
+        inbox = StreamInbox()
+        self._core.inboxes.append(inbox)
+        try:
+            for place, (prompt, one, more) in enumerate(zip(prompts, each, given, strict=True)):
+                self._queue(prompt, one, inbox=inbox, place=place, **more)
+        except BaseException:
+            inbox.is_closed = True
+            self._core.sweep()
+            raise
+        return inbox
+
+    def _check_no_stream(self) -> None:
+        """Raises ValueError while a stream is open: it reads the outputs of all steps."""
+        self._core.sweep()
+        if self._core.inboxes:
+            raise ValueError("expected no open stream; read it to its end or close it")
+
+
+def _sampler_sizes(model: LoadedModel, config: EngineConfig) -> SamplerSizes:
+    """Room for all requests that run at once, beside line 0."""
+    return SamplerSizes(config.max_num_seqs + 1, config.max_model_len, model.config.vocab_size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -18,6 +19,10 @@ from kvjax.device.update_step import SampleFn
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.host_loop import HostStep
+from kvjax.engine.outputs import TopLogprobs
+from kvjax.engine.sampler import TokenLogprobs
+from kvjax.engine.sampler_lines import SamplerSizes
+from kvjax.engine.sampler_state import SamplerArrays, SamplerState
 from kvjax.engine.sampling_table import SamplingBatch
 from kvjax.models import LoadedModel
 from kvjax.planning import KVCachePlan
@@ -29,7 +34,7 @@ class _Flight:
 
     step: HostStep
     tokens: jax.Array  # int32[>= rows of logits]
-    logprobs: jax.Array  # float32[likewise]
+    logprobs: jax.Array | TokenLogprobs  # float32[likewise]
     num_accepted: jax.Array  # int32[>= requests that sample] drafts, where the step has any
 
 
@@ -44,6 +49,7 @@ class ModelRunner:
         placement: Placement,
         *,
         sample_fn: SampleFn,
+        sampler_sizes: SamplerSizes | None = None,  # None: the sample_fn takes no state
         like: ModelRunner | None = None,  # whose compiled steps are used
     ) -> None:
         """A runner with pages of its own.
@@ -58,6 +64,8 @@ class ModelRunner:
         self.update_step = self._make_update_step(sample_fn) if like is None else self._shared_update_step(like)
         self.pages: KVPages = create_pages(plan.config, placement)
         self._embeds = self._make_embed_buffer()
+        self.sampler_sizes: SamplerSizes | None = sampler_sizes if like is None else like.sampler_sizes
+        self._sampler = self._make_sampler_state()
         self._previous: jax.Array | None = None  # sampled tokens of the newest step, on the device
         self._flights: deque[_Flight] = deque()
 
@@ -77,7 +85,15 @@ class ModelRunner:
         if self._embeds is not None:
             self._embeds.warmup()
             embeds = self._embeds.array
-        self.pages = self.update_step.warmup(self.pages, sampling=sampling, embeds=embeds, on_compiled=on_compiled)
+        if self._sampler is not None:
+            self._sampler.warmup(self.update_step.no_tokens)
+        self.pages = self.update_step.warmup(
+            self.pages,
+            sampling=sampling,
+            embeds=embeds,
+            sampler_state=self._sampler_arrays,
+            on_compiled=on_compiled,
+        )
         num_drafts = self.update_step.num_previous - self.buckets.max_num_requests
         if num_drafts:
             _with_drafts(self.update_step.no_tokens, self.update_step.no_tokens[-num_drafts:])
@@ -89,6 +105,9 @@ class ModelRunner:
             if inputs.embeds is not None:
                 self._embeds.write(inputs.embed_rows, inputs.embeds)
             embeds = self._embeds.array
+        if self._sampler is not None and step.sampler_writes is not None:
+            previous = self.update_step.no_tokens if self._previous is None else self._previous
+            self._sampler.write(step.sampler_writes, previous)
         output: DeviceOutput = self.update_step(
             self.pages,
             step.plan,
@@ -97,19 +116,46 @@ class ModelRunner:
             features=inputs.features,
             embeds=embeds,
             embed_index=inputs.embed_index,
+            sampler_state=self._sampler_arrays,
         )
         self.pages, self._previous = output.pages, output.sampled
         self._flights.append(_Flight(step, output.tokens, output.extras, output.num_accepted))
 
-    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray, np.ndarray | None]:
+    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray, TopLogprobs | None, np.ndarray | None]:
         """The oldest step in flight, with what `HostLoop.end_step` takes of it.
 
-        Tokens int32[>= rows of logits] and their float32 log-probabilities, then accepted drafts int32[>= requests that
-        sample], None where the step has no drafts.
+        Tokens int32[>= rows of logits], their float32 log-probabilities, the best; and where the step has drafts, how
+        many were accepted int32[>= requests that sample].
         """
         flight = self._flights.popleft()
+        logprobs, best = flight.logprobs, None
+        if isinstance(logprobs, TokenLogprobs):
+            if flight.step.wants_best:
+                best = TopLogprobs(*map(np.asarray, logprobs.best))
+            logprobs = logprobs.logprobs
         num_accepted = None if flight.step.scheduled.num_drafts is None else np.asarray(flight.num_accepted)
-        return flight.step, np.asarray(flight.tokens), np.asarray(flight.logprobs), num_accepted
+        return flight.step, np.asarray(flight.tokens), np.asarray(logprobs), best, num_accepted
+
+    @property
+    def _sampler_arrays(self) -> SamplerArrays | None:
+        return None if self._sampler is None else self._sampler.arrays
+
+    def reset(self) -> None:
+        """Forgets all steps in flight, and starts with empty pages: those that there were may be donated and gone.
+
+        Waits for what the device still does, since old and new pages may not fit in its memory together.
+        """
+        held = [flight.tokens for flight in self._flights] + jax.tree.leaves(self.pages)
+        self._flights.clear()
+        self._previous = None
+        for array in held:
+            if not array.is_deleted():
+                with suppress(Exception):  # whatever a step left there in place of its result
+                    array.block_until_ready()
+                array.delete()
+        self.pages = create_pages(self._plan.config, self.placement)
+        self._embeds = self._make_embed_buffer()
+        self._sampler = self._make_sampler_state()
 
     def _previous_tokens(self, step: HostStep) -> jax.Array | None:
         """What the step may read: tokens of the step before, and drafts behind them."""
@@ -120,14 +166,13 @@ class ModelRunner:
 
     def _make_update_step(self, sample_fn: SampleFn) -> UpdateStep:
         config, model = self._config, self._model
-        num_drafts = config.num_drafts
         buckets = Buckets.default(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             block_size=least_block_size(self._plan),
             max_buckets=config.max_buckets,
-            num_drafts=num_drafts,
+            num_drafts=config.num_drafts,
         )
         return make_update_step(
             model.module,
@@ -138,14 +183,14 @@ class ModelRunner:
             mrope=model.config.has_mrope,
             encoder_shapes=model.config.encoder_shapes,
             embeds=model.config.embedding_dim is not None,
-            num_previous=buckets.max_num_requests * (1 + num_drafts),
+            num_previous=buckets.max_num_requests * (1 + config.num_drafts),
         )
 
     def _shared_update_step(self, like: ModelRunner) -> UpdateStep:
         layouts = (self._plan.config, self.placement)
         if like._model.module is not self._model.module or (like._plan.config, like.placement) != layouts:
             raise ValueError("expected `like` to have this engine's model, mesh and cache layout, got another")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "max_logprobs"):
             own, given = getattr(self._config, name), getattr(like._config, name)
             if given < own:
                 raise ValueError(f"expected `like` to allow {name} of at least {own}, got {given}")
@@ -157,6 +202,9 @@ class ModelRunner:
         if given != own:
             raise ValueError(f"expected `like` to have max_embedding_rows of {own}, got {given}")
         return like.update_step
+
+    def _make_sampler_state(self) -> SamplerState | None:
+        return None if self.sampler_sizes is None else SamplerState(self.sampler_sizes, self.placement)
 
     def _make_embed_buffer(self) -> EmbedBuffer | None:
         dim = self._model.config.embedding_dim

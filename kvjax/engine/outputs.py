@@ -6,13 +6,29 @@ Flow:    LLMEngine.step -> [StepOutputs] -> caller; a request's last token bring
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
 
 from kvjax.engine.engine_request import FinishReason
 from kvjax.engine.stats import RequestStats
+
+
+@dataclass(frozen=True, eq=False)
+class TopLogprobs:
+    """The k best tokens at n tokens, the best first, under the model: before temperature, penalties and masks."""
+
+    token_ids: np.ndarray  # int32[n, k]
+    logprobs: np.ndarray  # float32[n, k]
+    ranks: np.ndarray  # int32[n] of the tokens themselves, 1: none is more likely
+
+    @classmethod
+    def joined(cls, parts: Sequence[TopLogprobs], k: int) -> TopLogprobs:
+        """Those of the parts one after another."""
+        empty = cls(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32), np.zeros(0, np.int32))
+        columns = ([getattr(part, name) for part in (empty, *parts)] for name in ("token_ids", "logprobs", "ranks"))
+        return cls(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True)
@@ -25,6 +41,8 @@ class GenerationResult:
     logprobs: tuple[float, ...]  # log-probability of each output token under the model, before temperature and masks
     finish_reason: FinishReason
     stats: RequestStats
+    text: str | None = None  # of the output, up to a stop string; None: the model has no tokenizer
+    top_logprobs: TopLogprobs | None = None  # of each output token; None: not asked for (`SamplingParams.logprobs`)
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,8 @@ class StepOutput:
     token_id: int
     logprob: float
     result: GenerationResult | None  # None: the request goes on
+    text: str | None = None  # what the token completes, which may be empty; None: not asked for (`stream_text`)
+    top_logprobs: TopLogprobs | None = None  # of the one token; None: not asked for (`logprobs`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +68,8 @@ class StepOutputs(Sequence[StepOutput]):
     token_ids: np.ndarray  # int32[n]
     logprobs: np.ndarray  # float32[n]
     results: Mapping[int, GenerationResult]  # of the requests that ended, by place in the columns
+    texts: Mapping[int, str] = field(default_factory=dict)  # of those that stream text, by place
+    top_logprobs: Mapping[int, TopLogprobs] = field(default_factory=dict)  # of those that ask for them, by place
 
     def __len__(self) -> int:
         return self.token_ids.size
@@ -67,12 +89,15 @@ class StepOutputs(Sequence[StepOutput]):
             self.token_ids.item(place),
             self.logprobs.item(place),
             self.results.get(place),
+            self.texts.get(place),
+            self.top_logprobs.get(place),
         )
 
     def __iter__(self) -> Iterator[StepOutput]:
         columns = zip(self.request_ids.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
         for place, (request_id, token_id, logprob) in enumerate(columns):
-            yield StepOutput(request_id, token_id, logprob, self.results.get(place))
+            more = (self.results.get(place), self.texts.get(place), self.top_logprobs.get(place))
+            yield StepOutput(request_id, token_id, logprob, *more)
 
 
 NO_OUTPUTS = StepOutputs(np.zeros(0, np.object_), np.zeros(0, np.int32), np.zeros(0, np.float32), {})

@@ -13,7 +13,10 @@ import numpy as np
 from kvjax.core import BlockHasher, LoRARequest, Request
 from kvjax.core.requests.token_ids import as_token_ids
 from kvjax.engine.engine_request import EngineRequest, sample_ids
+from kvjax.engine.output_text import OutputText
 from kvjax.engine.request_inputs import GivenInputs, read_inputs
+from kvjax.engine.sampler_lines import SamplerSizes
+from kvjax.engine.sampling_limits import SamplingLimits
 from kvjax.engine.sampling_params import MAX_SEED, SamplingParams
 from kvjax.engine.stats import RequestStats
 from kvjax.models import LoadedModel
@@ -29,6 +32,8 @@ class RequestMaker:
         seed: int,
         hasher: BlockHasher | None,  # None: nothing is cached
         num_embedding_rows: int,
+        sampler_sizes: SamplerSizes | None,  # None: the sampler knows no lines
+        max_logprobs: int,
         clock: Callable[[], float],
     ) -> None:
         self.num_queued = 0
@@ -36,6 +41,7 @@ class RequestMaker:
         self._engine_seed = seed
         self._hasher = hasher
         self._num_embedding_rows = num_embedding_rows
+        self._limits = SamplingLimits(model.config.vocab_size, model.tokenizer is not None, sampler_sizes, max_logprobs)
         self._clock = clock
 
     def make(
@@ -58,6 +64,7 @@ class RequestMaker:
         for name in names:
             if name in taken_ids:
                 raise ValueError(f"request id {name!r} is in use; expected a new one")
+        self._limits.check(params, self._stop_token_ids(params))
         first = self._first_sample(names[0], self._token_ids(prompt), params, given)
         others = [
             replace(
@@ -67,7 +74,10 @@ class RequestMaker:
                 arrival=self.num_queued + place,
                 stats=replace(first.stats, request_id=name),
                 logprobs=[],
+                top_logprobs=[],
                 first_sample=first,
+                text=self._text(params),
+                matcher=params.token_matcher() if params.token_matcher is not None else None,
             )
             for place, name in enumerate(names[1:], start=1)
         ]
@@ -85,17 +95,25 @@ class RequestMaker:
             cache_salt=given.cache_salt,
             block_hasher=self._hasher,
         )
-        stop = frozenset(params.stop_token_ids)
         return EngineRequest(
             request=request,
             params=params,
             seed=self._seed(params, 0),
-            stop_token_ids=stop if params.ignore_eos else stop | frozenset(self._model.config.eos_token_ids),
+            stop_token_ids=self._stop_token_ids(params),
             arrival=self.num_queued,
             priority=given.priority,
             stats=RequestStats(request_id, request.num_prompt_tokens, self._clock()),
             inputs=inputs,
+            text=self._text(params),
+            matcher=params.token_matcher() if params.token_matcher is not None else None,
         )
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop = frozenset(params.stop_token_ids)
+        return stop if params.ignore_eos else stop | frozenset(self._model.config.eos_token_ids)
+
+    def _text(self, params: SamplingParams) -> OutputText | None:
+        return None if self._model.tokenizer is None else OutputText(self._model.tokenizer, params)
 
     def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:  # int32[num_prompt_tokens]
         """The prompt's tokens, all of the model's vocabulary."""

@@ -2,8 +2,9 @@
 
 Flow:    EngineRequest -> [RunningRows] -> Scheduler: tokens left, tokens that end a request, log-probabilities
 
-A row's entries are those of the request that runs in it, set when the request starts. A request with more than
-`MAX_STOP_COLUMNS` stop tokens is looked at after each of its tokens; those of the others are compared in bulk.
+A row's entries are those of the request that runs in it, set when the request starts. A request that is followed, or
+has more than `MAX_STOP_COLUMNS` stop tokens, is looked at after each of its tokens; those of the others are compared
+in bulk.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class RunningRows:
         self._num_tokens_before = np.zeros(num_rows, np.int64)  # when the request started: those have no logprob here
         self._logprobs = np.zeros((num_rows, 64), np.float32)
         self._stop_token_ids = np.full((0, num_rows), NO_TOKEN, np.int32)
-        self._has_more_stop_tokens = np.zeros(num_rows, np.bool_)
+        self._is_looked_at = np.zeros(num_rows, np.bool_)
+        self.waits_for_token = np.zeros(num_rows, np.bool_)  # no step before the token of the last one is known
 
     def start(self, row: int, request: EngineRequest) -> None:
         """`request` runs in `row` from here on."""
@@ -41,7 +43,8 @@ class RunningRows:
         self.num_drafted[row] = self.num_accepted[row] = 0
         self._num_tokens_before[row] = request.request.num_tokens
         stop = sorted(token for token in request.stop_token_ids if 0 <= token <= MAX_TOKEN_ID)  # others never come
-        self._has_more_stop_tokens[row] = len(stop) > MAX_STOP_COLUMNS
+        self._is_looked_at[row] = request.is_followed or len(stop) > MAX_STOP_COLUMNS
+        self.waits_for_token[row] = request.matcher is not None
         columns = stop[:MAX_STOP_COLUMNS]
         if len(columns) > len(self._stop_token_ids):
             more = np.full((len(columns) - len(self._stop_token_ids), self.is_running.size), NO_TOKEN, np.int32)
@@ -58,6 +61,15 @@ class RunningRows:
         self.requests[row] = None
         self.is_running[row] = False
 
+    def logprobs_of(self, request: EngineRequest, count: int) -> list[float]:
+        """Log-probabilities of a request's first `count` output tokens, whether it runs or not."""
+        logprobs = request.logprobs[:count]
+        row = request.request.row
+        if len(logprobs) < count and 0 <= row < self.requests.size and self.requests[row] is request:
+            num_before = self._num_tokens_before.item(row) - request.request.num_prompt_tokens
+            logprobs += self._logprobs[row, len(logprobs) - num_before : count - num_before].tolist()
+        return logprobs
+
     def append(
         self,
         rows: np.ndarray,  # int64[n] running
@@ -71,7 +83,7 @@ class RunningRows:
             self._widen(int(columns.max()) + 1)
         self._logprobs.reshape(-1)[rows * self._logprobs.shape[1] + columns] = logprobs
         may_end = num_tokens + 1 >= self.max_total_tokens[rows]
-        may_end |= self._has_more_stop_tokens[rows]
+        may_end |= self._is_looked_at[rows]
         for stop_token_ids in self._stop_token_ids:
             may_end |= stop_token_ids[rows] == token_ids
         return may_end
@@ -93,4 +105,5 @@ class RunningRows:
         self._num_tokens_before = np.append(self._num_tokens_before, np.zeros(size, np.int64))
         self._logprobs = np.concatenate([self._logprobs, np.zeros_like(self._logprobs)])
         self._stop_token_ids = np.concatenate([self._stop_token_ids, np.full_like(self._stop_token_ids, NO_TOKEN)], 1)
-        self._has_more_stop_tokens = np.append(self._has_more_stop_tokens, np.zeros(size, np.bool_))
+        self._is_looked_at = np.append(self._is_looked_at, np.zeros(size, np.bool_))
+        self.waits_for_token = np.append(self.waits_for_token, np.zeros(size, np.bool_))

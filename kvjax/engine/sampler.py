@@ -1,7 +1,7 @@
 """Choosing tokens from logits inside the jitted step.
 
-Flow:    logits, SamplingBatch -> [sample] -> SampledTokens -> host
-Source:  Gumbel-max sampling; nucleus sampling (Holtzman et al., 2020)
+Flow:    logits, SamplingBatch, SamplerArrays -> [sample] -> SampledTokens -> host
+Source:  Gumbel-max sampling; nucleus sampling (Holtzman et al., 2020); min-p (Nguyen et al., 2024, arXiv 2407.01082)
 
 The random key of a token is `fold_in(key(seed), position)`: it depends on the request's seed and the token's place in
 its sequence and on nothing else, so samples do not change with batching, chunking or preemption.
@@ -14,36 +14,95 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kvjax.engine.logit_edits import edited_logits
+from kvjax.engine.sampler_state import SamplerArrays
 from kvjax.engine.sampling_table import SamplingBatch
+
+
+class BestTokens(NamedTuple):
+    """The best tokens of rows, the best first, and where the chosen ones stand. A pytree of arrays."""
+
+    token_ids: jax.Array  # int32[N, K]
+    logprobs: jax.Array  # float32[N, K]
+    ranks: jax.Array  # int32[N] of the chosen token, 1: no other is more likely
+
+
+class TokenLogprobs(NamedTuple):
+    """What the model makes of chosen tokens: at temperature 1, nothing masked. A pytree of arrays."""
+
+    logprobs: jax.Array  # float32[N]
+    best: BestTokens  # zeros where no row of the step asks
 
 
 class SampledTokens(NamedTuple):
     """What a step chose, a line per row of logits. A pytree of arrays."""
 
     token_ids: jax.Array  # int32[N]
-    logprobs: jax.Array  # float32[N] log-probability of the token under the model (temperature 1, nothing masked)
+    logprobs: jax.Array | TokenLogprobs  # float32[N] under the model, with the best beside where steps have them
 
 
 def sample(
     logits: jax.Array,  # [N, V]
     batch: SamplingBatch,  # N lines
+    state: SamplerArrays | None = None,  # None: lines are not looked at
+    *,
+    num_best: int = 0,
 ) -> SampledTokens:
-    """One token per row. Work for random rows is skipped at run time where every row is greedy."""
+    """One token per row. Work for random rows is skipped at run time where every row is greedy and asks nothing."""
     logits = logits.astype(jnp.float32)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    is_random = batch.temperature > 0
-    token_ids = jax.lax.cond(
-        jnp.any(is_random),
-        lambda: jnp.where(is_random, _draw(logits, batch), greedy),
-        lambda: greedy,
-    )
+    is_special = batch.temperature > 0
+    if state is not None:
+        is_special |= batch.line > 0
+    token_ids = jax.lax.cond(jnp.any(is_special), lambda: _choose(logits, batch, state), lambda: greedy)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-    return SampledTokens(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1))
+    total = jax.nn.logsumexp(logits, axis=-1)
+    if not num_best or state is None:
+        return SampledTokens(token_ids, chosen - total)
+    best = _best_of_some(logits, total, chosen, state.wants_best[batch.line], num_best)
+    return SampledTokens(token_ids, TokenLogprobs(chosen - total, best))
 
 
-def _draw(logits: jax.Array, batch: SamplingBatch) -> jax.Array:  # int32[N]
+def best_tokens(
+    logits: jax.Array,  # float32[N, V]
+    total: jax.Array,  # float32[N] logsumexp of them
+    chosen: jax.Array,  # float32[N] logits of chosen tokens
+    num_best: int,
+) -> BestTokens:
+    """The `num_best` best tokens of each row, the smaller id first where two are equal."""
+    best, token_ids = jax.lax.top_k(logits, num_best)
+    ranks = 1 + jnp.sum(logits > chosen[:, None], axis=-1, dtype=jnp.int32)
+    return BestTokens(token_ids.astype(jnp.int32), best - total[:, None], ranks)
+
+
+def _best_of_some(
+    logits: jax.Array, total: jax.Array, chosen: jax.Array, is_wanted: jax.Array, num_best: int
+) -> BestTokens:
+    rows = logits.shape[0]
+    nothing = (jnp.zeros((rows, num_best), jnp.int32), jnp.zeros((rows, num_best)), jnp.zeros(rows, jnp.int32))
+    return jax.lax.cond(
+        jnp.any(is_wanted), lambda: best_tokens(logits, total, chosen, num_best), lambda: BestTokens(*nothing)
+    )
+
+
+def _choose(logits: jax.Array, batch: SamplingBatch, state: SamplerArrays | None) -> jax.Array:  # int32[N]
+    """The best token of greedy rows, a drawn one of the others."""
+    min_p = None
+    if state is not None:
+        lines = jnp.asarray(batch.line)
+        logits, min_p = edited_logits(logits, lines, jnp.asarray(batch.position), state), state.values[lines, 3]
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_random = batch.temperature > 0
+    return jax.lax.cond(
+        jnp.any(is_random), lambda: jnp.where(is_random, _draw(logits, batch, min_p), greedy), lambda: greedy
+    )
+
+
+def _draw(logits: jax.Array, batch: SamplingBatch, min_p: jax.Array | None) -> jax.Array:  # int32[N]
     """A token per row at the row's temperature; rows of temperature 0 give an arbitrary one."""
     scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+    if min_p is not None:
+        scaled = jax.lax.cond(jnp.any(min_p > 0), lambda x: _above_min_p(x, min_p), lambda x: x, scaled)
     is_masked = (batch.temperature > 0) & ((batch.top_p < 1) | (batch.top_k > 0))
     scaled = jax.lax.cond(
         jnp.any(is_masked),
@@ -53,6 +112,11 @@ def _draw(logits: jax.Array, batch: SamplingBatch) -> jax.Array:  # int32[N]
     seeds, positions = jnp.asarray(batch.seed), jnp.asarray(batch.position)
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(seeds, positions, scaled.shape[-1])
     return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+
+
+def _above_min_p(scaled: jax.Array, min_p: jax.Array) -> jax.Array:
+    least = jnp.max(scaled, axis=-1) + jnp.log(min_p)  # -inf where min_p is 0
+    return jnp.where(scaled < least[:, None], -jnp.inf, scaled)
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:  # float32[size]

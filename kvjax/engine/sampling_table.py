@@ -1,6 +1,6 @@
 """Sampling parameters of the running requests as arrays by row, and the rows of one step as the sampler takes them.
 
-Flow:    SamplingParams -> [SamplingTable] -> SamplingBatch of a step (numpy) -> sampler (jit)
+Flow:    EngineRequest -> [SamplingTable] -> SamplingBatch of a step (numpy) -> sampler (jit)
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvjax.core import StepPlan
+from kvjax.engine.engine_request import EngineRequest
+from kvjax.engine.sampler_lines import NO_LINE, SamplerLines, SamplerSizes, SamplerWrites
 from kvjax.engine.sampling_params import SamplingParams
 
 
@@ -20,21 +23,30 @@ class SamplingBatch(NamedTuple):
     top_k: np.ndarray  # int32[N], 0: all
     seed: np.ndarray  # uint32[N]
     position: np.ndarray  # int32[N] place of the token to sample in its sequence
+    line: np.ndarray  # int32[N] of the sampler's state, 0: the row asks nothing of it
 
 
 class SamplingTable:
     """Sampling parameters by row of the request table; rows grow by doubling. Costs a few gathers a step."""
 
-    def __init__(self, num_rows: int = 16) -> None:
+    def __init__(self, num_rows: int = 16, sizes: SamplerSizes | None = None) -> None:
+        """A table of `num_rows` rows at first; without `sizes` no request asks anything of the sampler's state."""
         self._columns = SamplingBatch(
             temperature=np.zeros(num_rows, np.float32),
             top_p=np.ones(num_rows, np.float32),
             top_k=np.zeros(num_rows, np.int32),
             seed=np.zeros(num_rows, np.uint32),
             position=np.zeros(num_rows, np.int32),
+            line=np.zeros(num_rows, np.int32),
         )
+        self._lines = None if sizes is None else SamplerLines(sizes)
 
-    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+    def start(self, request: EngineRequest) -> None:
+        """`request` runs in its row from here on."""
+        line = NO_LINE if self._lines is None else self._lines.start(request)
+        self.set(request.request.row, request.params, request.seed, line)
+
+    def set(self, row: int, params: SamplingParams, seed: int, line: int = NO_LINE) -> None:
         """Makes `params` those of the request that owns `row`; `seed` is the one that it really uses."""
         while row >= self._columns.seed.size:
             self._columns = SamplingBatch(*(np.tile(column, 2) for column in self._columns))
@@ -42,6 +54,7 @@ class SamplingTable:
         self._columns.top_p[row] = params.top_p
         self._columns.top_k[row] = params.top_k
         self._columns.seed[row] = seed
+        self._columns.line[row] = line
 
     def batch(
         self,
@@ -49,5 +62,16 @@ class SamplingTable:
         positions: np.ndarray,  # int[N]
     ) -> SamplingBatch:
         """The lines of `rows` in fresh arrays."""
-        temperature, top_p, top_k, seed, _ = self._columns
-        return SamplingBatch(temperature[rows], top_p[rows], top_k[rows], seed[rows], np.array(positions, np.int32))
+        temperature, top_p, top_k, seed, _, line = self._columns
+        places = np.array(positions, np.int32)
+        return SamplingBatch(temperature[rows], top_p[rows], top_k[rows], seed[rows], places, line[rows])
+
+    def wants_best(self, batch: SamplingBatch) -> bool:
+        """Whether a row of a step asks for log-probabilities of best tokens."""
+        return self._lines is not None and not self._lines.is_idle and self._lines.want_best(batch.line)
+
+    def writes(self, plan: StepPlan, samples: np.ndarray) -> SamplerWrites | None:
+        """What a step's plan, and those of its requests that sample (bool[S]), write into the sampler's state first."""
+        if self._lines is None or self._lines.is_idle:
+            return None
+        return self._lines.take(plan, self._columns.line[plan.rows], samples)

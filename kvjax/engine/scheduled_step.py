@@ -61,6 +61,8 @@ class NewTokens:
     logprobs: np.ndarray  # float32[n]
     first: tuple[int, ...]  # places of those that are their request's first
     ended: tuple[int, ...]  # places of those that end their request
+    looked_at: tuple[int, ...]  # places of those that were shown to their request: all of those that are followed
+    logits_rows: np.ndarray  # int64[n] rows of the step's logits
     num_accepted: int = 0  # those of them that were drafts
 
 

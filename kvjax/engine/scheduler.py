@@ -42,7 +42,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.core import KVCacheManager
+from kvjax.core import KVCacheManager, StepsInFlight
 from kvjax.engine.admission import Admission
 from kvjax.engine.draft_shares import DraftShares
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
@@ -51,7 +51,6 @@ from kvjax.engine.running_rows import RunningRows
 from kvjax.engine.scheduled_step import NewTokens, NextStep, ScheduledStep, decode_first
 from kvjax.engine.speculation import Drafter
 from kvjax.engine.step_shares import StepShares
-from kvjax.engine.steps_in_flight import StepsInFlight
 from kvjax.engine.token_delivery import TokenDelivery
 from kvjax.engine.waiting_queue import WaitingQueue
 from kvjax.errors import InvariantError
@@ -114,6 +113,11 @@ class Scheduler:
         """Requests that run, by urgency."""
         running: list[EngineRequest] = self._by_row.requests[self._rows].tolist()
         return running
+
+    @property
+    def running_rows(self) -> RunningRows:
+        """What is known of running requests, by row of the table."""
+        return self._by_row
 
     @property
     def num_waiting(self) -> int:
@@ -233,8 +237,8 @@ class Scheduler:
         Returns:
             The samples that run from now on, as the step has computed their prompts.
         """
-        self._table.advance(step.rows, step.num_new_tokens)
-        self._flights.start(step)
+        sampling_rows = step.rows if step.samples.all() else step.rows[step.samples]
+        self._flights.start(step.rows, step.num_new_tokens, sampling_rows)
         return self._fork_samples()
 
     def update(
@@ -249,8 +253,7 @@ class Scheduler:
         Tokens of a request that ended or was aborted while the step was in flight are dropped, and those behind a token
         that ends its request.
         """
-        self._flights.end_first()
-        new = self._delivery.deliver(step, token_ids, logprobs, num_accepted)
+        new = self._delivery.deliver(step, self._flights.read(), token_ids, logprobs, num_accepted)
         if new.ended:
             self._forget_stopped()
         return new
@@ -295,9 +298,7 @@ class Scheduler:
             active = num_new_tokens.nonzero()[0]
             if active.size < rows.size:
                 rows, num_new_tokens, num_left = rows[active], num_new_tokens[active], num_left[active]
-            result = self._manager.plan_step(
-                rows, num_new_tokens, num_in_flight_tokens=self._flights.num_computed(rows)
-            )
+            result = self._manager.plan_step(rows, num_new_tokens, num_in_flight_tokens=self._flights.num_unread(rows))
             for group, update in zip(self._manager.kv_cache_config.kv_cache_groups, result.new_blocks, strict=True):
                 num_released[group.pool_id] += update.block_ids.size
             planned = slice(0, result.num_planned)
@@ -405,7 +406,7 @@ class Scheduler:
         if self.drafter is None or not self._flights:
             return False
         rows = self._rows
-        is_held = self._flights.num_pending(rows) > 0
+        is_held = np.asarray(self._flights.num_pending(rows)) > 0
         has_prompt = (self._table.num_tokens[rows] - self._table.num_computed_tokens[rows] > 1) & ~is_held
         return bool(is_held.any() and not has_prompt.any() and not self._may_admit())
 
@@ -420,12 +421,14 @@ class Scheduler:
 
     def _num_left(self, rows: np.ndarray) -> np.ndarray:  # int64[n]
         """Tokens that running requests still have to compute, those sampled but not read yet included."""
-        num_tokens = self._table.num_tokens[rows]
-        num_left = num_tokens - self._table.num_computed_tokens[rows]
+        num_left = self._flights.num_left(rows)
         if not self._flights:
             return num_left
-        num_pending = self._flights.num_pending(rows)
         if self.drafter is not None:
-            return np.where(num_pending > 0, 0, num_left)
-        has_all = num_tokens + num_pending >= self._by_row.max_total_tokens[rows]  # only reading its last is left
-        return np.where(has_all, 0, num_left + num_pending)
+            return np.where(self._flights.num_pending(rows) > 0, 0, num_left)
+        num_tokens = self._table.num_computed_tokens[rows] + num_left
+        has_all = num_tokens >= self._by_row.max_total_tokens[rows]  # only reading its last is left
+        waits = self._by_row.waits_for_token[rows]
+        if waits.any():
+            has_all |= waits & (self._flights.num_pending(rows) > 0)
+        return np.where(has_all, 0, num_left)

@@ -37,24 +37,41 @@ class TokenDelivery:
         self._finish = finish
 
     def deliver(
-        self, step: ScheduledStep, token_ids: np.ndarray, logprobs: np.ndarray, num_accepted: np.ndarray | None
+        self,
+        step: ScheduledStep,
+        rows: np.ndarray,  # int64[n] of its requests that sample
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        num_accepted: np.ndarray | None,
     ) -> NewTokens:
-        """`Scheduler.update` of the oldest step in flight."""
-        columns = (step.requests, step.request_ids, step.rows)
-        requests, request_ids, rows = columns if step.samples.all() else [column[step.samples] for column in columns]
+        """`Scheduler.update` of a step that is in flight no more."""
+        columns = (step.requests, step.request_ids)
+        requests, request_ids = columns if step.samples.all() else [column[step.samples] for column in columns]
         going = self._unfinished(requests, rows)
         if step.num_drafts is not None and num_accepted is not None:
-            return self._deliver_runs(step, requests, rows, going, token_ids, logprobs, num_accepted)
+            num_rows = step.logits_rows()
+            return self._deliver_runs(num_rows, requests, request_ids, rows, going, token_ids, logprobs, num_accepted)
+        logits_rows = going
         if going.size < rows.size:
             kept = (requests, request_ids, rows, token_ids, logprobs)
             requests, request_ids, rows, token_ids, logprobs = [column[going] for column in kept]
-        first, ended = self._give(requests, rows, token_ids, logprobs)
-        return NewTokens(requests, request_ids, token_ids, logprobs, tuple(np.flatnonzero(first).tolist()), ended)
+        first, looked_at, ended = self._give(requests, rows, token_ids, logprobs)
+        return NewTokens(
+            requests=requests,
+            request_ids=request_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            first=tuple(first.tolist()),
+            ended=tuple(ended),
+            looked_at=tuple(looked_at),
+            logits_rows=logits_rows,
+        )
 
     def _deliver_runs(
         self,
-        step: ScheduledStep,
-        requests: np.ndarray,  # object[n] that sample
+        num_rows: np.ndarray,  # int64[n] rows of logits of each request that samples
+        requests: np.ndarray,  # object[n]
+        request_ids: np.ndarray,  # object[n]
         rows: np.ndarray,  # int64[n]
         going: np.ndarray,  # int64[...] places of those of them that are not finished
         token_ids: np.ndarray,  # int32[rows of logits]
@@ -62,35 +79,37 @@ class TokenDelivery:
         num_accepted: np.ndarray,  # int[n]
     ) -> NewTokens:
         """`deliver` where there are drafts. A token's place is its row of logits until all are known."""
-        num_rows = step.logits_rows()
         begin = np.cumsum(num_rows) - num_rows
         drafted = going[num_rows[going] > 1]
         drafts = (requests[drafted], rows[drafted], (num_rows - 1)[drafted], num_accepted[drafted])
         self._settle(*drafts)
-        taken, firsts, lasts = [begin[:0]], [begin[:0]], [begin[:0]]
+        taken: list[np.ndarray] = [begin[:0]]
+        noted: tuple[list[np.ndarray], ...] = ([begin[:0]], [begin[:0]], [begin[:0]])  # first, looked at, ended
         place = 0
         while going.size:
             if place:
                 self._count_accepted(requests[going], rows[going])
             at = begin[going] + place
-            first, ended = self._give(requests[going], rows[going], token_ids[at], logprobs[at])
-            goes_on = num_accepted[going] > place
-            goes_on[list(ended)] = False
+            first, looked_at, ended = self._give(requests[going], rows[going], token_ids[at], logprobs[at])
             taken.append(at)
-            firsts.append(at[first])
-            lasts.append(at[list(ended)])
+            for parts, some in zip(noted, (first, looked_at, ended), strict=True):
+                parts.append(at[some])
+            goes_on = num_accepted[going] > place
+            goes_on[ended] = False
             going, place = going[goes_on], place + 1
         self._tell_drafter(*drafts[1:])
         at = np.sort(np.concatenate(taken))
-        firsts_at, lasts_at = (np.searchsorted(at, np.concatenate(some)).tolist() for some in (firsts, lasts))
-        owners = requests[np.searchsorted(begin, at, side="right") - 1]
+        owner = np.searchsorted(begin, at, side="right") - 1
+        first, looked_at, ended = (np.searchsorted(at, np.sort(np.concatenate(parts))).tolist() for parts in noted)
         return NewTokens(
-            requests=owners,
-            request_ids=step.request_ids[step.samples][np.searchsorted(begin, at, side="right") - 1],
+            requests=requests[owner],
+            request_ids=request_ids[owner],
             token_ids=token_ids[at],
             logprobs=logprobs[at],
-            first=tuple(firsts_at),
-            ended=tuple(lasts_at),
+            first=tuple(first),
+            ended=tuple(ended),
+            looked_at=tuple(looked_at),
+            logits_rows=at,
             num_accepted=sum(part.size for part in taken[2:]),
         )
 
@@ -102,8 +121,12 @@ class TokenDelivery:
 
     def _give(
         self, requests: np.ndarray, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray
-    ) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Gives each of n requests a token: bool[n] whether it is its first, and the places of those that it ends."""
+    ) -> tuple[np.ndarray, list[int], list[int]]:
+        """Gives each of n requests a token.
+
+        Returns:
+            Places: of those whose first it is, of those that were shown theirs, of those of them that it ends.
+        """
         is_running = self._by_row.is_running[rows]
         if is_running.all():
             first, may_end = self._append(rows, token_ids, logprobs)
@@ -116,7 +139,8 @@ class TokenDelivery:
                 first[place] = not waiting.request.num_output_tokens
                 waiting.request.append_output_token_ids(token_ids.item(place))
                 waiting.logprobs.append(logprobs.item(place))
-        return first, self._end(requests, token_ids, np.flatnonzero(may_end).tolist())
+        looked_at: list[int] = np.flatnonzero(may_end).tolist()
+        return np.flatnonzero(first), looked_at, self._end(requests, token_ids, looked_at)
 
     def _append(self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Appends a token to each row, all of which run: bool[n] whether it is the first, and may be the last."""
@@ -125,7 +149,7 @@ class TokenDelivery:
         first = num_tokens == self._table.num_prompt_tokens[rows]
         return first, self._by_row.append(rows, num_tokens, token_ids, logprobs)
 
-    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: list[int]) -> tuple[int, ...]:
+    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: list[int]) -> list[int]:
         """Ends those of the requests at `places` that their newest tokens end; their places."""
         ended = []
         for place in places:
@@ -133,7 +157,7 @@ class TokenDelivery:
             if reason is not None:
                 self._finish(requests[place], reason)
                 ended.append(place)
-        return tuple(ended)
+        return ended
 
     def _settle(self, requests: np.ndarray, rows: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
         """Counts drafts that are verified, and takes those back that were wrong."""

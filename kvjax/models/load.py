@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from kvjax.device.placement import TENSOR_AXIS
+from kvjax.device.placement import TENSOR_AXIS, with_auto_axes
 from kvjax.errors import CheckpointError
 from kvjax.extras import require_extra
 from kvjax.models.config import ModelConfig, StreamingWindow
@@ -94,6 +94,7 @@ def load_model(
     config = config if streaming is None else config.for_streaming(streaming)
     config = config if dtype is None else replace(config, dtype=dtype)
     if mesh is not None:
+        mesh = with_auto_axes(mesh)
         config.check_split(mesh.shape.get(tensor_axis, 1))
     abstract = nnx.eval_shape(lambda: build_model(config, dtype=config.dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)

@@ -15,11 +15,12 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cli.generate import _about, _engine_config, add_arguments, use_compilation_cache
+from kvjax.cli.generate import _about, _engine_config, add_arguments
 from kvjax.cli.generate_prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate_report import totals_lines
 from kvjax.cli.generate_stream import OrderedTextPrinter, prompt_tail
 from kvjax.cli.main import main
+from kvjax.cli.start_up import use_compilation_cache
 from kvjax.demo import demo_model_path, demo_requests
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.errors import ConfigError
@@ -338,7 +339,7 @@ def test_a_plot_without_matplotlib_names_the_extra(
 
 
 def test_compiled_steps_are_kept_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = jax.config.jax_compilation_cache_dir
+    before, shortest = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
     use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == before is not None
     try:
@@ -355,8 +356,10 @@ def test_compiled_steps_are_kept_where_nothing_else_is_said(monkeypatch: pytest.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         use_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kvjax" / "jax")
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
 
 
 class Words:

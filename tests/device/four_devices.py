@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
@@ -44,6 +45,9 @@ PLACEMENTS = {
     "split over four": Placement.over_heads(4),
     "split over two of two by two": Placement.create(
         Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model")), {"kv_head": "model"}
+    ),
+    "split over two of two by two, as jax makes it": Placement.create(
+        jax.make_mesh((2, 2), ("data", "model")), {"kv_head": "model"}
     ),
 }
 
@@ -105,6 +109,22 @@ def test_page_work_keeps_the_split_and_happens_in_place(name: str, platform: str
     for leaf in jax.tree.leaves(gather_pages(pages, 0, np.array([1, 2]))):
         assert not np.asarray(leaf[0]).any()
         assert (np.asarray(leaf[1]) == 7.0).all()
+
+
+def test_weights_on_a_mesh_as_jax_makes_it_run() -> None:
+    """A model whose owner placed it with Explicit axes runs as it does with Auto ones."""
+    model, mesh = ToyModel(num_layers=2), jax.make_mesh((4,), ("tensor",))
+
+    def run(axes: Mesh) -> np.ndarray:
+        graph, weights = nnx.split(model)
+        weights = jax.device_put(weights, NamedSharding(axes, PartitionSpec()))
+        placement, config = Placement.create(axes), toy_config(num_layers=2)
+        step = make_update_step(nnx.merge(graph, weights), config, Buckets((BUCKET,)), placement=placement)
+        host = ToyHost(config)
+        host.add(0, np.arange(9))
+        return np.asarray(step(create_pages(config, placement), host.plan([0], [9])).logits)
+
+    np.testing.assert_array_equal(run(mesh), run(Mesh(mesh.devices, mesh.axis_names)))
 
 
 def test_a_device_holds_its_heads_alone() -> None:

@@ -236,12 +236,9 @@ class FakeEngine:
         outputs = NO_OUTPUTS
         if self._flights and (step is None or len(self._flights) >= self._depth):
             done, sampled = self._flights.popleft()
-            outputs = self.loop.end_step(
-                done,
-                sampled.token_ids,
-                logprobs_of(sampled.token_ids),
-                None if self.drafter is None else sampled.num_accepted,
-            )
+            num_accepted = None if self.drafter is None else sampled.num_accepted
+            logprobs = logprobs_of(sampled.token_ids)
+            outputs = self.loop.end_step(done, sampled.token_ids, logprobs, num_accepted=num_accepted)
         for output in outputs:
             self.outputs[output.request_id].append(output.token_id)
             if output.result is not None:

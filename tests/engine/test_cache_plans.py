@@ -11,6 +11,7 @@ from kvjax.engine.cache_plans import plan_caches
 from kvjax.errors import MemoryBudgetError
 from kvjax.models.config import ModelConfig
 from kvjax.planning import KVCachePlan
+from kvjax.planning.sizing import requests_that_fit
 from tests.models.golden_models import model_folder
 
 SPECULATIVE = SpeculativeConfig(method="draft_model", num_drafts=3)
@@ -29,7 +30,13 @@ def test_both_caches_hold_as_many_requests(name: str, draft: str) -> None:
     """Given blocks are the model's; the draft model's come on top."""
     plan, draft_plan = plans(name, draft, num_blocks=200)
     assert [pool.num_blocks for pool in plan.pools] == [200] * len(plan.pools)
-    assert plan.concurrency <= draft_plan.concurrency <= plan.concurrency + 1
+    assert plan.concurrency <= draft_plan.concurrency
+    requests = [
+        requests_that_fit(one.shape.needs(128, 128, 1), [pool.num_blocks for pool in one.pools])
+        for one in (plan, draft_plan)
+    ]
+    assert requests[0] <= requests[1] <= requests[0] + 1
+    assert plans(name, draft, num_blocks=200, async_scheduling=True)[1].config == draft_plan.config
 
 
 @pytest.mark.parametrize(("name", "draft"), [("llama", "gemma3"), ("gemma3", "llama")])

@@ -81,10 +81,10 @@ class Target:
             given,
             plan,
             Placement.create(),
-            target_table=self.table,
             first_source=FIRST_SOURCE,
             like=base_draft(name, given.num_blocks) if like else None,
         )
+        self.draft.reset(self.table)
 
     def add(self, name: str, prompt: np.ndarray, params: SamplingParams | None = None, seed: int = 0) -> int:
         request = Request(name, prompt)

@@ -1,6 +1,6 @@
 """Rejected drafts taken back from running rows: counts fall, and recurrent states go on from the accepted token.
 
-Flow:    a step's accepted drafts -> KVCacheManager.settle_drafts -> [DraftSettler] -> managers of all groups
+Flow:    a step's accepted drafts -> KVCacheManager.settle_drafts -> [DraftSettler] -> managers, BlockRegistrar
 Source:  ARCHITECTURE.md, "The step plan"
 
 Pages of attention need nothing: the tokens that follow are written over those of the rejected drafts, and nothing that
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.manager.block_registrar import BlockRegistrar
 from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.manager.token_counts import as_counts
 from kvjax.core.requests.request_table import RequestTable
@@ -24,31 +25,42 @@ from kvjax.core.step.step_plan import TableUpdate
 class DraftSettler:
     """Settles drafts of all groups and one request table. Owned by one `KVCacheManager`."""
 
-    def __init__(self, groups: GroupManagers, rows: RowBlocks, request_table: RequestTable) -> None:
+    def __init__(
+        self, groups: GroupManagers, rows: RowBlocks, registrar: BlockRegistrar, request_table: RequestTable
+    ) -> None:
         self._groups = groups
         self._rows = rows
+        self._registrar = registrar
         self._table = request_table
 
     def settle(self, rows: npt.ArrayLike, num_rejected: npt.ArrayLike) -> tuple[TableUpdate, ...]:
         """`KVCacheManager.settle_drafts`."""
         index = self._table.owned_rows(rows)[0]
         counts = np.broadcast_to(as_counts("num_rejected", num_rejected, index, least=0), index.shape)
+        if not index.size:
+            return (NO_UPDATE,) * self._groups.num_groups
+        kept = self._table.num_computed_tokens[index] - counts
         rejecting = counts.nonzero()[0]
+        updates = self._take_back(index[rejecting], counts[rejecting])
+        self._registrar.register_up_to(index, kept)
+        return updates
+
+    def _take_back(self, rows: np.ndarray, num_rejected: np.ndarray) -> tuple[TableUpdate, ...]:
+        """Takes int64[n] tokens >= 1 of int64[n] rows back; per group the entries of its table that changed."""
         updates = [NO_UPDATE] * self._groups.num_groups
-        if not rejecting.size:
+        if not rows.size:
             return tuple(updates)
-        index, counts = index[rejecting], counts[rejecting]
-        before = self._table.num_computed_tokens[index]
-        kept = before - counts
-        self._check(index, before, kept)
-        self._table.num_computed_tokens[index] = kept
+        before = self._table.num_computed_tokens[rows]
+        kept = before - num_rejected
+        self._check(rows, before, kept)
+        self._table.num_computed_tokens[rows] = kept
         for manager in self._groups.managers:
-            held = manager.num_blocks[index]
-            changed_rows, columns, block_ids = manager.take_back(index, before, kept)
+            held = manager.num_blocks[rows]
+            changed_rows, columns, block_ids = manager.take_back(rows, before, kept)
             if changed_rows.size:
                 for group_id, ids in zip(manager.group_ids, block_ids, strict=True):
                     updates[group_id] = TableUpdate(changed_rows, columns, ids)
-                for row in index[manager.num_blocks[index] < held].tolist():
+                for row in rows[manager.num_blocks[rows] < held].tolist():
                     self._rows.note_idle(row)
         return tuple(updates)
 

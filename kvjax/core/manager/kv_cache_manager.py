@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvjax.core.eviction import EvictionPolicyFactory
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.block_needs import BlockNeeds
+from kvjax.core.manager.block_registrar import BlockRegistrar
 from kvjax.core.manager.coordinator import get_kv_cache_coordinator
 from kvjax.core.manager.draft_settler import DraftSettler
 from kvjax.core.manager.forks import Forks
@@ -153,10 +154,11 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             options.miss_reasons.attach(groups)
         self._hits = PrefixHits(groups, self.coordinator, sub_block_hits, self._hasher_check, options)
         self._slots = SlotAllocator(groups, needs, self.row_blocks, table, self.reservations, sub_block_hits)
-        self._planner = StepPlanner(groups, self.row_blocks, table, self.reservations)
+        registrar = BlockRegistrar(groups, table)
+        self._planner = StepPlanner(groups, self.row_blocks, registrar, table, self.reservations)
+        self._drafts = DraftSettler(groups, self.row_blocks, registrar, table)
         self._forks = Forks(groups, needs, self.row_blocks, table, self.reservations)
         self.pins = Pins(groups, needs, self.reservations)
-        self._drafts = DraftSettler(groups, self.row_blocks, table)
 
     # -- hits -------------------------------------------------------------------------------------------------------
 
@@ -314,13 +316,16 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         return self._planner.plan(rows, num_new_tokens, num_lookahead_tokens, num_in_flight_tokens, delay_cache_blocks)
 
     def settle_drafts(self, rows: npt.ArrayLike, num_rejected: npt.ArrayLike) -> tuple[TableUpdate, ...]:
-        """Takes the last tokens of rows back: drafts that the step which computed them rejected.
+        """Takes the last computed tokens of rows back: drafts that the step which computed them rejected.
 
-        Call it when that step is read, before the rows are planned, forked or freed; rows without rejected drafts may
-        be left out. `num_computed_tokens` falls by as many, blocks stay with their rows. In a row of a recurrent group
-        the block that has the state after the last accepted token takes the place of its column, so that the next
-        step reads it: nothing is copied. Windows release by certain tokens only, if `plan_step` is not called for a
-        row whose drafts are not settled, or with them as `num_in_flight_tokens`.
+        Call it for all rows of a step that had drafts, rejected or not, once the step is read and the requests have
+        their new tokens: the blocks that accepted drafts filled become prefix hits (what is appended later is
+        registered by the next plan, if no window has released it by then). Do so before the rows are planned, forked
+        or freed; a row planned earlier needs `num_in_flight_tokens`, so that windows keep what may be read again.
+
+        `num_computed_tokens` falls, blocks stay with their rows. In a row of a recurrent group the block that has the
+        state after the last accepted token takes the place of its column, so that the next step reads it: nothing is
+        copied.
 
         Args:
             rows: integer[n] distinct rows of running requests.

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvjax.core.eviction import StepFlow
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
+from kvjax.core.manager.block_registrar import BlockRegistrar
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.manager.token_counts import as_counts
@@ -34,7 +34,7 @@ from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import NO_BLOCK_IDS
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.step.step_plan import StepResult, TableUpdate
-from kvjax.core.tables.column_runs import Runs, merge, split
+from kvjax.core.tables.column_runs import merge, split
 from kvjax.core.tables.row_changes import RowChanges
 
 NO_UPDATE = TableUpdate(np.empty(0, np.int64), np.empty(0, np.int64), NO_BLOCK_IDS)
@@ -69,10 +69,16 @@ class StepPlanner:
     """Plans steps over all groups. Owned by one `KVCacheManager`."""
 
     def __init__(
-        self, groups: GroupManagers, rows: RowBlocks, request_table: RequestTable, reservations: Reservations | None
+        self,
+        groups: GroupManagers,
+        rows: RowBlocks,
+        registrar: BlockRegistrar,
+        request_table: RequestTable,
+        reservations: Reservations | None,
     ) -> None:
         self._groups = groups
         self._rows = rows
+        self._registrar = registrar
         self._table = request_table
         self._reservations = reservations
         self._max_model_len = groups.settings.max_model_len
@@ -156,13 +162,7 @@ class StepPlanner:
         settled = after
         if self._groups.frees_skipped_blocks:
             settled = np.maximum(self._table.num_computed_tokens[rows] - in_flight, 0)
-        if delay_cache_blocks or not self._groups.settings.enable_caching:
-            num_cacheable = np.zeros_like(after)
-        else:
-            hash_block_size = self._groups.hashing.hash_block_size
-            num_cacheable = np.minimum(self._table.num_hashed_blocks[rows] * hash_block_size, after)
-            if self._table.num_skipping:
-                num_cacheable[self._table.skips_registration[rows]] = 0
+        num_cacheable = np.zeros_like(after) if delay_cache_blocks else self._registrar.cacheable_tokens(rows, after)
         changes = [
             manager.plan_rows(rows, settled, num_slots if manager.takes_lookahead else after, num_cacheable)
             for manager in self._managers
@@ -209,7 +209,7 @@ class StepPlanner:
         idle_until = work.changes[0].idle_until
         for manager, changes in zip(self._managers, work.changes, strict=True):
             if changes.filled.num_columns:
-                self._register(manager, changes.filled, work.num_cacheable)
+                self._registrar.register(manager, changes.filled, work.num_cacheable)
             manager.note_changes(work.rows, changes)
             if changes.idle_until is not idle_until:
                 idle_until = np.minimum(idle_until, changes.idle_until)
@@ -246,31 +246,6 @@ class StepPlanner:
             rows, columns, block_ids = manager.attach(rows, columns, block_ids)
             for group_id, ids in zip(manager.group_ids, block_ids, strict=True):
                 updates[group_id].append(TableUpdate(rows, columns, ids))
-
-    def _register(self, manager: SingleTypeKVCacheManager, filled: Runs, num_cacheable: np.ndarray) -> None:
-        """Registers the blocks of the manager's groups that filled."""
-        if manager.block_pool.enable_kv_cache_events or manager.sub_blocks is not None:  # they want tokens and parents
-            for row, num_tokens in zip(filled.rows.tolist(), num_cacheable[filled.positions].tolist(), strict=True):
-                request = self._table.requests[row]
-                assert request is not None  # the rows were checked
-                hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
-                manager.cache_blocks(request, row, hashes, num_tokens)
-            return
-        rows, columns = filled.entries()
-        manager.register(rows, columns, self._hashes(manager.block_size, rows, columns))
-        if manager.block_pool.origins is not None:
-            origins = [request.origin for row in rows.tolist() if (request := self._table.requests[row]) is not None]
-            manager.block_pool.origins.note_many(manager.block_tables[:, rows, columns], origins)
-
-    def _hashes(self, block_size: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """object[k] the hash of each entry of a table with blocks of that size."""
-        table, hashing = self._table, self._groups.hashing
-        if block_size == hashing.hash_block_size and np.logical_and.reduce(
-            table.num_hashed_blocks[rows] == columns + 1
-        ):
-            return table.last_hashes[rows]
-        hashes = hashing.of_blocks((table.block_hashes[row] for row in rows.tolist()), block_size, columns.tolist())
-        return np.fromiter(hashes, np.object_, rows.size)
 
     # -- planning one row -------------------------------------------------------------------------------------------
 

@@ -231,6 +231,24 @@ class Request:
         child._num_computed_tokens = 0
         return child
 
+    def restarted(self, num_tokens: int) -> Request:
+        """This request with its first `num_tokens` tokens, in no table and with nothing computed.
+
+        Raises:
+            ValueError: that is less than its prompt, or more tokens than it has.
+        """
+        if not self.num_prompt_tokens <= num_tokens <= self.num_tokens:
+            raise ValueError(
+                f"expected between {self.num_prompt_tokens} tokens, the prompt, and {self.num_tokens}, got {num_tokens}"
+            )
+        other = self.fork(self.request_id)
+        other.num_preemptions = self.num_preemptions
+        other._num_tokens = num_tokens
+        if self.block_hasher is not None:
+            del other.block_hashes[num_tokens // self.block_hasher.block_size :]
+        other.extend_block_hashes()
+        return other
+
     def extra_keys_of_block(self, start: int, end: int) -> tuple[Any, ...] | None:
         """What the hash of the block of tokens [start, end) covers beside its tokens and its parent."""
         return None if self._extra_keys is None else self._extra_keys.of_block(start, end)
@@ -268,17 +286,19 @@ class Request:
 
         The tokens stay here too, unread: they are a prefix of what the row will return.
         """
-        self._table, self._row = table, row
+        self._row = row
+        self._table = table  # last: with it the row is read
 
     def move_from_row(self, tokens: np.ndarray, num_prompt_tokens: int, num_computed_tokens: int) -> None:
         """From here on the request holds its state itself: these counts, and a copy of the row's int32[n] tokens."""
-        self._table, self._row = None, NO_ROW
         self._num_prompt_tokens, self._num_computed_tokens = num_prompt_tokens, num_computed_tokens
         if tokens.size > self._tokens.size:
             self._tokens = tokens.copy()
         elif tokens.size > self._num_tokens:
             self._tokens[self._num_tokens : tokens.size] = tokens[self._num_tokens :]
         self._num_tokens = tokens.size
+        self._table = None  # first when all is here: until then the row is read
+        self._row = NO_ROW
 
     def extend_block_hashes(self) -> None:
         """Appends the hashes of full blocks that `block_hashes` lacks; to be called when tokens were appended."""

@@ -1,7 +1,8 @@
 """A device in dicts: what each page holds after copies, zeroing and writes, and whether requests read back their own.
 
 What the KV of a token is depends on all tokens up to it, so a slot holds the tuple of those; so does the page of a
-recurrent state. A page is a dict from offset to such a tuple; what nobody wrote is not in it.
+recurrent state. A page is a dict from offset to such a tuple; what nobody wrote is not in it. Recurrent states are read
+from the pages that step plans name and left in those, as the ops do.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvjax.core import KVCacheManager, Request
+import numpy as np
+
+from kvjax.core import KVCacheManager, Request, StepDrafts, StepPlan, build_step_plan
+from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES
 
 Page = dict[int, Any]
 
@@ -33,13 +37,63 @@ class PageContents:
         self.pages: dict[tuple[int, int], Page] = {}  # (pool, block)
         self.num_copies = 0
         self.encoders: set[str] = set()  # requests whose encoder runs with their first step
-        self.state_columns: dict[tuple[Request, int], int] = {}  # (request, group) -> of its last state
 
     def run(self, writes: list[Writes]) -> None:
         """One step: does the manager's page edits, then writes."""
         self.edit()
+        if writes:
+            self.update_states(self.plan(writes), {part.request.row: part for part in writes})
         for part in writes:
             self.write(part)
+
+    def plan(self, writes: list[Writes]) -> StepPlan:
+        """The step's plan, whose token ids are those of the requests and their drafts."""
+        drafts = np.zeros((len(writes), 9), np.int32)
+        for line, part in zip(drafts, writes, strict=True):
+            line[: len(part.drafts)] = part.drafts
+        rows, counts = np.array([[part.request.row, part.count] for part in writes]).T
+        num_pools = len(self.manager.block_pools)
+        plan = build_step_plan(
+            self.manager,
+            rows,
+            counts,
+            drafts=StepDrafts(np.array([len(part.drafts) for part in writes]), drafts),
+            page_copies=(NO_COPIES,) * num_pools,
+            pages_to_zero=(NO_PAGES,) * num_pools,
+        )
+        for row, start, end in zip(plan.rows, plan.query_start_loc, plan.query_start_loc[1:], strict=False):
+            part = next(part for part in writes if part.request.row == row)
+            first = part.request.num_computed_tokens
+            assert plan.token_ids[start:end].tolist() == self.tokens_of(part)[first : first + part.count]
+        return plan
+
+    def tokens_of(self, part: Writes) -> list[int]:
+        """What a request has computed after its part of a step, drafts included."""
+        return (part.request.token_ids.tolist() + part.drafts)[: part.request.num_computed_tokens + part.count]
+
+    def update_states(self, plan: StepPlan, parts: dict[int, Writes]) -> None:
+        """All reads, then all writes; a page that a request writes is read by no other."""
+        for group_id, group in enumerate(plan.groups):
+            if group.state_read is None or group.state_write is None:
+                continue
+            writer: dict[int, int] = {}
+            values: dict[int, Any] = {}
+            columns = group.state_write.reshape(len(plan.rows), -1)
+            for row, write in zip(plan.rows.tolist(), columns.tolist(), strict=True):
+                tokens, key = self.tokens_of(parts[row]), (group_id, parts[row].request.cache_salt)
+                assert write[-1]
+                for back, page in enumerate(reversed(write)):
+                    if page:
+                        assert page not in writer
+                        writer[page], values[page] = row, (*key, tuple(tokens[: len(tokens) - back]))
+            for row, page in zip(plan.rows.tolist(), group.state_read.tolist(), strict=True):
+                request = parts[row].request
+                if start := request.num_computed_tokens:
+                    known = tuple(request.token_ids[:start].tolist())
+                    assert self.page(group.pool_id, page).get(0) == (group_id, request.cache_salt, known)
+                    assert writer.get(page, row) == row
+            for page, value in values.items():
+                self.pages[group.pool_id, page] = {0: value}
 
     def edit(self) -> None:
         zeros = self.manager.take_pages_to_zero()
@@ -61,25 +115,13 @@ class PageContents:
     def write(self, part: Writes) -> None:
         request, start = part.request, part.request.num_computed_tokens
         end = start + part.count
-        tokens = (request.token_ids.tolist() + part.drafts)[:end]
+        tokens = self.tokens_of(part)
         for group_id, pool_id, manager, ids in self.groups_of(request):
             key = (group_id, request.cache_salt)
             if manager.reads_encoder:
                 for block_id in ids if request.request_id in self.encoders else ():
                     self.pages[pool_id, block_id] = {0: (*key, "encoder")}
-            elif not manager.has_stable_positions:
-                last = end - len(part.drafts) + part.num_accepted
-                ends = range(-(-start // manager.block_size) * manager.block_size, last, manager.block_size)
-                if start:
-                    assert self.state(request, group_id, start) == (*key, tuple(tokens[:start]))
-                for n in [n for n in ends if n > start and ids[n // manager.block_size - 1]]:
-                    self.pages[pool_id, ids[n // manager.block_size - 1]] = {0: (*key, tuple(tokens[:n]))}
-                column = (last - 1) // manager.block_size
-                if not ids[column]:  # passed over: the running column has the state
-                    column = len(ids) - 1 - manager.kv_cache_spec.num_speculative_blocks
-                self.pages[pool_id, ids[column]] = {0: (*key, tuple(tokens[:last]))}
-                self.state_columns[request, group_id] = column
-            else:
+            elif manager.has_stable_positions:
                 for position in range(start, end):
                     block_id = ids[position // manager.block_size]
                     if block_id:  # a window may have passed it before it was written
@@ -102,10 +144,14 @@ class PageContents:
                     assert slot == (*key, tuple(tokens[: position + 1])), (request, group_id, position)
 
     def state(self, request: Request, group_id: int, num_tokens: int) -> Any:
-        """The recurrent state that the last step left, or that came by a hit or a fork."""
-        _, pool_id, manager, ids = self.groups_of(request)[group_id]
-        column = self.state_columns.get((request, group_id), (num_tokens - 1) // manager.block_size)
-        return self.page(pool_id, ids[column]).get(0)
+        """The recurrent state that the next step of the request reads."""
+        pool_id, pages = self.groups_of(request)[group_id][1], self.manager.kv_cache_config.kv_cache_groups[group_id]
+        assert pages.kv_cache_spec.state_pages is not None
+        tables = (self.manager.block_tables(group_id), self.manager.num_blocks(group_id))
+        [page] = pages.kv_cache_spec.state_pages.pages_of_states(
+            *tables, np.array([request.row]), np.array([num_tokens])
+        )
+        return self.page(pool_id, int(page)).get(0)
 
     def groups_of(self, request: Request) -> list[tuple[int, int, Any, list[int]]]:
         """Per group: its id, pool, manager, and the request's blocks."""

@@ -82,13 +82,24 @@ class RandomForks:
                 self.device.check(request, known)
 
     def settle(self) -> None:
-        """Takes the rejected drafts back; the others become tokens."""
-        for request in self.running:
-            part = self.unsettled.pop(request.request_id, None)
-            if part is not None:
-                request.num_computed_tokens -= len(part.drafts) - part.num_accepted
-                request.append_output_token_ids(part.drafts[: part.num_accepted] + [self.some(0, 1)])
+        """Takes the rejected drafts back, before or after the others become tokens; nothing is copied for it."""
+        parts = [self.unsettled[name] for r in self.running if (name := r.request_id) in self.unsettled]
+        self.unsettled.clear()
+        is_settled_first = self.rng.random() < 0.5
+        before = self.tables()
+        for settles in (is_settled_first, not is_settled_first):
+            if settles and parts:
+                rejected = [len(part.drafts) - part.num_accepted for part in parts]
+                updates = self.manager.settle_drafts([part.request.row for part in parts], rejected)
+                for table, update in zip(before, updates, strict=True):
+                    table[update.rows, update.columns] = update.block_ids
+            for part in parts if not settles else ():
+                part.request.append_output_token_ids(part.drafts[: part.num_accepted] + [self.some(0, 1)])
+        assert all((one == two).all() for one, two in zip(before, self.tables(), strict=True))
         self.check()
+
+    def tables(self) -> list[Any]:
+        return [self.manager.block_tables(group_id).copy() for group_id in range(len(self.setup.groups))]
 
     def plan_running(self) -> list[Writes]:
         chosen = [request for request in self.running if self.rng.random() < 0.7]

@@ -1,0 +1,162 @@
+"""Steps that are whole or undone: a host loop and a model runner that outlive any exception.
+
+Flow:    LLMEngine -> [EngineCore.step] -> HostLoop.begin_step -> ModelRunner -> HostLoop.end_step -> StepOutputs
+
+A step, a warm-up, a request that is queued or aborted: each is a change. An exception in the middle of one, or a
+KeyboardInterrupt between any two of its lines, leaves requests, blocks and pages between two states, and donated pages
+gone. Then everything but the requests is made anew: pages, manager, scheduler. The prefix cache is empty, so nothing
+that was computed in part is ever a hit. Unfinished requests wait again, in their order, with the tokens that were
+handed over (recovery.py), and the next step goes on with them.
+
+    whole        between two changes
+    broken off   a change has begun and not ended: the next call restarts, as the exception's handler does
+    closed       the restart failed: every call tries it again, and raises EngineClosedError
+
+Outputs have reached the caller of `step` when it makes the next call after one that returned. Those of a step that was
+broken off when all its tokens were with their requests are returned by the next `step`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from kvjax.engine.host_loop import HostLoop
+from kvjax.engine.model_runner import ModelRunner
+from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
+from kvjax.engine.token_stream import StreamInbox
+from kvjax.errors import EngineClosedError
+
+
+class EngineCore:
+    """What an LLMEngine runs. Owned by one thread; the care for exceptions costs a microsecond a step."""
+
+    def __init__(self, runner: ModelRunner, new_loop: Callable[[], HostLoop], max_steps_in_flight: int) -> None:
+        """`new_loop` makes a loop without requests, whose manager is of the runner's layout."""
+        self.runner = runner
+        self.loop = new_loop()
+        self.inboxes: list[StreamInbox] = []  # of `generate` and of open streams
+        self._new_loop = new_loop
+        self._max_steps_in_flight = max_steps_in_flight
+        self._is_whole = True
+
+    def step(self) -> StepOutputs:
+        """Runs one step, after those of closed inboxes are aborted; its outputs go to all inboxes too.
+
+        Raises:
+            EngineClosedError: as `recover`.
+            BaseException: whatever was raised in the step, which is undone.
+        """
+        self.sweep()
+        self._begin()
+        try:
+            outputs = self._run()
+            for inbox in self.inboxes:
+                inbox.put(outputs)
+            self._is_whole = True
+            return outputs
+        except BaseException as error:
+            self._break_off(error)
+            raise
+
+    def advance(self) -> bool:
+        """Runs a step for the inboxes; False: there is nothing to run."""
+        self.sweep()
+        if not self.loop.scheduler.num_unfinished and not self.runner.num_in_flight:
+            return False
+        self.step()
+        return True
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A change of requests or pages."""
+        self._begin()
+        try:
+            yield
+            self._is_whole = True
+        except BaseException as error:
+            self._break_off(error)
+            raise
+
+    def sweep(self) -> None:
+        """Makes whole what was broken off, and aborts the unfinished requests of closed inboxes."""
+        self.recover()
+        if not any(inbox.is_closed for inbox in self.inboxes):
+            return
+        for inbox in self.inboxes:
+            if inbox.is_closed:
+                with self.changing():
+                    for request_id in inbox.places:
+                        if request_id in self.loop.requests:
+                            self.loop.abort(request_id)
+        self.inboxes = [inbox for inbox in self.inboxes if not inbox.is_closed]
+
+    def recover(self) -> None:
+        """Restarts if a change was broken off.
+
+        Raises:
+            EngineClosedError: the device gives no memory for pages. May be called again.
+        """
+        if not self._is_whole:
+            self._restart()
+
+    def reset(self) -> list[GenerationResult]:
+        """Aborts all requests and forgets everything cached; what the requests had so far, in order of arrival.
+
+        Raises:
+            EngineClosedError: as `recover`.
+        """
+        self._begin()
+        self._restart()
+        for inbox in self.inboxes:
+            inbox.is_closed = True
+        self.inboxes = []
+        self.loop.undelivered = None
+        with self.changing():
+            return [self.loop.abort(request_id) for request_id in list(self.loop.requests)]
+
+    def _run(self) -> StepOutputs:
+        loop, runner = self.loop, self.runner
+        if loop.undelivered is not None:
+            return loop.deliver()
+        step = loop.begin_step()
+        if step is not None:
+            runner.dispatch(step)
+        num_in_flight = runner.num_in_flight
+        if num_in_flight and (step is None or num_in_flight >= self._max_steps_in_flight):
+            return loop.end_step(*runner.read())
+        return NO_OUTPUTS
+
+    def _begin(self) -> None:
+        """A change begins. Its caller has the outputs of the step before."""
+        if self._is_whole:
+            self.loop.step_end = None
+        self._is_whole = False
+
+    def _break_off(self, error: BaseException) -> None:
+        """Restarts now, so that nothing is held meanwhile. If that fails too, the next call tries again."""
+        self._is_whole = False
+        traceback.clear_frames(error.__traceback__)  # they may hold pages, and there may not be room for both
+        with suppress(EngineClosedError):
+            self._restart()
+
+    def _restart(self) -> None:
+        try:
+            self.runner.reset()
+            loop = self._new_loop()
+        except Exception as error:
+            raise EngineClosedError(
+                f"the engine is closed: a call was broken off, and the device gives no memory for new pages ({error}); "
+                "call reset() when it has some, or make a new engine"
+            ) from error
+        loop.take_over(self.loop)
+        if self.inboxes and loop.undelivered is not None and loop.undelivered.outputs is not None:
+            for inbox in self.inboxes:
+                inbox.put(loop.undelivered.outputs)
+            loop.undelivered = None
+        self.loop = loop
+        self._is_whole = True
+
+
+__all__ = ["EngineCore"]
