@@ -65,6 +65,7 @@ def restart(requests: Iterable[EngineRequest], end: StepEnd | None, rows: Runnin
         if not num_output_tokens:
             one.stats.first_token_time_s = None
         one.request = one.request.restarted(num_tokens)
+        one.show_again()
         restarted.append(one)
     return restarted
 
