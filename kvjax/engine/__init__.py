@@ -18,13 +18,14 @@ from kvjax.engine.token_matcher import TokenMatcher
 if TYPE_CHECKING:
     from kvjax.engine.engine_request import FinishReason
     from kvjax.engine.llm_engine import LLMEngine
-    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs, TopLogprobs
+    from kvjax.engine.outputs import GenerationResult, PromptLogprobs, StepOutput, StepOutputs, TopLogprobs
     from kvjax.engine.token_stream import StreamOutput, TokenStream
 
 _HOME_OF = {
     "FinishReason": "engine_request",
     "GenerationResult": "outputs",
     "LLMEngine": "llm_engine",
+    "PromptLogprobs": "outputs",
     "StepOutput": "outputs",
     "StepOutputs": "outputs",
     "StreamOutput": "token_stream",
@@ -39,6 +40,7 @@ __all__ = [
     "LLMEngine",
     "MultimodalInput",
     "PoolUse",
+    "PromptLogprobs",
     "RequestStats",
     "SamplingParams",
     "SpeculativeConfig",
