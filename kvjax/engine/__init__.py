@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvjax.engine.async_llm_engine import AsyncEngineStats, AsyncLLMEngine, RequestOutput
     from kvjax.engine.engine_request import FinishReason
     from kvjax.engine.llm_engine import LLMEngine
-    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs, TopLogprobs
+    from kvjax.engine.outputs import GenerationResult, PromptLogprobs, StepOutput, StepOutputs, TopLogprobs
     from kvjax.engine.token_stream import StreamOutput, TokenStream
 
 _HOME_OF = {
@@ -29,6 +29,7 @@ _HOME_OF = {
     "FinishReason": "engine_request",
     "GenerationResult": "outputs",
     "LLMEngine": "llm_engine",
+    "PromptLogprobs": "outputs",
     "StepOutput": "outputs",
     "StepOutputs": "outputs",
     "StreamOutput": "token_stream",
@@ -45,6 +46,7 @@ __all__ = [
     "LLMEngine",
     "MultimodalInput",
     "PoolUse",
+    "PromptLogprobs",
     "RequestOutput",
     "RequestStats",
     "SamplingParams",

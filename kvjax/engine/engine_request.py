@@ -25,7 +25,7 @@ from kvjax.engine.stats import RequestStats
 from kvjax.engine.token_matcher import TokenMatcher
 
 if TYPE_CHECKING:
-    from kvjax.engine.outputs import TopLogprobs
+    from kvjax.engine.outputs import PromptLogprobs, TopLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -64,6 +64,7 @@ class EngineRequest:
     matcher: TokenMatcher | None = None
     num_shown: int = 0  # output tokens that text and matcher have seen
     top_logprobs: list[TopLogprobs] = field(default_factory=list)  # of each output token, if asked for
+    prompt_logprobs: PromptLogprobs | None = None  # the same object for all samples of a prompt; None: not asked for
 
     @property
     def request_id(self) -> str:

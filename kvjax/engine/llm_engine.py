@@ -37,7 +37,7 @@ from kvjax.engine.prompt_lookup import PromptLookup
 from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.request_maker import RequestMaker
 from kvjax.engine.running_inputs import RunningInputs
-from kvjax.engine.sampler import sample
+from kvjax.engine.sampler import sample, score
 from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
@@ -116,6 +116,7 @@ class LLMEngine:
             self.plan,
             placement,
             sample_fn=partial(sample, num_best=num_best) if sample_fn is None else sample_fn,
+            score_fn=partial(score, num_best=num_best) if num_best else None,
             sampler_sizes=_sampler_sizes(model, config) if sample_fn is None else None,
             like=None if like is None else like._runner,
         )
