@@ -35,7 +35,7 @@ def test_both_caches_hold_as_many_requests(name: str, draft: str) -> None:
         requests_that_fit(one.shape.needs(128, 128, 1), [pool.num_blocks for pool in one.pools])
         for one in (plan, draft_plan)
     ]
-    assert requests[0] <= requests[1] <= requests[0] + 1
+    assert requests[0] <= requests[1]
     assert plans(name, draft, num_blocks=200, async_scheduling=True)[1].config == draft_plan.config
 
 
