@@ -29,13 +29,14 @@ from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotl
 from kvjax.cli.pool_size import ample_blocks
 from kvjax.cli.progress import progress
 from kvjax.cli.prompt_inputs import read_inputs
+from kvjax.cli.speculation_arguments import add_speculation_arguments, read_speculation
 from kvjax.cli.start_up import add_start_arguments, start_jax
 from kvjax.cli.token_text import TokenIdText
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
-from kvjax.engine import EngineConfig, FinishReason, SamplingParams
+from kvjax.engine import EngineConfig, FinishReason, SamplingParams, SpeculativeConfig
 from kvjax.engine.pool_picture import pool_picture
 from kvjax.models.config import StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
@@ -105,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
     )
+    add_speculation_arguments(how)
     add_start_arguments(how)
     out = parser.add_argument_group("what to show")
     out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
@@ -128,12 +130,14 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompt, args.prompts)
     samples = samples_of(prompts, args.n)
     plot_path = _plot_path(args)
+    speculative = read_speculation(args)
     params = _sampling_params(args, len(prompts))
     model, tokenizer, mesh = _load(args)
+    draft_model = _load_draft_model(args, mesh)
     token_ids = [tokenizer.encode(one.text) if one.token_ids is None else one.token_ids for one in prompts]
     inputs = [{} if prompt.inputs is None else read_inputs(prompt.inputs) for prompt in prompts]
-    config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens)
-    engine = _make_engine(model, config, mesh)
+    config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens, speculative)
+    engine = _make_engine(model, config, mesh, draft_model)
     requests = list(zip(prompts, token_ids, params, inputs, strict=True))
     for prompt, ids, one, given in requests:
         engine.check_request(ids, one, prompt.name, **given)
@@ -191,7 +195,15 @@ def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None
     return model, model.tokenizer or TokenIdText(), mesh
 
 
-def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -> EngineConfig:
+def _load_draft_model(args: argparse.Namespace, mesh: Mesh | None) -> LoadedModel | None:
+    from kvjax.models import load_model
+
+    return None if args.draft_model is None else load_model(args.draft_model, args.dtype, mesh)
+
+
+def _engine_config(
+    args: argparse.Namespace, model: LoadedModel, longest: int, speculative: SpeculativeConfig | None = None
+) -> EngineConfig:
     """The engine's settings for requests of at most `longest` tokens."""
     block_size = args.block_size or model.config.default_block_size
     max_model_len = args.max_model_len or min(cdiv(longest, block_size) * block_size, model.config.max_model_len)
@@ -209,6 +221,7 @@ def _engine_config(args: argparse.Namespace, model: LoadedModel, longest: int) -
         seed=args.seed,
         async_scheduling=args.async_scheduling,
         max_buckets=MAX_BUCKETS,
+        speculative=speculative,
     )
 
 
@@ -218,10 +231,12 @@ def _ample_blocks(args: argparse.Namespace, model: LoadedModel, max_model_len: i
     return ample_blocks(model, **sizes, max_in_flight_tokens=in_flight)
 
 
-def _make_engine(model: LoadedModel, config: EngineConfig, mesh: Mesh | None) -> LLMEngine:
+def _make_engine(
+    model: LoadedModel, config: EngineConfig, mesh: Mesh | None, draft_model: LoadedModel | None
+) -> LLMEngine:
     from kvjax.engine import LLMEngine
 
-    return LLMEngine(model, config, mesh=mesh)
+    return LLMEngine(model, config, mesh=mesh, draft_model=draft_model)
 
 
 def _local_layers(engine: LLMEngine) -> Iterator[str]:
@@ -255,6 +270,9 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> It
         f"Engine  {num_requests} requests, {config.max_num_seqs} at once, {config.max_num_batched_tokens} tokens a "
         f"step, {args.devices} device{'s' if args.devices > 1 else ''}"
     )
+    if config.speculative is not None:
+        how = "by prompt lookup" if args.draft_model is None else f"by {args.draft_model}"
+        yield f"Drafts  at most {config.num_drafts} a request and step, {how}"
 
 
 def _warm_up(engine: LLMEngine) -> None:

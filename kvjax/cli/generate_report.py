@@ -47,7 +47,8 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
     `hit_tokens` counts first admissions, `refound_tokens` hits after a preemption, and `recomputed_tokens` what
     preemption cost. `queried_tokens` are the prompts that were looked up: not those of samples that have
     `shared_tokens` from the first of their prompt, nor of requests that an interrupt left waiting. `missed_tokens` are
-    by reason, if misses are explained.
+    by reason, if misses are explained. Of `draft_tokens` verified, each of the `accepted_tokens` saved its request a
+    step; `tokens_per_decode_step` counts those steps of all requests that wrote any but their first token.
     """
     stats = [result.stats for result in results.values()]
     prompt_tokens = sum(each.num_prompt_tokens for each in stats)
@@ -61,6 +62,8 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
     host_us = [step.host_us for step in steps] or [0.0]
     inputs = prompt_tokens + output_tokens - len(stats)  # the last token of each is never an input
     needed = inputs - hit_tokens - shared_tokens
+    decoded = sum(max(each.num_output_tokens - 1, 0) for each in stats)
+    accepted = sum(each.num_accepted_tokens for each in stats)
     return {
         "requests": len(stats),
         "prompt_tokens": prompt_tokens,
@@ -73,6 +76,9 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
         "recomputed_tokens": max(computed - needed, 0),
         "refound_tokens": sum(step.num_hit_tokens for step in steps) - hit_tokens,
         "output_tokens": output_tokens,
+        "draft_tokens": sum(each.num_draft_tokens for each in stats),
+        "accepted_tokens": accepted,
+        "tokens_per_decode_step": decoded / (decoded - accepted) if decoded else 0.0,
         "preemptions": sum(each.num_preemptions for each in stats),
         "steps": len(steps),
         "released_blocks": sum(pool.released for step in steps for pool in step.pools),
@@ -102,6 +108,12 @@ def totals_lines(sums: Mapping[str, Any]) -> list[str]:
     ]
     if sums["shared_tokens"]:
         lines.append(f"Further samples of a prompt shared {sums['shared_tokens']:,} prompt tokens with the first.")
+    if sums["draft_tokens"]:
+        lines.append(
+            f"Speculation: {sums['accepted_tokens']:,} of {sums['draft_tokens']:,} drafts were accepted "
+            f"({sums['accepted_tokens'] / sums['draft_tokens']:.1%}): {sums['tokens_per_decode_step']:.2f} tokens a "
+            f"decoding step of a request, and {count_of(sums['accepted_tokens'], 'such step')} saved."
+        )
     if sums["released_blocks"]:
         lines.append(f"Sliding windows gave {sums['released_blocks']:,} blocks back while their requests went on.")
     if sums["preemptions"]:

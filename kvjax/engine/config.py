@@ -68,6 +68,11 @@ class EngineConfig:
         return 2 if self.async_scheduling else 1
 
     @property
+    def num_drafts(self) -> int:
+        """Most drafts of a request in a step."""
+        return 0 if self.speculative is None else self.speculative.num_drafts
+
+    @property
     def max_in_flight_tokens(self) -> int:
         """Most tokens that steps in flight add."""
         return self.max_num_batched_tokens * self.max_steps_in_flight

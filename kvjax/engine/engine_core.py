@@ -144,12 +144,12 @@ class EngineCore:
     def _restart(self) -> None:
         try:
             self.runner.reset()
+            loop = self._new_loop()
         except Exception as error:
             raise EngineClosedError(
                 f"the engine is closed: a call was broken off, and the device gives no memory for new pages ({error}); "
                 "call reset() when it has some, or make a new engine"
             ) from error
-        loop = self._new_loop()
         loop.take_over(self.loop)
         if self.inboxes and loop.undelivered is not None and loop.undelivered.outputs is not None:
             for inbox in self.inboxes:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class HostStep:
     wants_best: bool  # whether a row asks for log-probabilities of best tokens
     inputs: StepInputs
     host_us: float  # CPU time of `begin_step`
+    device_drafts: Any | None = None  # int32 on the device, where drafts of the step are there: `Drafter.device_tokens`
 
 
 class HostLoop:
@@ -124,6 +126,7 @@ class HostLoop:
             wants_best=self.sampling.wants_best(sampling),
             inputs=inputs,
             host_us=(time.thread_time() - start) * 1e6,
+            device_drafts=self._device_drafts(step),
         )
 
     def end_step(
@@ -181,6 +184,11 @@ class HostLoop:
         if self.step_end is None or self.step_end.outputs is None:
             raise ValueError("expected outputs that are not delivered, got none")
         return self.step_end.outputs
+
+    def _device_drafts(self, step: ScheduledStep) -> Any | None:
+        """Where the step's drafts are, if on the device."""
+        drafter = self.scheduler.drafter
+        return None if drafter is None or step.num_drafts is None else drafter.device_tokens
 
     def _writes_encoder(self, step: ScheduledStep) -> np.ndarray | None:  # bool[S]
         """Whose encoder runs in the step: that of requests that start, whatever of their tokens was cached."""

@@ -22,13 +22,17 @@ import jax
 import numpy as np
 
 from kvjax.core import BlockHasher, KVCacheManager, MissReasons
+from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
 from kvjax.device.update_step import SampleFn
+from kvjax.engine.cache_plans import plan_caches
 from kvjax.engine.config import EngineConfig
+from kvjax.engine.draft_model import DraftModel, check_speculation
 from kvjax.engine.engine_core import EngineCore
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
+from kvjax.engine.prompt_lookup import PromptLookup
 from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.request_maker import RequestMaker
 from kvjax.engine.running_inputs import RunningInputs
@@ -36,11 +40,11 @@ from kvjax.engine.sampler import sample
 from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.speculation import Drafter
 from kvjax.engine.stats import StepStats
 from kvjax.engine.token_stream import StreamInbox, TokenStream
 from kvjax.errors import UnknownRequestError
 from kvjax.models import LoadedModel, StreamingWindow, load_model
-from kvjax.planning import plan_kv_cache
 
 
 class LLMEngine:
@@ -61,6 +65,7 @@ class LLMEngine:
         config: EngineConfig,
         *,
         mesh: jax.sharding.Mesh | None = None,
+        draft_model: LoadedModel | None = None,
         like: LLMEngine | None = None,
         sample_fn: SampleFn | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -71,10 +76,15 @@ class LLMEngine:
         float32[N] log-probabilities. Of what `SamplingParams` ask it sees what `SamplingBatch` holds.
 
         With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
-        cache layout, and its steps are at least as large.
+        cache layout, the same draft model if any, and its steps are at least as large.
+
+        `draft_model` drafts tokens where `config.speculative` asks for one. Its cache holds as many requests as the
+        model's: `num_blocks` are the model's alone, `memory_bytes` are for both.
 
         Raises:
-            ValueError: the model allows fewer tokens than `max_model_len`, or `like` does not fit.
+            ValueError: the model allows fewer tokens than `max_model_len`, `like` does not fit, or a draft model is
+                missing, not asked for, or of another vocabulary.
+            NotImplementedError: the draft model has recurrent states or reads an encoder.
             MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
         """
         if config.max_model_len > model.config.max_model_len:
@@ -82,19 +92,18 @@ class LLMEngine:
                 f"expected max_model_len of at most {model.config.max_model_len} (the model's), "
                 f"got {config.max_model_len}"
             )
+        check_speculation(model.config, config.speculative, None if draft_model is None else draft_model.config)
         self.model = model
         self.config = config
         placement = place_model(model, mesh)
-        self.plan = plan_kv_cache(
-            model.config.kv_cache_specs(config.block_size, config.dtype),
-            max_model_len=config.max_model_len,
-            memory_bytes=config.memory_bytes,
-            num_blocks=config.num_blocks,
-            max_in_flight_tokens=config.max_in_flight_tokens,
+        draft_placement = placement if draft_model is None else place_model(draft_model, mesh)
+        self.plan, draft_plan = plan_caches(
+            model.config,
+            config,
             platform=jax.default_backend(),
             tensor_parallel=placement.num_shards,
-            hybrid=config.hybrid,
-            shared_layers=model.config.shared_layers,
+            draft_model=None if draft_model is None else draft_model.config,
+            draft_tensor_parallel=draft_placement.num_shards,
         )
         block_size = least_block_size(self.plan)
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
@@ -118,6 +127,17 @@ class LLMEngine:
             max_logprobs=num_best,
             clock=clock,
         )
+        self._draft_model: DraftModel | None = None
+        if draft_model is not None and draft_plan is not None:
+            self._draft_model = DraftModel(
+                draft_model,
+                config,
+                draft_plan,
+                draft_placement,
+                first_source=runner.buckets.max_num_requests,
+                sample_fn=sample if sample_fn is None else sample_fn,
+                like=None if like is None else like._draft_model,
+            )
         self._core = EngineCore(runner, partial(self._new_loop, runner), config.max_steps_in_flight)
 
     @property
@@ -152,19 +172,21 @@ class LLMEngine:
         num_devices: int = 1,
         dtype: str | None = None,
         streaming: StreamingWindow | None = None,
+        draft_folder: str | Path | None = None,
     ) -> LLMEngine:
         """An engine for the Hugging Face model in `folder`, its heads split over `num_devices` devices.
 
         `dtype` is that of the weights, None: the checkpoint's own. With `streaming` every layer sees a window and the
-        first tokens in place of all.
+        first tokens in place of all. `draft_folder` holds the draft model, where `config.speculative` asks for one.
 
         Raises:
-            ConfigError, CheckpointError: the folder holds no model that can be loaded.
+            ConfigError, CheckpointError: a folder holds no model that can be loaded.
             ValueError: there are fewer devices, a limit does not fit the model, or weights have no such dtype.
         """
         mesh = Placement.over_heads(num_devices).mesh if num_devices > 1 else None
         model = load_model(folder, dtype, mesh, max_model_len=config.max_model_len, streaming=streaming)
-        return cls(model, config, mesh=mesh)
+        draft_model = None if draft_folder is None else load_model(draft_folder, dtype, mesh)
+        return cls(model, config, mesh=mesh, draft_model=draft_model)
 
     @property
     def num_unfinished(self) -> int:
@@ -174,13 +196,16 @@ class LLMEngine:
     @property
     def num_buckets(self) -> int:
         """Step shapes that the configuration allows."""
-        return len(self._runner.buckets.steps)
+        num_own = len(self._runner.buckets.steps)
+        return num_own if self._draft_model is None else num_own + self._draft_model.num_buckets
 
     def warmup(self, on_compiled: Callable[[int], object] | None = None) -> None:
         """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
         nothing = np.zeros(0, np.int64)
         with self._core.changing():
             self._runner.warmup(self._loop.sampling.batch(nothing, nothing), on_compiled)
+            if self._draft_model is not None:
+                self._draft_model.warmup(on_compiled)
 
     def add_request(
         self,
@@ -331,13 +356,15 @@ class LLMEngine:
         return self._core.reset()
 
     def check_invariants(self) -> None:
-        """Checks the laws of scheduler and manager.
+        """Checks the laws of scheduler and manager, and of a draft model's.
 
         Raises:
             InvariantError: one does not hold.
         """
         self.scheduler.check_invariants()
         self.manager.check_invariants()
+        if self._draft_model is not None:
+            self._draft_model.check_invariants()
 
     def _new_loop(self, runner: ModelRunner) -> HostLoop:
         """Requests, scheduler and manager as at the start."""
@@ -362,16 +389,25 @@ class LLMEngine:
             max_model_len=config.max_model_len,
             watermark=config.watermark,
             max_steps_in_flight=config.max_steps_in_flight,
+            num_drafts=config.num_drafts,
         )
         inputs = RunningInputs(num_embedding_rows(model, config), has_mrope=model.config.has_mrope)
         return HostLoop(
             manager,
-            Scheduler(manager, limits, inputs),
+            Scheduler(manager, limits, inputs, self._new_drafter(manager.request_table)),
             num_step_stats=config.num_step_stats,
             pick_shape=runner.buckets.pick,
             sampler_sizes=runner.sampler_sizes,
             clock=self._clock,
         )
+
+    def _new_drafter(self, table: RequestTable) -> Drafter | None:
+        """What drafts for the requests of `table`, following none yet."""
+        if self._draft_model is not None:
+            self._draft_model.reset(table)
+            return self._draft_model
+        config = self.config
+        return None if config.speculative is None else PromptLookup(table, config.speculative, config.max_model_len)
 
     def _queue(
         self,

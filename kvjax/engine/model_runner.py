@@ -33,8 +33,9 @@ class _Flight:
     """A dispatched step that is not read yet."""
 
     step: HostStep
-    sampled: jax.Array  # int32[max_num_requests]
-    logprobs: jax.Array | TokenLogprobs  # float32[max_num_requests]
+    tokens: jax.Array  # int32[>= rows of logits]
+    logprobs: jax.Array | TokenLogprobs  # float32[likewise]
+    num_accepted: jax.Array  # int32[>= requests that sample] drafts, where the step has any
 
 
 class ModelRunner:
@@ -93,6 +94,9 @@ class ModelRunner:
             sampler_state=self._sampler_arrays,
             on_compiled=on_compiled,
         )
+        num_drafts = self.update_step.num_previous - self.buckets.max_num_requests
+        if num_drafts:
+            _with_drafts(self.update_step.no_tokens, self.update_step.no_tokens[-num_drafts:])
 
     def dispatch(self, step: HostStep) -> None:
         """Hands a step to the device, after the vectors that stand for its tokens."""
@@ -107,7 +111,7 @@ class ModelRunner:
         output: DeviceOutput = self.update_step(
             self.pages,
             step.plan,
-            previous=self._previous,
+            previous=self._previous_tokens(step),
             sampling=step.sampling,
             features=inputs.features,
             embeds=embeds,
@@ -115,17 +119,22 @@ class ModelRunner:
             sampler_state=self._sampler_arrays,
         )
         self.pages, self._previous = output.pages, output.sampled
-        self._flights.append(_Flight(step, output.sampled, output.extras))
+        self._flights.append(_Flight(step, output.tokens, output.extras, output.num_accepted))
 
-    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray, TopLogprobs | None]:
-        """The oldest step in flight, its tokens int32[>= rows of logits], their float32 log-probabilities, the best."""
+    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray, TopLogprobs | None, np.ndarray | None]:
+        """The oldest step in flight, with what `HostLoop.end_step` takes of it.
+
+        Tokens int32[>= rows of logits], their float32 log-probabilities, the best; and where the step has drafts, how
+        many were accepted int32[>= requests that sample].
+        """
         flight = self._flights.popleft()
         logprobs, best = flight.logprobs, None
         if isinstance(logprobs, TokenLogprobs):
             if flight.step.wants_best:
                 best = TopLogprobs(*map(np.asarray, logprobs.best))
             logprobs = logprobs.logprobs
-        return flight.step, np.asarray(flight.sampled), np.asarray(logprobs), best
+        num_accepted = None if flight.step.scheduled.num_drafts is None else np.asarray(flight.num_accepted)
+        return flight.step, np.asarray(flight.tokens), np.asarray(logprobs), best, num_accepted
 
     @property
     def _sampler_arrays(self) -> SamplerArrays | None:
@@ -136,7 +145,7 @@ class ModelRunner:
 
         Waits for what the device still does, since old and new pages may not fit in its memory together.
         """
-        held = [flight.sampled for flight in self._flights] + jax.tree.leaves(self.pages)
+        held = [flight.tokens for flight in self._flights] + jax.tree.leaves(self.pages)
         self._flights.clear()
         self._previous = None
         for array in held:
@@ -148,6 +157,13 @@ class ModelRunner:
         self._embeds = self._make_embed_buffer()
         self._sampler = self._make_sampler_state()
 
+    def _previous_tokens(self, step: HostStep) -> jax.Array | None:
+        """What the step may read: tokens of the step before, and drafts behind them."""
+        if step.device_drafts is None:
+            return self._previous
+        sampled = self.update_step.no_tokens if self._previous is None else self._previous
+        return _with_drafts(sampled, step.device_drafts)
+
     def _make_update_step(self, sample_fn: SampleFn) -> UpdateStep:
         config, model = self._config, self._model
         buckets = Buckets.default(
@@ -156,6 +172,7 @@ class ModelRunner:
             max_model_len=config.max_model_len,
             block_size=least_block_size(self._plan),
             max_buckets=config.max_buckets,
+            num_drafts=config.num_drafts,
         )
         return make_update_step(
             model.module,
@@ -166,6 +183,7 @@ class ModelRunner:
             mrope=model.config.has_mrope,
             encoder_shapes=model.config.encoder_shapes,
             embeds=model.config.embedding_dim is not None,
+            num_previous=buckets.max_num_requests * (1 + config.num_drafts),
         )
 
     def _shared_update_step(self, like: ModelRunner) -> UpdateStep:
@@ -176,6 +194,10 @@ class ModelRunner:
             own, given = getattr(self._config, name), getattr(like._config, name)
             if given < own:
                 raise ValueError(f"expected `like` to allow {name} of at least {own}, got {given}")
+        if like._config.num_drafts != self._config.num_drafts:
+            raise ValueError(
+                f"expected `like` to have num_drafts of {self._config.num_drafts}, got {like._config.num_drafts}"
+            )
         own, given = (num_embedding_rows(self._model, runner._config) for runner in (self, like))
         if given != own:
             raise ValueError(f"expected `like` to have max_embedding_rows of {own}, got {given}")
@@ -189,6 +211,12 @@ class ModelRunner:
         if dim is None:
             return None
         return EmbedBuffer(num_embedding_rows(self._model, self._config), dim, self._model.config.dtype, self.placement)
+
+
+@jax.jit
+def _with_drafts(sampled: jax.Array, drafts: jax.Array) -> jax.Array:
+    """Int32 tokens of the step before, with the drafts in the last places."""
+    return jax.lax.dynamic_update_slice(sampled, drafts, (sampled.size - drafts.size,))
 
 
 def least_block_size(plan: KVCachePlan) -> int:
