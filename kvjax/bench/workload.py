@@ -17,8 +17,8 @@ FIRST_TOKEN = 3  # smaller ids are special tokens of most models
 class Workload:
     """What every run asks for. Tokens are ids."""
 
-    prompts: list[list[int]]  # [batch][prompt_len]; those of different rows differ in their first token or soon after
-    sharing: list[list[int]]  # likewise, but the first `shared_len` tokens of all rows are the same
+    prompts: list[list[int]]  # [batch][prompt_len] of different first tokens, as far as the vocabulary goes
+    sharing: list[list[int]]  # likewise, but the first `shared_len` tokens of all are the same and the next one differs
     shared_len: int
     num_new_tokens: int  # of each prompt
 
@@ -54,6 +54,9 @@ class Workload:
         else:
             least = min(FIRST_TOKEN, vocab_size - 1)
             rows = np.random.default_rng(0).integers(least, vocab_size, (2 * batch, prompt_len))
-        sharing = rows[batch:].copy()
+        prompts, sharing = rows[:batch].copy(), rows[batch:].copy()
+        different = np.arange(2 * batch) % vocab_size  # a text may repeat itself, so that windows of it would share
+        prompts[:, 0] = different[:batch]
         sharing[:, :shared_len] = sharing[0, :shared_len]
-        return cls(rows[:batch].tolist(), sharing.tolist(), shared_len, num_new_tokens)
+        sharing[:, shared_len] = different[batch:]
+        return cls(prompts.tolist(), sharing.tolist(), shared_len, num_new_tokens)
