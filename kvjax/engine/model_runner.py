@@ -110,13 +110,13 @@ class ModelRunner:
             if inputs.embeds is not None:
                 self._embeds.write(inputs.embed_rows, inputs.embeds)
             embeds = self._embeds.array
+        previous = self._previous_tokens(step)
         if self._sampler is not None and step.sampler_writes is not None:
-            previous = self.update_step.no_tokens if self._previous is None else self._previous
             self._sampler.write(step.sampler_writes, previous)
         output: DeviceOutput = self.update_step(
             self.pages,
             step.plan,
-            previous=self._previous_tokens(step),
+            previous=previous,
             sampling=step.sampling,
             features=inputs.features,
             embeds=embeds,
@@ -166,12 +166,10 @@ class ModelRunner:
         self._embeds = self._make_embed_buffer()
         self._sampler = self._make_sampler_state()
 
-    def _previous_tokens(self, step: HostStep) -> jax.Array | None:
+    def _previous_tokens(self, step: HostStep) -> jax.Array:  # int32[UpdateStep.num_previous]
         """What the step may read: tokens of the step before, and drafts behind them."""
-        if step.device_drafts is None:
-            return self._previous
         sampled = self.update_step.no_tokens if self._previous is None else self._previous
-        return _with_drafts(sampled, step.device_drafts)
+        return sampled if step.device_drafts is None else _with_drafts(sampled, step.device_drafts)
 
     def _make_update_step(self, sample_fn: SampleFn, score_fn: ScoreFn | None) -> UpdateStep:
         config, model = self._config, self._model

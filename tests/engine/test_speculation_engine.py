@@ -153,6 +153,23 @@ def test_prompt_lookup_changes_nothing(async_scheduling: bool) -> None:
     assert_same(run(engine))
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_drafts_on_the_device_count_for_penalties(async_scheduling: bool) -> None:
+    """The model drafts for itself. It knows no penalties, so their requests accept some drafts and reject others."""
+    config = base_config(
+        NAME,
+        speculative=SpeculativeConfig(method="draft_model", num_drafts=NUM_DRAFTS),
+        max_logprobs=3,
+        async_scheduling=async_scheduling,
+    )
+    like = base_speculating_engine(config.num_blocks or 0)
+    engine = LLMEngine(loaded(NAME), config, draft_model=loaded(NAME), like=like)
+    assert_same(results := run(engine))
+    with_penalties = [results[name].stats for name in ("r1", "r2", "r3", "r3.1", "r4")]
+    assert sum(stats.num_accepted_tokens for stats in with_penalties) > 10
+    assert all(stats.num_accepted_tokens < stats.num_draft_tokens for stats in with_penalties)
+
+
 def test_statistics_tell_what_drafts_have_saved() -> None:
     """A token of a request costs a step, unless it was an accepted draft."""
     answers = {name: result.output_token_ids for name, result in plain_results().items()}
