@@ -25,7 +25,7 @@ NAME = "llama"
 NUM_DRAFTS = 3
 NUM_TOKENS = 24
 PARAMS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
+    {"temperature": 0.0, "prompt_logprobs": 2},
     {"temperature": 0.0, "repetition_penalty": 1.7, "logprobs": 3},
     {"temperature": 0.9, "frequency_penalty": 2.0, "min_p": 0.02, "logprobs": 2},
     {"temperature": 0.8, "n": 3, "presence_penalty": 1.0},
@@ -118,6 +118,9 @@ def assert_same(results: Mapping[str, GenerationResult]) -> None:
         np.testing.assert_array_equal(result.output_token_ids, plain.output_token_ids, err_msg=name)
         assert (result.finish_reason, result.text) == (plain.finish_reason, plain.text)
         np.testing.assert_allclose(result.logprobs, plain.logprobs, atol=1e-3)
+        assert (result.prompt_logprobs is None) == (plain.prompt_logprobs is None)
+        if result.prompt_logprobs is not None and plain.prompt_logprobs is not None:
+            np.testing.assert_allclose(result.prompt_logprobs.logprobs, plain.prompt_logprobs.logprobs, atol=1e-3)
         assert (result.top_logprobs is None) == (plain.top_logprobs is None)
         if result.top_logprobs is not None and plain.top_logprobs is not None:
             np.testing.assert_array_equal(result.top_logprobs.token_ids, plain.top_logprobs.token_ids)
