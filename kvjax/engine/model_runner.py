@@ -105,13 +105,13 @@ class ModelRunner:
             if inputs.embeds is not None:
                 self._embeds.write(inputs.embed_rows, inputs.embeds)
             embeds = self._embeds.array
+        previous = self._previous_tokens(step)
         if self._sampler is not None and step.sampler_writes is not None:
-            previous = self.update_step.no_tokens if self._previous is None else self._previous
-            self._sampler.write(step.sampler_writes, previous)
+            self._sampler.write(step.sampler_writes, self.update_step.no_tokens if previous is None else previous)
         output: DeviceOutput = self.update_step(
             self.pages,
             step.plan,
-            previous=self._previous_tokens(step),
+            previous=previous,
             sampling=step.sampling,
             features=inputs.features,
             embeds=embeds,
