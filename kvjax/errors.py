@@ -30,6 +30,10 @@ class EngineClosedError(KVCacheError, RuntimeError):
     """An engine takes no requests: it was stopped, or a failure took its device away; the message says what to do."""
 
 
+class StepFailedError(KVCacheError, RuntimeError):
+    """A step of an engine raised, and the request was in it; its `__cause__` is what was raised."""
+
+
 class InvariantError(KVCacheError, AssertionError):
     """A `check_invariants` found a law broken: a bug of this library, never of its caller."""
 

@@ -87,7 +87,7 @@ class LatentTiles:
     def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
         """The `tile_pages` pages of sequence `seq` from page `first` of its run on; all arguments int32[]."""
         ids, key_pos = locate(self.block_tables, self.page_size, seq, run, first, tile_pages)
-        k = self.latent.at_pages(ids).astype(jnp.float32).reshape(1, -1, self.latent.head_dim)
+        k = self.latent.at_pages(ids).astype(jnp.float32).reshape(-1, 1, self.latent.head_dim)
         return KVTile(k, k[..., : self.head_dim_v], key_pos)
 
 

@@ -1,1 +1,1 @@
-"""The `kvjax` command: `generate`, `replay` and `plan`. Each subcommand's module is imported only when it is named."""
+"""The `kvjax` command: `generate`, `replay`, `bench` and `plan`, each imported only when it is named."""

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.cli.arguments import byte_size, non_negative_float, positive_int
+from kvjax.cli.arguments import byte_size, positive_int
 from kvjax.cli.generate_plot import save_pool_plot
 from kvjax.cli.generate_prompts import NamedPrompt, read_prompts, samples_of
 from kvjax.cli.generate_report import miss_table, report_json, request_table, totals, totals_lines
@@ -29,6 +29,7 @@ from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotl
 from kvjax.cli.pool_size import ample_blocks
 from kvjax.cli.progress import progress
 from kvjax.cli.prompt_inputs import read_inputs
+from kvjax.cli.sampling_arguments import add_sampling_arguments, read_sampling
 from kvjax.cli.speculation_arguments import add_speculation_arguments, read_speculation
 from kvjax.cli.start_up import add_start_arguments, start_jax
 from kvjax.cli.token_text import TokenIdText
@@ -36,7 +37,7 @@ from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path
-from kvjax.engine import EngineConfig, FinishReason, SamplingParams, SpeculativeConfig
+from kvjax.engine import EngineConfig, FinishReason, SpeculativeConfig
 from kvjax.engine.pool_picture import pool_picture
 from kvjax.models.config import StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
@@ -73,11 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples of each prompt (1), which compute it once; those after the first are NAME.1, NAME.2, ...",
     )
-    what.add_argument("--temperature", type=non_negative_float, default=0.0, metavar="T", help="0 is greedy (0)")
-    what.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus of probability P (1)")
-    what.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K best tokens (0: all)")
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random draws (0)")
-    what.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    add_sampling_arguments(what)
     how = parser.add_argument_group("how the engine runs")
     how.add_argument("--block-size", type=positive_int, metavar="N", help="tokens per block (default: the model's)")
     size = how.add_mutually_exclusive_group()
@@ -131,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     samples = samples_of(prompts, args.n)
     plot_path = _plot_path(args)
     speculative = read_speculation(args)
-    params = _sampling_params(args, len(prompts))
+    params = read_sampling(args, len(prompts))
     model, tokenizer, mesh = _load(args)
     draft_model = _load_draft_model(args, mesh)
     token_ids = [tokenizer.encode(one.text) if one.token_ids is None else one.token_ids for one in prompts]
@@ -164,24 +161,6 @@ def _plot_path(args: argparse.Namespace) -> Path | None:
         require_matplotlib("--plot")
         return args.plot
     return DEFAULT_PLOT if has_matplotlib() and os.access(DEFAULT_PLOT.parent, os.W_OK) else None
-
-
-def _sampling_params(args: argparse.Namespace, num_prompts: int) -> list[SamplingParams]:
-    """Parameters of each prompt: all the same, but each sample draws with a seed of its own."""
-    if args.n > 1 and args.temperature == 0:
-        raise ValueError(f"expected --temperature above 0 with --n {args.n}, got 0: greedy samples are all the same")
-    return [
-        SamplingParams(
-            n=args.n,
-            max_tokens=args.max_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            seed=args.seed + i * args.n,
-            ignore_eos=args.ignore_eos,
-        )
-        for i in range(num_prompts)
-    ]
 
 
 def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None]:
@@ -293,7 +272,8 @@ def _generate(
     ):
         while len(results) < len(samples) and not should_stop():
             for output in engine.step():
-                printer.push(output.request_id, output.token_id, is_last=output.result is not None)
+                is_last = output.result is not None
+                printer.push(output.request_id, output.token_id, is_last=is_last, text=output.text)
                 if output.result is not None:
                     results[output.request_id] = output.result
                     advance(1)

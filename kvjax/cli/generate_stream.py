@@ -26,10 +26,9 @@ class OrderedTextPrinter:
         self._out = out
         self._open_turn()
 
-    def push(self, name: str, token_id: int, *, is_last: bool) -> None:
-        """Takes a token of request `name`."""
-        stream = self._streams[name]
-        self.texts[name] += stream.push([token_id])
+    def push(self, name: str, token_id: int, *, is_last: bool, text: str | None = None) -> None:
+        """Takes a token of request `name`, and the text that it completes where the engine says so."""
+        self.texts[name] += self._streams[name].push([token_id]) if text is None else text
         if is_last:
             self.end(name)
         else:

@@ -82,20 +82,30 @@ class DeviceBatch:
     logits_indices: Array  # int32[N], as many rows of logits as requests, or 1 + drafts for each
     groups: tuple[DeviceGroup, ...]
     embed_index: Array | None = None  # int32[T] -1: a token, else a row of vectors; None: the model takes none
+    given: Array | None = None  # int32[T] the token behind each that is scored, -1: none; None: the step scores none
     logits_starts: Array | None = None  # int32[S + 1] rows of logits of each sampling request; None: each has one
 
     @classmethod
-    def from_plan(cls, plan: StepPlan, bucket: Bucket, embed_index: np.ndarray | None = None) -> DeviceBatch:
-        """`plan` padded to `bucket`, in fresh arrays; `embed_index` is int[plan tokens], for models with embeddings.
+    def from_plan(
+        cls,
+        plan: StepPlan,
+        bucket: Bucket,
+        embed_index: np.ndarray | None = None,
+        given: np.ndarray | None = None,
+    ) -> DeviceBatch:
+        """`plan` padded to `bucket`, in fresh arrays.
+
+        `embed_index` is int[plan tokens], for models with embeddings, and `given` likewise, for steps that score.
 
         Raises:
-            ValueError: the plan does not fit the bucket, or `embed_index` is not of its tokens.
+            ValueError: the plan does not fit the bucket, or `embed_index` or `given` are not of its tokens.
         """
         sizes = plan_sizes(plan)
         if not bucket.fits(*sizes):
             raise ValueError(f"a step of {sizes} (tokens, requests, columns, drafts) does not fit {bucket}")
-        if embed_index is not None and embed_index.shape != (plan.num_tokens,):
-            raise ValueError(f"expected embed_index [{plan.num_tokens}], got {list(embed_index.shape)}")
+        for name, values in (("embed_index", embed_index), ("given", given)):
+            if values is not None and values.shape != (plan.num_tokens,):
+                raise ValueError(f"expected {name} [{plan.num_tokens}], got {list(values.shape)}")
         tokens, requests = bucket.num_tokens, bucket.num_requests
         return cls(
             token_ids=padded(plan.token_ids, tokens),
@@ -106,6 +116,7 @@ class DeviceBatch:
             logits_indices=padded(plan.logits_indices, bucket.num_logits),
             groups=_groups(plan, bucket),
             embed_index=None if embed_index is None else padded(embed_index, tokens, -1),
+            given=None if given is None else padded(given, tokens, -1),
             logits_starts=_logits_starts(plan, bucket),
         )
 
@@ -117,6 +128,7 @@ class DeviceBatch:
         *,
         mrope: bool = False,
         embeds: bool = False,
+        scores: bool = False,
         recurrent: Mapping[int, int] = _NONE,
         compressed: Mapping[int, Collection[int]] = MappingProxyType({}),
         encoder: Collection[int] = (),
@@ -124,7 +136,8 @@ class DeviceBatch:
     ) -> DeviceBatch:
         """A batch without requests: writes nothing and attends to nothing. For warm-up.
 
-        With `mrope` positions have three axes, with `embeds` there is an index of vectors. `recurrent`: groups whose
+        With `mrope` positions have three axes, with `embeds` there is an index of vectors, with `scores`
+        there are tokens to score. `recurrent`: groups whose
         pages are states -> drafts with pages. `compressed`: groups with entries of several tokens -> each number of
         tokens. `encoder`: groups that read an encoder. `reserved`: groups with blocks of learned sinks -> how many.
         """
@@ -157,6 +170,7 @@ class DeviceBatch:
             logits_indices=np.zeros(bucket.num_logits, np.int32),
             groups=tuple(groups),
             embed_index=np.full(tokens, -1, np.int32) if embeds else None,
+            given=np.full(tokens, -1, np.int32) if scores else None,
             logits_starts=np.zeros(requests + 1, np.int32) if bucket.num_drafts else None,
         )
 

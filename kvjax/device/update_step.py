@@ -28,6 +28,7 @@ from kvjax.device.batch import DeviceBatch, pick_bucket
 from kvjax.device.buckets import Bucket, Buckets
 from kvjax.device.draft_check import accept_drafts
 from kvjax.device.encoder_step import EncoderShapes, EncoderStep
+from kvjax.device.given_tokens import ScoreFn, score_given
 from kvjax.device.model_weights import ModelWeights
 from kvjax.device.page_ops import (
     check_copies,
@@ -56,6 +57,7 @@ class StepOutput(NamedTuple):
     extras: Any  # second result of the sample_fn
     tokens: jax.Array  # int32[>= N] sampled at each row of logits: `sampled` itself in buckets without drafts
     num_accepted: jax.Array  # int32[>= S] drafts of each sampling request that were right
+    scores: Any = None  # results of the score_fn with leading axis T; zeros where nothing is asked for
 
 
 class _Outputs(NamedTuple):
@@ -66,6 +68,7 @@ class _Outputs(NamedTuple):
     extras: Any
     tokens: jax.Array | None
     num_accepted: jax.Array | None
+    scores: Any
 
 
 class UpdateStep:
@@ -82,6 +85,7 @@ class UpdateStep:
         placement: Placement,
         *,
         sample_fn: SampleFn | None,
+        score_fn: ScoreFn | None,
         return_logits: bool,
         mrope: bool,
         encoder_shapes: EncoderShapes,
@@ -95,6 +99,7 @@ class UpdateStep:
         self.buckets = buckets
         self.placement = placement
         self._sample_fn = sample_fn
+        self._score_fn = score_fn
         self._return_logits = return_logits
         self._mrope = mrope
         self._takes_embeds = takes_embeds
@@ -125,6 +130,7 @@ class UpdateStep:
         features: Sequence[np.ndarray] = (),  # of the requests whose encoder runs in the step, in the plan's order
         embeds: jax.Array | None = None,  # [rows, dim] of models that take embeddings: `EmbedBuffer.array`
         embed_index: np.ndarray | None = None,  # int[T] -1: a token, else the row that stands for it; None: all tokens
+        given: np.ndarray | None = None,  # int32[T] the token behind each that the score_fn scores, -1: none
     ) -> StepOutput:
         """Dispatches one step. `pages` is donated: use the output's. The plan and the host's state may change at once.
 
@@ -142,7 +148,9 @@ class UpdateStep:
             raise ValueError(f"expected token sources below {self.num_previous}, got {plan.token_source.max()}")
         if embed_index is None and self._takes_embeds:
             embed_index = np.full(plan.num_tokens, -1, np.int32)
-        batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets), embed_index)
+        if given is None and self._score_fn is not None:
+            given = np.full(plan.num_tokens, -1, np.int32)
+        batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets), embed_index, given)
         arguments = self._arguments(batch, previous, sampling, embeds, sampler_state)
         _check_edits(pages, plan)
         slots = self.encoder.check_plan(pages, plan, features)
@@ -240,6 +248,7 @@ class UpdateStep:
             len(groups),
             mrope=self._mrope,
             embeds=self._takes_embeds,
+            scores=self._score_fn is not None,
             recurrent=recurrent,
             compressed=compressed,
             encoder=self.encoder.group_ids,
@@ -276,15 +285,18 @@ class UpdateStep:
             sampled, num_accepted = accept_drafts(drafts, tokens, starts, self.buckets.max_num_drafts)
         sampled = jnp.pad(sampled, (0, self.num_previous - sampled.shape[0]))
         rows = None if num_accepted is None else tokens
-        return cache.pages, _Outputs(kept_logits, sampled, extras, rows, num_accepted)
+        scores = None
+        if self._score_fn is not None and batch.given is not None:
+            scores = score_given(self._score_fn, model.logits, hidden, jnp.asarray(batch.given))
+        return cache.pages, _Outputs(kept_logits, sampled, extras, rows, num_accepted, scores)
 
     def _dispatch(self, pages: KVPages, arguments: tuple[Any, ...]) -> StepOutput:
         """Runs the program of a bucket with or without drafts."""
         new_pages, outputs = self._programs(self._weights.arrays, pages, *arguments)
-        logits, sampled, extras, tokens, num_accepted = outputs
+        logits, sampled, extras, tokens, num_accepted, scores = outputs
         if tokens is None or num_accepted is None:
-            return StepOutput(new_pages, logits, sampled, extras, sampled, self.no_tokens)
-        return StepOutput(new_pages, logits, sampled, extras, tokens, num_accepted)
+            return StepOutput(new_pages, logits, sampled, extras, sampled, self.no_tokens, scores)
+        return StepOutput(new_pages, logits, sampled, extras, tokens, num_accepted, scores)
 
     def _arguments(
         self,
@@ -323,6 +335,7 @@ def make_update_step(
     *,
     placement: Placement | None = None,
     sample_fn: SampleFn | None = None,
+    score_fn: ScoreFn | None = None,  # of tokens that are given, beside those that are sampled; None: none are
     return_logits: bool | None = None,  # None: only where nothing samples
     mrope: bool = False,  # whether the model takes positions int32[3, T]
     encoder_shapes: EncoderShapes | None = None,  # of features for model.encode(features, cache), with their tokens
@@ -345,6 +358,7 @@ def make_update_step(
         buckets,
         Placement.create() if placement is None else placement,
         sample_fn=sample_fn,
+        score_fn=score_fn,
         return_logits=sample_fn is None if return_logits is None else return_logits,
         mrope=mrope,
         encoder_shapes={} if encoder_shapes is None else encoder_shapes,

@@ -16,15 +16,20 @@ from kvjax.engine.stats import PoolUse, RequestStats, StepStats
 from kvjax.engine.token_matcher import TokenMatcher
 
 if TYPE_CHECKING:
+    from kvjax.engine.async_llm_engine import AsyncEngineStats, AsyncLLMEngine, RequestOutput
     from kvjax.engine.engine_request import FinishReason
     from kvjax.engine.llm_engine import LLMEngine
-    from kvjax.engine.outputs import GenerationResult, StepOutput, StepOutputs, TopLogprobs
+    from kvjax.engine.outputs import GenerationResult, PromptLogprobs, StepOutput, StepOutputs, TopLogprobs
     from kvjax.engine.token_stream import StreamOutput, TokenStream
 
 _HOME_OF = {
+    "AsyncEngineStats": "async_llm_engine",
+    "AsyncLLMEngine": "async_llm_engine",
+    "RequestOutput": "async_llm_engine",
     "FinishReason": "engine_request",
     "GenerationResult": "outputs",
     "LLMEngine": "llm_engine",
+    "PromptLogprobs": "outputs",
     "StepOutput": "outputs",
     "StepOutputs": "outputs",
     "StreamOutput": "token_stream",
@@ -33,12 +38,16 @@ _HOME_OF = {
 }
 
 __all__ = [
+    "AsyncEngineStats",
+    "AsyncLLMEngine",
     "EngineConfig",
     "FinishReason",
     "GenerationResult",
     "LLMEngine",
     "MultimodalInput",
     "PoolUse",
+    "PromptLogprobs",
+    "RequestOutput",
     "RequestStats",
     "SamplingParams",
     "SpeculativeConfig",

@@ -25,7 +25,7 @@ from kvjax.engine.stats import RequestStats
 from kvjax.engine.token_matcher import TokenMatcher
 
 if TYPE_CHECKING:
-    from kvjax.engine.outputs import TopLogprobs
+    from kvjax.engine.outputs import PromptLogprobs, TopLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -64,6 +64,7 @@ class EngineRequest:
     matcher: TokenMatcher | None = None
     num_shown: int = 0  # output tokens that text and matcher have seen
     top_logprobs: list[TopLogprobs] = field(default_factory=list)  # of each output token, if asked for
+    prompt_logprobs: PromptLogprobs | None = None  # the same object for all samples of a prompt; None: not asked for
 
     @property
     def request_id(self) -> str:
@@ -107,13 +108,27 @@ class EngineRequest:
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
         """Why the request ends with `token_id`, its newest output token; None: it goes on."""
         num_tokens = self.request.num_output_tokens
-        if num_tokens > self.num_shown:  # else it was shown before an exception
+        if num_tokens > self.num_shown:
             self._show(token_id)
             self.num_shown = num_tokens
         is_stop = token_id in self.stop_token_ids and num_tokens >= self.params.min_tokens
         if is_stop or (self.text is not None and self.text.has_ended):
             return FinishReason.STOP
         return FinishReason.LENGTH if num_tokens >= self.params.max_tokens else None
+
+    def show_again(self) -> None:
+        """Text, matcher and the best tokens follow the output tokens there are, whatever they followed before."""
+        token_ids = self.request.output_token_ids.tolist()
+        self.top_logprobs = self.top_logprobs[: len(token_ids)]
+        if not self.is_followed:
+            return
+        self.text = None if self.text is None else self.text.restarted()
+        self.matcher = None if self.params.token_matcher is None else self.params.token_matcher()
+        for token_id in token_ids:
+            self._show(token_id)
+        if self.text is not None:
+            self.text.take()
+        self.num_shown = len(token_ids)
 
     @property
     def _has_text(self) -> bool:

@@ -22,6 +22,7 @@ from kvjax.core import KVCacheManager, StepDrafts, StepPlan
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
 from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
+from kvjax.engine.prompt_logprobs import GivenTokens, PromptScores
 from kvjax.engine.recovery import StepEnd, restart
 from kvjax.engine.running_inputs import StepInputs
 from kvjax.engine.sampler_lines import SamplerSizes, SamplerWrites
@@ -41,6 +42,7 @@ class HostStep:
     sampling: SamplingBatch  # a line per row of logits
     sampler_writes: SamplerWrites | None  # into the sampler's state, before the step
     wants_best: bool  # whether a row asks for log-probabilities of best tokens
+    given: GivenTokens | None  # tokens of prompts whose log-probabilities are asked for
     inputs: StepInputs
     host_us: float  # CPU time of `begin_step`
     device_drafts: Any | None = None  # int32 on the device, where drafts of the step are there: `Drafter.device_tokens`
@@ -61,6 +63,7 @@ class HostLoop:
     ) -> None:
         self.scheduler = scheduler
         self.sampling = SamplingTable(sizes=sampler_sizes)
+        self._prompt_scores = PromptScores()
         self.requests: dict[str, EngineRequest] = {}  # unfinished, by id, in order of arrival
         self.step_end: StepEnd | None = None  # the newest step that was read; None: its outputs have reached the caller
         self.undelivered: StepEnd | None = None  # of a loop that this one has taken over
@@ -101,6 +104,7 @@ class HostLoop:
             return None
         for request in step.admitted:
             self.sampling.start(request)
+            self._prompt_scores.start(request)
         plan = build_step_plan(
             self.manager,
             step.rows,
@@ -116,6 +120,7 @@ class HostLoop:
         rows, places = step.sampled_places(plan.num_computed_tokens)
         sampling = self.sampling.batch(rows, places)
         writes = self.sampling.writes(plan, step.samples)
+        given = self._prompt_scores.ask(plan)
         for request in self.scheduler.start(step):
             self.sampling.start(request)
         return HostStep(
@@ -124,6 +129,7 @@ class HostLoop:
             sampling=sampling,
             sampler_writes=writes,
             wants_best=self.sampling.wants_best(sampling),
+            given=given,
             inputs=inputs,
             host_us=(time.thread_time() - start) * 1e6,
             device_drafts=self._device_drafts(step),
@@ -211,6 +217,7 @@ class HostLoop:
             stats=stats,
             text=None if text is None else text.whole(engine_request.output_token_ids()),
             top_logprobs=TopLogprobs.joined(engine_request.top_logprobs, k) if k else None,
+            prompt_logprobs=engine_request.prompt_logprobs,
         )
 
     def _record(self, step: HostStep, num_accepted: int, start: float) -> None:

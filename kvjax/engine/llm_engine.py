@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +37,7 @@ from kvjax.engine.prompt_lookup import PromptLookup
 from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.request_maker import RequestMaker
 from kvjax.engine.running_inputs import RunningInputs
-from kvjax.engine.sampler import sample
+from kvjax.engine.sampler import sample, score
 from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
@@ -115,6 +116,7 @@ class LLMEngine:
             self.plan,
             placement,
             sample_fn=partial(sample, num_best=num_best) if sample_fn is None else sample_fn,
+            score_fn=partial(score, num_best=num_best) if num_best else None,
             sampler_sizes=_sampler_sizes(model, config) if sample_fn is None else None,
             like=None if like is None else like._runner,
         )
@@ -194,6 +196,11 @@ class LLMEngine:
         return self.scheduler.num_unfinished
 
     @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything: requests are unfinished, or a step is in flight."""
+        return self.num_unfinished > 0 or self._runner.num_in_flight > 0 or self._loop.undelivered is not None
+
+    @property
     def num_buckets(self) -> int:
         """Step shapes that the configuration allows."""
         num_own = len(self._runner.buckets.steps)
@@ -253,6 +260,12 @@ class LLMEngine:
             lora_name=lora_name,
             priority=priority,
         )
+
+    def with_text(self, params: SamplingParams | None) -> SamplingParams | None:
+        """`params` with `stream_text`, where the model has a tokenizer."""
+        if self.model.tokenizer is None:
+            return params
+        return replace(SamplingParams() if params is None else params, stream_text=True)
 
     def check_request(
         self,
@@ -341,8 +354,8 @@ class LLMEngine:
         Raises:
             ValueError: as `generate`. Nothing is left queued.
         """
-        inbox = self._open_inbox(prompts, params, inputs)
-        return TokenStream(inbox, self.model.tokenizer, advance=self._core.advance, sweep=self._core.sweep)
+        inbox = self._open_inbox(prompts, params, inputs, stream_text=True)
+        return TokenStream(inbox, advance=self._core.advance, sweep=self._core.sweep)
 
     def reset(self) -> list[GenerationResult]:
         """Ends all requests and forgets the cache, as if the engine were new; compiled steps stay.
@@ -434,6 +447,8 @@ class LLMEngine:
         prompts: str | Sequence[str | Sequence[int] | np.ndarray],
         params: SamplingParams | Sequence[SamplingParams] | None,
         inputs: Sequence[Mapping[str, Any]] | None,
+        *,
+        stream_text: bool = False,
     ) -> StreamInbox:
         """Queues prompts whose outputs go to an inbox of their own."""
         self._core.sweep()
@@ -450,6 +465,7 @@ class LLMEngine:
         self._core.inboxes.append(inbox)
         try:
             for place, (prompt, one, more) in enumerate(zip(prompts, each, given, strict=True)):
+                one = self.with_text(one) if stream_text else one
                 self._queue(prompt, one, inbox=inbox, place=place, **more)
         except BaseException:
             inbox.is_closed = True

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from kvjax.device import Buckets, EmbedBuffer, KVPages, Placement, UpdateStep, create_pages, make_update_step
+from kvjax.device.given_tokens import ScoreFn
 from kvjax.device.update_step import SampleFn
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
@@ -36,6 +37,7 @@ class _Flight:
     tokens: jax.Array  # int32[>= rows of logits]
     logprobs: jax.Array | TokenLogprobs  # float32[likewise]
     num_accepted: jax.Array  # int32[>= requests that sample] drafts, where the step has any
+    scores: TokenLogprobs | None  # of the step's given tokens
 
 
 class ModelRunner:
@@ -49,6 +51,7 @@ class ModelRunner:
         placement: Placement,
         *,
         sample_fn: SampleFn,
+        score_fn: ScoreFn | None = None,  # of prompts' tokens; None: they are not scored
         sampler_sizes: SamplerSizes | None = None,  # None: the sample_fn takes no state
         like: ModelRunner | None = None,  # whose compiled steps are used
     ) -> None:
@@ -61,7 +64,9 @@ class ModelRunner:
         self._config = config
         self._plan = plan
         self.placement = placement
-        self.update_step = self._make_update_step(sample_fn) if like is None else self._shared_update_step(like)
+        self.update_step = (
+            self._make_update_step(sample_fn, score_fn) if like is None else self._shared_update_step(like)
+        )
         self.pages: KVPages = create_pages(plan.config, placement)
         self._embeds = self._make_embed_buffer()
         self.sampler_sizes: SamplerSizes | None = sampler_sizes if like is None else like.sampler_sizes
@@ -107,7 +112,7 @@ class ModelRunner:
             embeds = self._embeds.array
         previous = self._previous_tokens(step)
         if self._sampler is not None and step.sampler_writes is not None:
-            self._sampler.write(step.sampler_writes, self.update_step.no_tokens if previous is None else previous)
+            self._sampler.write(step.sampler_writes, previous)
         output: DeviceOutput = self.update_step(
             self.pages,
             step.plan,
@@ -117,17 +122,21 @@ class ModelRunner:
             embeds=embeds,
             embed_index=inputs.embed_index,
             sampler_state=self._sampler_arrays,
+            given=None if step.given is None else step.given.token_ids,
         )
         self.pages, self._previous = output.pages, output.sampled
-        self._flights.append(_Flight(step, output.tokens, output.extras, output.num_accepted))
+        self._flights.append(_Flight(step, output.tokens, output.extras, output.num_accepted, output.scores))
 
     def read(self) -> tuple[HostStep, np.ndarray, np.ndarray, TopLogprobs | None, np.ndarray | None]:
         """The oldest step in flight, with what `HostLoop.end_step` takes of it.
 
         Tokens int32[>= rows of logits], their float32 log-probabilities, the best; and where the step has drafts, how
         many were accepted int32[>= requests that sample].
+        Log-probabilities of prompts go where the step says (`GivenTokens.put`).
         """
         flight = self._flights.popleft()
+        if flight.step.given is not None and flight.scores is not None:
+            flight.step.given.put(np.asarray(flight.scores.logprobs), TopLogprobs(*map(np.asarray, flight.scores.best)))
         logprobs, best = flight.logprobs, None
         if isinstance(logprobs, TokenLogprobs):
             if flight.step.wants_best:
@@ -157,14 +166,12 @@ class ModelRunner:
         self._embeds = self._make_embed_buffer()
         self._sampler = self._make_sampler_state()
 
-    def _previous_tokens(self, step: HostStep) -> jax.Array | None:
+    def _previous_tokens(self, step: HostStep) -> jax.Array:  # int32[UpdateStep.num_previous]
         """What the step may read: tokens of the step before, and drafts behind them."""
-        if step.device_drafts is None:
-            return self._previous
         sampled = self.update_step.no_tokens if self._previous is None else self._previous
-        return _with_drafts(sampled, step.device_drafts)
+        return sampled if step.device_drafts is None else _with_drafts(sampled, step.device_drafts)
 
-    def _make_update_step(self, sample_fn: SampleFn) -> UpdateStep:
+    def _make_update_step(self, sample_fn: SampleFn, score_fn: ScoreFn | None) -> UpdateStep:
         config, model = self._config, self._model
         buckets = Buckets.default(
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -180,6 +187,7 @@ class ModelRunner:
             buckets,
             placement=self.placement,
             sample_fn=sample_fn,
+            score_fn=score_fn,
             mrope=model.config.has_mrope,
             encoder_shapes=model.config.encoder_shapes,
             embeds=model.config.embedding_dim is not None,

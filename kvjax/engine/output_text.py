@@ -9,6 +9,7 @@ beginning of one is held back from the pieces until that is known.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,14 @@ class OutputText:
         self._text = ""
         self._num_taken = 0  # characters that went out in pieces
         self.has_ended = False  # by a stop string, or finished
+
+    def restarted(self) -> OutputText:
+        """The same before its first token."""
+        other = copy.copy(self)
+        other._stream = TextStream(self._tokenizer)
+        other._num_tokens = other._num_taken = 0
+        other._text, other.has_ended = "", False
+        return other
 
     def push(self, token_id: int) -> bool:
         """Takes the newest token; whether the text ends with it, as it contains a stop string (`has_ended`).

@@ -31,6 +31,14 @@ class TopLogprobs:
         return cls(*map(np.concatenate, columns))
 
 
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """What the model makes of a prompt's n tokens, each after those before it. The first has none: NaN, ids -1."""
+
+    logprobs: np.ndarray  # float32[n] of the tokens themselves
+    top: TopLogprobs
+
+
 @dataclass(frozen=True)
 class GenerationResult:
     """One request, ended."""
@@ -43,6 +51,7 @@ class GenerationResult:
     stats: RequestStats
     text: str | None = None  # of the output, up to a stop string; None: the model has no tokenizer
     top_logprobs: TopLogprobs | None = None  # of each output token; None: not asked for (`SamplingParams.logprobs`)
+    prompt_logprobs: PromptLogprobs | None = None  # None: not asked for; NaN: of tokens that were not computed
 
 
 @dataclass(frozen=True)

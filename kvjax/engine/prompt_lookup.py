@@ -9,8 +9,8 @@ on with themselves, as an overlapping copy does.
 
 Every row has a hash table per size. A slot is the head of a chain of nodes, one for each distinct n-gram, which is the
 place where the n-gram first ended; the node keeps where it ended last. Indexing a token looks its n-grams up, so the
-newest token's are found by the way. A step costs some 40 numpy calls over all rows, and as many for each further token
-that a row got, however long the rows are; a prompt is indexed by sorting its n-grams once.
+newest token's are found by the way. A step costs some 50 numpy calls over all rows, and as many again where rows got
+several tokens, however long they are; a prompt is indexed by sorting its n-grams once.
 
 N-grams are told apart by hashes of 64 bits: two that share one would cost a draft, no token.
 """
@@ -97,37 +97,61 @@ class PromptLookup:
         self._reserve()
         for row in rows[self._num_indexed[rows] == 0].tolist():
             self._index_prompt(row)
-        num_tokens = self._table.num_tokens[rows]
-        first = self._num_indexed[rows]
-        num_new = num_tokens - first
-        for i in range(int(num_new.max(initial=0))):
-            behind = (num_new > i).nonzero()[0]
-            self._index_tokens(rows[behind], first[behind] + i)
-        self._num_indexed[rows] = num_tokens
+        num_tokens, indexed = self._table.num_tokens[rows], self._num_indexed[rows]
+        behind = (num_tokens > indexed).nonzero()[0]
+        if not behind.size:
+            return
+        rows, last, first = rows[behind], num_tokens[behind] - 1, indexed[behind]
+        num_before = last - first
+        if num_before.any():
+            places = np.arange(int(num_before.sum())) + np.repeat(
+                first - np.cumsum(num_before) + num_before, num_before
+            )
+            self._index_tokens(np.repeat(rows, num_before), places, repeats=bool((num_before > 1).any()))
+        self._found[:, rows] = self._index_tokens(rows, last)
+        self._num_indexed[rows] = last + 1
 
-    def _index_tokens(self, rows: np.ndarray, places: np.ndarray) -> None:  # int64[n] each
-        """Takes in one token of each row, and notes where its n-grams ended before."""
-        nodes = self._nodes
+    def _index_tokens(
+        self,
+        rows: np.ndarray,  # int64[n]
+        places: np.ndarray,  # int64[n] of tokens
+        *,
+        repeats: bool = False,  # whether a row may come several times, with places that rise
+    ) -> np.ndarray:  # int32[G, n]
+        """Takes in n tokens; where their n-grams ended before, or -1. Of several of a row, before all of them."""
         hashes = self._hashes(rows, places)
-        num_rows, num_columns = nodes.links.shape[1:]
+        num_rows, num_columns = self._nodes.links.shape[1:]
         of_row = np.arange(self._sizes.size)[:, None] * num_rows + rows  # int64[G, n]
-        slots = of_row * self._num_slots + (hashes >> self._shift).astype(np.int64)
-        of_row *= num_columns
-        heads, links, newest, known = (x.reshape(-1) for x in (self._heads, *nodes))
-        head = heads[slots]
-        node = head.copy()
-        at = of_row + node
-        while (differs := (node >= 0) & (known[at] != hashes)).any():
-            node[differs] = links[at[differs]]
-            at = of_row + node
-        is_known = node >= 0
-        self._found[:, rows] = np.where(is_known, newest[at], NONE)
-        here = of_row + places
-        newest[np.where(is_known, at, here)] = np.broadcast_to(places, at.shape)
-        is_new = ~is_known
-        here, new_slots = here[is_new], slots[is_new]
-        links[here], known[here] = head[is_new], hashes[is_new]
-        heads[new_slots] = np.broadcast_to(places, at.shape)[is_new]
+        slots = (of_row * self._num_slots + (hashes >> self._shift).astype(np.int64)).reshape(-1)
+        start = (of_row * num_columns).reshape(-1)
+        places, hashes = np.tile(places, self._sizes.size), hashes.reshape(-1)
+        heads, links, newest, known = (x.reshape(-1) for x in (self._heads, *self._nodes))
+        found, left = None, slots.size
+        while left:
+            nodes = heads[slots]
+            at = start + nodes
+            while (differs := (nodes >= 0) & (known[at] != hashes)).any():
+                nodes[differs] = links[at[differs]]
+                at = start + nodes
+            is_known = nodes >= 0
+            if found is None:
+                found = np.where(is_known, newest[at], NONE)
+            newest[at[is_known]] = places[is_known]  # of several the last stays
+            new = (~is_known).nonzero()[0]
+            head, others = heads[slots[new]], new[:0]
+            if repeats:
+                order = np.arange(new.size, dtype=np.int32)
+                heads[slots[new[::-1]]] = order[::-1]  # one new node a slot at a time, the first; the others look again
+                is_first = heads[slots[new]] == order
+                others, new, head = new[~is_first], new[is_first], head[is_first]
+            here = start[new] + places[new]
+            heads[slots[new]] = newest[here] = places[new]
+            links[here], known[here] = head, hashes[new]
+            left = others.size
+            if left:
+                slots, start, places, hashes = slots[others], start[others], places[others], hashes[others]
+        assert found is not None  # n >= 1
+        return found.reshape(self._sizes.size, -1)
 
     def _index_prompt(self, row: int) -> None:
         """Takes in all tokens of a row of which none was."""

@@ -59,12 +59,14 @@ def restart(requests: Iterable[EngineRequest], end: StepEnd | None, rows: Runnin
         num_tokens = counts.get(one, one.request.num_tokens)
         num_output_tokens = num_tokens - one.request.num_prompt_tokens
         one.logprobs = rows.logprobs_of(one, num_output_tokens)
+        del one.top_logprobs[num_output_tokens:]
         if one.status is RequestStatus.RUNNING:
             one.stats.num_computed_tokens += one.request.num_computed_tokens
         one.status, one.finish_reason = RequestStatus.WAITING, None
         if not num_output_tokens:
             one.stats.first_token_time_s = None
         one.request = one.request.restarted(num_tokens)
+        one.show_again()
         restarted.append(one)
     return restarted
 

@@ -14,6 +14,7 @@ from kvjax.core import BlockHasher, LoRARequest, Request
 from kvjax.core.requests.token_ids import as_token_ids
 from kvjax.engine.engine_request import EngineRequest, sample_ids
 from kvjax.engine.output_text import OutputText
+from kvjax.engine.prompt_logprobs import no_prompt_logprobs
 from kvjax.engine.request_inputs import GivenInputs, read_inputs
 from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampling_limits import SamplingLimits
@@ -93,6 +94,7 @@ class RequestMaker:
             mm_features=inputs.mm_features,
             lora=None if given.lora_name is None else LoRARequest(given.lora_name),
             cache_salt=given.cache_salt,
+            prompt_logprobs=params.prompt_logprobs,
             block_hasher=self._hasher,
         )
         return EngineRequest(
@@ -106,6 +108,7 @@ class RequestMaker:
             inputs=inputs,
             text=self._text(params),
             matcher=params.token_matcher() if params.token_matcher is not None else None,
+            prompt_logprobs=no_prompt_logprobs(token_ids.size, params.prompt_logprobs),
         )
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:

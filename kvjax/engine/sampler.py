@@ -75,6 +75,14 @@ def best_tokens(
     return BestTokens(token_ids.astype(jnp.int32), best - total[:, None], ranks)
 
 
+def score(logits: jax.Array, given: jax.Array, *, num_best: int) -> TokenLogprobs:  # [N, V], int32[N]
+    """What the model makes of tokens that are given."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, given[:, None], axis=-1)[:, 0]
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return TokenLogprobs(chosen - total, best_tokens(logits, total, chosen, num_best))
+
+
 def _best_of_some(
     logits: jax.Array, total: jax.Array, chosen: jax.Array, is_wanted: jax.Array, num_best: int
 ) -> BestTokens:

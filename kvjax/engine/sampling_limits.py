@@ -37,6 +37,8 @@ class SamplingLimits:
                     f"expected {name} of at most {self.max_logprobs} (EngineConfig.max_logprobs), got "
                     f"{getattr(params, name)}"
                 )
+        if params.prompt_logprobs is not None and not self.max_logprobs:
+            raise ValueError("expected prompt_logprobs of an engine with EngineConfig.max_logprobs >= 1, got 0")
         self._check_lines(params, stop_token_ids)
         if not self.has_tokenizer and (params.stop_strings or params.stream_text):
             what = "stop strings" if params.stop_strings else "stream_text"

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvjax.engine.outputs import GenerationResult, StepOutputs
-from kvjax.engine.text_stream import TextStream, Tokenizer
+from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,9 @@ class StreamOutput:
     request_id: str
     token_id: int
     logprob: float
-    text: str | None  # what the token completes, empty inside a character; None: the model has no tokenizer
+    text: str | None  # what the token completes, which may be empty; None: the model has no tokenizer
     result: GenerationResult | None  # None: the request goes on
+    top_logprobs: TopLogprobs | None = None  # of the one token; None: not asked for (`logprobs`)
 
 
 class StreamInbox:
@@ -63,7 +63,6 @@ class TokenStream(Iterator[StreamOutput]):
     def __init__(
         self,
         inbox: StreamInbox,
-        tokenizer: Tokenizer | None,
         *,
         advance: Callable[[], bool],  # runs a step; False: there is none to run
         sweep: Callable[[], object],  # aborts the requests of closed inboxes
@@ -71,7 +70,6 @@ class TokenStream(Iterator[StreamOutput]):
         self._inbox = inbox
         self._advance = advance
         self._sweep = sweep
-        self._texts = None if tokenizer is None else {name: TextStream(tokenizer) for name in inbox.places}
         self._ready: deque[StreamOutput] = deque()
         self._num_unfinished = len(inbox.places)
 
@@ -122,14 +120,17 @@ class TokenStream(Iterator[StreamOutput]):
             place = places.get(output.request_id)
             if place is None:
                 continue
-            text = None
-            if self._texts is not None:
-                stream = self._texts[output.request_id]
-                text = stream.push([output.token_id])
-                text += "" if output.result is None else stream.finish()
             self._num_unfinished -= output.result is not None
             self._ready.append(
-                StreamOutput(*place, output.request_id, output.token_id, output.logprob, text, output.result)
+                StreamOutput(
+                    *place,
+                    output.request_id,
+                    output.token_id,
+                    output.logprob,
+                    output.text,
+                    output.result,
+                    output.top_logprobs,
+                )
             )
 
 

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.latent_pages import LatentPages, LatentTiles
-from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.reference import attend_pages, by_kv_head, finish
+from pallas_kernels.ragged_paged_attention.reference import attend_pages, by_kv_head
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 
 
@@ -41,7 +40,5 @@ def mla_paged_attention(
     scale = jnp.asarray(1.0 if k_scale is None else k_scale, jnp.float32)
     cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1])
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
-    state = online_softmax.empty(q.shape[:3], cache.head_dim_v)
-    state = attend_pages(q * scale, cache, mask, batch, soft_cap=soft_cap, state=state)
-    out, lse = finish(state, sinks, scale)
-    return out.astype(q_nope.dtype), lse
+    out, lse = attend_pages(q * scale, cache, mask, batch, soft_cap=soft_cap, sinks=sinks)
+    return (out * scale)[:, 0].astype(q_nope.dtype), lse[:, 0]

@@ -1,6 +1,6 @@
 """Softmax over keys that come in parts: state, one more part, result.
 
-Flow:    empty -> [attend] per KV tile -> [finish] -> out, lse
+Flow:    empty -> [attend] per KV tile, or [merge_rows] of parts -> [finish] -> out, lse
 Source:  online softmax of FlashAttention (arXiv 2205.14135); sinks as GPT-OSS: one more logit without a value
 
 All arrays are float32; leading axes are free. Whether a row has seen a key is read off its weight, not off `m`: a
@@ -44,7 +44,10 @@ def attend(
     soft_cap: float | None,
 ) -> SoftmaxState:
     """`state` after further keys. A row that sees none of them keeps its state even if a value is NaN."""
-    s = jnp.einsum("...md,...kd->...mk", q, k, precision=lax.Precision.HIGHEST)
+    if q.shape[-2] < k.shape[-2]:  # XLA for CPU reads the first operand as it lies and packs the other
+        s = jnp.einsum("...kd,...md->...km", k, q, precision=lax.Precision.HIGHEST).swapaxes(-1, -2)
+    else:
+        s = jnp.einsum("...md,...kd->...mk", q, k, precision=lax.Precision.HIGHEST)
     if soft_cap is not None:
         s = soft_cap * jnp.tanh(s / soft_cap)
     s = jnp.where(visible, s, -jnp.inf)
@@ -55,6 +58,20 @@ def attend(
     total = state.total * shrink[..., None] + jnp.einsum("...mk,...kd->...md", p, v, precision=lax.Precision.HIGHEST)
     total = jnp.where(weight[..., None] == 0, state.total, total)  # 0 * NaN; a weight of 0 leaves m, so shrink is 1
     return SoftmaxState(m, state.weight * shrink + weight, total)
+
+
+def merge_rows(
+    state: SoftmaxState,  # [N, ...]
+    rows: jax.Array,  # int32[n] in any order, one row perhaps several times; beyond N: left out
+    parts: SoftmaxState,  # [n, ...] over keys that `state` has not seen
+) -> SoftmaxState:
+    """`state` with each part merged into its row."""
+    m = state.m.at[rows].max(parts.m, mode="drop")
+    of_part = m.at[rows].get(mode="fill", fill_value=-jnp.inf)
+    kept, added = jnp.exp(state.m - _finite(m)), jnp.exp(parts.m - _finite(of_part))
+    weight = (state.weight * kept).at[rows].add(parts.weight * added, mode="drop")
+    total = (state.total * kept[..., None]).at[rows].add(parts.total * added[..., None], mode="drop")
+    return SoftmaxState(m, weight, total)
 
 
 def finish(state: SoftmaxState, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

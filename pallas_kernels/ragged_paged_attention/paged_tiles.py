@@ -1,6 +1,6 @@
 """Reads a tile of K and V of one sequence through its block table.
 
-Flow:    pages + block tables + PageRun -> [PagedTiles.read] -> K, V head-major in float32, key positions
+Flow:    pages + block tables + PageRun -> [PagedTiles.read] -> K and V in float32, key positions
 
 Only pages that the run names are read; places of a tile beyond the run read the null page. Pages keep their dtype
 until they are gathered: the cost is that of the tile, never of the pool.
@@ -24,8 +24,8 @@ _NO_KEY = jnp.iinfo(jnp.int32).max  # position of a slot that holds no key: beyo
 class KVTile(NamedTuple):
     """`tile_pages * page_size` slots of one sequence."""
 
-    k: jax.Array  # float32[num_kv_heads, slots, head_dim]
-    v: jax.Array  # float32[num_kv_heads, slots, head_dim_v]
+    k: jax.Array  # float32[slots, num_kv_heads, head_dim]
+    v: jax.Array  # float32[slots, num_kv_heads, head_dim_v]
     key_pos: jax.Array  # int32[slots]
 
 
@@ -55,7 +55,7 @@ class PagedTiles:
         return KVTile(k, v, key_pos)
 
     def _gather(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """K and V of pages `ids` int32[tile_pages], head-major."""
+        """K and V of pages `ids` int32[tile_pages]."""
         if len(self.pages) == 2:
             k, v = (array.at[ids].get(mode=_CLIP) for array in self.pages)
         else:
@@ -63,7 +63,7 @@ class PagedTiles:
             rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
             k = rows[:, :, 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
             v = rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
-        return _head_major(k), _head_major(v)
+        return _by_slot(k), _by_slot(v)
 
 
 def locate(
@@ -84,6 +84,6 @@ def locate(
     return ids, key_pos.reshape(-1)
 
 
-def _head_major(x: jax.Array) -> jax.Array:
-    """[tile_pages, page_size, heads, dim] as float32[heads, slots, dim]."""
-    return x.astype(jnp.float32).reshape(-1, *x.shape[2:]).swapaxes(0, 1)
+def _by_slot(x: jax.Array) -> jax.Array:
+    """[tile_pages, page_size, heads, dim] as float32[slots, heads, dim]."""
+    return x.astype(jnp.float32).reshape(-1, *x.shape[2:])

@@ -4,7 +4,8 @@ Flow:    lengths of the step + mask rule -> [make_schedule] -> Schedule -> [Sche
 
 A *query tile* is up to `queries` successive query tokens of one sequence. It sees the pages of its `PageRun`, read
 `tile_pages` at a time: one *work item* each. The schedule depends on the step, the mask and the shapes alone, so that
-all layers of a kind share one computation of it. Tiles of one query are kept apart from longer ones: part 0 and 1.
+all layers of a kind share one computation of it. Tiles of sequences of few queries, each of which is one tile, are kept
+apart from the others: part 0 and 1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Batch(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """One query tile, int32[] each; or all tiles of a step, int32[N] each."""
+    """One query tile, int32[] each; or several of a step, int32[n] each."""
 
     seq: jax.Array
     seq_len: jax.Array
@@ -55,15 +56,35 @@ class Schedule(NamedTuple):
     tiles: jax.Array  # int32[N, fields of QueryTile]
     starts: jax.Array  # int32[2, N] first work item of each tile in part 0 and 1
     ends: jax.Array  # int32[2, N] one after its last: the start where the tile belongs to the other part
+    ranks: jax.Array  # int32[2, N] tiles with work in part 0 and 1, up to and with each
 
     def num_items(self, part: int) -> jax.Array:
         """int32[], work items of part 0 or 1."""
         return self.ends[part, -1]
 
     def item(self, part: int, i: jax.Array) -> tuple[QueryTile, jax.Array]:
-        """(query tile, index of its KV tile int32[]) of the `i`-th work item."""
-        tile = jnp.sum(self.ends[part] <= i, dtype=jnp.int32)
-        return QueryTile(*self.tiles[tile]), i - self.starts[part, tile]
+        """(query tile, index of its KV tile int32[...]) of the `i`-th work items, `i` int32[...].
+
+        Beyond the last item: a tile that sees no page, of a sequence that is not there.
+        """
+        tile = jnp.sum(self.ends[part] <= i[..., None], axis=-1, dtype=jnp.int32)
+        known = tile < self.tiles.shape[0]
+        tile = jnp.minimum(tile, self.tiles.shape[0] - 1)
+        fields = QueryTile(*jnp.moveaxis(self.tiles[tile], -1, 0))
+        none = jnp.iinfo(jnp.int32).max
+        fields = fields._replace(
+            seq=jnp.where(known, fields.seq, none), num_pages=jnp.where(known, fields.num_pages, 0)
+        )
+        return fields, i - self.starts[part, tile]
+
+    def num_tiles(self, part: int) -> jax.Array:
+        """int32[], query tiles that have work items in part 0 or 1."""
+        return self.ranks[part, -1]
+
+    def tile(self, part: int, n: jax.Array) -> tuple[QueryTile, jax.Array]:
+        """(the `n`-th query tile that has work items in the part, how many it has), int32[]."""
+        tile = jnp.sum(self.ranks[part] <= n, dtype=jnp.int32)
+        return QueryTile(*self.tiles[tile]), self.ends[part, tile] - self.starts[part, tile]
 
 
 def make_schedule(
@@ -72,17 +93,19 @@ def make_schedule(
     *,
     num_tokens: int,
     queries: int,  # most queries of a tile
-    tile_pages: tuple[int, int],  # pages of a KV tile, for tiles of one query and for longer ones
+    few: int = 1,  # most queries of a sequence of part 0, at most `queries`
+    tile_pages: tuple[int, int],  # pages of a KV tile, in part 0 and in part 1
     page_size: int,
 ) -> Schedule:
     """The schedule of one step and one kind of layer."""
     room = min(num_tokens, num_tokens // queries + batch.seq_lens.shape[0])
     tiles, _ = query_tiles(batch, mask, room=room, queries=queries, page_size=page_size)
     kv_tiles = jnp.stack([-(-tiles.num_pages // pages) for pages in tile_pages])
-    single = (batch.q_lens == 1)[tiles.seq]
-    counts = jnp.where(single[None] == jnp.array([[True], [False]]), kv_tiles, 0)
+    is_short = (batch.q_lens <= few)[tiles.seq]
+    counts = jnp.where(is_short[None] == jnp.array([[True], [False]]), kv_tiles, 0)
     item_ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
-    return Schedule(jnp.stack(tiles, axis=1), item_ends - counts, item_ends)
+    ranks = jnp.cumsum(counts > 0, axis=1, dtype=jnp.int32)
+    return Schedule(jnp.stack(tiles, axis=1), item_ends - counts, item_ends, ranks)
 
 
 def query_tiles(

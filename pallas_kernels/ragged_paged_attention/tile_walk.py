@@ -1,21 +1,21 @@
-"""The loop of the references: every query tile of a step by every KV tile that it sees.
+"""Which keys a query tile meets at a time: the pages of its run, a KV tile after the other.
 
-Flow:    inputs per query token + pages + mask rule -> [walk] -> carry per query token
+Flow:    schedule + pages + mask rule -> [TileWalk] -> KV tiles, who sees what -> reference
 
-One dynamic loop over the work items (query tile, KV tile) that the step really has, so that cost follows the tokens
-seen and not the buckets T, S, P. It runs twice, with two shapes of tiles:
+Work comes in two parts of the schedule, with two shapes of tiles:
 
-    one-token rows    1 query        x 128 keys
-    longer rows       `queries` ones x 128 keys
+    part 0    sequences of `few` queries at most     many work items at once
+    part 1    tiles of `queries` of the others       one query tile after the other
 
-A KV tile is a few pages of the mask's page run. No mask or score ever exceeds one tile of queries by one tile of keys.
+A KV tile is a few pages of the mask's page run. Cost follows the tokens seen and not the buckets T, S, P. No mask or
+score ever exceeds `queries` by one KV tile, or a trip's work items by theirs.
 A non-finite key or value can reach only queries of its own sequence that share a query tile with one that sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,10 @@ from jax import lax
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention.mask import MaskRule, PageRun
 from pallas_kernels.ragged_paged_attention.paged_tiles import KVTile
-from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, make_schedule
-from pallas_kernels.varying import vary_like
+from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, Schedule, make_schedule
 
-_TILE_KEYS = 128
-
-# Trees of arrays [heads, tokens, ...]; what a head is, is the caller's.
-ByToken = Any
+_TILE_KEYS = 64  # about so many keys of a KV tile: a longer one has more that no query sees
+_MOST_FEW = 8
 
 
 class TileReader(Protocol):
@@ -48,64 +45,58 @@ class TileReader(Protocol):
     def page_size(self) -> int:
         """Keys of a page."""
 
+    @property
+    def head_dim_v(self) -> int:
+        """Dimension of a value."""
+
     def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
         """The `tile_pages` pages of sequence `seq` from page `first` of its run on."""
 
 
-def walk(
-    cache: TileReader,
-    mask: MaskRule,
-    batch: Batch,
-    body: Callable[[ByToken, ByToken, KVTile, jax.Array], ByToken],
-    inputs: ByToken,
-    carry: ByToken,
-    *,
-    queries: int,
-) -> ByToken:
-    """`carry` after all KV tiles of all query tokens.
+@dataclass(frozen=True)
+class TileWalk:
+    """The work of one step over the pages of one layer."""
 
-    `body(carry, inputs, kv, visible)` gives the new carry of the tokens of one query tile, n of them: `carry` and
-    `inputs` are the slices [heads, n, ...], `visible` bool[n, keys] says who sees what, and the values of keys that
-    nobody sees are zero. Tokens beyond the tile's end see nothing; `body` must leave their carry as it is.
-    """
-    num_tokens = jax.tree.leaves(inputs)[0].shape[1]
-    queries = min(num_tokens, queries)
-    tile_pages = (_tile_pages(cache, mask, 1), _tile_pages(cache, mask, queries))
-    schedule = make_schedule(
-        batch, mask, num_tokens=num_tokens, queries=queries, tile_pages=tile_pages, page_size=cache.page_size
-    )
-    inputs, carry = jax.tree.map(lambda x: _pad_tokens(x, queries), (inputs, carry))
-    carry = vary_like(carry, *jax.tree.leaves(inputs), *schedule, *cache.pages, cache.block_tables)
-    for part, size in enumerate((1, queries) if num_tokens > 1 else (1,)):
+    cache: TileReader
+    mask: MaskRule
+    schedule: Schedule
+    sizes: tuple[int, int]  # queries of a tile, in part 0 and in part 1
+    tile_pages: tuple[int, int]  # pages of a KV tile
+    most_items: int  # work items that part 0 can have
 
-        def trip(i: jax.Array, carry: ByToken, part: int = part, size: int = size) -> ByToken:
-            tile, kv_tile = schedule.item(part, i)
-            old, given = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, tile.token, size, axis=1), (carry, inputs))
-            kv, visible = _read(cache, mask, tile, kv_tile * tile_pages[part], size, tile_pages[part])
-            new = body(old, given, kv, visible)
-            return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, tile.token, axis=1), carry, new)
+    @classmethod
+    def of_step(cls, cache: TileReader, mask: MaskRule, batch: Batch, *, num_tokens: int, queries: int) -> TileWalk:
+        """With query tiles of at most `queries` tokens.
 
-        carry = lax.fori_loop(0, schedule.num_items(part), trip, carry)
-    return jax.tree.map(lambda x: x[:, :num_tokens], carry)
+        A sequence of few queries has at most as many as every sequence of the step can have, where that is a small
+        number: 1 in the shape of a decoding step, 1 + k in that of a step with k drafts.
+        """
+        num_seqs, num_columns = cache.block_tables.shape
+        queries = min(num_tokens, queries)
+        share = num_tokens // num_seqs
+        few = min(queries, share if 1 <= share <= _MOST_FEW else 1)
+        most = [mask.max_pages(size, num_columns, cache.page_size) for size in (few, queries)]
+        tiles = [cdiv(pages, max(1, _TILE_KEYS // cache.page_size)) for pages in most]
+        tile_pages = (cdiv(most[0], tiles[0]), cdiv(most[1], tiles[1]))
+        schedule = make_schedule(
+            batch,
+            mask,
+            num_tokens=num_tokens,
+            queries=queries,
+            few=few,
+            tile_pages=tile_pages,
+            page_size=cache.page_size,
+        )
+        return cls(cache, mask, schedule, (few, queries), tile_pages, num_seqs * tiles[0])
 
+    def read(self, part: int, tile: QueryTile, kv_tile: jax.Array) -> tuple[KVTile, jax.Array]:
+        """KV tile number `kv_tile` of a query tile, V zero where no query sees it, and who sees what.
 
-def _tile_pages(cache: TileReader, mask: MaskRule, queries: int) -> int:
-    """Pages of a KV tile: about `_TILE_KEYS` keys, shared out evenly over the most pages that a query tile sees."""
-    most = mask.max_pages(queries, cache.block_tables.shape[1], cache.page_size)
-    return cdiv(most, cdiv(most, max(1, _TILE_KEYS // cache.page_size)))
-
-
-def _pad_tokens(x: jax.Array, num_tokens: int) -> jax.Array:
-    """`num_tokens` more along axis 1, so that a whole tile may start at the last token."""
-    return jnp.pad(x, [(0, 0), (0, num_tokens), *[(0, 0)] * (x.ndim - 2)])
-
-
-def _read(
-    cache: TileReader, mask: MaskRule, tile: QueryTile, first_page: jax.Array, queries: int, tile_pages: int
-) -> tuple[KVTile, jax.Array]:
-    """Some pages of a query tile's run, V zero where no query sees it, and bool[queries, keys] who sees what."""
-    kv = cache.read(tile.seq, tile.run, first_page, tile_pages)
-    seen = mask.visible(kv.key_pos, tile.first_pos, tile.last_pos, tile.seq_len)
-    pos = tile.first_pos + lax.broadcasted_iota(jnp.int32, (queries, 1), 0)
-    visible = mask.visible(kv.key_pos[None], pos, pos, tile.seq_len) & (pos >= 0) & (pos <= tile.last_pos)
-    return kv._replace(v=jnp.where(seen[None, :, None], kv.v, 0.0)), visible
+        That is bool[queries, keys]; queries beyond the tile's end see nothing.
+        """
+        size, tile_pages = self.sizes[part], self.tile_pages[part]
+        kv = self.cache.read(tile.seq, tile.run, kv_tile * tile_pages, tile_pages)
+        seen = self.mask.visible(kv.key_pos, tile.first_pos, tile.last_pos, tile.seq_len)
+        pos = tile.first_pos + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        visible = self.mask.visible(kv.key_pos[None], pos, pos, tile.seq_len) & (pos >= 0) & (pos <= tile.last_pos)
+        return kv._replace(v=jnp.where(seen[:, None, None], kv.v, 0.0)), visible

@@ -302,6 +302,8 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, content: str, message: str
         (["--prompts", "/no/such/file"], "No such file"),
         (["--model", "/no/such/folder"], "config.json"),
         (["--top-p", "2"], "top_p in (0, 1], got 2.0"),
+        (["--min-p", "-1"], "min_p in [0, 1], got -1.0"),
+        (["--stop", ""], "stop strings of at least one character, got ''"),
         (["--max-tokens", "4000"], "max_model_len"),
         (["--prompt", "a", "--max-model-len", "2"], "request prompt-1: expected prompt and max_tokens of at most 2"),
         (["--prompt", "\udcff"], "expected Unicode text in prompt prompt-1, got '\\udcff'"),
@@ -356,6 +358,10 @@ def test_compiled_steps_are_kept_where_nothing_else_is_said(monkeypatch: pytest.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         use_compilation_cache()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kvjax" / "jax")
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == shortest  # as the environment says
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+        use_compilation_cache()
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
@@ -389,6 +395,19 @@ def test_text_is_printed_in_the_order_of_the_prompts(capsys: pytest.CaptureFixtu
     printer.push("prompt-2", 6, is_last=True)
     assert "6 \n\n--- prompt-3" in capsys.readouterr().out
     assert printer.texts == {"prompt-1": "7 9 ", "prompt-2": "5 6 ", "prompt-3": "8 "}
+
+
+def test_text_ends_before_a_stop_string(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["--prompt", "A tuple is", "--no-plot", "--json", str(report), "--max-tokens", "12"]
+    assert main(["generate", *SMALL, *arguments]) == 0
+    (whole,) = json.loads(report.read_text())["requests"]
+    stop = whole["text"][5:8]
+    arguments += ["--stop", stop, "--stop", "no such text", "--presence-penalty", "0"]
+    assert main(["generate", *SMALL, *arguments]) == 0
+    (cut,) = json.loads(report.read_text())["requests"]
+    assert cut["text"] == whole["text"].split(stop)[0]
+    assert f"A tuple is{cut['text']}\n" in capsys.readouterr().out
 
 
 def test_long_prompts_show_their_end() -> None:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.core import KVCacheManager, Request
+from kvjax.core import KVCacheManager, Request, StepDrafts
 from kvjax.core.kinds.mla import MLAAttentionSpec
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.core.step.step_builder import build_step_plan
@@ -43,6 +43,22 @@ def test_padding_does_nothing() -> None:
         assert group.slot_mapping.tolist() == [*planned.slot_mapping, *[-1] * 6]
         assert group.block_tables[:2, :3].tolist() == planned.block_tables.tolist()
         assert group.block_tables.sum() == planned.block_tables.sum()
+
+
+def test_rows_of_logits_are_padded_to_those_of_all_drafts() -> None:
+    host = ToyHost(toy_config())
+    for row, length in enumerate([9, 5]):
+        host.add(row, np.arange(1, length + 1))
+    host.request_table.num_computed_tokens[:2] = 8, 4
+    plan = host.plan([0, 1], [3, 2], drafts=StepDrafts(np.array([2, 1]), np.array([[30, 29], [28, 0]])))
+    batch = DeviceBatch.from_plan(plan, Bucket(16, 4, 6, num_drafts=2))
+    assert batch.token_ids.tolist() == [9, 30, 29, 5, 28, *[0] * 11]
+    assert batch.logits_indices.tolist() == [0, 1, 2, 3, 4, *[0] * 7]
+    assert batch.logits_starts.tolist() == [0, 3, 5, 5, 5]
+    assert DeviceBatch.from_plan(mixed_plan(), Bucket(16, 4, 6, num_drafts=2)).logits_starts.tolist() == [0, 1, 2, 2, 2]
+    assert DeviceBatch.from_plan(mixed_plan(), BUCKET).logits_starts is None
+    with pytest.raises(ValueError, match=r"a step of \(5, 2, 3, 2\) .* does not fit Bucket"):
+        DeviceBatch.from_plan(plan, Bucket(16, 4, 6, num_drafts=1))
 
 
 def test_an_index_of_vectors_is_padded_with_tokens() -> None:

@@ -12,24 +12,28 @@ from kvjax.device.buckets import MAX_BUCKETS
 LIMITS = {"max_num_batched_tokens": 100, "max_num_seqs": 8, "max_model_len": 64, "block_size": 4}
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_default_buckets_are_few_and_hold_every_step_within_the_limits(seed: int) -> None:
+@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+@pytest.mark.parametrize("seed", range(50))
+def test_default_buckets_are_few_and_hold_every_step_within_the_limits(seed: int, num_drafts: int) -> None:
     rng = np.random.default_rng(seed)
     limits = {name: int(2 ** rng.uniform(0, 14)) for name in LIMITS}
     limits["block_size"] = int(2 ** rng.integers(0, 8))
     max_buckets = int(rng.integers(1, MAX_BUCKETS + 1))
-    buckets = Buckets.default(**limits, max_buckets=max_buckets)
+    buckets = Buckets.default(**limits, max_buckets=max_buckets, num_drafts=num_drafts)
     tokens, columns = limits["max_num_batched_tokens"], cdiv(limits["max_model_len"], limits["block_size"])
     requests = min(limits["max_num_seqs"], tokens)
     assert len(buckets.steps) <= max_buckets
-    assert max(buckets.steps) == Bucket(tokens, requests, columns)
+    assert max(buckets.steps) == Bucket(tokens, requests, columns, num_drafts)
     assert (buckets.max_num_tokens, buckets.max_num_requests) == (tokens, requests)
+    assert {bucket.num_drafts for bucket in buckets.steps} == {buckets.max_num_drafts} == {num_drafts}
     for _ in range(20):
         s = int(rng.integers(1, requests + 1))
         t, p = int(rng.integers(s, tokens + 1)), int(rng.integers(1, columns + 1))
-        bucket = buckets.pick(t, s, p)
-        assert bucket.fits(t, s, p)
-        assert bucket == min(b for b in buckets.steps if b.fits(t, s, p))
+        drafts = int(rng.integers(0, num_drafts + 1))
+        bucket = buckets.pick(t, s, p, drafts)
+        assert bucket.fits(t, s, p, drafts)
+        assert bucket == min(b for b in buckets.steps if b.fits(t, s, p, drafts))
+        assert bucket.num_logits >= min(t, s * (1 + drafts)), "a row of logits for each request and draft"
 
 
 def test_decode_steps_have_buckets_without_spare_tokens() -> None:
@@ -38,6 +42,29 @@ def test_decode_steps_have_buckets_without_spare_tokens() -> None:
     assert buckets.pick(256, 256, 512) == Bucket(256, 256, 512)
     assert buckets.pick(10, 10, 20) == Bucket(16, 16, 32)
     assert buckets.pick(2000, 3, 20) == Bucket(2048, 256, 128)
+
+
+def test_verifying_steps_have_buckets_without_spare_tokens() -> None:
+    """As many tokens and rows of logits as requests with all their drafts, as far as the budget of a step goes."""
+    limits = {"max_num_batched_tokens": 512, "max_num_seqs": 256, "max_model_len": 8192, "block_size": 16}
+    buckets = Buckets.default(**limits, num_drafts=3)
+    assert buckets.pick(64, 16, 512, 3) == Bucket(64, 16, 512, 3)
+    assert buckets.pick(256, 64, 20, 3) == Bucket(256, 64, 32, 3)
+    assert buckets.pick(512, 256, 512, 3).num_logits == 512
+    assert (Bucket(64, 16, 4, 3).num_logits, Bucket(64, 16, 4).num_logits, Bucket(4, 16, 4).num_logits) == (64, 16, 16)
+
+
+def test_more_drafts_than_any_bucket_has_fit_none() -> None:
+    buckets = Buckets((Bucket(8, 4, 2, 1), Bucket(8, 4, 2)))
+    assert buckets.pick(8, 4, 2) == Bucket(8, 4, 2)
+    assert buckets.pick(8, 4, 2, 1) == Bucket(8, 4, 2, 1)
+    message = r"no bucket fits 4 tokens, .* with 2 drafts of a request; .* \(declared: 8x4x2, 8x4x2 with 1 drafts\)"
+    with pytest.raises(ValueError, match=message):
+        buckets.pick(4, 1, 1, 2)
+    with pytest.raises(ValueError, match="expected num_drafts >= 0, got -1"):
+        Bucket(8, 4, 2, -1)
+    with pytest.raises(ValueError, match="expected num_drafts >= 0, got -1"):
+        Buckets.default(**LIMITS, num_drafts=-1)
 
 
 def test_equal_buckets_count_once() -> None:

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.core import KVCacheManager, Request
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
-from kvjax.core.step.step_builder import build_step_plan
 from kvjax.device import (
     Bucket,
     Buckets,
@@ -23,7 +21,6 @@ from kvjax.device import (
     PagedKVCache,
     RecurrentStep,
     UpdateStep,
-    copy_pages,
     create_pages,
     make_update_step,
 )
@@ -31,7 +28,7 @@ from kvjax.device.pages import Column
 from kvjax.planning import plan_kv_cache
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.device.aliases import assert_in_place
-from tests.device.serving import Server, nan_pages
+from tests.device.serving import Server
 from tests.device.toy import BLOCK_SIZE, HEAD_DIM, HIDDEN, KV_HEADS, VOCAB, ToyAttention
 from tests.device.traces import at_most_traced
 
@@ -192,33 +189,6 @@ def test_without_cached_states_every_request_computes_its_own(step: UpdateStep) 
     for name in ("a", "b"):
         assert server.run({name: tokens}, 3, budget=7) == {name: 0}
         np.testing.assert_allclose(server.logits[name], recomputed(step, tokens, 3), **CLOSE)
-
-
-def test_rejected_drafts_leave_no_trace(step: UpdateStep) -> None:
-    """Steps of a token and up to two drafts go on from the state of what was accepted, over the ends of blocks."""
-    rng, tokens, config = np.random.default_rng(0), prompt(7, 30), hybrid_config(drafts=2)
-    with_drafts = make_update_step(random_model(), config, BUCKETS)
-    manager, pages = KVCacheManager(config, MAX_MODEL_LEN, hash_block_size=BLOCK_SIZE), nan_pages(config, with_drafts)
-    request, new = Request("a", tokens), 9
-    logits = {}
-    while request.num_computed_tokens < len(tokens):
-        assert manager.allocate_slots(request, new, delay_cache_blocks=True) is not None
-        rows = np.array([request.row])
-        plan = build_step_plan(manager, rows, np.array([new]), wants_logits=np.array([True]))
-        output = with_drafts(pages, plan)
-        pages, after = output.pages, request.num_computed_tokens + new
-        logits[after] = np.asarray(output.logits[0])
-        rejected = int(rng.integers(0, new)) if new <= 3 and after < len(tokens) else 0
-        request.num_computed_tokens = after - rejected
-        (states,) = (group for group in plan.groups if group.state_write is not None)
-        if rejected:
-            column = (request.num_computed_tokens - 1) // STATE_BLOCK
-            copy = (states.state_write[:, -1 - rejected], states.block_tables[:, column])
-            pages = copy_pages(pages, states.pool_id, *copy)
-        new = min(int(rng.integers(1, 4)), len(tokens) - request.num_computed_tokens)
-    assert len(logits) > 8
-    for length in list(logits)[::3]:
-        np.testing.assert_allclose(logits[length], recomputed(step, tokens[:length], 1)[0], **CLOSE)
 
 
 def test_the_compiled_step_updates_states_in_place_and_is_traced_once(step: UpdateStep) -> None:

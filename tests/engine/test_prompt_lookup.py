@@ -14,7 +14,7 @@ from kvjax.engine.sampling_table import SamplingTable
 from kvjax.engine.speculation import SpeculativeConfig
 from kvjax.engine.stats import RequestStats
 
-MAX_LEN = 400
+MAX_LEN = 600
 
 
 def looked_up(tokens: list[int], config: SpeculativeConfig, limit: int) -> list[int]:
@@ -113,12 +113,12 @@ def test_asking_twice_answers_twice() -> None:
 
 
 def test_long_rows_share_slots_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains of many n-grams: eight slots for hundreds of them."""
+    """Chains of many n-grams: eight slots for hundreds of them, several new ones at once."""
     monkeypatch.setattr("kvjax.engine.prompt_lookup.MAX_SLOTS", 8)
     config, rng = SpeculativeConfig(max_ngram=3, min_ngram=2), np.random.default_rng(1)
     rows = Rows(config)
     rows.start(rng.integers(0, 12, 150).tolist())
-    for token in rng.integers(0, 12, 200).tolist():
-        rows.requests[0].request.append_output_token_ids(token)
+    for count in rng.integers(1, 7, 70).tolist():  # at most 420 of them, and 150
+        rows.requests[0].request.append_output_token_ids(rng.integers(0, 12, count))
         expected = looked_up(rows.requests[0].request.token_ids.tolist(), config, 4)
         assert rows.drafts([0], [4]) == [expected]

@@ -14,6 +14,7 @@ from kvjax.engine.token_matcher import packed
 from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded, make_engine
 from tests.engine.naive_sampler import chosen, edited
 from tests.models.families import RecordingEngine
+from tests.models.golden_models import goldens_of
 
 NAME = "llama"
 NUM_TOKENS = 12
@@ -237,3 +238,60 @@ def test_more_of_the_best_than_the_engine_was_made_for_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="max_logprobs >= 0, got -1"):
         base_config(NAME, max_logprobs=-1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"async_scheduling": True, "max_num_seqs": 3},
+        {"async_scheduling": True, "num_blocks": FEW_BLOCKS[NAME], "max_num_batched_tokens": 16},
+    ],
+)
+def test_prompts_have_the_log_probabilities_that_the_model_gives_them(settings: dict[str, Any]) -> None:
+    """The golden logits are Hugging Face's, of every token of the prompt. Nothing is read from the prefix cache."""
+    few = settings.get("num_blocks") is not None
+    config = base_config(NAME, max_logprobs=5, **settings)
+    engine = LLMEngine(loaded(NAME), config, like=None if few else engine_with_logprobs())
+    goldens = goldens_of(NAME)
+    counts = [0, 1, 5, None, 3, 2]
+    params = [SamplingParams(n=1 + k % 2, max_tokens=3, prompt_logprobs=count) for k, count in enumerate(counts)]
+    for _ in range(2):
+        results = engine.generate([golden.prompt for golden in goldens], params)
+        owners = [k for k, one in enumerate(params) for _ in range(one.n)]
+        for k, result in zip(owners, results, strict=True):
+            if counts[k] is None:
+                assert result.prompt_logprobs is None
+                continue
+            scores, prompt = result.prompt_logprobs, goldens[k].prompt
+            assert scores is not None
+            assert np.isnan(scores.logprobs).tolist() == [True] + [False] * (prompt.size - 1)
+            assert scores.top.token_ids[0].tolist() == [-1] * counts[k]
+            log = goldens[k].logits.astype(np.float64)
+            log -= np.log(np.exp(log).sum(axis=-1, keepdims=True))
+            places = goldens[k].positions[:-1] + 1
+            log, top = log[:-1], scores.top
+            own = np.take_along_axis(log, prompt[places, None], axis=-1)
+            np.testing.assert_allclose(scores.logprobs[places], own[:, 0], atol=1e-4)
+            best = np.sort(log, axis=-1)[:, ::-1][:, : counts[k]]
+            np.testing.assert_allclose(top.logprobs[places], best, atol=1e-4)
+            of_ids = np.take_along_axis(log, top.token_ids[places], axis=-1)
+            np.testing.assert_allclose(of_ids, top.logprobs[places], atol=1e-4)
+            assert (top.ranks[places] > (log > own + 1e-4).sum(axis=-1)).all()
+            assert (top.ranks[places] <= (log > own - 1e-4).sum(axis=-1)).all()
+            assert (result.stats.num_cached_tokens or 0) == result.stats.num_shared_tokens
+    assert_no_leak(engine)
+
+
+def test_log_probabilities_of_everything_compile_nothing_after_warm_up() -> None:
+    engine = LLMEngine(loaded(NAME), base_config(NAME, max_logprobs=3, max_buckets=3, async_scheduling=True))
+    engine.warmup()
+    params = [SamplingParams(max_tokens=3, logprobs=i % 4, prompt_logprobs=(None, 3, 0)[i % 3]) for i in range(12)]
+    with count_compilations() as count:
+        engine.generate([np.arange(1 + 9 * i) % 256 for i in range(12)], params)
+    assert count.num_programs == 0
+
+
+def test_prompt_log_probabilities_need_an_engine_that_was_made_for_them() -> None:
+    with pytest.raises(ValueError, match=r"an engine with EngineConfig\.max_logprobs >= 1, got 0"):
+        make_engine(NAME).add_request([1], SamplingParams(prompt_logprobs=0))

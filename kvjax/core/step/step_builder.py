@@ -137,8 +137,9 @@ def build_step_plan(
         token_source[ends if drafts is None else ends - drafts.counts] = source
         token_ids[token_source >= 0] = 0
     if drafts is None:
-        logits_indices = ends[wanted].astype(np.int32)
-        logits_starts = np.arange(logits_indices.size + 1, dtype=np.int32)
+        num_wanted = np.count_nonzero(wanted)
+        logits_indices = (ends if num_wanted == rows.size else ends[wanted]).astype(np.int32)
+        logits_starts = np.arange(num_wanted + 1, dtype=np.int32)
     else:
         _check_drafts(rows, drafts.counts, own_lens == available, wanted)
         drafts.put(ends, token_ids, token_source)
@@ -150,7 +151,7 @@ def build_step_plan(
     positions = None if mrope is None else mrope.of_tokens(rows, computed, starts, *tokens)
     request_ids = _request_ids(table.request_ids, rows)
     encoder = _Encoder(table, rows, computed, writes)
-    num_drafts = 0 if drafts is None else drafts.counts
+    num_drafts = None if drafts is None else drafts.counts
     step = _Step(rows, computed, seq_lens, seq_lens.astype(np.int32), tokens, encoder, num_drafts)
     groups = _group_plans(tables, step, updates, pick_shape)  # the last check: now edits may be taken
     return StepPlan(
@@ -245,7 +246,7 @@ class _Step(NamedTuple):
     plan_lens: np.ndarray  # int32[S] the same, for the plans
     tokens: _Tokens
     encoder: _Encoder
-    num_drafts: np.ndarray | int  # int64[S] of the new tokens
+    num_drafts: np.ndarray | None  # int[S] of the new tokens; None: there are none
 
 
 class _Held(NamedTuple):
@@ -390,11 +391,11 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
             f"tokens, got {own.num_blocks[i]} blocks; allocate them before the step is built"
         )
     write = pages.pages_of_states(own.table, own.counts, step.rows, step.seq_lens)
-    if np.any(step.num_drafts > pages.num_drafts):
-        i = int(np.argmax(step.num_drafts))
+    if step.num_drafts is not None and step.num_drafts.max() > pages.num_drafts:
+        i = int(step.num_drafts.argmax())
         raise ValueError(
             f"row {step.rows[i]}, group {own.group_id}: expected at most {pages.num_drafts} drafts, as there are "
-            f"states for, got {np.max(step.num_drafts)}"
+            f"states for, got {step.num_drafts[i]}"
         )
     if pages.num_drafts:
         before = pages.pages_of_drafts(own.table, own.counts, step.rows, step.seq_lens)
@@ -411,12 +412,12 @@ def _state_fields(pages: StatePages, own: _Held, step: _Step) -> dict[str, Any]:
 
 
 def _with_drafts(
-    write: np.ndarray, before: np.ndarray, num_new: np.ndarray, num_drafts: np.ndarray | int
+    write: np.ndarray, before: np.ndarray, num_new: np.ndarray, num_drafts: np.ndarray | None
 ) -> np.ndarray:  # int32[S, 1 + s]
     """Pages of states after the last of int64[S] new tokens; of more than 1 + s after the last one and drafts only."""
     pages = np.concatenate([before, write[:, None]], axis=1)
     most = pages.shape[1]
-    num_kept = np.where(num_new > most, 1 + num_drafts, num_new)
+    num_kept = np.where(num_new > most, 1 if num_drafts is None else 1 + num_drafts, num_new)
     pages[np.arange(most) < most - num_kept[:, None]] = 0
     return pages
 

@@ -1,0 +1,184 @@
+"""What was measured, as text and as JSON.
+
+Flow:    BenchResult -> [bench_text | bench_json] -> `kvjax bench`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvjax.bench.measure import EngineRun, Speed, Speeds, median_speeds
+from kvjax.bench.step_parts import PARTS
+from kvjax.bench.workload import Workload
+from kvjax.text import align_table, count_of
+
+PART_WORDS = {"wait": "wait for the device", "update": "read and update"}
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What it took until nothing is left to compile."""
+
+    num_shapes: int
+    seconds: float
+    num_programs: int  # compiled or taken from the compilation cache
+    num_cached: int  # of them, taken from there
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Everything that one command measured. `runs` and `baseline` have a run each; no baseline: there was none."""
+
+    workload: Workload
+    warmup: WarmUp
+    runs: Sequence[EngineRun]
+    baseline: Sequence[Speeds] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)  # of torch and transformers
+
+    @property
+    def median_run(self) -> EngineRun:
+        """The run whose decoding steps took neither the shortest nor the longest."""
+        ordered = sorted(self.runs, key=lambda run: run.parts.step_wall_us)
+        return ordered[(len(ordered) - 1) // 2]
+
+    @property
+    def speeds(self) -> Speeds:
+        """Of the engine."""
+        return median_speeds([run.speeds for run in self.runs])
+
+    @property
+    def baseline_speeds(self) -> Speeds | None:
+        """Of Hugging Face."""
+        return median_speeds(self.baseline) if self.baseline else None
+
+    @property
+    def num_equal_rows(self) -> int | None:
+        """Prompts for which both gave the same tokens; None without a baseline."""
+        if not self.baseline:
+            return None
+        return sum(mine == theirs for mine, theirs in zip(self.speeds.tokens, self.baseline[-1].tokens, strict=True))
+
+
+def bench_text(result: BenchResult) -> str:
+    """The report for a person, a paragraph per question."""
+    parts = [_warmup(result.warmup), _speeds(result), _step(result), _sharing(result), _pools(result)]
+    return "\n\n".join(parts)
+
+
+def bench_json(result: BenchResult) -> dict[str, Any]:
+    """The same for a program, every run included: tokens, seconds, microseconds, blocks."""
+    workload, run = result.workload, result.median_run
+    baseline = result.baseline_speeds
+    return {
+        "workload": {
+            "batch": len(workload.prompts),
+            "prompt_len": len(workload.prompts[0]),
+            "shared_len": workload.shared_len,
+            "num_new_tokens": workload.num_new_tokens,
+            "num_runs": len(result.runs),
+        },
+        "warmup": asdict(result.warmup),
+        "speeds": _speeds_json(result.speeds),
+        "step": {"num_steps": run.parts.num_steps, "wall_us": run.parts.wall_us, "cpu_us": run.parts.cpu_us},
+        "sharing": _speed_json(run.sharing)
+        | {"queried_tokens": run.queried_tokens, "hit_tokens": run.hit_tokens, "hit_rate": _hit_rate(run)},
+        "pools": [asdict(peak) for peak in run.pool_peaks],
+        "hugging_face": None
+        if baseline is None
+        else {
+            "versions": dict(result.versions),
+            "speeds": _speeds_json(baseline),
+            "equal_rows": result.num_equal_rows,
+        },
+        "runs": [
+            {
+                "speeds": _speeds_json(one.speeds),
+                "step": {"num_steps": one.parts.num_steps, "wall_us": one.parts.wall_us, "cpu_us": one.parts.cpu_us},
+            }
+            for one in result.runs
+        ],
+    }
+
+
+def _warmup(warmup: WarmUp) -> str:
+    return (
+        f"Warm-up: {count_of(warmup.num_shapes, 'step shape')} in {warmup.seconds:.1f} s, "
+        f"{count_of(warmup.num_programs, 'program')}, {warmup.num_cached:,} of them from the compilation cache."
+    )
+
+
+def _speeds(result: BenchResult) -> str:
+    own, baseline = result.speeds, result.baseline_speeds
+    header = ["tokens of", "number", "seconds", "tokens/s", "CPU s", "tokens/CPU s"]
+    rows = [[name, *_speed_cells(getattr(own, name))] for name in ("prefill", "decode", "total")]
+    if baseline is None:
+        return align_table(header, rows, left={0})
+    header += ["HF tokens/s", "HF tokens/CPU s", "times HF", "per CPU s"]
+    for row, name in zip(rows, ("prefill", "decode", "total"), strict=True):
+        mine, theirs = getattr(own, name), getattr(baseline, name)
+        row += [f"{theirs.tokens_per_s:,.0f}", f"{theirs.tokens_per_cpu_s:,.0f}"]
+        row += [_times(mine.tokens_per_s, theirs.tokens_per_s), _times(mine.tokens_per_cpu_s, theirs.tokens_per_cpu_s)]
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return (
+        f"{align_table(header, rows, left={0})}\n"
+        f"(HF: Hugging Face generate, {versions}; the same tokens for {result.num_equal_rows} of "
+        f"{count_of(len(own.tokens), 'prompt')})"
+    )
+
+
+def _speed_cells(speed: Speed) -> list[str]:
+    return [
+        f"{speed.tokens:,}",
+        f"{speed.wall_s:,.3f}",
+        f"{speed.tokens_per_s:,.0f}",
+        f"{speed.cpu_s:,.3f}",
+        f"{speed.tokens_per_cpu_s:,.0f}",
+    ]
+
+
+def _step(result: BenchResult) -> str:
+    parts = result.median_run.parts
+    whole = parts.step_wall_us or 1.0
+    rows = [
+        [PART_WORDS.get(part, part), f"{parts.wall_us[part]:,.0f}", f"{parts.wall_us[part] / whole:.1%}"]
+        + [f"{parts.cpu_us[part]:,.0f}"]
+        for part in PARTS
+    ]
+    rows.append(["step", f"{parts.step_wall_us:,.0f}", "100.0%", f"{parts.step_cpu_us:,.0f}"])
+    table = align_table(["part of a decoding step", "us", "share", "CPU us of the host"], rows, left={0})
+    return f"{table}\n(means over {count_of(parts.num_steps, 'step')})"
+
+
+def _sharing(result: BenchResult) -> str:
+    run, workload = result.median_run, result.workload
+    prompts = count_of(len(workload.sharing), "prompt")
+    return (
+        f"Prefix cache: of {prompts} of {len(workload.sharing[0]):,} tokens that share their first "
+        f"{workload.shared_len:,}, {run.hit_tokens:,} of {run.queried_tokens:,} tokens were found\n"
+        f"({_hit_rate(run):.1%}); prefill of {run.sharing.tokens_per_s:,.0f} tokens/s."
+    )
+
+
+def _pools(result: BenchResult) -> str:
+    return "\n".join(
+        f"Pool {i}: at most {peak.held:,} of {peak.num_blocks:,} blocks were held ({peak.held / peak.num_blocks:.1%})."
+        for i, peak in enumerate(result.median_run.pool_peaks)
+    )
+
+
+def _hit_rate(run: EngineRun) -> float:
+    return run.hit_tokens / run.queried_tokens if run.queried_tokens else 0.0
+
+
+def _times(mine: float, theirs: float) -> str:
+    return f"{mine / theirs:.2f}" if theirs > 0 else "-"
+
+
+def _speed_json(speed: Speed) -> dict[str, float]:
+    return asdict(speed) | {"tokens_per_s": speed.tokens_per_s, "tokens_per_cpu_s": speed.tokens_per_cpu_s}
+
+
+def _speeds_json(speeds: Speeds) -> dict[str, Any]:
+    return {name: _speed_json(getattr(speeds, name)) for name in ("prefill", "decode", "total")}
