@@ -173,11 +173,14 @@ class ModelRunner:
 
     def _make_update_step(self, sample_fn: SampleFn, score_fn: ScoreFn | None) -> UpdateStep:
         config, model = self._config, self._model
+        block_size = least_block_size(self._plan)
+        pages = [group.kv_cache_spec.state_pages for group in self._plan.config.kv_cache_groups]
+        most_states = max(0 if one is None else one.num_drafts for one in pages)  # columns behind a table's last
         buckets = Buckets.default(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            block_size=least_block_size(self._plan),
+            max_model_len=config.max_model_len + most_states * block_size,
+            block_size=block_size,
             max_buckets=config.max_buckets,
             num_drafts=config.num_drafts,
         )

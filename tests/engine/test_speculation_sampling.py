@@ -54,6 +54,7 @@ def engine_of(method: str | None) -> LLMEngine:
         max_num_batched_tokens=192,
         max_buckets=1,
         watermark=0.0,
+        max_logprobs=2,
         speculative=speculative,
     )
     if method == "draft_model":
@@ -152,3 +153,33 @@ def test_the_critical_value_is_exceeded_once_in_ten_thousand(degrees: int) -> No
     half = critical_value(degrees) / 2
     tail = math.exp(-half) * sum(half**i / math.factorial(i) for i in range(degrees // 2))
     assert tail == pytest.approx(1e-4, rel=0.2)
+
+
+ASKING_MORE = {
+    "presence_penalty": SamplingParams(temperature=1.0, max_tokens=10, presence_penalty=1.5),
+    "frequency_penalty": SamplingParams(temperature=1.0, max_tokens=10, frequency_penalty=1.0),
+    "repetition_penalty": SamplingParams(temperature=1.0, max_tokens=10, repetition_penalty=1.8),
+    "min_p": SamplingParams(temperature=1.5, max_tokens=10, min_p=0.2),
+    "logit_bias": SamplingParams(temperature=1.0, max_tokens=10, logit_bias={5: -3.0, 2: 2.0}),
+    "logprobs": SamplingParams(temperature=1.0, max_tokens=10, logprobs=2),
+    "stop": SamplingParams(temperature=1.0, max_tokens=10, stop_token_ids=(7, 1)),
+}
+
+
+@pytest.mark.parametrize("how", ASKING_MORE)
+@pytest.mark.parametrize("method", METHODS)
+def test_whatever_a_request_asks_of_its_tokens_drafts_change_none(method: str, how: str) -> None:
+    """Penalties count the tokens before each, accepted drafts among them; log-probabilities are each token's own."""
+    params = [replace(ASKING_MORE[how], seed=seed) for seed in range(60)]
+    engines = engine_of(None), engine_of(method)
+    plain, drafted = (engine.generate([PROMPT] * len(params), params) for engine in engines)
+    assert sum(result.stats.num_accepted_tokens for result in drafted) > 10
+    for one, other in zip(drafted, plain, strict=True):
+        assert one.output_token_ids.tolist() == other.output_token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert one.finish_reason is other.finish_reason
+        if how == "logprobs":
+            assert one.top_logprobs is not None
+            assert other.top_logprobs is not None
+            np.testing.assert_array_equal(one.top_logprobs.token_ids, other.top_logprobs.token_ids)
+            np.testing.assert_allclose(one.top_logprobs.logprobs, other.top_logprobs.logprobs, atol=1e-5)
