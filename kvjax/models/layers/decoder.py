@@ -65,7 +65,9 @@ class Decoder(LanguageModel):
         step = self.forward_step(token_ids, positions, cache)
         hidden = self.expand(self.embed(token_ids))
         for layer in self.layers:
+            step.mark_layer()
             hidden = layer(hidden, step)
+        step.mark_layer()
         return self.norm(self.collapse(hidden))
 
     def logits(self, hidden: jax.Array) -> jax.Array:  # [N, d] -> float32[N, vocab]
