@@ -74,7 +74,8 @@ class Decoder(LanguageModel):
         """Scores of the next token, scaled, after the final soft cap if the model has one."""
         config = self.config
         if config.tie_word_embeddings:
-            scores = hidden @ self.embed_tokens.embedding[...].T
+            # The table first: XLA for CPU reads the first operand as it lies and packs the other
+            scores = (self.embed_tokens.embedding[...] @ hidden.T).T
         else:
             scores = self.lm_head(hidden)
         scores = scores.astype(jnp.float32)
