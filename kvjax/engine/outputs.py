@@ -70,7 +70,8 @@ class StepOutput:
 class StepOutputs(Sequence[StepOutput]):
     """The new tokens of one step, as columns; a sequence of `StepOutput`, each made when it is asked for.
 
-    Reading columns costs nothing a token, so that is the way for many requests.
+    With speculation a request may have several of them, which stand side by side in their order; a result stands at
+    its request's last. Reading columns costs nothing a token, so that is the way for many requests.
     """
 
     request_ids: np.ndarray  # object[n] text
