@@ -1,4 +1,4 @@
-"""Times the engine on one CPU core next to Hugging Face `generate`: the demo model and a Llama of 20M parameters.
+"""Times the engine on one CPU core next to Hugging Face `generate`: the demo model and Llamas of 20M parameters.
 
 Flow:    models, prompts -> kvjax LLMEngine and Hugging Face in turns -> [bench_cpu] -> table, `--json FILE`
 
@@ -6,9 +6,9 @@ Flow:    models, prompts -> kvjax LLMEngine and Hugging Face in turns -> [bench_
 
 Both take the same float32 weights and the same prompts of one length, greedy, all requests at once, each in a process
 pinned to one core. Times are process times. A run asks each engine for one new token of every prompt (prefill), then
-for all of them; what the rest takes is decode. Rows of tokens are compared; two that part are a near tie where Hugging
-Face's two best logits are within 1e-3 there. The interpreter of `--hf-python` needs torch and transformers; without
-them kvjax runs alone.
+for all of them; what the rest takes is decode. `demo+lookup` drafts by prompt lookup. Rows of tokens are compared; two
+that part are a near tie where Hugging Face's two best logits are within 1e-3 there. The interpreter of `--hf-python`
+needs torch and transformers; without them kvjax runs alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 # Before jax is imported: one thread for the products of XLA, and no accelerator.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -31,16 +32,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_th
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 NEAR_TIE = 1e-3  # logits
-LLAMA_20M = {
+_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
@@ -50,6 +44,28 @@ LLAMA_20M = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+# Llama 2's vocabulary and the width of the stories15M checkpoint, with more layers; or few wide layers.
+LLAMAS = {
+    "llama-20m": _LLAMA
+    | {
+        "vocab_size": 32000,
+        "hidden_size": 288,
+        "intermediate_size": 768,
+        "num_hidden_layers": 11,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+    },
+    "llama-20m-wide": _LLAMA
+    | {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+}
+MODELS = ("demo", "demo+lookup", *LLAMAS)
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,7 @@ class Sizes:
     prompt: int  # tokens
     new: int  # tokens
     chunk: int  # most tokens of a step
+    drafts: int  # of a request and step, where the engine looks prompts up
 
 
 @dataclass(frozen=True)
@@ -143,7 +160,7 @@ def random_prompts(sizes: Sizes, vocab_size: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(3, vocab_size, (sizes.batch, sizes.prompt)).tolist()
 
 
-def make_llama(folder: Path) -> Path:
+def make_llama(folder: Path, config: dict[str, Any]) -> Path:
     """Writes a Llama of random weights, from a seed."""
     from flax import nnx
 
@@ -151,18 +168,20 @@ def make_llama(folder: Path) -> Path:
     from kvjax.models.registry import build_model
     from kvjax.models.save import save_weights
 
-    (folder / "config.json").write_text(json.dumps(LLAMA_20M))
-    config = ModelConfig.from_folder(folder)
-    save_weights(build_model(config, dtype="float32", rngs=nnx.Rngs(0)), folder, "float32")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    parsed = ModelConfig.from_folder(folder)
+    save_weights(build_model(parsed, dtype="float32", rngs=nnx.Rngs(0)), folder, "float32")
     return folder
 
 
-def make_engine(folder: Path, sizes: Sizes) -> tuple[Generate, int]:
+def make_engine(folder: Path, sizes: Sizes, *, lookup: bool) -> tuple[Generate, int]:
     """An engine of ours, warmed up, and how many parameters its model has."""
     import jax
     from flax import nnx
 
     from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
+    from kvjax.engine.speculation import SpeculativeConfig
 
     block_size = 16
     length = sizes.prompt + sizes.new
@@ -173,7 +192,8 @@ def make_engine(folder: Path, sizes: Sizes) -> tuple[Generate, int]:
         max_num_seqs=sizes.batch,
         max_num_batched_tokens=max(sizes.chunk, sizes.batch),
         enable_prefix_caching=False,  # every run computes every prompt, as the baseline does
-        max_buckets=5,
+        max_buckets=3,
+        speculative=SpeculativeConfig(num_drafts=sizes.drafts) if lookup else None,
     )
     engine = LLMEngine.from_folder(folder, config, dtype="float32")
     engine.warmup()
@@ -190,7 +210,7 @@ def compare(model: str, folder: Path, prompts: list[list[int]], sizes: Sizes, py
     """Runs both engines in turns; the first run of each is not counted."""
     from kvjax.bench.hugging_face import HuggingFaceProcess
 
-    generate, num_parameters = make_engine(folder, sizes)
+    generate, num_parameters = make_engine(folder, sizes, lookup=model.endswith("+lookup"))
     ours, theirs = Times(), Times()
     with ExitStack() as stack:
         baseline = None if python is None else stack.enter_context(HuggingFaceProcess(folder, python=python))
@@ -225,7 +245,7 @@ def lines(result: Result, sizes: Sizes) -> list[str]:
     text = []
     for part, count in counts.items():
         ours = getattr(result.times, f"{part}_s")
-        line = f"{result.model:12} {part:8} {count / ours:14,.0f}"
+        line = f"{result.model:14} {part:8} {count / ours:14,.0f}"
         if result.baseline is not None:
             theirs = getattr(result.baseline, f"{part}_s")
             line += f" {count / theirs:14,.0f} {theirs / ours:8.2f}x"
@@ -233,7 +253,7 @@ def lines(result: Result, sizes: Sizes) -> list[str]:
     if result.baseline is not None:
         other = result.num_rows - result.num_equal - result.num_near_ties
         text.append(
-            f"{'':12} {result.num_parameters:,} parameters; equal greedy tokens in {result.num_equal} of "
+            f"{'':14} {result.num_parameters:,} parameters; equal greedy tokens in {result.num_equal} of "
             f"{result.num_rows} rows, {result.num_near_ties} part at a near tie, {other} elsewhere; slowest run over "
             f"fastest {result.times.spread:.2f} and {result.baseline.spread:.2f}"
         )
@@ -246,12 +266,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--only", choices=("demo", "llama-20m"), help="this model alone")
+    parser.add_argument("--only", choices=MODELS, help="this model alone")
     parser.add_argument("--runs", type=int, default=5, help="runs of each engine (default %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="requests at once (default %(default)s)")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (default %(default)s)")
     parser.add_argument("--new", type=int, default=64, help="new tokens of each (default %(default)s)")
     parser.add_argument("--chunk", type=int, default=512, help="most tokens of a step (default %(default)s)")
+    parser.add_argument("--drafts", type=int, default=4, help="most drafts of prompt lookup (default %(default)s)")
     parser.add_argument(
         "--core", type=int, default=max(range(os.cpu_count() or 1)), help="the core (default: the last)"
     )
@@ -259,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--hf-python", default=sys.executable, metavar="PYTHON", help="interpreter with torch and transformers"
     )
     options = parser.parse_args(arguments)
-    for name, least in (("runs", 1), ("batch", 1), ("prompt", 1), ("new", 2), ("chunk", 1)):
+    for name, least in (("runs", 1), ("batch", 1), ("prompt", 1), ("new", 2), ("chunk", 1), ("drafts", 1)):
         if getattr(options, name) < least:
             parser.error(f"expected --{name} of at least {least}, got {getattr(options, name)}")
     pin(options.core)
@@ -267,19 +288,17 @@ def main(arguments: list[str] | None = None) -> int:
     from kvjax.demo import demo_model_path
     from kvjax.errors import MissingExtraError
 
-    sizes = Sizes(options.batch, options.prompt, options.new, options.chunk)
+    sizes = Sizes(options.batch, options.prompt, options.new, options.chunk, options.drafts)
     python = options.hf_python
-    print(f"{'model':12} {'part':8} {'kvjax tok/s':>14} {'HF tok/s':>14} {'ratio':>9}", flush=True)
+    print(f"{'model':14} {'part':8} {'kvjax tok/s':>14} {'HF tok/s':>14} {'ratio':>9}", flush=True)
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        cases = {
-            "demo": lambda: (demo_model_path(), demo_prompts(sizes)),
-            "llama-20m": lambda: (make_llama(Path(folder)), random_prompts(sizes, LLAMA_20M["vocab_size"])),
-        }
-        for model, make in cases.items():
-            if options.only not in (None, model):
-                continue
-            path, prompts = make()
+        for model in MODELS if options.only is None else (options.only,):
+            if model in LLAMAS:
+                path = make_llama(Path(folder) / model, LLAMAS[model])
+                prompts = random_prompts(sizes, LLAMAS[model]["vocab_size"])
+            else:
+                path, prompts = demo_model_path(), demo_prompts(sizes)
             try:
                 results.append(compare(model, path, prompts, sizes, python, options.runs))
             except MissingExtraError as error:

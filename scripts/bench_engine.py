@@ -9,8 +9,8 @@ Flow:    demo model, LLMEngine -> [bench_engine] -> table on the terminal, `--js
 A step's parts are thread time of the engine's thread (`time.thread_time`): jax computes on threads of its own, and
 the engine's sleeps while it waits for tokens. That this is so is measured first: a call of a long program must take
 little thread time. A part's figure is the median over steps; a part within another counts in itself only. Each
-compile is a process of its own without a persistent cache; the figure is the shortest of `--runs`, wall time from a
-built model to a program that has run once.
+compile is a process of its own without a persistent cache; the figures are the least of `--runs`, wall time and CPU
+time of all threads from a built model to a step that has been dispatched once.
 
 The yardstick (2,048 random adds by `np.subtract.at`) tells machines apart: 80 us where the project's bars were set.
 """
@@ -74,10 +74,11 @@ class StepParts:
 
 @dataclass(frozen=True)
 class CompileTime:
-    """Seconds until a bucket of a model with so many layers has run once."""
+    """What it takes until a bucket of a model with so many layers has run once."""
 
     num_layers: int
     seconds: float
+    cpu_seconds: float  # of all threads: what a busy machine does not change
 
 
 class PartTimer:
@@ -239,21 +240,21 @@ def compile_here(num_layers: int) -> CompileTime:
     pages = create_pages(plan.config)
     nothing = np.zeros(0, np.int64)
     sampling = SamplingTable().batch(nothing, nothing)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     step = make_update_step(model, plan.config, buckets, sample_fn=sample)
-    done: list[float] = []
-    step.warmup(pages, sampling=sampling, on_compiled=lambda _: done.append(time.perf_counter()))
-    return CompileTime(num_layers, round(done[0] - start, 3))
+    done: list[tuple[float, float]] = []
+    step.warmup(pages, sampling=sampling, on_compiled=lambda _: done.append((time.perf_counter(), time.process_time())))
+    return CompileTime(num_layers, round(done[0][0] - start, 3), round(done[0][1] - cpu_start, 3))
 
 
 def measure_compile(num_layers: int, runs: int) -> CompileTime:
     """The shortest of `runs` processes."""
     command = [sys.executable, str(Path(__file__).resolve()), "compile-here", "--layers", str(num_layers)]
-    seconds = []
+    times = []
     for _ in range(runs):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        seconds.append(json.loads(done.stdout.splitlines()[-1])["seconds"])
-    return CompileTime(num_layers, min(seconds))
+        times.append(CompileTime(**json.loads(done.stdout.splitlines()[-1])))
+    return CompileTime(num_layers, min(one.seconds for one in times), min(one.cpu_seconds for one in times))
 
 
 def print_step(step: StepParts) -> None:
@@ -269,9 +270,12 @@ def print_step(step: StepParts) -> None:
 
 def print_compiles(compiles: list[CompileTime]) -> None:
     """Seconds, and their ratio to the fewest layers."""
+    first = compiles[0]
     for one in compiles:
-        ratio = one.seconds / compiles[0].seconds
-        print(f"  {one.num_layers:3} layers compile in {one.seconds:6.2f} s, {ratio:4.2f} times {LAYERS[0]} layers")
+        print(
+            f"  {one.num_layers:3} layers compile in {one.seconds:6.2f} s ({one.seconds / first.seconds:4.2f} times "
+            f"{first.num_layers} layers), {one.cpu_seconds:6.2f} s of CPU ({one.cpu_seconds / first.cpu_seconds:4.2f})"
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:

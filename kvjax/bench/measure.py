@@ -71,6 +71,8 @@ class EngineRun:
     sharing: Speed  # prefill of prompts that share their start
     queried_tokens: int  # of those prompts
     hit_tokens: int  # of them, found cached
+    num_draft_tokens: int = 0  # verified in the total, with speculation
+    num_accepted_tokens: int = 0  # of them, those that became output
 
 
 def measure_engine(engine: LLMEngine, workload: Workload) -> EngineRun:
@@ -83,11 +85,13 @@ def measure_engine(engine: LLMEngine, workload: Workload) -> EngineRun:
         raise ValueError(f"expected an engine without requests, got {engine.num_unfinished} unfinished")
     num_steps = engine.step_stats[-1].step if engine.step_stats else 0
     prefill = _prefill(engine, workload.prompts)
+    before_total = engine.step_stats[-1].step
     with timed_steps() as timer:
         speeds, parts = _generate(engine, workload.prompts, workload.num_new_tokens, timer)
     before_sharing = engine.step_stats[-1].step
     sharing = _prefill(engine, workload.sharing)
     steps = [step for step in engine.step_stats if step.step > num_steps]
+    of_total = [step for step in steps if before_total < step.step <= before_sharing]
     of_sharing = [step for step in steps if step.step > before_sharing]
     return EngineRun(
         speeds=replace(speeds, prefill=prefill),
@@ -99,6 +103,8 @@ def measure_engine(engine: LLMEngine, workload: Workload) -> EngineRun:
         sharing=sharing,
         queried_tokens=sum(step.num_queried_tokens for step in of_sharing),
         hit_tokens=sum(step.num_hit_tokens for step in of_sharing),
+        num_draft_tokens=sum(step.num_draft_tokens for step in of_total),
+        num_accepted_tokens=sum(step.num_accepted_tokens for step in of_total),
     )
 
 

@@ -64,6 +64,8 @@ class BenchResult:
 def bench_text(result: BenchResult) -> str:
     """The report for a person, a paragraph per question."""
     parts = [_warmup(result.warmup), _speeds(result), _step(result), _sharing(result), _pools(result)]
+    if result.median_run.num_draft_tokens:
+        parts.insert(2, _speculation(result.median_run))
     return "\n\n".join(parts)
 
 
@@ -84,6 +86,7 @@ def bench_json(result: BenchResult) -> dict[str, Any]:
         "step": {"num_steps": run.parts.num_steps, "wall_us": run.parts.wall_us, "cpu_us": run.parts.cpu_us},
         "sharing": _speed_json(run.sharing)
         | {"queried_tokens": run.queried_tokens, "hit_tokens": run.hit_tokens, "hit_rate": _hit_rate(run)},
+        "speculation": {"draft_tokens": run.num_draft_tokens, "accepted_tokens": run.num_accepted_tokens},
         "pools": [asdict(peak) for peak in run.pool_peaks],
         "hugging_face": None
         if baseline is None
@@ -125,6 +128,15 @@ def _speeds(result: BenchResult) -> str:
         f"{align_table(header, rows, left={0})}\n"
         f"(HF: Hugging Face generate, {versions}; the same tokens for {result.num_equal_rows} of "
         f"{count_of(len(own.tokens), 'prompt')})"
+    )
+
+
+def _speculation(run: EngineRun) -> str:
+    num_tokens = sum(len(tokens) - 1 for tokens in run.speeds.tokens)  # the first comes of the prompt
+    per_step = num_tokens / (num_tokens - run.num_accepted_tokens)
+    return (
+        f"Speculation: {run.num_accepted_tokens:,} of {run.num_draft_tokens:,} drafts were accepted "
+        f"({run.num_accepted_tokens / run.num_draft_tokens:.1%}): {per_step:.2f} tokens a decoding step of a request."
     )
 
 

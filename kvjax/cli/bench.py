@@ -28,10 +28,11 @@ from kvjax.cli.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.output_files import output_file
 from kvjax.cli.pool_size import ample_blocks
 from kvjax.cli.progress import progress
+from kvjax.cli.speculation_arguments import add_speculation_arguments, read_speculation
 from kvjax.cli.start_up import add_start_arguments, start_jax
 from kvjax.core.spec import cdiv
 from kvjax.demo import demo_model_path, demo_requests
-from kvjax.engine import EngineConfig, SamplingParams
+from kvjax.engine import EngineConfig, SamplingParams, SpeculativeConfig
 from kvjax.models.configs.keys import WEIGHT_DTYPES
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
     )
+    add_speculation_arguments(how)
     add_start_arguments(how)
     other = parser.add_argument_group("Hugging Face")
     other.add_argument("--no-hugging-face", action="store_true", help="measure the engine alone")
@@ -88,11 +90,13 @@ def run(args: argparse.Namespace) -> int:
     from kvjax.engine import LLMEngine
     from kvjax.models import load_model
 
+    speculative = read_speculation(args)
     mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
     folder = demo_model_path() if args.model is None else args.model
     model = load_model(folder, args.dtype, mesh)
     workload = _workload(args, model)
-    engine = LLMEngine(model, _engine_config(args, model), mesh=mesh)
+    draft_model = None if args.draft_model is None else load_model(args.draft_model, args.dtype, mesh)
+    engine = LLMEngine(model, _engine_config(args, model, speculative), mesh=mesh, draft_model=draft_model)
     engine.check_request(workload.prompts[0], SamplingParams(max_tokens=args.new_tokens))
     with ExitStack() as stack:
         baseline = _baseline(args, folder, model.config.dtype, stack)
@@ -129,7 +133,7 @@ def _workload(args: argparse.Namespace, model: LoadedModel) -> Workload:
     )
 
 
-def _engine_config(args: argparse.Namespace, model: LoadedModel) -> EngineConfig:
+def _engine_config(args: argparse.Namespace, model: LoadedModel, speculative: SpeculativeConfig | None) -> EngineConfig:
     block_size = args.block_size or model.config.default_block_size
     longest = args.prompt_len + args.new_tokens
     max_model_len = max(min(cdiv(longest, block_size) * block_size, model.config.max_model_len), longest)
@@ -149,6 +153,7 @@ def _engine_config(args: argparse.Namespace, model: LoadedModel) -> EngineConfig
         max_num_batched_tokens=num_tokens,
         async_scheduling=args.async_scheduling,
         max_buckets=MAX_BUCKETS,
+        speculative=speculative,
     )
 
 
@@ -179,6 +184,9 @@ def _about(args: argparse.Namespace, engine: LLMEngine, baseline: HuggingFacePro
         f"{config.max_num_batched_tokens} tokens, {'two in flight' if config.async_scheduling else 'one at a time'}, "
         f"{args.devices} device{'s' if args.devices > 1 else ''}; median of {args.runs}",
     ]
+    if config.speculative is not None:
+        how = "by prompt lookup" if args.draft_model is None else f"by {args.draft_model}"
+        lines.append(f"Drafts  at most {config.num_drafts} a request and step, {how}")
     if baseline is None and not args.no_hugging_face:
         lines.append("HF      not compared: torch and transformers are not installed here (see --hf-python)")
     return lines

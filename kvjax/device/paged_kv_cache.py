@@ -32,6 +32,7 @@ from kvjax.device.cross_attention import attend_cross
 from kvjax.device.entry_compressor import FinishEntries, check_entries, make_entries, write_entries
 from kvjax.device.kv_attention import attend_kv
 from kvjax.device.latent_attention import attend_latent
+from kvjax.device.layer_marks import mark_pages
 from kvjax.device.layer_step import LayerStep
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import Placement
@@ -98,6 +99,11 @@ class PagedKVCache:
         layer = self._layer(layer_name)
         self._check_writes(layer_name, "K and V", k, v)
         return self._ran(layer_name, *attend_kv(layer, q, k, v, options))
+
+    def mark_layer(self) -> None:
+        """A model says so before each of its layers, and once behind the last: there its step may be cut."""
+        leaves, structure = jax.tree.flatten(self.pages)
+        self.pages = jax.tree.unflatten(structure, mark_pages(leaves))
 
     def attend_latent(
         self,

@@ -4,12 +4,13 @@ Flow:    weights, KVPages, DeviceBatch, sampling inputs -> [StepPrograms] -> KVP
 Source:  ARCHITECTURE.md, "Buckets"
 
 A call costs the host by its arrays and by the nodes of its trees, so weights and pages are flat tuples and all small
-numpy inputs one buffer (`PackedInputs`). There is a program for each layout of the inputs, so for each bucket.
+numpy inputs one buffer (`PackedInputs`). There is a program for each layout of the inputs, so for each bucket; of a
+model with many layers alike it is a chain of programs (`cut_step`), each of which is compiled once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,25 +20,31 @@ from kvjax.device.batch import DeviceBatch
 from kvjax.device.packed_inputs import PackedInputs, Shapes, shapes_of
 from kvjax.device.pages import KVPages, page_shardings
 from kvjax.device.placement import Placement
+from kvjax.device.step_chain import StepChain
+from kvjax.device.step_cuts import cut_step
 
 # (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state) -> (pages, what else the step leaves)
 Update: TypeAlias = Callable[..., tuple[KVPages, Any]]
 
 
 class StepPrograms:
-    """The programs of one update function. Owned by one `UpdateStep`; a call costs one dispatch."""
+    """The programs of one update function. Owned by one `UpdateStep`; a call costs a dispatch, or one a piece."""
 
-    def __init__(self, update: Update, kv_cache_config: KVCacheConfig, placement: Placement) -> None:
+    def __init__(
+        self, update: Update, kv_cache_config: KVCacheConfig, placement: Placement, *, may_cut: bool = True
+    ) -> None:
+        """With `may_cut` steps of many layers alike are chains of programs."""
+        self.by_shapes: dict[Shapes, _Program] = {}
         self._update = update
+        self._may_cut = may_cut
         self._replicated = placement.replicated
         shardings = page_shardings(kv_cache_config, placement)
         self._page_shardings: tuple[Any, ...] = tuple(jax.tree.leaves(shardings))
         self._page_tree = jax.tree.structure(shardings)
-        self.by_shapes: dict[Shapes, _Program] = {}
 
     @property
     def num_compiled(self) -> int:
-        """Programs compiled so far: one per layout of inputs that ran."""
+        """Steps compiled so far: one per layout of inputs that ran."""
         return sum(program.num_compiled for program in self.by_shapes.values())
 
     def __call__(
@@ -66,54 +73,100 @@ class StepPrograms:
         previous: Any,
         embeds: Any,
         sampler_state: Any,
-    ) -> jax.stages.Compiled:
-        """The compiled module of a step like this one; arrays on devices may be ShapeDtypeStructs. Runs nothing."""
+    ) -> tuple[jax.stages.Compiled, ...]:
+        """The compiled modules of a step like this one; arrays on devices may be ShapeDtypeStructs. Runs nothing."""
         leaves, shapes = shapes_of((batch, sampling))
         program = self._program(shapes)
         packed = program.inputs.pack(leaves)
-        return program.run.lower(weights, jax.tree.leaves(pages), *packed, previous, embeds, sampler_state).compile()
+        return program.compiled(weights, jax.tree.leaves(pages), *packed, previous, embeds, sampler_state)
 
     def _program(self, shapes: Shapes) -> _Program:
         found = self.by_shapes.get(shapes)
         if found is None:
-            found = self.by_shapes[shapes] = _Program(self, PackedInputs(shapes))
+            inputs = PackedInputs(shapes)
+            found = _Program(self._traced(inputs), inputs, self._page_shardings, self._replicated, self._may_cut)
+            self.by_shapes[shapes] = found
         return found
+
+    def _traced(self, inputs: PackedInputs) -> Callable[..., tuple[list[jax.Array], Any]]:
+        """The step of one layout as jax traces it, once."""
+
+        def step(
+            weights: tuple[jax.Array, ...],
+            pages: Sequence[jax.Array],
+            buffer: jax.Array,
+            own: tuple[jax.Array, ...],
+            previous: jax.Array,
+            embeds: jax.Array | None,
+            sampler_state: Any,
+        ) -> tuple[list[jax.Array], Any]:
+            batch, sampling = inputs.unpack(buffer, own)
+            own_pages = jax.tree.unflatten(self._page_tree, pages)
+            new_pages, rest = self._update(weights, own_pages, batch, sampling, previous, embeds, sampler_state)
+            return jax.tree.leaves(new_pages), rest
+
+        return step
 
 
 class _Program:
-    """The program of one layout of inputs."""
+    """The step of one layout of inputs: one program, or a chain of them."""
 
-    def __init__(self, programs: StepPrograms, inputs: PackedInputs) -> None:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        inputs: PackedInputs,
+        page_shardings: tuple[Any, ...],
+        replicated: Any,
+        may_cut: bool,
+    ) -> None:
         self.inputs = inputs
-        self._update = programs._update
-        self._page_tree = programs._page_tree
-        pages, replicated = list(programs._page_shardings), programs._replicated
-        self.run = jax.jit(
-            self._traced,
+        self._may_cut = may_cut
+        self._page_shardings = page_shardings
+        self._replicated = replicated
+        pages = list(page_shardings)
+        self._whole = jax.jit(
+            step,
             donate_argnums=1,
             in_shardings=(None, pages, *(replicated,) * 5),
             out_shardings=(pages, replicated),
         )
+        self._chain: StepChain | None = None
+        self.run: Callable[..., Any] = self._first_run
 
     @property
     def num_compiled(self) -> int:
-        return int(self.run._cache_size())  # type: ignore[attr-defined]
+        if self._chain is not None:
+            return int(self._chain.is_compiled)
+        return int(self._whole._cache_size())  # type: ignore[attr-defined]
 
-    def _traced(
-        self,
-        weights: tuple[jax.Array, ...],
-        pages: list[jax.Array],
-        buffer: jax.Array,
-        own: tuple[jax.Array, ...],
-        previous: jax.Array,
-        embeds: jax.Array | None,
-        sampler_state: Any,
-    ) -> tuple[list[jax.Array], Any]:
-        """The step as jax traces it, once."""
-        batch, sampling = self.inputs.unpack(buffer, own)
-        own_pages = jax.tree.unflatten(self._page_tree, pages)
-        new_pages, rest = self._update(weights, own_pages, batch, sampling, previous, embeds, sampler_state)
-        return jax.tree.leaves(new_pages), rest
+    def compiled(self, *arguments: Any) -> tuple[jax.stages.Compiled, ...]:
+        """The modules of a step with these arguments."""
+        chain = self._cut(arguments)
+        return (self._whole.lower(*arguments).compile(),) if chain is None else chain.compiled(arguments)
+
+    def _first_run(self, *arguments: Any) -> Any:
+        self._chain = self._cut(arguments)
+        self.run = self._whole if self._chain is None else self._chain
+        return self.run(*arguments)
+
+    def _cut(self, arguments: Sequence[Any]) -> StepChain | None:
+        if not self._may_cut:
+            return None
+        traced = self._whole.trace(*arguments)
+        weights, pages, _, own, _, *others = arguments
+        first_page, num_inputs = len(weights), 2 + len(own)  # the buffer and the previous tokens
+        first_input = first_page + len(pages)
+        cut = cut_step(traced.jaxpr, range(first_page, first_input), range(first_input, first_input + num_inputs))
+        if cut is None:
+            return None
+        num_others = num_inputs + len(jax.tree.leaves(others))
+        return StepChain(
+            traced.jaxpr,
+            cut,
+            shardings=[*[None] * first_page, *self._page_shardings, *[self._replicated] * num_others],
+            replicated=self._replicated,
+            rest=jax.tree.structure(traced.out_info[1]),
+        )
 
 
 __all__ = ["StepPrograms"]

@@ -91,6 +91,7 @@ class UpdateStep:
         encoder_shapes: EncoderShapes,
         takes_embeds: bool,
         num_previous: int,
+        cut_layers: bool,
         backend: str,
     ) -> None:
         check_columns(kv_cache_config, placement)
@@ -106,7 +107,7 @@ class UpdateStep:
         self.num_previous = num_previous
         self._backend = backend
         self._weights = ModelWeights(model, placement)
-        self._programs = StepPrograms(self._update, kv_cache_config, placement)
+        self._programs = StepPrograms(self._update, kv_cache_config, placement, may_cut=cut_layers)
         self.encoder = EncoderStep(self._weights, kv_cache_config, encoder_shapes, placement, backend=backend)
 
     @cached_property
@@ -228,7 +229,22 @@ class UpdateStep:
         Weights and pages may be ShapeDtypeStructs with shardings (`nnx.eval_shape`, `page_shapes`), on devices that are
         only described (`jax.experimental.topologies`).
         """
-        no_tokens: Any = jax.ShapeDtypeStruct((self.num_previous,), np.int32)
+        modules = self.compiled_programs(pages, bucket, sampling=sampling, embeds=embeds, sampler_state=sampler_state)
+        if len(modules) > 1:
+            raise ValueError(f"expected a step of one program, got {len(modules)}; ask for `compiled_programs`")
+        return modules[0]
+
+    def compiled_programs(
+        self,
+        pages: KVPages,
+        bucket: Bucket,
+        *,
+        sampling: Any = None,
+        embeds: Any = None,
+        sampler_state: Any = None,
+    ) -> tuple[jax.stages.Compiled, ...]:
+        """As `compiled`, of a step that may be a chain of programs: the module of each, in order."""
+        no_tokens: Any = jax.ShapeDtypeStruct((self.num_previous,), np.int32, sharding=self.placement.replicated)
         arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling, embeds, sampler_state)
         return self._programs.compiled(self._weights.arrays, pages, *arguments)
 
@@ -341,6 +357,7 @@ def make_update_step(
     encoder_shapes: EncoderShapes | None = None,  # of features for model.encode(features, cache), with their tokens
     embeds: bool = False,  # whether the model takes embeds=(array[rows, dim], index int32[T])
     num_previous: int | None = None,  # tokens of `previous`: sampled ones, then drafts; None: buckets.max_num_requests
+    cut_layers: bool = True,  # many layers alike are a chain of programs, compiled once: `step_cuts`; else one program
     backend: str = "auto",
 ) -> UpdateStep:
     """The update step of `model` over pages of `kv_cache_config`, sampling in the same program if `sample_fn` is given.
@@ -364,6 +381,7 @@ def make_update_step(
         encoder_shapes={} if encoder_shapes is None else encoder_shapes,
         takes_embeds=embeds,
         num_previous=buckets.max_num_requests if num_previous is None else num_previous,
+        cut_layers=cut_layers,
         backend=backend,
     )
 

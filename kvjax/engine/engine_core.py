@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from kvjax.engine.engine_log import EngineObserver, StepLog, log_restart, logger
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
@@ -37,6 +38,7 @@ class EngineCore:
         self.runner = runner
         self.loop = new_loop()
         self.inboxes: list[StreamInbox] = []  # of `generate` and of open streams
+        self.observers: list[EngineObserver] = [StepLog()]
         self._new_loop = new_loop
         self._max_steps_in_flight = max_steps_in_flight
         self._is_whole = True
@@ -55,6 +57,8 @@ class EngineCore:
             for inbox in self.inboxes:
                 inbox.put(outputs)
             self._is_whole = True
+            if outputs is not NO_OUTPUTS and self.loop.step_stats:
+                self._tell(lambda observer: observer.step_ended(self.loop.step_stats[-1], outputs))
             return outputs
         except BaseException as error:
             self._break_off(error)
@@ -89,8 +93,14 @@ class EngineCore:
                 with self.changing():
                     for request_id in inbox.places:
                         if request_id in self.loop.requests:
-                            self.loop.abort(request_id)
+                            self.abort(request_id)
         self.inboxes = [inbox for inbox in self.inboxes if not inbox.is_closed]
+
+    def abort(self, request_id: str) -> GenerationResult:
+        """Ends an unfinished request, within a change."""
+        result = self.loop.abort(request_id)
+        self._tell(lambda observer: observer.request_aborted(result))
+        return result
 
     def recover(self) -> None:
         """Restarts if a change was broken off.
@@ -114,7 +124,7 @@ class EngineCore:
         self.inboxes = []
         self.loop.undelivered = None
         with self.changing():
-            return [self.loop.abort(request_id) for request_id in list(self.loop.requests)]
+            return [self.abort(request_id) for request_id in list(self.loop.requests)]
 
     def _run(self) -> StepOutputs:
         loop, runner = self.loop, self.runner
@@ -140,6 +150,14 @@ class EngineCore:
         traceback.clear_frames(error.__traceback__)  # they may hold pages, and there may not be room for both
         with suppress(EngineClosedError):
             self._restart()
+            log_restart(error, self.loop.scheduler.num_unfinished)
+
+    def _tell(self, news: Callable[[EngineObserver], object]) -> None:
+        for observer in self.observers:
+            try:
+                news(observer)
+            except Exception:  # whatever an observer does wrong is not the requests' business
+                logger.exception("an observer of the engine raised")
 
     def _restart(self) -> None:
         try:

@@ -30,6 +30,7 @@ from kvjax.engine.cache_plans import plan_caches
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.draft_model import DraftModel, check_speculation
 from kvjax.engine.engine_core import EngineCore
+from kvjax.engine.engine_log import EngineObserver, log_start
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
@@ -141,6 +142,7 @@ class LLMEngine:
                 like=None if like is None else like._draft_model,
             )
         self._core = EngineCore(runner, partial(self._new_loop, runner), config.max_steps_in_flight)
+        log_start(self.plan, config)
 
     @property
     def manager(self) -> KVCacheManager:
@@ -267,6 +269,10 @@ class LLMEngine:
             return params
         return replace(SamplingParams() if params is None else params, stream_text=True)
 
+    def add_observer(self, observer: EngineObserver) -> None:
+        """Tells `observer` of every step from here on, such as `kvjax.metrics.EngineMetrics`."""
+        self._core.observers.append(observer)
+
     def check_request(
         self,
         prompt: str | Sequence[int] | np.ndarray,
@@ -295,7 +301,7 @@ class LLMEngine:
         if request_id not in self._loop.requests:
             raise UnknownRequestError(f"expected the id of an unfinished request, got {request_id!r}")
         with self._core.changing():
-            return self._loop.abort(request_id)
+            return self._core.abort(request_id)
 
     def step(self) -> StepOutputs:
         """Runs one step; the tokens that became known, which may be none. Without requests it does nothing.

@@ -50,7 +50,7 @@ def sample(
 ) -> SampledTokens:
     """One token per row. Work for random rows is skipped at run time where every row is greedy and asks nothing."""
     logits = logits.astype(jnp.float32)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = first_best(logits)
     is_special = batch.temperature > 0
     if state is not None:
         is_special |= batch.line > 0
@@ -61,6 +61,13 @@ def sample(
         return SampledTokens(token_ids, chosen - total)
     best = _best_of_some(logits, total, chosen, state.wants_best[batch.line], num_best)
     return SampledTokens(token_ids, TokenLogprobs(chosen - total, best))
+
+
+def first_best(scores: jax.Array) -> jax.Array:  # float32[N, V] -> int32[N]
+    """The smallest id of a best token of each row: two passes that XLA for CPU vectorises, as it does no argmax."""
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    token_ids = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return jnp.min(jnp.where(scores == best, token_ids, scores.shape[-1] - 1), axis=-1)
 
 
 def best_tokens(
@@ -99,7 +106,7 @@ def _choose(logits: jax.Array, batch: SamplingBatch, state: SamplerArrays | None
     if state is not None:
         lines = jnp.asarray(batch.line)
         logits, min_p = edited_logits(logits, lines, jnp.asarray(batch.position), state), state.values[lines, 3]
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = first_best(logits)
     is_random = batch.temperature > 0
     return jax.lax.cond(
         jnp.any(is_random), lambda: jnp.where(is_random, _draw(logits, batch, min_p), greedy), lambda: greedy
@@ -119,7 +126,7 @@ def _draw(logits: jax.Array, batch: SamplingBatch, min_p: jax.Array | None) -> j
     )
     seeds, positions = jnp.asarray(batch.seed), jnp.asarray(batch.position)
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(seeds, positions, scaled.shape[-1])
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+    return first_best(scaled + noise)
 
 
 def _above_min_p(scaled: jax.Array, min_p: jax.Array) -> jax.Array:

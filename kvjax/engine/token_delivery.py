@@ -90,13 +90,16 @@ class TokenDelivery:
             if place:
                 self._count_accepted(requests[going], rows[going])
             at = begin[going] + place
-            first, looked_at, ended = self._give(requests[going], rows[going], token_ids[at], logprobs[at])
+            first, looked_at, ended = self._give(
+                requests[going], rows[going], token_ids[at], logprobs[at], is_verified=True
+            )
             taken.append(at)
             for parts, some in zip(noted, (first, looked_at, ended), strict=True):
                 parts.append(at[some])
             goes_on = num_accepted[going] > place
             goes_on[ended] = False
             going, place = going[goes_on], place + 1
+        self._manager.settle_drafts(drafts[1][self._by_row.is_running[drafts[1]]], 0)  # now that tokens are known
         self._tell_drafter(*drafts[1:])
         at = np.sort(np.concatenate(taken))
         owner = np.searchsorted(begin, at, side="right") - 1
@@ -120,9 +123,15 @@ class TokenDelivery:
         return np.flatnonzero([request.status is not RequestStatus.FINISHED for request in requests])
 
     def _give(
-        self, requests: np.ndarray, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray
+        self,
+        requests: np.ndarray,
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        *,
+        is_verified: bool = False,
     ) -> tuple[np.ndarray, list[int], list[int]]:
-        """Gives each of n requests a token.
+        """Gives each of n requests a token; `is_verified`: of a step with drafts.
 
         Returns:
             Places: of those whose first it is, of those that were shown theirs, of those of them that it ends.
@@ -140,7 +149,7 @@ class TokenDelivery:
                 waiting.request.append_output_token_ids(token_ids.item(place))
                 waiting.logprobs.append(logprobs.item(place))
         looked_at: list[int] = np.flatnonzero(may_end).tolist()
-        return np.flatnonzero(first), looked_at, self._end(requests, token_ids, looked_at)
+        return np.flatnonzero(first), looked_at, self._end(requests, token_ids, looked_at, is_verified)
 
     def _append(self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Appends a token to each row, all of which run: bool[n] whether it is the first, and may be the last."""
@@ -149,12 +158,18 @@ class TokenDelivery:
         first = num_tokens == self._table.num_prompt_tokens[rows]
         return first, self._by_row.append(rows, num_tokens, token_ids, logprobs)
 
-    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: list[int]) -> list[int]:
-        """Ends those of the requests at `places` that their newest tokens end; their places."""
+    def _end(self, requests: np.ndarray, token_ids: np.ndarray, places: list[int], is_verified: bool) -> list[int]:
+        """Ends those of the requests at `places` that their newest tokens end; their places.
+
+        No plan will register the blocks that their last accepted drafts filled, so they are registered here.
+        """
         ended = []
         for place in places:
             reason = requests[place].finish_reason_after(token_ids.item(place))
             if reason is not None:
+                request = requests[place].request
+                if is_verified and request.row >= 0:
+                    self._manager.cache_blocks(request, request.num_computed_tokens)
                 self._finish(requests[place], reason)
                 ended.append(place)
         return ended

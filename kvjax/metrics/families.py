@@ -59,7 +59,7 @@ class MetricFamilies:
         client = require_extra("prometheus_client", "metrics", "exporting metrics")
         self.label_names = tuple(label_names)
         self.registry: CollectorRegistry = client.CollectorRegistry() if registry is None else registry
-        names = MetricNames() if names is None else names
+        self.names = names = MetricNames() if names is None else names
 
         def made(kind: Callable[..., Any], key: str, text: str, labels: Sequence[str] = ()) -> Any:
             return kind(names.name_of(key), text, (*self.label_names, *labels), registry=self.registry)

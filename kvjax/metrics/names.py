@@ -18,6 +18,22 @@ Source:  vLLM 0.33 v1/metrics/loggers.py; those that vLLM lacks are marked (own)
     kv_block_reuse_gap_seconds        histogram                                   between accesses, sampled
     cache_config_info                 gauge      block_size, num_gpu_blocks, enable_prefix_caching      1
 
+and of an engine (EngineMetrics):
+
+    num_requests_running              gauge                                       requests in steps
+    num_requests_waiting              gauge                                       requests in the queue
+    prompt_tokens                     counter                                     of ended requests
+    generation_tokens                 counter                                     tokens generated
+    iteration_tokens_total            histogram                                   tokens of a step
+    request_success                   counter    finished_reason                  requests, by how they ended
+    spec_decode_num_draft_tokens      counter                                     drafts verified
+    spec_decode_num_accepted_tokens   counter                                     drafts accepted
+    time_to_first_token_seconds       histogram                                   arrival to first token
+    request_time_per_output_token_seconds histogram                               mean after its first token
+    e2e_request_latency_seconds       histogram                                   arrival to end
+    request_prompt_tokens             histogram                                   of a request
+    request_generation_tokens         histogram                                   of a request
+
 Prometheus shows counters with `_total` behind the name.
 """
 
@@ -40,6 +56,19 @@ KEYS = (
     "kv_block_idle_before_evict_seconds",
     "kv_block_reuse_gap_seconds",
     "cache_config_info",
+    "num_requests_running",
+    "num_requests_waiting",
+    "prompt_tokens",
+    "generation_tokens",
+    "iteration_tokens_total",
+    "request_success",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "time_to_first_token_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
 )
 
 

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,15 @@ def step_report(compiled: Any, pages: Any) -> dict[str, int]:
         "page_copies": num_page_copies(module, shapes),
         "kernel_calls": module.count('custom_call_target="tpu_custom_call"'),
     }
+
+
+def chain_report(modules: Sequence[Any], pages: Any) -> dict[str, int]:
+    """The report of a step that may be several programs, each with some layers' pages."""
+    reports = [step_report(module, pages) for module in modules]
+    summed = ("aliased_arrays", "aliased_bytes", "page_copies", "kernel_calls")
+    most = max(report["temp_bytes"] for report in reports)
+    sums = {name: sum(report[name] for report in reports) for name in summed}
+    return reports[0] | sums | {"temp_bytes": most, "programs": len(reports)}
 
 
 def is_in_place(report: dict[str, int]) -> bool:
@@ -154,7 +163,7 @@ def compile_step(
     rows = np.zeros(1, np.int64)
     sampling = SamplingTable().batch(rows, rows)
     with jax.set_mesh(mesh):
-        report = step_report(step.compiled(pages, bucket, sampling=sampling, embeds=embeds), pages)
+        report = chain_report(step.compiled_programs(pages, bucket, sampling=sampling, embeds=embeds), pages)
         for shape in config.encoder_shapes:
             encoder = step_report(step.compiled_encoder(pages, shape), pages)
             report["page_copies"] += encoder["page_copies"]

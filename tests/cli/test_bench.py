@@ -70,6 +70,18 @@ def test_figures_are_printed_and_written(
     assert f"{again['num_cached']:,} of them from the compilation cache." in capsys.readouterr().out
 
 
+def test_drafts_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.json"
+    argv = ["bench", "--model", str(model_folder("qwen3")), *SMALL, "--new-tokens", "16", "--no-hugging-face"]
+    assert main([*argv, "--speculative", "prompt-lookup", "--num-drafts", "2", "--json", str(path)]) == 0
+    out, data = capsys.readouterr().out, json.loads(path.read_text())
+    assert "Drafts  at most 2 a request and step, by prompt lookup" in out
+    drafts = data["speculation"]
+    assert 0 < drafts["accepted_tokens"] <= drafts["draft_tokens"]
+    assert f"Speculation: {drafts['accepted_tokens']} of {drafts['draft_tokens']} drafts were accepted" in out
+    assert data["speeds"]["total"]["tokens"] == 2 * (24 + 16)
+
+
 def test_an_interrupt_leaves_the_runs_before_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +104,7 @@ def test_an_interrupt_leaves_the_runs_before_it(
         (["--new-tokens", "1"], "expected num_new_tokens of at least 2, got 1"),
         (["--shared-len", "24"], "expected shared_len in [0, 23], got 24"),
         (["--prompt-len", "40000"], "max_model_len"),
+        (["--num-drafts", "2"], "expected --speculative with --num-drafts 2, got none"),
         (["--num-blocks", "2"], "needs 3 blocks of pool 0"),
         (["--model", "/no/such/folder"], "config.json"),
         (["--devices", "64"], "devices"),

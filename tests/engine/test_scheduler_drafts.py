@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvjax.core import Request
 from kvjax.engine.draft_shares import levelled
 from kvjax.engine.engine_request import FinishReason, RequestStatus
 from tests.engine.fake_drafters import FakeDrafter, Say, all_right, all_wrong, some_right
@@ -70,6 +71,28 @@ def test_tokens_are_those_without_drafts(depth: int, say: Say, num_drafts: int) 
         )
         run_all(engine, requests)
         assert engine.outputs == {name: expected_output(prompt, count) for name, prompt, count in requests}
+
+
+@pytest.mark.parametrize("say", SAYINGS)
+@pytest.mark.parametrize("num_states", [0, 200])
+def test_what_is_cached_is_what_a_schedule_without_drafts_caches(say: Say, num_states: int) -> None:
+    """Every prefix of every request hits as long a part, blocks that a request's last drafts filled included."""
+    requests = [(name, prompt, 20 + count) for name, prompt, count in workload(3, num_requests=6)]
+    drafting = engine_with(say, 3, num_blocks=300, num_states=num_states)
+    hits = []
+    for engine in (drafting, FakeEngine(num_blocks=300, num_states=num_states)):
+        run_all(engine, requests)
+        engine.manager.new_step_starts()
+        texts = [prompt + engine.outputs[name] for name, prompt, _ in requests]
+        prefixes = [text[:length] + [9] for text in texts for length in range(1, len(text))]
+        hits.append(
+            [
+                engine.manager.get_computed_blocks(Request("hit", prefix, block_hasher=engine.hasher))[1]
+                for prefix in prefixes
+            ]
+        )
+    assert hits[0] == hits[1]
+    assert max(hits[0]) > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -20,18 +20,22 @@ from kvjax.engine.engine_request import EngineRequest
 from kvjax.engine.sampling_table import SamplingTable
 from kvjax.engine.speculation import Drafts
 from tests.engine.engines import FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
+from tests.engine.failures import plant
+from tests.engine.test_sampling_requests import Digits
 
 NAME = "llama"
 NUM_DRAFTS = 3
 NUM_TOKENS = 24
 PARAMS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
+    {"temperature": 0.0, "prompt_logprobs": 2},
     {"temperature": 0.0, "repetition_penalty": 1.7, "logprobs": 3},
     {"temperature": 0.9, "frequency_penalty": 2.0, "min_p": 0.02, "logprobs": 2},
     {"temperature": 0.8, "n": 3, "presence_penalty": 1.0},
     {"temperature": 0.7, "logit_bias": {5: 8.0, 6: 7.5, 7: 7.0}, "repetition_penalty": 1.2, "top_k": 30},
     {"temperature": 1.2, "top_p": 0.9, "stop_token_ids": tuple(range(0, 256, 9)), "min_tokens": 5},
+    {"temperature": 2.0, "n": 2, "token_matcher": Digits, "stop_token_ids": (2,)},
 )
+MATCHED = ("r6", "r6.1")
 
 
 class KnowingDrafter:
@@ -95,8 +99,13 @@ def speculating_engine(answers: Mapping[str, np.ndarray] | None = None, **settin
         return LLMEngine(loaded(NAME), config, like=like)
 
 
+def prompts() -> list[np.ndarray]:
+    golden = golden_prompts(NAME)
+    return [golden[i % len(golden)] for i in range(len(PARAMS))]
+
+
 def run(engine: LLMEngine) -> dict[str, GenerationResult]:
-    for i, prompt in enumerate(golden_prompts(NAME)[: len(PARAMS)]):
+    for i, prompt in enumerate(prompts()):
         engine.add_request(prompt, SamplingParams(max_tokens=NUM_TOKENS, seed=i, **PARAMS[i]), request_id=f"r{i}")
     results: dict[str, GenerationResult] = {}
     while engine.num_unfinished or engine._runner.num_in_flight:
@@ -118,6 +127,9 @@ def assert_same(results: Mapping[str, GenerationResult]) -> None:
         np.testing.assert_array_equal(result.output_token_ids, plain.output_token_ids, err_msg=name)
         assert (result.finish_reason, result.text) == (plain.finish_reason, plain.text)
         np.testing.assert_allclose(result.logprobs, plain.logprobs, atol=1e-3)
+        assert (result.prompt_logprobs is None) == (plain.prompt_logprobs is None)
+        if result.prompt_logprobs is not None and plain.prompt_logprobs is not None:
+            np.testing.assert_allclose(result.prompt_logprobs.logprobs, plain.prompt_logprobs.logprobs, atol=1e-3)
         assert (result.top_logprobs is None) == (plain.top_logprobs is None)
         if result.top_logprobs is not None and plain.top_logprobs is not None:
             np.testing.assert_array_equal(result.top_logprobs.token_ids, plain.top_logprobs.token_ids)
@@ -168,6 +180,56 @@ def test_drafts_on_the_device_count_for_penalties(async_scheduling: bool) -> Non
     with_penalties = [results[name].stats for name in ("r1", "r2", "r3", "r3.1", "r4")]
     assert sum(stats.num_accepted_tokens for stats in with_penalties) > 10
     assert all(stats.num_accepted_tokens < stats.num_draft_tokens for stats in with_penalties)
+
+
+def test_requests_with_a_matcher_are_not_drafted_for() -> None:
+    """What it allows at a token is known once it has seen those before."""
+    answers = {name: result.output_token_ids for name, result in plain_results().items()}
+    results = run(speculating_engine(answers))
+    assert [results[name].stats.num_draft_tokens for name in MATCHED] == [0, 0]
+    assert all(result.stats.num_draft_tokens for name, result in results.items() if name not in MATCHED)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "kvjax.engine.draft_shares.DraftShares.allocate",
+        "kvjax.engine.host_loop.HostLoop._propose",
+        "kvjax.engine.model_runner.ModelRunner.dispatch",
+        "kvjax.core.manager.kv_cache_manager.KVCacheManager.settle_drafts",
+        "kvjax.engine.token_delivery.TokenDelivery._give",
+        "kvjax.engine.token_delivery.TokenDelivery._tell_drafter",
+    ],
+)
+def test_a_step_with_drafts_that_is_broken_off_is_undone(
+    target: str, when: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {name: result.output_token_ids for name, result in plain_results().items()}
+    monkeypatch.setattr(llm_engine, "PromptLookup", lambda table, *_: KnowingDrafter(table, answers, seed=0))
+    speculative = SpeculativeConfig(num_drafts=NUM_DRAFTS)
+    config = base_config(NAME, speculative=speculative, max_logprobs=3, async_scheduling=async_scheduling)
+    engine = LLMEngine(loaded(NAME), config, like=base_speculating_engine(config.num_blocks or 0))
+    num_raised = plant(monkeypatch, target, {3: RuntimeError, 8: KeyboardInterrupt}, when)
+    names = [
+        engine.add_request(prompt, SamplingParams(max_tokens=NUM_TOKENS, seed=i, **PARAMS[i]), request_id=f"r{i}")
+        for i, prompt in enumerate(prompts())
+        if f"r{i}" not in MATCHED
+    ]
+    tokens: dict[str, list[int]] = {}
+    num_errors = 0
+    while engine.num_unfinished or engine._runner.num_in_flight or engine._loop.undelivered:
+        try:
+            for output in engine.step():
+                tokens.setdefault(output.request_id, []).append(output.token_id)
+        except (RuntimeError, KeyboardInterrupt):
+            num_errors += 1
+            engine.check_invariants()
+    assert num_errors == num_raised() == 2
+    expected = {name: result.output_token_ids.tolist() for name, result in plain_results().items()}
+    assert tokens == {name: expected[name] for name in expected if name.split(".")[0] in names}
+    assert_no_leak(engine)
 
 
 def test_statistics_tell_what_drafts_have_saved() -> None:

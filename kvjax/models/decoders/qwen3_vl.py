@@ -35,9 +35,11 @@ class VectorDecoder(Decoder):
         hidden = jnp.where(is_vector, rows[:, :size], hidden)
         step = self.forward_step(token_ids, positions, cache)
         for i, layer in enumerate(self.layers, start=1):
+            step.mark_layer()
             hidden = layer(hidden, step)
             if i <= self.config.inputs.num_deepstack:
                 hidden = hidden + rows[:, size * i : size * (i + 1)]
+        step.mark_layer()
         return self.norm(hidden)
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.models.configs.whisper import WhisperConfig
 from kvjax.models.layers.feed_forward import ACTIVATIONS
+from kvjax.models.layers.forward_step import mark_layer
 from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.layers.make import Make
 
@@ -174,7 +175,9 @@ class WhisperDecoder(LanguageModel):
         hidden = hidden * jnp.asarray(self.config.embed_scale, hidden.dtype)
         hidden = hidden + jnp.take(stack.embed_positions.embedding[...], positions, axis=0, mode="clip")
         for layer in stack.layers:
+            mark_layer(cache)
             hidden = layer(hidden, cache)
+        mark_layer(cache)
         return stack.layer_norm(hidden)
 
     def logits(self, hidden: jax.Array) -> jax.Array:  # [N, d] -> float32[N, vocab]

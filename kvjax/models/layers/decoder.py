@@ -65,14 +65,17 @@ class Decoder(LanguageModel):
         step = self.forward_step(token_ids, positions, cache)
         hidden = self.expand(self.embed(token_ids))
         for layer in self.layers:
+            step.mark_layer()
             hidden = layer(hidden, step)
+        step.mark_layer()
         return self.norm(self.collapse(hidden))
 
     def logits(self, hidden: jax.Array) -> jax.Array:  # [N, d] -> float32[N, vocab]
         """Scores of the next token, scaled, after the final soft cap if the model has one."""
         config = self.config
         if config.tie_word_embeddings:
-            scores = hidden @ self.embed_tokens.embedding[...].T
+            # The table first: XLA for CPU reads the first operand as it lies and packs the other
+            scores = (self.embed_tokens.embedding[...] @ hidden.T).T
         else:
             scores = self.lm_head(hidden)
         scores = scores.astype(jnp.float32)

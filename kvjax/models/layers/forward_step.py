@@ -43,9 +43,20 @@ class ForwardStep:
     max_model_len: int
     _tables: dict[tuple[RopeConfig, int], RopeTables] = field(default_factory=dict)
 
+    def mark_layer(self) -> None:
+        """Tells a serving cache that a layer begins, or that all have ended."""
+        mark_layer(self.cache)
+
     def rope_tables(self, rope: RopeConfig, head_dim: int) -> RopeTables:
         """Cosines and sines of the step's positions, made once."""
         key = (rope, head_dim)
         if key not in self._tables:
             self._tables[key] = rope_tables(rope, self.positions, head_dim, self.max_model_len)
         return self._tables[key]
+
+
+def mark_layer(cache: Any) -> None:
+    """Tells `cache`, if it serves, that a layer begins, or that all have ended: steps may be cut there."""
+    mark = getattr(cache, "mark_layer", None)
+    if mark is not None:
+        mark()

@@ -40,7 +40,9 @@ class PerLayerDecoder(Decoder):
             own_inputs = list(self.per_layer_inputs(token_ids, embedded))
         hidden = self.expand(embedded)
         for layer, own in zip(self.layers, own_inputs, strict=True):
+            step.mark_layer()
             hidden = layer(hidden, step, own)
+        step.mark_layer()
         return self.norm(self.collapse(hidden))
 
     def per_layer_inputs(

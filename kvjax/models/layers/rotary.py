@@ -103,7 +103,9 @@ def rope_tables(
     if positions.ndim == 2:
         angles = _choose_axes(angles, rope)
     factor = attention_factor(rope)
-    return jnp.cos(angles)[:, None] * factor, jnp.sin(angles)[:, None] * factor
+    tables = (jnp.cos(angles)[:, None] * factor, jnp.sin(angles)[:, None] * factor)
+    # XLA would compute them again for every head that it rotates
+    return jax.lax.optimization_barrier(tables)
 
 
 def _choose_axes(angles: jax.Array, rope: RopeConfig) -> jax.Array:  # [3, T, F] -> [T, F]
