@@ -55,7 +55,12 @@ class HuggingFaceProcess:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(num_threads)}
         command = [python, "-m", __name__, str(folder), dtype, str(num_threads)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            process_group=0,  # its own: an interrupt from the terminal is for us to take, who then close it
         )
         try:
             self.versions: dict[str, str] = self._answer()["versions"]

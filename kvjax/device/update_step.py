@@ -413,6 +413,8 @@ def _check_edits(pages: KVPages, plan: StepPlan) -> None:
             f"got {len(plan.page_copies)} and {len(plan.pages_to_zero)}"
         )
     for pool_id, (copies, page_ids) in enumerate(zip(plan.page_copies, plan.pages_to_zero, strict=True)):
+        if not (copies.sources.size or copies.destinations.size or page_ids.size):
+            continue
         check_copies(pages.num_pages(pool_id), copies.sources, copies.destinations)
         check_page_ids(page_ids, pages.num_pages(pool_id), "pages to zero")
         if np.isin(page_ids, copies.destinations).any():

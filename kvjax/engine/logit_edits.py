@@ -55,22 +55,22 @@ def _count_tokens(
     logits: jax.Array, lines: jax.Array, positions: jax.Array, state: SamplerArrays
 ) -> tuple[jax.Array, jax.Array]:  # int32[N, V], bool[N, V]
     """How often each token is in a row's output, and whether it is in prompt or output; 0 of rows without penalties."""
-    rows, nowhere = _rows(logits), logits.shape[-1]
+    rows, vocab_size = _rows(logits), logits.shape[-1]
     ends = jnp.where(_is_penalised(lines, state), positions, 0)[:, None]
     starts = state.num_prompt_tokens[lines][:, None]
 
-    def count(i: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        counts, is_seen = so_far
+    def count(i: jax.Array, counts: jax.Array) -> jax.Array:  # int32[N, 2 V] of the prompt, of the output
         first = i * TOKEN_COLUMNS
         columns = jax.lax.dynamic_slice_in_dim(state.token_ids, first, TOKEN_COLUMNS, axis=1)
         tokens, places = columns[lines], (first + jnp.arange(TOKEN_COLUMNS, dtype=jnp.int32))[None]
-        is_output = (places >= starts) & (places < ends)
-        counts = counts.at[rows, jnp.where(is_output, tokens, nowhere)].add(1, mode="drop")
-        return counts, is_seen.at[rows, jnp.where(places < ends, tokens, nowhere)].set(True, mode="drop")
+        index = jnp.where(places >= starts, tokens + vocab_size, tokens)
+        return counts.at[rows, jnp.where(places < ends, index, 2 * vocab_size)].add(1, mode="drop")
 
-    nothing = (jnp.zeros(logits.shape, jnp.int32), jnp.zeros(logits.shape, jnp.bool_))
     num_pieces = (jnp.max(ends) + TOKEN_COLUMNS - 1) // TOKEN_COLUMNS
-    return jax.lax.fori_loop(jnp.zeros_like(num_pieces), num_pieces, count, nothing)
+    nothing = jnp.zeros((logits.shape[0], 2 * vocab_size), jnp.int32)
+    counts = jax.lax.fori_loop(jnp.zeros_like(num_pieces), num_pieces, count, nothing)
+    in_prompt, in_output = counts[:, :vocab_size], counts[:, vocab_size:]
+    return in_output, (in_prompt + in_output) > 0
 
 
 def _masked(logits: jax.Array, lines: jax.Array, state: SamplerArrays) -> jax.Array:

@@ -54,7 +54,7 @@ def sample(
     is_special = batch.temperature > 0
     if state is not None:
         is_special |= batch.line > 0
-    token_ids = jax.lax.cond(jnp.any(is_special), lambda: _choose(logits, batch, state), lambda: greedy)
+    token_ids = jax.lax.cond(jnp.any(is_special), lambda: _choose(logits, greedy, batch, state), lambda: greedy)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
     total = jax.nn.logsumexp(logits, axis=-1)
     if not num_best or state is None:
@@ -100,13 +100,34 @@ def _best_of_some(
     )
 
 
-def _choose(logits: jax.Array, batch: SamplingBatch, state: SamplerArrays | None) -> jax.Array:  # int32[N]
-    """The best token of greedy rows, a drawn one of the others."""
-    min_p = None
-    if state is not None:
-        lines = jnp.asarray(batch.line)
-        logits, min_p = edited_logits(logits, lines, jnp.asarray(batch.position), state), state.values[lines, 3]
+def _choose(
+    logits: jax.Array, greedy: jax.Array, batch: SamplingBatch, state: SamplerArrays | None
+) -> jax.Array:  # int32[N]
+    """The best token of greedy rows, a drawn one of the others; `greedy` are the best of unchanged logits.
+
+    What steps without lines do is compiled by itself: they neither copy their logits nor look at the state.
+    """
+    if state is None:
+        return _greedy_or_drawn(logits, greedy, batch, None)
+    lines = jnp.asarray(batch.line)
+    return jax.lax.cond(
+        jnp.any(lines > 0),
+        lambda: _choose_from_edited(logits, lines, batch, state),
+        lambda: _greedy_or_drawn(logits, greedy, batch, None),
+    )
+
+
+def _choose_from_edited(
+    logits: jax.Array, lines: jax.Array, batch: SamplingBatch, state: SamplerArrays
+) -> jax.Array:  # int32[N]
+    logits = edited_logits(logits, lines, jnp.asarray(batch.position), state)
     greedy = first_best(logits)
+    return _greedy_or_drawn(logits, greedy, batch, state.values[lines, 3])
+
+
+def _greedy_or_drawn(
+    logits: jax.Array, greedy: jax.Array, batch: SamplingBatch, min_p: jax.Array | None
+) -> jax.Array:  # int32[N]
     is_random = batch.temperature > 0
     return jax.lax.cond(
         jnp.any(is_random), lambda: jnp.where(is_random, _draw(logits, batch, min_p), greedy), lambda: greedy
@@ -116,22 +137,31 @@ def _choose(logits: jax.Array, batch: SamplingBatch, state: SamplerArrays | None
 def _draw(logits: jax.Array, batch: SamplingBatch, min_p: jax.Array | None) -> jax.Array:  # int32[N]
     """A token per row at the row's temperature; rows of temperature 0 give an arbitrary one."""
     scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+    is_masked = jnp.asarray((batch.temperature > 0) & ((batch.top_p < 1) | (batch.top_k > 0)))
     if min_p is not None:
-        scaled = jax.lax.cond(jnp.any(min_p > 0), lambda x: _above_min_p(x, min_p), lambda x: x, scaled)
-    is_masked = (batch.temperature > 0) & ((batch.top_p < 1) | (batch.top_k > 0))
-    scaled = jax.lax.cond(
-        jnp.any(is_masked),
-        lambda: jnp.where(is_masked[:, None] & ~_keep(scaled, batch), -jnp.inf, scaled),
-        lambda: scaled,
-    )
+        scaled = jax.lax.cond(
+            jnp.any(is_masked | (min_p > 0)), lambda: _masked(scaled, batch, is_masked, min_p), lambda: scaled
+        )
+    else:
+        scaled = _best_kept(scaled, batch, is_masked)
     seeds, positions = jnp.asarray(batch.seed), jnp.asarray(batch.position)
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(seeds, positions, scaled.shape[-1])
     return first_best(scaled + noise)
 
 
-def _above_min_p(scaled: jax.Array, min_p: jax.Array) -> jax.Array:
+def _masked(scaled: jax.Array, batch: SamplingBatch, is_masked: jax.Array, min_p: jax.Array) -> jax.Array:
+    """-inf for tokens that min-p, top k or top p leave out."""
     least = jnp.max(scaled, axis=-1) + jnp.log(min_p)  # -inf where min_p is 0
-    return jnp.where(scaled < least[:, None], -jnp.inf, scaled)
+    return _best_kept(jnp.where(scaled < least[:, None], -jnp.inf, scaled), batch, is_masked)
+
+
+def _best_kept(scaled: jax.Array, batch: SamplingBatch, is_masked: jax.Array) -> jax.Array:
+    """-inf for tokens that top k or top p leave out."""
+    return jax.lax.cond(
+        jnp.any(is_masked),
+        lambda: jnp.where(is_masked[:, None] & ~_keep(scaled, batch), -jnp.inf, scaled),
+        lambda: scaled,
+    )
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, size: int) -> jax.Array:  # float32[size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import stat
 import sys
 from pathlib import Path
@@ -42,6 +43,12 @@ def test_every_call_is_answered_in_order(tmp_path: Path) -> None:
         second = process.generate([[5]], 1, margins=True)
     assert (first.tokens, first.margins, first.cpu_s, first.wall_s) == ([[3, 3], [1, 1]], [], 1.0, 2.0)
     assert (second.tokens, second.margins) == ([[1]], [[0.5]])
+
+
+def test_an_interrupt_from_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
+    """The terminal sends it to the foreground process group."""
+    with HuggingFaceProcess(tmp_path, python=interpreter(tmp_path, ANSWERS)) as process:
+        assert os.getpgid(process._process.pid) != os.getpgrp()
 
 
 def test_a_process_that_ends_is_an_error(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ its tokens once, those of a run without exceptions; no block is leaked; and pref
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from kvjax.engine import FinishReason, LLMEngine, SamplingParams
 from kvjax.engine.sampler import sample
+from kvjax.engine.speculation import SpeculativeConfig
 from kvjax.errors import EngineClosedError
 from tests.engine.engines import AMPLE_BLOCKS, FEW_BLOCKS, assert_no_leak, base_config, golden_prompts, loaded
 from tests.engine.engines import make_engine as make_text_engine
@@ -57,13 +59,13 @@ ERRORS = {0: RuntimeError, 3: KeyboardInterrupt, 6: RuntimeError}  # by the numb
 
 def make_engine(async_scheduling: bool, **settings: Any) -> LLMEngine:
     """Room for two or three of the requests at once: others wait, and some are preempted."""
-    settings = {"num_blocks": FEW_BLOCKS[NAME], "max_num_batched_tokens": 16, **settings}
+    settings = {"num_blocks": FEW_BLOCKS[NAME], "watermark": 0.0, **settings}
     return make_text_engine(NAME, async_scheduling=async_scheduling, **settings)
 
 
 def params_of(i: int) -> SamplingParams:
     """Odd ones are two samples of their prompt."""
-    return SamplingParams(n=1 + i % 2, max_tokens=10 + i, temperature=0.8 * (i % 3), seed=i)
+    return SamplingParams(n=1 + i % 2, max_tokens=20 + i, temperature=0.8 * (i % 3), seed=i)
 
 
 def queue_all(engine: LLMEngine) -> list[str]:
@@ -85,6 +87,13 @@ def take(engine: LLMEngine, tokens: dict[str, list[int]], results: dict[str, Any
         if output.result is not None:
             assert output.request_id not in results
             results[output.request_id] = output.result
+
+
+def test_without_exceptions_some_are_preempted() -> None:
+    for async_scheduling in (False, True):
+        engine = make_engine(async_scheduling)
+        assert_serves(engine)
+        assert sum(stats.num_preemptions for stats in engine.step_stats) > 1
 
 
 @functools.cache
@@ -152,12 +161,50 @@ def test_pages_that_were_being_edited_are_made_anew(
     check_broken_steps(engine, plant(monkeypatch, target, {1: KeyboardInterrupt}, when), 1)
 
 
+@functools.cache
+def drafting_base(method: Any) -> LLMEngine:
+    """Holds the compiled step with drafts; the model drafts for itself."""
+    speculative = SpeculativeConfig(method=method, num_drafts=3)
+    config = base_config(NAME, num_blocks=FEW_BLOCKS[NAME], watermark=0.0, speculative=speculative)
+    return LLMEngine(loaded(NAME), config, draft_model=loaded(NAME) if method == "draft_model" else None)
+
+
+def make_drafting_engine(method: Any, async_scheduling: bool) -> LLMEngine:
+    base = drafting_base(method)
+    config = dataclasses.replace(base.config, async_scheduling=async_scheduling)
+    draft_model = loaded(NAME) if method == "draft_model" else None
+    return LLMEngine(loaded(NAME), config, draft_model=draft_model, like=base)
+
+
+DRAFT_CALLS = (
+    ("prompt_lookup", "kvjax.engine.prompt_lookup.PromptLookup.propose"),
+    ("prompt_lookup", "kvjax.engine.prompt_lookup.PromptLookup.settle"),
+    ("prompt_lookup", "kvjax.core.manager.kv_cache_manager.KVCacheManager.settle_drafts"),
+    ("prompt_lookup", DEVICE_CALLS[0]),
+    ("prompt_lookup", HOST_CALLS[2]),
+    ("draft_model", "kvjax.engine.draft_model.DraftModel.propose"),
+    ("draft_model", "kvjax.engine.draft_model.DraftModel.settle"),
+    ("draft_model", DEVICE_CALLS[0]),
+    ("draft_model", HOST_CALLS[2]),
+)
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("seed", range(25))
-def test_an_interrupt_between_any_two_lines_of_a_step_loses_nothing(seed: int, async_scheduling: bool) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("method", "target"), DRAFT_CALLS)
+def test_a_step_with_drafts_that_is_broken_off_is_undone(
+    method: str, target: str, when: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_drafting_engine(method, async_scheduling)
+    check_broken_steps(engine, plant(monkeypatch, target, {0: RuntimeError, 3: KeyboardInterrupt}, when), 2)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "prompt_lookup", "draft_model"])
+@pytest.mark.parametrize("seed", range(6))
+def test_an_interrupt_between_any_two_lines_of_a_step_loses_nothing(seed: int, kind: str) -> None:
     """Ten times in a run, at random lines of random steps; a second one may come while the first is handled."""
     rng = np.random.default_rng(seed)
-    engine = make_engine(async_scheduling)
+    engine = make_engine(kind == "async") if kind.endswith("sync") else make_drafting_engine(kind, bool(seed % 2))
     tokens: dict[str, list[int]] = {name: [] for name in queue_all(engine)}
     results: dict[str, Any] = {}
     num_interrupts = 0
@@ -202,7 +249,7 @@ def test_a_call_that_is_broken_off_leaves_none_of_its_requests(
         assert tokens == list(expected_tokens().values())
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_an_interrupt_between_any_two_lines_of_a_call_leaves_none_of_its_requests(seed: int) -> None:
     """Queueing the prompts and cleaning up included. The next call may be the one that ends the cleaning."""
     rng = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.engine.sampler import sample
+from kvjax.engine.sampler import first_best, sample
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
 
@@ -41,6 +41,12 @@ def logits() -> np.ndarray:
 
 def test_temperature_zero_takes_the_best(logits: np.ndarray) -> None:
     assert set(draws(logits, 32, temperature=0.0).tolist()) == {int(logits.argmax())}
+
+
+def test_the_best_token_is_the_smallest_id_of_the_largest_scores() -> None:
+    scores = np.random.default_rng(0).integers(-2, 3, (50, 40)).astype(np.float32)
+    scores[0], scores[1, :-1], scores[2, :5] = -np.inf, -np.inf, -np.inf
+    assert first_best(scores).tolist() == np.argmax(scores, axis=-1).tolist()
 
 
 def test_top_k_of_one_takes_the_best(logits: np.ndarray) -> None:

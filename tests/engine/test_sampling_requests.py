@@ -23,7 +23,12 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "repetition_penalty": 1.7},
     {"temperature": 0.0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 0.9, "frequency_penalty": 2.0, "min_p": 0.02},
-    {"temperature": 0.0, "allowed_token_ids": tuple(range(10, 40)), "presence_penalty": 2.0},
+    {
+        "temperature": 0.0,
+        "allowed_token_ids": tuple(range(10, 40)),
+        "presence_penalty": -2.0,
+        "frequency_penalty": -1.0,
+    },
     {"temperature": 0.7, "logit_bias": {5: 8.0, 6: 7.5, 7: 7.0}, "repetition_penalty": 1.2, "top_k": 30},
     {"temperature": 1.2, "top_p": 0.9},
 )

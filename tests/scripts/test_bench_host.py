@@ -22,6 +22,7 @@ NAMES = {
     "engine_step/1024",
     "engine_step/hybrid/1024",
     *(f"step_inputs/{groups}/1024" for groups in ("full", "hybrid")),
+    "verify_step/full/1024",
     "allocate_slots/decode",
     "allocate/32k",
     "prefix_hit/2k",
