@@ -66,8 +66,8 @@ class KnowingDrafter:
             told = self._answers[self._table.request_ids[row]][begin : begin + NUM_DRAFTS]
             token_ids[i, : told.size] = told
             if self._rng.random() < 0.6:
-                token_ids[i, self._rng.integers(NUM_DRAFTS)] += 1
-        return Drafts(token_ids % 256)
+                token_ids[i, self._rng.integers(NUM_DRAFTS)] ^= 1
+        return Drafts(token_ids)
 
     def settle(self, rows: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
         self.num_accepted += int(num_accepted.sum())
@@ -255,3 +255,30 @@ def test_a_stream_brings_each_token_in_order() -> None:
     assert [output.logprob for output in outputs] == list(result.logprobs)
     np.testing.assert_array_equal(result.output_token_ids, plain_results()["r0"].output_token_ids)
     assert all(output.result is None for output in outputs[:-1])
+
+
+def test_text_comes_in_order_and_ends_at_stop_strings() -> None:
+    """Several tokens of a step complete the text that they complete one by one; what is behind a stop string is cut."""
+    prompt = golden_prompts("demo")[0]
+    params = [
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, stream_text=True),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, stream_text=True, stop=("e ", "is")),  # within a few
+    ]
+    plain = LLMEngine(loaded("demo"), base_config("demo"))
+    expected = plain.generate([prompt] * 2, params)
+    answers = {f"request-{i}": expected[0].output_token_ids for i in range(2)}
+    config = base_config("demo", speculative=SpeculativeConfig(num_drafts=NUM_DRAFTS))
+    with mock.patch.object(llm_engine, "PromptLookup", lambda table, *_: KnowingDrafter(table, answers, seed=1)):
+        engine = LLMEngine(loaded("demo"), config)
+    texts = dict.fromkeys([engine.add_request(prompt, one) for one in params], "")
+    results: dict[str, GenerationResult] = {}
+    while engine.num_unfinished:
+        outputs = engine.step()
+        for output in outputs:
+            texts[output.request_id] += output.text or ""
+        results |= {result.request_id: result for result in outputs.results.values()}
+    for name, of_plain in zip(texts, expected, strict=True):
+        assert texts[name] == results[name].text == of_plain.text
+        np.testing.assert_array_equal(results[name].output_token_ids, of_plain.output_token_ids)
+        assert results[name].finish_reason is of_plain.finish_reason
+    assert sum(result.stats.num_accepted_tokens for result in results.values()) > 8
