@@ -57,17 +57,19 @@ class PackedInputs:
             places.append(_Place(shape, dtype, end if is_packed else None))
             end += size if is_packed else 0
         self._places = tuple(places)
+        # Which arrays are packed, and whether one is a row of int32 already; which go by themselves.
+        self._packed = [
+            (i, len(place.shape) == 1 and place.dtype == np.int32)
+            for i, place in enumerate(places)
+            if place.start is not None
+        ]
+        self._own = [i for i, place in enumerate(places) if place.start is None]
 
     def pack(self, leaves: Sequence[np.ndarray]) -> Packed:
         """A fresh buffer with `leaves`, the arrays of a tree of this layout in `jax.tree.leaves`' order."""
-        parts: list[np.ndarray] = []
-        own: list[np.ndarray] = []
-        for leaf, place in zip(leaves, self._places, strict=True):
-            if place.start is None:
-                own.append(leaf)
-            else:
-                parts.append(_as_int32(leaf))
-        return Packed(np.concatenate(parts) if parts else np.zeros(0, np.int32), tuple(own))
+        parts = [leaves[i] if is_plain else _as_int32(leaves[i]) for i, is_plain in self._packed]
+        buffer = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        return Packed(buffer, tuple([leaves[i] for i in self._own]))
 
     def unpack(self, buffer: jax.Array, own: Sequence[jax.Array]) -> Any:
         """The tree, while tracing."""
