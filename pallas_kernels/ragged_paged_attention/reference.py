@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
@@ -30,7 +29,7 @@ from pallas_kernels.ragged_paged_attention.tile_walk import TileReader, TileWalk
 from pallas_kernels.varying import vary_like
 
 _TILE_ROWS = 128
-_TRIP_BYTES = 2**20  # of gathered K at a time: with V it stays in a core's cache
+_TRIP_BYTES = 5 * 2**16  # of gathered K at a time: with V it stays in a core's cache
 _MOST_MERGED_ROWS = 16  # query rows of all heads up to which they share one product
 
 
@@ -102,7 +101,7 @@ def _attend_short(
     num_seqs, few, num_kv_heads, group, head_dim = q.shape
     cache, schedule = walk.cache, walk.schedule
     item_bytes = walk.tile_pages[0] * cache.page_size * num_kv_heads * head_dim * 4
-    num_items = cdiv(walk.most_items, cdiv(walk.most_items * item_bytes, _TRIP_BYTES))
+    num_items = min(walk.most_items, max(1, _TRIP_BYTES // item_bytes))
     merged = num_kv_heads if few * num_kv_heads * group <= _MOST_MERGED_ROWS else 1
     rows = _merged_queries(q.swapaxes(1, 2), merged)
 
