@@ -4,8 +4,8 @@ Flow:    limits of a deployment -> [Buckets] -> smallest bucket that a StepPlan 
 Source:  ARCHITECTURE.md, "Buckets"
 
 A product of three ladders would be hundreds of programs. The list is two short products instead: decode steps (one
-token a request and its drafts, so T = S * (1 + drafts)) over S and P, and mixed steps over T and P with S as large as
-it can be.
+token a request, so T = S, and with drafts also T = S * (1 + drafts)) over S and P, and mixed steps over T and P with S
+as large as it can be.
 """
 
 from __future__ import annotations
@@ -16,8 +16,18 @@ from kvjax.core.spec import cdiv
 
 MAX_BUCKETS = 24
 
-# Lengths of the ladders (decode S, decode P, mixed T, mixed P), and so a * b + c * d buckets; richest first.
-_LADDER_LENGTHS = ((4, 3, 6, 2), (3, 3, 5, 2), (3, 2, 4, 2), (2, 2, 3, 2), (2, 1, 3, 1), (1, 1, 2, 1), (0, 0, 1, 1))
+# Lengths of the ladders (decode S, decode P, mixed T, mixed P), and so a * b + c * d buckets; richest first. Where there
+# are drafts each decode step comes twice.
+_LADDER_LENGTHS = (
+    (4, 3, 6, 2),
+    (3, 3, 5, 2),
+    (3, 2, 4, 2),
+    (2, 2, 3, 2),
+    (2, 1, 3, 1),
+    (1, 1, 2, 1),
+    (1, 1, 1, 1),
+    (0, 0, 1, 1),
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -78,7 +88,8 @@ class Buckets:
     ) -> Buckets:
         """At most `max_buckets` shapes; a step of at most these limits fits the last, the largest.
 
-        `num_drafts`: the most drafts of a request in a step; every shape has rows of logits for so many.
+        `num_drafts`: the most drafts of a request in a step. Every shape has rows of logits for so many, but for
+        decode steps in which nobody has a draft.
 
         Raises:
             ValueError: a limit is below 1, or `num_drafts` below 0.
@@ -97,11 +108,17 @@ class Buckets:
             raise ValueError(f"expected num_drafts >= 0, got {num_drafts}")
         columns = cdiv(max_model_len, block_size)
         seqs = min(max_num_seqs, max_num_batched_tokens)
-        a, b, c, d = next(lengths for lengths in _LADDER_LENGTHS if _count(lengths) <= max_buckets)
-        most, drafts = max_num_batched_tokens, num_drafts
-        decode = [(min(s * (1 + drafts), most), s, p) for s in _ladder(seqs, a) for p in _ladder(columns, b)]
-        mixed = [(t, min(t, seqs), p) for t in _ladder(most, c) for p in _ladder(columns, d)]
-        return cls(tuple(Bucket(*sizes, num_drafts=drafts) for sizes in decode + mixed))
+        drafts = sorted({0, num_drafts})  # of decode steps
+        a, b, c, d = next(lengths for lengths in _LADDER_LENGTHS if _count(lengths, len(drafts)) <= max_buckets)
+        most = max_num_batched_tokens
+        decode = [
+            Bucket(min(s * (1 + k), most), s, p, k)
+            for s in _ladder(seqs, a)
+            for p in _ladder(columns, b)
+            for k in drafts
+        ]
+        mixed = [Bucket(t, min(t, seqs), p, num_drafts) for t in _ladder(most, c) for p in _ladder(columns, d)]
+        return cls(tuple(decode + mixed))
 
     @property
     def max_num_tokens(self) -> int:
@@ -141,8 +158,8 @@ class Buckets:
         return ", ".join(f"{b.num_tokens}x{b.num_requests}x{b.num_columns}{drafts(b)}" for b in self.steps)
 
 
-def _count(lengths: tuple[int, int, int, int]) -> int:
-    return lengths[0] * lengths[1] + lengths[2] * lengths[3]
+def _count(lengths: tuple[int, int, int, int], num_decode: int) -> int:
+    return num_decode * lengths[0] * lengths[1] + lengths[2] * lengths[3]
 
 
 def _ladder(top: int, length: int) -> list[int]:

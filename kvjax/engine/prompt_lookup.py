@@ -7,6 +7,9 @@ Of the sizes from `max_ngram` down to `min_ngram`, the largest whose n-gram at a
 where: at its newest earlier occurrence. Drafts are the tokens behind that. Where they reach the request's end they go
 on with themselves, as an overlapping copy does.
 
+A wrong draft costs its share of a step. So a row has at most one draft more than twice those that were right the last
+time, and one at first.
+
 Every row has a hash table per size. A slot is the head of a chain of nodes, one for each distinct n-gram, which is the
 place where the n-gram first ended; the node keeps where it ended last. Indexing a token looks its n-grams up, so the
 newest token's are found by the way. A step costs some 50 numpy calls over all rows, and as many again where rows got
@@ -57,6 +60,7 @@ class PromptLookup:
         self._heads = np.zeros((self._sizes.size, 0, self._num_slots), np.int32)  # int32[G, R, slots], -1: no chain
         self._nodes = _Nodes.empty(self._sizes.size, 0, 0)
         self._num_indexed = np.zeros(0, np.int64)  # tokens of each row
+        self._most = np.zeros(0, np.int64)  # drafts of each row in its next step
         self._found = np.zeros(
             (self._sizes.size, 0), np.int32
         )  # int32[G, R] where the last n-grams ended before, or -1
@@ -67,12 +71,14 @@ class PromptLookup:
         row = request.request.row
         self._heads[:, row] = NONE
         self._num_indexed[row] = 0
+        self._most[row] = 1
 
     def stop(self, request: EngineRequest) -> None:
         """Nothing: the row is forgotten when another request starts in it."""
 
     def settle(self, rows: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
-        """Nothing: new tokens are found in the table."""
+        """As `Drafter.settle`. New tokens are found in the table."""
+        self._most[rows] = np.minimum(1 + 2 * num_accepted, self._num_drafts)
 
     @property
     def device_tokens(self) -> None:
@@ -81,7 +87,7 @@ class PromptLookup:
     def count(self, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:  # int64[n] each
         """As many as each row can use where one of its last n-grams stood in it before, else 0."""
         self._index(rows)
-        return np.where((self._found[:, rows] >= 0).any(axis=0), np.minimum(limits, self._num_drafts), 0)
+        return np.where((self._found[:, rows] >= 0).any(axis=0), np.minimum(limits, self._most[rows]), 0)
 
     def propose(self, rows: np.ndarray, counts: np.ndarray, sampling: SamplingTable) -> Drafts:
         """What followed the newest earlier occurrence of each row's longest n-gram."""
@@ -202,6 +208,7 @@ class PromptLookup:
         heads[:, :old_rows] = self._heads
         self._heads = heads
         self._num_indexed = np.append(self._num_indexed, np.zeros(num_rows - old_rows, np.int64))
+        self._most = np.append(self._most, np.zeros(num_rows - old_rows, np.int64))
         self._found = np.pad(self._found, ((0, 0), (0, num_rows - old_rows)))
 
 

@@ -50,7 +50,12 @@ class Rows:
         stats = RequestStats(request.request_id, len(prompt), 0.0)
         one = EngineRequest(request, SamplingParams(), 0, frozenset(), self._num_started, stats)
         self.drafter.start(one)
+        self.accept(request.row, self.config.num_drafts)
         self.requests.append(one)
+
+    def accept(self, row: int, count: int) -> None:
+        """So many drafts of the row were right the last time."""
+        self.drafter.settle(np.array([row]), np.array([self.config.num_drafts]), np.array([count]))
 
     def stop(self, place: int) -> None:
         one = self.requests.pop(place)
@@ -103,6 +108,22 @@ def test_a_row_forgets_the_request_that_left_it() -> None:
     rows.stop(0)
     rows.start([7, 1, 2])
     assert rows.drafts([0], [4]) == [[]]
+
+
+def test_drafts_are_at_most_one_more_than_twice_those_that_were_right() -> None:
+    rows = Rows(SpeculativeConfig(num_drafts=6, min_ngram=1))
+    rows.start([1, 2, 3, 4, 5, 6, 7, 8, 1])
+    row, following = rows.requests[0].request.row, [2, 3, 4, 5, 6, 7]
+    for num_right, most in ((0, 1), (1, 3), (2, 5), (3, 6), (6, 6), (0, 1)):
+        rows.accept(row, num_right)
+        assert rows.drafts([0], [9]) == [following[:most]]
+
+
+def test_a_request_begins_with_one_draft() -> None:
+    rows = Rows(SpeculativeConfig(num_drafts=6, min_ngram=1))
+    rows.start([1, 2, 3, 1])
+    rows.drafter.start(rows.requests[0])
+    assert rows.drafts([0], [9]) == [[2]]
 
 
 def test_asking_twice_answers_twice() -> None:
