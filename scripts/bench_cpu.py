@@ -192,7 +192,7 @@ def make_engine(folder: Path, sizes: Sizes, *, lookup: bool) -> tuple[Generate, 
         max_num_seqs=sizes.batch,
         max_num_batched_tokens=max(sizes.chunk, sizes.batch),
         enable_prefix_caching=False,  # every run computes every prompt, as the baseline does
-        max_buckets=3,
+        max_buckets=8,
         speculative=SpeculativeConfig(num_drafts=sizes.drafts) if lookup else None,
     )
     engine = LLMEngine.from_folder(folder, config, dtype="float32")

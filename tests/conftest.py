@@ -1,9 +1,10 @@
-"""Settings of every test: CPU devices, one compilation cache for all workers, hypothesis profiles."""
+"""Settings of every test: CPU devices, one compilation cache for all workers, interrupts, hypothesis profiles."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -28,6 +29,10 @@ if "JAX_PLATFORMS" not in os.environ:
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"kvjax-jax-cache-{os.getuid()}"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+# A shell's background jobs ignore interrupts, and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("default", deadline=None, max_examples=100)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2_000, stateful_step_count=200)

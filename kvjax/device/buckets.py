@@ -16,8 +16,8 @@ from kvjax.core.spec import cdiv
 
 MAX_BUCKETS = 24
 
-# Lengths of the ladders (decode S, decode P, mixed T, mixed P), and so a * b + c * d buckets; richest first. Where there
-# are drafts each decode step comes twice.
+# Lengths of the ladders (decode S, decode P, mixed T, mixed P), and so a * b + c * d buckets; richest first. Where
+# there are drafts each decode step comes twice.
 _LADDER_LENGTHS = (
     (4, 3, 6, 2),
     (3, 3, 5, 2),

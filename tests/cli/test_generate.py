@@ -211,6 +211,7 @@ def test_preemptions_are_told() -> None:
         "prompt_tokens": 8,
         "queried_tokens": 8,
         "shared_tokens": 0,
+        "draft_tokens": 0,
         "token_hit_rate": 0.0,
         "released_blocks": 0,
         "preemptions": 1,
