@@ -141,8 +141,19 @@ def check_broken_steps(engine: LLMEngine, num_raised: Callable[[], int], num_pla
     assert_serves(engine)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
+# Before a call or after it, in engines that read a step before the next or not; two of the four outside sweeps.
+WHENEVER = pytest.mark.parametrize(
+    ("when", "async_scheduling"),
+    [
+        ("before", False),
+        ("after", True),
+        pytest.param("before", True, marks=pytest.mark.sweep),
+        pytest.param("after", False, marks=pytest.mark.sweep),
+    ],
+)
+
+
+@WHENEVER
 @pytest.mark.parametrize("target", DEVICE_CALLS + HOST_CALLS)
 def test_a_step_that_is_broken_off_is_undone(
     target: str, when: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
@@ -151,8 +162,7 @@ def test_a_step_that_is_broken_off_is_undone(
     check_broken_steps(engine, plant(monkeypatch, target, ERRORS, when))
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
+@WHENEVER
 @pytest.mark.parametrize("target", EDIT_CALLS)
 def test_pages_that_were_being_edited_are_made_anew(
     target: str, when: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
@@ -189,8 +199,7 @@ DRAFT_CALLS = (
 )
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
+@WHENEVER
 @pytest.mark.parametrize(("method", "target"), DRAFT_CALLS)
 def test_a_step_with_drafts_that_is_broken_off_is_undone(
     method: str, target: str, when: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
@@ -316,8 +325,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("when", ["before", "after"])
+@WHENEVER
 @pytest.mark.parametrize(
     ("kind", "target"),
     [
