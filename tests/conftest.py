@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 
 import hypothesis
@@ -37,3 +39,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("default", deadline=None, max_examples=100)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2_000, stateful_step_count=200)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# Every compiled program takes some maps of memory, of which Linux gives a process 65,530 (vm.max_map_count).
+MOST_MAPS = 25_000
+_tests = count(1)
+
+
+def pytest_runtest_teardown() -> None:
+    """Lets jax forget its programs before there are too many; what a later test needs of them is compiled again."""
+    maps = Path("/proc/self/maps")
+    if next(_tests) % 25 or "jax" not in sys.modules or not maps.exists():
+        return
+    if maps.read_bytes().count(b"\n") > MOST_MAPS:
+        sys.modules["jax"].clear_caches()

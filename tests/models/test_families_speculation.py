@@ -24,7 +24,7 @@ from tests.models.families import (
 from tests.models.golden_models import Golden, goldens_of
 from tests.models.speculating import ITSELF, NUM_DRAFTS, RANDOM, WrongDrafts, speculating_engine, wrong_engine
 
-# Targets of draft models outside sweeps: one of each kind of layer.
+# Targets of prompt lookup and draft models outside sweeps: one of each kind of layer.
 DRAFTED_FAMILIES = ("gemma3", "llama4", "deepseek_v3", "kimi_linear", "whisper")
 # Models that cannot draft: recurrent states do not go back, and drafts see no encoder and no vectors.
 OTHER_FAMILIES = (
@@ -36,6 +36,16 @@ OTHER_FAMILIES = (
     "nemotron_h",
     "whisper",
     "qwen3_vl",
+)
+
+
+one_family_of_each_layer = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=family.name, marks=[] if family.name in DRAFTED_FAMILIES else [pytest.mark.sweep])
+        for family in FAMILIES
+    ],
+    scope="module",
 )
 
 
@@ -72,7 +82,7 @@ def test_drafts_that_turn_wrong_change_no_token(family: Family) -> None:
     assert_nothing_is_left(engine)
 
 
-@every_family_but_variants
+@one_family_of_each_layer
 def test_prompt_lookup_with_hits_and_preemption_changes_no_token(family: Family) -> None:
     """Asynchronous steps, all prompts twice: the second time their beginnings are found."""
     engine = speculating_engine(family, async_scheduling=True)
@@ -100,14 +110,7 @@ def test_wrong_drafts_in_every_mode(
     assert_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, id=family.name, marks=[] if family.name in DRAFTED_FAMILIES else [pytest.mark.sweep])
-        for family in FAMILIES
-    ],
-    scope="module",
-)
+@one_family_of_each_layer
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_draft_model_of_random_weights_changes_no_token(family: Family, async_scheduling: bool) -> None:
     """It is mostly wrong; its requests come and go with the target's, preempted ones too."""
