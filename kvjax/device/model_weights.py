@@ -33,9 +33,10 @@ class ModelWeights:
             sharding = leaf.sharding
             if sharding.device_set != devices:
                 return jax.device_put(leaf, placement.replicated)
-            if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-                return jax.device_put(leaf, NamedSharding(with_auto_axes(sharding.mesh), sharding.spec))
-            return leaf
+            if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+                return leaf
+            mesh = with_auto_axes(sharding.mesh)
+            return leaf if mesh == sharding.mesh else jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
 
         self.arrays: tuple[jax.Array, ...] = tuple(map(placed, leaves))
 
