@@ -18,7 +18,6 @@ The draft model sees tokens alone: not the vectors that stand for some of them, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from kvjax.device.update_step import SampleFn
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.draft_requests import DraftRequests, DraftStep
 from kvjax.engine.engine_request import EngineRequest
-from kvjax.engine.model_runner import least_block_size
+from kvjax.engine.model_runner import check_limits_of_like, free_arrays, least_block_size
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
 from kvjax.engine.speculation import Drafts, SpeculativeConfig
@@ -79,12 +78,7 @@ class DraftModel:
 
         Waits for what the device still does with the old pages, which are freed before there are new ones.
         """
-        if self._pages is not None:
-            for array in jax.tree.leaves(self._pages):
-                if not array.is_deleted():
-                    with suppress(Exception):  # whatever a step left there in place of its result
-                        array.block_until_ready()
-                    array.delete()
+        free_arrays(self._pages)
         self._pages = create_pages(self.plan.config, self._placement)
         config, block_size = self._config, least_block_size(self.plan)
         self.manager = KVCacheManager(
@@ -191,15 +185,8 @@ class DraftModel:
         layouts = (self.plan.config, self._placement)
         if like._model.module is not self._model.module or (like.plan.config, like._placement) != layouts:
             raise ValueError("expected `like` to have this draft model, mesh and cache layout, got another")
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
-            own, given = getattr(self._config, name), getattr(like._config, name)
-            if given < own:
-                raise ValueError(f"expected `like` to allow {name} of at least {own}, got {given}")
-        if like.plan.max_model_len < self.plan.max_model_len:
-            raise ValueError(
-                f"expected `like` to allow max_model_len of at least {self.plan.max_model_len}, got "
-                f"{like.plan.max_model_len}"
-            )
+        check_limits_of_like(self._config, like._config, ("max_num_batched_tokens", "max_num_seqs"))
+        check_limits_of_like(self.plan, like.plan, ("max_model_len",))
         return like._update_step
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -154,14 +155,9 @@ class ModelRunner:
 
         Waits for what the device still does, since old and new pages may not fit in its memory together.
         """
-        held = [flight.tokens for flight in self._flights] + jax.tree.leaves(self.pages)
+        free_arrays(([flight.tokens for flight in self._flights], self.pages))
         self._flights.clear()
         self._previous = None
-        for array in held:
-            if not array.is_deleted():
-                with suppress(Exception):  # whatever a step left there in place of its result
-                    array.block_until_ready()
-                array.delete()
         self.pages = create_pages(self._plan.config, self.placement)
         self._embeds = self._make_embed_buffer()
         self._sampler = self._make_sampler_state()
@@ -201,10 +197,8 @@ class ModelRunner:
         layouts = (self._plan.config, self.placement)
         if like._model.module is not self._model.module or (like._plan.config, like.placement) != layouts:
             raise ValueError("expected `like` to have this engine's model, mesh and cache layout, got another")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "max_logprobs"):
-            own, given = getattr(self._config, name), getattr(like._config, name)
-            if given < own:
-                raise ValueError(f"expected `like` to allow {name} of at least {own}, got {given}")
+        limits = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "max_logprobs")
+        check_limits_of_like(self._config, like._config, limits)
         if like._config.num_drafts != self._config.num_drafts:
             raise ValueError(
                 f"expected `like` to have num_drafts of {self._config.num_drafts}, got {like._config.num_drafts}"
@@ -230,6 +224,23 @@ def _with_drafts(sampled: jax.Array, drafts: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(sampled, drafts, (sampled.size - drafts.size,))
 
 
+def free_arrays(tree: Any) -> None:
+    """Frees the device's arrays in a tree, once it has done what it still does with them."""
+    for array in jax.tree.leaves(tree):
+        if not array.is_deleted():
+            with suppress(Exception):  # whatever a step left there in place of its result
+                array.block_until_ready()
+            array.delete()
+
+
+def check_limits_of_like(own: Any, like: Any, names: Sequence[str]) -> None:
+    """Raises ValueError where a limit of `like`, whose compiled steps are to be used, is below one's own."""
+    for name in names:
+        wanted, given = getattr(own, name), getattr(like, name)
+        if given < wanted:
+            raise ValueError(f"expected `like` to allow {name} of at least {wanted}, got {given}")
+
+
 def least_block_size(plan: KVCachePlan) -> int:
     """The most tokens that divide the blocks of all groups: prompts are hashed, and tables counted, in such blocks."""
     return math.gcd(*(group.spec.block_size for group in plan.groups))
@@ -248,4 +259,11 @@ def place_model(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement
     return placement
 
 
-__all__ = ["ModelRunner", "least_block_size", "num_embedding_rows", "place_model"]
+__all__ = [
+    "ModelRunner",
+    "check_limits_of_like",
+    "free_arrays",
+    "least_block_size",
+    "num_embedding_rows",
+    "place_model",
+]
