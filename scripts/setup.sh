@@ -14,7 +14,7 @@ constraints=${KVJAX_CONSTRAINTS:-}
 stamp=$venv/.kvjax-installed
 
 known() { # the extras of pyproject.toml, one a line
-    sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/s/^\([a-z-]*\) = \[.*/\1/p' pyproject.toml
+    sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/s/^\([a-z0-9-]*\) = \[.*/\1/p' pyproject.toml
 }
 
 usable() { # a Python of 3.11 or newer that can make virtual environments

@@ -8,6 +8,6 @@ if [ -e /dev/accel0 ] || [ -e /dev/vfio/0 ]; then
     extras+=(tpu)
     workers=0
 fi
-if [ -e /dev/nvidiactl ]; then extras+=(cuda); fi
+if [ -e /dev/nvidiactl ]; then extras+=("$(scripts/cuda_extra.sh)"); fi
 scripts/setup.sh "${extras[@]}"
 exec "${KVJAX_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist worksteal "$@"

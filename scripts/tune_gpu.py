@@ -32,7 +32,7 @@ from scripts.gpu_aot.time_one import PARTS, part_sizes
 from scripts.gpu_compile import compile_op
 from scripts.kernel_tuning.cases import Case, candidates
 from scripts.kernel_tuning.choice import Record, as_json, write_tuned
-from scripts.kernel_tuning.tuner import cases_of, measured, parser, tune
+from scripts.kernel_tuning.tuner import cases_of, list_cases, measured, parser, tune
 
 ROOT = Path(__file__).resolve().parents[1]
 RING_SIZES = tuple(product((64, 128), (2, 3, 4)))  # (slots of a KV block, stages)
@@ -123,6 +123,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     made = parser(__doc__, CARDS)
     made.add_argument("--dry-run", action="store_true", help="as where there is no GPU")
     options = made.parse_args(None if arguments is None else list(arguments))
+    if options.list:
+        return list_cases(options, candidates_of)
     card = None if options.dry_run else card_here()
     if card is None:
         return dry_run(options)

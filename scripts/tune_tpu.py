@@ -28,7 +28,7 @@ from pallas_kernels.ragged_paged_attention.tuning import FOLDER
 from pallas_kernels.tuned import Sizes
 from scripts.kernel_tuning.cases import Case, candidates
 from scripts.kernel_tuning.choice import Record, as_json, write_tuned
-from scripts.kernel_tuning.tuner import cases_of, parser, tune
+from scripts.kernel_tuning.tuner import cases_of, list_cases, parser, tune
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
 from scripts.tpu_aot.score import block_scores
@@ -95,6 +95,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
     """Exit status: 0, or 1 where a formula's sizes do not compile."""
     assert __doc__ is not None
     options = parser(__doc__, CHIPS).parse_args(None if arguments is None else list(arguments))
+    if options.list:
+        return list_cases(options, candidates_of)
     wanted = cases_of(options)
     chosen = tune(
         wanted, candidates_of, lambda case, sizes: measure(options.device, case, sizes, options.timeout), options

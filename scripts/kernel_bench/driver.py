@@ -9,10 +9,13 @@ a measurement, and is compared with the reference. The bytes and operations that
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import math
 import pkgutil
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -60,6 +63,11 @@ def parser(doc: str, platform: Platform) -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=0, help="tokens of a sequence (default: by the case)")
     made.add_argument("--repeats", type=int, default=10, help="samples of each median (default: %(default)s)")
     made.add_argument("--no-rivals", action="store_true", help="the kernels alone")
+    made.add_argument("--time-reference", action="store_true", help="the reference too, at full size: slow")
+    made.add_argument("--budget", type=float, metavar="MINUTES", help="after which no case is begun (default: none)")
+    made.add_argument(
+        "--results", type=output_file, metavar="FILE", help="rows as JSON lines, written case by case, and gone on from"
+    )
     made.add_argument("--json", type=output_file, metavar="FILE", help="write the rows as JSON")
     made.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     made.add_argument("--dry-run", action="store_true", help="even where there is a device")
@@ -75,6 +83,8 @@ def picked(options: argparse.Namespace, platform: Platform) -> list[BenchCase]:
     """
     if options.repeats < 1 or options.shards < 1 or min(options.batch, options.context, *(options.page or [1])) < 0:
         raise ValueError("expected --repeats and --shards of at least 1 and no negative size")
+    if options.budget is not None and not options.budget > 0:
+        raise ValueError(f"expected --budget of more than 0 minutes, got {options.budget}")
     found = []
     for page in options.page or platform.pages:
         sizes = Sizes(platform.name, page, options.dtype, options.shards, options.batch, options.context)
@@ -102,18 +112,46 @@ def run(platform: Platform, options: argparse.Namespace, cases: list[BenchCase])
     found = Found(about={"jax": jax.__version__, "command": sys.argv, "device": device.device_kind if device else None})
     if device is None:
         print(f"no {platform.name} here: a dry run at small sizes, without times", flush=True)
-        rows = (row for case in cases for row in measure.dry_run(case, platform, by_reference=options.by_reference))
+        rows_of = functools.partial(measure.dry_run, platform=platform, by_reference=options.by_reference)
     else:
         peaks = platform.peaks(device)
         found.about["peaks"] = asdict(peaks)
         speeds = f"{peaks.bytes_per_s / 1e12:.2f} TB/s, {peaks.flops_per_s / 1e12:.0f} TFLOP/s"
         print(f"{device.device_kind}, jax {jax.__version__}; {speeds} ({peaks.source})", flush=True)
-        rivals = not options.no_rivals
-        rows = (row for case in cases for row in measure.on_device(case, platform, peaks, options.repeats, rivals))
+        rows_of = functools.partial(
+            measure.on_device,
+            platform=platform,
+            peaks=peaks,
+            repeats=options.repeats,
+            rivals=not options.no_rivals,
+            time_reference=options.time_reference,
+        )
     print(report.HEADER, flush=True)
-    for row in rows:
-        found.rows.append(row)
-        print(report.line(row), flush=True)
+    found.rows += _rows(cases, rows_of, options)
     if options.json is not None:
         report.write_json(options.json, found.rows, found.about)
     return found
+
+
+def _rows(
+    cases: list[BenchCase], rows_of: Callable[[BenchCase], Iterator[report.Row]], options: argparse.Namespace
+) -> Iterator[report.Row]:
+    """Those in `--results`, and those of every other case that the budget lets begin."""
+    known = {} if options.results is None else report.read_cases(options.results)
+    end = math.inf if options.budget is None else time.monotonic() + 60 * options.budget
+    left_out = 0
+    for case in cases:
+        if case.name in known:
+            yield from known[case.name]
+        elif time.monotonic() > end:
+            left_out += 1
+        else:
+            rows = []
+            for row in rows_of(case):
+                rows.append(row)
+                print(report.line(row), flush=True)
+            if options.results is not None:
+                report.append_case(options.results, case.name, rows)
+            yield from rows
+    if left_out:
+        print(f"{left_out} cases left out for want of time", flush=True)

@@ -44,6 +44,17 @@ def cupti(chain: Chain, repeats: int) -> Timing | None:
     return Timing(tuple(samples), "cupti")
 
 
+def launches(chain: Chain) -> float | None:
+    """Kernels that one call of the chain launches, or None where the profiler sees nothing."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    try:
+        _, kernels = profiler.measure(chain.program, aggregate=False)(*chain.arguments)
+    except (RuntimeError, AttributeError):
+        return None
+    return len(kernels) / chain.num_calls if kernels else None
+
+
 def measured_peaks(clock: Any = gpu_clock, *, copied_bytes: int = 1 << 30, matrix: int = 8192) -> Peaks:
     """Bytes read and written per second by a copy, and operations of a product of bfloat16 matrices."""
     words = jnp.arange(copied_bytes // 4, dtype=jnp.uint32)

@@ -37,8 +37,10 @@ def dry_run(case: BenchCase, platform: Platform, *, by_reference: bool = False) 
     yield _attempt(case, "reference", lambda: {"excess": _chained_excess(small, "reference")})
 
 
-def on_device(case: BenchCase, platform: Platform, peaks: Peaks, repeats: int, rivals: bool) -> Iterator[Row]:
-    """The kernel compared with the reference and timed; then the reference and the other rivals timed."""
+def on_device(
+    case: BenchCase, platform: Platform, peaks: Peaks, repeats: int, rivals: bool, time_reference: bool = False
+) -> Iterator[Row]:
+    """The kernel compared with the reference and timed; then the rivals, and the reference if asked for."""
     seeds = range(num_rotated(case.work.num_bytes, platform.cache_bytes))
     try:
         rotated = [case.arguments(seed) for seed in seeds]
@@ -55,9 +57,10 @@ def on_device(case: BenchCase, platform: Platform, peaks: Peaks, repeats: int, r
         return _compared(case, rotated[0], found) | timed(platform.name)
 
     yield _attempt(case, KERNEL, kernel)
-    if rivals:
+    if time_reference:
         rotated = [case.arguments(seed) for seed in seeds] if case.writes else rotated
         yield _attempt(case, "reference", lambda: timed("reference"))
+    if rivals:
         rotated = [case.arguments(seed) for seed in seeds] if case.writes else rotated
         for rival in platform.rivals(case):
             run = functools.partial(_rival, rival, case, platform, rotated, repeats)

@@ -102,6 +102,32 @@ def write_json(path: Path, rows: Iterable[Row], about: dict[str, Any]) -> None:
     path.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
+def append_case(path: Path, name: str, rows: Iterable[Row]) -> None:
+    """A JSON line with the rows of one case."""
+    whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
+    with path.open("a") as file:
+        file.write(("" if whole else "\n") + json.dumps({"case": name, "rows": [asdict(row) for row in rows]}) + "\n")
+
+
+def read_cases(path: Path) -> dict[str, list[Row]]:
+    """The rows of each case that `append_case` wrote; a line that a kill tore off is left out.
+
+    Raises:
+        ValueError: a line is whole JSON and no case.
+    """
+    found: dict[str, list[Row]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            read = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        try:
+            found[read["case"]] = [Row(**row) for row in read["rows"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: expected cases of a benchmark, got {line[:80]!r}") from error
+    return found
+
+
 def _number(value: float | None, width: int = 10) -> str:
     return f"{'-' if value is None else f'{value:,.1f}':>{width}}"
 

@@ -1,11 +1,11 @@
-"""Other attention on NVIDIA GPUs, on the numbers of our case: upstream JAX's paged decode, cuDNN's, PyTorch's.
+"""Other attention on NVIDIA GPUs, on the numbers of our case: upstream JAX's paged decode, cuDNN's, PyTorch's, others.
 
 Source: jax.experimental.pallas.ops.gpu.paged_attention; jax.nn.dot_product_attention(implementation="cudnn");
-        torch.nn.functional.scaled_dot_product_attention; torch.nn.attention.flex_attention
+        torch.nn.functional.scaled_dot_product_attention; torch.nn.attention.flex_attention; FlashInfer; FlashAttention
 
-Only the first reads pages, those [heads, pages, page_size, D] of its own. The others get K and V gathered into one
-array before the clock starts, which a server's cache would have to copy: their rows say "contiguous KV". None of them
-takes ragged steps, so the sequences of a case must be equally long; none has sinks or chunks.
+Upstream JAX's reads pages [heads, pages, page_size, D] of its own; FlashInfer and FlashAttention 3 read ours. For the
+others K and V are gathered into one array before the clock starts, which a server's cache would have to copy: their rows
+say "contiguous KV". The sequences of a case must be equally long; none of them has sinks or chunks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from scripts.kernel_bench import rivals_torch
+from scripts.kernel_bench import rivals_flash, rivals_torch
 from scripts.kernel_bench.case import Arguments, BenchCase
 from scripts.kernel_bench.ops import ragged_paged_attention as attention
 from scripts.kernel_bench.platform import Rival
 
 CONTIGUOUS = "contiguous KV"
+UPSTREAM, CUDNN = "jax paged_attention", "jax.nn cudnn"
+NAMES = (UPSTREAM, CUDNN, *rivals_torch.ATTENTIONS, *rivals_flash.PAGED)
 
 
 class Uniform(NamedTuple):
@@ -39,12 +41,14 @@ def rivals(case: BenchCase) -> Iterator[Rival]:
     if case.op != attention.OP:
         return
     setting = case.setting
-    yield Rival("jax paged_attention", functools.partial(_paged, setting), functools.partial(decode, setting))
+    yield Rival(UPSTREAM, functools.partial(_paged, setting), functools.partial(decode, setting))
     contiguous = functools.partial(gathered, setting)
-    yield Rival("jax.nn cudnn", contiguous, functools.partial(dense, setting), note=CONTIGUOUS)
+    yield Rival(CUDNN, contiguous, functools.partial(dense, setting), note=CONTIGUOUS)
     for name, attend in rivals_torch.ATTENTIONS.items():
         timed = functools.partial(rivals_torch.time, attend, setting.shape)
         yield Rival(name, contiguous, time=timed, note=CONTIGUOUS)
+    for name, attend in rivals_flash.PAGED.items():
+        yield Rival(name, functools.partial(_ours, setting), time=functools.partial(rivals_flash.time, attend, setting))
 
 
 def uniform(setting: attention.Setting) -> Uniform:
@@ -58,6 +62,14 @@ def uniform(setting: attention.Setting) -> Uniform:
         raise NotImplementedError("sequences of one length alone")
     ((q_len, length),) = kinds
     return Uniform(len(setting.step.rows), q_len, length)
+
+
+def _ours(setting: attention.Setting, arguments: Arguments) -> Arguments:
+    """Our own pages [pages, page_size, heads, D] of K and of V."""
+    uniform(setting)
+    if arguments.rest[2] is not None or setting.shape.attention_chunk_size is not None:
+        raise NotImplementedError("no sinks or chunks")
+    return arguments
 
 
 def _paged(setting: attention.Setting, arguments: Arguments) -> Arguments:

@@ -5,7 +5,8 @@ Flow:    Arguments of `rivals_gpu.gathered` -> torch tensors, the same memory ->
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
@@ -29,14 +30,20 @@ def time(attention: Attention, shape: AttentionShape, rotated: list[Arguments], 
         raise NotImplementedError("torch without CUDA")
     inputs = [tensors(arguments) for arguments in rotated]
     call = attention(shape, inputs[0][0].shape[2], inputs[0][1].shape[2])
-    for arrays in inputs:
-        call(*arrays)
+    return by_events([functools.partial(call, *arrays) for arrays in inputs], repeats)
+
+
+def by_events(calls: Sequence[Callable[[], Any]], repeats: int) -> Timing:
+    """Samples of batches of calls, one after the other over `calls`, between two events."""
+    torch = installed()
+    for call in calls:
+        call()
     samples = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for i in range(_CALLS_PER_SAMPLE):
-            call(*inputs[i % len(inputs)])
+            calls[i % len(calls)]()
         end.record()
         end.synchronize()
         samples.append(1e3 * start.elapsed_time(end) / _CALLS_PER_SAMPLE)

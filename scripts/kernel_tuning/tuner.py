@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -41,6 +43,9 @@ def measured(
     """A record for each candidate, out of `options.results` where it is there; the first alone if that one fails."""
     log, records = Log(options.results), []
     for sizes in wanted:
+        if records and time.monotonic() > options.deadline:
+            print(f"{case.label}: no time for more than {len(records)} candidates", file=sys.stderr, flush=True)
+            break
         name = " ".join([options.device, *map(str, case.shape), words(sizes)])
         records.append(log.of(name, functools.partial(measure, case, sizes)))
         if "error" in records[-1]:
@@ -60,6 +65,9 @@ def tune(
     chosen = []
     print(HEADER, flush=True)
     for case in wanted:
+        if time.monotonic() > options.deadline:
+            print(f"{case.label}: no time", file=sys.stderr, flush=True)
+            continue
         chosen += (choices := choose(case, measured(case, candidates_of(case), measure, options), options.margin))
         print("\n".join(choice.row for choice in choices), flush=True)
     return chosen
@@ -77,7 +85,31 @@ def parser(doc: str, devices: Iterable[str]) -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, metavar="FILE", help="default: the file that the kernel reads")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the choices with all figures")
     made.add_argument("--timeout", type=float, default=400, metavar="SECONDS", help="of one candidate")
+    made.add_argument(
+        "--budget",
+        dest="deadline",
+        type=_deadline,
+        default=math.inf,
+        metavar="MINUTES",
+        help="after which no candidate is begun; --results goes on from there",
+    )
+    made.add_argument("--list", action="store_true", help="print the cases and how many candidates each has, and stop")
     return made
+
+
+def _deadline(text: str) -> float:
+    """On the monotonic clock, of a number of minutes."""
+    minutes = float(text)
+    if not minutes > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0 minutes, got {text}")
+    return time.monotonic() + 60 * minutes
+
+
+def list_cases(options: argparse.Namespace, candidates_of: Callable[[Case], Iterable[Sizes]]) -> int:
+    """What `--list` prints; the exit status."""
+    for case in cases_of(options):
+        print(f"{case.label}: {len(list(candidates_of(case)))} candidates")
+    return 0
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:

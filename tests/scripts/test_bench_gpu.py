@@ -44,6 +44,46 @@ def test_a_dry_run_has_sizes_and_no_times(capsys: pytest.CaptureFixture[str], tm
     assert len(lines) == 4
 
 
+def test_a_run_goes_on_from_its_results(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Cases in the file do not run again; a line that a kill tore off is a case that does."""
+    path = tmp_path / "rows.jsonl"
+    picked = [
+        "--dry-run",
+        "--op",
+        "page_ops",
+        "--shape",
+        "llama3-8b",
+        "--kind",
+        "copy",
+        "--kind",
+        "zero",
+        "--page",
+        "16",
+    ]
+    picked += ["--by-reference", "--results", str(path)]
+    assert bench_gpu.main(picked) == 0
+    first, second = path.read_text().splitlines()
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    path.write_text(f"{first}\n{second[:50]}")
+    assert bench_gpu.main([*picked, "--json", str(tmp_path / "all.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert "page_ops/zero" in lines[2]
+    assert len(json.loads((tmp_path / "all.json").read_text())["rows"]) == 2
+    path.write_text('{"case": 1}\n')
+    with pytest.raises(ValueError, match="expected cases of a benchmark"):
+        bench_gpu.main(picked)
+
+
+def test_no_case_begins_after_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    picked = ["--dry-run", "--op", "page_ops", "--shape", "llama3-8b", "--page", "16", "--by-reference"]
+    assert bench_gpu.main([*picked, "--budget", "1e-9"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "4 cases left out for want of time"
+    with pytest.raises(SystemExit, match="2"):
+        bench_gpu.main([*picked, "--budget", "0"])
+    assert "expected --budget of more than 0 minutes, got 0.0" in capsys.readouterr().err
+
+
 def test_an_op_without_a_kernel_says_so_and_runs_the_reference() -> None:
     shape = AttentionShape("x", "x", 4, 2, 16)
     case = kv_write.case("decode", shape, SIZES)

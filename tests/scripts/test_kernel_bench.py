@@ -109,7 +109,7 @@ def test_differences_are_in_units_of_the_tolerance() -> None:
 
 @pytest.mark.parametrize("case", [kv_write.case("decode", SHAPE, Sizes("cpu", 4, small=True))], ids=["kv_write"])
 def test_a_case_is_compared_timed_and_set_next_to_its_rivals(case: BenchCase) -> None:
-    rows = list(measure.on_device(case, CPU, PEAKS, repeats=2, rivals=True))
+    rows = list(measure.on_device(case, CPU, PEAKS, repeats=2, rivals=True, time_reference=True))
     assert [row.by for row in rows] == ["kernel", "reference", "other", "unable", "broken"]
     for row in rows[:3]:
         assert row.median_us is not None

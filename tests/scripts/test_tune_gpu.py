@@ -151,3 +151,30 @@ def test_what_is_timed_can_be_traced(monkeypatch: pytest.MonkeyPatch, part: str)
     call = functools.partial(time_one.call, case, {})
     out, _ = jax.eval_shape(call, *case.arguments(0))
     assert out.shape[0] == case.setting.step.num_tokens
+
+
+def test_a_budget_begins_no_more_candidates_and_the_formula_stands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first candidate, the formula, is always measured; results of a run go on from there."""
+    seen: list[dict[str, int]] = []
+
+    def answer(sizes: dict[str, int]) -> dict[str, float]:
+        seen.append(sizes)
+        clock.append(clock[-1] + 30.0)
+        return {part: 10.0 for part in time_one.PARTS if not sizes or time_one.part_sizes(part, sizes)}
+
+    clock = [0.0]
+    on_card(monkeypatch, answer)
+    monkeypatch.setattr("scripts.kernel_tuning.tuner.time.monotonic", lambda: clock[-1])
+    files = ["--out", str(tmp_path / "h100.json"), "--results", str(tmp_path / "results.json")]
+    assert tune_gpu.main([*ONE_CASE, *files, "--budget", "0.75"]) == 0
+    assert seen == [{}, next(sizes for sizes in tune_gpu.candidates_of(CASE) if sizes)]
+    assert "no time for more than 2 candidates" in capsys.readouterr().err
+    assert tune_gpu.main([*ONE_CASE, *files]) == 0
+    assert len(seen) == len(list(tune_gpu.candidates_of(CASE)))
+
+
+def test_the_list_says_how_many_candidates_a_case_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune_gpu.main([*ONE_CASE, "--list"]) == 0
+    assert capsys.readouterr().out == f"{CASE.label}: {len(list(tune_gpu.candidates_of(CASE)))} candidates\n"

@@ -1,0 +1,60 @@
+"""Each kernel of an op once, at a small size, next to the reference: python -m scripts.first_light.programs.smoke OP
+
+One case of each kind that the op's benchmark has. With --dry-run the kernels are interpreted on CPU, one case alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))  # threads of the interpreter
+
+import jax
+
+from scripts.bench_gpu import GPU
+from scripts.first_light.programs.answer import answer
+from scripts.kernel_bench import driver
+from scripts.kernel_bench.case import BenchCase, Sizes
+from scripts.kernel_bench.compare import excess
+from scripts.kernel_bench.measure import dry_run
+
+
+def kinds(op: str) -> list[BenchCase]:
+    """The first case of each kind."""
+    found: dict[str, BenchCase] = {}
+    for case in driver.all_cases([op], Sizes("gpu", 16)):
+        found.setdefault(case.kind, case)
+    return list(found.values())
+
+
+def compared(case: BenchCase) -> float | str:
+    """How far the kernel is from the reference, in tolerances; or why there is no kernel."""
+    small = case.small()
+    outputs = []
+    for backend in ("reference", GPU.name):
+        arguments = small.arguments(0)
+        try:
+            outputs.append(jax.jit(functools.partial(small.call, backend))(*arguments))
+        except NotImplementedError as error:
+            return str(error)
+    return excess(outputs[1], outputs[0])
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the op's cases."""
+    op, is_dry = arguments[0], "--dry-run" in arguments
+    if is_dry:
+        row = next(dry_run(kinds(op)[0], GPU))
+        found: dict[str, float | str] = {row.name: row.note if row.excess is None else row.excess}
+    else:
+        found = {case.name: compared(case) for case in kinds(op)}
+    values = [value for value in found.values() if not isinstance(value, str)]
+    words = f"{len(values)} equal the reference" if values else str(next(iter(found.values())))
+    wrong = {name: value for name, value in found.items() if not isinstance(value, str) and not value <= 1}
+    return answer(f"wrong: {wrong}" if wrong else words, is_right=not wrong, excess=found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
