@@ -4,8 +4,8 @@ Source: jax.experimental.pallas.ops.gpu.paged_attention; jax.nn.dot_product_atte
         torch.nn.functional.scaled_dot_product_attention; torch.nn.attention.flex_attention; FlashInfer; FlashAttention
 
 Upstream JAX's reads pages [heads, pages, page_size, D] of its own; FlashInfer and FlashAttention 3 read ours. For the
-others K and V are gathered into one array before the clock starts, which a server's cache would have to copy: their rows
-say "contiguous KV". The sequences of a case must be equally long; none of them has sinks or chunks.
+others K and V are gathered into one array before the clock starts, which a server's cache would have to copy: their
+rows say "contiguous KV". The sequences of a case must be equally long; none of them has sinks or chunks.
 """
 
 from __future__ import annotations

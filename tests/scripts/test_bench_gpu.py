@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from scripts import bench_gpu
-from scripts.kernel_bench import gpu_timing, measure, report, rivals_gpu, rivals_torch, roofline, timing
+from scripts.kernel_bench import gpu_timing, measure, report, rivals_flash, rivals_gpu, rivals_torch, roofline, timing
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes
 from scripts.kernel_bench.chain import Chain
 from scripts.kernel_bench.compare import excess
@@ -234,3 +234,53 @@ def test_the_roofline(tmp_path: Path) -> None:
     assert (roofline.roof(peaks, 100), roofline.roof(peaks, 1000)) == (2e14, 8e14)
     roofline.plot(tmp_path / "x.png", rows, peaks, "a card")
     assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("kind", "window"), [("prefill", None), ("prefill", 5), ("decode-long", None), ("decode", 3)])
+def test_flashinfer_is_given_the_same_numbers(kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of its wrappers stands what their documentation says that they compute of what they planned."""
+    torch = pytest.importorskip("torch")
+
+    class Wrapper:
+        def __init__(self, workspace: object, layout: str) -> None:
+            assert layout == "NHD"
+
+        def plan(self, *given, causal: bool = False, **options) -> None:  # type: ignore[no-untyped-def]
+            *starts, first, named, last, _, _, _, page = given
+            rows = len(last)
+            self.starts = starts[0].tolist() if starts else list(range(rows + 1))
+            self.pages = [named[first[i] : first[i + 1]] for i in range(rows)]
+            self.lengths = [page * (len(pages) - 1) + int(last[i]) for i, pages in enumerate(self.pages)]
+            self.options = options
+
+        def run(self, q, pages):  # type: ignore[no-untyped-def]
+            outs = []
+            for i, (named, length) in enumerate(zip(self.pages, self.lengths, strict=True)):
+                rows = q[self.starts[i] : self.starts[i + 1]]
+                k, v = (x[named.long()].flatten(0, 1)[:length].transpose(0, 1) for x in pages)
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[0], 0) for x in (k, v))
+                past = length - rows.shape[0] + torch.arange(rows.shape[0])[:, None] - torch.arange(length)
+                left = self.options["window_left"]
+                mask = (past >= 0) & ((past <= left) | torch.tensor(left < 0))
+                scores = rows.transpose(0, 1) @ k.transpose(1, 2) * self.options["sm_scale"]
+                outs.append((scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+            return torch.cat(outs)
+
+    names = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**dict.fromkeys(names, Wrapper)))
+    case = attention_case(kind, **({} if window is None else {"sliding_window": window}))
+    given = case.arguments(0)
+    q, (tables, lengths, starts, _), _ = given.rest
+    arrays = tuple(torch.from_dlpack(array) for array in (q, *given.pages))
+    step = tuple(torch.from_dlpack(array) for array in (tables, lengths, starts))
+    found = rivals_flash.flashinfer(case.setting, arrays, step)()
+    assert excess(np.asarray(found), case.call("reference", *given)[0]) <= 1
+
+
+def test_a_rival_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = attention_case("decode-long")
+    for name in ("flashinfer", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for make in rivals_flash.PAGED.values():
+        with pytest.raises(NotImplementedError, match="is not installed"):
+            make(case.setting, (), ())
