@@ -137,7 +137,12 @@ BLIND = {"cut": [(1, 0), (1, 130), (9, 3), (20, 40)], "none": [(1, 0), (13, 0)],
 
 @pytest.mark.parametrize(
     "mask",
-    [{}, {"sliding_window": 20, "num_sink_tokens": 5}, {"causal": False, "sliding_window": 9}, {"causal": False}],
+    [
+        {"sliding_window": 20, "num_sink_tokens": 5},
+        pytest.param({}, marks=pytest.mark.sweep),
+        pytest.param({"causal": False}, marks=pytest.mark.sweep),
+        pytest.param({"causal": False, "sliding_window": 9}, marks=pytest.mark.sweep),
+    ],
 )
 def test_queries_before_position_0_see_nothing(mask: dict[str, Any]) -> None:
     """A live sequence of fewer tokens than queries: out 0 and LSE -inf of the first ones, and it stops no other."""
