@@ -34,6 +34,7 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
 from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape, plan_tiles
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 
 _MOST_LATENT, _MOST_DIM = 512, 576
@@ -102,17 +103,17 @@ def mla_paged_attention(
         pages=pages[0],
         block_tables=block_tables,
         scale=logit_scales(replace(config, num_kv_heads=1), sm_scale, k_scale),
-        sinks=jnp.full((num_heads,), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        sinks=jnp.full((num_heads,), -jnp.inf, jnp.float32) if sinks is None else capped_sinks(sinks),
         v_scale=jnp.float32(1.0) if k_scale is None else k_scale.astype(jnp.float32).reshape(()),
         config=config,
         dtype=q_nope.dtype,
     )
-    decoding, others = launches.split(seq_lens, query_start_loc, distribution)
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
     first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)
     out, lse = _decode(step, first_token, seq_lens, decoding.q_lens, distribution[0], tuning.num_blocks)
     own_seq = launches.own_sequences(query_start_loc, num_tokens)
     tiled = _prefill(step, others, shape)
-    return launches.by_token((out[own_seq], lse[own_seq]), tiled, query_start_loc, distribution)
+    return launches.by_token((out[own_seq], lse[own_seq]), tiled, decoding, others)
 
 
 def tile_shape(num_heads: int) -> TileShape:

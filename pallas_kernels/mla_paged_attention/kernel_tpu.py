@@ -33,7 +33,6 @@ from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit
 from pallas_kernels.mosaic import LANES, Copy, compiler_params
 from pallas_kernels.ragged_paged_attention import launches
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
 from pallas_kernels.ragged_paged_attention.tpu_limits import (
     SMALLEST_TILE,
@@ -95,10 +94,12 @@ def mla_paged_attention(
     num_tokens, num_heads, latent_dim = q_nope.shape
     num_seqs, num_columns = block_tables.shape
     tables = flat_tables(block_tables, tables_in_hbm)
-    decoding, others = launches.split(seq_lens, query_start_loc, distribution)
+    if num_tokens == 1:  # it decodes, whatever it is called
+        distribution = distribution.at[0].set(distribution[2])
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
 
-    def launch(queries: int, num_queries: int, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
-        config = LatentConfig(
+    def configured(queries: int) -> LatentConfig:
+        return LatentConfig(
             mask=mask,
             sm_scale=sm_scale,
             soft_cap=soft_cap,
@@ -116,15 +117,18 @@ def mla_paged_attention(
             table_stride=tables.stride,
             tables_in_hbm=tables.in_hbm,
         )
+
+    def launch(config: LatentConfig, num_queries: int, items: tuple[jax.Array, jax.Array]) -> launches.Result:
         q = _query_rows(q_nope[:num_queries], q_pe[:num_queries], config)
-        out, lse = _launch(config, batch, tables.entries, q, pages[0], sinks, k_scale)
+        out, lse = _launch(config, items, tables.entries, q, pages[0], sinks, k_scale)
         out = _fit(out[:, :num_heads, :latent_dim], num_tokens)
         return out, None if lse is None else _fit(lse[:, :num_heads, 0], num_tokens)
 
-    decoded = tiled = launch(1, min(num_tokens, num_seqs), decoding)
-    if num_tokens > 1:
-        tiled = launch(tuning.queries or _tile_queries(padded_heads(num_heads), mask), num_tokens, others)
-    out, lse = launches.by_token(decoded, tiled, query_start_loc, distribution)
+    num_decode, config = min(num_tokens, num_seqs), configured(1)
+    of_tiles = configured(tuning.queries or _tile_queries(padded_heads(num_heads), mask))
+    tile_items = plan_items(others, of_tiles, max(num_tokens, of_tiles.window))
+    decoded = launch(config, num_decode, plan_items(decoding, config, max(num_decode, config.window)))
+    out, lse = launches.with_tiles(decoded, lambda: launch(of_tiles, num_tokens, tile_items), decoding, others)
     return out.astype(q_nope.dtype), lse
 
 
@@ -187,16 +191,15 @@ def _per_row_arrays(config: LatentConfig, sinks: jax.Array | None, k_scale: jax.
 
 def _launch(
     config: LatentConfig,
-    batch: Batch,
+    work: tuple[jax.Array, jax.Array],  # of `plan_items`
     tables: jax.Array,
     q: jax.Array,
     pages: jax.Array,
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(out [T, heads, value_lanes], lse [T, heads, 128]) of the sequences with queries in `batch`, else undefined."""
-    num_tokens = q.shape[0]
-    items, num_items = plan_items(batch, config, num_tokens)
+    """(out [T, heads, value_lanes], lse [T, heads, 128]) of the sequences with items in `work`, else undefined."""
+    num_tokens, (items, num_items) = q.shape[0], work
     fields = items.reshape(len(Field), -1)
     num_steps = -(-jnp.sum(fields[Field.NUM_BLOCKS], dtype=jnp.int32) // config.units)
     scalars = {"fields": items, "counts": jnp.stack([num_items, num_steps]).astype(jnp.int32)}

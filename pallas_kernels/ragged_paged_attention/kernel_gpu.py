@@ -30,6 +30,7 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
 from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape, plan_tiles
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tuning import TunedShape, sizes_for
 
@@ -94,12 +95,12 @@ def ragged_paged_attention(
     num_tokens = q.shape[0]
     tuning = tuning or tuned(q, pages, num_kv_heads, mask)
     step = Step.of(q, pages, block_tables, mask, sm_scale, soft_cap, sinks, k_scale, v_scale, tuning)
-    decoding, others = launches.split(seq_lens, query_start_loc, distribution)
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
     first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)
     out, lse = decode(step, q[first_token], seq_lens, decoding.q_lens, distribution[0])
     own_seq = launches.own_sequences(query_start_loc, num_tokens)
     tiled = prefill(step, q, others, return_lse)
-    return launches.by_token((out[own_seq], lse[own_seq]), tiled, query_start_loc, distribution)
+    return launches.by_token((out[own_seq], lse[own_seq]), tiled, decoding, others)
 
 
 class Step(NamedTuple):
@@ -150,7 +151,7 @@ class Step(NamedTuple):
             pages=(pages[0], pages[1]),
             block_tables=block_tables,
             scales=logit_scales(config, sm_scale, k_scale),
-            sinks=no_sinks if sinks is None else sinks.astype(jnp.float32),
+            sinks=no_sinks if sinks is None else capped_sinks(sinks),
             v_scale=ones if v_scale is None else ones * v_scale.astype(jnp.float32),
             config=config,
             tuning=tuning,

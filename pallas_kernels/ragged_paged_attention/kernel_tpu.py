@@ -35,7 +35,6 @@ from pallas_kernels.layouts import KV_CACHE_DTYPES
 from pallas_kernels.mosaic import LANES, Copy, compiler_params, matrix_unit_lanes
 from pallas_kernels.ragged_paged_attention import launches, tpu_rows
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
 from pallas_kernels.ragged_paged_attention.tpu_limits import FlatTables, finite_sinks, flat_tables, reason_of_sizes
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
@@ -84,7 +83,9 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(out [T, Hq, D] in q's dtype, lse float32[T, Hq] or None, pages written or None) as `AttentionOutput` says."""
     num_tokens, num_q_heads, head_dim = q.shape
-    decoding, others = launches.split(seq_lens, query_start_loc, distribution)
+    if num_tokens == 1:  # it decodes, whatever it is called
+        distribution = distribution.at[0].set(distribution[2])
+    decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
     tables = flat_tables(block_tables, tables_in_hbm)
     group = num_q_heads // num_kv_heads
     tuning = tuning or tuned(q, pages[0], num_kv_heads, mask, block_tables.shape[1])
@@ -96,22 +97,25 @@ def ragged_paged_attention(
         new_rows = kv_rows.packed_rows(*new_kv, pages[0], k_scale, v_scale)
         write = _Write(write_runs(slot_mapping, pages[0].shape[1]), new_rows)
 
-    def launch(
-        queries: int, block: int | None, q: jax.Array, batch: Batch, kv: jax.Array, write: _Write | None = None
-    ) -> _Result:
-        config = _config(common, kv, q.dtype, block_tables.shape[1], queries, block, tuning.max_unrolled)
-        return _launch(config, batch, q, kv, common, write)
+    def configured(queries: int, block: int | None) -> TpuConfig:
+        return _config(common, pages[0], q.dtype, block_tables.shape[1], queries, block, tuning.max_unrolled)
 
     num_decode = min(num_tokens, seq_lens.shape[0])
-    out, lse, fused = launch(1, tuning.decode_block, q[:num_decode], decoding, pages[0], write)
+    config = configured(1, tuning.decode_block)
+    work = plan_items(decoding, config, num_decode)
+    out, lse, fused = _launch(config, work, q[:num_decode], pages[0], common, write)
     written = written if fused is None else fused
-    decoded = tiled = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
-    if num_tokens > 1:
-        queries = tuning.queries or tile_queries(group, mask)
-        padded = q if num_tokens >= queries else jnp.pad(q, [(0, queries - num_tokens), (0, 0), (0, 0)])
-        out, lse, _ = launch(queries, tuning.tile_block, padded, others, pages[0] if written is None else written)
-        tiled = out[:num_tokens], None if lse is None else lse[:num_tokens]
-    out, lse = launches.by_token(decoded, tiled, query_start_loc, distribution)
+    decoded = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
+
+    of_tiles = configured(tuning.queries or tile_queries(group, mask), tuning.tile_block)
+    tile_work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries))
+
+    def tile() -> launches.Result:
+        padded = jnp.pad(q, [(0, max(0, of_tiles.queries - num_tokens)), (0, 0), (0, 0)])
+        out, lse, _ = _launch(of_tiles, tile_work, padded, pages[0] if written is None else written, common, None)
+        return out[:num_tokens], None if lse is None else lse[:num_tokens]
+
+    out, lse = launches.with_tiles(decoded, tile, decoding, others)
     return out[..., :head_dim].astype(q.dtype), lse, written
 
 
@@ -216,15 +220,15 @@ class _Operands(NamedTuple):
 
 def _launch(
     config: TpuConfig,
-    batch: Batch,
+    work: tuple[jax.Array, jax.Array],  # of `plan_items`
     q: jax.Array,
     pages: jax.Array,
     common: _Common,
     write: _Write | None,
 ) -> _Result:
-    """Results of the sequences with queries in `batch`; the rest is undefined."""
+    """Results of the sequences with items in `work`; the rest is undefined."""
     num_tokens, is_decode = q.shape[0], config.queries == 1
-    items, count = plan_items(batch, config, num_tokens)
+    items, count = work
     room = items.shape[0] // len(Field)
     q_rows = (tpu_rows.decode_queries if is_decode else tpu_rows.tile_queries)(q, config)
     scalars = _Operands([], [], [])
@@ -256,14 +260,13 @@ def _launch(
     scratch = _scratch(config, q_rows, pages)
     if write is not None:
         scratch["rows_arrived"] = pltpu.SemaphoreType.DMA
-        count = jnp.maximum(count, 1)  # the first step writes, even where there is nothing to attend
     results = pl.pallas_call(
         functools.partial(
             _kernel, names=(*scalars.names, *inputs.names, *outputs.names, *scratch), config=config, room=room
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars.names),
-            grid=(count,),
+            grid=(jnp.maximum(count, 1),),  # chips run no grid of 0; and the first step writes
             in_specs=inputs.specs,
             out_specs=outputs.specs,
             scratch_shapes=list(scratch.values()),
@@ -325,11 +328,19 @@ def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str
 
 
 def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) -> None:
-    """One item."""
+    """One step: the write of new KV in the first, and an item, if there is one at all."""
     refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
+    if "written" in names:
+        write = functools.partial(copy_rows, refs.runs, refs.new_rows, refs.written, refs.rows_arrived)
+        pl.when(pl.program_id(0) == 0)(write)
+    has_item = refs.items[Field.NUM_BLOCKS * room] > 0  # every item has a block
+    pl.when(has_item)(lambda: _attend_item(refs, config, room))
+
+
+def _attend_item(refs: Any, config: TpuConfig, room: int) -> None:
+    """The item of the step."""
     row, row_arrived = (refs.row, refs.row_arrived) if config.tables_in_hbm else (None, None)
-    writes = "written" in names
-    pages = refs.written if writes else refs.pages
+    pages = getattr(refs, "written", refs.pages)
     items = ItemTable(config, refs.items, room, refs.tables, row, row_arrived)
     kv = KVBlocks(config, items, pages, refs.buffer, refs.arrived)
     item, num_items = pl.program_id(0), pl.num_programs(0)
@@ -338,8 +349,6 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) ->
 
     @pl.when(item == 0)
     def _() -> None:
-        if writes:
-            copy_rows(refs.runs, refs.new_rows, refs.written, refs.rows_arrived)
         if config.tables_in_hbm:
             kv.items.fetch_row(item).start()
             kv.items.fetch_row(item).wait()

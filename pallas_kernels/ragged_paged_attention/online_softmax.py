@@ -24,6 +24,14 @@ class SoftmaxState(NamedTuple):
     total: jax.Array  # [..., rows, dim] sum of exp(logit - m) * value
 
 
+LARGEST_SINK = float(jnp.finfo(jnp.float32).max) / 2  # finite times log2(e), too
+
+
+def capped_sinks(sinks: jax.Array) -> jax.Array:
+    """float32 sinks, infinite ones and those beyond `LARGEST_SINK` as that: their rows give 0 and that LSE."""
+    return jnp.minimum(sinks.astype(jnp.float32), LARGEST_SINK)
+
+
 def _finite(m: jax.Array) -> jax.Array:
     """`m`, or 0 where it is -inf: `exp(x - m)` then is 0 and not NaN for a row that has seen nothing."""
     return jnp.where(m == -jnp.inf, 0.0, m)
@@ -83,6 +91,7 @@ def finish(state: SoftmaxState, sinks: jax.Array | None) -> tuple[jax.Array, jax
     nothing = state.weight == 0
     m, weight, total = state
     if sinks is not None:
+        sinks = capped_sinks(sinks)
         m = jnp.maximum(state.m, sinks)
         shrink = jnp.exp(state.m - _finite(m))
         weight = weight * shrink + jnp.exp(sinks - _finite(m))

@@ -31,6 +31,18 @@ class Batch(NamedTuple):
         real = jnp.arange(seq_lens.shape[0], dtype=jnp.int32) < distribution[2]
         return cls(seq_lens, query_start_loc[:-1], jnp.where(real, jnp.diff(query_start_loc), 0))
 
+    def seeing(self, mask: MaskRule) -> Batch:
+        """Without the query tokens that see no key: those before position 0, or all where there are no keys."""
+        blind = jnp.clip(self.q_lens - self.seq_lens, 0, self.q_lens)
+        if mask.sees_all:
+            blind = jnp.where(self.seq_lens > 0, 0, blind)
+        return Batch(self.seq_lens, self.starts + blind, self.q_lens - blind)
+
+    def covers(self, num_tokens: int) -> jax.Array:
+        """bool[num_tokens]: whether a token is a query of one of the sequences."""
+        token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+        return jnp.any((token >= self.starts) & (token < self.starts + self.q_lens), axis=1)
+
 
 class QueryTile(NamedTuple):
     """One query tile, int32[] each; or several of a step, int32[n] each."""

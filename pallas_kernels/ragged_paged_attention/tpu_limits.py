@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.online_softmax import LARGEST_SINK, capped_sinks
 
 SMALLEST_TILE = 8  # query tokens
 _LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
@@ -46,5 +47,4 @@ def flat_tables(block_tables: jax.Array, in_hbm: bool | None) -> FlatTables:
 
 def finite_sinks(sinks: jax.Array) -> jax.Array:
     """float32, so clipped that they stay finite times log2(e)."""
-    largest = float(jnp.finfo(jnp.float32).max) / 2
-    return jnp.clip(sinks.astype(jnp.float32), -largest, largest)
+    return jnp.maximum(capped_sinks(sinks), -LARGEST_SINK)

@@ -24,6 +24,7 @@ from pallas_kernels.latent_pages import EntryCache
 from pallas_kernels.mla_paged_attention.kernel_gpu import padded_rows, tile_shape
 from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
 from pallas_kernels.ragged_paged_attention.gpu_softmax import LOG2_E
+from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
 from pallas_kernels.sparse_mla_attention.gpu_attend import attend_pieces
 from pallas_kernels.sparse_mla_attention.gpu_plan import Lists, SparseWork, entry_lists, window_lists
 from pallas_kernels.sparse_mla_attention.gpu_rows import CHUNK
@@ -77,7 +78,7 @@ def sparse_mla_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, D] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
-    sinks = none if sinks is None else sinks.astype(jnp.float32)
+    sinks = none if sinks is None else capped_sinks(sinks)
     window, compressed = EntryCache.of(pages, entries, q.shape[-1], page_size), None
     if compressed_pages is not None:
         compressed = EntryCache.of(compressed_pages, entries, q.shape[-1], entry_page_size)

@@ -39,9 +39,10 @@ def smem_bytes(jaxpr: Any) -> dict[str, int]:
             scalars = equation.invars[first : first + mapping.num_index_operands]
             found[_kernel_name(equation.params)] = sum(4 * math.prod(x.aval.shape) for x in scalars)
         for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns") and equation.primitive.name != "pallas_call":
-                found.update(smem_bytes(inner))
+            for part in value if isinstance(value, tuple) else (value,):  # branches come as a tuple
+                inner = getattr(part, "jaxpr", part)
+                if hasattr(inner, "eqns") and equation.primitive.name != "pallas_call":
+                    found.update(smem_bytes(inner))
     return found
 
 

@@ -23,8 +23,13 @@ class Options:
 
 
 def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
-    """Positions that a query at `pos` sees: one key after the other, by the words of the contract."""
-    keys = []
+    """Positions that a query at `pos` sees: one key after the other, by the words of the contract.
+
+    A query before position 0 sees nothing, unless positions mean nothing.
+    """
+    keys: list[int] = []
+    if pos < 0 and (options.causal or options.sliding_window is not None or options.attention_chunk_size is not None):
+        return keys
     for k in range(seq_len):
         if options.causal and k > pos:
             continue
@@ -70,7 +75,7 @@ def attention(
         for t in range(start, end):
             pos = int(seq_lens[s]) - (end - start) + (t - start)
             keys = np.array(visible_keys(pos, int(seq_lens[s]), options), dtype=np.int64)
-            if (options.causal and pos < 0) or keys.size == 0:
+            if keys.size == 0:
                 continue
             at = (block_tables[s, keys // page_size], keys % page_size)
             for h in range(num_q_heads):

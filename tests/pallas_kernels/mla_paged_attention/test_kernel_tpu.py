@@ -20,6 +20,7 @@ from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Case, Shape, make_case
+from tests.pallas_kernels.mla_paged_attention.mla_cases import run as reference
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 from tests.pallas_kernels.oracle import Options
 
@@ -66,6 +67,23 @@ def assert_right(result: tuple[np.ndarray, ...], case: Case, options: Options) -
     out, lse = case.expected(options)
     assert_close(result[0], out, case.shape.q_dtype, "out")
     assert_close(result[1], lse, "float32", "lse")
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, *(pytest.param(mask, marks=pytest.mark.sweep) for mask in ({"sliding_window": 20}, {"causal": False}))]
+)
+def test_queries_before_position_0_see_nothing(mask: dict[str, Any]) -> None:
+    """A live sequence of fewer tokens than queries: out 0 and LSE -inf of the first ones, and it stops no other."""
+    shape = Shape(30, 5, 10, 4, 8, "bfloat16", LatentShape(24, 16, "bfloat16", "tpu"))
+    options = Options(**mask, sinks=np.array([2.0, np.inf, -np.inf, 3e38], np.float32))
+    run = compiled(shape, options)
+    for rows in ([(1, 0), (1, 130), (9, 3), (19, 40)], [(1, 0), (13, 0)], [(11, 2), (9, 9)], []):
+        case = make_case(1, shape, rows, options)
+        out, lse = run(*case.arrays)
+        expected = reference(case, options)
+        for head in range(4):
+            assert_close(out[:, head], expected.out[:, head], "bfloat16", "out")
+            assert_close(lse[:, head], expected.lse[:, head], "bfloat16 weights", "lse")
 
 
 def shape_and_options(choice: dict[str, Any]) -> tuple[Shape, Options]:

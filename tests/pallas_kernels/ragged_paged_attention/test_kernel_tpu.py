@@ -17,6 +17,7 @@ from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_atten
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from tests.pallas_kernels.cases import Case, Shape, assert_close, every_level, make_case, pairwise, random_values
+from tests.pallas_kernels.cases import run as run_reference
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import shape_and_options
@@ -131,6 +132,63 @@ def test_cross_attention_may_have_more_queries_than_keys() -> None:
         assert_right(run(*case.arrays), case, options)
 
 
+BLIND = {"cut": [(1, 0), (1, 130), (9, 3), (20, 40)], "none": [(1, 0), (13, 0)], "rest": [(11, 2), (9, 9)]}
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"sliding_window": 20, "num_sink_tokens": 5},
+        pytest.param({}, marks=pytest.mark.sweep),
+        pytest.param({"causal": False}, marks=pytest.mark.sweep),
+        pytest.param({"causal": False, "sliding_window": 9}, marks=pytest.mark.sweep),
+    ],
+)
+def test_queries_before_position_0_see_nothing(mask: dict[str, Any]) -> None:
+    """A live sequence of fewer tokens than queries: out 0 and LSE -inf of the first ones, and it stops no other."""
+    options = Options(**mask, sinks=np.full(4, 2.0, np.float32))
+    run = compiled(SHORT, options)
+    for rows in BLIND.values():
+        case = make_case(1, SHORT, rows, options)
+        assert_right(run(*case.arrays), case, options)
+
+
+@pytest.mark.skipif(tpu_device() is not None, reason="the interpreter tells the steps of a grid")
+def test_every_launch_has_a_step_and_no_launch_is_empty() -> None:
+    """Chips run no grid of 0; and a step that only decodes launches no tiles."""
+    launched: list[tuple[int, ...]] = []
+
+    def record(*given: Any) -> Any:
+        """Of (grid point, core), with jax 0.12 after a token that goes on."""
+        launched.append(tuple(int(i) for i in given[-2]))
+        return given[0] if len(given) == 3 else None
+
+    params = pltpu.InterpretParams(grid_point_recorder=record)
+    with pltpu.force_tpu_interpret_mode(params):
+        run = jax.jit(functools.partial(kernel_tpu.ragged_paged_attention, **PLAIN))
+        for rows, steps in (([], 1), ([(1, 130), (1, 1)], 2), ([(17, 190)], 1 + 3), ([(1, 5), (8, 8)], 1 + 1)):
+            case = make_case(1, SHORT, rows)
+            launched.clear()
+            assert_right(run(*case.arrays), case, Options())
+            assert len(launched) == steps, rows
+    jax.clear_caches()
+
+
+PLAIN = {
+    "mask": MaskRule(), "num_kv_heads": 2, "sm_scale": 0.125, "soft_cap": None, "sinks": None, "k_scale": None,
+    "v_scale": None, "return_lse": True, "tuning": SMALL_BLOCKS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("called", ["decode", "mixed"])
+def test_a_step_of_one_token_may_be_called_anything(called: str) -> None:
+    """One token in one sequence gives the same, whatever part of the distribution its row is in."""
+    shape = dataclasses.replace(SHORT, num_tokens=1)
+    case = make_case(3, shape, [(1, 130)])
+    case.distribution[:] = (1, 1, 1) if called == "decode" else (0, 0, 1)
+    assert_right(compiled(shape, Options())(*case.arrays), case, Options())
+
+
 @pytest.fixture(scope="module")
 def run_short():  # type: ignore[no-untyped-def]
     """The kernel for steps of SHORT with a window and sink tokens."""
@@ -194,6 +252,18 @@ def test_extreme_sinks_do_not_overflow() -> None:
     for head in range(4):
         assert_close(out[:, head], expected_out[:, head], "bfloat16", "out")
         assert_close(lse[:, head], expected_lse[:, head], "bfloat16 weights", "lse")
+
+
+def test_a_sink_without_bound_is_as_in_the_reference() -> None:
+    """Sinks at and beyond the largest float give out 0 and the reference's LSE, for one query and for many."""
+    options = Options(sinks=np.array([np.inf, 3e38, -np.inf, -3e38], np.float32))
+    case = make_case(7, SHORT, [(1, 130), (9, 40)])
+    out, lse, _ = compiled(SHORT, options)(*case.arrays)
+    expected = run_reference(case, options)
+    assert (out[:, :2] == 0).all()
+    for head in range(4):
+        assert_close(out[:, head], expected.out[:, head], "bfloat16", "out")
+        assert_close(lse[:, head], expected.lse[:, head], "bfloat16 weights", "lse")
 
 
 @pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -94,6 +95,24 @@ def test_extreme_sinks_do_not_overflow(sink: float) -> None:
     options = Options(sinks=np.full(4, sink, np.float32))
     result = assert_matches_oracle(make_case(7, SHAPE, ROWS), options)
     chex.assert_tree_all_finite(result.out)
+
+
+def test_a_sink_without_bound_takes_all_the_weight() -> None:
+    """An infinite sink counts as the largest there is: out 0, and an LSE that still merges."""
+    options = Options(sinks=np.array([np.inf, 3e38, 1.7e38, -np.inf], np.float32))
+    result = run(make_case(7, SHAPE, ROWS), options)
+    real = sum(q_len for q_len, _ in ROWS)
+    assert (np.asarray(result.out)[:real, :3] == 0).all()
+    np.testing.assert_allclose(np.asarray(result.lse)[:real, :3], 1.7e38, rtol=2e-3)
+    plain = run(make_case(7, SHAPE, ROWS), Options())
+    np.testing.assert_array_equal(np.asarray(result.lse)[:, 3], np.asarray(plain.lse)[:, 3])
+
+
+@pytest.mark.parametrize("mask", [{}, {"sliding_window": 6}, {"causal": False, "sliding_window": 6}, {"causal": False}])
+def test_queries_before_position_0_see_nothing(mask: dict[str, Any]) -> None:
+    """A sequence of fewer tokens than queries: out 0 and LSE -inf of the first ones, with sinks too."""
+    options = Options(**mask, sinks=np.full(4, 2.0, np.float32))
+    assert_matches_oracle(make_case(6, SHAPE, [(1, 0), (1, 5), (9, 3), (5, 0)], options), options)
 
 
 def test_the_split_of_rows_does_not_matter() -> None:
