@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 NUM_SMS = 132  # H100 and H200 SXM
+MOST_BLOCKS = 65_535  # of any axis of a CUDA grid but the last one of ours, its x
 SMEM_BYTES = 232_448  # of one block on Hopper
 ROWS = 64  # of a matrix in one warpgroup's registers
 
@@ -71,6 +72,13 @@ def reason_of_floats(*arrays: jax.Array) -> str | None:
     return f"GPU kernels take float32, bfloat16 and float16, got {' and '.join(names)}"
 
 
+def num_sms() -> int:
+    """Multiprocessors of the default device (114 of an H100 PCIe); those of an H100 SXM where it is no GPU."""
+    if jax.default_backend() != "gpu":
+        return NUM_SMS
+    return int(getattr(jax.devices()[0], "core_count", NUM_SMS))
+
+
 def card_name() -> str | None:
     """The card of the default device, as "h100" or "h200"; None where it is no NVIDIA GPU."""
     if jax.default_backend() != "gpu":
@@ -88,7 +96,12 @@ def kernel(
     grid: dict[str, int],
     num_warpgroups: int = 1,
 ) -> Callable[..., Sequence[jax.Array]]:
-    """A kernel over `grid` (axis name -> size); the axis "warpgroup" tells a block's warpgroups apart."""
+    """A kernel over `grid` (axis name -> size); the axis "warpgroup" tells a block's warpgroups apart.
+
+    Raises:
+        NotImplementedError: an axis other than the last exceeds what a CUDA grid has.
+    """
+    _check_grid(name, grid)
     body.__name__ = name
     threads: dict[str, Any] = {"num_threads": num_warpgroups, "thread_name": "warpgroup"} if num_warpgroups > 1 else {}
     return plgpu.kernel(
@@ -102,13 +115,25 @@ def kernel(
     )
 
 
+def _check_grid(name: str, grid: dict[str, int]) -> None:
+    for axis, size in list(grid.items())[:-1]:
+        if size > MOST_BLOCKS:
+            raise NotImplementedError(
+                f"{name}: expected a grid of at most {MOST_BLOCKS:,} along {axis!r}, got {size:,}; use smaller steps"
+            )
+
+
 def kernel_in_place(
     body: Callable[..., None], *, name: str, outputs: Sequence[jax.ShapeDtypeStruct], grid: dict[str, int]
 ) -> Callable[..., tuple[Sequence[jax.Array], jax.Array]]:
     """A kernel of one warpgroup a block that changes its last argument: (*inputs, array) -> (outputs, array).
 
     The array is updated where it is if its caller donated it. `body` sees it after the inputs, before the outputs.
+
+    Raises:
+        NotImplementedError: an axis other than the last exceeds what a CUDA grid has.
     """
+    _check_grid(name, grid)
     run = pl.kernel(  # plgpu.kernel of jax 0.10 takes no references
         body,
         out_type=list(outputs),

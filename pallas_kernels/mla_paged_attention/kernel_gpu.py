@@ -44,7 +44,7 @@ class Tuning(NamedTuple):
     """Sizes that change speed, not results."""
 
     stages: int | None = None  # of blocks in shared memory; None: as many as fit
-    num_blocks: int = mosaic_gpu.NUM_SMS  # thread blocks that share the work of decoding
+    num_blocks: int | None = None  # thread blocks that share the work of decoding; None: one a multiprocessor
 
 
 def reason_not_supported(q_nope: jax.Array, q_pe: jax.Array, latent: LatentPages) -> str | None:
@@ -110,7 +110,9 @@ def mla_paged_attention(
     )
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
     first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)
-    out, lse = _decode(step, first_token, seq_lens, decoding.q_lens, distribution[0], tuning.num_blocks)
+    out, lse = _decode(
+        step, first_token, seq_lens, decoding.q_lens, distribution[0], tuning.num_blocks or mosaic_gpu.num_sms()
+    )
     own_seq = launches.own_sequences(query_start_loc, num_tokens)
     tiled = _prefill(step, others, shape)
     return launches.by_token((out[own_seq], lse[own_seq]), tiled, decoding, others)

@@ -2,7 +2,7 @@
 
 Flow:    out, LSE per piece + Shares.units -> [merge_pieces] -> out, LSE per row
 
-Grid (units, query heads of each): adds up the pieces of a unit, with its sink.
+Grid (query heads of a unit, units): adds up the pieces of a unit, with its sink.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def merge_pieces(
         names = ("units", "piece_out", "piece_lse", "sinks", "v_scale", "out", "lse")
         _merge(SimpleNamespace(**dict(zip(names, args, strict=True))))
 
-    grid = {"unit": num_units, "head": group}
+    grid = {"head": group, "unit": num_units}
     run = mosaic_gpu.kernel(body, name="rpa_merge_pieces", outputs=outputs, grid=grid)
     out, lse = run(units, *pieces, sinks, v_scale)
     num_seqs = num_units // num_kv_heads

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic_gpu
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention.gpu_shares import share_out
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
@@ -191,7 +190,7 @@ def plan_decode(
     num_decode: jax.Array,  # int32[] sequences that decode: the first ones
     q_lens: jax.Array,  # int32[S]
     config: GpuConfig,
-    num_blocks: int = mosaic_gpu.NUM_SMS,
+    num_blocks: int,
 ) -> DecodePlan:
     """The work list of the sequences that decode; those without a query, and all others, have no work."""
     num_seqs, heads = seq_lens.shape[0], config.num_kv_heads

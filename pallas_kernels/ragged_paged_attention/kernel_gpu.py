@@ -40,7 +40,7 @@ class Tuning(NamedTuple):
 
     decode_block: int | None = None  # slots of a KV block
     decode_stages: int | None = None
-    num_blocks: int = mosaic_gpu.NUM_SMS  # thread blocks that share the work of decoding
+    num_blocks: int | None = None  # thread blocks that share the work of decoding; None: one a multiprocessor
     prefill_block: int | None = None
     prefill_stages: int | None = None
 
@@ -177,7 +177,7 @@ def decode(
     tuning = step.tuning
     fixed = gpu_decode.fixed_bytes(step.config.head_dim, step.config.head_dim_v)
     config = step.ring_config(fixed, tuning.decode_block, tuning.decode_stages)
-    plan = plan_decode(seq_lens, num_decode, q_lens, config, tuning.num_blocks)
+    plan = plan_decode(seq_lens, num_decode, q_lens, config, tuning.num_blocks or mosaic_gpu.num_sms())
     q = to_compute_dtype(q, config)
     pieces = gpu_decode.decode_pieces(q, step.pages, step.block_tables, plan, step.scales, config)
     return merge_pieces(pieces, plan.units, step.sinks, step.v_scale, config.head_dim_v, step.dtype)

@@ -37,7 +37,7 @@ _MOST_DECODED = 512  # tokens whose entries are decoded at a time: 335 MB at 640
 class Tuning(NamedTuple):
     """Sizes that change speed, not results."""
 
-    num_blocks: int = mosaic_gpu.NUM_SMS  # thread blocks that fewer tiles are split over
+    num_blocks: int | None = None  # thread blocks that fewer tiles are split over; None: one a multiprocessor
 
 
 def reason_not_supported(
@@ -145,7 +145,7 @@ def _attend(
     heads = tile_shape(num_heads).heads
     parts = num_heads // heads
     (window, pages), (entries, entry_pages) = lists[0], lists[1] if len(lists) > 1 else (None, lists[0][1])
-    work = SparseWork.of(window, entries, parts, tuning.num_blocks)
+    work = SparseWork.of(window, entries, parts, tuning.num_blocks or mosaic_gpu.num_sms())
     tiles = padded_rows(q.reshape(num_tokens * parts, heads, dim))
     scale = jnp.full((1,), sm_scale * LOG2_E, jnp.float32)
     if work.units is not None:
