@@ -17,6 +17,8 @@ from jax import lax
 from pallas_kernels.mosaic import Copy, Ref
 
 LARGEST_TABLE_ROWS = 1 << 15  # 384 KiB of 1 MiB of scalar memory
+MOST_UNDER_WAY = 64  # runs: a DMA semaphore counts the bytes that have arrived in 32 bits
+LONGEST_RUN_BYTES = 16 << 20  # so that all runs under way are at most 1 GiB
 
 
 def copy_runs(
@@ -46,7 +48,7 @@ def copy_all(
     first: jax.Array | int = 0,
     size: int | None = None,
 ) -> None:
-    """In a kernel: starts `make_copy(source, target, length)` of every run, then waits for all.
+    """In a kernel: starts `make_copy(source, target, length)` of every run, `MOST_UNDER_WAY` at a time; waits for all.
 
     `first` and `size`: where the table of so many rows begins, if the reference holds several.
     """
@@ -58,5 +60,11 @@ def copy_all(
         at = first + i
         return make_copy(table[at], table[size + at], table[2 * size + at])
 
-    lax.fori_loop(0, count, lambda i, _: copy(i).start(), None)
-    lax.fori_loop(0, count, lambda i, _: copy(i).wait(), None)
+    def start_after_another(i: jax.Array, carry: None) -> None:
+        copy(i - MOST_UNDER_WAY).wait()
+        copy(i).start()
+        return carry
+
+    lax.fori_loop(0, jnp.minimum(count, MOST_UNDER_WAY), lambda i, _: copy(i).start(), None)
+    lax.fori_loop(MOST_UNDER_WAY, count, start_after_another, None)
+    lax.fori_loop(jnp.maximum(count - MOST_UNDER_WAY, 0), count, lambda i, _: copy(i).wait(), None)

@@ -8,6 +8,7 @@ A kernel reads 16- and 8-bit arrays as 32-bit words through `pl.Ref.bitcast` and
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 Ref = Any
 Copy = Any
 
+BOUNDS_CHECKS = "PALLAS_KERNELS_BOUNDS_CHECKS"  # variable of the environment
 LANES = 128
 SUBLANES = 8
 
@@ -31,12 +33,27 @@ def is_interpreted() -> bool:
 
 
 def compiler_params(vmem_limit_bytes: int, grid_rank: int = 1) -> pltpu.CompilerParams:
-    """Parameters of every kernel: grid steps in order, a limit of its own, no check of each DMA's bounds."""
+    """Parameters of every kernel: grid steps in order, a limit of its own.
+
+    Nobody checks the bounds of DMAs, which costs scalar work, unless the environment has `BOUNDS_CHECKS` at 1 where a
+    kernel is traced: then a page id or slot out of range stops the chip with a message.
+    """
     return pltpu.CompilerParams(
         dimension_semantics=[pltpu.ARBITRARY] * grid_rank,
-        vmem_limit_bytes=vmem_limit_bytes,
-        disable_bounds_checks=True,
+        vmem_limit_bytes=min(vmem_limit_bytes, vmem_budget_bytes()),
+        disable_bounds_checks=os.environ.get(BOUNDS_CHECKS) != "1",
     )
+
+
+def vmem_budget_bytes() -> int:
+    """VMEM that one kernel may ask for: 7/8 of the core's, since XLA keeps operands of its own there.
+
+    64 MiB where the chip is unknown.
+    """
+    try:
+        return pltpu.get_tpu_info().vmem_capacity_bytes // 8 * 7
+    except (ValueError, NotImplementedError, RuntimeError):
+        return 64 << 20
 
 
 def matrix_unit_lanes() -> int:

@@ -2,8 +2,8 @@
 
 Flow:    page ids -> runs (XLA) -> [kernel_tpu] -> pages, in place
 
-Grid: one step, which starts all DMAs and then waits for all. Reads and writes n pages. Zeros come from page 0, which
-is zero for ever, a DMA a page.
+Grid: one step, which starts the DMAs and waits for them. Reads and writes n pages. Zeros come from VMEM, a DMA for
+each part of a page: page 0 may have been written by mistake.
 
 Pages whose last dimension is not whole lanes, those of some recurrent states, XLA lays out with another dimension last:
 a kernel would have the whole pool copied to its layout and back. XLA's gather and scatter move their rows in place.
@@ -11,14 +11,18 @@ a kernel would have the whole pool copied to its layout and back. XLA's gather a
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dma_runs import LARGEST_TABLE_ROWS, copy_all, copy_runs
+from pallas_kernels.dma_runs import LARGEST_TABLE_ROWS, LONGEST_RUN_BYTES, copy_all, copy_runs
 from pallas_kernels.mosaic import LANES, Copy, Ref, compiler_params
 from pallas_kernels.page_ops import reference
+
+_ZERO_BYTES = 1 << 20  # of VMEM, so many that a DMA's fixed costs do not count
 
 
 def reason_not_supported(pages: jax.Array, count: int) -> str | None:
@@ -37,7 +41,7 @@ def copy_pages(pages: jax.Array, sources: jax.Array, destinations: jax.Array) ->
     """As `pallas_kernels.page_ops.copy_pages`."""
     if not _is_laid_out_by_page(pages):
         return reference.copy_pages(pages, sources, destinations)
-    runs = copy_runs(destinations >= 1, jnp.maximum(sources, 0), destinations)
+    runs = copy_runs(destinations >= 1, jnp.maximum(sources, 0), destinations, _longest_run(pages))
     return _move(runs, None, pages, name="copy_pages")
 
 
@@ -46,8 +50,10 @@ def zero_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """As `pallas_kernels.page_ops.zero_pages`."""
     if not _is_laid_out_by_page(pages):
         return reference.zero_pages(pages, page_ids)
+    if pages.size == 0 or page_ids.size == 0:
+        return pages
     runs = copy_runs(page_ids >= 1, jnp.zeros_like(page_ids), page_ids)
-    return _move(runs, None, pages, name="zero_pages")
+    return _zero(runs, jnp.zeros(_zeros_shape(pages), pages.dtype), pages)
 
 
 @jax.jit
@@ -56,7 +62,9 @@ def gather_pages(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     if not _is_laid_out_by_page(pages):
         return reference.gather_pages(pages, page_ids)
     count = page_ids.shape[0]
-    runs = copy_runs(jnp.ones(count, bool), jnp.maximum(page_ids, 0), jnp.arange(count, dtype=jnp.int32))
+    runs = copy_runs(
+        jnp.ones(count, bool), jnp.maximum(page_ids, 0), jnp.arange(count, dtype=jnp.int32), _longest_run(pages)
+    )
     return _move(runs, pages, jax.ShapeDtypeStruct((count, *pages.shape[1:]), pages.dtype), name="gather_pages")
 
 
@@ -65,13 +73,57 @@ def scatter_pages(pages: jax.Array, page_ids: jax.Array, values: jax.Array) -> j
     """As `pallas_kernels.page_ops.scatter_pages`."""
     if not _is_laid_out_by_page(pages):
         return reference.scatter_pages(pages, page_ids, values)
-    runs = copy_runs(page_ids >= 1, jnp.arange(page_ids.shape[0], dtype=jnp.int32), page_ids)
+    runs = copy_runs(page_ids >= 1, jnp.arange(page_ids.shape[0], dtype=jnp.int32), page_ids, _longest_run(pages))
     return _move(runs, values, pages, name="scatter_pages")
 
 
 def _is_laid_out_by_page(pages: jax.Array) -> bool:
     """Whether XLA keeps the pages' last dimension last, so that a page is one piece of memory."""
     return pages.shape[-1] % LANES == 0
+
+
+def _page_bytes(pages: jax.Array) -> int:
+    return math.prod(pages.shape[1:]) * pages.dtype.itemsize
+
+
+def _longest_run(pages: jax.Array) -> int:
+    """Pages that one DMA moves at most."""
+    return max(1, LONGEST_RUN_BYTES // max(1, _page_bytes(pages)))
+
+
+def _zeros_shape(pages: jax.Array) -> tuple[int, ...]:
+    """Of the largest part of a page, as equal parts along its first dimension, that fits `_ZERO_BYTES`."""
+    rows = pages.shape[1]
+    fits = [n for n in range(1, rows + 1) if rows % n == 0 and _page_bytes(pages) // rows * n <= _ZERO_BYTES]
+    return (max(fits, default=1), *pages.shape[2:])
+
+
+def _zero(runs: jax.Array, zeros: jax.Array, pages: jax.Array) -> jax.Array:
+    """`pages` with the targets of `runs`, a page each, zero."""
+
+    def kernel(runs: Ref, zeros: Ref, _: Ref, zeroed: Ref, arrived: Ref) -> None:
+        size = zeros.shape[0]
+        for first in range(0, pages.shape[1], size):
+
+            def copy(_: jax.Array, to: jax.Array, __: jax.Array, first: int = first) -> Copy:
+                return pltpu.make_async_copy(zeros, zeroed.at[to, pl.ds(first, size)], arrived)
+
+            copy_all(runs, copy)
+
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        ),
+        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=compiler_params(8 << 20),
+        name="zero_pages",
+    )(runs, zeros, pages)
 
 
 def _move(

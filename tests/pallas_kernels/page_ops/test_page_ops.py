@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.page_ops import copy_pages, gather_pages, scatter_pages, zero_pages
+from pallas_kernels.dma_runs import copy_all, copy_runs
+from pallas_kernels.page_ops import copy_pages, gather_pages, kernel_tpu, scatter_pages, zero_pages
 from tests.pallas_kernels.cases import as_bytes, random_values
 from tests.pallas_kernels.on_tpu import compile_on_tpu
 
@@ -76,6 +77,51 @@ def test_equals_numpy(shape: tuple[int, ...], dtype: str) -> None:
         run = run or compile_on_tpu(all_four("tpu"), *given)
         results = (run(*given), all_four("reference")(*given), expected(*arrays))
         chex.assert_trees_all_equal(*map(as_bytes, results), strict=True)
+
+
+def test_what_stands_in_page_0_does_not_spread() -> None:
+    """A stray write into the null page poisons no page that is set to zero afterwards."""
+    for shape, dtype in (((4, 2, 2, 128), "bfloat16"), ((6, 512, 128), "float32")):  # one part a page, and several
+        pages = jnp.full((5, *shape), jnp.nan, dtype)
+        run = compile_on_tpu(lambda pages, ids: zero_pages(pages, ids, backend="tpu"), pages, ids(1, 3, -1, 0))
+        got = run(pages, ids(1, 3, -1, 0)).astype(np.float32)
+        assert (got[[1, 3]] == 0).all()
+        assert np.isnan(got[[0, 2, 4]]).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 300])
+def test_a_semaphore_counts_few_runs_at_a_time(count: int) -> None:
+    """Never more runs under way than may be; every run is started once, and waited for after that."""
+    events: list[tuple[str, int]] = []
+
+    class Copy:
+        def __init__(self, source: jax.Array, target: jax.Array, length: jax.Array) -> None:
+            self.run = (int(source), int(target), int(length))
+
+        def start(self) -> None:
+            events.append(("start", self.run[0]))
+
+        def wait(self) -> None:
+            events.append(("wait", self.run[0]))
+
+    rows = np.arange(count + 3)
+    table = np.concatenate([rows * 2, rows * 3, np.ones_like(rows), [count]]).astype(np.int32)
+    with jax.disable_jit():
+        copy_all(jnp.asarray(table), Copy)
+    started = [run for what, run in events if what == "start"]
+    assert started == [run for what, run in events if what == "wait"] == [2 * i for i in range(count)]
+    under_way = np.cumsum([1 if what == "start" else -1 for what, _ in events])
+    assert under_way.max(initial=0) <= 64
+    assert under_way.min(initial=0) >= 0
+
+
+def test_a_run_of_pages_has_a_largest_size() -> None:
+    """Neighbouring pages beyond 16 MiB go in several DMAs: no copy outgrows a semaphore's 32 bits."""
+    pages = jnp.zeros((20, 1 << 13, 128), jnp.float32)  # 4 MiB each
+    assert kernel_tpu._longest_run(pages) == 4
+    targets = jnp.arange(1, 17, dtype=jnp.int32)
+    table = np.asarray(copy_runs(targets >= 1, targets, targets, 4))
+    assert table[2 * 16 : 3 * 16].max() == 4
 
 
 def test_no_pages() -> None:

@@ -119,6 +119,20 @@ def test_the_size_of_a_chunk_changes_nothing(monkeypatch: pytest.MonkeyPatch, to
     check(shape, 0, [1, 2, 4, 7, 6])
 
 
+def test_filling_the_last_chunk_leaves_the_first_sequence_alone() -> None:
+    """80 x 64 x 128 states: chunks of 6 tokens. The first sequence has one token and writes another page than it reads.
+
+    64 tokens do not fill chunks: what fills the last one is of no sequence, and must not write the first one's page.
+    """
+    shape = Shape(heads=80, head_dim=64, state_dim=128, num_tokens=64)
+    arrays, step = shape.make(np.random.default_rng(0), [1, 63], 2, 8)
+    step.state_read[:], step.has_initial_state[:] = (5, 6), True
+    step.state_write[:] = [[1], [2]]
+    arrays["states"] = np.random.default_rng(1).standard_normal((8, *shape.state_shape)).astype(np.float32)
+    arrays["states"][0] = 0
+    shape.assert_right(run(arrays, step), arrays, step)
+
+
 @pytest.mark.parametrize("shape", [MAMBA1, MAMBA2], ids=["mamba1", "mamba2"])
 def test_chunked_prefill_and_decode_equal_the_whole(shape: Shape) -> None:
     """Steps of any cut, each from the page that the one before wrote, over pages of NaN."""
