@@ -38,6 +38,7 @@ from pallas_kernels.ragged_paged_attention.tpu_limits import (
     SMALLEST_TILE,
     finite_sinks,
     flat_tables,
+    lse_with_sinks,
     reason_of_sizes,
 )
 from pallas_kernels.ragged_paged_attention.tpu_plan import Field, plan_items
@@ -129,7 +130,7 @@ def mla_paged_attention(
     tile_items = plan_items(others, of_tiles, max(num_tokens, of_tiles.window))
     decoded = launch(config, num_decode, plan_items(decoding, config, max(num_decode, config.window)))
     out, lse = launches.with_tiles(decoded, lambda: launch(of_tiles, num_tokens, tile_items), decoding, others)
-    return out.astype(q_nope.dtype), lse
+    return out.astype(q_nope.dtype), lse_with_sinks(lse, sinks)
 
 
 def _compute_dtype(q_dtype: jnp.dtype, page_dtype: jnp.dtype) -> str:

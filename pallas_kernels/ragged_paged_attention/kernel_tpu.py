@@ -36,7 +36,13 @@ from pallas_kernels.mosaic import LANES, Copy, compiler_params, matrix_unit_lane
 from pallas_kernels.ragged_paged_attention import launches, tpu_rows
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
-from pallas_kernels.ragged_paged_attention.tpu_limits import FlatTables, finite_sinks, flat_tables, reason_of_sizes
+from pallas_kernels.ragged_paged_attention.tpu_limits import (
+    FlatTables,
+    finite_sinks,
+    flat_tables,
+    lse_with_sinks,
+    reason_of_sizes,
+)
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
 from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig, block_slots, plan_items
 from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
@@ -116,7 +122,7 @@ def ragged_paged_attention(
         return out[:num_tokens], None if lse is None else lse[:num_tokens]
 
     out, lse = launches.with_tiles(decoded, tile, decoding, others)
-    return out[..., :head_dim].astype(q.dtype), lse, written
+    return out[..., :head_dim].astype(q.dtype), lse_with_sinks(lse, sinks), written
 
 
 class _Write(NamedTuple):

@@ -24,12 +24,9 @@ class SoftmaxState(NamedTuple):
     total: jax.Array  # [..., rows, dim] sum of exp(logit - m) * value
 
 
-LARGEST_SINK = float(jnp.finfo(jnp.float32).max) / 2  # finite times log2(e), too
-
-
 def capped_sinks(sinks: jax.Array) -> jax.Array:
-    """float32 sinks, infinite ones and those beyond `LARGEST_SINK` as that: their rows give 0 and that LSE."""
-    return jnp.minimum(sinks.astype(jnp.float32), LARGEST_SINK)
+    """float32 sinks, infinite ones as the largest number: their rows give 0 and that LSE."""
+    return jnp.minimum(sinks.astype(jnp.float32), jnp.finfo(jnp.float32).max)
 
 
 def _finite(m: jax.Array) -> jax.Array:

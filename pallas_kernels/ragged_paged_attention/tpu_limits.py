@@ -1,6 +1,6 @@
 """What TPU attention kernels take, and arguments in the form that they take.
 
-Flow:    the op's arguments -> [reason_of_sizes | flat_tables | finite_sinks] -> kernel_tpu
+Flow:    the op's arguments -> [reason_of_sizes | flat_tables | finite_sinks | lse_with_sinks] -> kernel_tpu
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.online_softmax import LARGEST_SINK, capped_sinks
+from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
 
 SMALLEST_TILE = 8  # query tokens
+_LARGEST_SINK = float(jnp.finfo(jnp.float32).max) / 2
 _LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
 _TABLE_ALIGNMENT = 1024  # int32s: tiling of a one-dimensional array in HBM
 
@@ -47,4 +48,11 @@ def flat_tables(block_tables: jax.Array, in_hbm: bool | None) -> FlatTables:
 
 def finite_sinks(sinks: jax.Array) -> jax.Array:
     """float32, so clipped that they stay finite times log2(e)."""
-    return jnp.maximum(capped_sinks(sinks), -LARGEST_SINK)
+    return jnp.clip(sinks.astype(jnp.float32), -_LARGEST_SINK, _LARGEST_SINK)
+
+
+def lse_with_sinks(lse: jax.Array | None, sinks: jax.Array | None) -> jax.Array | None:
+    """A kernel's LSE [T, Hq] under `finite_sinks`, at least the sinks themselves in rows that see anything."""
+    if lse is None or sinks is None:
+        return lse
+    return jnp.where(lse == -jnp.inf, lse, jnp.maximum(lse, capped_sinks(sinks)))

@@ -19,7 +19,7 @@ from pallas_kernels import tpu_entries
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.tpu_limits import finite_sinks
+from pallas_kernels.ragged_paged_attention.tpu_limits import finite_sinks, lse_with_sinks
 from pallas_kernels.sparse_mla_attention import tpu_picks, tpu_runs
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
 from pallas_kernels.sparse_mla_attention.tpu_attention import PassState
@@ -125,7 +125,7 @@ def sparse_mla_attention(
 
     real = (schedule.pos >= 0)[:, None]
     out = jnp.where(real[..., None], reader.gathered(by_token("out")), 0).astype(q.dtype)
-    return out, jnp.where(real, by_token("lse")[..., 0], -jnp.inf) if return_lse else None
+    return out, lse_with_sinks(jnp.where(real, by_token("lse")[..., 0], -jnp.inf), sinks) if return_lse else None
 
 
 class _Layer(NamedTuple):
