@@ -102,6 +102,7 @@ def make_case(
     shape: Shape,
     rows: Sequence[tuple[int, int]] | None = None,
     options: Options = Options(),  # noqa: B008
+    shared_columns: int = 0,  # first columns of the tables in which all sequences name the same pages
 ) -> Case:
     """A step of `rows`, whose pages hold NaN (int8: 127) in every slot that no query of its sequence sees.
 
@@ -125,10 +126,14 @@ def make_case(
     seen = np.zeros((num_pages, page_size), bool)
     tables = np.zeros((shape.num_rows, shape.num_columns), np.int32)
     free = rng.permutation(np.arange(1, num_pages))
+    common, free = free[:shared_columns], free[shared_columns:]
     for s, (q_len, seq_len) in enumerate(rows):
         keys = sorted({k for pos in range(seq_len - q_len, seq_len) for k in visible_keys(pos, seq_len, options)})
         for column in sorted({k // page_size for k in keys}):
-            tables[s, column], free = free[0], free[1:]
+            if column < shared_columns:
+                tables[s, column] = common[column]
+            else:
+                tables[s, column], free = free[0], free[1:]
         for k in keys:
             seen[tables[s, k // page_size], k % page_size] = True
     pages = []

@@ -22,13 +22,22 @@ class LatentShape:
     platform: str = "cpu"
 
 
-def random_tables(rng: np.random.Generator, live: list[set[int]], num_columns: int, num_pages: int) -> np.ndarray:
-    """int32[rows, num_columns]: distinct pages in random order in the `live` columns of each row, 0 elsewhere."""
+def random_tables(
+    rng: np.random.Generator, live: list[set[int]], num_columns: int, num_pages: int, shared_columns: int = 0
+) -> np.ndarray:
+    """int32[rows, num_columns]: distinct pages in random order in the `live` columns of each row, 0 elsewhere.
+
+    In the first `shared_columns` all rows name the same pages.
+    """
     tables = np.zeros((len(live), num_columns), np.int32)
     free = rng.permutation(np.arange(1, num_pages))
+    common, free = free[:shared_columns], free[shared_columns:]
     for row, columns in enumerate(live):
         for column in sorted(columns):
-            tables[row, column], free = free[0], free[1:]
+            if column < shared_columns:
+                tables[row, column] = common[column]
+            else:
+                tables[row, column], free = free[0], free[1:]
     return tables
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+LARGEST_SINK = float(np.finfo(np.float32).max) / 2  # larger ones count as this
+
 
 @dataclass(frozen=True)
 class Options:
@@ -83,7 +85,7 @@ def attention(
                 logits = options.sm_scale * (k[at][:, kv] * k_scale[kv]) @ q[t, h].astype(np.float64)
                 if options.soft_cap is not None:
                     logits = options.soft_cap * np.tanh(logits / options.soft_cap)
-                extra = [] if options.sinks is None else [float(options.sinks[h])]
+                extra = [] if options.sinks is None else [min(float(options.sinks[h]), LARGEST_SINK)]
                 top = max([logits.max(), *extra])
                 weights = np.exp(logits - top)
                 total = weights.sum() + sum(np.exp(x - top) for x in extra)

@@ -57,7 +57,9 @@ class Case:
         return attention(self.q, k, k[..., : -self.shape.rope_dim], *meta, options)
 
 
-def make_case(seed: int, shape: Shape, rows: Sequence[tuple[int, int]] | None, options: Options) -> Case:
+def make_case(
+    seed: int, shape: Shape, rows: Sequence[tuple[int, int]] | None, options: Options, shared_columns: int = 0
+) -> Case:
     """A step of `rows` (query length, sequence length), random if None; pages nobody sees are the null page."""
     rng = np.random.default_rng(seed)
     size = shape.latent.page_size
@@ -67,7 +69,8 @@ def make_case(seed: int, shape: Shape, rows: Sequence[tuple[int, int]] | None, o
     padding = [(0, 0)] * (shape.num_rows - len(rows))
     keys = [{k for pos in range(n - q_len, n) for k in visible_keys(pos, n, options)} for q_len, n in (*rows, *padding)]
     num_pages = 1 + shape.num_rows * shape.num_columns + 3
-    tables = random_tables(rng, [{k // size for k in row} for row in keys], shape.num_columns, num_pages)
+    live = [{k // size for k in row} for row in keys]
+    tables = random_tables(rng, live, shape.num_columns, num_pages, shared_columns)
     seen = np.zeros((num_pages, size), bool)
     for table, row in zip(tables, keys, strict=True):
         for k in row:

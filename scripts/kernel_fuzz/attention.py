@@ -1,0 +1,215 @@
+"""Trials of ragged_paged_attention and mla_paged_attention.
+
+Oracle: tests/pallas_kernels/oracle.py, key by key in float64. Slots that nobody sees hold NaN, whole pages too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
+from pallas_kernels.mla_paged_attention import kernel_tpu as mla_tpu
+from pallas_kernels.mla_paged_attention import mla_paged_attention
+from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from scripts.kernel_fuzz.trials import checked, compiled_on, hard_rows, one_of
+from tests.pallas_kernels import cases
+from tests.pallas_kernels.cases import assert_close
+from tests.pallas_kernels.latent_cases import LatentShape
+from tests.pallas_kernels.mla_paged_attention import mla_cases
+from tests.pallas_kernels.oracle import Options
+from tests.pallas_kernels.ragged_paged_attention.test_kernel_gpu import SMALL
+
+_STEPS = 5  # of a compiled shape
+_SINKS = (2.0, -np.inf, 50.0, -3.0, np.inf, 3e38, -1e30, 1e4)
+
+
+def random_mask(rng: np.random.Generator, page_size: int) -> dict[str, Any]:
+    """Options of the mask rule: windows and chunks of pages and their neighbours, sink tokens."""
+    near = page_size + int(rng.integers(-1, 2))
+    window = one_of(rng, [1, 2, 8, near, near + 1, 37])
+    chunk = max(8, one_of(rng, [8, near, 24, 100]))
+    sinks = one_of(rng, [1, page_size, near + 1])
+    return one_of(
+        rng,
+        [
+            {},
+            {},
+            {"sliding_window": max(1, window)},
+            {"sliding_window": max(1, window), "num_sink_tokens": max(1, sinks)},
+            {"attention_chunk_size": chunk},
+            {"attention_chunk_size": chunk, "sliding_window": max(1, window), "num_sink_tokens": 1},
+            {"causal": False},
+            {"causal": False, "sliding_window": max(1, window)},
+        ],
+    )
+
+
+def random_options(rng: np.random.Generator, page_size: int, heads: int, dtype: str, scale_shape: Any) -> Options:
+    """All options; int8 pages hold values 64 times larger than others."""
+    small = 1 / 64 if dtype == "int8" else 1.0
+    k_scale, v_scale = (
+        None if scale_shape is None else rng.uniform(0.3, 1.7, scale_shape).astype(np.float32) for _ in range(2)
+    )
+    return Options(
+        **random_mask(rng, page_size),
+        sm_scale=0.3 * small,
+        soft_cap=one_of(rng, [None, None, 1.5, 30.0]),
+        sinks=np.resize(rng.permutation(_SINKS), heads).astype(np.float32) if rng.random() < 0.4 else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def static_of(options: Options) -> dict[str, Any]:
+    """Keyword arguments of a kernel, but for its own."""
+    given = {name: getattr(options, name) for name in ("sinks", "k_scale")}
+    return {
+        "mask": MaskRule(options.causal, options.sliding_window, options.attention_chunk_size, options.num_sink_tokens),
+        "sm_scale": options.sm_scale,
+        "soft_cap": options.soft_cap,
+        **{name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()},
+    }
+
+
+def assert_right(result: Any, expected: tuple[np.ndarray, np.ndarray], q_dtype: str, lse_dtype: str) -> None:
+    """Head by head, since a huge sink of one would hide what is wrong in others."""
+    for head in range(expected[0].shape[1]):
+        assert_close(result[0][:, head], expected[0][:, head], q_dtype, f"out of head {head}")
+        assert_close(result[1][:, head], expected[1][:, head], lse_dtype, f"lse of head {head}")
+
+
+def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
+    """Steps of one shape of ragged_paged_attention."""
+    page_size = one_of(rng, [8, 16, 32, 64, 128, 256] if platform != "reference" else [1, 3, 4, 16, 64, 128])
+    dtypes = ["bfloat16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
+    if platform != "gpu":
+        dtypes.append("float32")
+    if platform != "tpu":
+        dtypes.append("float16")
+    group, kv_heads = one_of(rng, [(1, 1), (1, 2), (2, 2), (3, 1), (4, 2), (5, 1), (8, 1), (9, 3), (16, 1), (2, 4)])
+    kv_dtype = one_of(rng, dtypes)
+    longest = one_of(rng, [130, 300, 600])
+    q_dtype = one_of(rng, ["bfloat16", "float32"])
+    if platform == "gpu":
+        q_dtype = "float16" if kv_dtype == "float16" else "bfloat16"
+    shape = cases.Shape(
+        num_tokens=one_of(rng, [1, 2, 7, 9, 17, 33, 40]),
+        num_rows=int(rng.integers(1, 6)),
+        num_columns=-(-longest // page_size),
+        page_size=page_size,
+        num_q_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=one_of(rng, [64, 96, 128, 256] if platform == "gpu" else [64, 80, 128, 192, 256]),
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        platform="tpu" if platform == "tpu" or (platform == "reference" and rng.random() < 0.5) else "cpu",
+    )
+    options = random_options(rng, page_size, shape.num_q_heads, kv_dtype, one_of(rng, [None, (), (kv_heads,)]))
+    run = _compiled_ragged(rng, platform, shape, options)
+    exact = platform != "tpu" or "float32" in (q_dtype, kv_dtype)
+
+    for _ in range(_STEPS):
+        rows = hard_rows(rng, shape.num_tokens, shape.num_rows, page_size, shape.num_columns * page_size, True)
+        seed, shared = int(rng.integers(1 << 30)), int(rng.integers(0, 3))
+
+        def check(rows: Any = rows, seed: int = seed, shared: int = shared) -> None:
+            case = cases.make_case(seed, shape, rows, options, shared_columns=shared)
+            expected = case.expected(options)
+            assert_right(run(*case.arrays), expected, q_dtype, "float32" if exact else "bfloat16 weights")
+
+        yield checked((shape, options, rows, shared), check)
+
+
+def _compiled_ragged(
+    rng: np.random.Generator, platform: str, shape: cases.Shape, options: Options
+) -> Callable[..., Any]:
+    v_scale = None if options.v_scale is None else jnp.asarray(options.v_scale, jnp.float32)
+    static = static_of(options) | {"num_kv_heads": shape.num_kv_heads, "v_scale": v_scale}
+    call: Callable[..., Any]
+    if platform == "tpu":
+        block = max(128, shape.page_size)
+        sizes = kernel_tpu.Tuning(queries=8, decode_block=block, tile_block=block, max_unrolled=one_of(rng, [1, 8]))
+        tuning = one_of(rng, [sizes, sizes, kernel_tpu.Tuning()])
+        in_hbm = bool(rng.random() < 0.3)
+        call = partial(
+            kernel_tpu.ragged_paged_attention, **static, return_lse=True, tuning=tuning, tables_in_hbm=in_hbm
+        )
+    elif platform == "gpu":
+        tuning_gpu = one_of(rng, [kernel_gpu.Tuning(num_blocks=5), SMALL])
+        call = partial(kernel_gpu.ragged_paged_attention, **static, return_lse=True, tuning=tuning_gpu)
+    else:
+        mask = static.pop("mask")
+        options_of_mask = {
+            "causal": mask.causal,
+            "sliding_window": mask.sliding_window,
+            "attention_chunk_size": mask.attention_chunk_size,
+            "num_sink_tokens": mask.num_sink_tokens,
+        }
+        op = partial(ragged_paged_attention, **static, **options_of_mask, return_lse=True, backend="reference")
+        call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
+    return compiled_on(platform, rng, call, *cases.make_case(0, shape, []).arrays)
+
+
+def mla(rng: np.random.Generator, platform: str) -> Iterator[str]:
+    """Steps of one shape of mla_paged_attention."""
+    page_size = one_of(rng, [3, 4, 16, 64] if platform == "reference" else [8, 16, 64, 128])
+    dtypes = ["bfloat16", "float8_e4m3fn", "int8"] + (["float32"] if platform != "gpu" else ["float8_e5m2"])
+    dtype, longest = one_of(rng, dtypes), one_of(rng, [130, 300])
+    dims = one_of(rng, [(128, 64), (256, 64)] if platform == "gpu" else [(24, 8), (192, 64), (256, 64)])
+    layout = "cpu" if platform == "gpu" or (platform == "reference" and rng.random() < 0.5) else "tpu"
+    shape = mla_cases.Shape(
+        num_tokens=one_of(rng, [1, 2, 7, 9, 24, 33]),
+        num_rows=int(rng.integers(1, 6)),
+        num_columns=-(-longest // page_size),
+        num_q_heads=one_of(rng, [1, 3, 5, 16, 24]),
+        rope_dim=dims[1],
+        q_dtype="bfloat16" if platform == "gpu" else one_of(rng, ["bfloat16", "float32"]),
+        latent=LatentShape(sum(dims), page_size, dtype, layout),
+    )
+    scaled = one_of(rng, [None, ()])
+    options = random_options(rng, page_size, shape.num_q_heads, dtype, scaled)
+    if dtype == "int8":
+        options = Options(**{**vars(options), "sm_scale": 0.002})
+    options = Options(**{**vars(options), "v_scale": options.k_scale})  # a latent is key and value
+    run = _compiled_mla(rng, platform, shape, options)
+    for _ in range(_STEPS):
+        rows = hard_rows(rng, shape.num_tokens, shape.num_rows, page_size, shape.num_columns * page_size, True)
+        seed, shared = int(rng.integers(1 << 30)), int(rng.integers(0, 3))
+
+        def check(rows: Any = rows, seed: int = seed, shared: int = shared) -> None:
+            case = mla_cases.make_case(seed, shape, rows, options, shared_columns=shared)
+            assert_right(run(*case.arrays), case.expected(options), shape.q_dtype, "float32")
+
+        yield checked((shape, options, rows, shared), check)
+
+
+def _compiled_mla(
+    rng: np.random.Generator, platform: str, shape: mla_cases.Shape, options: Options
+) -> Callable[..., Any]:
+    static = static_of(options) | {"page_size": shape.latent.page_size}
+    call: Callable[..., Any]
+    if platform == "tpu":
+        small = mla_tpu.Tuning(queries=8, units=2, decode_block=128, tile_block=128, decode_part=128, tile_part=128)
+        sizes = [small, small._replace(units=1, chunk_rows=16), small._replace(units=4, decode_block=256)]
+        tables = bool(rng.random() < 0.3)
+        tuning = one_of(rng, sizes)
+        call = partial(mla_tpu.mla_paged_attention, **static, return_lse=True, tuning=tuning, tables_in_hbm=tables)
+    elif platform == "gpu":
+        call = partial(mla_gpu.mla_paged_attention, **static, tuning=mla_gpu.Tuning(stages=2, num_blocks=3))
+    else:
+        mask = static.pop("mask")
+        options_of_mask = {
+            "causal": mask.causal,
+            "sliding_window": mask.sliding_window,
+            "attention_chunk_size": mask.attention_chunk_size,
+            "num_sink_tokens": mask.num_sink_tokens,
+        }
+        op = partial(mla_paged_attention, **static, **options_of_mask, return_lse=True, backend="reference")
+        call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
+    return compiled_on(platform, rng, call, *mla_cases.make_case(0, shape, [], options).arrays)

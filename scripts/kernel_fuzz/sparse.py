@@ -1,0 +1,149 @@
+"""Trials of DeepSeek V4's ops: sparse_mla_attention, indexer_topk and compressor_update.
+
+Oracle: tests/pallas_kernels/sparse_oracle.py, token by token in float64. Slots that no token names hold NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.compressor_update import compressor_update
+from pallas_kernels.indexer_topk import indexer_topk
+from pallas_kernels.latent_entries import IndexFp8, LatentFp8, Plain
+from pallas_kernels.sparse_mla_attention import kernel_gpu, sparse_mla_attention
+from scripts.kernel_fuzz.attention import assert_right
+from scripts.kernel_fuzz.trials import checked, compiled_on, hard_rows, one_of
+from tests.pallas_kernels.compressor_update.test_compressor_update import Steps
+from tests.pallas_kernels.indexer_topk import test_indexer_topk
+from tests.pallas_kernels.latent_cases import LatentShape
+from tests.pallas_kernels.sparse_mla_attention import test_kernel_gpu
+from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
+from tests.pallas_kernels.sparse_mla_attention.test_kernel_tpu import arguments
+
+_STEPS = 4
+_SINKS = (2.0, -np.inf, 50.0, -3.0, np.inf, 3e38, -1e30)
+
+
+def _random_shape(rng: np.random.Generator, platform: str) -> Shape:
+    is_fp8 = bool(rng.random() < 0.4)
+    dtype = "bfloat16" if platform == "gpu" else one_of(rng, ["bfloat16", "float32"])
+    page_size = one_of(rng, [4, 8, 16, 64])
+    dim = one_of(rng, [128, 256])
+    entries = LatentFp8(64, 64) if is_fp8 else Plain()
+    layout = "tpu" if platform == "tpu" or (platform == "reference" and rng.random() < 0.5) else "cpu"
+    kind = one_of(
+        rng, [{}, {"ratio": 1}, {"ratio": 4}, {"ratio": 1, "topk": 40}, {"ratio": 4, "topk": 20}, {"ratio": 128}]
+    )
+    return Shape(
+        num_tokens=one_of(rng, [1, 2, 9, 18]),
+        num_rows=int(rng.integers(1, 6)),
+        num_columns=-(-160 // page_size),
+        num_q_heads=one_of(rng, [1, 3, 8, 20]),
+        dim=dim,
+        q_dtype="bfloat16" if platform == "gpu" else one_of(rng, ["bfloat16", "float32"]),
+        window=one_of(rng, [1, 5, 30, page_size, page_size + 1]),
+        entries=entries,
+        latent=LatentShape(entries.width(dim), page_size, "int8" if is_fp8 else dtype, layout),
+        entry_page_size=one_of(rng, [1, 2, 16, 64]),
+        **kind,
+    )
+
+
+def sparse(rng: np.random.Generator, platform: str) -> Iterator[str]:
+    """Steps of one shape of sparse_mla_attention."""
+    shape = _random_shape(rng, platform)
+    sinks = np.resize(rng.permutation(_SINKS), shape.num_q_heads) if rng.random() < 0.5 else None
+    run = _compiled(rng, platform, shape, sinks)
+    for _ in range(_STEPS):
+        size = shape.latent.page_size
+        rows = hard_rows(rng, shape.num_tokens, shape.num_rows, size, shape.num_columns * size, False)
+        seed = int(rng.integers(1 << 30))
+
+        def check(rows: Any = rows, seed: int = seed) -> None:
+            case = make_case(seed, shape, rows)
+            capped = None if sinks is None else np.minimum(sinks, float(np.finfo(np.float32).max) / 2)
+            assert_right(run(case), case.expected(capped), shape.q_dtype, "float32")
+
+        yield checked((shape, sinks, rows), check)
+
+
+def _compiled(rng: np.random.Generator, platform: str, shape: Shape, sinks: np.ndarray | None) -> Callable[[Case], Any]:
+    if platform == "gpu":
+        run = test_kernel_gpu.compiled(shape, sinks, kernel_gpu.Tuning(one_of(rng, [1, 20])))
+        return lambda case: run(*test_kernel_gpu.arguments(case, sinks))
+
+    def call(q: Any, pages: Any, step: Any, given: Any) -> Any:
+        return sparse_mla_attention(
+            q,
+            pages,
+            *step,
+            **given,
+            sm_scale=shape.sm_scale,
+            sliding_window=shape.window,
+            tokens_per_state=shape.ratio,
+            entries=shape.entries,
+            page_size=shape.latent.page_size,
+            compressed_page_size=shape.entry_page_size,
+            return_lse=True,
+            backend=platform,
+        )[:2]
+
+    compiled = compiled_on(platform, rng, call, *arguments(make_case(0, shape, []), sinks))
+    return lambda case: compiled(*arguments(case, sinks))
+
+
+def indexer(rng: np.random.Generator, platform: str) -> Iterator[str]:
+    """Steps of one shape of indexer_topk: small integers, so that scores are exact and often equal."""
+    is_fp8 = bool(rng.random() < 0.5)
+    dim, tokens, rows = test_indexer_topk.DIM, test_indexer_topk.NUM_TOKENS, test_indexer_topk.NUM_ROWS
+    dtype = "int8" if is_fp8 else one_of(rng, ["bfloat16", "float32"])
+    page_size = one_of(rng, [1, 2, 4, 8, 64])
+    layout = "tpu" if platform == "tpu" or rng.random() < 0.5 else "cpu"
+    latent = LatentShape(dim + 4 * is_fp8, page_size, dtype, layout)
+    entries = IndexFp8() if is_fp8 else Plain()
+    ratio, topk = one_of(rng, [1, 4, 128]), one_of(rng, [1, 7, 20, 128, 140])
+    q_dtype = one_of(rng, ["bfloat16", "float32"])
+    compiled: list[Callable[..., Any]] = []
+
+    def op(*arrays: Any, **static: Any) -> Any:
+        arrays = jax.tree.map(jnp.asarray, arrays)
+        if not compiled:
+            compiled.append(compiled_on(platform, rng, partial(indexer_topk, **static, backend=platform), *arrays))
+        return compiled[0](*arrays)
+
+    for _ in range(_STEPS):
+        lengths = hard_rows(rng, tokens, rows, page_size, test_indexer_topk.MAX_LEN, False)
+        seed = int(rng.integers(1 << 30))
+        check = partial(test_indexer_topk.check, seed, latent, entries, ratio, topk, lengths, op=op, q_dtype=q_dtype)
+        yield checked((latent, entries, ratio, topk, q_dtype, lengths), check)
+
+
+def compressor(rng: np.random.Generator, platform: str) -> Iterator[str]:
+    """Sequences that advance by any number of tokens a step, in pages that come and go."""
+    ratio, overlap = one_of(rng, [(4, True), (8, False), (1, True), (3, False), (5, True), (16, False)])
+    page_size = one_of(rng, [1, 3, 4, 8, 16])
+    dim = 128 if platform == "tpu" else one_of(rng, [5, 128])
+    compiled: list[Callable[..., Any]] = []
+
+    def op(*given: Any, position_bias: Any) -> Any:
+        arrays = jax.tree.map(jnp.asarray, (*given, position_bias))
+        call = partial(compressor_update, overlap=overlap, page_size=page_size, backend=platform)
+        if not compiled:
+            compiled.append(compiled_on(platform, rng, lambda *a: call(*a[:-1], position_bias=a[-1]), *arrays))
+        return compiled[0](*arrays)
+
+    layout = "tpu" if platform == "tpu" or rng.random() < 0.5 else "cpu"
+    for _ in range(2):
+        seed = int(rng.integers(1 << 30))
+        chunks = one_of(rng, [[1], [1, 8, 12], [ratio, ratio + 1], [2, 3]])
+
+        def check(seed: int = seed, chunks: Any = chunks) -> None:
+            Steps(seed, ratio, overlap, page_size, layout, dim, max_len=20, op=op).run(chunks)
+
+        yield checked((ratio, overlap, page_size, dim, layout, chunks), check)
