@@ -21,6 +21,7 @@ from scripts.kernel_fuzz.trials import checked, compiled_on, one_of
 from tests.pallas_kernels.cases import as_bytes, assert_close, random_values
 from tests.pallas_kernels.latent_cases import LatentShape, random_pages, unpacked
 from tests.pallas_kernels.merge_states.test_merge_states import HEADS, attend, random_parts
+from tests.pallas_kernels.oracle import LARGEST_SINK
 from tests.pallas_kernels.page_ops import sweep as page_sweep
 from tests.pallas_kernels.page_ops.test_page_ops import all_four, expected
 
@@ -189,7 +190,7 @@ def merge(rng: np.random.Generator, platform: str) -> Iterator[str]:
         run = run or compiled_on(platform, rng, call, *given)
 
         def check(run: Any = run, given: Any = given, logits: Any = logits, values: Any = values) -> None:
-            capped = None if sinks is None else np.minimum(np.array(sinks), float(np.finfo(np.float32).max) / 2)
+            capped = None if sinks is None else np.minimum(np.array(sinks), LARGEST_SINK)
             whole = attend(np.concatenate(logits, axis=2), np.concatenate(values), capped)
             result = run(*given)
             for head in range(HEADS):

@@ -22,6 +22,7 @@ from scripts.kernel_fuzz.trials import checked, compiled_on, hard_rows, one_of
 from tests.pallas_kernels.compressor_update.test_compressor_update import Steps
 from tests.pallas_kernels.indexer_topk import test_indexer_topk
 from tests.pallas_kernels.latent_cases import LatentShape
+from tests.pallas_kernels.oracle import LARGEST_SINK
 from tests.pallas_kernels.sparse_mla_attention import test_kernel_gpu
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
 from tests.pallas_kernels.sparse_mla_attention.test_kernel_tpu import arguments
@@ -67,7 +68,7 @@ def sparse(rng: np.random.Generator, platform: str) -> Iterator[str]:
 
         def check(rows: Any = rows, seed: int = seed) -> None:
             case = make_case(seed, shape, rows)
-            capped = None if sinks is None else np.minimum(sinks, float(np.finfo(np.float32).max) / 2)
+            capped = None if sinks is None else np.minimum(sinks, LARGEST_SINK)
             assert_right(run(case), case.expected(capped), shape.q_dtype, "float32")
 
         yield checked((shape, sinks, rows), check)

@@ -71,7 +71,7 @@ def _scan_shape(rng: np.random.Generator, platform: str) -> ScanShape:
         tokens = min(tokens, 12)
     elif platform == "tpu":
         heads, head_dim, state_dim, groups = (
-            (128, None, 8, 1) if is_mamba1 else one_of(rng, [(4, 64, 128, 2), (3, 32, 128, 1), (4, 8, 128, 1)])
+            (128, None, 8, 1) if is_mamba1 else one_of(rng, [(4, 64, 128, 2), (4, 32, 128, 1), (16, 8, 128, 1)])
         )
         tokens = min(tokens, 40) if is_mamba1 else tokens
     else:

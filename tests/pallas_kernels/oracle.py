@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-LARGEST_SINK = float(np.finfo(np.float32).max) / 2  # larger ones count as this
+LARGEST_SINK = float(np.finfo(np.float32).max)  # larger ones count as this
 
 
 @dataclass(frozen=True)
