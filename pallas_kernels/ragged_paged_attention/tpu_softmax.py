@@ -113,22 +113,30 @@ class BlockAttention:
                 buffers[(n + 1) % 2] = self._scores(*work[n + 1], slot)
             yield product, part, buffers[n % 2]
 
-    def _load(
-        self, product: _Product, part: int, slot: jax.Array, value: int, kept: jax.Array | None = None
-    ) -> jax.Array:
-        """K or V of the product's heads side by side, [part, heads * lanes]; zero where not `kept`."""
+    def _heads(self, product: _Product, part: int, slot: jax.Array, value: int) -> list[jax.Array]:
+        """K or V of each of the product's heads, [part, lanes]."""
         heads, count = self.config.heads, self.config.part
         base, first = product.base * heads, product.offset * heads
-        columns = [self.kv.load(slot, base, first + h, value, part * count, count) for h in range(heads)]
+        return [self.kv.load(slot, base, first + h, value, part * count, count) for h in range(heads)]
+
+    def _values(self, product: _Product, part: int, slot: jax.Array, kept: jax.Array | None) -> jax.Array:
+        """V of the product's heads side by side, [part, heads * lanes]; zero where not `kept`."""
+        columns = self._heads(product, part, slot, 1)
         if kept is not None:
             columns = [jnp.where(kept, x, jnp.zeros_like(x)) for x in columns]
-        return columns[0] if heads == 1 else jnp.concatenate(columns, axis=1)
+        return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
 
     def _scores(self, product: _Product, part: int, slot: jax.Array) -> jax.Array:
-        """float32[rows, part]"""
+        """float32[rows, part]; heads that share a product each have one of their own here, which sums zeros elsewhere.
+
+        One product over all their lanes would be 256 deep: libtpu 0.0.52 then transposes keys before it pushes them.
+        """
         q = self.refs.rows[product.index] if self.config.queries > 1 else self.refs.q[0, product.index]
-        k = self._load(product, part, slot, 0)
-        return dot(q, k, (((1,), (1,)), ((), ())))
+        lanes, scores = self.config.lanes, None
+        for head, k in enumerate(self._heads(product, part, slot, 0)):
+            own = dot(q[:, head * lanes : (head + 1) * lanes], k, (((1,), (1,)), ((), ())))
+            scores = own if scores is None else scores + own
+        return scores
 
     def _update(self, product: _Product, part: int, s: jax.Array, slot: jax.Array, mask: BlockMask | None) -> None:
         """Merges a part's scores and values into m, l and acc."""
@@ -141,7 +149,7 @@ class BlockAttention:
         refs.m[i] = new
         p = jnp.exp2(s - lanes_of(new, config.part))
         shrink = jnp.exp2(old - new)
-        v = self._load(product, part, slot, 1, None if mask is None else mask.kept)  # here: later or sooner costs more
+        v = self._values(product, part, slot, None if mask is None else mask.kept)  # here: later or sooner costs more
         if config.sums_by_matmul:
             v = jnp.concatenate([v, jnp.ones((config.part, LANES), v.dtype)], axis=1)
         else:
