@@ -3,11 +3,12 @@
 Flow:    api -> [kernel_tpu] -> (out, lse)
 Source:  the split by `distribution` and the packed pages follow ragged paged attention v3 (vllm-project/tpu-inference)
 
-Grid: one step per item of the launch's table (`tpu_plan`), as many as the step really has. An item reads
+Grid: decode, a step for every eight items of the launch's table (`tpu_plan`); tiles, one step for all of them. An item
+reads
 
     its queries      decode: by the grid's pipeline; tiles: one DMA, the next item's under way meanwhile
-    its KV blocks    one DMA a page into a double buffer; the next block's, or the next item's first, under way
-                     meanwhile; bytes: pages seen * page_size * padded rows * lanes
+    its KV blocks    one DMA a page into a ring of buffers, those of the next blocks of all items under way
+                     meanwhile (`tpu_ring`); bytes: pages seen * page_size * padded rows * lanes
     and writes       its own rows of the output
 
 New KV, if the call brings some, is written by the first step of the decode launch, before any page is read: so it is
@@ -35,6 +36,7 @@ from pallas_kernels.layouts import KV_CACHE_DTYPES
 from pallas_kernels.mosaic import LANES, Copy, compiler_params, matrix_unit_lanes
 from pallas_kernels.ragged_paged_attention import launches, tpu_rows
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
 from pallas_kernels.ragged_paged_attention.tpu_limits import (
     FlatTables,
@@ -44,12 +46,15 @@ from pallas_kernels.ragged_paged_attention.tpu_limits import (
     reason_of_sizes,
 )
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig, block_slots, plan_items
+from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig, block_slots, plan_items, ring_buffers
+from pallas_kernels.ragged_paged_attention.tpu_ring import BlockRing, Cursor
 from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tuned
 
 MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory; more: a kernel of their own
-_BUFFER_BYTES = 12 << 20  # of VMEM, at most, for the double buffer
+_BUFFER_BYTES = 12 << 20  # of VMEM, for the ring of KV buffers, if two of the smallest blocks take no more
+_STEP_ITEMS = 8  # whose queries and results the grid's pipeline moves at once when decoding
+_ROW_BYTES = 512 << 10  # of scalar memory, for rows of block tables in HBM
 _VMEM_LIMIT_BYTES = {1: 32 << 20, 2: 64 << 20}
 
 
@@ -103,17 +108,18 @@ def ragged_paged_attention(
         new_rows = kv_rows.packed_rows(*new_kv, pages[0], k_scale, v_scale)
         write = _Write(write_runs(slot_mapping, pages[0].shape[1]), new_rows)
 
-    def configured(queries: int, block: int | None) -> TpuConfig:
-        return _config(common, pages[0], q.dtype, block_tables.shape[1], queries, block, tuning.max_unrolled)
+    def configured(queries: int, q: jax.Array) -> TpuConfig:
+        return _config(common, pages[0], q, block_tables.shape[1], queries, tuning)
 
     num_decode = min(num_tokens, seq_lens.shape[0])
-    config = configured(1, tuning.decode_block)
-    work = plan_items(decoding, config, num_decode)
+    config = configured(1, q[:num_decode])
+    every_row = Batch.of_step(seq_lens, query_start_loc, jnp.repeat(distribution[0], 3))  # an item for each token
+    work = plan_items(every_row, config, num_decode)
     out, lse, fused = _launch(config, work, q[:num_decode], pages[0], common, write)
     written = written if fused is None else fused
     decoded = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
 
-    of_tiles = configured(tuning.queries or tile_queries(group, mask), tuning.tile_block)
+    of_tiles = configured(tuning.queries or tile_queries(group, mask), q)
     tile_work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries))
 
     def tile() -> launches.Result:
@@ -158,18 +164,22 @@ class _Common(NamedTuple):
 def _config(
     common: _Common,
     pages: jax.Array,
-    q_dtype: jnp.dtype,
+    q: jax.Array,
     num_columns: int,
     queries: int,
-    block: int | None,
-    max_unrolled: int,
+    tuning: Tuning,
 ) -> TpuConfig:
     """Static sizes of one launch."""
     page_size, rows, _, lanes = pages.shape[1:]
-    is_short = q_dtype == jnp.bfloat16 and pages.dtype.itemsize <= 2
+    is_short = q.dtype == jnp.bfloat16 and pages.dtype.itemsize <= 2
     token_bytes = (rows | 1) * 4 * lanes
+    block, buffers = (
+        (tuning.decode_block, tuning.decode_buffers) if queries == 1 else (tuning.tile_block, tuning.tile_buffers)
+    )
     if block is None:
         block = block_slots(common.mask, queries, num_columns, page_size, token_bytes, _BUFFER_BYTES)
+    if buffers is None:
+        buffers = ring_buffers(block * token_bytes, _BUFFER_BYTES)
     return TpuConfig(
         mask=common.mask,
         sm_scale=common.sm_scale,
@@ -182,7 +192,9 @@ def _config(
         queries=queries,
         block=block,
         part=min(block, 512 if queries == 1 else 256),
-        heads=2 if queries == 1 and lanes == LANES and common.num_kv_heads % 2 == 0 else 1,
+        heads=int(__import__("os").environ.get("HEADS", "2"))
+        if queries == 1 and lanes == LANES and common.num_kv_heads % 2 == 0
+        else 1,
         sums_by_matmul=queries > 1 and is_short and lanes % matrix_unit_lanes() != 0,
         has_sinks=common.sinks is not None,
         has_k_scale=common.k_scale is not None,
@@ -190,7 +202,9 @@ def _config(
         return_lse=common.return_lse,
         table_stride=common.tables.stride,
         tables_in_hbm=common.tables.in_hbm,
-        max_unrolled=max_unrolled,
+        max_unrolled=tuning.max_unrolled,
+        buffers=buffers,
+        step_items=min(_STEP_ITEMS, q.shape[0]) if queries == 1 else None,
     )
 
 
@@ -235,10 +249,10 @@ def _launch(
     """Results of the sequences with items in `work`; the rest is undefined."""
     num_tokens, is_decode = q.shape[0], config.queries == 1
     items, count = work
-    room = items.shape[0] // len(Field)
     q_rows = (tpu_rows.decode_queries if is_decode else tpu_rows.tile_queries)(q, config)
     scalars = _Operands([], [], [])
     scalars.add("items", None, items)
+    scalars.add("num_items", None, count[None])
     if write is not None:
         scalars.add("runs", None, write.runs)
     inputs, outputs = _Operands([], [], []), _Operands([], [], [])
@@ -246,7 +260,7 @@ def _launch(
         inputs.add("tables", pl.BlockSpec(memory_space=pl.ANY), common.tables.entries)
     else:
         scalars.add("tables", None, common.tables.entries)
-    inputs.add("q", _rows_spec(q_rows, config, room), q_rows)
+    inputs.add("q", _rows_spec(q_rows, config), q_rows)
     for name, array in _per_row_arrays(common, config).items():
         inputs.add(name, pl.BlockSpec(array.shape, lambda w, *_: (0, 0, 0)), array)
     if write is not None:
@@ -254,11 +268,11 @@ def _launch(
     inputs.add("pages", pl.BlockSpec(memory_space=pl.ANY), pages)
     out_shape = (*q_rows.shape[:3], config.lanes) if is_decode else q_rows.shape
     out = jax.ShapeDtypeStruct(out_shape, q_rows.dtype)
-    outputs.add("out", _rows_spec(out, config, room), out)
+    outputs.add("out", _rows_spec(out, config), out)
     if config.return_lse:
         shape = out_shape[:3] if is_decode else (num_tokens, config.num_kv_heads * config.padded_group)
         lse = jax.ShapeDtypeStruct((*shape, LANES), jnp.float32)
-        outputs.add("lse", _rows_spec(lse, config, room), lse)
+        outputs.add("lse", _rows_spec(lse, config), lse)
     aliases = {}
     if write is not None:
         aliases = {len(scalars.names) + len(inputs.names) - 1: len(outputs.names)}
@@ -266,13 +280,13 @@ def _launch(
     scratch = _scratch(config, q_rows, pages)
     if write is not None:
         scratch["rows_arrived"] = pltpu.SemaphoreType.DMA
+    # The first step runs even where there is nothing to attend: it writes.
+    num_steps = 1 if config.step_items is None else jnp.maximum(pl.cdiv(count, config.step_items), 1)
     results = pl.pallas_call(
-        functools.partial(
-            _kernel, names=(*scalars.names, *inputs.names, *outputs.names, *scratch), config=config, room=room
-        ),
+        functools.partial(_kernel, names=(*scalars.names, *inputs.names, *outputs.names, *scratch), config=config),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars.names),
-            grid=(jnp.maximum(count, 1),),  # chips run no grid of 0; and the first step writes
+            grid=(num_steps,),
             in_specs=inputs.specs,
             out_specs=outputs.specs,
             scratch_shapes=list(scratch.values()),
@@ -280,7 +294,8 @@ def _launch(
         out_shape=outputs.values,
         input_output_aliases=aliases,
         compiler_params=compiler_params(_VMEM_LIMIT_BYTES[1 if is_decode else 2]),
-        name=f"rpa_q{config.queries}_b{config.block}_p{config.page_size}_t{head_trips(config, pages.dtype)}",
+        name=f"rpa_q{config.queries}_b{config.block}_p{config.page_size}_t{head_trips(config, pages.dtype)}"
+        f"_n{config.buffers}",
     )(*scalars.values, *inputs.values)
     by_name = dict(zip(outputs.names, results, strict=True))
     return _Result(*_per_head(config, by_name["out"], by_name.get("lse")), by_name.get("written"))
@@ -297,12 +312,12 @@ def _per_head(config: TpuConfig, out: jax.Array, lse: jax.Array | None) -> tuple
     return tpu_rows.tile_results(out, config), lse
 
 
-def _rows_spec(array: Any, config: TpuConfig, room: int) -> pl.BlockSpec:
-    """Decode: the item's token, by the grid's pipeline. Tiles: in HBM, moved by the kernel."""
-    if config.queries > 1:
+def _rows_spec(array: Any, config: TpuConfig) -> pl.BlockSpec:
+    """Decode: tokens of the step's items, whose numbers are theirs. Tiles: in HBM, moved by the kernel."""
+    if config.step_items is None:
         return pl.BlockSpec(memory_space=pl.ANY)
     zeros = (0,) * (len(array.shape) - 1)
-    return pl.BlockSpec((1, *array.shape[1:]), lambda w, items, *_: (items[Field.TOKEN * room + w], *zeros))
+    return pl.BlockSpec((config.step_items, *array.shape[1:]), lambda w, *_: (w, *zeros))
 
 
 def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str, Any]:
@@ -310,15 +325,17 @@ def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str
     shape = (config.num_products, config.rows)
     scratch: dict[str, Any] = {
         "buffer": pltpu.VMEM(buffer_shape(config, pages), pages.dtype),
-        "arrived": pltpu.SemaphoreType.DMA((2,)),
+        "arrived": pltpu.SemaphoreType.DMA((config.buffers,)),
+        "cursor": pltpu.SMEM((len(Cursor),), jnp.int32),
         "m": pltpu.VMEM((*shape, LANES), jnp.float32),
         "acc": pltpu.VMEM((*shape, config.columns), jnp.float32),
     }
     if not config.sums_by_matmul:
         scratch["l"] = pltpu.VMEM((*shape, LANES), jnp.float32)
     if config.tables_in_hbm:
-        scratch["row"] = pltpu.SMEM((2 * config.table_stride,), jnp.int32)
-        scratch["row_arrived"] = pltpu.SemaphoreType.DMA
+        num_rows = max(2, min(config.buffers + 1, _ROW_BYTES // (4 * config.table_stride)))
+        scratch["row"] = pltpu.SMEM((num_rows * config.table_stride,), jnp.int32)
+        scratch["row_arrived"] = pltpu.SemaphoreType.DMA((num_rows,))
     if config.queries > 1:
         tile = (config.queries, *q_rows.shape[1:])
         scratch["rows"] = pltpu.VMEM((*shape, config.lanes), q_rows.dtype)
@@ -333,50 +350,62 @@ def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str
     return scratch
 
 
-def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig, room: int) -> None:
-    """One step: the write of new KV in the first, and an item, if there is one at all."""
+def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig) -> None:
+    """The items of one step of the grid."""
     refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
-    if "written" in names:
-        write = functools.partial(copy_rows, refs.runs, refs.new_rows, refs.written, refs.rows_arrived)
-        pl.when(pl.program_id(0) == 0)(write)
-    has_item = refs.items[Field.NUM_BLOCKS * room] > 0  # every item has a block
-    pl.when(has_item)(lambda: _attend_item(refs, config, room))
-
-
-def _attend_item(refs: Any, config: TpuConfig, room: int) -> None:
-    """The item of the step."""
-    row, row_arrived = (refs.row, refs.row_arrived) if config.tables_in_hbm else (None, None)
-    pages = getattr(refs, "written", refs.pages)
-    items = ItemTable(config, refs.items, room, refs.tables, row, row_arrived)
-    kv = KVBlocks(config, items, pages, refs.buffer, refs.arrived)
-    item, num_items = pl.program_id(0), pl.num_programs(0)
-    attention = BlockAttention(config, kv, refs, item)
-    tile = _QueryTiles(config, kv, refs) if config.queries > 1 else None
-
-    @pl.when(item == 0)
-    def _() -> None:
-        if config.tables_in_hbm:
-            kv.items.fetch_row(item).start()
-            kv.items.fetch_row(item).wait()
-        kv.start(item, *kv.items.block(item, jnp.int32(0)), jnp.int32(0))
-        if tile is not None:
-            tile.fetch(item).start()
-
-    has_next = item + 1 < num_items
+    writes = "written" in names
+    rows: tuple[Any, ...] = ()
     if config.tables_in_hbm:
-        pl.when(has_next)(lambda: kv.items.fetch_row(item + 1).start())
-    if tile is not None:
-        tile.fetch(item).wait()
-        tpu_rows.unpack_tile(refs.q_tile, refs.rows, config)
-        pl.when(has_next)(lambda: tile.fetch(item + 1).start())
+        rows = (refs.row, refs.row_arrived, refs.row_arrived.shape[0])
+    items = ItemTable(config, refs.items, refs.items.shape[0] // len(Field), refs.tables, *rows)
+    kv = KVBlocks(config, items, refs.written if writes else refs.pages, refs.buffer, refs.arrived)
+    ring = BlockRing(config, kv, refs.cursor)
+    tile = _QueryTiles(config, kv, refs) if config.queries > 1 else None
+    num_items = refs.num_items[0]
+
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        if writes:
+            copy_rows(refs.runs, refs.new_rows, refs.written, refs.rows_arrived)
+        ring.fill()
+        if tile is not None:
+            pl.when(num_items > 0)(lambda: tile.fetch(jnp.int32(0)).start())
+
+    if config.step_items is None:
+        first, end = jnp.int32(0), num_items
+    else:
+        first = pl.program_id(0) * config.step_items
+        end = jnp.minimum(first + config.step_items, num_items)
+
+    def attend(item: jax.Array, carry: None) -> None:
+        attention = BlockAttention(config, kv, refs, item, item - first)
+        if tile is None:
+            _decode_item(ring, attention, refs)
+        else:
+            _tile_item(ring, attention, refs, tile, num_items)
+        return carry
+
+    lax.fori_loop(first, end, attend, None)
+
+
+def _decode_item(ring: BlockRing, attention: BlockAttention, refs: Any) -> None:
+    """An item of one query token, whose queries and results the grid's pipeline moves."""
     attention.reset()
-    _attend_blocks(config, kv, attention, item, num_items)
-    if tile is None:
-        for i, out in attention.finish():
-            refs.out[0, i] = out.astype(refs.out.dtype)
-            if config.return_lse:
-                refs.lse[0, i] = refs.m[i]
-        return
+    _attend_blocks(ring, attention)
+    for i, out in attention.finish():
+        refs.out[attention.place, i] = out.astype(refs.out.dtype)
+        if ring.config.return_lse:
+            refs.lse[attention.place, i] = refs.m[i]
+
+
+def _tile_item(ring: BlockRing, attention: BlockAttention, refs: Any, tile: _QueryTiles, num_items: jax.Array) -> None:
+    """An item of several query tokens."""
+    config, item = ring.config, attention.item
+    tile.fetch(item).wait()
+    tpu_rows.unpack_tile(refs.q_tile, refs.rows, config)
+    pl.when(item + 1 < num_items)(lambda: tile.fetch(item + 1).start())
+    attention.reset()
+    _attend_blocks(ring, attention)
     pl.when(item > 0)(lambda: tile.wait_for_results(item - 1))
     for i, out in attention.finish():
         tpu_rows.pack_head(out, i, refs.out_tile, config)
@@ -386,39 +415,43 @@ def _attend_item(refs: Any, config: TpuConfig, room: int) -> None:
     pl.when(item + 1 == num_items)(lambda: tile.wait_for_results(item))
 
 
-def _attend_blocks(
-    config: TpuConfig, kv: KVBlocks, attention: BlockAttention, item: jax.Array, num_items: jax.Array | int
-) -> None:
-    """All blocks of an item, each loaded while the one before is attended.
+def _attend_blocks(ring: BlockRing, attention: BlockAttention) -> None:
+    """All blocks of an item, each of which leaves its buffer to the block `buffers` later.
 
-    The last full block runs with the masked ones, since what follows it need not be full.
+    Three loops: full blocks while the block that is started is a full one of the item, too; the other full blocks; and
+    those that need a mask.
     """
-    num_blocks = kv.items.field(Field.NUM_BLOCKS, item)
-    num_whole = jnp.maximum(kv.items.field(Field.NUM_FULL, item) - 1, 0)
-    step_0, entry_0 = kv.items.field(Field.STEP, item), kv.items.full_entries(item)
-    has_next = item + 1 < num_items
+    config, kv, items, item = ring.config, ring.kv, ring.items, attention.item
+    num_blocks, num_full = items.field(Field.NUM_BLOCKS, item), items.field(Field.NUM_FULL, item)
+    num_inside = jnp.maximum(num_full - config.buffers, 0)
+    number_0, entry_0 = items.field(Field.STEP, item), ring.full_entries(item)
 
-    def whole(step: jax.Array, carry: None) -> None:
-        slot = (step_0 + step) & 1
-        kv.start_full(entry_0 + (step + 1) * config.block_pages, 1 - slot)
+    def inside(step: jax.Array, carry: None) -> None:
+        slot = ring.slot(number_0 + step)
         kv.wait(config.block_pages, slot)
         attention.attend(slot, None)
+        kv.start_full(entry_0 + (step + config.buffers) * config.block_pages, slot)
         return carry
 
-    def cut(step: jax.Array, this: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        slot = (step_0 + step) & 1
-        is_last = step + 1 == num_blocks
-        if config.tables_in_hbm:
-            pl.when(is_last & has_next)(lambda: kv.items.fetch_row(item + 1).wait())
-        next_item = jnp.where(is_last, jnp.minimum(item + 1, num_items - 1), item)
-        following = kv.items.block(next_item, jnp.where(is_last, 0, step + 1))
-        pl.when(~is_last | has_next)(lambda: kv.start(next_item, *following, 1 - slot))
-        kv.wait(this[1], slot)
-        attention.attend(slot, this[0])
-        return following
+    def full(step: jax.Array, carry: None) -> None:
+        slot = ring.slot(number_0 + step)
+        kv.wait(config.block_pages, slot)
+        attention.attend(slot, None)
+        ring.start_next(slot)
+        return carry
 
-    lax.fori_loop(0, num_whole, whole, None)
-    lax.fori_loop(num_whole, num_blocks, cut, kv.items.block(item, num_whole))
+    def cut(step: jax.Array, carry: None) -> None:
+        slot = ring.slot(number_0 + step)
+        block, num_pages = items.block(item, step)
+        kv.wait(num_pages, slot)
+        attention.attend(slot, block, num_pages * config.page_size)
+        ring.start_next(slot)
+        return carry
+
+    lax.fori_loop(0, num_inside, inside, None)
+    ring.skip(num_inside)
+    lax.fori_loop(num_inside, num_full, full, None)
+    lax.fori_loop(num_full, num_blocks, cut, None)
 
 
 class _QueryTiles(NamedTuple):

@@ -35,7 +35,7 @@ class ItemTable:
     room: int  # for items
     tables: Ref  # int32[num_seqs * table_stride], SMEM or HBM
     row: Ref | None = None  # SMEM int32[num_rows * table_stride], for tables in HBM
-    row_arrived: Ref | None = None  # DMA semaphore
+    row_arrived: Ref | None = None  # DMA semaphore, or one a row
     num_rows: int = 2
 
     @property
@@ -47,13 +47,18 @@ class ItemTable:
         """A scalar of an item."""
         return self.fields[field * self.room + item]
 
-    def fetch_row(self, item: jax.Array) -> Copy:
-        """The copy of an item's table row into scalar memory, to start or to wait for."""
+    def fetch_row(self, item: jax.Array, place: jax.Array | None = None) -> Copy:
+        """The copy of an item's table row into scalar memory, to start or to wait for.
+
+        `place`: which row of the ring, which then has a semaphore for each; None: by the item's number.
+        """
         assert self.row is not None
+        assert self.row_arrived is not None
         stride = self.sizes.table_stride
         source = self.tables.at[pl.ds(pl.multiple_of(self.field(Field.TABLE, item), stride), stride)]
-        target = self.row.at[pl.ds(pl.multiple_of(self.table_start(item), stride), stride)]
-        return pltpu.make_async_copy(source, target, self.row_arrived)
+        start = self.table_start(item) if place is None else place * stride
+        target = self.row.at[pl.ds(pl.multiple_of(start, stride), stride)]
+        return pltpu.make_async_copy(source, target, self.row_arrived if place is None else self.row_arrived.at[place])
 
     def table_start(self, item: jax.Array) -> jax.Array:
         """Entry of the first column of an item's block table."""
@@ -68,15 +73,22 @@ class ItemTable:
         left = self.field(Field.NUM_PAGES, item) - block * self.sizes.block_pages
         return block, jnp.minimum(left, self.sizes.block_pages)
 
-    def full_entries(self, item: jax.Array) -> jax.Array:
-        """Table entry of the first page of step 0, if that is a full block."""
+    def full_entries(self, item: jax.Array, base: jax.Array | None = None) -> jax.Array:
+        """Table entry of the first page of step 0, if that is a full block; `base`: of its table, as in `start`."""
         first = self.field(Field.NUM_LEAD, item) * self.sizes.block_pages
-        return self.table_start(item) + self.field(Field.SHIFT, item) + first
+        return (self.table_start(item) if base is None else base) + self.field(Field.SHIFT, item) + first
 
-    def start(self, item: jax.Array, block: jax.Array, num_pages: jax.Array, start_page: StartPage) -> None:
+    def start(
+        self,
+        item: jax.Array,
+        block: jax.Array,
+        num_pages: jax.Array,
+        start_page: StartPage,
+        base: jax.Array | None = None,  # first entry of its block table; None: `table_start`
+    ) -> None:
         """Starts the pages of any block of an item."""
         first = block * self.sizes.block_pages
-        base = self.table_start(item)
+        base = self.table_start(item) if base is None else base
         entry, num_sink_pages = base + first + self.field(Field.SHIFT, item), self.field(Field.SINK_PAGES, item) - first
 
         def page(j: jax.Array) -> None:

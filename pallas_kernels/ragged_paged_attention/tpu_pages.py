@@ -1,4 +1,4 @@
-"""KV blocks of the TPU kernel: DMA of their pages into a double buffer, and reading K or V of one head.
+"""KV blocks of the TPU kernel: DMA of their pages into a ring of buffers, and reading K or V of one head.
 
 Flow:    item table + block tables + pages in HBM -> [KVBlocks.start / wait] -> VMEM -> [KVBlocks.load] -> [n, lanes]
 
@@ -23,9 +23,9 @@ from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 
 
 def buffer_shape(config: TpuConfig, pages: jax.Array) -> tuple[int, ...]:
-    """Shape of the double buffer for `pages` [pages, page_size, rows, packing, lanes]."""
+    """Shape of the buffers for `pages` [pages, page_size, rows, packing, lanes]."""
     rows, pack, lanes = pages.shape[2:]
-    return (2, lanes // LANES, config.block, rows | 1, pack, LANES)
+    return (config.buffers, lanes // LANES, config.block, rows | 1, pack, LANES)
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class KVBlocks:
     buffer: Ref  # VMEM, `buffer_shape`
     arrived: Ref  # DMA semaphores, one a buffer
 
-    def start(self, item: jax.Array, block: jax.Array, num_pages: jax.Array, slot: jax.Array) -> None:
-        """Starts the DMAs of the pages of any block of an item."""
-        self.items.start(item, block, num_pages, functools.partial(self._start_page, slot=slot))
+    def start(self, item: jax.Array, block: jax.Array, num_pages: jax.Array, slot: jax.Array, base: jax.Array) -> None:
+        """Starts the DMAs of the pages of any block of an item, whose block table begins at entry `base`."""
+        self.items.start(item, block, num_pages, functools.partial(self._start_page, slot=slot), base)
 
     def start_full(self, entry: jax.Array, slot: jax.Array) -> None:
         """Starts the DMAs of a whole block of the contiguous run, from its first table entry on."""

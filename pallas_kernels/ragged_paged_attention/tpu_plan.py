@@ -8,6 +8,8 @@ pages, then a contiguous run), read in *blocks* of `block` slots. Steps of an it
     0 ... num_full              blocks that every row sees whole, without a mask
     ... num_full + num_lead     leading blocks, which sink tokens or lower bounds cut
     ... num_blocks              trailing blocks, which upper bounds or the end cut
+
+The last item of the table has no blocks and stands for the end: `NEXT` of the last item with blocks names it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.mosaic import LANES, SUBLANES, packing
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
@@ -41,7 +44,8 @@ class Field(enum.IntEnum):
     NUM_BLOCKS = 11
     NUM_FULL = 12
     NUM_LEAD = 13
-    STEP = 14  # blocks of all items before: its parity names the buffer of the first block
+    STEP = 14  # blocks of all items before: they tell the buffer of its first block
+    NEXT = 15  # the next item that has blocks
 
 
 class ItemSizes(Protocol):
@@ -100,6 +104,8 @@ class TpuConfig:
     table_stride: int  # entries from one row of the block tables to the next
     tables_in_hbm: bool
     max_unrolled: int  # matrix products of a block that are unrolled
+    buffers: int  # KV blocks in VMEM: one that is attended, the others under way
+    step_items: int | None  # items of a step of the grid; None: it has one step, with all of them
 
     @property
     def packing(self) -> int:
@@ -145,9 +151,9 @@ class TpuConfig:
 
 
 def plan_items(batch: Batch, config: ItemSizes, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """(table int32[fields * room], number of items int32[]) of the sequences with queries in `batch`.
+    """(table int32[fields * (room + 1)], number of items int32[]) of the sequences with queries in `batch`.
 
-    `num_tokens` is the length of the array of queries.
+    `num_tokens` is the length of the array of queries. The last column is the item that stands for the end.
     """
     mask, queries, block = config.mask, config.queries, config.block
     room = min(num_tokens, num_tokens // queries + batch.seq_lens.shape[0])
@@ -163,6 +169,7 @@ def plan_items(batch: Batch, config: ItemSizes, num_tokens: int) -> tuple[jax.Ar
     whole = mask.upper(tile.first_pos, tile.seq_len) + 1 - run_start
     num_full = jnp.clip(whole // block - num_lead, 0, num_blocks)
     chunk = mask.attention_chunk_size
+    with_blocks = jnp.where(live & (num_blocks > 0), jnp.arange(room, dtype=jnp.int32), room)
     fields = {
         Field.TABLE: tile.seq * config.table_stride,
         Field.TOKEN: token,
@@ -179,8 +186,11 @@ def plan_items(batch: Batch, config: ItemSizes, num_tokens: int) -> tuple[jax.Ar
         Field.NUM_FULL: num_full,
         Field.NUM_LEAD: num_lead,
         Field.STEP: jnp.cumsum(num_blocks) - num_blocks,
+        Field.NEXT: jnp.append(lax.cummin(with_blocks, reverse=True)[1:], room),
     }
-    table = jnp.stack([jnp.where(live, fields[field], 0) for field in Field])
+    table = jnp.stack([jnp.where(live | (field == Field.NEXT), fields[field], 0) for field in Field])
+    end = jnp.zeros((len(Field), 1), jnp.int32).at[Field.NEXT].set(room)
+    table = jnp.concatenate([table, end], axis=1)
     return table.reshape(-1).astype(jnp.int32), count
 
 
@@ -198,6 +208,18 @@ def block_slots(
     while most > LANES and 2 * most * token_bytes > vmem_bytes:
         most //= 2
     return max(LANES, page_size, min(most, seen_slots(mask, queries, num_columns, page_size)))
+
+
+def ring_buffers(block_bytes: int, vmem_bytes: int) -> int:
+    """Buffers of a ring: a power of two from 2 to 8, as many as VMEM has room for, at most as many as are of use.
+
+    HBM answers after about a microsecond, in which it moves 4 MiB: those must be under way beside the block that is
+    attended.
+    """
+    buffers = 2
+    while buffers < 8 and 2 * buffers * block_bytes <= vmem_bytes and (buffers - 1) * block_bytes < 4 << 20:
+        buffers *= 2
+    return buffers
 
 
 def seen_slots(mask: MaskRule, queries: int, num_columns: int, page_size: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic import LANES, packing
 from pallas_kernels.ragged_paged_attention.tpu_mask import BlockMask, block_mask
@@ -27,6 +28,7 @@ from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 HIDDEN = -1e30  # score of a key that a row does not see
 NOTHING = -1e29  # m of a row that has seen nothing: exp2(HIDDEN - NOTHING) is 0
 LOG2E = math.log2(math.e)
+_SHORT_PART = 256  # slots that decode attends of a masked block that has no more
 
 
 class _Product(NamedTuple):
@@ -40,6 +42,13 @@ class _Product(NamedTuple):
         return self.base + self.offset
 
 
+class _Part(NamedTuple):
+    """Slots of a block that one softmax update covers."""
+
+    first: int
+    count: int
+
+
 @dataclass(frozen=True)
 class BlockAttention:
     """One item's attention; `refs` are the kernel's references by name."""
@@ -48,6 +57,7 @@ class BlockAttention:
     kv: KVBlocks
     refs: Any
     item: jax.Array
+    place: jax.Array  # of its token among those of the step of the grid
 
     def reset(self) -> None:
         """State of rows that have seen nothing, or only their sink."""
@@ -66,15 +76,29 @@ class BlockAttention:
         else:
             refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
 
-    def attend(self, slot: jax.Array, block: jax.Array | None) -> None:
-        """One block for all heads; `block` None: every row sees all of it."""
+    def attend(self, slot: jax.Array, block: jax.Array | None, num_slots: jax.Array | None = None) -> None:
+        """One block for all heads; `block` None: every row sees all of it, else no row sees more than `num_slots`."""
         config = self.config
-        parts = config.block // config.part
-        masks = [None] * parts if block is None else [self._mask(block, part) for part in range(parts)]
+        size, part = config.block, config.part
+        if block is None or config.queries > 1:
+            self._attend_parts(slot, block, [_Part(first, part) for first in range(0, size, part)])
+        elif size > part:
+            for first in range(0, size, part):
+                pl.when(first < num_slots)(lambda first=first: self._attend_parts(slot, block, [_Part(first, part)]))
+        elif part > _SHORT_PART:
+            is_short = num_slots <= _SHORT_PART
+            pl.when(is_short)(lambda: self._attend_parts(slot, block, [_Part(0, _SHORT_PART)]))
+            pl.when(~is_short)(lambda: self._attend_parts(slot, block, [_Part(0, part)]))
+        else:
+            self._attend_parts(slot, block, [_Part(0, part)])
+
+    def _attend_parts(self, slot: jax.Array, block: jax.Array | None, parts: list[_Part]) -> None:
+        config = self.config
+        masks = {part: None if block is None else self._mask(block, part) for part in parts}
         unrolled = _unrolled(config, self.kv.buffer.dtype)
 
         def some(base: Any) -> None:
-            work = [(_Product(base, i), part) for i in range(unrolled) for part in range(parts)]
+            work = [(_Product(base, i), part) for i in range(unrolled) for part in parts]
             for product, part, scores in self._scores_ahead(work, slot):
                 self._update(product, part, scores, slot, masks[part])
 
@@ -99,12 +123,18 @@ class BlockAttention:
             yield i, self._own_columns(refs.acc[i]) * lanes_of(factor, config.lanes)
 
     def _scores_ahead(
-        self, work: list[tuple[_Product, int]], slot: jax.Array
-    ) -> Iterator[tuple[_Product, int, jax.Array]]:
+        self, work: list[tuple[_Product, _Part]], slot: jax.Array
+    ) -> Iterator[tuple[_Product, _Part, jax.Array]]:
         """(product, part, scores); with two score buffers, the next are computed before the last are used."""
         if not self.config.is_pipelined:
-            for product, part in work:
-                yield product, part, self._scores(product, part, slot)
+            import os
+
+            ahead = int(os.environ.get("AHEAD", "0"))
+            pending = []
+            for n, (product, part) in enumerate(work):
+                while len(pending) < len(work) and len(pending) <= n + ahead:
+                    pending.append(self._scores(*work[len(pending)], slot))
+                yield product, part, pending[n]
             return
         buffers = self.refs.scores
         buffers[0] = self._scores(*work[0], slot)
@@ -113,24 +143,32 @@ class BlockAttention:
                 buffers[(n + 1) % 2] = self._scores(*work[n + 1], slot)
             yield product, part, buffers[n % 2]
 
-    def _load(
-        self, product: _Product, part: int, slot: jax.Array, value: int, kept: jax.Array | None = None
-    ) -> jax.Array:
-        """K or V of the product's heads side by side, [part, heads * lanes]; zero where not `kept`."""
-        heads, count = self.config.heads, self.config.part
+    def _heads(self, product: _Product, part: _Part, slot: jax.Array, value: int) -> list[jax.Array]:
+        """K or V of each of the product's heads, [part, lanes]."""
+        heads = self.config.heads
         base, first = product.base * heads, product.offset * heads
-        columns = [self.kv.load(slot, base, first + h, value, part * count, count) for h in range(heads)]
+        return [self.kv.load(slot, base, first + h, value, *part) for h in range(heads)]
+
+    def _values(self, product: _Product, part: _Part, slot: jax.Array, kept: jax.Array | None) -> jax.Array:
+        """V of the product's heads side by side, [part, heads * lanes]; zero where not `kept`."""
+        columns = self._heads(product, part, slot, 1)
         if kept is not None:
             columns = [jnp.where(kept, x, jnp.zeros_like(x)) for x in columns]
-        return columns[0] if heads == 1 else jnp.concatenate(columns, axis=1)
+        return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
 
-    def _scores(self, product: _Product, part: int, slot: jax.Array) -> jax.Array:
-        """float32[rows, part]"""
-        q = self.refs.rows[product.index] if self.config.queries > 1 else self.refs.q[0, product.index]
-        k = self._load(product, part, slot, 0)
-        return dot(q, k, (((1,), (1,)), ((), ())))
+    def _scores(self, product: _Product, part: _Part, slot: jax.Array) -> jax.Array:
+        """float32[rows, part]; heads that share a product each have one of their own here, which sums zeros elsewhere.
 
-    def _update(self, product: _Product, part: int, s: jax.Array, slot: jax.Array, mask: BlockMask | None) -> None:
+        One product over all their lanes would be 256 deep: libtpu 0.0.52 then transposes keys before it pushes them.
+        """
+        q = self.refs.rows[product.index] if self.config.queries > 1 else self.refs.q[self.place, product.index]
+        lanes, scores = self.config.lanes, None
+        for head, k in enumerate(self._heads(product, part, slot, 0)):
+            own = dot(q[:, head * lanes : (head + 1) * lanes], k, (((1,), (1,)), ((), ())))
+            scores = own if scores is None else scores + own
+        return scores
+
+    def _update(self, product: _Product, part: _Part, s: jax.Array, slot: jax.Array, mask: BlockMask | None) -> None:
         """Merges a part's scores and values into m, l and acc."""
         config, refs, i = self.config, self.refs, product.index
         s = base2_logits(s, config.sm_scale, config.soft_cap, refs.k_scale[i] if config.has_k_scale else None)
@@ -139,25 +177,32 @@ class BlockAttention:
         old = refs.m[i]
         new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
         refs.m[i] = new
-        p = jnp.exp2(s - lanes_of(new, config.part))
+        p = jnp.exp2(s - lanes_of(new, part.count))
         shrink = jnp.exp2(old - new)
-        v = self._load(product, part, slot, 1, None if mask is None else mask.kept)  # here: later or sooner costs more
+        v = self._values(product, part, slot, None if mask is None else mask.kept)  # here: later or sooner costs more
         if config.sums_by_matmul:
-            v = jnp.concatenate([v, jnp.ones((config.part, LANES), v.dtype)], axis=1)
+            v = jnp.concatenate([v, jnp.ones((part.count, LANES), v.dtype)], axis=1)
         else:
-            refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, config.part, LANES))
-        weighted = dot(p.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-        refs.acc[i] = refs.acc[i] * lanes_of(shrink, weighted.shape[1]) + weighted
+            refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, part.count, LANES))
+        acc = refs.acc[i] * lanes_of(shrink, config.columns)
+        refs.acc[i] = acc + self._weighted(p.astype(v.dtype), v)
 
-    def _mask(self, block: jax.Array, part: int) -> BlockMask:
+    def _weighted(self, p: jax.Array, v: jax.Array) -> jax.Array:
+        """`p @ v`; decode: halves of the keys apart, so that the first can begin while the other is pushed."""
+        count = p.shape[1]
+        half = count // 2 if self.config.queries == 1 and count > LANES else count
+        parts = [dot(p[:, n : n + half], v[n : n + half], (((1,), (0,)), ((), ()))) for n in range(0, count, half)]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    def _mask(self, block: jax.Array, part: _Part) -> BlockMask:
         config = self.config
         return block_mask(
             self.kv.items,
             self.item,
             block,
             None if config.queries == 1 else self._tokens(),
-            first=part * config.part,
-            part=(config.rows, config.part),
+            first=part.first,
+            part=(config.rows, part.count),
             lanes=config.lanes,
         )
 

@@ -23,6 +23,8 @@ class Tuning(NamedTuple):
     decode_block: int | None = None  # slots of a KV block, a power of two, at least 128
     tile_block: int | None = None
     max_unrolled: int = 8  # matrix products of a block that are unrolled
+    decode_buffers: int | None = None  # KV blocks in VMEM, a power of two
+    tile_buffers: int | None = None
 
 
 def tuned(q: jax.Array, pages: jax.Array, num_kv_heads: int, mask: MaskRule, num_columns: int) -> Tuning:
