@@ -30,7 +30,7 @@ if "JAX_PLATFORMS" not in os.environ:
 # needs more threads than a kernel has warpgroups, and reads their number here.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"kvjax-jax-cache-{os.getuid()}"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # A shell's background jobs ignore interrupts, and so would the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

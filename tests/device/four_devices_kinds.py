@@ -37,7 +37,13 @@ def shards(pages: KVPages) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "platform"), [("latent", "cpu"), ("latent", "tpu"), ("compressed", "tpu"), ("kv", "cpu")]
+    ("kind", "platform"),
+    [
+        ("latent", "cpu"),
+        pytest.param("latent", "tpu", marks=pytest.mark.sweep),
+        ("compressed", "tpu"),
+        ("kv", "cpu"),
+    ],
 )
 def test_four_devices_give_what_one_sequence_alone_gives(kind: str, platform: str) -> None:
     """As one device does, by the same checks; pages stay where they lie and are updated in place."""
@@ -68,7 +74,7 @@ def test_query_heads_that_do_not_split_are_refused() -> None:
         serve_mixed(toy, 9)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=pytest.mark.sweep)])
 def test_encoders_write_and_queries_read_the_heads_of_their_device(platform: str) -> None:
     """Heads over two devices: the logits of the whole sequence, and pages that stay where they lie."""
     model, placement = toy_inputs.toy_model("encoder"), Placement.over_heads(2)

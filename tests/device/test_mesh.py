@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-# Compiling for four devices is what takes the time; of what is compiled little runs.
-QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+LAWS = [str(FOLDER / name) for name in ("four_devices.py", "four_devices_kinds.py")]
 
 
-@pytest.mark.parametrize("laws", ["four_devices.py", "four_devices_kinds.py"])
-def test_four_virtual_devices(laws: str) -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4 {QUICK_COMPILE}"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / laws)]
+@pytest.mark.parametrize("marks", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
+def test_four_virtual_devices(marks: str) -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist", *LAWS]
     result = subprocess.run(
         command, env={**os.environ, "XLA_FLAGS": flags}, cwd=FOLDER.parents[1], capture_output=True, text=True
     )

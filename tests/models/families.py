@@ -32,8 +32,8 @@ ATOL = 1e-4  # of float32 logits
 class Family:
     """How one golden model is run.
 
-    One that has the layers of another, with other rotary embeddings say, is a `variant`: its logits are compared, and
-    what scheduling does to it is left to sweeps.
+    One whose layers keep the caches of another family's, with other projections or experts say, is a `variant`: its
+    logits and tokens are compared, and what scheduling does to it is left to sweeps.
     """
 
     name: str  # of its folder in goldens
@@ -50,15 +50,15 @@ FAMILIES = (
     Family("llama_dynamic", variant=True),
     Family("llama_yarn", variant=True),
     Family("streaming_llm", streaming=StreamingWindow(size=16, num_sink_tokens=4)),
-    Family("qwen2"),
-    Family("qwen3"),
+    Family("qwen2", variant=True),
+    Family("qwen3", variant=True),
     Family("mistral"),
-    Family("phi3"),
+    Family("phi3", variant=True),
     Family("phi3_longrope", variant=True),
-    Family("gemma2"),
+    Family("gemma2", variant=True),
     Family("gemma3"),
-    Family("mixtral"),
-    Family("qwen3_moe"),
+    Family("mixtral", variant=True),
+    Family("qwen3_moe", variant=True),
     Family("deepseek_v2", variant=True),
     Family("deepseek_v3"),
     Family("deepseek_v4", block_size=128, max_model_len=240),
@@ -72,7 +72,7 @@ FAMILIES = (
     Family("qwen3_next"),
     Family("qwen3_5", variant=True),
     Family("kimi_linear"),
-    Family("nemotron_h"),
+    Family("nemotron_h", variant=True),
     Family("whisper"),
     Family("qwen3_vl"),
 )

@@ -53,7 +53,7 @@ def test_logits_of_prompt_tokens_are_hugging_faces(family: Family) -> None:
 
 
 @every_family_but_variants
-@pytest.mark.parametrize("max_num_batched_tokens", [8, 13])
+@pytest.mark.parametrize("max_num_batched_tokens", [pytest.param(8, marks=pytest.mark.sweep), 13])
 def test_chunks_that_split_blocks_and_windows(family: Family, max_num_batched_tokens: int) -> None:
     engine = make_engine(family, enable_prefix_caching=False, max_num_batched_tokens=max_num_batched_tokens)
     for golden, result in run_goldens(engine, family):
@@ -62,7 +62,7 @@ def test_chunks_that_split_blocks_and_windows(family: Family, max_num_batched_to
 
 
 @every_family_but_variants
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_prefix_hits_change_nothing(family: Family, async_scheduling: bool) -> None:
     """Prompts with a common beginning, then all again, then prompts that go on where earlier answers were."""
     engine = make_engine(family, async_scheduling=async_scheduling)
@@ -88,8 +88,15 @@ def test_prefix_hits_change_nothing(family: Family, async_scheduling: bool) -> N
 
 
 @every_family_but_variants
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize(
+    ("enable_prefix_caching", "async_scheduling"),
+    [
+        (True, False),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.sweep),
+        pytest.param(False, False, marks=pytest.mark.sweep),
+    ],
+)
 def test_preemption_at_any_time(family: Family, enable_prefix_caching: bool, async_scheduling: bool) -> None:
     """Every third step the last running request loses all it has."""
     engine = make_engine(family, enable_prefix_caching=enable_prefix_caching, async_scheduling=async_scheduling)

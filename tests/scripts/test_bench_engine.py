@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
 
 import pytest
 
+from kvjax import engine
 from scripts import bench_engine
 from scripts.bench_engine import PartTimer
+from tests.models.golden_models import model_folder
 
 
 def work(seconds: float) -> None:
@@ -59,7 +62,10 @@ def test_sleep_is_no_part() -> None:
     assert timer.take()["sleep"] < 0.02
 
 
-def test_a_step_is_timed_by_part(tmp_path: Path) -> None:
+def test_a_step_is_timed_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller model than the demo's, and one program."""
+    monkeypatch.setattr(bench_engine, "DEMO", model_folder("llama"))
+    monkeypatch.setattr(engine, "EngineConfig", functools.partial(engine.EngineConfig, max_buckets=1))
     out = tmp_path / "out.json"
     assert bench_engine.main(["step", "--requests", "2", "--steps", "2", "--json", str(out)]) == 0
     step = json.loads(out.read_text())["step"]
