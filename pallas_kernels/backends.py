@@ -31,15 +31,22 @@ def resolve_backend(op: str, backend: str, kernels: Mapping[str, str | None] = _
         raise ValueError(f"{op}: expected backend out of {BACKENDS}, got {backend!r}")
     if backend in _PLATFORMS:
         reason = _reason(backend, kernels)
-        if reason is not None:
-            raise NotImplementedError(f"{op}: {reason}; use backend='auto' or 'reference'")
-        return backend
+        return backend if reason is None else fall_back(op, backend, reason)
     platform = jax.default_backend()
     if backend == "reference" or platform == "cpu":
         return "reference"
     reason = _reason(platform, kernels)
-    if reason is None:
-        return platform
+    return platform if reason is None else fall_back(op, backend, reason)
+
+
+def fall_back(op: str, backend: str, reason: str) -> str:
+    """The reference, with a warning, where `backend` is "auto" and its kernel cannot do the call.
+
+    Raises:
+        NotImplementedError: `backend` is a platform.
+    """
+    if backend in _PLATFORMS:
+        raise NotImplementedError(f"{op}: {reason}; use backend='auto' or 'reference'")
     _warn_of_fallback(op, reason)
     return "reference"
 
@@ -54,5 +61,5 @@ def _warn_of_fallback(op: str, reason: str) -> None:
     warnings.warn(
         f"{op}: {reason}; the reference runs instead (backend='reference' silences this)",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -18,6 +18,7 @@ import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.compressor_update import kernel_tpu, reference, validate
+from pallas_kernels.tpu_memory import with_room
 
 
 class CompressorOutput(NamedTuple):
@@ -63,5 +64,7 @@ def compressor_update(
     options: dict[str, Any] = {"overlap": overlap, "page_size": page_size, "room": room}
     reason = kernel_tpu.reason_not_supported(kv, pages, position_bias, **options)
     chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
+    arguments = (kv, scores, tuple(pages), *step, slot_mapping, position_bias)
+    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.compressor_update, *arguments, **options)
     run = kernel_tpu.compressor_update if chosen == "tpu" else reference.compressor_update
-    return CompressorOutput(*run(kv, scores, tuple(pages), *step, slot_mapping, position_bias, **options))
+    return CompressorOutput(*run(*arguments, **options))

@@ -31,6 +31,7 @@ from pallas_kernels.gated_delta_rule import gpu_rule, reference, tpu_rule, valid
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
+from pallas_kernels.tpu_memory import with_room
 
 
 class DeltaOutput(NamedTuple):
@@ -89,4 +90,6 @@ def gated_delta_rule(
     chosen = resolve_backend(validate.OP, backend, reasons)
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.OP, v.shape[0], states.shape[0], step)
-    return DeltaOutput(*_RULES[chosen](Inputs(q, k, v, g, beta), states, step.by_column(), options=options))
+    arguments = (Inputs(q, k, v, g, beta), states, step.by_column())
+    chosen = with_room(validate.OP, backend, chosen, _RULES["tpu"], *arguments, options=options)
+    return DeltaOutput(*_RULES[chosen](*arguments, options=options))

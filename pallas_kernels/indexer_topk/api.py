@@ -15,6 +15,7 @@ import jax
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.indexer_topk import kernel_tpu, reference, validate
 from pallas_kernels.latent_entries import EntryFormat, Plain
+from pallas_kernels.tpu_memory import with_room
 
 
 def indexer_topk(
@@ -48,5 +49,6 @@ def indexer_topk(
     options["page_size"] = latent.page_size
     reason = kernel_tpu.reason_not_supported(q, tuple(pages), block_tables, **options)
     chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
-    run = kernel_tpu.indexer_topk if chosen == "tpu" else reference.indexer_topk
-    return run(q, weights, tuple(pages), *step, **options)
+    arguments = (q, weights, tuple(pages), *step)
+    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.indexer_topk, *arguments, **options)
+    return (kernel_tpu.indexer_topk if chosen == "tpu" else reference.indexer_topk)(*arguments, **options)

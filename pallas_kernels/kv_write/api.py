@@ -9,6 +9,7 @@ import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.kv_write import kernel_tpu, reference, validate
+from pallas_kernels.tpu_memory import with_room
 
 
 def kv_write(
@@ -36,5 +37,6 @@ def kv_write(
         "gpu": None if len(pages) == 2 else "GPU kernels write split K and V pages, got packed ones",  # XLA's scatter
     }
     chosen = resolve_backend(validate.OP, backend, kernels)
-    run = kernel_tpu.kv_write if chosen == "tpu" else reference.kv_write
-    return run(new_k, new_v, tuple(pages), slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    arguments, scales = (new_k, new_v, tuple(pages), slot_mapping), {"k_scale": k_scale, "v_scale": v_scale}
+    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.kv_write, *arguments, **scales)
+    return (kernel_tpu.kv_write if chosen == "tpu" else reference.kv_write)(*arguments, **scales)

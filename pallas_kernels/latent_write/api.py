@@ -5,11 +5,14 @@ Flow:    new states of a step + slot mapping -> [latent_write] -> pages, updated
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import kernel_tpu, reference, validate
+from pallas_kernels.tpu_memory import with_room
 
 
 def latent_write(
@@ -37,5 +40,7 @@ def latent_write(
         "gpu": None if pages[0].ndim == 3 else packed,  # XLA's scatter
     }
     chosen = resolve_backend(validate.OP, backend, kernels)
-    run = kernel_tpu.latent_write if chosen == "tpu" else reference.latent_write
-    return run(states, tuple(pages), slot_mapping, scale, entries=entries, page_size=page_size)
+    arguments = (states, tuple(pages), slot_mapping, scale)
+    options: dict[str, Any] = {"entries": entries, "page_size": page_size}
+    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.latent_write, *arguments, **options)
+    return (kernel_tpu.latent_write if chosen == "tpu" else reference.latent_write)(*arguments, **options)

@@ -24,6 +24,7 @@ from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.tpu_memory import with_room
 
 
 def mla_paged_attention(
@@ -71,11 +72,6 @@ def mla_paged_attention(
         "gpu": kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
     }
     chosen = resolve_backend(validate.OP, backend, kernels)
-    if new_kv is not None and slot_mapping is not None:
-        states = jnp.concatenate(new_kv, axis=-1)
-        pages = latent_write(
-            states, tuple(pages), slot_mapping, scale=k_scale, page_size=latent.page_size, backend=backend
-        )
     options: dict[str, Any] = {
         "mask": mask,
         "sm_scale": float(sm_scale),
@@ -84,6 +80,14 @@ def mla_paged_attention(
         "k_scale": k_scale,
         "page_size": latent.page_size,
     }
+    arguments = (q_nope, q_pe, tuple(pages), *step)
+    kernel = kernel_tpu.mla_paged_attention
+    chosen = with_room(validate.OP, backend, chosen, kernel, *arguments, **options, return_lse=return_lse)
+    if new_kv is not None and slot_mapping is not None:
+        states = jnp.concatenate(new_kv, axis=-1)
+        pages = latent_write(
+            states, tuple(pages), slot_mapping, scale=k_scale, page_size=latent.page_size, backend=backend
+        )
     if chosen == "tpu":
         out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, return_lse=return_lse)
     elif chosen == "gpu":

@@ -94,7 +94,7 @@ def mla_paged_attention(
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq] or None) as `AttentionOutput` says."""
     num_tokens, num_heads, latent_dim = q_nope.shape
     num_seqs, num_columns = block_tables.shape
-    tables = flat_tables(block_tables, tables_in_hbm)
+    tables = flat_tables(block_tables, tables_in_hbm, num_tokens)
     if num_tokens == 1:  # it decodes, whatever it is called
         distribution = distribution.at[0].set(distribution[2])
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)

@@ -19,6 +19,7 @@ from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.tpu_memory import with_room
 
 
 def ragged_paged_attention(
@@ -75,9 +76,6 @@ def ragged_paged_attention(
         "gpu": kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
     }
     chosen = resolve_backend(validate.OP, backend, kernels)
-    if new_kv is not None and slot_mapping is not None and chosen != "tpu":
-        pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
-    arguments = (q, tuple(pages), *step)
     options: dict[str, Any] = {
         "mask": mask,
         "num_kv_heads": num_kv_heads,
@@ -87,12 +85,16 @@ def ragged_paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
+    of_tpu = options | {"return_lse": return_lse, "new_kv": new_kv, "slot_mapping": slot_mapping}
+    kernel = kernel_tpu.ragged_paged_attention
+    if chosen == "tpu" and new_kv is not None and slot_mapping is not None:
+        check_write(*new_kv, pages, slot_mapping, k_scale, v_scale)
+    chosen = with_room(validate.OP, backend, chosen, kernel, q, tuple(pages), *step, **of_tpu)
+    if new_kv is not None and slot_mapping is not None and chosen != "tpu":
+        pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
+    arguments = (q, tuple(pages), *step)
     if chosen == "tpu":
-        if new_kv is not None and slot_mapping is not None:
-            check_write(*new_kv, pages, slot_mapping, k_scale, v_scale)
-        out, lse, written = kernel_tpu.ragged_paged_attention(
-            *arguments, **options, return_lse=return_lse, new_kv=new_kv, slot_mapping=slot_mapping
-        )
+        out, lse, written = kernel(*arguments, **of_tpu)
         pages = pages if written is None else (written,)
     elif chosen == "gpu":
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse)

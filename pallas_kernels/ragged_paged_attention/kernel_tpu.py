@@ -97,7 +97,7 @@ def ragged_paged_attention(
     if num_tokens == 1:  # it decodes, whatever it is called
         distribution = distribution.at[0].set(distribution[2])
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
-    tables = flat_tables(block_tables, tables_in_hbm)
+    tables = flat_tables(block_tables, tables_in_hbm, num_tokens)
     group = num_q_heads // num_kv_heads
     tuning = tuning or tuned(q, pages[0], num_kv_heads, mask, block_tables.shape[1])
     common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables)

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
+from pallas_kernels.ragged_paged_attention.tpu_plan import Field
 
 SMALLEST_TILE = 8  # query tokens
 _LARGEST_SINK = float(jnp.finfo(jnp.float32).max) / 2
 _LARGEST_TABLE_BYTES = 640 << 10  # in scalar memory, of 1 MiB; the rest is for items and the compiler
+_ITEMS_AND_TABLES_BYTES = 900 << 10  # both, where there are many items
 _TABLE_ALIGNMENT = 1024  # int32s: tiling of a one-dimensional array in HBM
 
 
@@ -37,10 +39,15 @@ def reason_of_sizes(page_size: int, mask: MaskRule) -> str | None:
     return None
 
 
-def flat_tables(block_tables: jax.Array, in_hbm: bool | None) -> FlatTables:
-    """Of int32[S, P]; `in_hbm` None: where they exceed scalar memory. Rows in HBM are padded to its tiling."""
+def flat_tables(block_tables: jax.Array, in_hbm: bool | None, num_tokens: int) -> FlatTables:
+    """Of int32[S, P]; `in_hbm` None: where scalar memory does not hold them beside the items of so many tokens.
+
+    Rows in HBM are padded to its tiling.
+    """
     if in_hbm is None:
-        in_hbm = block_tables.size * 4 > _LARGEST_TABLE_BYTES
+        most_items = min(num_tokens, num_tokens // SMALLEST_TILE + block_tables.shape[0])
+        free = _ITEMS_AND_TABLES_BYTES - 4 * len(Field) * most_items
+        in_hbm = block_tables.size * 4 > min(_LARGEST_TABLE_BYTES, free)
     if in_hbm:
         block_tables = jnp.pad(block_tables, [(0, 0), (0, -block_tables.shape[1] % _TABLE_ALIGNMENT)])
     return FlatTables(block_tables.reshape(-1), block_tables.shape[1], in_hbm)

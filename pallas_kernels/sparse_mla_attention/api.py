@@ -20,6 +20,7 @@ from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu, reference, validate
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
+from pallas_kernels.tpu_memory import with_room
 
 
 def sparse_mla_attention(
@@ -84,14 +85,19 @@ def sparse_mla_attention(
         "gpu": kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries),
     }
     chosen = resolve_backend(validate.OP, backend, reasons)
+    arguments = (q, tuple(pages), schedule, None if compressed is None else (compressed.array,), *arrays[1:], sinks)
+    of_tpu = options | {
+        "sm_scale": float(sm_scale),
+        "sliding_window": int(sliding_window),
+        "return_lse": return_lse,
+    }
+    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.sparse_mla_attention, *arguments, **of_tpu)
     if new_kv is not None and slot_mapping is not None:
         pages = latent_write(
             new_kv, tuple(pages), slot_mapping, entries=entries, page_size=latent.page_size, backend=backend
         )
-    arguments = (q, tuple(pages), schedule, None if compressed is None else (compressed.array,), *arrays[1:], sinks)
     if chosen == "tpu":
-        options |= {"sliding_window": int(sliding_window), "return_lse": return_lse}
-        out, lse = kernel_tpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
+        out, lse = kernel_tpu.sparse_mla_attention(*arguments, **of_tpu)
     elif chosen == "gpu":
         out, lse = kernel_gpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
     else:

@@ -24,6 +24,7 @@ from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, t
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
+from pallas_kernels.tpu_memory import with_room
 
 
 class SsmOutput(NamedTuple):
@@ -79,8 +80,9 @@ def causal_conv1d(
     chosen = resolve_backend(validate.CONV, backend, reasons)
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.CONV, x.shape[0], states.shape[0], step)
-    run = _CONVS[chosen]
-    return SsmOutput(*run(Convolution(x, weight, bias), states, step.by_column(), activation=activation))
+    arguments = (Convolution(x, weight, bias), states, step.by_column())
+    chosen = with_room(validate.CONV, backend, chosen, _CONVS["tpu"], *arguments, activation=activation)
+    return SsmOutput(*_CONVS[chosen](*arguments, activation=activation))
 
 
 def selective_scan(
@@ -124,5 +126,6 @@ def selective_scan(
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.SCAN, x.shape[0], states.shape[0], step)
     limits = (float(dt_limit[0]), float(dt_limit[1]))
-    run = _SCANS[chosen]
-    return SsmOutput(*run(Scan(x, dt, a, b, c, d, dt_bias), states, step.by_column(), dt_limit=limits))
+    arguments = (Scan(x, dt, a, b, c, d, dt_bias), states, step.by_column())
+    chosen = with_room(validate.SCAN, backend, chosen, _SCANS["tpu"], *arguments, dt_limit=limits)
+    return SsmOutput(*_SCANS[chosen](*arguments, dt_limit=limits))
