@@ -192,9 +192,7 @@ def _config(
         queries=queries,
         block=block,
         part=min(block, 512 if queries == 1 else 256),
-        heads=int(__import__("os").environ.get("HEADS", "2"))
-        if queries == 1 and lanes == LANES and common.num_kv_heads % 2 == 0
-        else 1,
+        heads=2 if queries == 1 and lanes == LANES and common.num_kv_heads % 2 == 0 else 1,
         sums_by_matmul=queries > 1 and is_short and lanes % matrix_unit_lanes() != 0,
         has_sinks=common.sinks is not None,
         has_k_scale=common.k_scale is not None,
@@ -429,14 +427,14 @@ def _attend_blocks(ring: BlockRing, attention: BlockAttention) -> None:
     def inside(step: jax.Array, carry: None) -> None:
         slot = ring.slot(number_0 + step)
         kv.wait(config.block_pages, slot)
-        attention.attend(slot, None)
+        attention.attend(slot, None, None)
         kv.start_full(entry_0 + (step + config.buffers) * config.block_pages, slot)
         return carry
 
     def full(step: jax.Array, carry: None) -> None:
         slot = ring.slot(number_0 + step)
         kv.wait(config.block_pages, slot)
-        attention.attend(slot, None)
+        attention.attend(slot, None, None)
         ring.start_next(slot)
         return carry
 
@@ -444,7 +442,7 @@ def _attend_blocks(ring: BlockRing, attention: BlockAttention) -> None:
         slot = ring.slot(number_0 + step)
         block, num_pages = items.block(item, step)
         kv.wait(num_pages, slot)
-        attention.attend(slot, block, num_pages * config.page_size)
+        attention.attend(slot, block, num_pages * config.page_size if config.queries == 1 else None)
         ring.start_next(slot)
         return carry
 

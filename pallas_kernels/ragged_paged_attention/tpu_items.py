@@ -43,7 +43,7 @@ class ItemTable:
         """Where `table_start` counts: int32 page ids in scalar memory."""
         return self.tables if self.row is None else self.row
 
-    def field(self, field: Field, item: jax.Array) -> jax.Array:
+    def field(self, field: Field, item: jax.Array | int) -> jax.Array:
         """A scalar of an item."""
         return self.fields[field * self.room + item]
 

@@ -10,6 +10,7 @@ hidden key, so that a row that has seen nothing keeps weight 0; or at the sink, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class _Part(NamedTuple):
     """Slots of a block that one softmax update covers."""
 
     first: int
-    count: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,23 @@ class BlockAttention:
         else:
             refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
 
-    def attend(self, slot: jax.Array, block: jax.Array | None, num_slots: jax.Array | None = None) -> None:
-        """One block for all heads; `block` None: every row sees all of it, else no row sees more than `num_slots`."""
-        config = self.config
-        size, part = config.block, config.part
-        if block is None or config.queries > 1:
-            self._attend_parts(slot, block, [_Part(first, part) for first in range(0, size, part)])
-        elif size > part:
-            for first in range(0, size, part):
-                pl.when(first < num_slots)(lambda first=first: self._attend_parts(slot, block, [_Part(first, part)]))
+    def attend(self, slot: jax.Array, block: jax.Array | None, num_slots: jax.Array | None) -> None:
+        """One block for all heads; `block` None: every row sees all of it.
+
+        `num_slots`: no row sees any after those, and parts that lie behind them are skipped.
+        """
+        size, part = self.config.block, self.config.part
+        parts = [_Part(first, part) for first in range(0, size, part)]
+        if block is None or num_slots is None:
+            self._attend_parts(slot, block, parts)
+        elif len(parts) > 1:
+            for some in parts:
+                pl.when(some.first < num_slots)(functools.partial(self._attend_parts, slot, block, [some]))
         elif part > _SHORT_PART:
-            is_short = num_slots <= _SHORT_PART
-            pl.when(is_short)(lambda: self._attend_parts(slot, block, [_Part(0, _SHORT_PART)]))
-            pl.when(~is_short)(lambda: self._attend_parts(slot, block, [_Part(0, part)]))
+            short = functools.partial(self._attend_parts, slot, block, [_Part(0, _SHORT_PART)])
+            lax.cond(num_slots <= _SHORT_PART, short, functools.partial(self._attend_parts, slot, block, parts))
         else:
-            self._attend_parts(slot, block, [_Part(0, part)])
+            self._attend_parts(slot, block, parts)
 
     def _attend_parts(self, slot: jax.Array, block: jax.Array | None, parts: list[_Part]) -> None:
         config = self.config
@@ -127,14 +130,8 @@ class BlockAttention:
     ) -> Iterator[tuple[_Product, _Part, jax.Array]]:
         """(product, part, scores); with two score buffers, the next are computed before the last are used."""
         if not self.config.is_pipelined:
-            import os
-
-            ahead = int(os.environ.get("AHEAD", "0"))
-            pending = []
-            for n, (product, part) in enumerate(work):
-                while len(pending) < len(work) and len(pending) <= n + ahead:
-                    pending.append(self._scores(*work[len(pending)], slot))
-                yield product, part, pending[n]
+            for product, part in work:
+                yield product, part, self._scores(product, part, slot)
             return
         buffers = self.refs.scores
         buffers[0] = self._scores(*work[0], slot)
@@ -157,16 +154,19 @@ class BlockAttention:
         return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
 
     def _scores(self, product: _Product, part: _Part, slot: jax.Array) -> jax.Array:
-        """float32[rows, part]; heads that share a product each have one of their own here, which sums zeros elsewhere.
+        """float32[rows, part]; decode: a sum of products over 128 lanes each, zero where they are not a row's.
 
-        One product over all their lanes would be 256 deep: libtpu 0.0.52 then transposes keys before it pushes them.
+        libtpu 0.0.52 transposes keys before it pushes them for a deeper product, which takes half as long again.
         """
         q = self.refs.rows[product.index] if self.config.queries > 1 else self.refs.q[self.place, product.index]
-        lanes, scores = self.config.lanes, None
-        for head, k in enumerate(self._heads(product, part, slot, 0)):
-            own = dot(q[:, head * lanes : (head + 1) * lanes], k, (((1,), (1,)), ((), ())))
-            scores = own if scores is None else scores + own
-        return scores
+        lanes = self.config.lanes
+        depth = LANES if self.config.queries == 1 else lanes
+        scores = [
+            dot(q[:, head * lanes + n : head * lanes + n + depth], k[:, n : n + depth], (((1,), (1,)), ((), ())))
+            for head, k in enumerate(self._heads(product, part, slot, 0))
+            for n in range(0, lanes, depth)
+        ]
+        return sum(scores[1:], scores[0])
 
     def _update(self, product: _Product, part: _Part, s: jax.Array, slot: jax.Array, mask: BlockMask | None) -> None:
         """Merges a part's scores and values into m, l and acc."""
@@ -177,13 +177,13 @@ class BlockAttention:
         old = refs.m[i]
         new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
         refs.m[i] = new
-        p = jnp.exp2(s - lanes_of(new, part.count))
+        p = jnp.exp2(s - lanes_of(new, part.size))
         shrink = jnp.exp2(old - new)
         v = self._values(product, part, slot, None if mask is None else mask.kept)  # here: later or sooner costs more
         if config.sums_by_matmul:
-            v = jnp.concatenate([v, jnp.ones((part.count, LANES), v.dtype)], axis=1)
+            v = jnp.concatenate([v, jnp.ones((part.size, LANES), v.dtype)], axis=1)
         else:
-            refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, part.count, LANES))
+            refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, part.size, LANES))
         acc = refs.acc[i] * lanes_of(shrink, config.columns)
         refs.acc[i] = acc + self._weighted(p.astype(v.dtype), v)
 
@@ -202,7 +202,7 @@ class BlockAttention:
             block,
             None if config.queries == 1 else self._tokens(),
             first=part.first,
-            part=(config.rows, part.count),
+            part=(config.rows, part.size),
             lanes=config.lanes,
         )
 

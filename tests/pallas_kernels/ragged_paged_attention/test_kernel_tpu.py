@@ -269,19 +269,19 @@ def test_a_sink_without_bound_is_as_in_the_reference() -> None:
 @pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
 @pytest.mark.parametrize("step", ["whole", "any"])
 def test_a_planted_race_is_found(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages loaded into the buffer in use, in the loop over whole blocks or in the other: a race is reported."""
+    """Pages loaded into the buffer that is attended next, where whole blocks start or others: a race is reported."""
     copy = KVBlocks._copy
 
-    def into_the_buffer_in_use(self: KVBlocks, entry: Any, j: Any, slot: Any, piece: int) -> Any:
+    def into_the_next_buffer(self: KVBlocks, entry: Any, j: Any, slot: Any, piece: int) -> Any:
         if (step == "whole") != isinstance(j, int):
             return copy(self, entry, j, slot, piece)
         window = self._window(1 - slot, piece, j, 1)
         return pltpu.make_async_copy(self.pages.at[self.items.entries[entry]], window, self.arrived.at[slot])
 
-    monkeypatch.setattr(KVBlocks, "_copy", into_the_buffer_in_use)
+    monkeypatch.setattr(KVBlocks, "_copy", into_the_next_buffer)
     jax.clear_caches()
     shape = dataclasses.replace(SHORT, num_tokens=1, num_columns=40)
-    run = compiled(shape, Options())
+    run = compiled(shape, Options(), SMALL_BLOCKS._replace(decode_buffers=2))
     case = make_case(9, shape, [(1, 600)])
     with pytest.raises(RaceError, match=r"race|RACE"):
         run(*case.arrays)
