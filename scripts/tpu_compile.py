@@ -6,7 +6,7 @@
     python scripts/tpu_compile.py v6e selective_scan --loops 'ssd_.*'    the loops of kernels without a score
 
 Needs libtpu (kvjax[tpu-aot]). Settings: the fields of scripts/tpu_aot/operations.py. What the score means
-and leaves out: scripts/tpu_aot/score.py.
+and leaves out: scripts/tpu_aot/score.py; times, by a latency that is assumed: scripts/tpu_aot/latency.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from scripts.aot.cases import parse_case
 from scripts.tpu_aot.bundles import Loop
-from scripts.tpu_aot.chips import CHIPS
+from scripts.tpu_aot.chips import CHIPS, prepare_environment
 from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
+from scripts.tpu_aot.latency import LATENCIES_S
+from scripts.tpu_aot.libtpu import LibtpuError, release
+from scripts.tpu_aot.operations import AttentionCase
 from scripts.tpu_aot.score import BlockScore, block_scores
+from scripts.tpu_aot.step_cost import launch_work
 
 OPS = (
     "attention",
@@ -64,8 +70,22 @@ FEATURES: dict[str, list[str]] = {
     "head dim 192": ["head_dim=192"],
     "head dim 256": ["head_dim=256"],
 }
-COLUMNS = "{:16} {:22} {:7} {:>7} {:>6} {:>14} {:>10} {:>5}"
-HEADER = COLUMNS.format("", "kernel", "block", "bundles", "spills", "largest unit", "DMA cycles", "share")
+COLUMNS = "{:16} {:22} {:7} {:>7} {:>6} {:>14} {:>10} {:>5} {:>9} {:>7} {:>14}"
+LATENCIES = "/".join(f"{latency_s * 1e6:g}" for latency_s in LATENCIES_S)
+HEADER = COLUMNS.format(
+    "",
+    "kernel",
+    "block",
+    "bundles",
+    "spills",
+    "largest unit",
+    "DMA cycles",
+    "share",
+    "in flight",
+    "hidden",
+    f"us, L {LATENCIES}",
+)
+SEQUENCES = (8192, 256)  # tokens, decoding
 
 
 def scores(chip: str, compilation: Compilation) -> list[BlockScore]:
@@ -74,13 +94,40 @@ def scores(chip: str, compilation: Compilation) -> list[BlockScore]:
     return [score for kernel in compilation.kernels for score in block_scores(kernel, CHIPS[chip], token_bytes)]
 
 
-def row(label: str, score: BlockScore) -> str:
-    """A line of the table."""
+def row(label: str, chip: str, score: BlockScore) -> str:
+    """A line of the table; *hidden*: bundles between the start of a block's DMA and the wait for it."""
     unit, count = score.bound
     cycles, share = f"{score.dma_cycles:.0f}", f"{score.dma_share:.2f}"
     return COLUMNS.format(
-        label, score.kernel, score.kind, score.bundles, score.spill_bundles, f"{unit} {count}", cycles, share
+        label,
+        score.kernel,
+        score.kind,
+        score.bundles,
+        score.spill_bundles,
+        f"{unit} {count}",
+        cycles,
+        share,
+        f"{score.in_flight_bytes / 2**20:.1f} MiB",
+        f"{score.hidden_bundles:.0f}",
+        "/".join(f"{score.seconds(CHIPS[chip], latency_s) * 1e6:.2f}" for latency_s in LATENCIES_S),
     )
+
+
+def sequence_rows(chip: str, compilation: Compilation, mask: MaskRule) -> list[str]:
+    """A line for each of `SEQUENCES` and each kernel of ragged_paged_attention that decodes."""
+    lines, token_bytes = [], compilation.memory["token_bytes"]
+    for kernel in compilation.kernels:
+        if not kernel.name.startswith("rpa_q1_"):
+            continue
+        for tokens in SEQUENCES:
+            work = launch_work(kernel, mask, token_bytes, [(tokens, 1)])
+            times = "/".join(f"{work.seconds(CHIPS[chip], latency_s) * 1e6:.2f}" for latency_s in LATENCIES_S)
+            hbm = work.hbm_seconds(CHIPS[chip]) * 1e6
+            lines.append(
+                f"{kernel.name}, {tokens} tokens: {work.bundles:.0f} bundles, HBM {hbm:.2f} us, "
+                f"{work.ring.buffers} buffers, {times} us at L = {LATENCIES} us"
+            )
+    return lines
 
 
 def describe_memory(compilation: Compilation) -> str:
@@ -113,28 +160,46 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--loops", metavar="PATTERN", help="print all loops of the kernels whose names match")
     parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="of one compilation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument(
+        "--libtpu",
+        default="installed",
+        metavar="RELEASE",
+        help="installed, newest, previous, pinned (by jax), a version",
+    )
     options = parser.parse_args(arguments)
+    try:
+        libtpu = release(options.libtpu)
+    except LibtpuError as error:
+        parser.error(str(error))
     cases = FEATURES if options.features else {"": []}
     figures, failed = [], False
     pattern = options.loops or (None if options.no_dump else KERNELS.get(options.op))
     for number, (label, extra) in enumerate(cases.items()):
         try:
             compilation = compile_and_dump(
-                options.chip, options.op, options.settings + extra, kernels=pattern, timeout_s=options.timeout
+                options.chip,
+                options.op,
+                options.settings + extra,
+                kernels=pattern,
+                timeout_s=options.timeout,
+                libtpu=libtpu,
             )
         except CompilationError as error:
             print(f"{label}: does not compile\n{error}", file=sys.stderr)
             failed = True
             continue
         if number == 0:
-            print(describe_memory(compilation))
+            print(f"libtpu {libtpu.version}", describe_memory(compilation), sep="\n")
             if pattern and not options.loops:
                 print(HEADER)
         for kernel in compilation.kernels if options.loops else ():
             print(kernel.name, *describe_loops(kernel.loop, 1), sep="\n")
         found = [] if options.loops else scores(options.chip, compilation)
         for score in found:
-            print(row(label, score), flush=True)
+            print(row(label, options.chip, score), flush=True)
+        if options.op == "attention" and found:
+            mask = parse_case(AttentionCase, options.settings + extra).mask
+            print(*sequence_rows(options.chip, compilation, mask), sep="\n", flush=True)
         figures.append({"label": label, "memory": compilation.memory, "scores": [asdict(score) for score in found]})
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -142,4 +207,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    prepare_environment()
     sys.exit(main(sys.argv[1:]))

@@ -4,9 +4,9 @@
     python scripts/tune_tpu.py v7x --model llama3-8b --tp 8 --page 16     one entry
 
 Needs libtpu (kvjax[tpu-aot]). Every candidate is compiled in a process of its own: the formula's sizes, then halves and
-doubles of them. Its cost is the cycles of a few sequences (scripts/tpu_aot/step_cost.py) by the static score, which
-ranks variants and is no time (scripts/tpu_aot/score.py). An entry goes to tuned/<chip>.json only where it saves the
-margin.
+doubles of them. Its cost: the nanoseconds of a few sequences (scripts/tpu_aot/step_cost.py) by the static score and a
+latency of 1 us (scripts/tpu_aot/latency.py), which rank variants and are no times. An entry goes to tuned/<chip>.json
+only where it saves the margin.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import jax.numpy as jnp
-
 from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries
 from pallas_kernels.ragged_paged_attention.tuning import FOLDER
@@ -29,14 +27,14 @@ from pallas_kernels.tuned import Sizes
 from scripts.kernel_tuning.cases import Case, candidates
 from scripts.kernel_tuning.choice import Record, as_json, write_tuned
 from scripts.kernel_tuning.tuner import cases_of, list_cases, parser, tune
-from scripts.tpu_aot.chips import CHIPS
+from scripts.tpu_aot.chips import CHIPS, prepare_environment
 from scripts.tpu_aot.compiler import CompilationError, compile_and_dump
+from scripts.tpu_aot.latency import LATENCIES_S, USUAL_LATENCY_S
 from scripts.tpu_aot.score import block_scores
-from scripts.tpu_aot.step_cost import launch_cycles
+from scripts.tpu_aot.step_cost import launch_work, workloads
 
 TILE_BLOCKS = (256, 512, 1024)  # slots
 DECODE_BLOCKS = (256, 512, 1024, 2048)
-LEAST_DECODE_BYTES = 1 << 20  # of a block: in flight, they hide the latency of HBM, which the score does not know
 
 
 def candidates_of(case: Case) -> Iterator[Sizes]:
@@ -44,9 +42,7 @@ def candidates_of(case: Case) -> Iterator[Sizes]:
     heads, kv_heads = case.model.per_shard(case.num_shards)
     queries = tile_queries(heads // kv_heads, case.mask)
     tiles = product((queries, 2 * queries, queries // 2), TILE_BLOCKS)
-    token_bytes = 2 * kv_heads * case.model.head_dim * jnp.dtype(case.page_dtype).itemsize
-    least = max(LANES, case.page_size, LEAST_DECODE_BYTES // token_bytes)
-    blocks = [block for block in DECODE_BLOCKS if block >= least]
+    blocks = [block for block in DECODE_BLOCKS if block >= max(LANES, case.page_size)]
     yield from candidates(
         [{"queries": n, "tile_block": block} for n, block in tiles if n >= 8],
         [{"decode_block": block} for block in blocks],
@@ -77,14 +73,22 @@ def measure(chip: str, case: Case, sizes: Sizes, timeout_s: float) -> Record:
         done = compile_and_dump(chip, "attention", settings_of(case, sizes), kernels="rpa_.*", timeout_s=timeout_s)
         token_bytes = done.memory["token_bytes"]
         scores = [block_scores(kernel, CHIPS[chip], token_bytes) for kernel in done.kernels]
+        works = [
+            [launch_work(kernel, case.mask, token_bytes, sequences) for sequences in workloads(kernel)]
+            for kernel in done.kernels
+        ]
     except (CompilationError, ValueError) as error:  # ValueError: dumps that cannot be read
         return {"error": str(error)}
     record = {}
-    for full, masked in scores:
+    for (full, masked), launches in zip(scores, works, strict=True):
         queries, block = full.queries, full.block_tokens
+        nanoseconds = {
+            latency_s: 1e9 * sum(work.seconds(CHIPS[chip], latency_s) for work in launches) for latency_s in LATENCIES_S
+        }
         record["decode" if queries == 1 else "tiles"] = {
             "sizes": {"decode_block": block} if queries == 1 else {"queries": queries, "tile_block": block},
-            "cost": launch_cycles((full, masked), case.mask, case.page_size),
+            "cost": nanoseconds[USUAL_LATENCY_S],
+            "cost_at_latencies": {f"{latency_s * 1e6:g} us": cost for latency_s, cost in nanoseconds.items()},
             "full": asdict(full),
             "masked": asdict(masked),
         }
@@ -109,4 +113,5 @@ def main(arguments: Iterable[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    prepare_environment()
     sys.exit(main())

@@ -6,21 +6,24 @@ A bundle is one VLIW instruction: one cycle if nothing stalls. The compiler's fi
 
     0x82 LB: >> { %s1 = sld [smem:[#allocation8]]  ;;  %v3 = vadd.f32 %v1, %v2 }
 
-with its address, a tag (LB: first of a loop), one `>` for each loop around it and its operations; and in the other
-file a row of numbers per bundle, how often it uses each unit, after a line with the units' names and one with how many
-of each there are. A unit's *bound* of a loop: its uses, over how many there are. Bundles say nothing of stalls, and
-code that runs only sometimes is counted as if it always ran: figures to compare variants of a kernel by, not times.
+with its address, a tag (LB: first of a loop), one `>` for each loop around it and its operations, which may go on in
+the next lines; and in the other file a row of numbers per bundle, how often it uses each unit, after a line with the
+units' names and one with how many of each there are. A unit's *bound* of a loop: its uses, over how many there are.
+Bundles say nothing of stalls, and a loop counts code that runs only sometimes as if it always ran (`skips` tell of
+it): figures to compare variants of a kernel by, not times.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:([A-Z]{2})\s*)?:\s*((?:>\s*)*)\{(.*)$")
 _DMA_START = re.compile(r"\bdma\.[a-z]+_to_")
+_DMA_WAIT = re.compile(r"\bdma\.done\b")
 _DELAY_SLOTS = 4
 _SPILLS = ("VLOAD:FILL", "VSTORE:SPILL")
 
@@ -36,12 +39,44 @@ class Bundle:
     @property
     def regions(self) -> set[str]:
         """Names of the regions that start here: where branches go."""
-        return set(re.findall(r"Start region (\d+)", self.text))
+        return set(re.findall(r"Start(?:/End empty)? region (\d+)", self.text))
 
     @property
     def targets(self) -> set[str]:
         """Names of the regions that it branches to."""
         return set(re.findall(r"sbr\.rel .*?target = \$region(\d+)", self.text))
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bundles that a branch repeats or skips."""
+
+    first: int  # number of its first bundle
+    end: int  # one after its last
+    is_loop: bool
+
+    @property
+    def num_bundles(self) -> int:
+        """Of one pass."""
+        return self.end - self.first
+
+    def holds(self, other: Region) -> bool:
+        """Whether `other` lies in it and is smaller."""
+        return self.first <= other.first and other.end <= self.end and other.num_bundles < self.num_bundles
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Bundles of a loop that a branch may skip."""
+
+    first: int
+    end: int
+    num_dmas: int  # started
+
+    @property
+    def num_bundles(self) -> int:
+        """Loops inside by one trip."""
+        return self.end - self.first
 
 
 @dataclass(frozen=True)
@@ -54,6 +89,10 @@ class Loop:
     has_matmul: bool
     units: dict[str, int]  # bundles that each unit needs at least, loops inside included
     inner: tuple[Loop, ...]
+    skips: tuple[Skip, ...] = ()  # outermost regions without products, those of `inner` apart
+    first_start: int | None = None  # number of the first bundle that starts a DMA
+    first_wait: int | None = None  # of the first that waits for one
+    first_product: int | None = None  # of the first matrix product
 
     @property
     def num_bundles(self) -> int:
@@ -80,10 +119,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's name and its outermost loop."""
+    """A kernel's name, its outermost loop and its listing."""
 
     name: str
     loop: Loop
+    bundles: tuple[Bundle, ...] = ()
 
 
 def read_bundles(text: str) -> list[Bundle]:
@@ -92,6 +132,8 @@ def read_bundles(text: str) -> list[Bundle]:
     for line in text.splitlines():
         match = _BUNDLE.match(line)
         if match is None:
+            if bundles and not line.startswith(("//", "==")):
+                bundles[-1] = replace(bundles[-1], text=f"{bundles[-1].text} {line.strip()}")
             continue
         tag, marks, operations = match.groups()
         depth = marks.count(">")
@@ -109,6 +151,21 @@ def read_utilization(text: str) -> tuple[dict[str, int], list[dict[str, int]]]:
     return counts, rows
 
 
+def regions(bundles: Sequence[Bundle]) -> list[Region]:
+    """What branches repeat or skip, in order, the larger of two that start together first."""
+    starts: dict[str, int] = {}
+    for i, bundle in enumerate(bundles):
+        for number in bundle.regions:
+            starts.setdefault(number, i)
+    found = set()
+    for i, bundle in enumerate(bundles):
+        after = min(i + 1 + _DELAY_SLOTS, len(bundles))
+        for target in bundle.targets & starts.keys():
+            start = starts[target]
+            found.add(Region(start, after, True) if start <= i else Region(after, start, False))
+    return sorted(found, key=lambda region: (region.first, -region.end))
+
+
 def read_kernel(name: str, listing: str, utilization: str) -> Kernel:
     """The kernel of two dumps.
 
@@ -120,23 +177,43 @@ def read_kernel(name: str, listing: str, utilization: str) -> Kernel:
     if len(bundles) != len(rows):
         raise ValueError(f"{name}: expected as many rows of use as bundles, got {len(rows)} and {len(bundles)}")
 
+    texts = [bundle.text for bundle in bundles]
+    products = [i for i, text in enumerate(texts) if "vmatmul" in text]
+    skipped = [region for region in regions(bundles) if not region.is_loop]
+    skipped = [region for region in skipped if not any(region.first <= i < region.end for i in products)]
+
+    def dmas(first: int, end: int) -> int:
+        return sum(len(_DMA_START.findall(text)) for text in texts[first:end])
+
+    def skips(first: int, end: int, inner: tuple[Loop, ...]) -> tuple[Skip, ...]:
+        own = [region for region in skipped if first <= region.first < region.end <= end]
+        own = [r for r in own if not any(i.first <= r.first < i.end and r.end <= i.end for i in inner)]
+        outermost = [r for r in own if not any(other.holds(r) for other in own)]
+        return tuple(Skip(r.first, r.end, dmas(r.first, r.end)) for r in outermost)
+
+    def first_of(pattern: re.Pattern[str], first: int, end: int) -> int | None:
+        return next((i for i in range(first, end) if pattern.search(texts[i])), None)
+
     def loop(first: int, end: int, depth: int) -> Loop:
         starts = [
             i for i in range(first + (depth > 0), end) if bundles[i].is_loop_start and bundles[i].depth == depth + 1
         ]
         inner = tuple(loop(i, _end_of(bundles, i, end), depth + 1) for i in starts)
         uses = {unit: sum(row[unit] for row in rows[first:end]) for unit in counts}
-        text = [bundle.text for bundle in bundles[first:end]]
         return Loop(
             first,
             end,
-            num_dmas=sum(len(_DMA_START.findall(operations)) for operations in text),
-            has_matmul=any("vmatmul" in operations for operations in text),
+            num_dmas=dmas(first, end),
+            has_matmul=any(first <= i < end for i in products),
             units={unit: math.ceil(use / counts[unit]) for unit, use in uses.items() if use},
             inner=inner,
+            skips=skips(first, end, inner),
+            first_start=first_of(_DMA_START, first, end),
+            first_wait=first_of(_DMA_WAIT, first, end),
+            first_product=next((i for i in products if first <= i < end), None),
         )
 
-    return Kernel(name, loop(0, len(bundles), 0))
+    return Kernel(name, loop(0, len(bundles), 0), tuple(bundles))
 
 
 def _end_of(bundles: list[Bundle], first: int, limit: int) -> int:

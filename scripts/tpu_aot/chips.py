@@ -7,6 +7,7 @@ chips; clocks are inferred from peak FLOPs and the size of the matrix units, not
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 # Before jax is imported: no query for a TPU host, and several compilations at a time.
@@ -43,6 +44,8 @@ CHIPS = {
 
 
 def prepare_environment() -> None:
-    """Sets what libtpu reads when it is loaded; call before jax is imported."""
+    """Sets what libtpu reads when it is loaded, and keeps this process off it; call before jax's first use."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if "jax" in sys.modules:  # which has read the environment
+        sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])

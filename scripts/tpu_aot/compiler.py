@@ -2,7 +2,8 @@
 
 Flow:    chip + op + settings -> [compile_and_dump] -> Compilation
 
-A process of its own, because libtpu reads its flags once, when it is loaded, and because a dump may abort or hang.
+A process of its own, because libtpu reads its flags once, when it is loaded, and because a dump may abort or hang; so
+each compilation can have another release of libtpu, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from scripts.tpu_aot.bundles import Kernel, read_dumps
 from scripts.tpu_aot.chips import ENVIRONMENT
+from scripts.tpu_aot.libtpu import Release
 
 ROOT = Path(__file__).resolve().parents[2]
 _DUMP_FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_.*"
@@ -40,26 +42,50 @@ def last_lines(said: str) -> str:
     return "\n".join(said.splitlines()[-12:])
 
 
+def environment(libtpu: Release | None) -> dict[str, str]:
+    """Of a process that compiles with `libtpu`; None: the one beside jax."""
+    return {**os.environ, **ENVIRONMENT, **(libtpu.environment if libtpu else {}), "PYTHONPATH": str(ROOT)}
+
+
 def compile_and_dump(
-    chip: str, op: str, settings: list[str], *, kernels: str | None, timeout_s: float = 300
+    chip: str,
+    op: str,
+    settings: list[str],
+    *,
+    kernels: str | None,
+    timeout_s: float = 300,
+    libtpu: Release | None = None,
 ) -> Compilation:
     """Compiles `op` for `chip`; `kernels`: pattern of names of those whose dumps are read, None: no dumps.
+
+    `libtpu`: the compiler; None: the one beside jax.
 
     Raises:
         CompilationError: with the last lines that the compiler said.
     """
     command = [sys.executable, "-m", "scripts.tpu_aot.compile_one", chip, op, *settings]
+    return run_and_read(command, f"{chip} {op} {settings}", kernels=kernels, timeout_s=timeout_s, libtpu=libtpu)
+
+
+def run_and_read(
+    command: list[str], what: str, *, kernels: str | None, timeout_s: float, libtpu: Release | None
+) -> Compilation:
+    """Runs a command that compiles and prints a line of JSON last, and reads its dumps; `what`: for errors.
+
+    Raises:
+        CompilationError: with the last lines that the compiler said.
+    """
     with tempfile.TemporaryDirectory(prefix="kvjax-tpu-dump-") as folder:
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        variables = environment(libtpu)
         if kernels is not None:
-            environment["LIBTPU_INIT_ARGS"] = _DUMP_FLAGS.format(folder)
+            variables["LIBTPU_INIT_ARGS"] = _DUMP_FLAGS.format(folder)
         try:
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+                command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise CompilationError(f"{chip} {op} {settings}: no end after {timeout_s} s") from error
+            raise CompilationError(f"{what}: no end after {timeout_s} s") from error
         if done.returncode:
-            raise CompilationError(f"{chip} {op} {settings}: exit status {done.returncode}\n{last_lines(done.stderr)}")
+            raise CompilationError(f"{what}: exit status {done.returncode}\n{last_lines(done.stderr)}")
         memory = json.loads(done.stdout.splitlines()[-1])
         return Compilation(memory, [] if kernels is None else read_dumps(Path(folder), kernels))

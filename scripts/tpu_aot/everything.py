@@ -1,6 +1,7 @@
 """Compiles many cases in a pool of processes and tells what came of each.
 
-Flow:    (chip, case) ... -> [compile_all] -> Result ... -> table, JSON
+Flow:    (chip, case) ... + a release of libtpu -> [compile_all] -> Result ... -> table, JSON
+         Results of two releases -> [losses] -> what one does worse
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import Any, TypeAlias
 from scripts.tpu_aot.bundles import Kernel
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError, compile_and_dump
+from scripts.tpu_aot.libtpu import Release
 from scripts.tpu_aot.score import BlockScore, block_scores
 from scripts.tpu_aot.shape_cases import ShapeCase
 from scripts.tpu_aot.workers import Workers
 
 Compiler: TypeAlias = Callable[[str, str, list[str]], Compilation]  # chip, op, settings; raises CompilationError
-ROW = "{:4} {:16} {:27} {:26} {:7} {:>6} {:>6} {:>8} {:>6} {:>6} {:>5}"
-HEADER = ROW.format("chip", "op", "case", "kernel", "block", "VMEM M", "SMEM K", "bundles", "spills", "share", "s")
+ROW = "{:8} {:4} {:16} {:27} {:26} {:7} {:>6} {:>6} {:>8} {:>6} {:>6} {:>5}"
+HEADER = ROW.format(
+    "libtpu", "chip", "op", "case", "kernel", "block", "VMEM M", "SMEM K", "bundles", "spills", "share", "s"
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Line:
 class Result:
     """What came of one case."""
 
+    libtpu: str  # its version
     chip: str
     case: ShapeCase
     seconds: float
@@ -52,12 +57,12 @@ class Result:
     @property
     def key(self) -> tuple[str, ...]:
         """What names it among others."""
-        return (self.chip, self.case.op, *self.case.settings)
+        return (self.libtpu, self.chip, self.case.op, *self.case.settings)
 
     @property
     def rows(self) -> list[str]:
         """Lines of the table."""
-        start = (self.chip, self.case.op, self.case.label)
+        start = (self.libtpu, self.chip, self.case.op, self.case.label)
         if self.error is not None:
             return [ROW.format(*start, "does not compile", *[""] * 6, f"{self.seconds:.0f}")]
         return [
@@ -76,8 +81,11 @@ class Result:
         ]
 
 
-def compile_case(chip: str, case: ShapeCase, compilers: Iterable[Compiler]) -> Result:
-    """Compiles one case with the first of `compilers` that succeeds; its error is that of the last."""
+def compile_case(libtpu: str, chip: str, case: ShapeCase, compilers: Iterable[Compiler]) -> Result:
+    """Compiles one case by the first of `compilers` that succeeds; its error is that of the last.
+
+    `libtpu`: the version that they have.
+    """
     start = time.monotonic()
     error = ""
     for compiler in compilers:
@@ -88,13 +96,14 @@ def compile_case(chip: str, case: ShapeCase, compilers: Iterable[Compiler]) -> R
             continue
         found = tuple(_lines(chip, compilation.memory, compilation.kernels))
         too_large = _too_large(chip, found)
-        return Result(chip, case, time.monotonic() - start, found, too_large)
-    return Result(chip, case, time.monotonic() - start, error=error)
+        return Result(libtpu, chip, case, time.monotonic() - start, found, too_large)
+    return Result(libtpu, chip, case, time.monotonic() - start, error=error)
 
 
 def compile_all(
     work: Iterable[tuple[str, ShapeCase]],
     *,
+    libtpu: Release,
     jobs: int,
     dumps: bool,
     timeout_s: float,
@@ -104,12 +113,36 @@ def compile_all(
 
     `on_result` is called in this thread as each case ends.
     """
-    with Workers(jobs, timeout_s) as workers, ThreadPoolExecutor(jobs) as pool:
-        dumping = partial(compile_and_dump, kernels=".*", timeout_s=timeout_s)
+    with Workers(jobs, timeout_s, libtpu) as workers, ThreadPoolExecutor(jobs) as pool:
+        dumping = partial(compile_and_dump, kernels=".*", timeout_s=timeout_s, libtpu=libtpu)
         compilers = [dumping, workers.compile] if dumps else [workers.compile]
-        futures = [pool.submit(compile_case, *item, compilers) for item in work]
+        futures = [pool.submit(compile_case, libtpu.version, *item, compilers) for item in work]
         for future in as_completed(futures):
             on_result(future.result())
+
+
+def losses(results: Iterable[Result], others: Iterable[Result], margin: float) -> list[str]:
+    """Lines on the kernels whose bundles exceed those of another release by more than `margin`, a share.
+
+    Cases, kernels and kinds of blocks that only one of the releases has figures of are passed over.
+    """
+    known = {
+        (*other.key[1:], line.kernel, line.block): (other.libtpu, line) for other in others for line in other.lines
+    }
+    found = []
+    for result in results:
+        for line in result.lines:
+            libtpu, other = known.get((*result.key[1:], line.kernel, line.block), ("", None))
+            if other is None or other.bundles is None or line.bundles is None:
+                continue
+            if line.bundles > (1 + margin) * other.bundles:
+                case = " ".join((*result.key[1:], line.kernel, line.block))
+                loss = line.bundles / other.bundles - 1
+                found.append(
+                    f"{case}: {line.bundles} bundles with libtpu {result.libtpu}, {other.bundles} with {libtpu} "
+                    f"({loss:+.0%})"
+                )
+    return found
 
 
 def save(path: Path, results: Iterable[Result]) -> None:
@@ -128,7 +161,7 @@ def _result(data: dict[str, Any]) -> Result:
     case = data["case"]
     shape = ShapeCase(case["op"], case["label"], tuple(case["settings"]))
     lines = tuple(Line(**line) for line in data["lines"])
-    return Result(data["chip"], shape, data["seconds"], lines, data["error"])
+    return Result(data["libtpu"], data["chip"], shape, data["seconds"], lines, data["error"])
 
 
 def _lines(chip: str, memory: dict[str, Any], kernels: list[Kernel]) -> Iterable[Line]:

@@ -74,6 +74,11 @@ class AttentionCase(PagedCase):
     tuned: int = 0  # sizes of the chip's tuned file, if it has the shape, instead of these
 
     @property
+    def mask(self) -> MaskRule:
+        """Who sees what."""
+        return MaskRule(bool(self.causal), self.window or None, self.chunk or None, self.sink_tokens)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in HBM."""
         return self.layout(1).page_bytes
@@ -96,7 +101,7 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             q,
             pages,
             *step,
-            mask=MaskRule(bool(case.causal), case.window or None, case.chunk or None, case.sink_tokens),
+            mask=case.mask,
             num_kv_heads=case.kv_heads,
             sm_scale=case.head_dim**-0.5,
             soft_cap=case.soft_cap or None,

@@ -2,10 +2,12 @@
 
 Flow:    Kernel + chip + bytes of a token -> [block_scores] -> BlockScore of full and of masked blocks
 
-`cycles = max(bundles, bytes / bandwidth * clock)`. Bundles: the loop's own, and those of loops inside times their
-trips for a whole block (pages started four at a time, heads not unrolled). Limits: a bundle is a cycle only where
-nothing stalls; code that runs only sometimes counts as always; clocks are inferred; latency of the first block, and
-what a sequence costs beside its blocks, are left out. So it ranks variants of a kernel; it is not a time.
+Bundles: the loop's own, and those of loops inside times their trips for a whole block (pages started four at a time,
+heads not unrolled). A step lasts what scripts/tpu_aot/latency.py says of bundles, bytes and a DMA's latency; the
+kernel's name says how many buffers it has (`_n`; 2 without), the listing where a step starts a DMA, waits and works.
+Limits: a bundle is a cycle only where nothing stalls; code that runs only sometimes counts as
+always; clocks are inferred and latency is assumed. So it ranks variants of a kernel; it is not a time. What a sequence
+costs beside its blocks: scripts/tpu_aot/step_cost.py.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from dataclasses import dataclass
 
 from scripts.tpu_aot.bundles import Kernel, Loop
 from scripts.tpu_aot.chips import Chip
+from scripts.tpu_aot.latency import PAIR, Ring
 
-_NAME = re.compile(r"rpa_q(\d+)_b(\d+)_p(\d+)_t(\d+)")
-_LATENT_NAME = re.compile(r"mla_q(\d+)_h\d+_u(\d+)_b(\d+)_p(\d+)")
+_NAME = re.compile(r"(rpa|mla)((?:_[a-z]\d+)+)")  # such as rpa_q1_b512_p128_t1
 _UNROLLED_PAGES = 4  # of ItemTable.start
 
 
@@ -34,16 +36,94 @@ class BlockScore:
     bound: tuple[str, int]  # unit that binds most, spills apart
     num_bytes: int
     dma_cycles: float
+    ring: Ring = PAIR
+    hidden_bundles: int = 0  # work between the start of a block's DMA and the wait for it
+
+    def seconds(self, chip: Chip, latency_s: float) -> float:
+        """The score: a step of many, by the model."""
+        return self.ring.step_seconds(self.dma_cycles / chip.clock_hz, self.bundles / chip.clock_hz, latency_s)
 
     @property
-    def cycles(self) -> float:
-        """The score."""
-        return max(self.bundles, self.dma_cycles)
+    def in_flight_bytes(self) -> int:
+        """Bytes under way at most."""
+        return self.ring.in_flight_bytes(self.num_bytes)
 
     @property
     def dma_share(self) -> float:
         """Bundles over the cycles of the DMA: below 1, HBM binds."""
         return self.bundles / self.dma_cycles
+
+
+@dataclass(frozen=True)
+class KernelName:
+    """What an attention kernel's name says of it."""
+
+    family: str  # "rpa" or "mla"
+    sizes: dict[str, int]  # q: queries, b: slots of a block, p: of a page, t: trips over heads, n: buffers, u: blocks
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a block."""
+        return self.sizes["b"] // self.sizes["p"]
+
+    @property
+    def step_tokens(self) -> int:
+        """Slots that a step attends."""
+        return self.sizes["b"] * self.sizes.get("u", 1)
+
+
+def kernel_name(kernel: Kernel) -> KernelName:
+    """Read off.
+
+    Raises:
+        ValueError: it is not that of an attention kernel.
+    """
+    match = _NAME.fullmatch(kernel.name)
+    sizes = {} if match is None else {part[0]: int(part[1:]) for part in match[2].split("_")[1:]}
+    if match is None or not {"q", "b", "p", "t" if match[1] == "rpa" else "u"} <= sizes.keys():
+        raise ValueError(f"expected a kernel called rpa_q*_b*_p*_t* or mla_q*_h*_u*_b*_p*, got {kernel.name!r}")
+    return KernelName(match[1], sizes)
+
+
+@dataclass(frozen=True)
+class BlockLoops:
+    """Where an attention kernel attends its blocks."""
+
+    outer: tuple[Loop, ...]  # the loop over the grid's steps, if there is one, and last the one over items
+    full: Loop  # full blocks that start another full one, or all that run without a mask
+    other_full: Loop | None  # full blocks that start whatever follows
+    masked: Loop
+
+
+def block_loops(kernel: Kernel) -> BlockLoops:
+    """Told apart by their order.
+
+    Raises:
+        ValueError: the kernel's loops are not those of an attention kernel.
+    """
+    outer, inner = [kernel.loop], [loop for loop in kernel.loop.inner if loop.has_matmul]
+    while len(inner) == 1:
+        outer.append(inner[0])
+        inner = [loop for loop in inner[0].inner if loop.has_matmul]
+    if len(inner) not in (2, 3) or len(outer) < 2:
+        raise ValueError(
+            f"{kernel.name}: expected one or two loops over full blocks and one over masked ones, got {len(inner)}"
+        )
+    return BlockLoops(tuple(outer[1:]), inner[0], inner[1] if len(inner) == 3 else None, inner[-1])
+
+
+def ring_of(kernel: Kernel) -> tuple[Ring, int]:
+    """(the kernel's ring of buffers, bundles of work between the start of a full block's DMA and the wait for it)."""
+    name, loops = kernel_name(kernel), block_loops(kernel)
+    loop = loops.full if name.family == "rpa" else loops.outer[-1]
+    step = loop.num_bundles
+    start, wait, product = loop.first_start, loop.first_wait, loop.first_product
+    buffers = name.sizes.get("n", 2)
+    if start is None or wait is None or product is None:
+        return Ring(buffers), (buffers - 1) * step
+    starts_after_work = start > product
+    hidden = (buffers - 1 + starts_after_work) * step + wait - start
+    return Ring(buffers, starts_between=wait < start < product), hidden
 
 
 def block_scores(kernel: Kernel, chip: Chip, token_bytes: int) -> list[BlockScore]:
@@ -52,38 +132,34 @@ def block_scores(kernel: Kernel, chip: Chip, token_bytes: int) -> list[BlockScor
     Raises:
         ValueError: the kernel's name or loops are not those of an attention kernel.
     """
-    match, latent = _NAME.fullmatch(kernel.name), _LATENT_NAME.fullmatch(kernel.name)
-    loops = [(outer, loop) for outer in kernel.loop.inner for loop in outer.inner if loop.has_matmul]
-    if match is None and latent is None:
-        raise ValueError(f"expected a kernel called rpa_q*_b*_p*_t* or mla_q*_h*_u*_b*_p*, got {kernel.name!r}")
-    if len(loops) != 2:
-        raise ValueError(f"{kernel.name}: expected a loop over full blocks and one over masked ones, got {len(loops)}")
-    if match is not None:
-        queries, block, page, trips = map(int, match.groups())
-        bundles = [executed_bundles(loop, block // page, trips) for _, loop in loops]
+    name = kernel_name(kernel)
+    loops = block_loops(kernel)
+    both = loops.full, loops.masked
+    if name.family == "rpa":
+        bundles = [executed_bundles(loop, name.block_pages, name.sizes["t"]) for loop in both]
     else:
-        assert latent is not None
-        queries, units, block, page = map(int, latent.groups())
-        (start, cut), block_pages = _starts(*loops[0]), block // page
+        start, cut = _starts(loops.outer[-1], loops.full)
         bundles = [
-            start + loops[0][1].num_bundles,
-            start + executed_bundles(cut, block_pages, 1) + loops[1][1].num_bundles,
+            start + loops.full.num_bundles,
+            start + executed_bundles(cut, name.block_pages, 1) + loops.masked.num_bundles,
         ]
-        block *= units
-    num_bytes = block * token_bytes
+    num_bytes = name.step_tokens * token_bytes
+    ring, hidden = ring_of(kernel)
     return [
         BlockScore(
             kernel.name,
             kind,
-            queries,
-            block,
+            name.sizes["q"],
+            name.step_tokens,
             count,
             loop.num_spills,
             loop.bound,
             num_bytes,
             chip.dma_cycles(num_bytes),
+            ring,
+            hidden,
         )
-        for kind, count, (_, loop) in zip(("full", "masked"), bundles, loops, strict=True)
+        for kind, count, loop in zip(("full", "masked"), bundles, both, strict=True)
     ]
 
 

@@ -1,15 +1,17 @@
-"""Cycles of an attention kernel's launch over a workload, by the static score of its full and of its masked blocks.
+"""What an attention kernel's launch over a workload costs, by its listing and its own plan.
 
-Flow:    BlockScores + lengths -> plan_items, the kernel's own plan -> trips of both loops -> [launch_cycles]
+Flow:    Kernel + lengths -> plan_items, the kernel's own plan -> blocks of each loop -> [launch_work] -> Work
 
-A full block costs its score. The trips of the masked loop cost their bundles, or the cycles of the DMA for the pages
-that are left, whichever is more. What the score leaves out is left out here: latencies, and a tile's own start and end.
+An item costs what the loop over items has beside its blocks, without what only the first item runs, and its share of
+what the loop over the grid's steps has beside items. A block costs its loop's bundles; where that starts pages by
+loops, by those of the block that it starts, of the launch's first blocks after its last ones, as in a long launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +19,17 @@ import numpy as np
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tpu_plan import Field, plan_items
-from scripts.tpu_aot.score import BlockScore
+from scripts.tpu_aot.bundles import Kernel
+from scripts.tpu_aot.latency import Work
+from scripts.tpu_aot.score import BlockLoops, block_loops, executed_bundles, kernel_name, ring_of
 
-DECODE = [(length, 1) for length in (1000, 2000, 4000, 8000)]  # (tokens of the sequence, of which new)
-TILES = [(700, 700), (4000, 4000), (8000, 512)]  # a short prompt, a long one, a chunk of a longer one
+_STEP_ITEMS = 8  # of a step of the grid of a decode launch that has a loop over items inside
+
+Sequences: TypeAlias = Sequence[tuple[int, int]]  # (tokens of the sequence, of which new)
+
+# Workloads, each launched by itself.
+DECODE: tuple[Sequences, ...] = tuple([(length, 1)] for length in (256, 1000, 2000, 4000, 8000))
+TILES: tuple[Sequences, ...] = ([(700, 700), (4000, 4000), (8000, 512)],)  # a short prompt, a long one, a chunk
 
 
 @dataclass(frozen=True)
@@ -40,21 +49,72 @@ class LaunchSizes:
         return self.block // self.page_size
 
 
-def launch_cycles(scores: Sequence[BlockScore], mask: MaskRule, page_size: int) -> float:
-    """Cycles of `DECODE`, or of `TILES` where the kernel takes several queries; `scores`: full, then masked."""
-    full, masked = scores
-    sizes = LaunchSizes(mask, full.queries, page_size, full.block_tokens)
-    sequences = DECODE if full.queries == 1 else TILES
-    whole, cut, left_pages = trips(sizes, sequences)
-    dma_per_page = full.dma_cycles / sizes.block_pages
-    return float(whole.sum() * full.cycles + np.maximum(cut * masked.bundles, left_pages * dma_per_page).sum())
+def workloads(kernel: Kernel) -> tuple[Sequences, ...]:
+    """`DECODE`, or `TILES` where the kernel takes several queries."""
+    return DECODE if kernel_name(kernel).sizes["q"] == 1 else TILES
 
 
-def trips(sizes: LaunchSizes, sequences: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int32[items] each: trips of the loop over full blocks, of the masked loop, pages that the latter reads."""
+def launch_work(kernel: Kernel, mask: MaskRule, token_bytes: int, sequences: Sequences) -> Work:
+    """Of a launch; `token_bytes`: K and V of a token in HBM.
+
+    Raises:
+        ValueError: the kernel's name or loops are not those of ragged_paged_attention.
+    """
+    name, loops = kernel_name(kernel).sizes, block_loops(kernel)
+    ring, _ = ring_of(kernel)
+    sizes = LaunchSizes(mask, name["q"], name["p"], name["b"])
+    items = items_of(sizes, sequences)
+    pages = np.concatenate([item.pages(sizes.block_pages) for item in items])
+    # A kernel of two loops starts the next block before it attends its own, one of three the block after the ring's.
+    ahead = ring.buffers - (loops.other_full is None)
+    following = iter(np.roll(pages, -ahead).tolist())
+    bundles = len(items) * item_bundles(loops)
+    for item in items:
+        if loops.other_full is None:
+            trips = [(loops.full, max(item.num_full - 1, 0)), (loops.masked, item.num_blocks)]
+        else:
+            inside = max(item.num_full - ring.buffers, 0)
+            trips = [(loops.full, inside), (loops.other_full, item.num_full), (loops.masked, item.num_blocks)]
+        first = 0
+        for loop, end in trips:
+            started = [next(following) for _ in range(first, end)]
+            bundles += sum(executed_bundles(loop, count, name["t"]) for count in started)
+            first = end
+    return Work(bundles, int(pages.sum()) * sizes.page_size * token_bytes, len(pages), ring)
+
+
+def item_bundles(loops: BlockLoops) -> float:
+    """Of an item beside its blocks: what only the first item runs, which starts its DMAs, is left out."""
+    *grid, items = loops.outer
+    own = items.num_bundles - sum(loop.num_bundles for loop in (loops.full, loops.other_full, loops.masked) if loop)
+    own -= max(
+        (skip.num_bundles for skip in items.skips if skip.num_dmas and skip.end <= loops.full.first + 1), default=0
+    )
+    for step in grid:
+        first = [skip.num_bundles for skip in step.skips if skip.num_dmas and skip.end <= items.first + 1]
+        own += (step.num_bundles - items.num_bundles - max(first, default=0)) / _STEP_ITEMS
+    return own
+
+
+@dataclass(frozen=True)
+class Item:
+    """What the plan says of one item."""
+
+    num_full: int
+    num_blocks: int
+    num_pages: int
+
+    def pages(self, block_pages: int) -> list[int]:
+        """Of its blocks in the order they run; the last has what is left."""
+        left = self.num_pages - (self.num_blocks - 1) * block_pages
+        return [block_pages] * (self.num_blocks - 1) + [left] * (self.num_blocks > 0)
+
+
+def items_of(sizes: LaunchSizes, sequences: Sequences) -> list[Item]:
+    """The items of a launch."""
     seq_lens, q_lens = (jnp.asarray(column, jnp.int32) for column in zip(*sequences, strict=True))
     batch = Batch(seq_lens, jnp.cumsum(q_lens) - q_lens, q_lens)
     table, count = plan_items(batch, sizes, int(q_lens.sum()))
     fields = np.asarray(table).reshape(len(Field), -1)[:, : int(count)]
-    whole = np.maximum(fields[Field.NUM_FULL] - 1, 0)  # the last full block runs with the masked ones
-    return whole, fields[Field.NUM_BLOCKS] - whole, fields[Field.NUM_PAGES] - whole * sizes.block_pages
+    columns = (fields[field].tolist() for field in (Field.NUM_FULL, Field.NUM_BLOCKS, Field.NUM_PAGES))
+    return [Item(*item) for item in zip(*columns, strict=True)]

@@ -8,7 +8,6 @@ A compiler that dies or does not end costs its process and the one case; the nex
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,14 +17,15 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from scripts.tpu_aot.chips import ENVIRONMENT
-from scripts.tpu_aot.compiler import ROOT, Compilation, CompilationError, last_lines
+from scripts.tpu_aot.compiler import ROOT, Compilation, CompilationError, environment, last_lines
+from scripts.tpu_aot.libtpu import Release
 
 
 class _Worker:
     """One process, started when a case needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, libtpu: Release | None) -> None:
+        self._environment = environment(libtpu)
         self._process: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvjax-tpu-worker-")
         self._stderr = Path(self._folder.name) / "stderr"  # read where it dies
@@ -70,7 +70,7 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "scripts.tpu_aot.compile_one", "--serve"],
                 cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -80,11 +80,11 @@ class _Worker:
 
 
 class Workers:
-    """A pool of `num_workers` such processes; a context manager, which ends them."""
+    """A pool of `num_workers` such processes with one `libtpu`; a context manager, which ends them."""
 
-    def __init__(self, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, num_workers: int, timeout_s: float, libtpu: Release | None = None) -> None:
         self._timeout_s = timeout_s
-        self._workers = [_Worker() for _ in range(num_workers)]
+        self._workers = [_Worker(libtpu) for _ in range(num_workers)]
         self._free: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             self._free.put(worker)

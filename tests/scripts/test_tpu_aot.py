@@ -73,14 +73,14 @@ def test_heads_that_are_not_unrolled() -> None:
 
 
 def test_scores() -> None:
-    kernel = Kernel("rpa_q1_b512_p128_t1", loop(2000, loop(1900, loop(30), *BLOCKS)))
+    kernel = Kernel("rpa_q1_b512_p128_t1", loop(2000, loop(1900, loop(30), *BLOCKS, matmul=True), matmul=True))
     full, masked = block_scores(kernel, CHIPS["v6e"], token_bytes=4096)
     assert (full.kind, full.bundles, full.num_bytes, round(full.dma_cycles)) == ("full", 600, 2 << 20, 2238)
     assert (full.queries, full.block_tokens, full.bound, full.spill_bundles) == (1, 512, ("VALU", 600), 1200)
     assert (masked.kind, masked.bundles) == ("masked", 830)
-    assert full.cycles == full.dma_cycles
+    assert full.seconds(CHIPS["v6e"], 0) == full.dma_cycles / 1.75e9
     assert full.dma_share == pytest.approx(600 / 2238, rel=1e-3)
-    assert dataclasses.replace(full, bundles=3000).cycles == 3000
+    assert dataclasses.replace(full, bundles=3000).seconds(CHIPS["v6e"], 0) == 3000 / 1.75e9
 
 
 def test_scores_of_latent_attention() -> None:
@@ -102,7 +102,9 @@ def test_scores_of_latent_attention() -> None:
 def test_kernels_without_a_score() -> None:
     with pytest.raises(ValueError, match=r"expected a kernel called rpa_q\*_b\*_p\*_t\* or mla_.*, got 'kv_write'"):
         block_scores(Kernel("kv_write", loop(5)), CHIPS["v6e"], 1)
-    with pytest.raises(ValueError, match="expected a loop over full blocks and one over masked ones, got 0"):
+    with pytest.raises(ValueError, match=r"expected a kernel called rpa_.*, got 'rpa_q1_b512_p128'"):
+        block_scores(Kernel("rpa_q1_b512_p128", loop(5)), CHIPS["v6e"], 1)
+    with pytest.raises(ValueError, match="expected one or two loops over full blocks and one over masked ones, got 0"):
         block_scores(Kernel("rpa_q1_b512_p128_t1", loop(5, loop(3))), CHIPS["v6e"], 1)
 
 
@@ -140,9 +142,8 @@ def test_a_process_that_fails_or_hangs() -> None:
 
 def test_a_line_of_the_table() -> None:
     score = BlockScore("rpa_q1_b512_p128_t1", "full", 1, 512, 655, 0, ("MATPUSH", 485), 2 << 20, 2238.0)
-    assert tpu_compile.row("base", score).split() == (
-        ["base", "rpa_q1_b512_p128_t1", "full", "655", "0", "MATPUSH", "485", "2238", "0.29"]
-    )
+    cells = ["base", "rpa_q1_b512_p128_t1", "full", "655", "0", "MATPUSH", "485", "2238", "0.29", "4.0", "MiB", "0"]
+    assert tpu_compile.row("base", "v6e", score).split() == [*cells, "1.28/1.33/1.83"]
 
 
 def test_what_does_not_compile_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from scripts.aot.cases import parse_case
 from scripts.tpu_aot import everything
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError
-from scripts.tpu_aot.everything import Line, Result, compile_all, compile_case, load, save
+from scripts.tpu_aot.everything import Line, Result, compile_all, compile_case, load, losses, save
+from scripts.tpu_aot.libtpu import LibtpuError, Release
 from scripts.tpu_aot.operations import OPERATIONS, SHAPE_CASES
 from scripts.tpu_aot.shape_cases import ShapeCase, shape_cases, subset
 from scripts.tpu_aot.workers import Workers
@@ -80,7 +82,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, memory: dict | str) -> list[str]:
 def test_a_dump_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(monkeypatch, "no end after 1 s")
     results: list[Result] = []
-    compile_all([("v6e", CASE)], jobs=1, dumps=True, timeout_s=1, on_result=results.append)
+    compile_all([("v6e", CASE)], libtpu=Release("0.0.52"), jobs=1, dumps=True, timeout_s=1, on_result=results.append)
     assert asked == ["with dumps", "without"]
     assert results[0].error == "no end after 1 s"
     assert "does not compile" in results[0].rows[0]
@@ -88,23 +90,68 @@ def test_a_dump_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_too_much_memory_is_a_failure() -> None:
     compilers = [Compilers({"kernels": {"kv_write": {"vmem_bytes": 65 << 20, "smem_bytes": 0}}})]
-    assert compile_case("v6e", CASE, compilers).error is None
-    error = compile_case("v7x", CASE, compilers).error
+    assert compile_case("0.0.52", "v6e", CASE, compilers).error is None
+    error = compile_case("0.0.52", "v7x", CASE, compilers).error
     assert error == "kv_write: expected at most 67108864 bytes of VMEM, got 68157440"
 
 
 def test_results_are_saved_and_loaded(tmp_path: Path) -> None:
     line = Line("kv_write", "all", None, 4096, 51, 0, None)
-    results = [Result("v6e", CASE, 1.5, (line,)), Result("v7x", CASE, 2.5, error="died")]
+    results = [Result("0.0.52", "v6e", CASE, 1.5, (line,)), Result("0.0.51", "v7x", CASE, 2.5, error="died")]
     save(tmp_path / "all.json", results)
     assert load(tmp_path / "all.json") == results
     assert load(tmp_path / "none.json") == []
+
+
+def results(libtpu: str, *bundles: int | None) -> list[Result]:
+    """Of one case: a line for each count."""
+    lines = (Line("kernel", f"block {i}", None, 0, count, 0, None) for i, count in enumerate(bundles))
+    return [Result(libtpu, "v6e", CASE, 1.0, tuple(lines))]
+
+
+def test_a_loss_of_more_than_the_margin_is_told() -> None:
+    """Of each kernel and block that both have; a gain is none, nor what one of them was not dumped or compiled for."""
+    assert losses(results("0.0.52", 110, 50, None, 9), results("0.0.51", 100, 100, 10), 0.1) == []
+    assert losses(results("0.0.52", 110, 111), results("0.0.51", 100, 100), 0.1) == [
+        "v6e kv_write kv_heads=8 kernel block 1: 111 bundles with libtpu 0.0.52, 100 with 0.0.51 (+11%)"
+    ]
+    assert losses(results("0.0.52", 200), [Result("0.0.51", "v6e", CASE, 1.0, error="died")], 0.1) == []
+
+
+def test_two_releases_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first against the others; the exit status tells of a loss, and the margin can be set."""
+    counts = {"0.0.52": 130, "0.0.51": 100, "0.0.50": 125}
+
+    def compile_all(work: list, *, libtpu: Release, on_result: Callable[[Result], object], **_: object) -> None:
+        for chip, case in work:
+            line = Line("kv_write", "all", None, 0, counts[libtpu.version], 0, None)
+            on_result(Result(libtpu.version, chip, case, 1.0, (line,)))
+
+    monkeypatch.setattr(tpu_compile_all, "compile_all", compile_all)
+    monkeypatch.setattr(tpu_compile_all, "release", Release)
+    arguments = ["--op", "latent_write", "--chip", "v6e", "--libtpu", "0.0.52", "--libtpu", "0.0.51"]
+    assert tpu_compile_all.main([*arguments, "--libtpu", "0.0.50"]) == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lost: ")]
+    assert len(told) == 1
+    assert told[0].endswith("130 bundles with libtpu 0.0.52, 100 with 0.0.51 (+30%)")
+    assert tpu_compile_all.main([*arguments, "--loss", "0.3"]) == 0
+
+
+def test_a_release_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def release(word: str) -> Release:
+        raise LibtpuError(f"no {word}")
+
+    monkeypatch.setattr(tpu_compile_all, "release", release)
+    with pytest.raises(SystemExit, match="2"):
+        tpu_compile_all.main(["--libtpu", "newest"])
+    assert "no newest" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_where_one_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Failures are tried again, what compiled is not; the exit status tells of failures."""
+    monkeypatch.setattr(tpu_compile_all, "release", Release)
     arguments = ["--op", "latent_write", "--chip", "v6e", "--chip", "v7x", f"--results={tmp_path / 'all.json'}"]
     answer(monkeypatch, "died")
     assert tpu_compile_all.main(arguments) == 1
