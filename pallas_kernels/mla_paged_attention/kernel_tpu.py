@@ -42,6 +42,7 @@ from pallas_kernels.ragged_paged_attention.tpu_limits import (
     reason_of_sizes,
 )
 from pallas_kernels.ragged_paged_attention.tpu_plan import Field, plan_items
+from pallas_kernels.tpu_lse import by_head, lse_shape
 
 _VMEM_LIMIT_BYTES = 64 << 20
 
@@ -123,7 +124,7 @@ def mla_paged_attention(
         q = _query_rows(q_nope[:num_queries], q_pe[:num_queries], config)
         out, lse = _launch(config, items, tables.entries, q, pages[0], sinks, k_scale)
         out = _fit(out[:, :num_heads, :latent_dim], num_tokens)
-        return out, None if lse is None else _fit(lse[:, :num_heads, 0], num_tokens)
+        return out, None if lse is None else _fit(by_head(lse, num_heads), num_tokens)
 
     num_decode, config = min(num_tokens, num_seqs), configured(1)
     of_tiles = configured(tuning.queries or _tile_queries(padded_heads(num_heads), mask))
@@ -199,7 +200,7 @@ def _launch(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(out [T, heads, value_lanes], lse [T, heads, 128]) of the sequences with items in `work`, else undefined."""
+    """(out [T, heads, value_lanes], lse as `tpu_lse` has it) of the sequences with items in `work`, else undefined."""
     num_tokens, (items, num_items) = q.shape[0], work
     fields = items.reshape(len(Field), -1)
     num_steps = -(-jnp.sum(fields[Field.NUM_BLOCKS], dtype=jnp.int32) // config.units)
@@ -212,7 +213,7 @@ def _launch(
     per_row = _per_row_arrays(config, sinks, k_scale)
     outputs = {"out": jax.ShapeDtypeStruct((num_tokens, config.heads, config.value_lanes), q.dtype)}
     if config.return_lse:
-        outputs["lse"] = jax.ShapeDtypeStruct((num_tokens, config.heads, LANES), jnp.float32)
+        outputs["lse"] = jax.ShapeDtypeStruct(lse_shape(num_tokens, config.heads), jnp.float32)
     scratch = _scratch(config, pages)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     kind = f"q{config.queries}_h{config.heads}_u{config.units}"
@@ -254,7 +255,7 @@ def _scratch(config: LatentConfig, pages: jax.Array) -> dict[str, Any]:
         "left": pltpu.SemaphoreType.DMA,
     }
     if config.return_lse:
-        scratch["lse_tile"] = pltpu.VMEM((*tile, LANES), jnp.float32)
+        scratch["lse_tile"] = pltpu.VMEM((config.units, *lse_shape(config.queries, config.heads)), jnp.float32)
     if config.tables_in_hbm:
         scratch["row"] = pltpu.SMEM((config.num_rows * config.table_stride,), jnp.int32)
         scratch["row_arrived"] = pltpu.SemaphoreType.DMA

@@ -24,6 +24,7 @@ from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Walk
 from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.tpu_mask import kept_slots, seen_slots
 from pallas_kernels.ragged_paged_attention.tpu_softmax import HIDDEN, LOG2E, NOTHING, base2_logits, dot, lanes_of
+from pallas_kernels.tpu_lse import heads_to_lanes
 
 
 class _Work(NamedTuple):
@@ -73,7 +74,8 @@ class StepAttention:
             tokens = pl.ds(chunk * config.chunk, config.chunk)
             refs.out_tile[unit, tokens] = self._by_token(out).astype(refs.out_tile.dtype)
             if config.return_lse:
-                refs.lse_tile[unit, tokens] = self._by_token((refs.m[unit, chunk] + jnp.log2(total)) * (1 / LOG2E))
+                lse = self._by_token((refs.m[unit, chunk] + jnp.log2(total)) * (1 / LOG2E))
+                refs.lse_tile[unit, tokens] = heads_to_lanes(lse)
 
     def _by_token(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.config.chunk, self.config.heads, x.shape[1])

@@ -26,6 +26,7 @@ from pallas_kernels.sparse_mla_attention.tpu_attention import PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LARGEST_BLOCK, LaunchConfig, block_pages
 from pallas_kernels.token_blocks import MOST_ROWS, TILE_QUERIES, padded_heads, rows_of_heads, rows_of_tables
 from pallas_kernels.tpu_entries import EntryReader
+from pallas_kernels.tpu_lse import by_head
 from pallas_kernels.tpu_states import StatePages
 
 MOST_TOKENS = 16384  # of a call: their items and places take scalar memory
@@ -118,14 +119,18 @@ def sparse_mla_attention(
     tiles = layer.attend(rows, schedule, TILE_QUERIES, sinks)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
 
-    def by_token(name: str) -> jax.Array:
-        both = [x[name].reshape(-1, layer.heads, x[name].shape[1])[:num_tokens, :num_heads] for x in (decode, tiles)]
-        first = jnp.pad(both[0], [(0, num_tokens - both[0].shape[0]), (0, 0), (0, 0)])
-        return jnp.where((token < num_decode)[..., None], first, both[1])
+    def by_token(decode: jax.Array, tiles: jax.Array) -> jax.Array:  # [tokens, heads, ...] each
+        decode, tiles = (x[:num_tokens] for x in (decode, tiles))
+        decode = jnp.pad(decode, [(0, num_tokens - decode.shape[0]), *[(0, 0)] * (decode.ndim - 1)])
+        return jnp.where(token[(..., *[None] * (tiles.ndim - 2))] < num_decode, decode, tiles)
 
     real = (schedule.pos >= 0)[:, None]
-    out = jnp.where(real[..., None], reader.gathered(by_token("out")), 0).astype(q.dtype)
-    return out, lse_with_sinks(jnp.where(real, by_token("lse")[..., 0], -jnp.inf), sinks) if return_lse else None
+    outs = (x["out"].reshape(-1, layer.heads, x["out"].shape[1])[:, :num_heads] for x in (decode, tiles))
+    out = jnp.where(real[..., None], reader.gathered(by_token(*outs)), 0).astype(q.dtype)
+    if not return_lse:
+        return out, None
+    lse = by_token(*(by_head(x["lse"], num_heads) for x in (decode, tiles)))
+    return out, lse_with_sinks(jnp.where(real, lse, -jnp.inf), sinks)
 
 
 class _Layer(NamedTuple):

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mosaic import LANES, Ref
 from pallas_kernels.ragged_paged_attention.tpu_softmax import HIDDEN, LOG2E, NOTHING, dot, lanes_of
 from pallas_kernels.token_blocks import MOST_ROWS
+from pallas_kernels.tpu_lse import heads_to_lanes
 
 
 class PassState(NamedTuple):
@@ -95,9 +96,9 @@ class LatentAttention:
         acc[rows] = acc[rows] * lanes_of(shrink, weighted.shape[1]) + weighted
 
     def finish(self, sinks: Ref | None, out: Ref, lse: Ref | None) -> None:
-        """Writes results, and LSE if that is wanted; `sinks` float32[chunk, 128] are those of a chunk's rows."""
+        """Writes results, and LSE [tokens, 1, 128] if that is wanted; `sinks` float32[chunk, 128] of a chunk's rows."""
 
-        def one(_: Any, rows: Any) -> None:
+        def one(first: Any, rows: Any) -> None:
             m = self.state.m[rows]
             total = jnp.broadcast_to(jnp.sum(self.state.weight[rows], axis=1, keepdims=True), m.shape)
             shrink = None
@@ -110,6 +111,8 @@ class LatentAttention:
             factor = factor if shrink is None else factor * shrink
             out[rows] = (self.state.acc[rows] * lanes_of(factor, out.shape[1])).astype(out.dtype)
             if lse is not None:
-                lse[rows] = (m + jnp.log2(total)) * (1 / LOG2E)
+                heads = self.num_rows // lse.shape[0]
+                value = ((m + jnp.log2(total)) * (1 / LOG2E)).reshape(-1, heads, LANES)
+                lse[pl.ds(first // heads, value.shape[0])] = heads_to_lanes(value)
 
         self.over_chunks(one)

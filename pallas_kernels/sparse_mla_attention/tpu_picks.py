@@ -29,6 +29,7 @@ from pallas_kernels.sparse_mla_attention.tpu_attention import LatentAttention, P
 from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.tpu_call import IN_HBM, Operand, call
 from pallas_kernels.tpu_entries import row_words
+from pallas_kernels.tpu_lse import lse_shape
 from pallas_kernels.tpu_states import StatePages, log2
 
 LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the entries of two tokens
@@ -106,7 +107,9 @@ def pick_pass(
     inputs["pages"] = Operand(pages.reshape(-1, *pages.shape[2:]), IN_HBM)
     outputs = {"out": Operand(jax.ShapeDtypeStruct(q.shape, q.dtype), rows(q.shape[1]))}
     if config.return_lse:
-        outputs["lse"] = Operand(jax.ShapeDtypeStruct((q.shape[0], LANES), jnp.float32), rows(LANES))
+        shape = lse_shape(q.shape[0] // config.heads, config.heads)
+        by_token = pl.BlockSpec((1, *shape[1:]), lambda *a: (before(*a), 0, 0))
+        outputs["lse"] = Operand(jax.ShapeDtypeStruct(shape, jnp.float32), by_token)
     return call(
         lambda refs: _Step(config, none, refs).run(),
         name=f"sparse_picks_k{width}_h{config.heads}_p{config.cache.page_size}",

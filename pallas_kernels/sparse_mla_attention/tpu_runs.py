@@ -27,6 +27,7 @@ from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.token_blocks import Field
 from pallas_kernels.tpu_call import IN_HBM, Operand, call
 from pallas_kernels.tpu_entries import row_words
+from pallas_kernels.tpu_lse import lse_shape
 from pallas_kernels.tpu_states import Run, StateBlocks, log2
 
 _VMEM_LIMIT_BYTES = 48 << 20
@@ -56,11 +57,11 @@ def run_pass(
         inputs["sinks"] = Operand(sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0)))
     inputs["pages"] = Operand(pages, IN_HBM)
     lanes = {"acc": q.shape[1], "weight": LANES, "m": LANES}
-    num_rows = q.shape[0]
+    num_rows, by_token = q.shape[0], items.blocks.token_spec(config.queries, LANES)
     if config.finishes:
         shapes = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
         if config.return_lse:
-            shapes["lse"] = jax.ShapeDtypeStruct((num_rows, LANES), jnp.float32)
+            shapes["lse"] = jax.ShapeDtypeStruct(lse_shape(num_rows // config.heads, config.heads), jnp.float32)
     else:
         shapes = {f"{name}_out": jax.ShapeDtypeStruct((num_rows, n), jnp.float32) for name, n in lanes.items()}
     return call(
@@ -69,7 +70,10 @@ def run_pass(
         grid=items.blocks.num_items + 1,
         scalars=scalars,
         inputs=inputs,
-        outputs={name: Operand(shape, blocks(shape.shape[1])) for name, shape in shapes.items()},
+        outputs={
+            name: Operand(shape, by_token if name == "lse" else blocks(shape.shape[1]))
+            for name, shape in shapes.items()
+        },
         scratch={
             "buffer": pltpu.VMEM((2, config.block_rows, *pages.shape[2:]), pages.dtype),
             "vectors": pltpu.VMEM((config.block_states, q.shape[1]), q.dtype),
