@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.kv_write import reference as kv_rows
 from pallas_kernels.kv_write.kernel_tpu import copy_rows, kv_write, write_runs
 from pallas_kernels.layouts import KV_CACHE_DTYPES
-from pallas_kernels.mosaic import LANES, Copy, compiler_params, matrix_unit_lanes
+from pallas_kernels.mosaic import LANES, Copy, chip_name, compiler_params, matrix_unit_lanes
 from pallas_kernels.ragged_paged_attention import launches, tpu_rows
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
@@ -189,6 +189,7 @@ def _config(
         lanes=lanes,
         page_size=page_size,
         compute_dtype="bfloat16" if is_short else "float32",
+        pushed_dtype=pushed_dtype(pages.dtype) if is_short else "float32",
         queries=queries,
         block=block,
         part=min(block, 512 if queries == 1 else 256),
@@ -204,6 +205,12 @@ def _config(
         buffers=buffers,
         step_items=min(_STEP_ITEMS, q.shape[0]) if queries == 1 else None,
     )
+
+
+def pushed_dtype(dtype: jnp.dtype) -> str:
+    """Dtype in which bfloat16 products take keys and values out of pages of `dtype`."""
+    takes_float8 = chip_name() in (None, "v7x") and dtype.name in ("float8_e4m3fn", "float8_e5m2")
+    return dtype.name if takes_float8 else "bfloat16"
 
 
 def _fit(x: jax.Array, num_tokens: int) -> jax.Array:

@@ -53,23 +53,36 @@ class KVBlocks:
             pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait()  # for as many bytes as it has
 
     def load(
-        self, slot: jax.Array, base: jax.Array | int, offset: int, value: int, first: int, count: int
+        self,
+        slot: jax.Array,
+        head: tuple[
+            jax.Array | int, int
+        ],  # (base, offset): base, which may be traced, is a multiple of heads of a word
+        value: int,  # 0: K, 1: V
+        first: int,
+        count: int,
+        kept: jax.Array | None = None,  # bool[count, lanes]; elements of others are zero
     ) -> jax.Array:
-        """K (`value` 0) or V (1) of head `base + offset`, [count, lanes] in the compute dtype.
-
-        `base`, which may be traced, is a multiple of the heads that share a word.
-        """
-        dtype, compute_dtype = self.buffer.dtype, self.config.compute_dtype
+        """K or V of head `base + offset`, [count, lanes] in the dtype that matrix products take."""
+        dtype, pushed_dtype, (base, offset) = self.buffer.dtype, self.config.pushed_dtype, head
         pack = packing(dtype)
         row, place = base * 2 // pack + (2 * offset + value) // pack, (2 * offset + value) % pack
         pieces = []
         for piece in range(self.config.num_pieces):
+            of_piece = None if kept is None else kept[:, piece * LANES : (piece + 1) * LANES]
             if is_interpreted():
-                pieces.append(self.buffer[slot, piece, pl.ds(first, count), row, place].astype(compute_dtype))
+                x = self.buffer[slot, piece, pl.ds(first, count), row, place].astype(pushed_dtype)
+                pieces.append(x if of_piece is None else jnp.where(of_piece, x, jnp.zeros_like(x)))
                 continue
             stride = self.buffer.shape[3]
             word = words(self.buffer, slot, piece)[pl.ds(first * stride + row, count, stride=stride), :]
-            pieces.append(_element(word, place, dtype).astype(compute_dtype))
+            masks_words = jnp.dtype(pushed_dtype).itemsize == 1
+            if of_piece is not None and masks_words:
+                word = jnp.where(of_piece, word, jnp.zeros_like(word))
+            x = _element(word, place, dtype, pushed_dtype).astype(pushed_dtype)
+            if of_piece is not None and not masks_words:
+                x = jnp.where(of_piece, x, jnp.zeros_like(x))
+            pieces.append(x)
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
     def _window(self, slot: jax.Array, piece: int, page: jax.Array | int, count: jax.Array | int) -> Ref:
@@ -88,10 +101,14 @@ class KVBlocks:
         return pltpu.make_async_copy(source, self._window(slot, piece, j, 1), self.arrived.at[slot])
 
 
-def _element(word: jax.Array, place: int, dtype: jnp.dtype) -> jax.Array:
+def _element(word: jax.Array, place: int, dtype: jnp.dtype, pushed_dtype: str) -> jax.Array:
     """Element `place` of each 32-bit word, in `dtype`."""
     bits = 8 * jnp.dtype(dtype).itemsize
     if bits == 32:
         return pltpu.bitcast(word, dtype)
-    unsigned = jnp.uint16 if bits == 16 else jnp.uint8
-    return pltpu.bitcast((word >> (bits * place)).astype(unsigned), dtype)
+    if bits == 16:
+        return pltpu.bitcast((word >> (16 * place)).astype(jnp.uint16), dtype)
+    if dtype == jnp.int8 or pushed_dtype == dtype:  # the halves of the words in one register, then those of the halves
+        half = (word >> (16 * (place // 2))).astype(jnp.uint16)
+        return pltpu.bitcast((half >> (8 * (place % 2))).astype(jnp.uint8), dtype)
+    return pltpu.bitcast((word >> (8 * place)).astype(jnp.uint8), dtype)

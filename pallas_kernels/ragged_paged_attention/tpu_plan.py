@@ -92,6 +92,7 @@ class TpuConfig:
     lanes: int  # head dimension as pages hold it, a multiple of 128
     page_size: int
     compute_dtype: str  # of the matrix products' operands: bfloat16 or float32
+    pushed_dtype: str  # of keys and values in them: the same, or that of the pages
     queries: int  # most query tokens of an item; 1: decode
     block: int  # slots of a KV block
     part: int  # slots of one softmax update

@@ -140,17 +140,17 @@ class BlockAttention:
                 buffers[(n + 1) % 2] = self._scores(*work[n + 1], slot)
             yield product, part, buffers[n % 2]
 
-    def _heads(self, product: _Product, part: _Part, slot: jax.Array, value: int) -> list[jax.Array]:
-        """K or V of each of the product's heads, [part, lanes]."""
+    def _heads(
+        self, product: _Product, part: _Part, slot: jax.Array, value: int, kept: jax.Array | None = None
+    ) -> list[jax.Array]:
+        """K or V of each of the product's heads, [part, lanes]; zero where not `kept`."""
         heads = self.config.heads
         base, first = product.base * heads, product.offset * heads
-        return [self.kv.load(slot, base, first + h, value, *part) for h in range(heads)]
+        return [self.kv.load(slot, (base, first + h), value, *part, kept) for h in range(heads)]
 
     def _values(self, product: _Product, part: _Part, slot: jax.Array, kept: jax.Array | None) -> jax.Array:
         """V of the product's heads side by side, [part, heads * lanes]; zero where not `kept`."""
-        columns = self._heads(product, part, slot, 1)
-        if kept is not None:
-            columns = [jnp.where(kept, x, jnp.zeros_like(x)) for x in columns]
+        columns = self._heads(product, part, slot, 1, kept)
         return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
 
     def _scores(self, product: _Product, part: _Part, slot: jax.Array) -> jax.Array:
@@ -185,7 +185,7 @@ class BlockAttention:
         else:
             refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, part.size, LANES))
         acc = refs.acc[i] * lanes_of(shrink, config.columns)
-        refs.acc[i] = acc + self._weighted(p.astype(v.dtype), v)
+        refs.acc[i] = acc + self._weighted(p.astype(config.compute_dtype), v)
 
     def _weighted(self, p: jax.Array, v: jax.Array) -> jax.Array:
         """`p @ v`; decode: halves of the keys apart, so that the first can begin while the other is pushed."""
