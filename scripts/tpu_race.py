@@ -200,7 +200,7 @@ def main(arguments: list[str]) -> int:
                     rows = list(rival_rows(entrant, case, race.rival(entrant, case, blocks)))
                 print("\n".join(rows), flush=True)
             except (CompilationError, ValueError, IndexError) as error:  # the last two: a listing of another form
-                print(f"{entrant} {blocks or ''}: does not compile, or cannot be read: {error}", flush=True)
+                print(f"{entrant}{blocks or ''}: does not compile, or cannot be read: {error}", flush=True)
                 failed = True
     return int(failed)
 

@@ -67,16 +67,21 @@ class Region:
 
 @dataclass(frozen=True)
 class Skip:
-    """Bundles of a loop that a branch may skip."""
+    """Bundles of a loop that a branch of the loop may skip."""
 
     first: int
     end: int
     num_dmas: int  # started
+    num_products: int = 0
 
     @property
     def num_bundles(self) -> int:
         """Loops inside by one trip."""
         return self.end - self.first
+
+    def holds(self, other: Skip | Loop) -> bool:
+        """Whether `other` lies in it and is another."""
+        return self.first <= other.first and other.end <= self.end and other is not self
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,10 @@ class Loop:
     has_matmul: bool
     units: dict[str, int]  # bundles that each unit needs at least, loops inside included
     inner: tuple[Loop, ...]
-    skips: tuple[Skip, ...] = ()  # outermost regions without products, those of `inner` apart
+    skips: tuple[Skip, ...] = ()  # outermost ones without products, those of `inner` apart
+    choices: tuple[Skip, ...] = ()  # outermost ones with products
     first_start: int | None = None  # number of the first bundle that starts a DMA
     first_wait: int | None = None  # of the first that waits for one
-    first_product: int | None = None  # of the first matrix product
 
     @property
     def num_bundles(self) -> int:
@@ -180,16 +185,17 @@ def read_kernel(name: str, listing: str, utilization: str) -> Kernel:
     texts = [bundle.text for bundle in bundles]
     products = [i for i, text in enumerate(texts) if "vmatmul" in text]
     skipped = [region for region in regions(bundles) if not region.is_loop]
-    skipped = [region for region in skipped if not any(region.first <= i < region.end for i in products)]
 
     def dmas(first: int, end: int) -> int:
         return sum(len(_DMA_START.findall(text)) for text in texts[first:end])
 
-    def skips(first: int, end: int, inner: tuple[Loop, ...]) -> tuple[Skip, ...]:
-        own = [region for region in skipped if first <= region.first < region.end <= end]
+    def skips(first: int, end: int, inner: tuple[Loop, ...], *, with_products: bool) -> tuple[Skip, ...]:
+        """A region begins after its branch's delay slots; one whose branch is before the loop skips the loop itself."""
+        own = [r for r in skipped if first <= r.first - 1 - _DELAY_SLOTS and r.end <= end]
         own = [r for r in own if not any(i.first <= r.first < i.end and r.end <= i.end for i in inner)]
-        outermost = [r for r in own if not any(other.holds(r) for other in own)]
-        return tuple(Skip(r.first, r.end, dmas(r.first, r.end)) for r in outermost)
+        found = [Skip(r.first, r.end, dmas(r.first, r.end), sum(r.first <= i < r.end for i in products)) for r in own]
+        found = [skip for skip in found if bool(skip.num_products) == with_products]
+        return tuple(skip for skip in found if not any(other.holds(skip) for other in found))
 
     def first_of(pattern: re.Pattern[str], first: int, end: int) -> int | None:
         return next((i for i in range(first, end) if pattern.search(texts[i])), None)
@@ -207,10 +213,10 @@ def read_kernel(name: str, listing: str, utilization: str) -> Kernel:
             has_matmul=any(first <= i < end for i in products),
             units={unit: math.ceil(use / counts[unit]) for unit, use in uses.items() if use},
             inner=inner,
-            skips=skips(first, end, inner),
+            skips=skips(first, end, inner, with_products=False),
+            choices=skips(first, end, inner, with_products=True),
             first_start=first_of(_DMA_START, first, end),
             first_wait=first_of(_DMA_WAIT, first, end),
-            first_product=next((i for i in products if first <= i < end), None),
         )
 
     return Kernel(name, loop(0, len(bundles), 0), tuple(bundles))

@@ -3,19 +3,20 @@
 Flow:    Kernel + chip + bytes of a token -> [block_scores] -> BlockScore of full and of masked blocks
 
 Bundles: the loop's own, and those of loops inside times their trips for a whole block (pages started four at a time,
-heads not unrolled). A step lasts what scripts/tpu_aot/latency.py says of bundles, bytes and a DMA's latency; the
-kernel's name says how many buffers it has (`_n`; 2 without), the listing where a step starts a DMA, waits and works.
-Limits: a bundle is a cycle only where nothing stalls; code that runs only sometimes counts as
-always; clocks are inferred and latency is assumed. So it ranks variants of a kernel; it is not a time. What a sequence
-costs beside its blocks: scripts/tpu_aot/step_cost.py.
+heads not unrolled); of a masked block all parts, or the code for a whole one. A step lasts what
+scripts/tpu_aot/latency.py says of bundles, bytes and a DMA's latency; the kernel's name says how many buffers it has
+(`_n`; 2 without), the listing where a step starts a DMA and where it waits. Limits: a bundle is a cycle only where
+nothing stalls; code that runs only sometimes counts as always; clocks are inferred and latency is assumed. So it ranks
+variants of a kernel; it is not a time. What a sequence costs beside its blocks: scripts/tpu_aot/step_cost.py.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
-from scripts.tpu_aot.bundles import Kernel, Loop
+from scripts.tpu_aot.bundles import Kernel, Loop, Skip
 from scripts.tpu_aot.chips import Chip
 from scripts.tpu_aot.latency import PAIR, Ring
 
@@ -113,17 +114,17 @@ def block_loops(kernel: Kernel) -> BlockLoops:
 
 
 def ring_of(kernel: Kernel) -> tuple[Ring, int]:
-    """(the kernel's ring of buffers, bundles of work between the start of a full block's DMA and the wait for it)."""
+    """(the kernel's ring of buffers, bundles of work between the start of a full block's DMA and the wait for it).
+
+    A kernel of two loops starts the block `buffers - 1` later, one of three that which takes the place of its own.
+    """
     name, loops = kernel_name(kernel), block_loops(kernel)
     loop = loops.full if name.family == "rpa" else loops.outer[-1]
     step = loop.num_bundles
-    start, wait, product = loop.first_start, loop.first_wait, loop.first_product
     buffers = name.sizes.get("n", 2)
-    if start is None or wait is None or product is None:
-        return Ring(buffers), (buffers - 1) * step
-    starts_after_work = start > product
-    hidden = (buffers - 1 + starts_after_work) * step + wait - start
-    return Ring(buffers, starts_between=wait < start < product), hidden
+    ahead = buffers - (loops.other_full is None)
+    distance = 0 if loop.first_start is None or loop.first_wait is None else loop.first_wait - loop.first_start
+    return Ring(buffers, starts_between=ahead < buffers and distance < 0), ahead * step + distance
 
 
 def block_scores(kernel: Kernel, chip: Chip, token_bytes: int) -> list[BlockScore]:
@@ -170,15 +171,35 @@ def _starts(outer: Loop, attends: Loop) -> tuple[int, Loop]:
     return own, max(before, key=lambda loop: loop.num_bundles)
 
 
-def executed_bundles(loop: Loop, block_pages: int, head_trips: int) -> int:
-    """Bundles of one block of `block_pages` pages, loops inside by their trips."""
+def executed_bundles(loop: Loop, block_pages: int, head_trips: int, seen: float = 1.0) -> int:
+    """Bundles of one block: loops inside by their trips, over `block_pages` pages that are started and over heads.
+
+    `seen`: the share of the block's slots that hold tokens, which tells which choices run.
+    """
     total = loop.own_bundles
     for inner in loop.inner:
-        if inner.has_matmul:
-            trips = head_trips
-        elif inner.num_dmas == 1:
-            trips = block_pages % _UNROLLED_PAGES
-        else:
-            trips = block_pages // _UNROLLED_PAGES
-        total += trips * executed_bundles(inner, block_pages, head_trips)
-    return total
+        total += _trips(inner, block_pages, head_trips) * executed_bundles(inner, block_pages, head_trips)
+    return total - sum(_executed_choice(loop, choice, head_trips) for choice in _choices_left_out(loop, seen))
+
+
+def _trips(inner: Loop, block_pages: int, head_trips: int) -> int:
+    if inner.has_matmul:
+        return head_trips
+    return block_pages % _UNROLLED_PAGES if inner.num_dmas == 1 else block_pages // _UNROLLED_PAGES
+
+
+def _executed_choice(loop: Loop, choice: Skip, head_trips: int) -> int:
+    inner = [other for other in loop.inner if choice.holds(other)]
+    more = sum(_trips(other, 0, head_trips) * executed_bundles(other, 0, head_trips) for other in inner)
+    return choice.num_bundles - sum(other.num_bundles for other in inner) + more
+
+
+def _choices_left_out(loop: Loop, seen: float) -> list[Skip]:
+    """Those of equal products attend equal parts of a block in turn; of others one runs, each for twice the slots."""
+    choices = list(loop.choices)
+    if len(choices) < 2:
+        return []
+    if len({choice.num_products for choice in choices}) == 1:
+        return choices[math.ceil(seen * len(choices)) :]
+    runs = next(i for i in range(len(choices)) if seen * 2 ** (len(choices) - 1 - i) <= 1)
+    return choices[:runs] + choices[runs + 1 :]

@@ -3,12 +3,14 @@
 Flow:    Kernel + lengths -> plan_items, the kernel's own plan -> blocks of each loop -> [launch_work] -> Work
 
 An item costs what the loop over items has beside its blocks, without what only the first item runs, and its share of
-what the loop over the grid's steps has beside items. A block costs its loop's bundles; where that starts pages by
-loops, by those of the block that it starts, of the launch's first blocks after its last ones, as in a long launch.
+what the loop over the grid's steps has beside items. A block costs its loop's bundles: where that starts pages by
+loops, by those of the block that it starts, of the launch's first blocks after its last ones, as in a long launch; and
+where it attends parts of a block or chooses code by their number, by its own pages.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -67,7 +69,7 @@ def launch_work(kernel: Kernel, mask: MaskRule, token_bytes: int, sequences: Seq
     pages = np.concatenate([item.pages(sizes.block_pages) for item in items])
     # A kernel of two loops starts the next block before it attends its own, one of three the block after the ring's.
     ahead = ring.buffers - (loops.other_full is None)
-    following = iter(np.roll(pages, -ahead).tolist())
+    blocks = zip(pages.tolist(), np.roll(pages, -ahead).tolist(), strict=True)
     bundles = len(items) * item_bundles(loops)
     for item in items:
         if loops.other_full is None:
@@ -77,8 +79,8 @@ def launch_work(kernel: Kernel, mask: MaskRule, token_bytes: int, sequences: Seq
             trips = [(loops.full, inside), (loops.other_full, item.num_full), (loops.masked, item.num_blocks)]
         first = 0
         for loop, end in trips:
-            started = [next(following) for _ in range(first, end)]
-            bundles += sum(executed_bundles(loop, count, name["t"]) for count in started)
+            for own, started in itertools.islice(blocks, max(end - first, 0)):
+                bundles += executed_bundles(loop, started, name["t"], own / sizes.block_pages)
             first = end
     return Work(bundles, int(pages.sum()) * sizes.page_size * token_bytes, len(pages), ring)
 

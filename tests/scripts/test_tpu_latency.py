@@ -9,7 +9,7 @@ import pytest
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.latency import Ring, Work
 from scripts.tpu_aot.score import block_loops, block_scores, ring_of
-from tests.scripts.tpu_listing import PRODUCT, START, WAIT, kernel, loop
+from tests.scripts.tpu_listing import PRODUCT, START, WAIT, Part, kernel, loop
 
 
 def played_step(when: str, buffers: int, transfer: float, work: float, latency: float) -> float:
@@ -74,18 +74,27 @@ def test_bytes_in_flight() -> None:
 MASKED = loop(WAIT, PRODUCT, 30)
 
 
+STARTS_FIRST = loop(2, START, 7, WAIT, 20, PRODUCT, 8)  # 45 bundles each
+STARTS_BETWEEN = loop(2, WAIT, 7, START, 20, PRODUCT, 8)
+STARTS_LAST = loop(2, WAIT, 20, PRODUCT, 8, START, 7)
+
+
 @pytest.mark.parametrize(
-    ("name", "full", "expected", "hidden"),
+    ("name", "loops", "expected", "hidden"),
     [
-        ("rpa_q1_b512_p128_t1", loop(2, START, 7, WAIT, 20, PRODUCT, 8), Ring(2), 45 + 8),
-        ("rpa_q1_b512_p128_t1_n4", loop(2, START, 7, WAIT, 20, PRODUCT, 8), Ring(4), 3 * 45 + 8),
-        ("rpa_q1_b512_p128_t1_n4", loop(2, WAIT, 20, PRODUCT, 8, START, 7), Ring(4), 4 * 45 - 30),
-        ("rpa_q1_b512_p128_t1_n3", loop(2, WAIT, 7, START, 20, PRODUCT, 8), Ring(3, starts_between=True), 2 * 45 - 8),
+        ("rpa_q1_b512_p128_t1", [STARTS_FIRST], Ring(2), 45 + 8),
+        ("rpa_q1_b512_p128_t1_n4", [STARTS_FIRST], Ring(4), 3 * 45 + 8),
+        ("rpa_q1_b512_p128_t1_n3", [STARTS_BETWEEN], Ring(3, starts_between=True), 2 * 45 - 8),
+        ("rpa_q1_b512_p128_t1_n4", [STARTS_LAST, 2, MASKED], Ring(4), 4 * 45 - 30),
+        ("rpa_q1_b512_p128_t1_n4", [STARTS_BETWEEN, 2, MASKED], Ring(4), 4 * 45 - 8),
     ],
 )
-def test_what_a_listing_says_of_its_ring(name: str, full: object, expected: Ring, hidden: int) -> None:
-    """Buffers by name; the order of start, wait and products tells which step a DMA is for, and what hides it."""
-    found = kernel(name, loop(3, full, 2, MASKED))
+def test_what_a_listing_says_of_its_ring(name: str, loops: list[Part], expected: Ring, hidden: int) -> None:
+    """Buffers by name; which block a step starts by the number of loops; what hides it by start and wait.
+
+    Where a block takes the place of the step's own, the compiler may start it as soon as that has been loaded.
+    """
+    found = kernel(name, loop(3, *loops, 2, MASKED))
     assert ring_of(found) == (expected, hidden)
     scores = block_scores(found, CHIPS["v7x"], 4096)
     assert [score.hidden_bundles for score in scores] == [hidden, hidden]

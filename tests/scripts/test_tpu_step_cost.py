@@ -6,8 +6,10 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from scripts.tpu_aot.bundles import Kernel
+from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.latency import Ring
 from scripts.tpu_aot.rival_cost import Sizes, blocking_spills, decode_work, prefill_bundles, sizes_of
+from scripts.tpu_aot.score import block_scores
 from scripts.tpu_aot.step_cost import DECODE, TILES, Item, LaunchSizes, items_of, launch_work, workloads
 from tests.scripts.tpu_listing import PRODUCT, START, STORE, WAIT, kernel, loop, skip
 
@@ -86,6 +88,36 @@ def test_a_whole_prefill() -> None:
     blocks = [[some] for some in pages[0]] + [[4, some - 4] for some in pages[1]]
     starts = sum(10 * (some // 4) + 8 * (some % 4) for item in blocks for some in item)
     assert work.bundles == 32 * 13 + 16 * 3 * 70 + starts
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(512, 4), (384, 3), (129, 2), (128, 1)])
+def test_parts_of_a_cut_block_run_as_far_as_it_has_tokens(tokens: int, expected: int) -> None:
+    """Regions of equal products, one for each quarter of a block; of 20 bundles, 5 more for the branch always run."""
+    parts = [skip(PRODUCT, 19)] * 4
+    found = kernel("rpa_q1_b512_p128_t1", loop(9, loop(PRODUCT), loop(WAIT, *parts)))
+    work = launch_work(found, MaskRule(), 4096, [(tokens, 1)])
+    assert work.bundles == (9 + 5) + (1 + 5) + 4 * 5 + expected * 20
+    assert block_scores(found, CHIPS["v7x"], 4096)[1].bundles == (1 + 5) + 4 * (5 + 20)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(512, 50), (257, 50), (256, 20), (128, 20)])
+def test_short_blocks_have_code_of_their_own(tokens: int, expected: int) -> None:
+    """Of two regions of unequal products one runs: the first where half a block is enough."""
+    found = kernel(
+        "rpa_q1_b512_p128_t1",
+        loop(9, loop(PRODUCT), loop(WAIT, skip(PRODUCT, 19), skip(PRODUCT, PRODUCT, 48))),
+    )
+    work = launch_work(found, MaskRule(), 4096, [(tokens, 1)])
+    assert work.bundles == (9 + 5) + (1 + 5) + 2 * 5 + expected
+    assert block_scores(found, CHIPS["v7x"], 4096)[1].bundles == (1 + 5) + 2 * 5 + 50
+
+
+def test_heads_that_are_not_unrolled_in_code_that_is_chosen() -> None:
+    """A loop over heads inside the region that is left out is left out with all its trips."""
+    short, whole = skip(1, loop(PRODUCT, 4)), skip(1, loop(PRODUCT, PRODUCT, 13))  # 10 and 20 a trip
+    found = kernel("rpa_q1_b512_p128_t3", loop(9, loop(PRODUCT), loop(WAIT, short, whole)))
+    assert launch_work(found, MaskRule(), 4096, [(256, 1)]).bundles == (9 + 5) + (1 + 5) + 2 * 5 + 1 + 3 * 10
+    assert launch_work(found, MaskRule(), 4096, [(512, 1)]).bundles == (9 + 5) + (1 + 5) + 2 * 5 + 1 + 3 * 20
 
 
 def test_workloads_by_kind_of_kernel() -> None:
