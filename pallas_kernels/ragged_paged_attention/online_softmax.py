@@ -29,7 +29,7 @@ def capped_sinks(sinks: jax.Array) -> jax.Array:
     return jnp.minimum(sinks.astype(jnp.float32), jnp.finfo(jnp.float32).max)
 
 
-def _finite(m: jax.Array) -> jax.Array:
+def finite(m: jax.Array) -> jax.Array:
     """`m`, or 0 where it is -inf: `exp(x - m)` then is 0 and not NaN for a row that has seen nothing."""
     return jnp.where(m == -jnp.inf, 0.0, m)
 
@@ -57,8 +57,8 @@ def attend(
         s = soft_cap * jnp.tanh(s / soft_cap)
     s = jnp.where(visible, s, -jnp.inf)
     m = jnp.maximum(state.m, jnp.max(s, axis=-1))
-    p = jnp.exp(s - _finite(m)[..., None])
-    shrink = jnp.exp(state.m - _finite(m))
+    p = jnp.exp(s - finite(m)[..., None])
+    shrink = jnp.exp(state.m - finite(m))
     weight = jnp.sum(p, axis=-1)
     total = state.total * shrink[..., None] + jnp.einsum("...mk,...kd->...md", p, v, precision=lax.Precision.HIGHEST)
     total = jnp.where(weight[..., None] == 0, state.total, total)  # 0 * NaN; a weight of 0 leaves m, so shrink is 1
@@ -73,7 +73,7 @@ def merge_rows(
     """`state` with each part merged into its row."""
     m = state.m.at[rows].max(parts.m, mode="drop")
     of_part = m.at[rows].get(mode="fill", fill_value=-jnp.inf)
-    kept, added = jnp.exp(state.m - _finite(m)), jnp.exp(parts.m - _finite(of_part))
+    kept, added = jnp.exp(state.m - finite(m)), jnp.exp(parts.m - finite(of_part))
     weight = (state.weight * kept).at[rows].add(parts.weight * added, mode="drop")
     total = (state.total * kept[..., None]).at[rows].add(parts.total * added[..., None], mode="drop")
     return SoftmaxState(m, weight, total)
@@ -90,8 +90,8 @@ def finish(state: SoftmaxState, sinks: jax.Array | None) -> tuple[jax.Array, jax
     if sinks is not None:
         sinks = capped_sinks(sinks)
         m = jnp.maximum(state.m, sinks)
-        shrink = jnp.exp(state.m - _finite(m))
-        weight = weight * shrink + jnp.exp(sinks - _finite(m))
+        shrink = jnp.exp(state.m - finite(m))
+        weight = weight * shrink + jnp.exp(sinks - finite(m))
         total = total * shrink[..., None]
     weight = jnp.where(nothing, 1.0, weight)
     return total / weight[..., None], jnp.where(nothing, -jnp.inf, m + jnp.log(weight))

@@ -54,16 +54,34 @@ class PagedTiles:
         k, v = self._gather(ids)
         return KVTile(k, v, key_pos)
 
+    def keys(self, ids: jax.Array) -> jax.Array:  # int32[n] -> float32[n, slots, num_kv_heads * head_dim]
+        """K of whole pages; of split ones in a gather that XLA can merge with what is made of it."""
+        if len(self.pages) == 2:
+            array = self.pages[0]
+            return array.reshape(*array.shape[:2], -1).at[ids].get(mode=_CLIP).astype(jnp.float32)
+        k, _ = self._unpacked(self.pages[0].at[ids].get(mode=_CLIP))
+        return k.reshape(*k.shape[:2], -1).astype(jnp.float32)
+
+    def values(self, ids: jax.Array, slot: int) -> jax.Array:  # int32[n] -> float32[n, num_kv_heads, head_dim_v]
+        """V of one slot of pages, likewise."""
+        if len(self.pages) == 2:
+            return self.pages[1][:, slot].at[ids].get(mode=_CLIP).astype(jnp.float32)
+        _, v = self._unpacked(self.pages[0].at[ids, slot].get(mode=_CLIP)[:, None])
+        return v[:, 0].astype(jnp.float32)
+
     def _gather(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """K and V of pages `ids` int32[tile_pages]."""
         if len(self.pages) == 2:
             k, v = (array.at[ids].get(mode=_CLIP) for array in self.pages)
         else:
-            rows = self.pages[0].at[ids].get(mode=_CLIP)
-            rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-            k = rows[:, :, 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
-            v = rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
+            k, v = self._unpacked(self.pages[0].at[ids].get(mode=_CLIP))
         return _by_slot(k), _by_slot(v)
+
+    def _unpacked(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:  # [n, slots, rows, packing, lanes]
+        """K and V [n, slots, num_kv_heads, head_dim] each."""
+        rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+        k = rows[:, :, 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
+        return k, rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
 
 
 def locate(

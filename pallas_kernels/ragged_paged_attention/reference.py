@@ -4,8 +4,8 @@ Flow:    api -> [reference] -> (out, lse)
 
 Two loops over the work that the step really has (`tile_walk`). Sequences of few queries go many work items at a time:
 one gather of their pages and one batched product for all of them, whose parts are then merged into the softmax states
-of their sequences. The queries of other sequences go in tiles of about 128 rows (queries times query heads of a KV
-head), each with the KV tiles that it sees.
+of their sequences; or, with one or two rows for each KV head, without a gather (`page_rows`). The queries of other
+sequences go in tiles of about 128 rows (queries times query heads of a KV head), each with the KV tiles that it sees.
 
 Few rows of few heads are multiplied with the keys of all KV heads at once, each row zero where another head's numbers
 stand: K and V then are read as they lie in their pages, where a product for each head would first copy its part. A
@@ -23,9 +23,10 @@ from jax import lax
 from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
+from pallas_kernels.ragged_paged_attention.page_rows import attend_pages_in_place, reads_in_place
 from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles
 from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.ragged_paged_attention.tile_walk import TileReader, TileWalk
+from pallas_kernels.ragged_paged_attention.tile_walk import TileReader, TileWalk, few_queries
 from pallas_kernels.varying import vary_like
 
 _TILE_ROWS = 128
@@ -75,10 +76,12 @@ def attend_pages(
 ) -> tuple[jax.Array, jax.Array]:
     """(out float32[T, Hkv, G, Dv], lse float32[T, Hkv, G]) over all keys of `cache` that each query sees."""
     num_tokens, num_kv_heads, group, _ = q.shape
-    walk = TileWalk.of_step(cache, mask, batch, num_tokens=num_tokens, queries=max(8, _TILE_ROWS // group))
+    queries = min(num_tokens, max(8, _TILE_ROWS // group))
+    few = few_queries(num_tokens, batch.seq_lens.shape[0], queries)
+    by_page = reads_in_place(cache, few * group)
+    walk = TileWalk.of_step(cache, mask, batch, num_tokens=num_tokens, sizes=(few, queries), by_page=by_page)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
-    few = walk.sizes[0]
     if num_tokens > few:
         out, lse = _attend_long(q, walk, soft_cap, sinks)
     else:
@@ -87,7 +90,10 @@ def attend_pages(
     is_short = (batch.q_lens <= few)[:, None] & (i < batch.q_lens[:, None])
     tokens = jnp.where(is_short, batch.starts[:, None] + i, num_tokens)  # [S, few], beyond all where there is none
     short_q = q.at[tokens].get(mode="fill", fill_value=0.0)
-    short_out, short_lse = _attend_short(short_q, walk, soft_cap, sinks)
+    if reads_in_place(cache, few * group):
+        short_out, short_lse = attend_pages_in_place(short_q, cache, walk, soft_cap, sinks)
+    else:
+        short_out, short_lse = _attend_short(short_q, walk, soft_cap, sinks)
     return out.at[tokens].set(short_out, mode="drop"), lse.at[tokens].set(short_lse, mode="drop")
 
 

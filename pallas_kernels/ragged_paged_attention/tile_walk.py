@@ -30,6 +30,16 @@ _TILE_KEYS = 64  # about so many keys of a KV tile: a longer one has more that n
 _MOST_FEW = 8
 
 
+def few_queries(num_tokens: int, num_seqs: int, queries: int) -> int:
+    """Most queries of a sequence of few, where a query tile has at most `queries`.
+
+    As many as every sequence of the step can have, if that is a small number: 1 in the shape of a decoding step, 1 + k
+    in that of a step with k drafts.
+    """
+    share = num_tokens // num_seqs
+    return min(queries, share if 1 <= share <= _MOST_FEW else 1)
+
+
 class TileReader(Protocol):
     """Pages of one layer."""
 
@@ -65,18 +75,16 @@ class TileWalk:
     most_items: int  # work items that part 0 can have
 
     @classmethod
-    def of_step(cls, cache: TileReader, mask: MaskRule, batch: Batch, *, num_tokens: int, queries: int) -> TileWalk:
-        """With query tiles of at most `queries` tokens.
-
-        A sequence of few queries has at most as many as every sequence of the step can have, where that is a small
-        number: 1 in the shape of a decoding step, 1 + k in that of a step with k drafts.
-        """
+    def of_step(
+        cls, cache: TileReader, mask: MaskRule, batch: Batch, *, num_tokens: int, sizes: tuple[int, int], by_page: bool
+    ) -> TileWalk:
+        """With query tiles of at most `sizes` tokens; `by_page`: KV tiles of part 0 are single pages."""
         num_seqs, num_columns = cache.block_tables.shape
-        queries = min(num_tokens, queries)
-        share = num_tokens // num_seqs
-        few = min(queries, share if 1 <= share <= _MOST_FEW else 1)
-        most = [mask.max_pages(size, num_columns, cache.page_size) for size in (few, queries)]
+        few, queries = sizes
+        most = [mask.max_pages(size, num_columns, cache.page_size) for size in sizes]
         tiles = [cdiv(pages, max(1, _TILE_KEYS // cache.page_size)) for pages in most]
+        if by_page:
+            tiles[0] = most[0]
         tile_pages = (cdiv(most[0], tiles[0]), cdiv(most[1], tiles[1]))
         schedule = make_schedule(
             batch,

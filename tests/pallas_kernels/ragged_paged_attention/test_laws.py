@@ -236,3 +236,18 @@ def test_the_oracle_sees_by_the_rule() -> None:
     assert visible_keys(5, 9, options) == [0, 4, 5]
     assert visible_keys(3, 9, options) == [0, 1, 2, 3]
     assert visible_keys(5, 7, dataclasses.replace(options, causal=False)) == [0, 4, 5, 6]
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("options", [Options(soft_cap=2.0), WINDOW], ids=["full", "window"])
+def test_heads_that_share_keys_do_not_matter(options: Options, page_size: int) -> None:
+    """A decoding query gets the same whether its KV head has one, two or four query heads, NaN where nobody sees."""
+    shape = Shape(num_tokens=4, num_rows=4, num_columns=3, page_size=page_size, num_q_heads=2, num_kv_heads=2)
+    case = make_case(14, shape, [(1, 40), (1, 1), (1, 33)], options)
+    one = assert_matches_oracle(case, options)
+    for count in (2, 4):
+        q = np.repeat(case.q, count, axis=1)
+        several = run(dataclasses.replace(case, shape=dataclasses.replace(shape, num_q_heads=2 * count), q=q), options)
+        for head in range(count):
+            assert_close(several.out[:, head::count], one.out, "float32", "out")
+            assert_close(several.lse[:, head::count], one.lse, "float32", "lse")
