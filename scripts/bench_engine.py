@@ -25,7 +25,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -36,11 +35,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
+from kvjax.bench.step_parts import StepTimer
 from kvjax.cli.output_files import output_file
 
 YARDSTICK_US = 80.0
 DEMO = Path(__file__).resolve().parents[1] / "kvjax" / "demo" / "model"
 LAYERS = (4, 8, 32)
+PARTS = ("schedule", "plan", "prepare", "pad", "jit", "pack", "dispatch", "read", "update", "other")
 SMALL_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,7 +61,7 @@ SMALL_LLAMA = {
 
 
 @dataclass(frozen=True)
-class StepParts:
+class EngineStep:
     """Medians of one engine step in microseconds of the engine's thread; `wall_us` and `other_cpu_us` beside them."""
 
     num_requests: int
@@ -80,38 +81,6 @@ class CompileTime:
     num_layers: int
     seconds: float
     cpu_seconds: float  # of all threads: what a busy machine does not change
-
-
-class PartTimer:
-    """Thread time by part; a part that runs within another is taken from the other's."""
-
-    def __init__(self) -> None:
-        self.spent_s: dict[str, float] = defaultdict(float)
-        self._inner_s = [0.0]
-
-    def wrapped(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, timed as `part`."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._inner_s.append(0.0)
-            start = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                whole = time.thread_time() - start
-                self.spent_s[part] += whole - self._inner_s.pop()
-                self._inner_s[-1] += whole
-
-        return timed
-
-    def wrap(self, part: str, owner: Any, name: str) -> None:
-        """Times the attribute `name` of `owner` from now on."""
-        setattr(owner, name, self.wrapped(part, getattr(owner, name)))
-
-    def take(self) -> dict[str, float]:
-        """Seconds by part since the last call."""
-        spent, self.spent_s = dict(self.spent_s), defaultdict(float)
-        return spent
 
 
 def yardstick_us() -> float:
@@ -165,12 +134,12 @@ def demo_engine(num_requests: int, *, async_scheduling: bool) -> Any:
     return engine
 
 
-def time_parts(engine: Any) -> PartTimer:
-    """Times the parts of `engine`'s steps from now on."""
+def time_parts(engine: Any) -> StepTimer:
+    """Times the parts of `engine`'s steps from here on."""
     from kvjax.device import DeviceBatch
     from kvjax.engine import host_loop
 
-    timer, runner = PartTimer(), engine._runner
+    timer, runner = StepTimer(PARTS), engine._runner
     timer.wrap("schedule", engine.scheduler, "schedule")
     timer.wrap("plan", host_loop, "build_step_plan")
     timer.wrap("prepare", engine._loop, "begin_step")
@@ -181,35 +150,37 @@ def time_parts(engine: Any) -> PartTimer:
     timer.wrap("dispatch", runner, "dispatch")
     timer.wrap("read", runner, "read")
     timer.wrap("update", engine._loop, "end_step")
+    timer.wrap("other", engine, "step")
     return timer
 
 
-def measure_step(num_requests: int, num_steps: int, *, async_scheduling: bool) -> StepParts:
+def measure_step(num_requests: int, num_steps: int, *, async_scheduling: bool) -> EngineStep:
     """Medians over `num_steps` decoding steps."""
     check_asynchronous()
     engine = demo_engine(num_requests, async_scheduling=async_scheduling)
     timer = time_parts(engine)
-    step = timer.wrapped("rest", engine.step)
     samples: dict[str, list[float]] = defaultdict(list)
     gc.collect()
     for _ in range(num_steps):
-        wall, thread, process = time.perf_counter(), time.thread_time(), time.process_time()
-        outputs = step()
-        thread_s = time.thread_time() - thread
-        samples["wall"].append(time.perf_counter() - wall)
-        samples["other"].append(time.process_time() - process - thread_s)
-        samples["total"].append(thread_s)
+        timer.reset()
+        process = time.process_time()
+        outputs = engine.step()
+        process_us = (time.process_time() - process) * 1e6
         if len(outputs) != num_requests:
             raise AssertionError(f"expected a token of {num_requests} requests, got {len(outputs)}")
-        for part, seconds in timer.take().items():
-            samples[f"part {part}"].append(seconds)
-    us = {name: round(median(values) * 1e6, 1) for name, values in samples.items()}
+        parts = timer.parts()
+        samples["wall"].append(parts.step_wall_us)
+        samples["other"].append(process_us - parts.step_cpu_us)
+        samples["total"].append(parts.step_cpu_us)
+        for part, part_us in parts.cpu_us.items():
+            samples[f"part {part}"].append(part_us)
+    us = {name: round(median(values), 1) for name, values in samples.items()}
     yardstick = yardstick_us()
-    return StepParts(
+    return EngineStep(
         num_requests=num_requests,
         parts_us={name.removeprefix("part "): value for name, value in us.items() if name.startswith("part ")},
         total_us=us["total"],
-        least_us=round(min(samples["total"]) * 1e6, 1),
+        least_us=round(min(samples["total"]), 1),
         scaled_us=round(us["total"] * YARDSTICK_US / yardstick, 1),
         wall_us=us["wall"],
         other_cpu_us=us["other"],
@@ -239,8 +210,7 @@ def compile_here(num_layers: int) -> CompileTime:
     model = build_model(config, dtype="float32", rngs=nnx.Rngs(0))
     buckets = Buckets((Bucket(64, 8, 32),), page_counts=(8,))
     pages = create_pages(plan.config)
-    nothing = np.zeros(0, np.int64)
-    sampling = SamplingTable().batch(nothing, nothing)
+    sampling = SamplingTable().empty_batch()
     start, cpu_start = time.perf_counter(), time.process_time()
     step = make_update_step(model, plan.config, buckets, sample_fn=sample)
     done: list[tuple[float, float]] = []
@@ -258,7 +228,7 @@ def measure_compile(num_layers: int, runs: int) -> CompileTime:
     return CompileTime(num_layers, min(one.seconds for one in times), min(one.cpu_seconds for one in times))
 
 
-def print_step(step: StepParts) -> None:
+def print_step(step: EngineStep) -> None:
     """The table of parts."""
     print(f"one decoding step of {step.num_requests} requests of the demo model, CPU time of the engine's thread")
     for part, us in step.parts_us.items():

@@ -53,9 +53,9 @@ class PackedInputs:
         places, end = [], 0
         for shape, dtype in arrays:
             size = math.prod(shape)
-            is_packed = (dtype.itemsize == 4 or dtype.kind == "b") and size * 4 < OWN_BYTES
-            places.append(_Place(shape, dtype, end if is_packed else None))
-            end += size if is_packed else 0
+            packed = is_packed(size, dtype)
+            places.append(_Place(shape, dtype, end if packed else None))
+            end += size if packed else 0
         self._places = tuple(places)
         # Which arrays are packed, and whether one is a row of int32 already; which go by themselves.
         self._packed = [
@@ -80,6 +80,11 @@ class PackedInputs:
         )
 
 
+def is_packed(size: int, dtype: np.dtype) -> bool:
+    """Whether an array of so many numbers goes into the buffer."""
+    return (dtype.itemsize == 4 or dtype.kind == "b") and size * 4 < OWN_BYTES
+
+
 def shapes_of(tree: Any) -> tuple[list[np.ndarray], Shapes]:
     """The numpy arrays of `tree`, and what their layout depends on."""
     leaves, structure = jax.tree.flatten(tree)
@@ -102,4 +107,4 @@ def _as_array(buffer: jax.Array, place: _Place) -> jax.Array:
     return values if place.dtype == np.int32 else jax.lax.bitcast_convert_type(values, jnp.dtype(place.dtype))
 
 
-__all__ = ["OWN_BYTES", "Packed", "PackedInputs", "Shapes", "shapes_of"]
+__all__ = ["OWN_BYTES", "Packed", "PackedInputs", "Shapes", "is_packed", "shapes_of"]

@@ -30,6 +30,7 @@ from kvjax.device.draft_check import accept_drafts
 from kvjax.device.encoder_step import EncoderShapes, EncoderStep
 from kvjax.device.given_tokens import ScoreFn, score_given
 from kvjax.device.model_weights import ModelWeights
+from kvjax.device.packed_inputs import is_packed
 from kvjax.device.page_ops import (
     check_copies,
     check_page_ids,
@@ -422,8 +423,10 @@ def _check_edits(pages: KVPages, plan: StepPlan) -> None:
 
 
 def _padded_rows(values: np.ndarray, num_rows: int) -> np.ndarray:
-    """A fresh copy of `values` with zeros after its rows up to `num_rows`."""
+    """`values` with zeros after its rows up to `num_rows`; a fresh copy, unless packing copies it."""
     values = np.asarray(values)
+    if values.shape[0] == num_rows and is_packed(values.size, values.dtype):
+        return values
     if values.shape[0] > num_rows:
         raise ValueError(f"expected sampling inputs of at most {num_rows} rows, got {values.shape[0]}")
     out = np.zeros((num_rows, *values.shape[1:]), values.dtype)

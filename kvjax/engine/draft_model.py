@@ -69,8 +69,7 @@ class DraftModel:
         self._placement = placement
         self._first_source = first_source
         self._update_step = self._make_update_step(sample_fn) if like is None else self._shared_step(like)
-        nothing = np.zeros(0, np.int64)
-        self._no_sampling = SamplingTable().batch(nothing, nothing)
+        self._no_sampling = SamplingTable().empty_batch()
         self._pages: KVPages | None = None
 
     def reset(self, table: RequestTable) -> None:

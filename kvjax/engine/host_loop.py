@@ -251,6 +251,8 @@ class HostLoop:
 
 def _text_pieces(new: NewTokens) -> dict[int, str]:
     """Text that new tokens complete, by place, of the requests that stream it."""
+    if not new.looked_at:
+        return {}
     requests = ((place, new.requests[place]) for place in new.looked_at)
     return {place: request.text.take() for place, request in requests if request.params.stream_text}
 

@@ -32,6 +32,7 @@ from kvjax.engine.draft_model import DraftModel, check_speculation
 from kvjax.engine.engine_core import EngineCore
 from kvjax.engine.engine_log import EngineObserver, log_start
 from kvjax.engine.host_loop import HostLoop
+from kvjax.engine.known_names import check_names
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
 from kvjax.engine.prompt_lookup import PromptLookup
@@ -210,9 +211,8 @@ class LLMEngine:
 
     def warmup(self, on_compiled: Callable[[int], object] | None = None) -> None:
         """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
-        nothing = np.zeros(0, np.int64)
         with self._core.changing():
-            self._runner.warmup(self._loop.sampling.batch(nothing, nothing), on_compiled)
+            self._runner.warmup(self._loop.sampling.empty_batch(), on_compiled)
             if self._draft_model is not None:
                 self._draft_model.warmup(on_compiled)
 
@@ -439,6 +439,7 @@ class LLMEngine:
         **given: Any,
     ) -> str:
         """Queues the samples of a prompt; the id of the first."""
+        check_names("inputs of a prompt", given, GivenInputs.__dataclass_fields__)
         samples = self._maker.make(prompt, params, request_id, GivenInputs(**given), self._loop.requests)
         self.scheduler.check_fits(samples[0])
         with self._core.changing():

@@ -34,7 +34,7 @@ class StepEnd:
     def begin(cls, step: ScheduledStep, table: RequestTable) -> StepEnd:
         """Notes the counts of a step's requests before anything is appended. Costs a gather."""
         num_tokens = table.num_tokens[step.rows]
-        if not num_tokens.all():  # some were preempted or aborted while the step was in flight
+        if np.count_nonzero(num_tokens) < num_tokens.size:  # some left the table while the step was in flight
             num_tokens = np.array([one.request.num_tokens for one in step.requests], np.int64)
         return cls(step.requests, num_tokens)
 

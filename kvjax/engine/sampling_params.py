@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvjax.engine.known_names import check_names
 from kvjax.engine.token_matcher import TokenMatcher
 
 MAX_SEED = 2**32 - 1
@@ -45,7 +46,8 @@ class SamplingParams:
     `skip_special_tokens`.
 
     Raises:
-        ValueError: a value is outside its range, a stop string has no text, or values contradict each other.
+        ValueError: a name is unknown, a value is outside its range, a stop string has no text, or values contradict
+            each other.
     """
 
     n: int = 1
@@ -71,6 +73,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     stream_text: bool = False
     skip_special_tokens: bool = True
+
+    def __new__(cls, **values: Any) -> SamplingParams:
+        """An object without values: `__init__` would refuse an unknown name by a TypeError that tells no other."""
+        check_names("sampling parameters", values, cls.__dataclass_fields__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_counts()

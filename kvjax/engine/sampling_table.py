@@ -66,6 +66,11 @@ class SamplingTable:
         places = np.array(positions, np.int32)
         return SamplingBatch(temperature[rows], top_p[rows], top_k[rows], seed[rows], places, line[rows])
 
+    def empty_batch(self) -> SamplingBatch:
+        """Lines of no rows: an example of a step's inputs, to compile for."""
+        nothing = np.zeros(0, np.int64)
+        return self.batch(nothing, nothing)
+
     def wants_best(self, batch: SamplingBatch) -> bool:
         """Whether a row of a step asks for log-probabilities of best tokens."""
         return self._lines is not None and not self._lines.is_idle and self._lines.want_best(batch.line)

@@ -6,6 +6,7 @@ Flow:    Scheduler.schedule -> [NextStep] -> [ScheduledStep] -> model -> Schedul
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -31,6 +32,11 @@ class ScheduledStep:
     num_released: tuple[int, ...]  # per pool: blocks that running requests released
     num_drafts: np.ndarray | None = None  # int64[S] how many of the new tokens are drafts; None: none of any
 
+    @cached_property
+    def all_sample(self) -> bool:
+        """Whether every request samples."""
+        return np.count_nonzero(self.samples) == self.samples.size
+
     def logits_rows(self) -> np.ndarray:  # int64[S']
         """Rows of logits of each request that samples: one, and one for each draft."""
         if self.num_drafts is None:
@@ -43,7 +49,9 @@ class ScheduledStep:
         Args:
             num_computed_tokens: int[S] tokens of each request before the step.
         """
-        rows, places = self.rows[self.samples], (num_computed_tokens + self.num_new_tokens)[self.samples]
+        rows, places = self.rows, num_computed_tokens + self.num_new_tokens
+        if not self.all_sample:
+            rows, places = rows[self.samples], places[self.samples]
         if self.num_drafts is None:
             return rows, places
         counts = self.logits_rows()

@@ -92,6 +92,8 @@ class Scheduler:
         self.drafter = drafter
         self._waiting = WaitingQueue()
         self._rows = np.zeros(0, np.int64)  # of running requests, by urgency; replaced, never written
+        self._columns_of = self._rows  # the rows of the newest step, with its requests and their ids
+        self._columns = (np.zeros(0, np.object_), np.zeros(0, np.object_))
         self._by_row = RunningRows(manager.request_table.capacity)
         self._draft_shares = None if drafter is None else DraftShares(manager, self._by_row, drafter, config.num_drafts)
         self._delivery = TokenDelivery(manager, self._by_row, drafter, self._finish)
@@ -208,17 +210,19 @@ class Scheduler:
         if not rows.size:
             return None
         num_drafts = None
+        has_longer = self._config.max_num_batched_tokens - next_step.budget > rows.size
         if self._draft_shares is not None:
             num_drafts = self._draft_shares.allocate(rows, num_new_tokens, samples, next_step.budget)
             if num_drafts is not None:
-                num_new_tokens = num_new_tokens + num_drafts
-        order = decode_first(num_new_tokens)
+                num_new_tokens, has_longer = num_new_tokens + num_drafts, True
+        order = decode_first(num_new_tokens) if has_longer else None
         if order is not None:
             rows, num_new_tokens, samples = rows[order], num_new_tokens[order], samples[order]
             num_drafts = None if num_drafts is None else num_drafts[order]
+        requests, request_ids = self._columns_by(rows)
         return ScheduledStep(
-            requests=self._by_row.requests[rows],
-            request_ids=self._table.request_ids[rows],
+            requests=requests,
+            request_ids=request_ids,
             rows=rows,
             num_new_tokens=num_new_tokens,
             samples=samples,
@@ -237,7 +241,7 @@ class Scheduler:
         Returns:
             The samples that run from now on, as the step has computed their prompts.
         """
-        sampling_rows = step.rows if step.samples.all() else step.rows[step.samples]
+        sampling_rows = step.rows if step.all_sample else step.rows[step.samples]
         self._flights.start(step.rows, step.num_new_tokens, sampling_rows)
         return self._fork_samples()
 
@@ -292,19 +296,23 @@ class Scheduler:
         num_released = [-pool.num_free_blocks for pool in pools]
         start = 0  # running requests before it are planned, or have nothing to do
         while start < self._rows.size and next_step.budget:
-            rows = self._rows[start:]
+            rows = self._rows[start:] if start else self._rows
             num_left = self._num_left(rows)
             num_new_tokens = self._shares.of_running(self._by_row.requests, rows, num_left, next_step.budget)
             active = num_new_tokens.nonzero()[0]
             if active.size < rows.size:
                 rows, num_new_tokens, num_left = rows[active], num_new_tokens[active], num_left[active]
-            result = self._manager.plan_step(rows, num_new_tokens, num_in_flight_tokens=self._flights.num_unread(rows))
+            one_each = int(num_new_tokens.sum()) == rows.size  # none is 0: a number is checked faster than an array
+            result = self._manager.plan_step(
+                rows, 1 if one_each else num_new_tokens, num_in_flight_tokens=self._flights.num_unread(rows)
+            )
             for group, update in zip(self._manager.kv_cache_config.kv_cache_groups, result.new_blocks, strict=True):
                 num_released[group.pool_id] += update.block_ids.size
+            if result.num_planned == rows.size:
+                next_step.take(rows, num_new_tokens, num_left)
+                break
             planned = slice(0, result.num_planned)
             next_step.take(rows[planned], num_new_tokens[planned], num_left[planned])
-            if result.num_planned == rows.size:
-                break
             start += int(active[result.num_planned])
             for pool_id, pool in enumerate(pools):  # what the preemption frees is no release
                 num_released[pool_id] += pool.num_free_blocks
@@ -312,6 +320,15 @@ class Scheduler:
             for pool_id, pool in enumerate(pools):
                 num_released[pool_id] -= pool.num_free_blocks
         return tuple(released + pool.num_free_blocks for released, pool in zip(num_released, pools, strict=True))
+
+    def _columns_by(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # object[S] each, read-only
+        """The requests of a step's rows and their ids: those of the step before while it is the same array of rows."""
+        if rows is not self._columns_of:
+            self._columns = (self._by_row.requests[rows], self._table.request_ids[rows])
+            for column in self._columns:
+                column.flags.writeable = False
+            self._columns_of = rows
+        return self._columns
 
     def _admit(self, next_step: NextStep) -> None:
         """Admits waiting requests in order, until one does not fit."""

@@ -46,8 +46,9 @@ class TokenDelivery:
     ) -> NewTokens:
         """`Scheduler.update` of a step that is in flight no more."""
         columns = (step.requests, step.request_ids)
-        requests, request_ids = columns if step.samples.all() else [column[step.samples] for column in columns]
-        going = self._unfinished(requests, rows)
+        requests, request_ids = columns if step.all_sample else [column[step.samples] for column in columns]
+        all_run = self._all_run(rows)
+        going = np.arange(rows.size) if all_run else self._unfinished(requests)
         if step.num_drafts is not None and num_accepted is not None:
             num_rows = step.logits_rows()
             return self._deliver_runs(num_rows, requests, request_ids, rows, going, token_ids, logprobs, num_accepted)
@@ -55,7 +56,7 @@ class TokenDelivery:
         if going.size < rows.size:
             kept = (requests, request_ids, rows, token_ids, logprobs)
             requests, request_ids, rows, token_ids, logprobs = [column[going] for column in kept]
-        first, looked_at, ended = self._give(requests, rows, token_ids, logprobs)
+        first, looked_at, ended = self._give(requests, rows, token_ids, logprobs, all_run=all_run)
         return NewTokens(
             requests=requests,
             request_ids=request_ids,
@@ -91,7 +92,12 @@ class TokenDelivery:
                 self._count_accepted(requests[going], rows[going])
             at = begin[going] + place
             first, looked_at, ended = self._give(
-                requests[going], rows[going], token_ids[at], logprobs[at], is_verified=True
+                requests[going],
+                rows[going],
+                token_ids[at],
+                logprobs[at],
+                all_run=self._all_run(rows[going]),
+                is_verified=True,
             )
             taken.append(at)
             for parts, some in zip(noted, (first, looked_at, ended), strict=True):
@@ -116,10 +122,11 @@ class TokenDelivery:
             num_accepted=sum(part.size for part in taken[2:]),
         )
 
-    def _unfinished(self, requests: np.ndarray, rows: np.ndarray) -> np.ndarray:  # int64[...]
+    def _all_run(self, rows: np.ndarray) -> bool:
+        return np.count_nonzero(self._by_row.is_running[rows]) == rows.size
+
+    def _unfinished(self, requests: np.ndarray) -> np.ndarray:  # int64[...]
         """Places of the requests that run or were preempted; the others ended while their step was in flight."""
-        if self._by_row.is_running[rows].all():
-            return np.arange(rows.size)
         return np.flatnonzero([request.status is not RequestStatus.FINISHED for request in requests])
 
     def _give(
@@ -129,17 +136,18 @@ class TokenDelivery:
         token_ids: np.ndarray,
         logprobs: np.ndarray,
         *,
+        all_run: bool,
         is_verified: bool = False,
     ) -> tuple[np.ndarray, list[int], list[int]]:
-        """Gives each of n requests a token; `is_verified`: of a step with drafts.
+        """Gives each of n requests a token. `all_run`: none is preempted; `is_verified`: of a step with drafts.
 
         Returns:
             Places: of those whose first it is, of those that were shown theirs, of those of them that it ends.
         """
-        is_running = self._by_row.is_running[rows]
-        if is_running.all():
+        if all_run:
             first, may_end = self._append(rows, token_ids, logprobs)
         else:
+            is_running = self._by_row.is_running[rows]
             first, may_end = np.zeros(rows.size, bool), np.ones(rows.size, bool)
             running = is_running.nonzero()[0]
             first[running], may_end[running] = self._append(rows[running], token_ids[running], logprobs[running])
@@ -148,8 +156,8 @@ class TokenDelivery:
                 first[place] = not waiting.request.num_output_tokens
                 waiting.request.append_output_token_ids(token_ids.item(place))
                 waiting.logprobs.append(logprobs.item(place))
-        looked_at: list[int] = np.flatnonzero(may_end).tolist()
-        return np.flatnonzero(first), looked_at, self._end(requests, token_ids, looked_at, is_verified)
+        looked_at: list[int] = may_end.nonzero()[0].tolist()
+        return first.nonzero()[0], looked_at, self._end(requests, token_ids, looked_at, is_verified)
 
     def _append(self, rows: np.ndarray, token_ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Appends a token to each row, all of which run: bool[n] whether it is the first, and may be the last."""

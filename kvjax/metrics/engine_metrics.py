@@ -59,8 +59,7 @@ class EngineMetrics:
         self._engine = engine
         self._labels = labels
         self._families = families
-        self._cache = KVCacheMetrics(engine.manager, labels, families=families.cache)
-        self._manager = engine.manager
+        self._watch_cache()
         self.registry: CollectorRegistry = families.cache.registry
 
         def series(family: Any) -> Any:
@@ -90,13 +89,16 @@ class EngineMetrics:
         for result in outputs.results.values():
             self._count(result)
         if self._engine.manager is not self._manager:
-            self._manager = self._engine.manager
-            self._cache = KVCacheMetrics(self._manager, self._labels, families=self._families.cache)
+            self._watch_cache()
         self._cache.observe(stats.num_preemptions)
 
     def request_aborted(self, result: Any) -> None:  # GenerationResult
         """Counts a request that was aborted."""
         self._count(result)
+
+    def _watch_cache(self) -> None:
+        self._manager = self._engine.manager
+        self._cache = KVCacheMetrics(self._manager, self._labels, families=self._families.cache)
 
     def _count(self, result: Any) -> None:
         stats, reason = result.stats, result.finish_reason.value

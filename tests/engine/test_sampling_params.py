@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -81,3 +82,20 @@ def test_a_sampler_of_the_callers_refuses_what_it_does_not_know(monkeypatch: pyt
 def test_a_stop_string_may_come_alone() -> None:
     assert SamplingParams(stop="end").stop_strings == ("end",)
     assert SamplingParams(stop=["end", "\n"]).stop_strings == ("end", "\n")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"temprature": 0.0}, "got 'temprature'; did you mean 'temperature'?"), ({"zzz": 0}, "got 'zzz'; there are n, ")],
+)
+def test_an_unknown_parameter_is_refused_with_the_nearest_known_one(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SamplingParams(**settings)
+
+
+def test_an_unknown_input_is_refused_with_the_nearest_known_one_and_nothing_is_queued() -> None:
+    engine = make_engine(NAME)
+    with pytest.raises(ValueError, match=r"inputs of a prompt .* got 'cache_sat'; did you mean 'cache_salt'\?"):
+        engine.generate([[1, 2, 3]], inputs=[{"cache_sat": "a"}])
+    assert engine.num_unfinished == 0
+    assert_no_leak(engine)

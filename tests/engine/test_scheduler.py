@@ -394,3 +394,18 @@ def test_requests_that_can_never_run_are_refused(depth: int) -> None:
     assert engine.scheduler.schedule() is None
     with pytest.raises(ValueError, match="a running request to preempt, got none"):
         engine.scheduler.preempt_last()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_names_the_requests_that_run_in_its_rows_whoever_ran_there_before(depth: int) -> None:
+    """Steps of the same requests share columns, which nobody can write; a request that comes into a row has its own."""
+    engine = FakeEngine(num_blocks=200, depth=depth, max_num_seqs=1)
+    engine.add("a", [1, 2, 3], 4)
+    engine.add("b", [1, 2, 3], 4)
+    engine.run()
+    names = [step.request_ids.tolist() for step in engine.steps]
+    assert names == [["a"]] * 4 + [["b"]] * 4
+    for step in engine.steps:
+        assert [request.request_id for request in step.requests] == step.request_ids.tolist()
+        assert not step.requests.flags.writeable
+        assert not step.request_ids.flags.writeable

@@ -31,6 +31,7 @@ class RowAllocator:
         self._free = list(range(num_rows))  # a heap
         self._num_fences = np.zeros(num_rows, np.int64)
         self._is_retiring = np.zeros(num_rows, np.bool_)
+        self._num_retiring = 0
         self._open_steps: dict[int, np.ndarray] = {}
         self._num_steps = 0
 
@@ -52,6 +53,7 @@ class RowAllocator:
         """Takes an owned row back."""
         if self._num_fences[row]:
             self._is_retiring[row] = True
+            self._num_retiring += 1
         else:
             heapq.heappush(self._free, row)
 
@@ -80,8 +82,11 @@ class RowAllocator:
         if rows is None:
             raise ValueError(f"expected the id of an open step, got {step_id}; open: {sorted(self._open_steps)}")
         self._num_fences[rows] -= 1
+        if not self._num_retiring:
+            return
         for row in rows[self._is_retiring[rows] & (self._num_fences[rows] == 0)].tolist():
             self._is_retiring[row] = False
+            self._num_retiring -= 1
             heapq.heappush(self._free, row)
 
     def check_invariants(self, owned: list[int]) -> None:
@@ -99,3 +104,5 @@ class RowAllocator:
             named[rows] += 1
         if not np.array_equal(named, self._num_fences) or not named[retiring].all():
             raise InvariantError(f"R2: fences {self._num_fences}, open steps name {named}, retiring {retiring}")
+        if len(retiring) != self._num_retiring:
+            raise InvariantError(f"R1: {self._num_retiring} rows counted as retiring, {retiring} are")

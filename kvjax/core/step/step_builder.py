@@ -343,7 +343,9 @@ def _copied_tables(own: _Held, rows: np.ndarray, shape: TableShape | None) -> tu
     if shape is None:
         return own.table[rows, : own.num_columns], None
     wanted = (shape.num_requests, shape.num_columns)
-    if rows.size and own.table.shape[1] >= wanted[1]:
+    if rows.size == wanted[0] and own.table.shape[1] >= wanted[1]:
+        padded = own.table[rows, : wanted[1]]
+    elif rows.size and own.table.shape[1] >= wanted[1]:
         index = np.full(wanted[0], rows[0])
         index[: rows.size] = rows
         padded = own.table[index, : wanted[1]]

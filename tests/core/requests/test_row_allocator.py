@@ -59,3 +59,7 @@ def test_the_checker_sees_broken_laws() -> None:
     rows._is_retiring[1] = True
     with pytest.raises(InvariantError, match="R2"):
         rows.check_invariants([])
+    rows = RowAllocator(1)
+    rows._num_retiring = 1
+    with pytest.raises(InvariantError, match="R1: 1 rows counted as retiring"):
+        rows.check_invariants([])
