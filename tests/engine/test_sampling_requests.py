@@ -286,7 +286,7 @@ def test_prompts_have_the_log_probabilities_that_the_model_gives_them(settings: 
 
 
 def test_log_probabilities_of_everything_compile_nothing_after_warm_up() -> None:
-    engine = LLMEngine(loaded(NAME), base_config(NAME, max_logprobs=3, max_buckets=3, async_scheduling=True))
+    engine = LLMEngine(loaded(NAME), base_config(NAME, max_logprobs=3, max_buckets=2, async_scheduling=True))
     engine.warmup()
     params = [SamplingParams(max_tokens=3, logprobs=i % 4, prompt_logprobs=(None, 3, 0)[i % 3]) for i in range(12)]
     with count_compilations() as count:

@@ -19,7 +19,12 @@ MAX_TOKENS = 24
 
 
 @pytest.mark.parametrize(
-    ("name", "num_blocks"), [pytest.param("demo", 600, marks=pytest.mark.sweep), ("demo", 120), ("qwen3", 600)]
+    ("name", "num_blocks"),
+    [
+        ("demo", 120),
+        pytest.param("demo", 600, marks=pytest.mark.sweep),
+        pytest.param("qwen3", 600, marks=pytest.mark.sweep),
+    ],
 )
 def test_tokens_are_the_engines(name: str, num_blocks: int) -> None:
     """With blocks for all at once and for few; requests share prefixes, some of them end by the model's own token."""
