@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jax
 import pytest
 
 from kvjax.cli.main import main
@@ -29,18 +28,7 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def keep_all_programs() -> object:
-    """The compilation cache of the tests takes programs that compile in no time too."""
-    shortest = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
-
-
-def test_figures_are_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], keep_all_programs: object
-) -> None:
+def test_figures_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Next to a fake of Hugging Face; once more, when every program comes from the compilation cache."""
     path, model = tmp_path / "out.json", str(model_folder("qwen3"))
     argv = ["bench", "--model", model, *SMALL, "--hf-python", interpreter(tmp_path, ANSWERS), "--json", str(path)]

@@ -165,9 +165,26 @@ def test_a_grammar_is_followed_beside_requests_without_one(settings: dict[str, A
 
 
 @functools.cache
-def engine_with_logprobs() -> LLMEngine:
-    """Holds a compiled step that gives the best tokens."""
-    return LLMEngine(loaded(NAME), base_config(NAME, max_logprobs=5))
+def base_engine_with_logprobs(num_blocks: int) -> LLMEngine:
+    """Holds a compiled step that gives the best tokens; runs nothing itself."""
+    return LLMEngine(loaded(NAME), base_config(NAME, num_blocks=num_blocks, max_logprobs=5))
+
+
+def engine_with_logprobs(**settings: Any) -> LLMEngine:
+    """An engine that gives the best tokens, without a compilation of its own."""
+    config = base_config(NAME, max_logprobs=5, **settings)
+    assert config.num_blocks is not None
+    return LLMEngine(loaded(NAME), config, like=base_engine_with_logprobs(config.num_blocks))
+
+
+with_settings = pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"async_scheduling": True, "max_num_seqs": 3},
+        {"async_scheduling": True, "num_blocks": FEW_BLOCKS[NAME], "max_num_batched_tokens": 16},
+    ],
+)
 
 
 @functools.cache
@@ -178,18 +195,9 @@ def expected_best() -> list[tuple[list[int], list[np.ndarray]]]:
     return [(result.output_token_ids.tolist(), engine.logits[result.request_id]) for result in results]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"async_scheduling": True, "max_num_seqs": 3},
-        {"async_scheduling": True, "num_blocks": FEW_BLOCKS[NAME], "max_num_batched_tokens": 16},
-    ],
-)
+@with_settings
 def test_the_best_tokens_come_where_they_are_asked_for(settings: dict[str, Any]) -> None:
-    few = settings.get("num_blocks") is not None
-    config = base_config(NAME, max_logprobs=5, **settings)
-    engine = LLMEngine(loaded(NAME), config, like=None if few else engine_with_logprobs())
+    engine = engine_with_logprobs(**settings)
     counts, prompts = [0, 1, 5, None, 3, 2], golden_prompts(NAME)
     params = [SamplingParams(max_tokens=8, temperature=0.0, logprobs=k, presence_penalty=0.0) for k in counts]
     names = [engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
@@ -221,7 +229,7 @@ def test_the_best_tokens_come_where_they_are_asked_for(settings: dict[str, Any])
 
 
 def test_ranks_are_those_of_the_chosen_tokens_before_penalties() -> None:
-    engine, prompt = LLMEngine(loaded(NAME), engine_with_logprobs().config, like=engine_with_logprobs()), [5, 6, 7]
+    engine, prompt = engine_with_logprobs(), [5, 6, 7]
     plain = engine.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, logprobs=5))[0]
     assert plain.top_logprobs is not None
     best = plain.top_logprobs.token_ids[0].tolist()
@@ -238,26 +246,15 @@ def test_more_of_the_best_than_the_engine_was_made_for_are_refused() -> None:
         with pytest.raises(ValueError, match=rf"{name} of at most 0 \(EngineConfig.max_logprobs\), got 1"):
             make_engine(NAME).add_request([1], SamplingParams(**{name: 1}))
     with pytest.raises(ValueError, match="logprobs of at most 5"):
-        LLMEngine(loaded(NAME), engine_with_logprobs().config, like=engine_with_logprobs()).add_request(
-            [1], SamplingParams(logprobs=6)
-        )
+        engine_with_logprobs().add_request([1], SamplingParams(logprobs=6))
     with pytest.raises(ValueError, match="max_logprobs >= 0, got -1"):
         base_config(NAME, max_logprobs=-1)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"async_scheduling": True, "max_num_seqs": 3},
-        {"async_scheduling": True, "num_blocks": FEW_BLOCKS[NAME], "max_num_batched_tokens": 16},
-    ],
-)
+@with_settings
 def test_prompts_have_the_log_probabilities_that_the_model_gives_them(settings: dict[str, Any]) -> None:
     """The golden logits are Hugging Face's, of every token of the prompt. Nothing is read from the prefix cache."""
-    few = settings.get("num_blocks") is not None
-    config = base_config(NAME, max_logprobs=5, **settings)
-    engine = LLMEngine(loaded(NAME), config, like=None if few else engine_with_logprobs())
+    engine = engine_with_logprobs(**settings)
     goldens = goldens_of(NAME)
     counts = [0, 1, 5, None, 3, 2]
     params = [SamplingParams(n=1 + k % 2, max_tokens=3, prompt_logprobs=count) for k, count in enumerate(counts)]
@@ -289,7 +286,7 @@ def test_prompts_have_the_log_probabilities_that_the_model_gives_them(settings: 
 
 
 def test_log_probabilities_of_everything_compile_nothing_after_warm_up() -> None:
-    engine = LLMEngine(loaded(NAME), base_config(NAME, max_logprobs=3, max_buckets=3, async_scheduling=True))
+    engine = LLMEngine(loaded(NAME), base_config(NAME, max_logprobs=3, max_buckets=2, async_scheduling=True))
     engine.warmup()
     params = [SamplingParams(max_tokens=3, logprobs=i % 4, prompt_logprobs=(None, 3, 0)[i % 3]) for i in range(12)]
     with count_compilations() as count:
