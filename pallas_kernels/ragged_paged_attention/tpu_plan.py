@@ -200,12 +200,15 @@ def block_slots(
 ) -> int:
     """Slots of a KV block: a power of two, at least a page and 128.
 
-    As many as a tile can see, at most 512; fewer if two blocks exceed `vmem_bytes`; for decoding up to 2,048 where a
-    block of 512 would be small (few KV heads), so that a DMA's fixed costs spread over more bytes.
+    As many as a tile can see, at most 512; for tiles of many queries 256 where heads are many, since a block on the
+    diagonal costs more the longer it is; fewer if two blocks exceed `vmem_bytes`; for decoding 1,024 where 512 would be
+    a small block (few KV heads), so that its fixed costs spread over more bytes.
     """
-    most = 2048 if queries == 1 and 2048 * token_bytes <= 2 << 20 else 512
-    if queries == 1 and most == 512 and 1024 * token_bytes <= 2 << 20:
+    most = 512
+    if queries == 1 and 1024 * token_bytes <= 2 << 20:
         most = 1024
+    if queries >= 64 and 512 * token_bytes > 1 << 20:
+        most = 256
     while most > LANES and 2 * most * token_bytes > vmem_bytes:
         most //= 2
     return max(LANES, page_size, min(most, seen_slots(mask, queries, num_columns, page_size)))
