@@ -217,11 +217,12 @@ def block_slots(
 def ring_buffers(block_bytes: int, vmem_bytes: int) -> int:
     """Buffers of a ring: a power of two from 2 to 8, as many as VMEM has room for, at most as many as are of use.
 
-    HBM answers after about a microsecond, in which it moves 4 MiB: those must be under way beside the block that is
-    attended.
+    HBM answers after about a microsecond, in which it moves 4 MiB. A block's buffer is taken for as long as HBM takes
+    to answer, to move the block and then to have it attended, which is no longer than the move where HBM binds: so
+    4 MiB beside two blocks keep HBM busy.
     """
     buffers = 2
-    while buffers < 8 and 2 * buffers * block_bytes <= vmem_bytes and (buffers - 1) * block_bytes < 4 << 20:
+    while buffers < 8 and 2 * buffers * block_bytes <= vmem_bytes and (buffers - 2) * block_bytes < 4 << 20:
         buffers *= 2
     return buffers
 
