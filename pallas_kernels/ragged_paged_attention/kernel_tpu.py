@@ -49,10 +49,11 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_sha
 from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig, block_slots, plan_items, ring_buffers
 from pallas_kernels.ragged_paged_attention.tpu_ring import BlockRing, Cursor
 from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
-from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tuned
+from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tile_rows, tuned
 
 MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory; more: a kernel of their own
-_BUFFER_BYTES = 12 << 20  # of VMEM, for the ring of KV buffers, if two of the smallest blocks take no more
+_PAIR_BYTES = 12 << 20  # of VMEM, for two KV blocks at most
+_RING_BYTES = 20 << 20  # for all KV buffers, if they are more than two
 _STEP_ITEMS = 8  # whose queries and results the grid's pipeline moves at once when decoding
 _ROW_BYTES = 512 << 10  # of scalar memory, for rows of block tables in HBM
 _VMEM_LIMIT_BYTES = {1: 32 << 20, 2: 64 << 20}
@@ -119,7 +120,8 @@ def ragged_paged_attention(
     written = written if fused is None else fused
     decoded = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
 
-    of_tiles = configured(tuning.queries or tile_queries(group, mask), q)
+    queries = tuning.queries or tile_queries(group, mask, tile_rows(num_tokens, num_kv_heads))
+    of_tiles = configured(queries, q)
     tile_work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries))
 
     def tile() -> launches.Result:
@@ -177,9 +179,9 @@ def _config(
         (tuning.decode_block, tuning.decode_buffers) if queries == 1 else (tuning.tile_block, tuning.tile_buffers)
     )
     if block is None:
-        block = block_slots(common.mask, queries, num_columns, page_size, token_bytes, _BUFFER_BYTES)
+        block = block_slots(common.mask, queries, num_columns, page_size, token_bytes, _PAIR_BYTES)
     if buffers is None:
-        buffers = ring_buffers(block * token_bytes, _BUFFER_BYTES)
+        buffers = ring_buffers(block * token_bytes, _RING_BYTES)
     return TpuConfig(
         mask=common.mask,
         sm_scale=common.sm_scale,

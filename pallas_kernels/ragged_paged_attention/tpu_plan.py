@@ -200,12 +200,15 @@ def block_slots(
 ) -> int:
     """Slots of a KV block: a power of two, at least a page and 128.
 
-    As many as a tile can see, at most 512; fewer if two blocks exceed `vmem_bytes`; for decoding up to 2,048 where a
-    block of 512 would be small (few KV heads), so that a DMA's fixed costs spread over more bytes.
+    As many as a tile can see, at most 512; for tiles of many queries 256 where heads are many, since a block on the
+    diagonal costs more the longer it is; fewer if two blocks exceed `vmem_bytes`; for decoding 1,024 where 512 would be
+    a small block (few KV heads), so that its fixed costs spread over more bytes.
     """
-    most = 2048 if queries == 1 and 2048 * token_bytes <= 2 << 20 else 512
-    if queries == 1 and most == 512 and 1024 * token_bytes <= 2 << 20:
+    most = 512
+    if queries == 1 and 1024 * token_bytes <= 2 << 20:
         most = 1024
+    if queries >= 64 and 512 * token_bytes > 1 << 20:
+        most = 256
     while most > LANES and 2 * most * token_bytes > vmem_bytes:
         most //= 2
     return max(LANES, page_size, min(most, seen_slots(mask, queries, num_columns, page_size)))
@@ -214,11 +217,12 @@ def block_slots(
 def ring_buffers(block_bytes: int, vmem_bytes: int) -> int:
     """Buffers of a ring: a power of two from 2 to 8, as many as VMEM has room for, at most as many as are of use.
 
-    HBM answers after about a microsecond, in which it moves 4 MiB: those must be under way beside the block that is
-    attended.
+    HBM answers after about a microsecond, in which it moves 4 MiB. A block's buffer is taken for as long as HBM takes
+    to answer, to move the block and then to have it attended, which is no longer than the move where HBM binds: so
+    4 MiB beside two blocks keep HBM busy.
     """
     buffers = 2
-    while buffers < 8 and 2 * buffers * block_bytes <= vmem_bytes and (buffers - 1) * block_bytes < 4 << 20:
+    while buffers < 8 and 2 * buffers * block_bytes <= vmem_bytes and (buffers - 2) * block_bytes < 4 << 20:
         buffers *= 2
     return buffers
 

@@ -44,9 +44,19 @@ def tuned(q: jax.Array, pages: jax.Array, num_kv_heads: int, mask: MaskRule, num
     return tuning._replace(decode_block=within(tuning.decode_block, 1), tile_block=within(tuning.tile_block, queries))
 
 
-def tile_queries(group: int, mask: MaskRule) -> int:
-    """Query tokens of a tile by formula: about 128 rows, from 8 to 64 tokens, no longer than a chunk."""
-    queries = max(SMALLEST_TILE, min(64, 128 // group))
+def tile_rows(num_tokens: int, num_kv_heads: int) -> int:
+    """Rows of queries of one KV head in a tile, for steps of up to `num_tokens` tokens.
+
+    Blocks cost the less a row, the more rows there are, but a short sequence pays for all of its tile. State of
+    4,096 rows of all heads takes 8 MiB of VMEM.
+    """
+    rows = 128 if num_tokens <= 256 else 256 if num_tokens < 2048 else 512
+    return max(128, min(rows, 4096 // num_kv_heads))
+
+
+def tile_queries(group: int, mask: MaskRule, rows: int = 128) -> int:
+    """Query tokens of a tile by formula: about so many rows, from 8 tokens to half of that, no longer than a chunk."""
+    queries = max(SMALLEST_TILE, min(rows // 2, rows // group))
     if mask.attention_chunk_size is not None:
         queries = min(queries, mask.attention_chunk_size)
     return 1 << (queries.bit_length() - 1)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
+from pallas_kernels.ragged_paged_attention.tpu_tuning import tile_queries, tile_rows
 from tests.pallas_kernels.cases import Case, Shape, assert_close, every_level, make_case, pairwise, random_values
 from tests.pallas_kernels.cases import run as run_reference
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
@@ -121,6 +122,21 @@ def test_blocks_of_the_default_size(options: Options) -> None:
     for seed, rows in ((1, [(1, 1400), (1, 1408), (38, 1300)]), (2, [(1, 513), (0, 0), (9, 1025), (30, 600)])):
         case = make_case(seed, LONG, rows, options)
         assert_right(run(*case.arrays), case, options)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 8, 16, 64])
+def test_tiles_of_larger_steps_have_more_rows(num_kv_heads: int) -> None:
+    """Whole powers of two of tokens, no smaller ones for more tokens; state of all heads within 8 MiB or 128 rows."""
+    rows = [tile_rows(num_tokens, num_kv_heads) for num_tokens in (1, 256, 257, 2047, 2048, 1 << 16)]
+    assert rows == sorted(rows)
+    assert rows[0] == rows[1] == 128
+    for count in rows:
+        assert count == 128 or count * num_kv_heads * 128 * 4 * 4 <= 8 << 20
+        for group in (1, 3, 4, 8):
+            queries = tile_queries(group, MaskRule(), count)
+            assert 8 <= queries <= count // 2
+            assert queries & (queries - 1) == 0
+            assert queries * group <= max(count, 8 * group)
 
 
 def test_cross_attention_may_have_more_queries_than_keys() -> None:

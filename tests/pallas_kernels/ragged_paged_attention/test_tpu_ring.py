@@ -66,6 +66,7 @@ def test_tiles_may_follow_each_other_in_any_order(buffers: int) -> None:
 
 
 def test_buffers_fill_vmem_but_no_more_than_hides_the_latency() -> None:
-    """Powers of two: 4 MiB under way beside the block that is attended, if the room allows."""
+    """Powers of two: 4 MiB beside two blocks, if the room allows."""
     assert [ring_buffers(size << 20, 12 << 20) for size in (1, 2, 3, 4, 5, 6)] == [8, 4, 4, 2, 2, 2]
+    assert [ring_buffers(size << 20, 64 << 20) for size in (1, 2, 3, 4, 5, 6)] == [8, 4, 4, 4, 4, 4]
     assert ring_buffers(1 << 18, 12 << 20) == 8
