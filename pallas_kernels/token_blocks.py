@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -51,6 +52,17 @@ class TokenBlocks(NamedTuple):
         """int32[room]"""
         return self.table.reshape(len(Field), -1)[field]
 
+    def part(self, first_block: jax.Array, num_blocks: int, room: int) -> tuple[TokenBlocks, jax.Array]:
+        """(the items of `num_blocks` blocks from `first_block` on, at most `room`, numbered from it; their first)."""
+        is_real = jnp.arange(self.room, dtype=jnp.int32) < self.num_items
+        begin, end = (
+            jnp.sum(is_real & (self.field(Field.BLOCK) < border), dtype=jnp.int32)
+            for border in (first_block, first_block + num_blocks)
+        )
+        fields = rows_from(self.table.reshape(len(Field), -1).T, begin, room)
+        block = jnp.clip(fields[:, Field.BLOCK] - first_block, 0, num_blocks - 1)  # of what is no item, too
+        return TokenBlocks(fields.at[:, Field.BLOCK].set(block).T.reshape(-1), end - begin), begin
+
     def specs(self, num_rows: int) -> Callable[[int], pl.BlockSpec]:
         """lanes -> spec of `num_rows` rows a block of tokens: those of the item before a step's own number."""
         return lambda lanes: pl.BlockSpec((num_rows, lanes), lambda w, items, *_: (self._block(w, items), 0))
@@ -70,6 +82,11 @@ class TokenBlocks(NamedTuple):
             return items[Field.SEQ * room + jnp.clip(w - 1 + ahead, 0, room - 1)], 0, 0
 
         return pl.BlockSpec((1, 1, size), index, memory_space=pltpu.SMEM)
+
+
+def rows_from(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """Rows `first ... first + count` of x; 0 beyond its end."""
+    return lax.dynamic_slice_in_dim(jnp.pad(x, [(0, count), *[(0, 0)] * (x.ndim - 1)]), first, count)
 
 
 def rows_of_tables(tables: jax.Array) -> jax.Array:

@@ -50,6 +50,7 @@ from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig, blo
 from pallas_kernels.ragged_paged_attention.tpu_ring import BlockRing, Cursor
 from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tile_rows, tuned
+from pallas_kernels.tpu_lse import by_head, heads_to_lanes, lse_shape
 
 MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory; more: a kernel of their own
 _PAIR_BYTES = 12 << 20  # of VMEM, for two KV blocks at most
@@ -277,8 +278,7 @@ def _launch(
     out = jax.ShapeDtypeStruct(out_shape, q_rows.dtype)
     outputs.add("out", _rows_spec(out, config), out)
     if config.return_lse:
-        shape = out_shape[:3] if is_decode else (num_tokens, config.num_kv_heads * config.padded_group)
-        lse = jax.ShapeDtypeStruct((*shape, LANES), jnp.float32)
+        lse = jax.ShapeDtypeStruct(lse_shape(num_tokens, tpu_rows.lse_rows(config)), jnp.float32)
         outputs.add("lse", _rows_spec(lse, config), lse)
     aliases = {}
     if write is not None:
@@ -310,11 +310,14 @@ def _launch(
 
 def _per_head(config: TpuConfig, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """(out [T, Hq, lanes], lse [T, Hq]) from the arrays that a launch wrote."""
+    if lse is not None:
+        lse = by_head(lse, tpu_rows.lse_rows(config))
     if config.queries == 1:
-        lse = None if lse is None else tpu_rows.decode_results(lse, config)[..., 0]
+        if lse is not None:
+            lse = tpu_rows.decode_results(lse.reshape(*out.shape[:3], 1), config)[..., 0]
         return tpu_rows.decode_results(out, config), lse
     if lse is not None:
-        heads = lse[..., 0].reshape(lse.shape[0], config.num_kv_heads, config.padded_group)
+        heads = lse.reshape(lse.shape[0], config.num_kv_heads, config.padded_group)
         lse = heads[..., : config.group].reshape(lse.shape[0], -1)
     return tpu_rows.tile_results(out, config), lse
 
@@ -351,8 +354,7 @@ def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str
         scratch["q_arrived"] = pltpu.SemaphoreType.DMA
         scratch["out_tile"] = pltpu.VMEM(tile, q_rows.dtype)
         if config.return_lse:
-            heads = config.num_kv_heads * config.padded_group
-            scratch["lse_tile"] = pltpu.VMEM((config.queries, heads, LANES), jnp.float32)
+            scratch["lse_tile"] = pltpu.VMEM(lse_shape(config.queries, tpu_rows.lse_rows(config)), jnp.float32)
         scratch["left"] = pltpu.SemaphoreType.DMA
     return scratch
 
@@ -401,8 +403,8 @@ def _decode_item(ring: BlockRing, attention: BlockAttention, refs: Any) -> None:
     _attend_blocks(ring, attention)
     for i, out in attention.finish():
         refs.out[attention.place, i] = out.astype(refs.out.dtype)
-        if ring.config.return_lse:
-            refs.lse[attention.place, i] = refs.m[i]
+    if ring.config.return_lse:
+        refs.lse[pl.ds(attention.place, 1)] = heads_to_lanes(refs.m[...].reshape(1, -1, LANES))
 
 
 def _tile_item(ring: BlockRing, attention: BlockAttention, refs: Any, tile: _QueryTiles, num_items: jax.Array) -> None:
@@ -416,8 +418,8 @@ def _tile_item(ring: BlockRing, attention: BlockAttention, refs: Any, tile: _Que
     pl.when(item > 0)(lambda: tile.wait_for_results(item - 1))
     for i, out in attention.finish():
         tpu_rows.pack_head(out, i, refs.out_tile, config)
-        if config.return_lse:
-            tpu_rows.pack_head_lanes(refs.m, i, refs.lse_tile, config)
+    if config.return_lse:
+        tpu_rows.pack_lse(refs.m, refs.lse_tile, config)
     tile.start_results(item)
     pl.when(item + 1 == num_items)(lambda: tile.wait_for_results(item))
 

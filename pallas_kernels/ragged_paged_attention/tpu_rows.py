@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -102,16 +103,25 @@ def pack_head(x: jax.Array, head: int, staged: Ref, config: TpuConfig) -> None:
                 words(staged)[strided, :] = pltpu.bitcast(part, jnp.uint32)
 
 
-def pack_head_lanes(rows: Ref, head: int, staged: Ref, config: TpuConfig) -> None:
-    """Puts float32 rows [rows, 128] of one KV head, a reference, into a tile [queries, Hkv * padded_group, 128]."""
+def lse_rows(config: TpuConfig) -> int:
+    """Rows of a token that have an LSE, padding included: those of all products, or all padded groups."""
+    if config.queries == 1:
+        return config.num_products * config.rows
+    return config.num_kv_heads * config.padded_group
+
+
+def pack_lse(rows: Ref, staged: Ref, config: TpuConfig) -> None:
+    """Puts float32 rows [Hkv, rows, 128], equal in all lanes, into a tile [queries, n, 128] with heads in lanes."""
     size = config.queries * config.packing
-    for i in range(config.padded_group):
-        first, place = i // config.packing * size, i % config.packing
-        column = head * config.padded_group + i
-        if is_interpreted():
-            x = rows[head, pl.ds(first, size)].reshape(config.queries, config.packing, LANES)
-            staged[:, column] = x[:, place]
-        else:
-            strided = pl.ds(first + place, config.queries, stride=config.packing)
-            view = staged.reshape(config.queries * staged.shape[1], LANES)
-            view[pl.ds(column, config.queries, stride=staged.shape[1]), :] = rows.at[head][strided, :]
+    lane = lax.broadcasted_iota(jnp.int32, (config.queries, LANES), 1)
+    for n in range(staged.shape[1]):
+        packed = jnp.zeros(lane.shape, jnp.float32)
+        for column in range(n * LANES, min((n + 1) * LANES, lse_rows(config))):
+            head, i = divmod(column, config.padded_group)
+            first, place = i // config.packing * size, i % config.packing
+            if is_interpreted():
+                x = rows[head, pl.ds(first, size)].reshape(config.queries, config.packing, LANES)[:, place]
+            else:
+                x = rows.at[head][pl.ds(first + place, config.queries, stride=config.packing), :]
+            packed = jnp.where(lane == column - n * LANES, x, packed)
+        staged[:, pl.ds(n, 1)] = packed[:, None]

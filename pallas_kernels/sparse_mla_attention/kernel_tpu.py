@@ -14,17 +14,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import tpu_entries
 from pallas_kernels.latent_entries import EntryFormat
+from pallas_kernels.layouts import cdiv
 from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tpu_limits import finite_sinks, lse_with_sinks
 from pallas_kernels.sparse_mla_attention import tpu_picks, tpu_runs
-from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
+from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, WindowBlocks
 from pallas_kernels.sparse_mla_attention.tpu_attention import PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LARGEST_BLOCK, LaunchConfig, block_pages
-from pallas_kernels.token_blocks import MOST_ROWS, TILE_QUERIES, padded_heads, rows_of_heads, rows_of_tables
+from pallas_kernels.token_blocks import MOST_ROWS, TILE_QUERIES, padded_heads, rows_from, rows_of_heads, rows_of_tables
 from pallas_kernels.tpu_entries import EntryReader
 from pallas_kernels.tpu_lse import by_head
 from pallas_kernels.tpu_states import StatePages
@@ -33,6 +35,7 @@ MOST_TOKENS = 16384  # of a call: their items and places take scalar memory
 MOST_WINDOW_PAGES = 65536  # of all items, in scalar memory
 MOST_COLUMNS = 32768  # of the compressed cache's table: rows of it lie in scalar memory
 MOST_HEADS = MOST_ROWS
+LARGEST_STATE_BYTES = 256 << 20  # in HBM between two passes
 
 
 class Compressed(NamedTuple):
@@ -148,40 +151,80 @@ class _Layer(NamedTuple):
     def attend(
         self, q: jax.Array, schedule: SparseSchedule, queries: int, sinks: jax.Array | None
     ) -> dict[str, jax.Array]:
-        """`out` (and `lse`) of one chain, [T * heads, ...]."""
+        """`out` (and `lse`) of one chain, [T * heads, ...] (and [T, ...]), a chunk of tokens after the other."""
         items = schedule.decode if queries == 1 else schedule.tiles
+        num_tokens, size = q.shape[0] // self.heads, self._chunk_tokens(q.shape[1])
+        num_decode = schedule.decode.blocks.num_items
+        end = num_decode if queries == 1 else jnp.sum(schedule.pos >= 0, dtype=jnp.int32)
+        begin = jnp.int32(0) if queries == 1 else num_decode
+        picks = self._picks(schedule, num_tokens)
+        if num_tokens <= size or self.compressed is None:
+            return self._attend_chunk(q, items, queries, picks, begin, end, sinks)
+        num_seqs = self.compressed.tables.shape[0]
+        room = min(items.blocks.room, size, size // queries + num_seqs)
+
+        def chunk(c: jax.Array) -> dict[str, jax.Array]:
+            first = c * size
+            return self._attend_chunk(
+                rows_from(q, first * self.heads, size * self.heads),
+                items.part(first // queries, size // queries, room),
+                queries,
+                None if picks is None else tpu_picks.Picks(*(rows_from(x, first, size) for x in picks)),
+                jnp.clip(begin - first, 0, size),
+                jnp.clip(end - first, 0, size),
+                sinks,
+            )
+
+        results = lax.map(chunk, jnp.arange(cdiv(num_tokens, size), dtype=jnp.int32))
+        return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
+
+    def _chunk_tokens(self, lanes: int) -> int:
+        """Tokens whose state between two passes takes at most `LARGEST_STATE_BYTES`."""
+        most = LARGEST_STATE_BYTES // (4 * self.heads * (lanes + 2 * LANES))
+        return max(TILE_QUERIES, most // TILE_QUERIES * TILE_QUERIES)
+
+    def _attend_chunk(
+        self,
+        q: jax.Array,  # [T * heads, lanes]
+        items: WindowBlocks,
+        queries: int,
+        picks: tpu_picks.Picks | None,
+        begin: jax.Array,  # int32[] first token of the chain
+        end: jax.Array,
+        sinks: jax.Array | None,
+    ) -> dict[str, jax.Array]:
         per_row = None if sinks is None else self._per_row(sinks, queries)
         window = self._config(queries, None)
         results = tpu_runs.run_pass(window, items, q, self.pages, None, None, per_row if window.finishes else None)
-        if self.compressed is None:
+        compressed = self.compressed
+        if compressed is None:
             return results
         state = PassState(*(results[f"{name}_out"] for name in PassState._fields))
-        if self.compressed.topk_indices is None:
-            config = self._config(queries, self.compressed)
-            tables = rows_of_tables(self.compressed.tables)
-            return tpu_runs.run_pass(config, items, q, self.compressed.pages, tables, state, per_row)
-        return self._attend_picks(q, schedule, queries, state, None if sinks is None else self._per_row(sinks, 1))
-
-    def _attend_picks(
-        self, q: jax.Array, schedule: SparseSchedule, queries: int, state: PassState, sinks: jax.Array | None
-    ) -> dict[str, jax.Array]:
-        compressed = self.compressed
-        assert compressed is not None
-        assert compressed.topk_indices is not None
+        if picks is None:
+            config = self._config(queries, compressed)
+            tables = rows_of_tables(compressed.tables)
+            return tpu_runs.run_pass(config, items, q, compressed.pages, tables, state, per_row)
         config = self._config(1, compressed)
-        cache = config.cache
-        none = compressed.tables.shape[1] * cache.rows * cache.places
-        num_decode = schedule.decode.blocks.num_items
-        if queries == 1:
-            num_tokens, span = q.shape[0] // self.heads, jnp.stack([0, num_decode])
-        else:
-            num_tokens = compressed.topk_indices.shape[0]
-            span = jnp.stack([num_decode, jnp.sum(schedule.pos >= 0, dtype=jnp.int32) - num_decode])
+        shifts = tpu_picks.row_shifts(compressed.tables, config.cache)
+        per_row = None if sinks is None else self._per_row(sinks, 1)
+        span = jnp.stack([begin, jnp.maximum(end - begin, 0)])
+        none = self._none(compressed, config)
+        return tpu_picks.pick_pass(config, span, picks, none, q, compressed.pages, shifts, state, per_row)
+
+    def _picks(self, schedule: SparseSchedule, num_tokens: int) -> tpu_picks.Picks | None:
+        """What the first tokens name; None where all entries are seen, or none."""
+        compressed = self.compressed
+        if compressed is None or compressed.topk_indices is None:
+            return None
+        none = self._none(compressed, self._config(1, compressed))
         counts = schedule.num_entries(compressed.tokens_per_state)
         indices, counts, seq = (x[:num_tokens] for x in (compressed.topk_indices, counts, schedule.seq))
-        picks = tpu_picks.Picks.of(indices, counts, seq, none)
-        shifts = tpu_picks.row_shifts(compressed.tables, cache)
-        return tpu_picks.pick_pass(config, span, picks, none, q, compressed.pages, shifts, state, sinks)
+        return tpu_picks.Picks.of(indices, counts, seq, none)
+
+    @staticmethod
+    def _none(compressed: Compressed, config: LaunchConfig) -> int:
+        """What names no entry: one past the last column of the table."""
+        return compressed.tables.shape[1] * config.cache.rows * config.cache.places
 
     def _per_row(self, sinks: jax.Array, queries: int) -> jax.Array:
         """float32[rows of a chunk, 128] natural-log logits, finite as base-2 ones too."""

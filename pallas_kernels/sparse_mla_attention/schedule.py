@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.latent_pages import state_slots
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.token_blocks import TILE_QUERIES, Field, TokenBlocks, both_kinds
+from pallas_kernels.token_blocks import TILE_QUERIES, Field, TokenBlocks, both_kinds, rows_from
 from pallas_kernels.token_places import TokenPlaces
 
 
@@ -36,6 +36,12 @@ class WindowBlocks(NamedTuple):
         column = run.first_page[:, None] + jnp.arange(num_pages, dtype=jnp.int32)
         pages = block_tables.at[blocks.field(Field.SEQ)[:, None], column].get(mode="clip")
         return cls(blocks, pages.reshape(-1))
+
+    def part(self, first_block: jax.Array, num_blocks: int, room: int) -> WindowBlocks:
+        """Those of `num_blocks` blocks of tokens from `first_block` on, at most `room` items, numbered from it."""
+        blocks, begin = self.blocks.part(first_block, num_blocks, room)
+        pages = rows_from(self.pages.reshape(self.blocks.room, -1), begin, room)
+        return WindowBlocks(blocks, pages.reshape(-1))
 
 
 class SparseSchedule(NamedTuple):

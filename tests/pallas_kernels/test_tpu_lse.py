@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.layouts import latent_layout
+from pallas_kernels.layouts import attention_layout, latent_layout
 from pallas_kernels.mla_paged_attention import mla_paged_attention
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from pallas_kernels.tpu_lse import by_head, heads_to_lanes, lse_shape
 
@@ -48,12 +49,21 @@ def sparse(q: Any, pages: Any, *step: Any) -> Any:
     )
 
 
+def ragged(q: Any, pages: Any, *step: Any) -> Any:
+    return ragged_paged_attention(q, (pages,), *step, sm_scale=0.1, num_kv_heads=8, return_lse=True, backend="tpu")
+
+
 def pages(dim: int) -> jax.ShapeDtypeStruct:
     (array,) = latent_layout(head_dim=dim, page_size=128, dtype="bfloat16", platform="tpu").arrays
     return shape(array.shape(64), "bfloat16")
 
 
+KV = attention_layout(num_kv_heads=8, head_dim=128, page_size=128, dtype="bfloat16", platform="tpu").arrays[0]
 OPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "ragged_paged_attention": (
+        ragged,
+        (shape((TOKENS, HEADS, 128), "bfloat16"), shape(KV.shape(64), "bfloat16"), *step()),
+    ),
     "mla_paged_attention": (
         latents,
         (shape((TOKENS, HEADS, 512), "bfloat16"), shape((TOKENS, HEADS, 64), "bfloat16"), pages(576), *step()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 
 from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.layouts import latent_layout
-from pallas_kernels.sparse_mla_attention import sparse_mla_attention, tpu_picks
+from pallas_kernels.sparse_mla_attention import kernel_tpu, sparse_mla_attention, tpu_picks
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
 from pallas_kernels.tpu_states import StateBlocks
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
+from tests.pallas_kernels.test_tpu_lse import kernel_outputs
 
 FP8 = LatentFp8(rope_dim=8, group=8)
 FP8_WIDTH = FP8.width(24)
@@ -97,6 +99,39 @@ def test_random_steps(name: str) -> None:
     run = compiled(shape, sinks)
     for seed, rows in STEPS:
         assert_right(run, make_case(seed, shape, rows), sinks)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"ratio": 4, "topk": 20}, pytest.param({"ratio": 1}, marks=pytest.mark.sweep)],
+    ids=["picked entries", "all entries"],
+)
+def test_states_between_passes_take_few_bytes(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens in chunks of eight: sequences over their borders, decode rows in one of them, chunks without tokens."""
+    monkeypatch.setattr(kernel_tpu, "LARGEST_STATE_BYTES", 1)
+    jax.clear_caches()
+    shape = Shape(num_tokens=34, num_rows=4, entry_page_size=8, **kind, **BFLOAT16)
+    run = compiled(shape, None)
+    for rows in ([(1, 40), (1, 3), (14, 90), (18, 18)], [(1, 9), (4, 60)], []):
+        assert_right(run, make_case(1, shape, rows), None)
+    jax.clear_caches()
+
+
+def test_states_of_many_tokens_are_bounded() -> None:
+    """8,192 tokens of 64 heads: 256 MiB between two passes, where all at once would be 1.6 GiB."""
+    page = latent_layout(head_dim=512, page_size=64, dtype="bfloat16", platform="tpu").arrays[0].shape(64)
+    sizes = ((8192, 64, 512), page, page)
+    q, pages, entries = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
+    ints = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((8, 64), (8,), (9,), (3,), (8, 32))]
+
+    def call(q: Any, pages: Any, entries: Any, *ints: Any) -> Any:
+        given = {"compressed_pages": (entries,), "compressed_tables": ints[4], "tokens_per_state": 4}
+        sizes = {"page_size": 64, "compressed_page_size": 64, "sliding_window": 128, "sm_scale": 0.1}
+        return sparse_mla_attention(q, (pages,), *ints[:4], **given, **sizes, backend="tpu")
+
+    states = [x for x in kernel_outputs(jax.make_jaxpr(call)(q, pages, entries, *ints).jaxpr) if x.dtype == jnp.float32]
+    assert states
+    assert 4 * sum(math.prod(x.shape) for x in states) <= 2 * kernel_tpu.LARGEST_STATE_BYTES
 
 
 def test_more_picks_than_a_part() -> None:

@@ -1,0 +1,135 @@
+"""The data path of compiled TPU kernels, bitcasts and strided views of words, against a numpy model of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import mosaic, tpu_entries
+from pallas_kernels.ragged_paged_attention import tpu_pages, tpu_rows
+from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
+from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.word_views import WordRef, compile_path, from_words, namespace, packing_of, to_words
+
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return random_values(np.random.default_rng(seed), shape, dtype)
+
+
+def same(got: Any, expected: np.ndarray) -> None:
+    got = np.asarray(got)
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got.view(np.uint8), np.ascontiguousarray(expected).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_model_is_what_a_word_is(dtype: str) -> None:
+    """Numbers of a word lie in its bytes in order, the first lowest; words and numbers are each other's inverse."""
+    x = numbers(0, (3, 8, 128), dtype)
+    words = to_words(x)
+    pack = packing_of(x.dtype)
+    bytes_of = words[1, 0, 5:6].view(np.uint8)
+    assert bytes_of.tobytes() == b"".join(x[1, p, 5].tobytes() for p in range(pack))
+    same(from_words(words, x.dtype), x)
+
+
+@pytest.mark.skipif(not hasattr(pltpu, "bitcast"), reason="jax has no pltpu.bitcast")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lanes", [128, 384])
+def test_words_of_rows(dtype: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows from any on, a part of their lanes, as numbers in order; and stored where they came from."""
+    x = numbers(1, (2, 3, 6, packing_of(jnp.dtype(dtype)), lanes), dtype)
+    compile_path(monkeypatch, mosaic)
+    for first, count, width in ((0, 6, lanes), (2, 3, 128)):
+        words = mosaic.load_words(WordRef.of(x), (1, 2), first=first, count=count, lanes=width)
+        same(mosaic.elements(words, x.dtype), x[1, 2, first : first + count, :, :width].reshape(-1, width))
+    target = WordRef.of(np.zeros_like(x[0, 0]))
+    whole = mosaic.load_words(WordRef.of(x), (1, 2))
+    mosaic.store_words(target, whole)
+    same(target.values, x[1, 2])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32"])
+def test_words_of_one_piece_of_lanes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 lanes of rows of words, numbers of a word from its lowest bits on."""
+    x = numbers(2, (2, 10, packing_of(jnp.dtype(dtype)), 256), dtype)
+    compile_path(monkeypatch, tpu_entries)
+    words = tpu_entries.row_words(WordRef.of(x), 1, 3, 4, 1)
+    same(words, to_words(np.ascontiguousarray(x[1, 3:7, :, 128:]))[:, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_keys_and_values_of_a_head(dtype: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any head of a token: the numbers that stand in its row and place, whatever else its words hold."""
+    heads, pack = 8, packing_of(jnp.dtype(dtype))
+    rows = 2 * heads // pack
+    x = numbers(3, (2, pieces, 32, rows | 1, pack, 128), dtype)
+    compile_path(monkeypatch, tpu_pages)
+    compute = "float32" if dtype == "float32" else "bfloat16"
+    kv = KVBlocks(namespace(num_pieces=pieces, compute_dtype=compute), None, None, WordRef.of(x), None)  # type: ignore[arg-type]
+    for base, offset in ((0, 0), (0, 3), (4, 1)):
+        for value in range(2):
+            column = 2 * (base + offset) + value
+            got = kv.load(jnp.int32(1), base, offset, value, 8, 16)
+            expected = x[1, :, 8:24, column // pack, column % pack]
+            expected = np.concatenate(list(expected), axis=1)
+            same(got, expected.astype(jnp.dtype(compute)))
+
+
+@pytest.mark.parametrize(("dtype", "group", "heads", "pieces"), [("bfloat16", 4, 2, 1), ("float32", 3, 2, 2)])
+def test_tiles_of_queries(dtype: str, group: int, heads: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile becomes rows of each KV head, by word, token and place; results go back to where queries came from."""
+    pack, queries = packing_of(jnp.dtype(dtype)), 8
+    padded = -(-group // pack) * pack
+    config = namespace(
+        packing=pack, queries=queries, padded_group=padded, num_kv_heads=heads, num_pieces=pieces, num_products=heads
+    )
+    tile = numbers(4, (queries, pieces * heads * padded // pack, pack, 128), dtype)
+    compile_path(monkeypatch, tpu_rows)
+    rows = np.zeros((heads, queries * padded, pieces * 128), tile.dtype)
+    tpu_rows.unpack_tile(WordRef.of(tile), _Rows(rows), config)
+    back = WordRef.of(np.zeros_like(tile))
+    for head in range(heads):
+        tpu_rows.pack_head(jnp.asarray(rows[head]), head, back, config)
+    same(back.values, tile)
+    for head in range(heads):
+        for token, query in ((0, 0), (3, padded - 1), (7, 1)):
+            row = (query // pack * queries + token) * pack + query % pack
+            for piece in range(pieces):
+                word = (piece * heads + head) * padded // pack + query // pack
+                same(rows[head, row, piece * 128 : (piece + 1) * 128], tile[token, word, query % pack])
+
+
+@pytest.mark.parametrize(("pack", "group", "heads"), [(2, 4, 2), (1, 3, 2), (2, 16, 10)])
+def test_lse_of_tiles(pack: int, group: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each query head's number goes to its lane, in rows of 128 heads."""
+    queries = 8
+    config = namespace(packing=pack, queries=queries, padded_group=group, num_kv_heads=heads, num_products=heads)
+    lse = np.random.default_rng(5).standard_normal((queries, heads * group)).astype(np.float32)
+    m = np.zeros((heads, queries * group, 128), np.float32)
+    for head, query in np.ndindex(heads, group):
+        row = (query // pack * queries + np.arange(queries)) * pack + query % pack
+        m[head, row] = lse[:, head * group + query, None]
+    compile_path(monkeypatch, tpu_rows)
+    staged = np.zeros((queries, -(-heads * group // 128), 128), np.float32)
+    tpu_rows.pack_lse(WordRef.of(m), _Rows(staged), config)
+    np.testing.assert_array_equal(staged.reshape(queries, -1)[:, : heads * group], lse)
+
+
+class _Rows:
+    """A reference of which nobody takes another view."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+
+    def __setitem__(self, index: Any, value: jax.Array) -> None:
+        index = tuple(slice(i.start, i.start + i.size) if hasattr(i, "size") else i for i in index)
+        self.values[index] = np.asarray(value)
