@@ -3,11 +3,13 @@
 Flow:    kernel_tpu.py of every op -> [mosaic] -> jax.experimental.pallas
 
 A kernel reads 16- and 8-bit arrays as 32-bit words through `pl.Ref.bitcast` and `reshape`, which the TPU interpreter
-(jax 0.10 to 0.12) does not know; `is_interpreted` lets the few functions that do so read the same elements plainly.
+(jax 0.10 to 0.12) does not know; the functions that do so stand here, and read the same elements plainly where
+`is_interpreted`. What is compiled is tested against a numpy model of words (tests/pallas_kernels/word_views.py).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -78,47 +80,95 @@ def packing(dtype: jnp.dtype) -> int:
     return 4 // jnp.dtype(dtype).itemsize
 
 
-def words(ref: Ref, *leading: jax.Array | int) -> Ref:
-    """`ref[leading]` of shape [n, rows, packing, lanes] as uint32[n * rows, lanes]; only where compiled."""
-    view = ref.bitcast(jnp.uint32)
-    view = view.at[leading] if leading else view
-    return view.reshape(view.shape[0] * view.shape[1], view.shape[-1])
-
-
 def load_words(
-    ref: Ref, leading: tuple[Any, ...] = (), *, first: int = 0, count: int | None = None, lanes: int | None = None
+    ref: Ref,
+    leading: tuple[Any, ...] = (),
+    *,
+    first: jax.Array | int = 0,
+    count: int | None = None,
+    lanes: int | None = None,
 ) -> jax.Array:
     """uint32[count, lanes] of `ref[leading]` [n, packing, all lanes]: the first `lanes` lanes of rows from `first` on.
 
-    Where compiled: 128 lanes at a time, rows apart by a stride, so that a register holds rows one below the other.
+    128 lanes at a time, so that a register holds rows one below the other.
     """
     count = ref.shape[-3] if count is None else count
     lanes = ref.shape[-1] if lanes is None else lanes
-    if not is_interpreted():
-        view = ref.bitcast(jnp.uint32)
-        view = view.at[leading] if leading else view
-        stride = ref.shape[-1] // LANES
-        view = view.reshape(view.shape[0] * stride, LANES)
-        pieces = [view[pl.ds(first * stride + piece, count, stride=stride), :] for piece in range(lanes // LANES)]
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
-    every = pl.ds(0, ref.shape[-2])  # not slice(None), which the race detector takes for empty
-    x = ref[(*leading, pl.ds(first, count), every, pl.ds(0, lanes))].swapaxes(1, 2)
-    return lax.bitcast_convert_type(x[..., 0] if x.shape[2] == 1 else x, jnp.uint32)
+    pieces = [load_piece(ref, leading, first, count, piece) for piece in range(lanes // LANES)]
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+
+
+def load_piece(ref: Ref, leading: tuple[Any, ...], first: jax.Array | int, count: int, piece: int) -> jax.Array:
+    """uint32[count, 128]: lanes from `128 * piece` on of rows of `ref[leading]` [n, packing, lanes] from `first` on."""
+    if is_interpreted():
+        every = pl.ds(0, ref.shape[-2])  # not slice(None), which the race detector takes for empty
+        return _joined(ref[(*leading, pl.ds(first, count), every, pl.ds(piece * LANES, LANES))])
+    view = _words(ref, leading)
+    stride = ref.shape[-1] // LANES
+    view = view.reshape(view.shape[0] * stride, LANES)
+    return view[pl.ds(first * stride + piece, count, stride=stride), :]
+
+
+def load_row(ref: Ref, leading: tuple[Any, ...], first: jax.Array | int, count: int, row: jax.Array | int) -> jax.Array:
+    """uint32[count, lanes]: row `row` of words of `ref[leading]` [n, rows, packing, lanes], of entries from `first` on.
+
+    Rows of words are read with a stride of `rows`.
+    """
+    if is_interpreted():
+        return _joined(ref[(*leading, pl.ds(first, count), row)])
+    rows = ref.shape[-3]
+    return _words(ref, leading)[pl.ds(first * rows + row, count, stride=rows), :]
+
+
+def store_row(ref: Ref, row: int, value: jax.Array) -> None:
+    """Stores uint32[n, lanes] as row `row` of words of `ref` [n, rows, packing, lanes]."""
+    if is_interpreted():
+        ref[:, row] = _split(value, ref.dtype)
+    else:
+        _words(ref, ())[pl.ds(row, ref.shape[0], stride=ref.shape[1]), :] = value
 
 
 def store_words(ref: Ref, value: jax.Array) -> None:
     """Stores uint32[n, lanes] into `ref` [n, packing, lanes]."""
-    if not is_interpreted():
-        view = ref.bitcast(jnp.uint32)
-        view.reshape(view.shape[0], view.shape[2])[...] = value
-        return
-    x = lax.bitcast_convert_type(value, ref.dtype)
-    ref[...] = x[:, None] if x.ndim == 2 else x.swapaxes(1, 2)
+    if is_interpreted():
+        ref[...] = _split(value, ref.dtype)
+    else:
+        _words(ref, ())[...] = value
 
 
 def elements(value: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """[n * packing, lanes] of words uint32[n, lanes], in the order that `load_words` found them."""
-    if not is_interpreted():
-        return pltpu.bitcast(value, dtype)
-    x = lax.bitcast_convert_type(value, dtype)
-    return x if x.ndim == 2 else x.swapaxes(1, 2).reshape(-1, value.shape[1])
+    """[n * packing, lanes] of words uint32[n, lanes], those of a word one below the other."""
+    if is_interpreted():
+        return _split(value, dtype).reshape(-1, value.shape[1])
+    return pltpu.bitcast(value, dtype)
+
+
+def joined(value: jax.Array) -> jax.Array:
+    """Words uint32[n, lanes] of [n * packing, lanes]: what `elements` takes apart."""
+    if is_interpreted():
+        return _joined(value.reshape(-1, packing(value.dtype), value.shape[1]))
+    return pltpu.bitcast(value, jnp.uint32)
+
+
+def recast(value: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The bits of `value` as numbers of a dtype of the same width."""
+    return lax.bitcast_convert_type(value, dtype) if is_interpreted() else pltpu.bitcast(value, dtype)
+
+
+def _words(ref: Ref, leading: tuple[Any, ...]) -> Ref:
+    """`ref[leading]` [..., packing, lanes] as uint32[rows, lanes]; only where compiled."""
+    view = ref.bitcast(jnp.uint32)
+    view = view.at[leading] if leading else view
+    return view.reshape(math.prod(view.shape[:-1]), view.shape[-1])
+
+
+def _joined(x: jax.Array) -> jax.Array:
+    """uint32[n, lanes] of [n, packing, lanes]; only where interpreted."""
+    x = x.swapaxes(1, 2)
+    return lax.bitcast_convert_type(x[..., 0] if x.shape[2] == 1 else x, jnp.uint32)
+
+
+def _split(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[n, packing, lanes] of uint32[n, lanes]; only where interpreted."""
+    x = lax.bitcast_convert_type(words, dtype)
+    return x[:, None] if x.ndim == 2 else x.swapaxes(1, 2)

@@ -1,6 +1,6 @@
 """Reading the states of latent pages in a TPU kernel, in any entry format.
 
-Flow:    rows of pages in VMEM -> [row_words] -> 32-bit words -> [EntryReader.vectors] -> vectors for matrix products
+Flow:    rows of pages in VMEM -> [mosaic.load_piece] -> words -> [EntryReader.vectors] -> vectors for matrix products
 
 A row of a page holds as many states as elements fit a 32-bit word (`packing`), one in each *place* of the words. So a
 state is `word >> (bits * place)` whatever its format, and a row is the least that a DMA moves.
@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, LatentFp8, Plain
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.mosaic import LANES, Ref, is_interpreted, packing
+from pallas_kernels.mosaic import LANES, packing
 
 _BIAS = 120 << 23  # from e4m3's exponent to that of float32
 _SMALLEST_NORMAL = 2.0**-6
@@ -38,18 +37,6 @@ def reason_not_supported(entries: EntryFormat, pages: jax.Array, page_size: int)
     if page_size & (page_size - 1):
         return f"TPU kernels take page sizes that are powers of two, got {page_size}"
     return None
-
-
-def row_words(buffer: Ref, slot: jax.Array | int, first: jax.Array | int, count: int, piece: int) -> jax.Array:
-    """uint32[count, 128]: 128 lanes of `count` rows of `buffer` [slots, rows, packing, lanes]."""
-    num_pieces = buffer.shape[-1] // LANES
-    if not is_interpreted():
-        view = buffer.bitcast(jnp.uint32).at[slot].reshape(buffer.shape[1] * num_pieces, LANES)
-        return view[pl.ds(first * num_pieces + piece, count, stride=num_pieces), :]
-    x = buffer[slot, pl.ds(first, count), :, pl.ds(piece * LANES, LANES)]
-    bits = 32 // x.shape[1]
-    words = lax.bitcast_convert_type(x, f"uint{bits}").astype(jnp.uint32)
-    return sum((words[:, p] << (bits * p) for p in range(x.shape[1])), jnp.zeros((count, LANES), jnp.uint32))
 
 
 @dataclass(frozen=True)

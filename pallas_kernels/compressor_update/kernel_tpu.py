@@ -25,10 +25,9 @@ from pallas_kernels.compressor_update.reference import biased_states, new_entrie
 from pallas_kernels.dma_runs import LARGEST_TABLE_ROWS
 from pallas_kernels.kv_write.kernel_tpu import copy_rows, write_runs
 from pallas_kernels.latent_pages import state_slots
-from pallas_kernels.mosaic import LANES, Copy, Ref
+from pallas_kernels.mosaic import LANES, Copy, Ref, load_piece
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.tpu_call import IN_HBM, Operand, call
-from pallas_kernels.tpu_entries import row_words
 
 _VMEM_LIMIT_BYTES = 32 << 20
 _LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the states of two entries
@@ -207,5 +206,5 @@ class _Step:
         return self._load(slot, first, column + pool.width // LANES), self._load(slot, first, column)
 
     def _load(self, slot: jax.Array, first: int, piece: int) -> Any:
-        words = row_words(self.refs.buffer, slot, first, self.pool.ratio, piece)
+        words = load_piece(self.refs.buffer, (slot,), first, self.pool.ratio, piece)
         return lax.bitcast_convert_type(words, jnp.float32)

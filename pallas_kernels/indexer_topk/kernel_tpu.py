@@ -23,7 +23,7 @@ from pallas_kernels import tpu_entries
 from pallas_kernels.indexer_topk.tpu_select import GROUP, LEAST, Selection, sort_keys
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.mosaic import LANES
+from pallas_kernels.mosaic import LANES, load_piece
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tpu_softmax import dot
 from pallas_kernels.token_blocks import (
@@ -38,7 +38,7 @@ from pallas_kernels.token_blocks import (
 )
 from pallas_kernels.token_places import TokenPlaces
 from pallas_kernels.tpu_call import IN_HBM, Operand, call
-from pallas_kernels.tpu_entries import EntryReader, row_words
+from pallas_kernels.tpu_entries import EntryReader
 from pallas_kernels.tpu_states import Run, StateBlocks, StatePages, log2
 
 BLOCK_ROWS = LANES  # rows of keys: the scores of a place fill a row
@@ -236,7 +236,7 @@ class _Step:
         config, refs = self.config, self.refs
         cache, size = config.cache, config.chunk
         reader = cache.reader
-        words = [row_words(refs.buffer, slot, 0, BLOCK_ROWS, piece) for piece in range(reader.num_pieces)]
+        words = [load_piece(refs.buffer, (slot,), 0, BLOCK_ROWS, piece) for piece in range(reader.num_pieces)]
         for place in range(cache.places):
             for piece, x in enumerate(reader.vectors(words, place, None)):
                 refs.vectors[place, :, pl.ds(piece * LANES, LANES)] = x

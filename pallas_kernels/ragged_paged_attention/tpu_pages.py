@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES, Copy, Ref, is_interpreted, packing, words
+from pallas_kernels.mosaic import LANES, Copy, Ref, load_row, packing, recast
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 
@@ -70,12 +70,7 @@ class KVBlocks:
         pieces = []
         for piece in range(self.config.num_pieces):
             of_piece = None if kept is None else kept[:, piece * LANES : (piece + 1) * LANES]
-            if is_interpreted():
-                x = self.buffer[slot, piece, pl.ds(first, count), row, place].astype(pushed_dtype)
-                pieces.append(x if of_piece is None else jnp.where(of_piece, x, jnp.zeros_like(x)))
-                continue
-            stride = self.buffer.shape[3]
-            word = words(self.buffer, slot, piece)[pl.ds(first * stride + row, count, stride=stride), :]
+            word = load_row(self.buffer, (slot, piece), first, count, row)
             masks_words = jnp.dtype(pushed_dtype).itemsize == 1
             if of_piece is not None and masks_words:
                 word = jnp.where(of_piece, word, jnp.zeros_like(word))
@@ -105,10 +100,10 @@ def _element(word: jax.Array, place: int, dtype: jnp.dtype, pushed_dtype: str) -
     """Element `place` of each 32-bit word, in `dtype`."""
     bits = 8 * jnp.dtype(dtype).itemsize
     if bits == 32:
-        return pltpu.bitcast(word, dtype)
+        return recast(word, dtype)
     if bits == 16:
-        return pltpu.bitcast((word >> (16 * place)).astype(jnp.uint16), dtype)
+        return recast((word >> (16 * place)).astype(jnp.uint16), dtype)
     if dtype == jnp.int8 or pushed_dtype == dtype:  # the halves of the words in one register, then those of the halves
         half = (word >> (16 * (place // 2))).astype(jnp.uint16)
-        return pltpu.bitcast((half >> (8 * (place % 2))).astype(jnp.uint8), dtype)
-    return pltpu.bitcast((word >> (8 * place)).astype(jnp.uint8), dtype)
+        return recast((half >> (8 * (place % 2))).astype(jnp.uint8), dtype)
+    return recast((word >> (8 * place)).astype(jnp.uint8), dtype)

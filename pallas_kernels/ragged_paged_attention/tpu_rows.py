@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES, Ref, is_interpreted, words
+from pallas_kernels.mosaic import LANES, Ref, elements, joined, load_row, store_row
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 
 
@@ -80,10 +79,7 @@ def unpack_tile(staged: Ref, rows: Ref, config: TpuConfig) -> None:
     per_piece = config.num_kv_heads * per_head
     size = config.queries * config.packing
     for i in range(config.num_pieces * per_piece):
-        if is_interpreted():
-            x = staged[:, i].reshape(size, LANES)
-        else:
-            x = pltpu.bitcast(words(staged)[pl.ds(i, config.queries, stride=staged.shape[1]), :], staged.dtype)
+        x = elements(load_row(staged, (), 0, config.queries, i), staged.dtype)
         piece, word = divmod(i, per_piece)
         rows[word // per_head, pl.ds(word % per_head * size, size), pl.ds(piece * LANES, LANES)] = x
 
@@ -96,11 +92,7 @@ def pack_head(x: jax.Array, head: int, staged: Ref, config: TpuConfig) -> None:
         for i in range(per_head):
             part = x[i * size : (i + 1) * size, piece * LANES : (piece + 1) * LANES].astype(staged.dtype)
             word = (piece * config.num_kv_heads + head) * per_head + i
-            if is_interpreted():
-                staged[:, word] = part.reshape(config.queries, config.packing, LANES)
-            else:
-                strided = pl.ds(word, config.queries, stride=staged.shape[1])
-                words(staged)[strided, :] = pltpu.bitcast(part, jnp.uint32)
+            store_row(staged, word, joined(part))
 
 
 def lse_rows(config: TpuConfig) -> int:
@@ -119,9 +111,6 @@ def pack_lse(rows: Ref, staged: Ref, config: TpuConfig) -> None:
         for column in range(n * LANES, min((n + 1) * LANES, lse_rows(config))):
             head, i = divmod(column, config.padded_group)
             first, place = i // config.packing * size, i % config.packing
-            if is_interpreted():
-                x = rows[head, pl.ds(first, size)].reshape(config.queries, config.packing, LANES)[:, place]
-            else:
-                x = rows.at[head][pl.ds(first + place, config.queries, stride=config.packing), :]
+            x = rows[head, pl.ds(first + place, config.queries, stride=config.packing), :]
             packed = jnp.where(lane == column - n * LANES, x, packed)
         staged[:, pl.ds(n, 1)] = packed[:, None]

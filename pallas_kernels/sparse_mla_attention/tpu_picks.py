@@ -24,11 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.mosaic import LANES, Copy, Ref, is_interpreted
+from pallas_kernels.mosaic import LANES, Copy, Ref, is_interpreted, load_piece
 from pallas_kernels.sparse_mla_attention.tpu_attention import LatentAttention, PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.tpu_call import IN_HBM, Operand, call
-from pallas_kernels.tpu_entries import row_words
 from pallas_kernels.tpu_lse import lse_shape
 from pallas_kernels.tpu_states import StatePages, log2
 
@@ -214,6 +213,6 @@ class _Step:
         down = jnp.transpose(jnp.broadcast_to(entries, (PART, LANES)))  # in every lane
         place = down & (cache.places - 1) if cache.places > 1 else 0
         pieces = range(cache.reader.num_pieces)
-        words = [row_words(self._buffer(slot), 0, first, PART, piece) for piece in pieces]
+        words = [load_piece(self._buffer(slot), (0,), first, PART, piece) for piece in pieces]
         for piece, x in enumerate(cache.reader.vectors(words, place, down < self.none)):
             self.refs.vectors[:, pl.ds(piece * LANES, LANES)] = x

@@ -20,13 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES
+from pallas_kernels.mosaic import LANES, load_piece
 from pallas_kernels.sparse_mla_attention.schedule import WindowBlocks
 from pallas_kernels.sparse_mla_attention.tpu_attention import LatentAttention, PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
 from pallas_kernels.token_blocks import Field
 from pallas_kernels.tpu_call import IN_HBM, Operand, call
-from pallas_kernels.tpu_entries import row_words
 from pallas_kernels.tpu_lse import lse_shape
 from pallas_kernels.tpu_states import Run, StateBlocks, log2
 
@@ -158,7 +157,7 @@ class _Step:
         """Vectors of a block, place by place, those that no row of the item sees as zero."""
         config = self.config
         reader, num_rows, places = config.cache.reader, config.block_rows, config.cache.places
-        words = [row_words(self.refs.buffer, slot, 0, num_rows, piece) for piece in range(reader.num_pieces)]
+        words = [load_piece(self.refs.buffer, (slot,), 0, num_rows, piece) for piece in range(reader.num_pieces)]
         state = first + lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0) * places
         for place in range(places):
             kept = (state + place >= run.lower) & (state + place <= run.upper)

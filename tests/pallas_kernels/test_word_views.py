@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import mosaic, tpu_entries
-from pallas_kernels.ragged_paged_attention import tpu_pages, tpu_rows
+from pallas_kernels import mosaic
+from pallas_kernels.ragged_paged_attention import tpu_rows
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from tests.pallas_kernels.cases import random_values
 from tests.pallas_kernels.word_views import WordRef, compile_path, from_words, namespace, packing_of, to_words
@@ -46,10 +46,11 @@ def test_the_model_is_what_a_word_is(dtype: str) -> None:
 def test_words_of_rows(dtype: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows from any on, a part of their lanes, as numbers in order; and stored where they came from."""
     x = numbers(1, (2, 3, 6, packing_of(jnp.dtype(dtype)), lanes), dtype)
-    compile_path(monkeypatch, mosaic)
+    compile_path(monkeypatch)
     for first, count, width in ((0, 6, lanes), (2, 3, 128)):
         words = mosaic.load_words(WordRef.of(x), (1, 2), first=first, count=count, lanes=width)
         same(mosaic.elements(words, x.dtype), x[1, 2, first : first + count, :, :width].reshape(-1, width))
+    same(mosaic.joined(mosaic.elements(whole := mosaic.load_words(WordRef.of(x), (1, 2)), x.dtype)), np.asarray(whole))
     target = WordRef.of(np.zeros_like(x[0, 0]))
     whole = mosaic.load_words(WordRef.of(x), (1, 2))
     mosaic.store_words(target, whole)
@@ -60,28 +61,32 @@ def test_words_of_rows(dtype: str, lanes: int, monkeypatch: pytest.MonkeyPatch) 
 def test_words_of_one_piece_of_lanes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """128 lanes of rows of words, numbers of a word from its lowest bits on."""
     x = numbers(2, (2, 10, packing_of(jnp.dtype(dtype)), 256), dtype)
-    compile_path(monkeypatch, tpu_entries)
-    words = tpu_entries.row_words(WordRef.of(x), 1, 3, 4, 1)
+    compile_path(monkeypatch)
+    words = mosaic.load_piece(WordRef.of(x), (1,), 3, 4, 1)
     same(words, to_words(np.ascontiguousarray(x[1, 3:7, :, 128:]))[:, 0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "pushed"),
+    [(dtype, "float32" if dtype == "float32" else "bfloat16") for dtype in DTYPES]
+    + [(dtype, dtype) for dtype in ("float8_e4m3fn", "float8_e5m2")],
+)
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_keys_and_values_of_a_head(dtype: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any head of a token: the numbers that stand in its row and place, whatever else its words hold."""
+def test_keys_and_values_of_a_head(dtype: str, pushed: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any head of a token: the numbers of its row and place, whatever else its words hold; 0 where not kept."""
     heads, pack = 8, packing_of(jnp.dtype(dtype))
     rows = 2 * heads // pack
     x = numbers(3, (2, pieces, 32, rows | 1, pack, 128), dtype)
-    compile_path(monkeypatch, tpu_pages)
-    compute = "float32" if dtype == "float32" else "bfloat16"
-    kv = KVBlocks(namespace(num_pieces=pieces, compute_dtype=compute), None, None, WordRef.of(x), None)  # type: ignore[arg-type]
-    for base, offset in ((0, 0), (0, 3), (4, 1)):
-        for value in range(2):
-            column = 2 * (base + offset) + value
-            got = kv.load(jnp.int32(1), base, offset, value, 8, 16)
-            expected = x[1, :, 8:24, column // pack, column % pack]
-            expected = np.concatenate(list(expected), axis=1)
-            same(got, expected.astype(jnp.dtype(compute)))
+    compile_path(monkeypatch)
+    kv = KVBlocks(namespace(num_pieces=pieces, pushed_dtype=pushed), None, None, WordRef.of(x), None)  # type: ignore[arg-type]
+    kept = np.broadcast_to(np.arange(16)[:, None] % 3 != 0, (16, pieces * 128))
+    for base, offset, value in ((0, 0, 0), (0, 3, 1), (4, 1, 0), (4, 3, 1)):
+        column = 2 * (base + offset) + value
+        expected = np.concatenate(list(x[1, :, 8:24, column // pack, column % pack]), axis=1)
+        expected = expected.astype(jnp.dtype(pushed))
+        same(kv.load(jnp.int32(1), (base, offset), value, 8, 16), expected)
+        masked = kv.load(jnp.int32(1), (base, offset), value, 8, 16, jnp.asarray(kept))
+        same(masked, np.where(kept, expected, np.zeros((), expected.dtype)))
 
 
 @pytest.mark.parametrize(("dtype", "group", "heads", "pieces"), [("bfloat16", 4, 2, 1), ("float32", 3, 2, 2)])
@@ -93,7 +98,7 @@ def test_tiles_of_queries(dtype: str, group: int, heads: int, pieces: int, monke
         packing=pack, queries=queries, padded_group=padded, num_kv_heads=heads, num_pieces=pieces, num_products=heads
     )
     tile = numbers(4, (queries, pieces * heads * padded // pack, pack, 128), dtype)
-    compile_path(monkeypatch, tpu_rows)
+    compile_path(monkeypatch)
     rows = np.zeros((heads, queries * padded, pieces * 128), tile.dtype)
     tpu_rows.unpack_tile(WordRef.of(tile), _Rows(rows), config)
     back = WordRef.of(np.zeros_like(tile))
@@ -118,7 +123,7 @@ def test_lse_of_tiles(pack: int, group: int, heads: int, monkeypatch: pytest.Mon
     for head, query in np.ndindex(heads, group):
         row = (query // pack * queries + np.arange(queries)) * pack + query % pack
         m[head, row] = lse[:, head * group + query, None]
-    compile_path(monkeypatch, tpu_rows)
+    compile_path(monkeypatch)
     staged = np.zeros((queries, -(-heads * group // 128), 128), np.float32)
     tpu_rows.pack_lse(WordRef.of(m), _Rows(staged), config)
     np.testing.assert_array_equal(staged.reshape(queries, -1)[:, : heads * group], lse)
