@@ -4,7 +4,7 @@ Flow:    api -> [reference] -> (out, lse)
 
 Two loops over the work that the step really has (`tile_walk`). Sequences of few queries go many work items at a time:
 one gather of their pages and one batched product for all of them, whose parts are then merged into the softmax states
-of their sequences; or, with one or two rows for each KV head, without a gather (`page_rows`). The queries of other
+of their sequences; or, with one row for each KV head, without a gather (`page_rows`). The queries of other
 sequences go in tiles of about 128 rows (queries times query heads of a KV head), each with the KV tiles that it sees.
 
 Few rows of few heads are multiplied with the keys of all KV heads at once, each row zero where another head's numbers
