@@ -146,6 +146,7 @@ def test_a_line_of_the_table() -> None:
     assert tpu_compile.row("base", "v6e", score).split() == [*cells, "1.28/1.33/1.83"]
 
 
+@needs_libtpu
 def test_what_does_not_compile_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert tpu_compile.main(["v6e", "kv_write", "pages=3"]) == 1
     assert "expected a setting out of" in capsys.readouterr().err
