@@ -96,6 +96,7 @@ def sparse_mla_attention(
         pages = latent_write(
             new_kv, tuple(pages), slot_mapping, entries=entries, page_size=latent.page_size, backend=backend
         )
+        arguments = (q, tuple(pages), *arguments[2:])
     if chosen == "tpu":
         out, lse = kernel_tpu.sparse_mla_attention(*arguments, **of_tpu)
     elif chosen == "gpu":

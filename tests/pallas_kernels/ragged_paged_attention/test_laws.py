@@ -238,7 +238,7 @@ def test_the_oracle_sees_by_the_rule() -> None:
     assert visible_keys(5, 7, dataclasses.replace(options, causal=False)) == [0, 4, 5, 6]
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("options", [Options(soft_cap=2.0), WINDOW], ids=["full", "window"])
 def test_heads_that_share_keys_do_not_matter(options: Options, page_size: int) -> None:
     """A decoding query gets the same whether its KV head has one, two or four query heads, NaN where nobody sees."""
