@@ -67,19 +67,20 @@ def launches_of(kernel: Callable[..., Any], *arguments: Any, **options: Any) -> 
     static = {name: x for name, x in options.items() if name not in arrays}
     call = functools.partial(kernel, **static)
     traced = jax.make_jaxpr(lambda given, named: call(*given, **named))(arguments, arrays)
-    return list(_launches(traced.jaxpr))
+    return [_launch(equation.params) for equation in pallas_calls(traced.jaxpr)]
 
 
-def _launches(jaxpr: Any) -> Iterator[Launch]:
+def pallas_calls(jaxpr: Any) -> Iterator[Any]:
+    """The equations of all kernels in a jaxpr, those of its inner ones too."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
-            yield _launch(equation.params)
+            yield equation
             continue
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(part, "jaxpr", part)
                 if hasattr(inner, "eqns"):
-                    yield from _launches(inner)
+                    yield from pallas_calls(inner)
 
 
 def _launch(params: dict[str, Any]) -> Launch:

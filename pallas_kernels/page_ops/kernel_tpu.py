@@ -12,6 +12,8 @@ a kernel would have the whole pool copied to its layout and back. XLA's gather a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,20 +112,7 @@ def _zero(runs: jax.Array, zeros: jax.Array, pages: jax.Array) -> jax.Array:
 
             copy_all(runs, copy)
 
-    return pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[pltpu.SemaphoreType.DMA],
-        ),
-        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
-        input_output_aliases={2: 0},
-        compiler_params=compiler_params(8 << 20),
-        name="zero_pages",
-    )(runs, zeros, pages)
+    return _call(kernel, [runs, zeros, pages], [pltpu.VMEM, pl.ANY], pages, name="zero_pages")
 
 
 def _move(
@@ -132,13 +121,7 @@ def _move(
     """Copies runs of pages of `source` (None: of the target itself) to the target, which is updated where it exists."""
     if target.size == 0 or runs.shape[0] == 1:
         return target if isinstance(target, jax.Array) else jnp.zeros(target.shape, target.dtype)
-    operands = [runs]
-    if source is not None:
-        operands.append(source)
-    aliases = {}
-    if isinstance(target, jax.Array):
-        aliases = {len(operands): 0}
-        operands.append(target)
+    operands = [runs, *(x for x in (source, target) if isinstance(x, jax.Array))]
 
     def kernel(runs: Ref, *refs: Ref) -> None:
         *arrays, moved, arrived = refs
@@ -149,17 +132,29 @@ def _move(
 
         copy_all(runs, copy)
 
+    return _call(kernel, operands, [pl.ANY] * (len(operands) - 1), target, name=name)
+
+
+def _call(
+    kernel: Callable[..., None],
+    operands: Sequence[jax.Array],  # runs first; `target` last, if it is an array
+    spaces: Sequence[Any],  # memory of each operand but the runs
+    target: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    name: str,
+) -> jax.Array:
+    """One step of `kernel` with a DMA semaphore; `target` is updated in place where it is an array."""
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * (len(operands) - 1),
+            in_specs=[pl.BlockSpec(memory_space=space) for space in spaces],
             out_specs=pl.BlockSpec(memory_space=pl.ANY),
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
         out_shape=jax.ShapeDtypeStruct(target.shape, target.dtype),
-        input_output_aliases=aliases,
-        compiler_params=compiler_params(4 << 20),
+        input_output_aliases={len(operands) - 1: 0} if isinstance(target, jax.Array) else {},
+        compiler_params=compiler_params(8 << 20),
         name=name,
     )(*operands)

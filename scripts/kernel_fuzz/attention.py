@@ -6,6 +6,7 @@ Oracle: tests/pallas_kernels/oracle.py, key by key in float64. Slots that nobody
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -144,13 +145,7 @@ def _compiled_ragged(
         tuning_gpu = one_of(rng, [kernel_gpu.Tuning(num_blocks=5), SMALL])
         call = partial(kernel_gpu.ragged_paged_attention, **static, return_lse=True, tuning=tuning_gpu)
     else:
-        mask = static.pop("mask")
-        options_of_mask = {
-            "causal": mask.causal,
-            "sliding_window": mask.sliding_window,
-            "attention_chunk_size": mask.attention_chunk_size,
-            "num_sink_tokens": mask.num_sink_tokens,
-        }
+        options_of_mask = asdict(static.pop("mask"))
         op = partial(ragged_paged_attention, **static, **options_of_mask, return_lse=True, backend="reference")
         call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
     return compiled_on(platform, rng, call, *cases.make_case(0, shape, []).arrays)
@@ -203,13 +198,7 @@ def _compiled_mla(
     elif platform == "gpu":
         call = partial(mla_gpu.mla_paged_attention, **static, tuning=mla_gpu.Tuning(stages=2, num_blocks=3))
     else:
-        mask = static.pop("mask")
-        options_of_mask = {
-            "causal": mask.causal,
-            "sliding_window": mask.sliding_window,
-            "attention_chunk_size": mask.attention_chunk_size,
-            "num_sink_tokens": mask.num_sink_tokens,
-        }
+        options_of_mask = asdict(static.pop("mask"))
         op = partial(mla_paged_attention, **static, **options_of_mask, return_lse=True, backend="reference")
         call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
     return compiled_on(platform, rng, call, *mla_cases.make_case(0, shape, [], options).arrays)

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.compressor_update import compressor_update
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8, Plain
-from pallas_kernels.sparse_mla_attention import kernel_gpu, sparse_mla_attention
+from pallas_kernels.sparse_mla_attention import kernel_gpu
 from scripts.kernel_fuzz.attention import assert_right
 from scripts.kernel_fuzz.trials import checked, compiled_on, hard_rows, one_of
 from tests.pallas_kernels.compressor_update.test_compressor_update import Steps
@@ -25,7 +25,7 @@ from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.oracle import LARGEST_SINK
 from tests.pallas_kernels.sparse_mla_attention import test_kernel_gpu
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
-from tests.pallas_kernels.sparse_mla_attention.test_kernel_tpu import arguments
+from tests.pallas_kernels.sparse_mla_attention.test_kernel_tpu import arguments, op_of
 
 _STEPS = 4
 _SINKS = (2.0, -np.inf, 50.0, -3.0, np.inf, 3e38, -1e30)
@@ -79,21 +79,10 @@ def _compiled(rng: np.random.Generator, platform: str, shape: Shape, sinks: np.n
         run = test_kernel_gpu.compiled(shape, sinks, kernel_gpu.Tuning(one_of(rng, [1, 20])))
         return lambda case: run(*test_kernel_gpu.arguments(case, sinks))
 
-    def call(q: Any, pages: Any, step: Any, given: Any) -> Any:
-        return sparse_mla_attention(
-            q,
-            pages,
-            *step,
-            **given,
-            sm_scale=shape.sm_scale,
-            sliding_window=shape.window,
-            tokens_per_state=shape.ratio,
-            entries=shape.entries,
-            page_size=shape.latent.page_size,
-            compressed_page_size=shape.entry_page_size,
-            return_lse=True,
-            backend=platform,
-        )[:2]
+    op = op_of(shape, backend=platform)
+
+    def call(*given: Any) -> Any:
+        return op(*given)[:2]
 
     compiled = compiled_on(platform, rng, call, *arguments(make_case(0, shape, []), sinks))
     return lambda case: compiled(*arguments(case, sinks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from pallas_kernels.tpu_lse import by_head, heads_to_lanes, lse_shape
+from pallas_kernels.tpu_memory import pallas_calls
 
 TOKENS, HEADS = 8192, 128
 
@@ -72,23 +73,11 @@ OPS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-def kernel_outputs(jaxpr: Any) -> Iterator[Any]:
-    """Shapes of what every pallas_call in a jaxpr writes."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            yield from (v.aval for v in equation.outvars)
-            continue
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from kernel_outputs(inner)
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_lse_takes_4_bytes_a_head(op: str) -> None:
     """8,192 tokens of 128 heads: 4 MiB a launch, where a row of 128 lanes for each would be 512."""
     call, arguments = OPS[op]
-    written = [x for x in kernel_outputs(jax.make_jaxpr(call)(*arguments).jaxpr) if x.dtype == jnp.float32]
+    kernels = pallas_calls(jax.make_jaxpr(call)(*arguments).jaxpr)
+    written = [v.aval for kernel in kernels for v in kernel.outvars if v.aval.dtype == jnp.float32]
     assert written
     assert max(4 * math.prod(x.shape) for x in written) <= 4 * TOKENS * HEADS

@@ -139,7 +139,8 @@ def test_memory_is_counted() -> None:
 
 def test_a_chip_with_less_vmem_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
     call, arguments = FIT["32 KV heads at page 128"]
-    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: SimpleNamespace(vmem_capacity_bytes=8 << 20))
+    chip = SimpleNamespace(vmem_capacity_bytes=8 << 20, chip_version="v6e", mxu_column_size=256)
+    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: chip)
     with pytest.raises(NotImplementedError, match="of 7; split the heads over more chips"):
         jax.eval_shape(call("tpu"), *arguments)
     assert np.isfinite(mosaic.vmem_budget_bytes())

@@ -15,12 +15,12 @@ from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.layouts import latent_layout
 from pallas_kernels.sparse_mla_attention import kernel_tpu, sparse_mla_attention, tpu_picks
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
+from pallas_kernels.tpu_memory import pallas_calls
 from pallas_kernels.tpu_states import StateBlocks
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
-from tests.pallas_kernels.test_tpu_lse import kernel_outputs
 
 FP8 = LatentFp8(rope_dim=8, group=8)
 FP8_WIDTH = FP8.width(24)
@@ -60,8 +60,8 @@ def arguments(case: Case, sinks: np.ndarray | None) -> tuple[Any, ...]:
     return jax.tree.map(jnp.asarray, (case.q, (case.page,), case.step, given))
 
 
-def compiled(shape: Shape, sinks: np.ndarray | None, **extra: Any) -> Callable[..., Any]:
-    """The op on TPU for steps of one shape: (arguments of a case) -> its result."""
+def op_of(shape: Shape, **extra: Any) -> Callable[..., Any]:
+    """The op for steps of one shape: (arguments of a case) -> its result."""
 
     def run(q: Any, pages: Any, step: Any, given: Any) -> Any:
         return sparse_mla_attention(
@@ -76,11 +76,15 @@ def compiled(shape: Shape, sinks: np.ndarray | None, **extra: Any) -> Callable[.
             page_size=shape.latent.page_size,
             compressed_page_size=shape.entry_page_size,
             return_lse=True,
-            backend="tpu",
             **extra,
         )
 
-    return compile_on_tpu(run, *arguments(make_case(0, shape, []), sinks))
+    return run
+
+
+def compiled(shape: Shape, sinks: np.ndarray | None, **extra: Any) -> Callable[..., Any]:
+    """The op on TPU, compiled."""
+    return compile_on_tpu(op_of(shape, backend="tpu", **extra), *arguments(make_case(0, shape, []), sinks))
 
 
 def assert_right(run: Callable[..., Any], case: Case, sinks: np.ndarray | None) -> None:
@@ -129,7 +133,8 @@ def test_states_of_many_tokens_are_bounded() -> None:
         sizes = {"page_size": 64, "compressed_page_size": 64, "sliding_window": 128, "sm_scale": 0.1}
         return sparse_mla_attention(q, (pages,), *ints[:4], **given, **sizes, backend="tpu")
 
-    states = [x for x in kernel_outputs(jax.make_jaxpr(call)(q, pages, entries, *ints).jaxpr) if x.dtype == jnp.float32]
+    kernels = pallas_calls(jax.make_jaxpr(call)(q, pages, entries, *ints).jaxpr)
+    states = [v.aval for kernel in kernels for v in kernel.outvars if v.aval.dtype == jnp.float32]
     assert states
     assert 4 * sum(math.prod(x.shape) for x in states) <= 2 * kernel_tpu.LARGEST_STATE_BYTES
 
