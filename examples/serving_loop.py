@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kvjax.core import (
     BlockHasher,
@@ -37,7 +37,7 @@ BLOCK_SIZE, MAX_SEQS, MAX_STEP_TOKENS, MAX_MODEL_LEN, MAX_IN_FLIGHT = 16, 8, 64,
 class Server:
     """One model, one cache; used from one thread."""
 
-    def __init__(self, model: nnx.Module, config: KVCacheConfig, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, model: Any, config: KVCacheConfig, eos_token_ids: Sequence[int]) -> None:
         most = MAX_IN_FLIGHT * MAX_STEP_TOKENS
         self.manager = KVCacheManager(config, MAX_MODEL_LEN, BLOCK_SIZE, reserve=True, max_in_flight_tokens=most)
         self.flights = StepsInFlight(self.manager.request_table)

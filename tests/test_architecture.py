@@ -29,6 +29,7 @@ ALLOWED = {
     "kvjax.device": (*HOST, "jax", "flax", "kvjax.device", "pallas_kernels"),
     "kvjax.events": ("kvjax.core", "kvjax.errors", "kvjax.events", "kvjax.extras", "msgspec", "zmq"),
     "kvjax.metrics": ("kvjax.core", "kvjax.errors", "kvjax.extras", "kvjax.metrics", "numpy", "prometheus_client"),
+    "kvjax.nnx": ("flax", "kvjax.core", "kvjax.device"),
     "kvjax.planning": (*HOST, "kvjax.planning", "kvjax.text"),
     "kvjax.configs": (*HOST, *CONFIGS, "kvjax.planning", "kvjax.text"),
     "kvjax.models": (*HOST, "jax", "flax", "safetensors", "tokenizers", "kvjax.device", "kvjax.extras", "kvjax.models"),

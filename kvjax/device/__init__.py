@@ -7,6 +7,7 @@ from kvjax.device.compile_counter import CompileCount, count_compilations
 from kvjax.device.embed_buffer import EmbedBuffer
 from kvjax.device.encoder_cache import EncoderCache
 from kvjax.device.encoder_step import EncoderShapes
+from kvjax.device.function_model import FunctionModel
 from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write_kv, zero_pages
 from kvjax.device.paged_kv_cache import PagedKVCache, RecurrentStep
 from kvjax.device.pages import KVPages, create_pages
@@ -27,6 +28,7 @@ __all__ = [
     "EmbedBuffer",
     "EncoderCache",
     "EncoderShapes",
+    "FunctionModel",
     "KVPages",
     "PagedKVCache",
     "Placement",

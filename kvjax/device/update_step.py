@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.step.step_plan import StepPlan
@@ -31,14 +30,8 @@ from kvjax.device.encoder_step import EncoderShapes, EncoderStep
 from kvjax.device.given_tokens import ScoreFn, score_given
 from kvjax.device.model_weights import ModelWeights
 from kvjax.device.packed_inputs import is_packed
-from kvjax.device.page_ops import (
-    check_copies,
-    check_page_ids,
-    copy_pages,
-    copy_pages_padded,
-    zero_pages,
-    zero_pages_padded,
-)
+from kvjax.device.page_edits import check_edits, edit_pages
+from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
 from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns
 from kvjax.device.placement import Placement
@@ -80,7 +73,7 @@ class UpdateStep:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Any,
         kv_cache_config: KVCacheConfig,
         buckets: Buckets,
         placement: Placement,
@@ -154,9 +147,9 @@ class UpdateStep:
             given = np.full(plan.num_tokens, -1, np.int32)
         batch = DeviceBatch.from_plan(plan, pick_bucket(plan, self.buckets), embed_index, given)
         arguments = self._arguments(batch, previous, sampling, embeds, sampler_state)
-        _check_edits(pages, plan)
+        check_edits(pages, plan)
         slots = self.encoder.check_plan(pages, plan, features)
-        pages = self._edit_pages(pages, plan)
+        pages = edit_pages(pages, plan, self.buckets.page_counts, backend=self._backend)
         for one, slot_mappings in zip(features, slots, strict=True):
             pages = self.encode(pages, one, slot_mappings)
         return self._dispatch(pages, arguments)
@@ -334,19 +327,9 @@ class UpdateStep:
         rows = batch.logits_indices.shape[0]
         return batch, jax.tree.map(lambda x: _padded_rows(x, rows), sampling), previous, embeds, sampler_state
 
-    def _edit_pages(self, pages: KVPages, plan: StepPlan) -> KVPages:
-        counts, backend = self.buckets.page_counts, self._backend
-        for pool_id, copies in enumerate(plan.page_copies):
-            if copies.sources.size:
-                pages = copy_pages(pages, pool_id, copies.sources, copies.destinations, counts, backend=backend)
-        for pool_id, page_ids in enumerate(plan.pages_to_zero):
-            if page_ids.size:
-                pages = zero_pages(pages, pool_id, page_ids, counts, backend=backend)
-        return pages
-
 
 def make_update_step(
-    model: nnx.Module,  # model(token_ids[T], positions[T], cache) -> hidden[T, d]; model.logits(hidden[N, d])
+    model: Any,  # model(token_ids[T], positions[T], cache) -> hidden[T, d]; model.logits(hidden[N, d])
     kv_cache_config: KVCacheConfig,
     buckets: Buckets,
     *,
@@ -363,6 +346,8 @@ def make_update_step(
 ) -> UpdateStep:
     """The update step of `model` over pages of `kv_cache_config`, sampling in the same program if `sample_fn` is given.
 
+    `model` is a module of Flax NNX, or any pytree that can be called: a module of Equinox, a `FunctionModel`. Its
+    arrays are weights, and arguments of the compiled step; all other leaves are constants.
     Weights that do not lie on the placement's devices are copied to each of them once, now.
 
     Raises:
@@ -404,22 +389,6 @@ def _check_drafts(kv_cache_config: KVCacheConfig, buckets: Buckets, num_previous
             )
     if num_previous < buckets.max_num_requests:
         raise ValueError(f"expected num_previous >= {buckets.max_num_requests}, got {num_previous}")
-
-
-def _check_edits(pages: KVPages, plan: StepPlan) -> None:
-    """Raises ValueError unless copies and zeroing can be done, the one before the other."""
-    if (len(plan.page_copies), len(plan.pages_to_zero)) != (len(pages.pools),) * 2:
-        raise ValueError(
-            f"expected page copies and pages to zero for {len(pages.pools)} pools, "
-            f"got {len(plan.page_copies)} and {len(plan.pages_to_zero)}"
-        )
-    for pool_id, (copies, page_ids) in enumerate(zip(plan.page_copies, plan.pages_to_zero, strict=True)):
-        if not (copies.sources.size or copies.destinations.size or page_ids.size):
-            continue
-        check_copies(pages.num_pages(pool_id), copies.sources, copies.destinations)
-        check_page_ids(page_ids, pages.num_pages(pool_id), "pages to zero")
-        if np.isin(page_ids, copies.destinations).any():
-            raise ValueError(f"pages {np.intersect1d(page_ids, copies.destinations).tolist()} are copied to and zeroed")
 
 
 def _padded_rows(values: np.ndarray, num_rows: int) -> np.ndarray:
