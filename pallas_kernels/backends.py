@@ -1,27 +1,48 @@
 """Which implementation an op runs.
 
-Backends: "reference" (plain jnp, any platform), "tpu" and "gpu" (Pallas kernels). "auto" takes the platform's kernel
-where there is one and it can do what is asked, else the reference: silently on CPU, with one warning elsewhere.
+Backends: "reference" (plain jnp, any platform), "xla" (plain jnp too, vectorised for an accelerator; the reference of
+ops that need no other), "tpu" and "gpu" (Pallas kernels). "auto" takes the platform's kernel where there is one and it
+can do what is asked; else on a GPU "xla" where the op has it, else the reference: silently on CPU, with one warning
+elsewhere.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 
-BACKENDS = ("auto", "reference", "tpu", "gpu")
+BACKENDS = ("auto", "reference", "xla", "tpu", "gpu")
 _PLATFORMS = ("tpu", "gpu")
 _NONE: Mapping[str, str | None] = MappingProxyType({})
 
 
-def resolve_backend(op: str, backend: str, kernels: Mapping[str, str | None] = _NONE) -> str:
+class XlaPath(NamedTuple):
+    """What an op's vectorised XLA costs on a GPU: so many passes over the bytes that the step names."""
+
+    passes: int
+    num_bytes: int  # at most, as the shapes have it
+    what: str  # they are of
+
+    def __str__(self) -> str:
+        milliseconds = self.passes * self.num_bytes / 1e9
+        return (
+            f"about {self.passes} passes over {self.what}, at most {self.num_bytes / 1e9:.3g} GB: "
+            f"{milliseconds:.3g} ms a call at 1 TB/s of memory bandwidth"
+        )
+
+
+def resolve_backend(
+    op: str, backend: str, kernels: Mapping[str, str | None] = _NONE, xla: XlaPath | None = None
+) -> str:
     """The backend that runs `op` when the caller asks for `backend`.
 
-    `kernels` names the platforms that have a kernel, each with what of this call it cannot do, in words, or None.
+    `kernels` names the platforms that have a kernel, each with what of this call it cannot do, in words, or None;
+    `xla` is given by ops that have a path in vectorised XLA.
 
     Raises:
         ValueError: `backend` names none.
@@ -32,23 +53,28 @@ def resolve_backend(op: str, backend: str, kernels: Mapping[str, str | None] = _
     if backend in _PLATFORMS:
         reason = _reason(backend, kernels)
         return backend if reason is None else fall_back(op, backend, reason)
+    if backend == "xla":
+        return "reference" if xla is None else "xla"
     platform = jax.default_backend()
     if backend == "reference" or platform == "cpu":
         return "reference"
     reason = _reason(platform, kernels)
-    return platform if reason is None else fall_back(op, backend, reason)
+    return platform if reason is None else fall_back(op, backend, reason, xla if platform == "gpu" else None)
 
 
-def fall_back(op: str, backend: str, reason: str) -> str:
-    """The reference, with a warning, where `backend` is "auto" and its kernel cannot do the call.
+def fall_back(op: str, backend: str, reason: str, xla: XlaPath | None = None) -> str:
+    """ "xla" if there is such a path, else the reference, with a warning, where `backend` is "auto".
 
     Raises:
         NotImplementedError: `backend` is a platform.
     """
     if backend in _PLATFORMS:
         raise NotImplementedError(f"{op}: {reason}; use backend='auto' or 'reference'")
-    _warn_of_fallback(op, reason)
-    return "reference"
+    chosen = "reference" if xla is None else "xla"
+    path = "the reference runs instead" if xla is None else f"vectorised XLA runs instead, with {xla}"
+    for _ in _once(op, reason):
+        warnings.warn(f"{op}: {reason}; {path} (backend={chosen!r} silences this)", RuntimeWarning, stacklevel=4)
+    return chosen
 
 
 def _reason(platform: str, kernels: Mapping[str, str | None]) -> str | None:
@@ -56,10 +82,6 @@ def _reason(platform: str, kernels: Mapping[str, str | None]) -> str | None:
 
 
 @functools.cache
-def _warn_of_fallback(op: str, reason: str) -> None:
-    """Warns once per op and reason."""
-    warnings.warn(
-        f"{op}: {reason}; the reference runs instead (backend='reference' silences this)",
-        RuntimeWarning,
-        stacklevel=5,
-    )
+def _once(op: str, reason: str) -> Iterator[None]:
+    """One None for each op and reason in the life of the process."""
+    return iter((None,))

@@ -84,6 +84,16 @@ class LatentTiles:
         """States of a page."""
         return self.latent.page_size
 
+    @property
+    def values_are_keys(self) -> bool:
+        """Values are the first numbers of keys."""
+        return True
+
+    def at_pages(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys [N, page_size, 1, head_dim] of pages `ids` int32[N] in their dtype, twice: values are parts of them."""
+        keys = self.latent.at_pages(ids)[:, :, None]
+        return keys, keys
+
     def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
         """The `tile_pages` pages of sequence `seq` from page `first` of its run on; all arguments int32[]."""
         ids, key_pos = locate(self.block_tables, self.page_size, seq, run, first, tile_pages)

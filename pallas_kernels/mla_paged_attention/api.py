@@ -22,8 +22,9 @@ from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_write import latent_write
-from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate
+from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.xla_attention import path_over
 from pallas_kernels.tpu_memory import with_room
 
 
@@ -71,7 +72,7 @@ def mla_paged_attention(
         "tpu": kernel_tpu.reason_not_supported(latent, mask),
         "gpu": kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
     }
-    chosen = resolve_backend(validate.OP, backend, kernels)
+    chosen = resolve_backend(validate.OP, backend, kernels, path_over(block_tables, tuple(pages)))
     options: dict[str, Any] = {
         "mask": mask,
         "sm_scale": float(sm_scale),
@@ -93,5 +94,6 @@ def mla_paged_attention(
     elif chosen == "gpu":
         out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
     else:
-        out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
+        plain = xla_attention if chosen == "xla" else reference
+        out, lse = plain.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

@@ -17,7 +17,7 @@ from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
-from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate
+from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.tpu_memory import with_room
 
@@ -75,7 +75,8 @@ def ragged_paged_attention(
         "tpu": kernel_tpu.reason_not_supported(pages, mask),
         "gpu": kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
     }
-    chosen = resolve_backend(validate.OP, backend, kernels)
+    xla = xla_attention.path_over(block_tables, pages)
+    chosen = resolve_backend(validate.OP, backend, kernels, xla)
     options: dict[str, Any] = {
         "mask": mask,
         "num_kv_heads": num_kv_heads,
@@ -99,5 +100,6 @@ def ragged_paged_attention(
     elif chosen == "gpu":
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse)
     else:
-        out, lse = reference.ragged_paged_attention(*arguments, **options)
+        plain = xla_attention if chosen == "xla" else reference
+        out, lse = plain.ragged_paged_attention(*arguments, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

@@ -1,6 +1,6 @@
 """Softmax over keys that come in parts: state, one more part, result.
 
-Flow:    empty -> [attend] per KV tile, or [merge_rows] of parts -> [finish] -> out, lse
+Flow:    empty -> [attend] or [update] per KV tile, [merge_rows] or [merged] parts -> [finish] -> out, lse
 Source:  online softmax of FlashAttention (arXiv 2205.14135); sinks as GPT-OSS: one more logit without a value
 
 All arrays are float32; leading axes are free. Whether a row has seen a key is read off its weight, not off `m`: a
@@ -9,6 +9,7 @@ maximum may skip NaN, a sum does not, so a NaN among what a row sees always come
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -56,11 +57,20 @@ def attend(
     if soft_cap is not None:
         s = soft_cap * jnp.tanh(s / soft_cap)
     s = jnp.where(visible, s, -jnp.inf)
+    return update(state, s, lambda p: jnp.einsum("...mk,...kd->...md", p, v, precision=lax.Precision.HIGHEST))
+
+
+def update(
+    state: SoftmaxState,
+    s: jax.Array,  # float32[..., rows, keys] logits, -inf where a row does not see the key
+    values_of: Callable[[jax.Array], jax.Array],  # weights float32[..., rows, keys] -> their values [..., rows, dim]
+) -> SoftmaxState:
+    """`state` after further keys. A row that sees none of them keeps its state even if a value is NaN."""
     m = jnp.maximum(state.m, jnp.max(s, axis=-1))
     p = jnp.exp(s - finite(m)[..., None])
     shrink = jnp.exp(state.m - finite(m))
     weight = jnp.sum(p, axis=-1)
-    total = state.total * shrink[..., None] + jnp.einsum("...mk,...kd->...md", p, v, precision=lax.Precision.HIGHEST)
+    total = state.total * shrink[..., None] + values_of(p)
     total = jnp.where(weight[..., None] == 0, state.total, total)  # 0 * NaN; a weight of 0 leaves m, so shrink is 1
     return SoftmaxState(m, state.weight * shrink + weight, total)
 
@@ -77,6 +87,14 @@ def merge_rows(
     weight = (state.weight * kept).at[rows].add(parts.weight * added, mode="drop")
     total = (state.total * kept[..., None]).at[rows].add(parts.total * added[..., None], mode="drop")
     return SoftmaxState(m, weight, total)
+
+
+def merged(one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
+    """Row by row the state of the keys of both, which share none."""
+    m = jnp.maximum(one.m, other.m)
+    first, second = jnp.exp(one.m - finite(m)), jnp.exp(other.m - finite(m))
+    total = one.total * first[..., None] + other.total * second[..., None]
+    return SoftmaxState(m, one.weight * first + other.weight * second, total)
 
 
 def finish(state: SoftmaxState, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -48,11 +48,16 @@ class PagedTiles:
         """Dimension of a value."""
         return self.pages[1].shape[-1] if len(self.pages) == 2 else self.head_dim
 
+    @property
+    def values_are_keys(self) -> bool:
+        """Values are numbers of their own."""
+        return False
+
     def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
         """The `tile_pages` pages of sequence `seq` from page `first` of its run on; all arguments int32[]."""
         ids, key_pos = locate(self.block_tables, self.page_size, seq, run, first, tile_pages)
-        k, v = self._gather(ids)
-        return KVTile(k, v, key_pos)
+        k, v = self.at_pages(ids)
+        return KVTile(_by_slot(k), _by_slot(v), key_pos)
 
     def keys(self, ids: jax.Array) -> jax.Array:  # int32[n] -> float32[n, slots, num_kv_heads * head_dim]
         """K of whole pages; of split ones in a gather that XLA can merge with what is made of it."""
@@ -69,13 +74,12 @@ class PagedTiles:
         _, v = self._unpacked(self.pages[0].at[ids, slot].get(mode=_CLIP)[:, None])
         return v[:, 0].astype(jnp.float32)
 
-    def _gather(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """K and V of pages `ids` int32[tile_pages]."""
+    def at_pages(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """K and V [N, page_size, num_kv_heads, dim] of pages `ids` int32[N], in the pages' dtype."""
         if len(self.pages) == 2:
             k, v = (array.at[ids].get(mode=_CLIP) for array in self.pages)
-        else:
-            k, v = self._unpacked(self.pages[0].at[ids].get(mode=_CLIP))
-        return _by_slot(k), _by_slot(v)
+            return k, v
+        return self._unpacked(self.pages[0].at[ids].get(mode=_CLIP))
 
     def _unpacked(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:  # [n, slots, rows, packing, lanes]
         """K and V [n, slots, num_kv_heads, head_dim] each."""

@@ -7,7 +7,7 @@ import warnings
 import jax
 import pytest
 
-from pallas_kernels.backends import resolve_backend
+from pallas_kernels.backends import XlaPath, resolve_backend
 
 
 def test_auto_is_silent_on_cpu() -> None:
@@ -39,3 +39,36 @@ def test_a_platform_by_name(platform: str) -> None:
         resolve_backend("op", platform, {platform: "it rains"})
     with pytest.raises(NotImplementedError, match=f"op: there is no {platform} kernel"):
         resolve_backend("op", platform)
+
+
+PATH = XlaPath(4, 500_000_000, "the KV that its tables name")
+
+
+def test_xla_by_name() -> None:
+    """Taken on any machine; an op that has no such path runs its reference, which is plain XLA as well."""
+    assert resolve_backend("op", "xla", {"gpu": None}, PATH) == "xla"
+    assert resolve_backend("op", "xla", {"gpu": None}) == "reference"
+    assert resolve_backend("op", "auto", {"gpu": "it rains"}, PATH) == "reference"  # on CPU
+
+
+def test_a_gpu_without_a_kernel_runs_xla_and_says_once_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning per op and cause, whatever the shapes; it names the path and its expected cost."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    said = (
+        r"op_of_xla: it rains; vectorised XLA runs instead, with about 4 passes over the KV that its tables name, at "
+        r"most 0.5 GB: 2 ms a call at 1 TB/s of memory bandwidth \(backend='xla' silences this\)"
+    )
+    with pytest.warns(RuntimeWarning, match=said):
+        assert resolve_backend("op_of_xla", "auto", {"gpu": "it rains"}, PATH) == "xla"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_backend("op_of_xla", "auto", {"gpu": "it rains"}, PATH._replace(num_bytes=1)) == "xla"
+        assert resolve_backend("op_of_xla", "auto", {"gpu": None}, PATH) == "gpu"
+        assert resolve_backend("op_of_xla", "xla", {"gpu": "it rains"}, PATH) == "xla"
+
+
+def test_a_tpu_runs_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path is for GPUs: elsewhere calls that kernels cannot take run the reference."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.warns(RuntimeWarning, match="op_of_tpu_path: it rains; the reference runs instead"):
+        assert resolve_backend("op_of_tpu_path", "auto", {"tpu": "it rains"}, PATH) == "reference"

@@ -1,0 +1,152 @@
+"""ragged_paged_attention in plain XLA, vectorised: what GPUs run whose kernels cannot take a call.
+
+Flow:    api -> [ragged_paged_attention] -> query tiles -> attend_tiles -> out, lse by token
+
+Two walks share a step: over the sequences of few queries, each one query tile, all at once; and over query tiles of
+the others, so many at a time as their states may take memory. Loops end where the step's tiles and pages do.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backends import XlaPath
+from pallas_kernels.layouts import cdiv
+from pallas_kernels.ragged_paged_attention import online_softmax
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles
+from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, query_tiles
+from pallas_kernels.ragged_paged_attention.tile_walk import few_queries
+from pallas_kernels.ragged_paged_attention.xla_tiles import Limits, PageReader, Sizes, TileQueries, attend_tiles
+from pallas_kernels.varying import vary_like
+
+_TILE_ROWS = 512  # queries times heads of a KV head
+
+Results = tuple[jax.Array, jax.Array]  # out [T, Hkv, G, Dv], lse float32[T, Hkv, G]
+
+
+@functools.partial(jax.jit, static_argnames=("mask", "num_kv_heads", "sm_scale", "soft_cap", "limits"))
+def ragged_paged_attention(
+    q: jax.Array,  # [T, Hq, D]
+    pages: tuple[jax.Array, ...],
+    block_tables: jax.Array,  # int32[S, P]
+    seq_lens: jax.Array,  # int32[S]
+    query_start_loc: jax.Array,  # int32[S + 1]
+    distribution: jax.Array,  # int32[3]
+    *,
+    mask: MaskRule,
+    num_kv_heads: int,
+    sm_scale: float,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    limits: Limits = Limits(),  # noqa: B008
+) -> tuple[jax.Array, jax.Array]:
+    """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
+    num_tokens, _, head_dim = q.shape
+    cache = PagedTiles(pages, block_tables, num_kv_heads, head_dim)
+    heads = q.astype(product_dtype(q.dtype, pages[0].dtype)).reshape(num_tokens, num_kv_heads, -1, head_dim)
+    scale = sm_scale * per_head(k_scale, num_kv_heads)
+    batch = Batch.of_step(seq_lens, query_start_loc, distribution)
+    queries = TileQueries(heads, scale, soft_cap)
+    step = Step(queries, cache, mask, sinks, per_head(v_scale, num_kv_heads), q.dtype, limits)
+    out, lse = attend_step(step, batch)
+    return out.reshape(num_tokens, q.shape[1], -1), lse.reshape(q.shape[:2])
+
+
+def path_over(block_tables: jax.Array, pages: tuple[jax.Array, ...]) -> XlaPath:
+    """What a call costs: K and V are read, written, and read by the products; logits are the rest."""
+    page_bytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in pages)
+    return XlaPath(4, block_tables.size * page_bytes, "the KV that its tables name")
+
+
+def product_dtype(q_dtype: jnp.dtype, page_dtype: jnp.dtype) -> jnp.dtype:
+    """In which queries and pages are multiplied: it holds the numbers of both."""
+    if jnp.dtype(page_dtype).itemsize > 1 and q_dtype != page_dtype:
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(q_dtype)
+
+
+class Step(NamedTuple):
+    """What the walks of a step share."""
+
+    queries: TileQueries
+    cache: PageReader
+    mask: MaskRule
+    sinks: jax.Array | None  # [Hq]
+    v_scale: jax.Array  # float32[Hkv]
+    dtype: jnp.dtype  # of the results
+    limits: Limits
+
+    def sinks_of_rows(self, num_queries: int) -> jax.Array | None:
+        """float32[Hkv, num_queries * G], rows as those of a query tile."""
+        if self.sinks is None:
+            return None
+        by_head = self.sinks.astype(jnp.float32).reshape(self.queries.q.shape[1], -1)
+        return jnp.tile(by_head, (1, num_queries))
+
+
+def attend_step(step: Step, batch: Batch) -> Results:
+    """Attention of all tokens over all keys that each sees; 0 and -inf for those that see none."""
+    queries, cache, mask = step.queries, step.cache, step.mask
+    num_tokens, _, group, _ = rows = queries.q.shape
+    num_seqs = batch.seq_lens.shape[0]
+    size = min(num_tokens, max(1, _TILE_ROWS // group))
+    few = few_queries(num_tokens, num_seqs, size)
+    results = (jnp.zeros((*rows[:3], cache.head_dim_v), step.dtype), jnp.full(rows[:3], -jnp.inf))
+    results = vary_like(results, queries.q, *batch, *cache.pages, cache.block_tables)
+    is_short = batch.q_lens <= few
+    walks = [(few, is_short, num_seqs)]
+    if num_tokens > few:
+        walks.append((size, ~is_short, min(num_tokens, num_tokens // size + num_seqs)))
+    for tile_size, is_own, room in walks:
+        own = batch._replace(q_lens=jnp.where(is_own, batch.q_lens, 0))
+        tiles, count = query_tiles(own, mask, room=room, queries=tile_size, page_size=cache.page_size)
+        sizes = Sizes.of(queries, tile_size, cache, mask, room, step.limits)
+        results = _attend_chunks(results, step, tiles, count, sizes)
+    return results
+
+
+def _attend_chunks(results: Results, step: Step, tiles: QueryTile, count: jax.Array, sizes: Sizes) -> Results:
+    """`results` with those of the first int32[] `count` tiles' tokens, `sizes.num_tiles` of them at a time."""
+    size = sizes.num_tiles
+    room = cdiv(tiles.seq.shape[0], size) * size
+    tiles = QueryTile(*(jnp.pad(x, (0, room - x.shape[0])) for x in tiles))
+    tiles = tiles._replace(last_pos=jnp.where(jnp.arange(room) < count, tiles.last_pos, -1))
+
+    def chunk(i: jax.Array, results: Results) -> Results:
+        own = QueryTile(*(lax.dynamic_slice_in_dim(x, i * size, size) for x in tiles))
+        return _attend_chunk(results, step, own, sizes)
+
+    if room == size:
+        return _attend_chunk(results, step, tiles, sizes)
+    return lax.fori_loop(0, -(-count // size), chunk, results)
+
+
+def _attend_chunk(results: Results, step: Step, tiles: QueryTile, sizes: Sizes) -> Results:
+    """`results` with those of the tiles' tokens."""
+    num_tokens, num_kv_heads, group, _ = step.queries.q.shape
+    state = attend_tiles(step.queries, step.cache, step.mask, tiles, sizes)
+    out, lse = online_softmax.finish(state, step.sinks_of_rows(sizes.queries))
+    out = out * step.v_scale[:, None, None]
+    place = jnp.arange(sizes.queries, dtype=jnp.int32)
+    is_real = tiles.first_pos[:, None] + place <= tiles.last_pos[:, None]
+    token = jnp.where(is_real, tiles.token[:, None] + place, num_tokens)
+
+    def written(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.reshape(sizes.num_tiles, num_kv_heads, sizes.queries, group, *new.shape[3:]).swapaxes(1, 2)
+        return old.at[token].set(new.astype(old.dtype), mode="drop")
+
+    return written(results[0], out), written(results[1], lse)
+
+
+def per_head(scale: jax.Array | None, num_kv_heads: int) -> jax.Array:
+    """A scale [] or [num_kv_heads] as float32[num_kv_heads]."""
+    return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (num_kv_heads,))
