@@ -1,4 +1,4 @@
-"""The docs' code runs as it stands: Python blocks, and `kvjax` commands in shell blocks; the site's pages are all there."""
+"""The docs' code runs as it stands: Python blocks, and `kvjax` commands of shell blocks; the site has every page."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
 """Replay of request traces through the real cache managers, without a model and without jax.
 
 Flow:    read_trace | generate_workload -> [run_replay] -> ReplayResult -> result_text, result_json
+         the same -> [run_fleet] over several replicas -> FleetResult -> fleet_text, fleet_json
 """
 
 from kvjax.replay.batching import BatchingConfig
+from kvjax.replay.fleet import FleetResult, run_fleet
+from kvjax.replay.fleet_report import fleet_json, fleet_text
 from kvjax.replay.replay import REPLAY_POLICIES, ReplayConfig, ReplayResult, run_replay
 from kvjax.replay.report import result_json, result_text
 from kvjax.replay.speed_model import SpeedModel
@@ -15,14 +18,18 @@ __all__ = [
     "TRACE_BLOCK_SIZE",
     "WORKLOADS",
     "BatchingConfig",
+    "FleetResult",
     "ReplayConfig",
     "ReplayResult",
     "SpeedModel",
     "TraceRequest",
+    "fleet_json",
+    "fleet_text",
     "generate_workload",
     "read_trace",
     "result_json",
     "result_text",
+    "run_fleet",
     "run_replay",
     "write_trace",
 ]

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import thread_time_ns
+from typing import Protocol
 
 import numpy as np
 
@@ -26,8 +27,6 @@ from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.token_ids import MAX_TOKEN_ID
 from kvjax.replay.clock import VirtualClock
-from kvjax.replay.infinite_cache import InfiniteCache
-from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.running_batch import Job, RunningBatch
 from kvjax.replay.speed_model import SpeedModel
@@ -51,14 +50,28 @@ class BatchingConfig:
             )
 
 
+class PromptSource(Protocol):
+    """What makes a request of a trace; `PromptMaker`."""
+
+    def make(self, request_id: str, source: TraceRequest) -> Request:
+        """The request, not yet known to any manager; called once for each."""
+
+
+class HitCeiling(Protocol):
+    """What a request could hit at most; `InfiniteCache`."""
+
+    def lookup_and_add(self, request: TraceRequest) -> int:
+        """Hit tokens of a request that arrives; called once for each, in order."""
+
+
 @dataclass
 class BatchedReplay:
     """One run over one trace."""
 
     trace: Sequence[TraceRequest]
     manager: KVCacheManager
-    prompts: PromptMaker
-    infinite: InfiniteCache
+    prompts: PromptSource
+    infinite: HitCeiling
     recorder: Recorder
     clock: VirtualClock
     speed: SpeedModel
@@ -75,13 +88,30 @@ class BatchedReplay:
 
     def run(self) -> None:
         """Replays the whole trace, or as far as it is not to stop."""
-        while self._num_arrived < len(self.trace) or self._waiting or self._running:
-            if self.should_stop():
-                return
-            if not self._waiting and not self._running:
-                self.clock.now_s = max(self.clock.now_s, self.trace[self._num_arrived].timestamp_ms / 1e3)
-            self._arrive()
-            self._step()
+        while self.has_work and not self.should_stop():
+            self.step()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is yet to arrive, waits or runs."""
+        return bool(self._num_arrived < len(self.trace) or self._waiting or self._running)
+
+    @property
+    def waiting(self) -> Sequence[Job]:
+        """Requests that have arrived and do not run."""
+        return self._waiting
+
+    @property
+    def running_rows(self) -> np.ndarray:  # int64[n]
+        """Rows of the running requests in the manager's table."""
+        return self._running.rows
+
+    def step(self) -> None:
+        """Lets requests arrive and runs one step; where nothing waits or runs, time passes until the next arrives."""
+        if not self._waiting and not self._running:
+            self.clock.now_s = max(self.clock.now_s, self.trace[self._num_arrived].timestamp_ms / 1e3)
+        self._arrive()
+        self._step()
 
     def _arrive(self) -> None:
         while self._num_arrived < len(self.trace):

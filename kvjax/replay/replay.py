@@ -117,8 +117,8 @@ def run_replay(
     if not trace:
         raise ValueError("expected a trace of at least one request, got none")
     start = perf_counter()
-    longest = _longest_request(trace, config)
-    plan = _plan(longest, config)
+    longest = longest_request(trace, config)
+    plan = plan_cache(longest, config)
     clock = VirtualClock()
     look_ahead = _look_ahead(trace, config, plan)
     collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
@@ -147,7 +147,7 @@ def run_replay(
         num_done += num_finished
         on_progress(num_finished)
 
-    with _no_garbage_collection(), _recorded(manager, record_to) as called:
+    with no_garbage_collection(), _recorded(manager, record_to) as called:
         if config.serial:
             replay_serial(trace, called, prompts, infinite, recorder, clock, count, should_stop)
         else:
@@ -173,12 +173,13 @@ def _look_ahead(trace: Sequence[TraceRequest], config: ReplayConfig, plan: KVCac
     return LookAhead(trace, config.block_size, num_blocks=min(pool.num_blocks for pool in plan.pools) - 1)
 
 
-def _longest_request(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
+def longest_request(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
+    """Tokens of the longest request, with those that it writes."""
     outputs = 0 if config.serial else 1
     return max(request.input_length + outputs * request.output_length for request in trace)
 
 
-def _plan(longest: int, config: ReplayConfig) -> KVCachePlan:
+def plan_cache(longest: int, config: ReplayConfig) -> KVCachePlan:
     """A cache for requests of `longest` tokens; or, where blocks are given, of as many of these as the blocks hold.
 
     What is longer is refused in the replay.
@@ -214,8 +215,8 @@ def _recorded(manager: KVCacheManager, path: Path | None) -> Iterator[KVCacheMan
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """The host core makes no cycles, and millions of hashes make every collection of the oldest generation slow."""
+def no_garbage_collection() -> Iterator[None]:
+    """For a replay: the core makes no cycles, and millions of hashes make a collection of the oldest generation slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -39,14 +39,14 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "output_tokens": recorder.output_tokens,
         "computed_tokens": recorder.computed_tokens,
         "hit_tokens": recorder.hit_tokens,
-        "token_hit_rate": _ratio(recorder.hit_tokens, recorder.prompt_tokens),
+        "token_hit_rate": ratio(recorder.hit_tokens, recorder.prompt_tokens),
         "infinite_hit_tokens": recorder.infinite_hit_tokens,
-        "infinite_token_hit_rate": _ratio(recorder.infinite_hit_tokens, recorder.prompt_tokens),
+        "infinite_token_hit_rate": ratio(recorder.infinite_hit_tokens, recorder.prompt_tokens),
         "prompt_blocks": recorder.prompt_blocks,
         "hit_blocks": recorder.hit_tokens // config.block_size,
-        "block_hit_rate": _ratio(recorder.hit_tokens // config.block_size, recorder.prompt_blocks),
+        "block_hit_rate": ratio(recorder.hit_tokens // config.block_size, recorder.prompt_blocks),
         "infinite_hit_blocks": recorder.infinite_hit_tokens // config.block_size,
-        "infinite_block_hit_rate": _ratio(recorder.infinite_hit_tokens // config.block_size, recorder.prompt_blocks),
+        "infinite_block_hit_rate": ratio(recorder.infinite_hit_tokens // config.block_size, recorder.prompt_blocks),
         "registered_blocks": sum(pool.num_hashed_blocks + pool.num_evicted_blocks for pool in recorder.pools),
         "preemptions": recorder.preemptions,
         "steps": len(recorder.host_ns),
@@ -63,8 +63,8 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         values["batching"] = vars(config.batching)
         values["max_running_requests"] = recorder.max_running
         values["max_waiting_requests"] = recorder.max_waiting
-        values["time_to_first_token_seconds"] = _quantiles(recorder.ttft_s)
-        values["latency_seconds"] = _quantiles(recorder.latency_s)
+        values["time_to_first_token_seconds"] = quantiles(recorder.ttft_s)
+        values["latency_seconds"] = quantiles(recorder.latency_s)
     return values
 
 
@@ -118,7 +118,7 @@ def _hits(values: Mapping[str, Any]) -> str:
 def _misses(result: ReplayResult, misses: Mapping[str, Any]) -> str:
     total = result.recorder.prompt_tokens
     tokens = {"found": result.recorder.hit_tokens} | misses["tokens"]
-    rows = [[name.replace("_", " "), f"{count:,}", f"{_ratio(count, total):.2%}"] for name, count in tokens.items()]
+    rows = [[name.replace("_", " "), f"{count:,}", f"{ratio(count, total):.2%}"] for name, count in tokens.items()]
     remembered = count_of(result.config.max_evicted_blocks, "block")
     parts = [
         align_table(["prompt tokens", "number", "share"], rows, left={0}),
@@ -147,7 +147,7 @@ def _service(values: Mapping[str, Any]) -> str:
         if values[key]
     ]
     table = align_table(["from arrival to", "mean", "median", "90 %", "99 %", "most"], rows, left={0})
-    rate = _ratio(values["output_tokens"], values["virtual_seconds"])
+    rate = ratio(values["output_tokens"], values["virtual_seconds"])
     return (
         f"{table}\n{values['virtual_seconds']:,.0f} s of virtual time, {values['computed_tokens']:,} tokens computed, "
         f"{rate:,.0f} output tokens/s\n"
@@ -211,8 +211,8 @@ def _miss_values(result: ReplayResult) -> dict[str, Any]:
     misses = result.recorder.misses
     return {
         "tokens": {reason.value: misses.tokens[reason] for reason in MissReason if misses.tokens[reason]},
-        "evicted_seconds_ago": _quantiles(misses.evicted_seconds_ago),
-        "evicted_blocks_ago": _quantiles(misses.evicted_blocks_ago),
+        "evicted_seconds_ago": quantiles(misses.evicted_seconds_ago),
+        "evicted_blocks_ago": quantiles(misses.evicted_blocks_ago),
         "tokens_short": {str(group_id): count for group_id, count in sorted(misses.tokens_short.items())},
     }
 
@@ -221,13 +221,13 @@ def _residency(result: ReplayResult) -> dict[str, Any]:
     events = result.residencies
     return {
         "sampled_evictions": len(events),
-        "lifetime_seconds": _quantiles([event.lifetime_seconds for event in events]),
-        "idle_seconds": _quantiles([event.idle_seconds for event in events]),
-        "reuse_gap_seconds": _quantiles([gap for event in events for gap in event.reuse_gaps_seconds]),
+        "lifetime_seconds": quantiles([event.lifetime_seconds for event in events]),
+        "idle_seconds": quantiles([event.idle_seconds for event in events]),
+        "reuse_gap_seconds": quantiles([gap for event in events for gap in event.reuse_gaps_seconds]),
     }
 
 
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
+def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Mean, median, 90 %, 99 % and maximum; empty for no values."""
     if not values:
         return {}
@@ -236,5 +236,6 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(array.mean()), **dict(named), "max": float(array.max())}
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
+    """`part / whole`, 0 of nothing."""
     return part / whole if whole else 0.0

@@ -1,0 +1,168 @@
+"""Arguments that `kvjax replay` and `kvjax route` share: the requests, the cache, the speed of a step.
+
+Flow:    [add_*_arguments] -> argparse.Namespace -> [trace_of, config_of] -> kvjax.replay
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from kvjax.cli.arguments import byte_size, non_negative_float, non_negative_int, positive_float, positive_int
+from kvjax.configs import known_models, load_model_config
+from kvjax.core.eviction import FREE_ORDERS
+from kvjax.core.hashing.block_hash import ALGORITHMS
+from kvjax.errors import ConfigError
+from kvjax.replay import (
+    REPLAY_POLICIES,
+    WORKLOADS,
+    BatchingConfig,
+    ReplayConfig,
+    SpeedModel,
+    TraceRequest,
+    generate_workload,
+    read_trace,
+)
+
+DEFAULT_MODEL = "llama-3-8b"
+DEFAULT_MEMORY_BYTES = 52 * 2**30  # what an H100 has left beside the weights of the default model
+DEFAULT_NUM_REQUESTS = 2_000
+
+
+def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
+    """Which requests."""
+    group.add_argument("--generate", choices=WORKLOADS, metavar="KIND", help=f"no trace but {', '.join(WORKLOADS)}")
+    group.add_argument(
+        "--num-requests",
+        type=positive_int,
+        metavar="N",
+        help=f"how many to generate (default: {DEFAULT_NUM_REQUESTS:,}) or to read (default: all)",
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the generated workload (default: 0)")
+
+
+def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
+    """Which cache."""
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help=f"{', '.join(known_models())}, a Hugging Face folder, or a config.json (default: {DEFAULT_MODEL})",
+    )
+    group.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: the model's)")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--memory", type=byte_size, metavar="BYTES", help="of one device (default: 52GiB)")
+    size.add_argument("--num-blocks", type=positive_int, metavar="N", help="usable blocks, the null block not counted")
+    group.add_argument(
+        "--request-len",
+        type=positive_int,
+        metavar="N",
+        help="usual request, for which several pools are balanced (default: the longest)",
+    )
+    group.add_argument("--dtype", help="of the cache (default: the model's)")
+    group.add_argument(
+        "--platform", choices=["cpu", "gpu", "tpu"], default="gpu", help="whose padding to count (default: gpu)"
+    )
+    group.add_argument(
+        "--tensor-parallel", type=positive_int, default=1, metavar="N", help="devices that share KV heads"
+    )
+    group.add_argument("--no-hybrid", action="store_true", help="windowed layers keep every token")
+    group.add_argument("--hash-algorithm", choices=ALGORITHMS, default="sha256_cbor", help="default: sha256_cbor")
+    group.add_argument(
+        "--policy",
+        choices=REPLAY_POLICIES,
+        default="lru",
+        help="which free block to reuse next; belady looks ahead in the trace, a bound for --serial (default: lru)",
+    )
+    group.add_argument(
+        "--retention-interval",
+        type=non_negative_int,
+        metavar="N",
+        help="cache windows and recurrent states only where requests end or part, and every N tokens (0: nowhere else; "
+        "default: everywhere)",
+    )
+    group.add_argument("--free-order", choices=FREE_ORDERS, default="append", help="of lru (default: append)")
+
+
+def add_speed_arguments(group: argparse._ArgumentGroup) -> None:
+    """How fast a step is, and how much fits in one."""
+    speed, batching = SpeedModel(), BatchingConfig()
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=positive_int,
+        default=batching.max_num_batched_tokens,
+        metavar="N",
+        help=f"token budget of a step (default: {batching.max_num_batched_tokens:,})",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=positive_int,
+        default=batching.max_num_seqs,
+        metavar="N",
+        help=f"requests that run at once (default: {batching.max_num_seqs})",
+    )
+    group.add_argument(
+        "--prefill-tokens-per-s",
+        type=positive_float,
+        default=speed.prefill_tokens_per_s,
+        metavar="X",
+        help=f"default: {speed.prefill_tokens_per_s:,.0f}",
+    )
+    for name, help_text in (
+        ("step_overhead_ms", "every step"),
+        ("decode_base_ms", "a step that decodes: reading the weights"),
+        ("decode_us_per_request", "each decoding request"),
+        ("decode_ns_per_kv_token", "each token that decoding requests attend to"),
+    ):
+        default = getattr(speed, name)
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=non_negative_float,
+            default=default,
+            metavar="X",
+            help=f"{help_text} (default: {default:g})",
+        )
+
+
+def trace_of(args: argparse.Namespace) -> Sequence[TraceRequest]:
+    """The trace that the arguments name.
+
+    Raises:
+        ConfigError: neither or both of a trace and --generate.
+        TraceError: a bad line of the trace.
+    """
+    if (args.trace is None) == (args.generate is None):
+        given = "none" if args.trace is None else "both"
+        raise ConfigError(f"expected a TRACE or --generate {{{','.join(WORKLOADS)}}}, got {given}")
+    if args.generate is not None:
+        return generate_workload(args.generate, args.num_requests or DEFAULT_NUM_REQUESTS, args.seed)
+    return read_trace(args.trace, args.num_requests)
+
+
+def config_of(args: argparse.Namespace) -> ReplayConfig:
+    """The cache and its speed, of one replica.
+
+    Raises:
+        ConfigError: a bad model.
+    """
+    memory = DEFAULT_MEMORY_BYTES if args.memory is None and args.num_blocks is None else args.memory
+    return ReplayConfig(
+        specs=load_model_config(args.model).kv_cache_specs(args.block_size, args.dtype),
+        num_blocks=args.num_blocks,
+        memory_bytes=memory,
+        request_len=args.request_len,
+        hash_algorithm=args.hash_algorithm,
+        free_order=args.free_order,
+        eviction_policy=args.policy,
+        retention_interval=args.retention_interval,
+        platform=args.platform,
+        tensor_parallel=args.tensor_parallel,
+        hybrid=not args.no_hybrid,
+        speed=SpeedModel(
+            prefill_tokens_per_s=args.prefill_tokens_per_s,
+            step_overhead_ms=args.step_overhead_ms,
+            decode_base_ms=args.decode_base_ms,
+            decode_us_per_request=args.decode_us_per_request,
+            decode_ns_per_kv_token=args.decode_ns_per_kv_token,
+        ),
+        batching=BatchingConfig(args.max_num_batched_tokens, args.max_num_seqs),
+    )
