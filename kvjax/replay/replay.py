@@ -216,7 +216,7 @@ def _recorded(manager: KVCacheManager, path: Path | None) -> Iterator[KVCacheMan
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For a replay: the core makes no cycles, and millions of hashes make a collection of the oldest generation slow."""
+    """For a replay: the core makes no cycles, and millions of hashes make collecting the oldest generation slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
