@@ -93,41 +93,58 @@ class Step(NamedTuple):
         return jnp.tile(by_head, (1, num_queries))
 
 
+class Walk(NamedTuple):
+    """Query tiles of one size, in chunks of `sizes.num_tiles`."""
+
+    name: str
+    tiles: QueryTile  # int32[whole chunks] each
+    num_tiles: jax.Array  # int32[] that there are; the others have no queries
+    sizes: Sizes
+
+
+def plan_walks(step: Step, batch: Batch) -> list[Walk]:
+    """The walks of a step: over sequences of few queries, and over query tiles of the others if it can have any."""
+    num_tokens, _, group, _ = step.queries.q.shape
+    page_size, num_seqs = step.cache.page_size, batch.seq_lens.shape[0]
+    most = min(num_tokens, max(1, _TILE_ROWS // group))
+    few = few_queries(num_tokens, num_seqs, most)
+    is_short = batch.q_lens <= few
+    parts = [("short", few, is_short, num_seqs)]
+    if num_tokens > few:
+        parts.append(("long", most, ~is_short, min(num_tokens, num_tokens // most + num_seqs)))
+    walks = []
+    for name, size, is_own, room in parts:
+        own = batch._replace(q_lens=jnp.where(is_own, batch.q_lens, 0))
+        sizes = Sizes.of(step.queries, size, step.cache, step.mask, room, step.limits)
+        room = cdiv(room, sizes.num_tiles) * sizes.num_tiles
+        tiles, count = query_tiles(own, step.mask, room=room, queries=size, page_size=page_size)
+        walks.append(Walk(name, tiles, count, sizes))
+    return walks
+
+
 def attend_step(step: Step, batch: Batch) -> Results:
     """Attention of all tokens over all keys that each sees; 0 and -inf for those that see none."""
-    queries, cache, mask = step.queries, step.cache, step.mask
-    num_tokens, _, group, _ = rows = queries.q.shape
-    num_seqs = batch.seq_lens.shape[0]
-    size = min(num_tokens, max(1, _TILE_ROWS // group))
-    few = few_queries(num_tokens, num_seqs, size)
-    results = (jnp.zeros((*rows[:3], cache.head_dim_v), step.dtype), jnp.full(rows[:3], -jnp.inf))
-    results = vary_like(results, queries.q, *batch, *cache.pages, cache.block_tables)
-    is_short = batch.q_lens <= few
-    walks = [(few, is_short, num_seqs)]
-    if num_tokens > few:
-        walks.append((size, ~is_short, min(num_tokens, num_tokens // size + num_seqs)))
-    for tile_size, is_own, room in walks:
-        own = batch._replace(q_lens=jnp.where(is_own, batch.q_lens, 0))
-        tiles, count = query_tiles(own, mask, room=room, queries=tile_size, page_size=cache.page_size)
-        sizes = Sizes.of(queries, tile_size, cache, mask, room, step.limits)
-        results = _attend_chunks(results, step, tiles, count, sizes)
+    rows = step.queries.q.shape[:3]
+    results = (jnp.zeros((*rows, step.cache.head_dim_v), step.dtype), jnp.full(rows, -jnp.inf))
+    results = vary_like(results, step.queries.q, *batch, *step.cache.pages, step.cache.block_tables)
+    for walk in plan_walks(step, batch):
+        with jax.named_scope(walk.name):
+            results = _attend_walk(results, step, walk)
     return results
 
 
-def _attend_chunks(results: Results, step: Step, tiles: QueryTile, count: jax.Array, sizes: Sizes) -> Results:
-    """`results` with those of the first int32[] `count` tiles' tokens, `sizes.num_tiles` of them at a time."""
-    size = sizes.num_tiles
-    room = cdiv(tiles.seq.shape[0], size) * size
-    tiles = QueryTile(*(jnp.pad(x, (0, room - x.shape[0])) for x in tiles))
-    tiles = tiles._replace(last_pos=jnp.where(jnp.arange(room) < count, tiles.last_pos, -1))
+def _attend_walk(results: Results, step: Step, walk: Walk) -> Results:
+    """`results` with those of the walk's tokens."""
+    size = walk.sizes.num_tiles
 
     def chunk(i: jax.Array, results: Results) -> Results:
-        own = QueryTile(*(lax.dynamic_slice_in_dim(x, i * size, size) for x in tiles))
-        return _attend_chunk(results, step, own, sizes)
+        own = QueryTile(*(lax.dynamic_slice_in_dim(x, i * size, size) for x in walk.tiles))
+        return _attend_chunk(results, step, own, walk.sizes)
 
-    if room == size:
-        return _attend_chunk(results, step, tiles, sizes)
-    return lax.fori_loop(0, -(-count // size), chunk, results)
+    if walk.tiles.seq.shape[0] == size:
+        return _attend_chunk(results, step, walk.tiles, walk.sizes)
+    with jax.named_scope("chunks"):
+        return lax.fori_loop(0, -(-walk.num_tiles // size), chunk, results)
 
 
 def _attend_chunk(results: Results, step: Step, tiles: QueryTile, sizes: Sizes) -> Results:

@@ -66,11 +66,15 @@ class Lanes:
         tile = jnp.minimum(tile, self.num_tiles - 1)
         return tile, item - self.starts[tile], piece
 
-    def merged(self, pieces: SoftmaxState) -> SoftmaxState:
-        """States of the C tiles, of the pieces' [num_pieces, ...]: pairs, then pairs of pairs."""
+    def pieces_of_tiles(self) -> tuple[jax.Array, jax.Array]:
+        """(first, last) piece int32[C] of each tile; of a tile without items both the same empty one."""
         share, tile = jnp.maximum(self.share, 1), jnp.arange(self.num_tiles, dtype=jnp.int32)
         first = self.starts // share + tile
-        last = jnp.maximum((self.ends - 1) // share + tile, first)
+        return first, jnp.maximum((self.ends - 1) // share + tile, first)
+
+    def merged(self, pieces: SoftmaxState) -> SoftmaxState:
+        """States of the C tiles, of the pieces' [num_pieces, ...]: pairs, then pairs of pairs."""
+        first, last = self.pieces_of_tiles()
         piece = jnp.arange(self.num_pieces, dtype=jnp.int32)
         own_last = last[jnp.maximum(jnp.sum(first <= piece[:, None], axis=1) - 1, 0)]
 

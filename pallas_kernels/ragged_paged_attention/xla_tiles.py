@@ -25,7 +25,8 @@ from pallas_kernels.ragged_paged_attention.schedule import QueryTile
 from pallas_kernels.ragged_paged_attention.xla_lanes import Lanes
 from pallas_kernels.varying import vary_like
 
-_STATE_PART = 8  # the state of a tile's rows may cost one part in so many of what its KV tile costs
+_STATE_PART = 16  # reading and writing the state of a tile's rows may cost one part in so many of its KV tile
+_STATE_PASSES, _TILE_PASSES = 6, 3  # over the state, and over what a trip gathers and computes
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Sizes:
         dims = head_dim if cache.values_are_keys else head_dim + dim_v
         state_bytes = 4 * num_kv_heads * rows * (dim_v + 2)
         key_bytes = num_kv_heads * (itemsize * dims + rows * (4 + itemsize))
-        keys = 2 * _STATE_PART * state_bytes // (3 * key_bytes)  # both cross memory, two and three times
+        keys = _STATE_PART * _STATE_PASSES * state_bytes // (_TILE_PASSES * key_bytes)
         keys = min(max(keys, limits.least_keys), limits.most_keys)
         most = mask.max_pages(size, cache.block_tables.shape[1], cache.page_size)
         kv_tiles = cdiv(most, max(1, keys // cache.page_size))
@@ -104,8 +105,14 @@ class Sizes:
         item_bytes = tile_pages * cache.page_size * key_bytes
         most_pieces = max(1, limits.pieces_bytes // state_bytes)
         num_tiles = min(room, most_pieces)
-        num_lanes = min(num_tiles * kv_tiles, most_pieces, max(1, limits.trip_bytes // item_bytes))
+        num_items = num_tiles * kv_tiles
+        num_lanes = min(num_items, most_pieces, max(1, limits.trip_bytes // item_bytes))
+        num_lanes = cdiv(num_items, cdiv(num_items, num_lanes))  # so that the last trip of full tables is full, too
         return cls(size, tile_pages, num_lanes, num_tiles)
+
+    def lanes(self, tiles: QueryTile) -> Lanes:
+        """The lanes that share the KV tiles of `num_tiles` query tiles."""
+        return Lanes.of(-(-tiles.num_pages // self.tile_pages), self.num_lanes)
 
 
 def attend_tiles(
@@ -113,7 +120,7 @@ def attend_tiles(
 ) -> SoftmaxState:
     """States of [C, Hkv, queries * G] rows of int32[C] tiles, over all keys that they see."""
     num_kv_heads, group = queries.q.shape[1:3]
-    lanes = Lanes.of(-(-tiles.num_pages // sizes.tile_pages), sizes.num_lanes)
+    lanes = sizes.lanes(tiles)
 
     def trip(i: jax.Array, states: SoftmaxState) -> SoftmaxState:
         tile, kv_tile, piece = lanes.items(i)
@@ -126,7 +133,10 @@ def attend_tiles(
 
     states = online_softmax.empty((lanes.num_pieces, num_kv_heads, sizes.queries * group), cache.head_dim_v)
     states = vary_like(states, queries.q, *tiles, *cache.pages, cache.block_tables)
-    return lanes.merged(lax.fori_loop(0, lanes.share, trip, states))
+    with jax.named_scope("trips"):
+        states = lax.fori_loop(0, lanes.share, trip, states)
+    with jax.named_scope("merge"):
+        return lanes.merged(states)
 
 
 def _attend_items(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, validate
+from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, validate, xla_scan
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
@@ -41,6 +41,7 @@ _CONVS = {
 }
 _SCANS = {
     "reference": reference.selective_scan,
+    "xla": xla_scan.selective_scan,
     "tpu": tpu_scan.selective_scan,
     "gpu": gpu_scan.selective_scan,
 }
@@ -122,7 +123,7 @@ def selective_scan(
         "tpu": tpu_scan.reason_not_supported(x, states, b),
         "gpu": gpu_scan.reason_not_supported(x, states),
     }
-    chosen = resolve_backend(validate.SCAN, backend, reasons)
+    chosen = resolve_backend(validate.SCAN, backend, reasons, xla_scan.path_over(states, state_read.shape[0]))
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.SCAN, x.shape[0], states.shape[0], step)
     limits = (float(dt_limit[0]), float(dt_limit[1]))

@@ -132,6 +132,22 @@ def scan(
     return _scan(tokens._replace(x=x, b=b, c=c), states, a, count)
 
 
+def scan_drafts(
+    x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, states: jax.Array, step: StateStep
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(bool[T] tokens of sequences that keep states for drafts, their outputs float32 as x, states)."""
+    num_tokens = x.shape[0]
+    of_drafts = (step.place >= 0) & (step.num_kept > 1)[step.seq]
+    count = jnp.sum(of_drafts)
+    (order,) = jnp.nonzero(of_drafts, size=num_tokens, fill_value=0)
+    is_one = jnp.arange(num_tokens) < count
+    tokens = ScanTokens(*(y[order] for y in (x, dt, b, c, step.place, step.reads, step.writes)))
+    tokens = tokens._replace(place=jnp.where(is_one, tokens.place, -1), write=jnp.where(is_one, tokens.write, 0))
+    out, states = scan(tokens, states, a, count)
+    target = jnp.where(is_one, order, num_tokens)
+    return of_drafts, jnp.zeros(x.shape, jnp.float32).at[target].set(out.reshape(x.shape), mode="drop"), states
+
+
 def _scan(tokens: ScanTokens, states: jax.Array, a: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `scan`, of x [T, H, P], b and c [T, H or 1, N] and a [H, 1, N or 1] in float32."""
     num_tokens, *shape = *tokens.x.shape, states.shape[-1]  # [H, P, N] of a state

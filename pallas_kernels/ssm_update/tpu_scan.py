@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic import LANES, SUBLANES
 from pallas_kernels.ssm_update import tpu_decode, tpu_mamba1, tpu_ssd
 from pallas_kernels.ssm_update.arguments import Scan
-from pallas_kernels.ssm_update.reference import ScanTokens, add_skip, scan, time_steps
+from pallas_kernels.ssm_update.reference import add_skip, scan_drafts, time_steps
 from pallas_kernels.ssm_update.tpu_plan import decode_pages, num_decode_tokens, plan_segments
 from pallas_kernels.state_step import StateStep, StepArrays
 
@@ -72,7 +72,7 @@ def selective_scan(
     inputs = (x, time_steps(dt, dt_bias, dt_limit), a.astype(jnp.float32), b, c)
     out, states = _scan(*inputs, states, step, arrays.distribution)
     if step.write.shape[1] > 1:
-        of_drafts, drafts, states = _scan_drafts(*inputs, states, step)
+        of_drafts, drafts, states = scan_drafts(*inputs, states, step)
         out = jnp.where(_of_tokens(of_drafts, x), drafts, out)
     return add_skip(out, x, d, step), states
 
@@ -100,22 +100,6 @@ def _scan(
         out = jnp.pad(out, [(0, num_tokens - out.shape[0]), *[(0, 0)] * (x.ndim - 1)])
         out = jnp.where(_of_tokens(jnp.arange(num_tokens) < num_decode, x), out, scanned.astype(jnp.float32))
     return out, states.swapaxes(1, 2) if is_mamba1 else states
-
-
-def _scan_drafts(
-    x: jax.Array, dt: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, states: jax.Array, step: StateStep
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(bool[T] tokens of sequences that keep states for drafts, their outputs float32 as x, states)."""
-    num_tokens = x.shape[0]
-    of_drafts = (step.place >= 0) & (step.num_kept > 1)[step.seq]
-    count = jnp.sum(of_drafts)
-    (order,) = jnp.nonzero(of_drafts, size=num_tokens, fill_value=0)
-    is_one = jnp.arange(num_tokens) < count
-    tokens = ScanTokens(*(y[order] for y in (x, dt, b, c, step.place, step.reads, step.writes)))
-    tokens = tokens._replace(place=jnp.where(is_one, tokens.place, -1), write=jnp.where(is_one, tokens.write, 0))
-    out, states = scan(tokens, states, a, count)
-    target = jnp.where(is_one, order, num_tokens)
-    return of_drafts, jnp.zeros(x.shape, jnp.float32).at[target].set(out.reshape(x.shape), mode="drop"), states
 
 
 def _decode(

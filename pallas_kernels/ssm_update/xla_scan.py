@@ -1,0 +1,232 @@
+"""selective_scan in plain XLA, vectorised: what GPUs run whose kernels cannot take a call.
+
+Flow:    api -> [selective_scan] -> sequences of one token, of drafts, of several tokens -> (out, states)
+Source:  Mamba-2 (arXiv 2405.21060, section 6): within a tile a masked attention, between tiles the state
+
+Sequences of one token are advanced many at a time. Those that keep states for drafts have few tokens and go by the
+reference. Those of several tokens, in Mamba 2, are cut into tiles; some tiles at a time take batched products, and
+states pass from tile to tile in a loop:
+
+    out[t]  = sum_s decay(s, t) * dt[s] * (c[t] . b[s]) * x[s]  +  decay(-1, t) * c[t] . state
+    state   = decay(-1, last) * state  +  sum_s decay(s, last) * dt[s] * x[s] * b[s]
+
+where `decay(s, t)` is `exp` of the sum of `dt * a` from s + 1 to t: sums of their own, no differences of longer ones.
+Mamba 1 has no such form; the reference's scan over tokens takes it. Temporaries: about `_TRIP_BYTES` for each of a few
+arrays of a trip.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backends import XlaPath
+from pallas_kernels.layouts import cdiv
+from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, query_tiles
+from pallas_kernels.ssm_update import reference
+from pallas_kernels.ssm_update.arguments import Scan
+from pallas_kernels.ssm_update.reference import add_skip, scan_drafts, time_steps
+from pallas_kernels.state_step import StateStep, StepArrays, with_states
+from pallas_kernels.varying import vary_like
+
+_TRIP_BYTES = 32 << 20  # of states, or of a tile's decays
+_TILE_TOKENS = 128
+
+
+def path_over(states: jax.Array, num_seqs: int) -> XlaPath:
+    """What a call costs: states are read, written, and read and written in their pages; and all inputs."""
+    state_bytes = math.prod(states.shape[1:]) * states.dtype.itemsize
+    return XlaPath(5, num_seqs * state_bytes, "the states of its sequences")
+
+
+class Tokens(NamedTuple):
+    """Inputs of a step's tokens."""
+
+    x: jax.Array  # [T, H, P]
+    dt: jax.Array  # float32[T, H] time steps
+    b: jax.Array  # [T, G, N]
+    c: jax.Array
+
+    def at(self, token: jax.Array, is_real: jax.Array) -> Tokens:
+        """Those at int32[...] places, 0 where not bool[...] `is_real`."""
+
+        def take(x: jax.Array) -> jax.Array:
+            rows = x[jnp.clip(token, 0, x.shape[0] - 1)]
+            return jnp.where(is_real.reshape(*is_real.shape, *[1] * (x.ndim - 1)), rows, 0)
+
+        return Tokens(*map(take, self))
+
+
+@functools.partial(jax.jit, static_argnames=("dt_limit", "tile_tokens", "trip_bytes"))
+def selective_scan(
+    arguments: Scan,
+    states: jax.Array,
+    arrays: StepArrays,
+    *,
+    dt_limit: tuple[float, float],
+    tile_tokens: int = _TILE_TOKENS,
+    trip_bytes: int = _TRIP_BYTES,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, states) as `SsmOutput`."""
+    x, dt, a, b, c, d, dt_bias = arguments
+    if x.ndim == 2:
+        return reference.selective_scan(arguments, states, arrays, dt_limit=dt_limit)
+    step = StateStep.of(x.shape[0], arrays)
+    a = a.astype(jnp.float32)
+    tokens = Tokens(x, time_steps(dt, dt_bias, dt_limit), b, c)
+    out = vary_like(jnp.zeros(x.shape, jnp.float32), *tokens, states, *step)
+    if step.write.shape[1] > 1:
+        of_drafts, drafts, states = scan_drafts(x, tokens.dt, a, b, c, states, step)
+        out = jnp.where(of_drafts[:, None, None], drafts, out)
+    step = step.without_drafts()
+    with jax.named_scope("single"):
+        out, states = _single_tokens(out, states, tokens, a, step, trip_bytes)
+    if x.shape[0] > 1:
+        with jax.named_scope("tiles"):
+            out, states = _tiles(out, states, tokens, a, step, min(tile_tokens, x.shape[0]), trip_bytes)
+    return add_skip(out, x, d, step), states
+
+
+def _single_tokens(
+    out: jax.Array, states: jax.Array, tokens: Tokens, a: jax.Array, step: StateStep, trip_bytes: int
+) -> tuple[jax.Array, jax.Array]:
+    """`out` float32[T, H, P] and `states` after the sequences of one token."""
+    num_tokens, num_heads, _ = tokens.x.shape
+    num_seqs = step.q_lens.shape[0]
+    size = _sequences_of_trip(states.shape, num_seqs, trip_bytes)
+    count = jnp.sum(step.q_lens == 1)
+    (order,) = jnp.nonzero(step.q_lens == 1, size=-(-num_seqs // size) * size, fill_value=num_seqs)
+
+    def trip(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, states = carry
+        seq = lax.dynamic_slice_in_dim(order, i * size, size)
+        is_real = seq < num_seqs
+        seq = jnp.minimum(seq, num_seqs - 1)
+        x, dt, b, c = tokens.at(step.starts[seq], is_real)
+        b, c = (_by_head(y, num_heads) for y in (b, c))  # [n, H, N]
+        before = states[jnp.where(is_real, step.read[seq], 0)].astype(jnp.float32)
+        inflow = (dt[..., None] * x.astype(jnp.float32))[..., None] * b[:, :, None]
+        after = lax.optimization_barrier(jnp.exp(dt * a)[..., None, None] * before + inflow)
+        seen = jnp.sum(after * c[:, :, None], axis=-1)
+        out = out.at[jnp.where(is_real, step.starts[seq], num_tokens)].set(seen, mode="drop")
+        return out, with_states(states, jnp.where(is_real, step.last_write[seq], 0), after)
+
+    return lax.fori_loop(0, -(-count // size), trip, vary_like((out, states), *tokens, *step))
+
+
+def _sequences_of_trip(states_shape: tuple[int, ...], num_seqs: int, trip_bytes: int) -> int:
+    """Sequences of one token that are advanced at a time."""
+    most = max(1, trip_bytes // (4 * math.prod(states_shape[1:])))
+    return cdiv(num_seqs, cdiv(num_seqs, most))
+
+
+def _tiles_of_trip(
+    states_shape: tuple[int, ...], num_seqs: int, num_tokens: int, tile_tokens: int, trip_bytes: int
+) -> int:
+    """Tiles that are advanced at a time: their decays, and their states, are `trip_bytes` at most."""
+    tile_bytes = 4 * max(states_shape[1] * tile_tokens**2, math.prod(states_shape[1:]))
+    return min(num_tokens, num_tokens // tile_tokens + num_seqs, max(1, trip_bytes // tile_bytes))
+
+
+def num_trips(
+    states_shape: tuple[int, ...], num_seqs: int, num_tokens: int, num_single: int, others: Sequence[int]
+) -> dict[str, int]:
+    """Runs of the loops, by their scopes, of a step of `num_single` sequences of one token and of `others` tokens."""
+    size = min(_TILE_TOKENS, num_tokens)
+    together = _tiles_of_trip(states_shape, num_seqs, num_tokens, size, _TRIP_BYTES)
+    return {
+        "single": cdiv(num_single, _sequences_of_trip(states_shape, num_seqs, _TRIP_BYTES)),
+        "tiles": cdiv(sum(cdiv(num, size) for num in others), together),
+    }
+
+
+def _tiles(
+    out: jax.Array, states: jax.Array, tokens: Tokens, a: jax.Array, step: StateStep, size: int, trip_bytes: int
+) -> tuple[jax.Array, jax.Array]:
+    """`out` and `states` after the sequences of several tokens, in tiles of `size`."""
+    num_tokens, num_seqs = tokens.x.shape[0], step.q_lens.shape[0]
+    q_lens = jnp.where(step.q_lens > 1, step.q_lens, 0)
+    together = _tiles_of_trip(states.shape, num_seqs, num_tokens, size, trip_bytes)
+    room = cdiv(min(num_tokens, num_tokens // size + num_seqs), together) * together
+    batch = Batch(q_lens, step.starts, q_lens)  # so that positions are places among the new tokens
+    tiles, count = query_tiles(batch, MaskRule(), room=room, queries=size, page_size=1)
+    carry = (out, states, jnp.zeros(states.shape[1:], jnp.float32))
+
+    def trip(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        out, states, state = carry
+        own = QueryTile(*(lax.dynamic_slice_in_dim(x, i * together, together) for x in tiles))
+        place = own.first_pos[:, None] + jnp.arange(size, dtype=jnp.int32)
+        is_real = place <= own.last_pos[:, None]
+        is_first, is_last = own.first_pos == 0, own.last_pos == q_lens[own.seq] - 1
+        is_tile = own.last_pos >= 0
+        given = tokens.at(own.token[:, None] + jnp.arange(size, dtype=jnp.int32), is_real)
+        initial = states[jnp.where(is_tile & is_first, step.read[own.seq], 0)].astype(jnp.float32)
+        seen, after, state = _advance(given, a, initial, is_first, state)
+        token = jnp.where(is_real, own.token[:, None] + jnp.arange(size, dtype=jnp.int32), num_tokens)
+        out = out.at[token].set(seen, mode="drop")
+        states = with_states(states, jnp.where(is_tile & is_last, step.last_write[own.seq], 0), after)
+        return out, states, state
+
+    carry = vary_like(carry, *tokens, *step)
+    out, states, _ = lax.fori_loop(0, -(-count // together), trip, carry)
+    return out, states
+
+
+def _advance(
+    tokens: Tokens,  # [n, Q, ...]
+    a: jax.Array,  # float32[H]
+    initial: jax.Array,  # float32[n, H, P, N]
+    is_first: jax.Array,  # bool[n] tiles that start from `initial`
+    state: jax.Array,  # float32[H, P, N] what the first of the others start from
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(outputs float32[n, Q, H, P], states after each tile float32[n, H, P, N], the last of them)."""
+    x, dt, b, c = tokens
+    num_heads = x.shape[2]
+    sums = jnp.moveaxis(dt * a, 1, 2)  # [n, H, Q]
+    decay, entry = _decays(sums), jnp.exp(jnp.cumsum(sums, axis=-1))
+    grouped = decay.reshape(decay.shape[0], b.shape[2], -1, *decay.shape[2:])
+    scores = _product("ntgk,nsgk->ngts", c, b)
+    weights = grouped * scores[:, :, None] * jnp.moveaxis(dt, 1, 2).reshape(*grouped.shape[:3], 1, -1)
+    inside = _product("nhts,nshp->nthp", weights.reshape(decay.shape).astype(x.dtype), x)
+    shares = jnp.moveaxis(decay[:, :, -1], 1, 2) * dt  # [n, Q, H]
+    inflow = _product(
+        "nshp,nshk->nhpk", x.astype(jnp.float32) * shares[..., None], _by_head(b.astype(jnp.float32), num_heads)
+    )
+
+    def pass_on(state: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        first, initial, kept, inflow = tile
+        before = jnp.where(first, initial, state)
+        after = kept[:, None, None] * before + inflow
+        return after, (before, after)
+
+    state, (before, after) = lax.scan(pass_on, state, (is_first, initial, entry[:, :, -1], inflow))
+    from_before = _product("nthk,nhpk->nthp", _by_head(c, num_heads), before.astype(c.dtype))
+    return inside + jnp.moveaxis(entry, 1, 2)[..., None] * from_before, after, state
+
+
+def _decays(sums: jax.Array) -> jax.Array:
+    """float32[..., t, s] `exp(sums[s + 1] + ... + sums[t])` of [..., Q] for s <= t, else 0."""
+    token = jnp.arange(sums.shape[-1])
+    later, same = token[:, None] > token, token[:, None] == token
+    total = jnp.cumsum(jnp.where(later, sums[..., None], 0.0), axis=-2)
+    return jnp.where(later | same, jnp.exp(total), 0.0)
+
+
+def _by_head(x: jax.Array, num_heads: int) -> jax.Array:
+    """[..., H, N] of [..., G, N]."""
+    return jnp.repeat(x, num_heads // x.shape[-2], axis=-2)
+
+
+def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """float32 products, exact ones of float32."""
+    if x.dtype != y.dtype:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)

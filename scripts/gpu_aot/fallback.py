@@ -1,0 +1,205 @@
+"""The process that compiles one case of the path in vectorised XLA: python -m scripts.gpu_aot.fallback NAME -> JSON.
+
+Flow:    case -> op with backend="xla", lengths of its step -> compiled for a card -> launches, bytes, temporaries
+
+How often loops run that end where the step does is computed from its lengths, by the code that the op itself runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from scripts.gpu_aot.fallback_cases import CASES, Case
+from scripts.gpu_aot.module_cost import Loop, ModuleCost
+from scripts.gpu_aot.target import A100, CARDS, prepare_environment
+
+_PAGE = {"attention": 16, "mla": 64}
+
+
+class Built(NamedTuple):
+    """A case ready to be compiled."""
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    trips: dict[str, float]  # runs of the bodies of loops, by a part of their scope
+    named_bytes: int  # of pages that the step's tables name, or of states that it reads and writes
+    flops: float
+    donated: tuple[int, ...] = ()
+
+
+def paged(case: Case) -> Built:
+    """Attention over pages of keys and values: 8 KV heads of 128 numbers, as Llama 3 8B's."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+    from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles
+    from pallas_kernels.ragged_paged_attention.xla_tiles import TileQueries
+    from scripts.aot.arguments import argument
+
+    kv_heads, dim, page = 8, 128, _PAGE["attention"]
+    step, num_pages = _step(case, page)
+    num_tokens = sum(q_len for q_len, _ in case.lengths)
+    q = argument((num_tokens, case.heads, dim), case.dtype)
+    pages = (argument((num_pages, page, kv_heads, dim), case.dtype),) * 2
+    by_head = argument((num_tokens, kv_heads, case.heads // kv_heads, dim), case.dtype)
+    trips = _trips(case, TileQueries(by_head, None, None), PagedTiles(pages, step[0], kv_heads, dim))
+
+    def call(q: Any, pages: Any, step: Any) -> Any:
+        return ragged_paged_attention(q, pages, *step, sm_scale=dim**-0.5, return_lse=True, backend="xla")[:2]
+
+    key_bytes = 2 * kv_heads * dim * jnp.dtype(case.dtype).itemsize
+    return Built(call, (q, pages, step), trips, key_bytes * _num_keys(case), 4 * case.heads * dim * _num_pairs(case))
+
+
+def latent(case: Case) -> Built:
+    """Attention over latents of 512 and 64 numbers, as DeepSeek V3's."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.latent_pages import LatentPages, LatentTiles
+    from pallas_kernels.mla_paged_attention import mla_paged_attention
+    from pallas_kernels.ragged_paged_attention.xla_tiles import TileQueries
+    from scripts.aot.arguments import argument
+
+    latent_dim, rope_dim, page = 512, 64, _PAGE["mla"]
+    dim = latent_dim + rope_dim
+    step, num_pages = _step(case, page)
+    num_tokens = sum(q_len for q_len, _ in case.lengths)
+    queries = [argument((num_tokens, case.heads, n), case.dtype) for n in (latent_dim, rope_dim)]
+    pages = argument((num_pages, page, dim), case.dtype)
+    by_head = argument((num_tokens, 1, case.heads, dim), case.dtype)
+    cache = LatentTiles(LatentPages(pages, page, dim), step[0], latent_dim)
+    trips = _trips(case, TileQueries(by_head, None, None), cache)
+
+    def call(q_nope: Any, q_pe: Any, page: Any, step: Any) -> Any:
+        return mla_paged_attention(q_nope, q_pe, (page,), *step, sm_scale=0.1, return_lse=True, backend="xla")[:2]
+
+    key_bytes = dim * jnp.dtype(case.dtype).itemsize
+    flops = 2 * case.heads * (dim + latent_dim) * _num_pairs(case)
+    return Built(call, (*queries, pages, step), trips, key_bytes * _num_keys(case), flops)
+
+
+def scan(case: Case) -> Built:
+    """Selective scan of Mamba 2 2.7B: 80 heads of 64 x 128 numbers in float32. What it reads, and writes, is named."""
+    import math
+
+    import jax.numpy as jnp
+
+    from pallas_kernels.ssm_update import xla_scan
+    from scripts.aot import ssm_case
+
+    num_seqs, num_tokens = len(case.lengths), sum(q_len for q_len, _ in case.lengths)
+    call, arguments = ssm_case.scan(ssm_case.SsmCase(tokens=num_tokens, seqs=num_seqs, dtype=case.dtype), "xla")
+    x, states = arguments[:2]
+    single = sum(q_len == 1 for q_len, _ in case.lengths)
+    many = [q_len for q_len, _ in case.lengths if q_len > 1]
+    trips = xla_scan.num_trips(states.shape, num_seqs, num_tokens, single, many)
+    state_numbers = math.prod(states.shape[1:])
+    named = 2 * num_seqs * state_numbers * states.dtype.itemsize + 2 * x.size * jnp.dtype(case.dtype).itemsize
+    return Built(call, arguments, trips, named, 4 * num_tokens * state_numbers, donated=(1,))
+
+
+def _step(case: Case, page: int) -> tuple[tuple[Any, ...], int]:
+    """(shapes of block tables, lengths, first tokens and distribution; pages that the pool has)."""
+    from scripts.aot.arguments import argument
+
+    num_seqs, longest = len(case.lengths), max(seq_len for _, seq_len in case.lengths)
+    shapes = ((num_seqs, -(-longest // page)), (num_seqs,), (num_seqs + 1,), (3,))
+    num_pages = 4099 + sum(-(-seq_len // page) for _, seq_len in case.lengths)
+    return tuple(argument(shape, "int32") for shape in shapes), num_pages
+
+
+def _num_keys(case: Case) -> int:
+    return sum(seq_len for _, seq_len in case.lengths)
+
+
+def _num_pairs(case: Case) -> int:
+    """Queries times keys that they see."""
+    return sum(q_len * (2 * seq_len - q_len + 1) // 2 for q_len, seq_len in case.lengths)
+
+
+def _trips(case: Case, queries: Any, cache: Any) -> dict[str, float]:
+    """Runs of the loops of attention."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels.ragged_paged_attention.mask import MaskRule
+    from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile
+    from pallas_kernels.ragged_paged_attention.xla_attention import Step, plan_walks
+    from pallas_kernels.ragged_paged_attention.xla_tiles import Limits
+
+    q_lens, seq_lens = (jnp.asarray(x, jnp.int32) for x in zip(*case.lengths, strict=True))
+    batch = Batch(seq_lens, jnp.cumsum(q_lens) - q_lens, q_lens)
+    step = Step(queries, cache, MaskRule(), None, jnp.ones(1), jnp.dtype(case.dtype), Limits())
+    found: dict[str, float] = {}
+    for walk in plan_walks(step, batch):
+        size = walk.sizes.num_tiles
+        num_chunks = -(-int(walk.num_tiles) // size)
+        shares, spans = [], []
+        for first in range(0, num_chunks * size, size):
+            lanes = walk.sizes.lanes(QueryTile(*(x[first : first + size] for x in walk.tiles)))
+            begin, end = lanes.pieces_of_tiles()
+            shares.append(int(lanes.share))
+            spans.append(int(np.ceil(np.log2(1 + int(jnp.max(end - begin))))))
+        found |= {
+            f"{walk.name}/chunks": num_chunks,
+            f"{walk.name}/trips": sum(shares),
+            f"{walk.name}/merge": sum(spans),
+        }
+    return found
+
+
+def runs_of(loop: Loop, trips: dict[str, float]) -> float:
+    """How often a loop's body runs: that of the innermost part of its scope that `trips` names.
+
+    Raises:
+        ValueError: `trips` names none.
+    """
+    parts = loop.scope.replace("while/body/", "").split("/")
+    names = {name: tuple(name.split("/")) for name in trips}
+    for end in range(len(parts), 0, -1):
+        for name, wanted in names.items():
+            if parts[end - 1] == wanted[-1] and all(part in parts for part in wanted):
+                return trips[name]
+    raise ValueError(f"expected a loop of one of {sorted(trips)}, got {loop.scope}")
+
+
+BUILDERS: dict[str, Callable[[Case], Built]] = {"attention": paged, "mla": latent, "scan": scan}
+
+
+def record_of(case: Case) -> dict[str, Any]:
+    """Compiles a case; what it costs on its card, and what it may."""
+    import jax
+    from jax.experimental import topologies
+
+    built, card = BUILDERS[case.op](case), (CARDS | {A100.name: A100})[case.card]
+    topology = topologies.get_topology_desc(platform="cuda", target_config=card.config, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    on_card = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    arguments = jax.tree.map(lambda a: on_card(a.shape, a.dtype), built.arguments)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(built.call, donate_argnums=built.donated).lower(*arguments).compile()
+    cost = ModuleCost(compiled.as_text(), lambda loop: runs_of(loop, built.trips)).total()
+    peak = card.matrix_flops if case.dtype == "bfloat16" else card.vector_flops
+    least_s = max(built.named_bytes / card.bytes_per_s, built.flops / peak)
+    return {
+        "case": case.name,
+        "card": case.card,
+        "launches": round(cost.launches),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "bytes": round(cost.num_bytes),
+        "named_bytes": built.named_bytes,
+        "paper_ms": 1e3 * max(cost.num_bytes / card.bytes_per_s, built.flops / peak),
+        "least_ms": 1e3 * least_s,
+        "times": max(cost.num_bytes / card.bytes_per_s, built.flops / peak) / least_s,
+    }
+
+
+if __name__ == "__main__":
+    prepare_environment(sys.argv[2])
+    (asked,) = (case for case in CASES if case.name == sys.argv[1])
+    print(json.dumps(record_of(asked)))

@@ -1,0 +1,48 @@
+"""What the path in vectorised XLA is measured at: steps, cards, and what each may cost at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of one op on one card."""
+
+    name: str
+    op: str
+    rows: tuple[tuple[int, int, int], ...]  # (how many sequences, query tokens of each, tokens of each)
+    card: str = "a100"
+    dtype: str = "bfloat16"
+    heads: int = 32
+    most_launches: int = 400
+    most_temporary_bytes: int = 256 * MIB
+    most_times: float = 4.0  # as long as what no path can do without: what the tables name read once, or the products
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """(query tokens, tokens) of every sequence."""
+        return [(q_len, seq_len) for count, q_len, seq_len in self.rows for _ in range(count)]
+
+
+CASES = (
+    Case("decode 64 x 4k", "attention", ((64, 1, 4096),)),
+    Case("decode 64 x 4k float32", "attention", ((64, 1, 4096),), card="h100", dtype="float32", most_launches=700),
+    Case("decode 1 x 128k", "attention", ((1, 1, 131072),)),
+    Case("decode 1 x 128k and 63 x 256", "attention", ((1, 1, 131072), (63, 1, 256))),
+    Case("prefill 8k", "attention", ((1, 8192, 8192),), most_launches=2500, most_times=11),
+    Case("MLA decode 64 x 4k 16 heads", "mla", ((64, 1, 4096),), heads=16, most_times=4.7),
+    Case("MLA decode 64 x 4k 128 heads", "mla", ((64, 1, 4096),), heads=128, most_times=6.5),
+    Case("Mamba 2 decode 64", "scan", ((64, 1, 1),)),
+    Case(
+        "Mamba 2 prefill 8k",
+        "scan",
+        ((1, 8192, 8192),),
+        most_launches=1000,
+        most_temporary_bytes=400 * MIB,
+        most_times=60,
+    ),
+)
+SUBSET = ("decode 64 x 4k", "prefill 8k", "MLA decode 64 x 4k 16 heads", "Mamba 2 decode 64")  # what CI compiles

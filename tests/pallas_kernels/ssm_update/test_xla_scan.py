@@ -1,0 +1,48 @@
+"""The vectorised XLA path of selective_scan against numpy's recurrence (Mamba 1) and dual form (Mamba 2)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.ssm_update import selective_scan, xla_scan
+from pallas_kernels.ssm_update.arguments import Scan
+from pallas_kernels.state_step import StepArrays
+from tests.pallas_kernels.ssm_update.test_selective_scan import MAMBA1, NUM_PAGES, NUM_ROWS, Shape
+from tests.pallas_kernels.state_cases import on_device
+
+LENGTHS = ([1, 1, 1, 0, 1], [1, 1, 0, 30, 8], [3, 0, 16, 4, 17], [40], [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        (Shape(head_dim=3, groups=2, num_tokens=40), {"tile_tokens": 8, "trip_bytes": 1 << 12}),
+        (Shape(head_dim=3, groups=1, num_tokens=40, num_kept=4, dtype="bfloat16"), {"tile_tokens": 16}),
+        (Shape(head_dim=4, groups=6, num_tokens=40, state_dtype="bfloat16", limit=(0.1, 2.0)), {}),
+        (MAMBA1, {}),
+    ],
+    ids=str,
+)
+def test_random_steps(shape: Shape, sizes: dict[str, int]) -> None:
+    """Decode, several tiles and trips, mixed, drafts with pages of their own, lengths 0 and 1, no sequence."""
+    run = jax.jit(functools.partial(xla_scan.selective_scan, dt_limit=shape.limit, **sizes))
+    for seed, q_lens in enumerate(LENGTHS):
+        arrays, step = shape.make(np.random.default_rng(seed), q_lens, NUM_ROWS, NUM_PAGES)
+        given = Scan(*(arrays.get(name) for name in Scan._fields))
+        result = run(given, arrays["states"], StepArrays(*on_device(step)).by_column())
+        shape.assert_right(result, arrays, step)
+
+
+def test_long_decays_are_exact() -> None:
+    """Sums of time steps in the thousands within a tile: what little survives is right to float32."""
+    shape = Shape(head_dim=3, groups=2, num_tokens=40, limit=(20.0, 200.0))
+    arrays, step = shape.make(np.random.default_rng(7), [40], NUM_ROWS, NUM_PAGES)
+    arrays["a"] = np.array([-5e-2, -1e-3, -1.0, -5.0, -2e-2, -1e-1], np.float32)
+    names = ("x", "states", "dt", "a", "b", "c")
+    options = {name: arrays[name] for name in ("d", "dt_bias") if name in arrays}
+    given = (*(arrays[name] for name in names), *on_device(step))
+    shape.assert_right(selective_scan(*given, **options, dt_limit=shape.limit, backend="xla"), arrays, step)
