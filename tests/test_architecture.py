@@ -35,6 +35,7 @@ ALLOWED = {
     "kvjax.models.config": (*HOST, *CONFIGS),
     "kvjax.models.configs": (*HOST, *CONFIGS),
     "kvjax.models.registry": (*HOST, *CONFIGS, "flax", "kvjax.models.layers.language_model"),
+    "kvjax.adapters": (*HOST, "kvjax.adapters"),  # stacks are imported by name, on use
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
     "kvjax.replay": (*HOST, "kvjax.replay", "kvjax.planning", "kvjax.models.config", "kvjax.configs", "kvjax.text"),
