@@ -36,6 +36,7 @@ ALLOWED = {
     "kvjax.models.config": (*HOST, *CONFIGS),
     "kvjax.models.configs": (*HOST, *CONFIGS),
     "kvjax.models.registry": (*HOST, *CONFIGS, "flax", "kvjax.models.layers.language_model"),
+    "kvjax.adapters": (*HOST, "kvjax.adapters"),  # stacks are imported by name, on use
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
     "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),

@@ -223,6 +223,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         num_encoder_tokens: int = 0,
         num_in_flight_tokens: int = 0,
         full_sequence_must_fit: bool = False,
+        num_kept_free: int = 0,
     ) -> KVCacheBlocks | None:
         """Slots for the tokens of a request's next step.
 
@@ -248,6 +249,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
                 they see.
             full_sequence_must_fit: refuse unless the blocks of all tokens of the request, as far as the admission cap
                 of each kind counts them, are free.
+            num_kept_free: of a new request, blocks of each pool that stay free beside what this step takes; running
+                ones take what there is.
 
         Returns:
             Per group the new blocks (those of external tokens not among them), or None: they do not fit.
@@ -286,6 +289,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             num_external_computed_tokens,
             num_encoder_tokens,
             num_in_flight_tokens,
+            num_kept_free,
         ).checked()
         self._hasher_check.check(request)
         ids = self._slots.allocate(request, counts, new_computed_blocks, delay_cache_blocks, full_sequence_must_fit)

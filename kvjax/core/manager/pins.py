@@ -8,7 +8,7 @@ needs (and, with reserve=True, less than the running requests have reserved).
 
 Invariant (`check_invariants`):
 
-    N1  a block's references outside block tables are those of pins and of planned page copies
+    N1  a block's references outside block tables are those of pins, of planned page copies, and those that were lent
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Pins:
         pinned = [self._by_pool(block_ids) for block_ids in self._block_ids.values()]
         for pool_id, pool in enumerate(self._groups.pools):
             ids = np.concatenate([pool.page_edits.held_sources, *(by_pool[pool_id] for by_pool in pinned)])
-            if not np.array_equal(np.bincount(ids, minlength=pool.num_blocks), pool.outside_refs.counts):
+            held = np.bincount(ids, minlength=pool.num_blocks) + pool.outside_refs.lent
+            if not np.array_equal(held, pool.outside_refs.counts):
                 raise InvariantError(f"N1: pool {pool_id}: pins and copies hold {sorted(ids.tolist())}")
 
     def _by_pool(self, block_ids: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:

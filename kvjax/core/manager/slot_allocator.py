@@ -42,6 +42,7 @@ class SlotCounts:
     external: int
     encoder: int
     in_flight: int
+    kept_free: int = 0  # blocks
 
     def checked(self) -> SlotCounts:
         """The counts as ints.
@@ -58,6 +59,7 @@ class SlotCounts:
         """Whether all are ints in range, told by the bits of all: negative if one is, an int if they are."""
         try:
             bits = self.new | self.new_computed | self.lookahead | self.external | self.encoder | self.in_flight
+            bits |= self.kept_free
         except TypeError:
             return False
         return type(bits) is int and 0 <= bits < MOST_TOKENS
@@ -70,6 +72,7 @@ _PARAMETERS = (
     "num_external_computed_tokens",
     "num_encoder_tokens",
     "num_in_flight_tokens",
+    "num_kept_free",
 )
 
 
@@ -232,7 +235,7 @@ class SlotAllocator:
         needs = self._needs.of_new(num_slots, hit.block_ids, total_computed, False, counts.encoder, after)
         if partial.places:
             needs = sums(needs, partial.num_held)
-        if not self._needs.fit(needs):
+        if not self._needs.fit(sums(needs, [counts.kept_free] * len(needs)) if counts.kept_free else needs):
             return None
         copies = not partial.places or (
             self._needs.fit(sums(needs, partial.num_free))

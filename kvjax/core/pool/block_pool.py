@@ -95,7 +95,7 @@ class BlockPool:
         self._ids = BlockIds(self.ref_count)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
         self.tier_link = tier_link
-        self._event_log = KVEventLog() if event_log is None else event_log
+        self.event_log = KVEventLog() if event_log is None else event_log
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class BlockPool:
         self._register(ids, hashes, real + first_block, group_id)
         if self.enable_kv_cache_events:
             info = self.group_infos[group_id]
-            self._event_log.extend(stored_events(request, block_hashes, real + first_block, group_id, info))
+            self.event_log.extend(stored_events(request, block_hashes, real + first_block, group_id, info))
 
     def register_many(
         self,
@@ -398,12 +398,12 @@ class BlockPool:
         if self._residency is not None:
             self._residency.reset()
         if self.enable_kv_cache_events:
-            self._event_log.note_cleared()
+            self.event_log.note_cleared()
         return True
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events since the last call, oldest first, with those of the pools that share the log."""
-        return self._event_log.take()
+        return self.event_log.take()
 
     def _register(self, ids: np.ndarray, hashes: Sequence[BlockHash], columns: np.ndarray, group_id: int) -> None:
         self._check_group(group_id)
@@ -432,7 +432,7 @@ class BlockPool:
         hashes, groups = self.prefix_index.forget(ids, was_reused)
         if self.enable_kv_cache_events:
             pairs = zip(hashes, groups.tolist(), strict=True)
-            self._event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in pairs)
+            self.event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in pairs)
 
     # -- arguments --------------------------------------------------------------------------------------------------
 

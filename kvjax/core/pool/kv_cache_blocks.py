@@ -116,11 +116,14 @@ class KVCacheBlocks:
         """Blocks over all groups, null blocks included."""
         return sum(ids.size for ids in self.block_ids)
 
-    def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
-        """Per group the ids as ints; None if `allow_none` and no group has any."""
-        if allow_none and not any(ids.size for ids in self.block_ids):
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Per group, or each of `group_ids`, the ids as ints; None if `allow_none` and there are none."""
+        chosen = self.block_ids if group_ids is None else [self.block_ids[group_id] for group_id in group_ids]
+        if allow_none and not any(ids.size for ids in chosen):
             return None
-        return tuple(ids.tolist() for ids in self.block_ids)
+        return tuple(ids.tolist() for ids in chosen)
 
     def get_unhashed_block_ids(self) -> list[int]:
         """Ids of the one group's blocks that have no hash (a connector has yet to fill them).
@@ -130,8 +133,12 @@ class KVCacheBlocks:
         """
         if len(self.block_ids) != 1:
             raise ValueError(f"expected one KV-cache group, got {len(self.block_ids)}; read `block_ids` instead")
-        ids = self.block_ids[0]
-        return ids[~self.pools[0].is_hashed[ids] & (ids != 0)].tolist()
+        return self.get_unhashed_block_ids_all_groups()[0]
+
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """Per group the ids of the blocks that have no hash, null blocks left out."""
+        pairs = zip(self.pools, self.block_ids, strict=True)
+        return [ids[~pool.is_hashed[ids] & (ids != 0)].tolist() for pool, ids in pairs]
 
     def new_empty(self) -> KVCacheBlocks:
         """A value of the same groups without blocks."""

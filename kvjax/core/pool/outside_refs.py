@@ -1,6 +1,6 @@
-"""References to blocks that no block table holds: those of pins and of planned page copies.
+"""References to blocks that no block table holds: those of pins, of planned page copies, and of a stack's own code.
 
-Flow:    Pins, PageEdits -> [OutsideRefs] -> Reservations, CopyOnWrite, checks
+Flow:    Pins, PageEdits, adapters -> [OutsideRefs] -> Reservations, CopyOnWrite, checks
 
 Invariant (`check_invariants`):
 
@@ -20,6 +20,7 @@ class OutsideRefs:
     def __init__(self, num_blocks: int) -> None:
         self.counts = np.zeros(num_blocks, np.int32)  # by block
         self.num_blocks = 0  # with any
+        self.lent = np.zeros(num_blocks, np.int32)  # those of `counts` that somebody outside kvjax.core holds
 
     def add(self, ids: np.ndarray) -> None:  # int64[n]
         """Counts a reference per occurrence of a block."""
@@ -36,6 +37,16 @@ class OutsideRefs:
         """Takes a reference per occurrence off the count."""
         np.subtract.at(self.counts, ids, 1)
         self.num_blocks -= np.unique(ids[self.counts[ids] == 0]).size
+
+    def lend(self, ids: np.ndarray) -> None:  # int64[n]
+        """`add`, for somebody outside kvjax.core, whose references nothing here accounts for."""
+        self.add(ids)
+        np.add.at(self.lent, ids, 1)
+
+    def take_back(self, ids: np.ndarray) -> None:  # int64[n]
+        """`drop` of references that were lent."""
+        self.drop(ids)
+        np.subtract.at(self.lent, ids, 1)
 
     def check_invariants(self) -> None:
         """Raises InvariantError if O1 does not hold."""

@@ -31,7 +31,11 @@ NO_ORIGIN = BlockOrigin()
 
 
 class Request:
-    """One request. `block_hashes` holds a hash per full block, and is the same list for the request's whole life."""
+    """One request. `block_hashes` holds a hash per full block, and is the same list for the request's whole life.
+
+    Where a serving stack hashes its requests, the list is the stack's own, which grows as the stack appends to it;
+    `KVCacheManager.allocate_slots` registers by it, `plan_step` does not.
+    """
 
     __slots__ = (
         "_extra_keys",
@@ -70,15 +74,18 @@ class Request:
         skip_writing_prefix_cache: bool = False,  # look up, but make no block of this request a hit for others
         prompt_logprobs: int | None = None,  # they need every prompt token computed, so no hit may be read
         max_tokens: int | None = None,  # most output tokens, for admission by worst case; None: up to max_model_len
-        block_hasher: BlockHasher | None = None,  # None: block_hashes stays empty
+        block_hasher: BlockHasher | None = None,  # None: nothing is hashed here
+        block_hashes: list[BlockHash] | None = None,  # kept, not copied: the caller hashes, and appends to it
     ):
         """Copies and hashes the prompt.
 
         Raises:
             ValueError: the prompt is empty or not a row of integers in [0, 2**31), an item lies outside it or out of
                 order, the salt is empty, there is not one embedding per prompt token, weight_version is neither an
-                integer nor text, or max_tokens is below 1.
+                integer nor text, max_tokens is below 1, or a hasher comes with somebody else's hashes.
         """
+        if block_hasher is not None and block_hashes is not None:
+            raise ValueError("expected block_hasher or block_hashes, got both; one side hashes a request")
         if prompt_embeds is not None:
             prompt_embeds = np.asarray(prompt_embeds)
             if prompt_token_ids is None:
@@ -98,7 +105,7 @@ class Request:
         self.skip_writing_prefix_cache = skip_writing_prefix_cache
         self.block_hasher = block_hasher
         self.num_preemptions = 0
-        self.block_hashes: list[BlockHash] = []
+        self.block_hashes = [] if block_hashes is None else block_hashes
         self._extra_keys = self._make_extra_keys(self.origin)
         self.has_extra_keys = self._extra_keys is not None  # whether a hash may cover more than tokens and parent
         self._table: RequestTable | None = None

@@ -10,8 +10,8 @@ Invariants (`check_invariants`; the test suite runs it after every test):
     I1  rows by request id, requests and their ids by row, requests' own rows and the row allocator agree
     I2  a row that is not owned has all counts 0
     I3  an owned row has 1 <= num_prompt_tokens <= num_tokens <= columns, and num_computed_tokens >= 0
-    I4  block_hashes[row] is the request's own list, with num_hashed_blocks[row] = num_tokens // block size entries
-        (0 without a hasher), and last_hashes[row] is the last of them
+    I4  block_hashes[row] is the request's own list, with num_hashed_blocks[row] = num_tokens // block size entries,
+        and last_hashes[row] is the last of them; without a hasher 0 and None, whatever somebody else puts there
     I5  num_skipping rows are marked in `skips_registration`, all of them owned
 """
 
@@ -348,7 +348,7 @@ class RequestTable:
     def _note_hashes(self, row: int, request: Request) -> None:
         """Sets what the row knows of its hashes from the request's list."""
         hasher, hashes = request.block_hasher, request.block_hashes
-        num_hashed = len(hashes)
+        num_hashed = 0 if hasher is None else len(hashes)
         self.num_hashed_blocks[row] = num_hashed
         self.last_hashes[row] = hashes[-1] if num_hashed else None
         self._next_hash_at[row] = NEVER if hasher is None else (num_hashed + 1) * hasher.block_size
@@ -411,10 +411,11 @@ class RequestTable:
             return
         _hold(request.row == row and self._row_by_id.get(request.request_id) == row, f"I1: row {row} and {request}")
         _hold(1 <= prompt <= total <= self.token_ids.shape[1] and computed >= 0, f"I3: row {row}: {request}")
-        expected = 0 if request.block_hasher is None else total // request.block_hasher.block_size
         _hold(self.block_hashes[row] is request.block_hashes, f"I4: row {row} has another list of hashes")
-        _hold(hashed == len(request.block_hashes) == expected, f"I4: row {row}: {hashed} hashes, expected {expected}")
-        last = request.block_hashes[-1] if request.block_hashes else None
+        hashes = [] if request.block_hasher is None else request.block_hashes
+        expected = 0 if request.block_hasher is None else total // request.block_hasher.block_size
+        _hold(hashed == len(hashes) == expected, f"I4: row {row}: {hashed} hashes, expected {expected}")
+        last = hashes[-1] if hashes else None
         _hold(self.last_hashes[row] == last, f"I4: row {row} has another last hash")
 
 

@@ -75,6 +75,11 @@ class KVEventLog:
         if not self._events or not isinstance(self._events[-1], AllBlocksCleared):
             self._events.append(AllBlocksCleared())
 
+    @property
+    def waiting(self) -> tuple[KVCacheEvent, ...]:
+        """The events that the next `take` returns."""
+        return tuple(self._events)
+
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, oldest first."""
         events, self._events = self._events, []

@@ -36,6 +36,9 @@ def test_block_ids_as_lists() -> None:
     assert empty.get_block_ids(allow_none=True) is None
     assert blocks.get_block_ids(allow_none=True) is not None
     assert blocks.new_empty() == empty
+    assert blocks.get_block_ids(group_ids=[2, 0]) == ([0, 4], [3])
+    assert blocks.get_block_ids(allow_none=True, group_ids=[1]) is None
+    assert blocks.get_unhashed_block_ids_all_groups() == [[3], [], [4]]
 
 
 def test_values_add_group_by_group() -> None:

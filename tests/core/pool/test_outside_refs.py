@@ -40,3 +40,13 @@ def test_the_checker_finds_a_wrong_number() -> None:
     refs.num_blocks = 2
     with pytest.raises(InvariantError, match="O1: 2 blocks counted with outside references, 1 have one"):
         refs.check_invariants()
+
+
+def test_lent_references_count_with_the_others_and_apart() -> None:
+    refs = OutsideRefs(4)
+    refs.add_one(2)
+    refs.lend(np.array([2, 3, 3]))
+    assert (refs.counts.tolist(), refs.lent.tolist(), refs.num_blocks) == ([0, 0, 2, 2], [0, 0, 1, 2], 2)
+    refs.take_back(np.array([3, 2, 3]))
+    assert (refs.counts.tolist(), refs.lent.tolist(), refs.num_blocks) == ([0, 0, 1, 0], [0, 0, 0, 0], 1)
+    refs.check_invariants()

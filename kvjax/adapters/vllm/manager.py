@@ -1,0 +1,345 @@
+"""vLLM's KVCacheManager over that of kvjax.core: the same calls with the same objects, and the same answers.
+
+Flow:    vLLM's Scheduler -> [KVCacheManager] -> kvjax.core.KVCacheManager -> KVCacheBlocks, vLLM's events and stats
+Source:  names and semantics of vLLM v1/core/kv_cache_manager.py, by release; docs/vllm.md
+
+Blocks are kvjax's `KVCacheBlocks` and `KVCacheBlock`, which have vLLM's methods and attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from kvjax.adapters.vllm.block_pool import BlockPool
+from kvjax.adapters.vllm.config import translate_config
+from kvjax.adapters.vllm.coordinator import Coordinator
+from kvjax.adapters.vllm.description import vllm_module
+from kvjax.adapters.vllm.events import EventClasses
+from kvjax.adapters.vllm.release import Release, installed_release
+from kvjax.adapters.vllm.requests import KnownRequests
+from kvjax.adapters.vllm.residency import forward_residency
+from kvjax.core.manager.kv_cache_manager import KVCacheManager as CoreManager
+from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.spec import cdiv
+
+# Arguments of some release that kvjax.core has no counterpart of, with the value that means "not used".
+UNUSED = {"num_hash_lookahead_tokens": 0, "num_prefill_lookahead": 0, "enable_mamba_shared_prefix_checkpoint": False}
+
+
+class KVCacheManager:
+    """What vLLM's scheduler calls. Used from one thread.
+
+    Arguments are those of the installed release's class, by position or name. `core_options` are options of
+    `kvjax.core.KVCacheManager` beside them, such as an eviction policy; `install` sets them.
+    """
+
+    core_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """An empty cache.
+
+        Raises:
+            MissingStackError: vLLM is not installed.
+            UnknownStackError: its version is unknown, or an object differs from what was recorded of it.
+            NotImplementedError: a kind or an option has no counterpart in kvjax.core.
+        """
+        release = installed_release()
+        given = release.bind("__init__", args, kwargs)
+        for name, value in UNUSED.items():
+            if given.get(name, value) != value:
+                raise NotImplementedError(
+                    f"vllm {release.name}: {name}={given[name]!r} has no counterpart in kvjax.core"
+                )
+        config = given["kv_cache_config"]
+        self._release = release
+        self._rules = release.rules
+        options = _core_arguments(given, release) | dict(self.core_options)
+        if options.get("eviction_policy", "lru") != "lru":
+            options["free_order"] = "append"  # the order is the policy's own
+        self._core = core = CoreManager(**options)
+        self._requests = KnownRequests(release, core.request_table, bool(given["enable_kv_cache_events"]))
+        self._running = self._requests.running
+        self._knows_in_flight = "num_in_flight_tokens" in release.rules.request_attributes
+        self._events = EventClasses(release)
+        self._make_stats = vllm_module("vllm.v1.metrics.stats").PrefixCacheStats
+        self.max_model_len = given["max_model_len"]
+        self.enable_caching = bool(given["enable_caching"])
+        self.use_eagle = given["use_eagle"]
+        self.log_stats = given["log_stats"]
+        self.enable_kv_cache_events = given["enable_kv_cache_events"]
+        self.metrics_collector = given["metrics_collector"]
+        self.prefix_cache_stats = self._make_stats() if self.log_stats else None
+        self._zeroes = bool(getattr(config, "needs_kv_cache_zeroing", False))
+        self.kv_cache_config = config
+        self.num_kv_cache_groups = len(config.kv_cache_groups)
+        self.empty_kv_cache_blocks = core.empty_kv_cache_blocks
+        self.watermark_blocks = int(given.get("watermark", 0.0) * config.num_blocks)
+        self.block_pool = BlockPool(core.block_pool, core.reset_prefix_cache, self.take_events, self._events.translate)
+        self.coordinator = Coordinator(core, config, self.block_pool)
+
+    @property
+    def usage(self) -> float:
+        """Held share of the pool, 0 to 1."""
+        return self._core.usage
+
+    # Hits.
+
+    def prefix_cache_lookup_enabled(self, request: Any) -> bool:
+        """Whether a request is looked up at all."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> tuple[Any, ...]:
+        """The longest cached prefix: blocks and tokens, and from 0.33 on the length that other groups have cached.
+
+        Raises:
+            UnknownStackError: the request lacks an attribute.
+        """
+        longest = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        blocks, num_tokens = self.empty_kv_cache_blocks, 0
+        if longest > 0 and self.prefix_cache_lookup_enabled(request):
+            blocks, num_tokens = self._core.get_computed_blocks(self._requests.make(request, longest + 1))
+        if self._rules.counts_lookups:
+            self.record_prefix_cache_stats(request, num_tokens)
+        return (
+            (blocks, num_tokens, blocks.num_shared_tokens) if self._rules.tells_shared_prefix else (blocks, num_tokens)
+        )
+
+    def get_computed_blocks_for_connector(
+        self, request: Any, max_cache_hit_length: int | None = None
+    ) -> tuple[Any, ...]:
+        """`get_computed_blocks`, and whether some group's hit is shorter than that: none is."""
+        return (*self.get_computed_blocks(request, max_cache_hit_length), False)
+
+    def truncate_computed_blocks(self, blocks: KVCacheBlocks, num_computed_tokens: int) -> KVCacheBlocks:
+        """The blocks of a hit's first tokens."""
+        managers = self.coordinator.single_type_managers
+        ends = [num_computed_tokens // manager.block_size for manager in managers]
+        return self.create_kv_cache_blocks([group[:end] for group, end in zip(blocks.blocks, ends, strict=True)])
+
+    def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
+        """Counts a lookup."""
+        if self.prefix_cache_stats is not None and self.prefix_cache_lookup_enabled(request):
+            preempted = request.num_preemptions > 0
+            self.prefix_cache_stats.record(num_tokens=request.num_tokens, num_hits=num_hits, preempted=preempted)
+
+    def make_prefix_cache_stats(self) -> Any:
+        """Lookups since the last call, as vLLM's PrefixCacheStats; None without `log_stats`."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = self._make_stats()
+        return stats
+
+    # Slots.
+
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: Any = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: Sequence[int] = (),
+    ) -> KVCacheBlocks | None:
+        """Slots for a request's next tokens: new blocks per group, or None if they do not fit.
+
+        Raises:
+            ValueError: no tokens at all, or a hit that is not of this manager or not cached any more.
+            UnknownStackError: the request lacks an attribute.
+        """
+        known = self._running.get(request.request_id)
+        if known is None:
+            kept_free = self.watermark_blocks if has_scheduled_reqs else 0
+            made = self._requests.make(request, request.num_tokens)
+            hit = new_computed_blocks
+            if hit is not None and not isinstance(hit, KVCacheBlocks):
+                hit = self.create_kv_cache_blocks(hit.blocks)
+            # What counts as computed without blocks here comes from outside, as a connector's tokens do.
+            external = num_external_computed_tokens + request.num_computed_tokens
+            computed = num_new_computed_tokens + external
+            if full_sequence_must_fit and not self._core.can_admit(made, computed, hit, kept_free, num_encoder_tokens):
+                return None
+            blocks = self._core.allocate_slots(
+                made,
+                min(num_new_tokens, self.max_model_len - computed),
+                num_new_computed_tokens,
+                hit,
+                num_lookahead_tokens,
+                external,
+                delay_cache_blocks,
+                num_encoder_tokens,
+                num_kept_free=kept_free + reserved_blocks,
+            )
+            if blocks is not None:
+                self._running[request.request_id] = made
+            return blocks
+        self._requests.sync(known, request)
+        return self._core.allocate_slots(
+            known,
+            min(num_new_tokens, self.max_model_len - request.num_computed_tokens),
+            num_lookahead_tokens=num_lookahead_tokens,
+            delay_cache_blocks=delay_cache_blocks,
+            num_in_flight_tokens=request.num_in_flight_tokens if self._knows_in_flight else 0,
+            full_sequence_must_fit=full_sequence_must_fit,
+        )
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """Registers the full blocks of the first tokens, after `delay_cache_blocks`."""
+        known = self._running.get(request.request_id)
+        if known is not None:
+            self._requests.sync(known, request)
+            self._core.cache_blocks(known, num_computed_tokens)
+
+    def free(self, request: Any) -> None:
+        """Frees all blocks of a request, its last first; one that holds none changes nothing."""
+        known = self._running.pop(request.request_id, None)
+        if known is not None:
+            self._core.free(known)
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        total_computed_tokens: int = 0,
+        num_prompt_tokens: int | None = None,
+        processed_computed_tokens: int | None = None,
+    ) -> None:
+        """Frees what no token after the first computed ones attends to; the release's name of their number binds."""
+        if request_id in self._running:
+            computed = total_computed_tokens if processed_computed_tokens is None else processed_computed_tokens
+            self._core.remove_skipped_blocks(request_id, computed)
+
+    def pop_blocks_for_free(self, request: Any) -> list[Any]:
+        """Ends a request but holds its blocks, until `block_pool.free_blocks` gets them, the last first."""
+        known = self._running.pop(request.request_id, None)
+        if known is None:
+            return []
+        groups = self._core.get_blocks(request.request_id).blocks
+        blocks = [block for group in groups for block in group if not block.is_null]
+        self.block_pool.touch(blocks)
+        self._core.free(known)
+        return blocks
+
+    # The cache as a whole.
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Forgets the hashes of blocks, held or free.
+
+        Raises:
+            AssertionError: an id is none of the pool, as in vLLM.
+        """
+        self.block_pool.evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all hashes; False while any block is held."""
+        done = self._core.reset_prefix_cache()
+        if done and self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return done
+
+    def take_events(self) -> list[Any]:
+        """KV events since the last call, as vLLM's classes."""
+        return [self._events.translate(event) for event in self._core.take_events()]
+
+    def new_step_starts(self) -> None:
+        """Lets lookups hit recurrent states that the last step computed."""
+        self._core.new_step_starts()
+
+    # Reading.
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Per group the leading blocks that all running requests share."""
+        if not self._rules.shares_prefixes or running_request_id not in self._running:
+            return [0] * self.num_kv_cache_groups
+        return self._core.get_num_common_prefix_blocks(running_request_id)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """All blocks of a request; none of an unknown one."""
+        return self._core.get_blocks(request_id) if request_id in self._running else self.empty_kv_cache_blocks
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Per group the ids of a request's blocks."""
+        ids = self.get_blocks(request_id).get_block_ids()
+        assert ids is not None  # only with allow_none
+        return ids
+
+    def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
+        """Per group the ids of the blocks of the first tokens; all of kinds that hold no tokens or the encoder's."""
+        clipped = []
+        for ids, group in zip(self.get_block_ids(request_id), self._core.kv_cache_config.kv_cache_groups, strict=True):
+            spec = group.kv_cache_spec
+            holds_tokens = spec.state_pages is None and not spec.reads_encoder
+            clipped.append(ids[: cdiv(num_computed_tokens, spec.block_size)] if holds_tokens else ids)
+        return tuple(clipped)
+
+    def estimate_cached_tokens(self, request: Any) -> int:
+        """Tokens up to the last hashed block of a request, the least over all groups that are cached."""
+        groups = self._core.kv_cache_config.kv_cache_groups
+        lengths = []
+        for blocks, group in zip(self.get_blocks(request.request_id).blocks, groups, strict=True):
+            if not group.kv_cache_spec.reads_encoder:
+                hashed = [column + 1 for column, block in enumerate(blocks) if block.block_hash is not None]
+                lengths.append(max(hashed, default=0) * group.kv_cache_spec.block_size)
+        return min(lengths, default=0)
+
+    # What a step has the device do beside attention.
+
+    def take_new_block_ids(self) -> list[int]:
+        """Pages to zero before the next step, since the last call."""
+        return [page for pages in self._core.take_pages_to_zero() for page in pages.tolist()]
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Has the pages of a request's tokens from `start_token` on zeroed.
+
+        Raises:
+            NotImplementedError: pages are zeroed here, and a request may not ask again.
+        """
+        if self._zeroes:
+            raise NotImplementedError("pages of a failed load are not zeroed again; kvjax.core zeroes new pages only")
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
+        """Pages to copy: none, since hits end where blocks end."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, Any]:
+        """States of partly filled blocks for a connector: none, as above."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:
+        """The same of a request that ends."""
+        return []
+
+    def create_kv_cache_blocks(self, blocks: Sequence[Sequence[Any]]) -> KVCacheBlocks:
+        """Per group blocks as a value; the shared empty one if there are none."""
+        return self._core.create_kv_cache_blocks([[block.block_id for block in group] for group in blocks])
+
+
+def _core_arguments(given: Mapping[str, Any], release: Release) -> dict[str, Any]:
+    """What kvjax's manager is made with, of what vLLM's is made with."""
+    config, collector = given["kv_cache_config"], given["metrics_collector"]
+    in_flight = given.get("max_in_flight_tokens", given.get("max_num_batched_tokens"))
+    return {
+        "kv_cache_config": translate_config(config, release, given["max_model_len"]),
+        "max_model_len": given["max_model_len"],
+        "hash_block_size": given["hash_block_size"],
+        "enable_caching": bool(given["enable_caching"]),
+        "use_eagle": bool(given["use_eagle"]),
+        "enable_kv_cache_events": bool(given["enable_kv_cache_events"]),
+        "dcp_world_size": given["dcp_world_size"],
+        "pcp_world_size": given["pcp_world_size"],
+        "metrics_collector": None if collector is None else forward_residency(collector),
+        "max_in_flight_tokens": in_flight,
+        "free_order": release.rules.free_order,
+        "coarse_hash_mode": release.rules.coarse_hash_mode,
+        "zero_new_pages": bool(getattr(config, "needs_kv_cache_zeroing", False)),
+        "retention_interval": getattr(config, "prefix_cache_retention_interval", None),
+    }
+
+
+__all__ = ["KVCacheManager"]

@@ -1,0 +1,71 @@
+"""vLLM's requests as kvjax's: one that runs has a row here, with vLLM's own list of block hashes.
+
+Flow:    vLLM's Request -> [KnownRequests] -> kvjax.core.Request -> kvjax.core.KVCacheManager
+
+vLLM's object stays the truth: what it counts is copied into the row before each call that reads it. Token ids are read
+by KV events alone; without events a row has zeros of the right number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvjax.adapters.vllm.release import Release
+from kvjax.core.hashing.extra_keys import LoRARequest, MultiModalFeature
+from kvjax.core.requests.request import Request
+from kvjax.core.requests.request_table import RequestTable
+
+
+class KnownRequests:
+    """The requests of one manager, by id."""
+
+    def __init__(self, release: Release, table: RequestTable, tells_tokens: bool) -> None:
+        self._release = release
+        self._table = table
+        self._tells_tokens = tells_tokens
+        self._known_class: type | None = None  # of the request that was checked last
+        self.running: dict[str, Request] = {}
+
+    def make(self, request: Any, num_tokens: int) -> Request:
+        """A request of kvjax, in no table, for vLLM's with `num_tokens` tokens.
+
+        Raises:
+            UnknownStackError: vLLM's lacks an attribute.
+        """
+        if type(request) is not self._known_class:
+            self._release.check_request(request)
+            self._known_class = type(request)
+        keys, tokens = {}, np.zeros(max(num_tokens, 1), np.int32)
+        if self._tells_tokens and num_tokens:
+            keys, tokens = self._extra_keys(request), np.array(request.all_token_ids[:num_tokens], np.int32)
+        return Request(
+            request.request_id,
+            tokens,
+            block_hashes=request.block_hashes,
+            skip_reading_prefix_cache=bool(request.skip_reading_prefix_cache),
+            **keys,
+        )
+
+    def sync(self, known: Request, request: Any) -> None:
+        """Copies into a running request's row what vLLM's has counted since."""
+        self._table.num_computed_tokens[known.row] = request.num_computed_tokens
+        if self._tells_tokens and known.num_tokens < request.num_tokens:
+            self._table.append_run(known.row, request.all_token_ids[known.num_tokens :])
+
+    def _extra_keys(self, request: Any) -> dict[str, Any]:
+        """What decides a request's hashes beside its tokens, for the events that tell it."""
+        lora, embeds = request.lora_request, request.prompt_embeds
+        items = sorted(request.mm_features or (), key=lambda item: item.mm_position.offset)
+        return {
+            "lora": None if lora is None else LoRARequest(lora.lora_name, lora.lora_path, lora.lora_int_id),
+            "cache_salt": request.cache_salt or None,
+            "prompt_embeds": None if embeds is None else np.asarray(embeds),
+            "mm_features": [
+                MultiModalFeature(item.identifier, item.mm_position.offset, item.mm_position.length) for item in items
+            ],
+        }
+
+
+__all__ = ["KnownRequests"]
