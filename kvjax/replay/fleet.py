@@ -1,6 +1,6 @@
 """Replay over several replicas behind a router, in virtual time: each has its own cache and tells it by KV events.
 
-Flow:    trace -> [run_fleet]: [PrefixIndex.match] -> Router.pick -> BatchedReplay of a replica -> KV events -> the index
+Flow:    trace -> [run_fleet]: PrefixIndex.match -> Router.pick -> BatchedReplay of a replica -> KV events -> index
 Source:  `kvjax.replay.batching` for one replica, `kvjax.routing` for index and routers
 
 A request is routed when it arrives. By then the index knows the events of all steps that have ended, and no others: a
