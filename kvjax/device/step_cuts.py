@@ -28,6 +28,7 @@ from kvjax.device.layer_marks import mark_p
 
 LEAST_LAYERS = 4  # of a piece: a call costs the host about as much as the arrays of so many layers
 MOST_LAYERS = 8
+LEAST_CUT = 2 * LEAST_LAYERS  # layers of a model below which nothing is saved
 Atom: TypeAlias = Var | Literal
 
 

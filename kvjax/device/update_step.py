@@ -35,6 +35,7 @@ from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
 from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns
 from kvjax.device.placement import Placement
+from kvjax.device.step_cuts import LEAST_CUT
 from kvjax.device.step_programs import StepPrograms
 
 # (logits float32[N, vocab], sampling inputs padded to N rows, the sampler's state if there is one)
@@ -100,8 +101,10 @@ class UpdateStep:
         self._takes_embeds = takes_embeds
         self.num_previous = num_previous
         self._backend = backend
-        self._weights = ModelWeights(model, placement)
-        self._programs = StepPrograms(self._update, kv_cache_config, placement, may_cut=cut_layers)
+        own_layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+        may_cut = cut_layers and own_layers + len(kv_cache_config.shared_layers) >= LEAST_CUT
+        self._weights = ModelWeights(model, placement, packs_small=not may_cut)  # a piece takes its layers' weights
+        self._programs = StepPrograms(self._update, kv_cache_config, placement, may_cut=may_cut)
         self.encoder = EncoderStep(self._weights, kv_cache_config, encoder_shapes, placement, backend=backend)
 
     @cached_property
