@@ -34,7 +34,7 @@ from pallas_kernels.kv_write import reference as kv_rows
 from pallas_kernels.kv_write.kernel_tpu import copy_rows, kv_write, write_runs
 from pallas_kernels.layouts import KV_CACHE_DTYPES
 from pallas_kernels.mosaic import LANES, Copy, chip_name, compiler_params, matrix_unit_lanes
-from pallas_kernels.ragged_paged_attention import launches, tpu_rows
+from pallas_kernels.ragged_paged_attention import launches, tpu_rows, tpu_tiles
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
@@ -49,6 +49,7 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_sha
 from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig, block_slots, plan_items, ring_buffers
 from pallas_kernels.ragged_paged_attention.tpu_ring import BlockRing, Cursor
 from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
+from pallas_kernels.ragged_paged_attention.tpu_tiles import TileAttention
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tile_rows, tuned
 from pallas_kernels.tpu_lse import by_head, heads_to_lanes, lse_shape
 
@@ -192,12 +193,12 @@ def _config(
         lanes=lanes,
         page_size=page_size,
         compute_dtype="bfloat16" if is_short else "float32",
-        pushed_dtype=pushed_dtype(pages.dtype) if is_short else "float32",
+        pushed_dtype="float32" if not is_short else pushed_dtype(pages.dtype) if queries == 1 else "bfloat16",
         queries=queries,
         block=block,
-        part=min(block, 512 if queries == 1 else 256),
+        part=min(block, 512),
         heads=2 if queries == 1 and lanes == LANES and common.num_kv_heads % 2 == 0 else 1,
-        sums_by_matmul=queries > 1 and is_short and lanes % matrix_unit_lanes() != 0,
+        scales_queries=queries > 1 and is_short and lanes % matrix_unit_lanes() != 0,
         has_sinks=common.sinks is not None,
         has_k_scale=common.k_scale is not None,
         has_v_scale=common.v_scale is not None,
@@ -221,7 +222,7 @@ def _fit(x: jax.Array, num_tokens: int) -> jax.Array:
 
 
 def _per_row_arrays(common: _Common, config: TpuConfig) -> dict[str, jax.Array]:
-    """Arrays float32[products, rows, 128] by name: a number for each row, in every lane."""
+    """Arrays of `tpu_rows.per_row` by name."""
     arrays = {}
     if common.sinks is not None:
         arrays["sinks"] = tpu_rows.per_row(finite_sinks(common.sinks), config, fill=-1e30)
@@ -337,19 +338,18 @@ def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str
         "buffer": pltpu.VMEM(buffer_shape(config, pages), pages.dtype),
         "arrived": pltpu.SemaphoreType.DMA((config.buffers,)),
         "cursor": pltpu.SMEM((len(Cursor),), jnp.int32),
-        "m": pltpu.VMEM((*shape, LANES), jnp.float32),
-        "acc": pltpu.VMEM((*shape, config.columns), jnp.float32),
     }
-    if not config.sums_by_matmul:
-        scratch["l"] = pltpu.VMEM((*shape, LANES), jnp.float32)
     if config.tables_in_hbm:
         num_rows = max(2, min(config.buffers + 1, _ROW_BYTES // (4 * config.table_stride)))
         scratch["row"] = pltpu.SMEM((num_rows * config.table_stride,), jnp.int32)
         scratch["row_arrived"] = pltpu.SemaphoreType.DMA((num_rows,))
-    if config.queries > 1:
+    if config.queries == 1:
+        scratch["m"] = pltpu.VMEM((*shape, LANES), jnp.float32)
+        scratch["l"] = pltpu.VMEM((*shape, LANES), jnp.float32)
+        scratch["acc"] = pltpu.VMEM((*shape, config.columns), jnp.float32)
+    else:
         tile = (config.queries, *q_rows.shape[1:])
-        scratch["rows"] = pltpu.VMEM((*shape, config.lanes), q_rows.dtype)
-        scratch["scores"] = pltpu.VMEM((2, config.rows, config.part), jnp.float32)
+        scratch |= tpu_tiles.scratch_shapes(config)
         scratch["q_tile"] = pltpu.VMEM(tile, q_rows.dtype)
         scratch["q_arrived"] = pltpu.SemaphoreType.DMA
         scratch["out_tile"] = pltpu.VMEM(tile, q_rows.dtype)
@@ -387,11 +387,10 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig) -> None:
         end = jnp.minimum(first + config.step_items, num_items)
 
     def attend(item: jax.Array, carry: None) -> None:
-        attention = BlockAttention(config, kv, refs, item, item - first)
         if tile is None:
-            _decode_item(ring, attention, refs)
+            _decode_item(ring, BlockAttention(config, kv, refs, item, item - first), refs)
         else:
-            _tile_item(ring, attention, refs, tile, num_items)
+            _tile_item(ring, TileAttention(config, kv, refs, item), refs, tile, num_items)
         return carry
 
     lax.fori_loop(first, end, attend, None)
@@ -407,11 +406,11 @@ def _decode_item(ring: BlockRing, attention: BlockAttention, refs: Any) -> None:
         refs.lse[pl.ds(attention.place, 1)] = heads_to_lanes(refs.m[...].reshape(1, -1, LANES))
 
 
-def _tile_item(ring: BlockRing, attention: BlockAttention, refs: Any, tile: _QueryTiles, num_items: jax.Array) -> None:
+def _tile_item(ring: BlockRing, attention: TileAttention, refs: Any, tile: _QueryTiles, num_items: jax.Array) -> None:
     """An item of several query tokens."""
     config, item = ring.config, attention.item
     tile.fetch(item).wait()
-    tpu_rows.unpack_tile(refs.q_tile, refs.rows, config)
+    attention.load_queries()
     pl.when(item + 1 < num_items)(lambda: tile.fetch(item + 1).start())
     attention.reset()
     _attend_blocks(ring, attention)
@@ -419,12 +418,12 @@ def _tile_item(ring: BlockRing, attention: BlockAttention, refs: Any, tile: _Que
     for i, out in attention.finish():
         tpu_rows.pack_head(out, i, refs.out_tile, config)
     if config.return_lse:
-        tpu_rows.pack_lse(refs.m, refs.lse_tile, config)
+        tpu_rows.pack_lse(refs.lse_rows, refs.lse_tile, config)
     tile.start_results(item)
     pl.when(item + 1 == num_items)(lambda: tile.wait_for_results(item))
 
 
-def _attend_blocks(ring: BlockRing, attention: BlockAttention) -> None:
+def _attend_blocks(ring: BlockRing, attention: BlockAttention | TileAttention) -> None:
     """All blocks of an item, each of which leaves its buffer to the block `buffers` later.
 
     Three loops: full blocks while the block that is started is a full one of the item, too; the other full blocks; and
@@ -453,7 +452,7 @@ def _attend_blocks(ring: BlockRing, attention: BlockAttention) -> None:
         slot = ring.slot(number_0 + step)
         block, num_pages = items.block(item, step)
         kv.wait(num_pages, slot)
-        attention.attend(slot, block, num_pages * config.page_size if config.queries == 1 else None)
+        attention.attend(slot, block, num_pages * config.page_size)
         ring.start_next(slot)
         return carry
 

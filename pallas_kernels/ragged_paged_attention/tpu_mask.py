@@ -41,13 +41,20 @@ def block_mask(
 
 
 def seen_slots(
-    items: ItemTable, item: jax.Array, block: jax.Array, token: jax.Array | None, *, first: int, part: tuple[int, int]
+    items: ItemTable,
+    item: jax.Array,
+    block: jax.Array,
+    token: jax.Array | None,
+    *,
+    first: int,
+    part: tuple[int, int],
+    axis: int = 1,
 ) -> jax.Array:
-    """`BlockMask.seen`; arguments as of `block_mask`."""
+    """`BlockMask.seen`; arguments as there. `axis`: of the slots; 0: `part` is (slots, rows), `token` [1, rows]."""
     lower, upper = _row_bounds(items, item, token)
     if token is not None and _rows_share_a_key(items.sizes):
-        return _seen_with_sinks(items, item, block, lower, upper, first=first, num_slots=part[1])
-    across = first + lax.broadcasted_iota(jnp.int32, part, 1)
+        return _seen_with_sinks(items, item, block, lower, upper, first=first, num_slots=part[axis], axis=axis)
+    across = first + lax.broadcasted_iota(jnp.int32, part, axis)
     return _within(items, item, block, across, lower, upper)
 
 
@@ -82,6 +89,7 @@ def _seen_with_sinks(
     *,
     first: int,
     num_slots: int,
+    axis: int,
 ) -> jax.Array:
     """`seen_slots` where `_rows_share_a_key`, by two comparisons an element instead of three.
 
@@ -91,7 +99,7 @@ def _seen_with_sinks(
     start = block * sizes.block + items.field(Field.SHIFT, item) * sizes.page_size
     shared = items.field(Field.UPPER, item) - (sizes.mask.sliding_window or 0) + 1 - start
     num_sinks = sizes.mask.num_sink_tokens - block * sizes.block
-    slot = first + lax.broadcasted_iota(jnp.int32, (1, num_slots), 1)
+    slot = first + lax.broadcasted_iota(jnp.int32, (num_slots, 1) if axis == 0 else (1, num_slots), axis)
     slot = jnp.where(slot < jnp.minimum(num_sinks, shared), shared, slot)
     return (slot >= lower - start) & (slot <= upper - start)
 
@@ -106,7 +114,7 @@ def _visible(mask: MaskRule, slot: jax.Array, lower: jax.Array, upper: jax.Array
 
 
 def _row_bounds(items: ItemTable, item: jax.Array, token: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(first, last) key that each row sees, sink tokens apart: scalars or int32[rows, 1]."""
+    """(first, last) key that each row sees, sink tokens apart: scalars or int32[rows, 1] as `token`."""
     mask = items.sizes.mask
     lower, upper = items.field(Field.LOWER, item), items.field(Field.UPPER, item)
     if token is None:

@@ -97,7 +97,7 @@ class TpuConfig:
     block: int  # slots of a KV block
     part: int  # slots of one softmax update
     heads: int  # KV heads of one matrix product
-    sums_by_matmul: bool  # columns of ones beside the values
+    scales_queries: bool  # tiles: queries are scaled, their low parts in the idle depth of the matrix unit
     has_sinks: bool
     has_k_scale: bool
     has_v_scale: bool
@@ -131,6 +131,11 @@ class TpuConfig:
         return -(-self.heads * self.group // SUBLANES) * SUBLANES
 
     @property
+    def padded_rows(self) -> int:
+        """Rows of a tile's product as lanes of whole registers."""
+        return -(-self.rows // LANES) * LANES
+
+    @property
     def num_pieces(self) -> int:
         """Pieces of 128 lanes."""
         return self.lanes // LANES
@@ -138,17 +143,12 @@ class TpuConfig:
     @property
     def columns(self) -> int:
         """Columns of a product's result."""
-        return self.heads * self.lanes + (LANES if self.sums_by_matmul else 0)
+        return self.heads * self.lanes
 
     @property
     def block_pages(self) -> int:
         """Pages of a KV block."""
         return self.block // self.page_size
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether the next scores are computed before the softmax of the last: pays where rows fill the unit."""
-        return self.queries > 1
 
 
 def plan_items(batch: Batch, config: ItemSizes, num_tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -200,15 +200,12 @@ def block_slots(
 ) -> int:
     """Slots of a KV block: a power of two, at least a page and 128.
 
-    As many as a tile can see, at most 512; for tiles of many queries 256 where heads are many, since a block on the
-    diagonal costs more the longer it is; fewer if two blocks exceed `vmem_bytes`; for decoding 1,024 where 512 would be
-    a small block (few KV heads), so that its fixed costs spread over more bytes.
+    As many as a tile can see, at most 512; fewer if two blocks exceed `vmem_bytes`; for decoding 1,024 where 512 would
+    be a small block (few KV heads), so that its fixed costs spread over more bytes.
     """
     most = 512
     if queries == 1 and 1024 * token_bytes <= 2 << 20:
         most = 1024
-    if queries >= 64 and 512 * token_bytes > 1 << 20:
-        most = 256
     while most > LANES and 2 * most * token_bytes > vmem_bytes:
         most //= 2
     return max(LANES, page_size, min(most, seen_slots(mask, queries, num_columns, page_size)))

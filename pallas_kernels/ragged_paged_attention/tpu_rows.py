@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic import LANES, Ref, elements, joined, load_row, store_row
+from pallas_kernels.mosaic import LANES, SUBLANES, Ref, elements, joined, load_row, store_row
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 
 
@@ -61,7 +61,7 @@ def tile_results(x: jax.Array, config: TpuConfig) -> jax.Array:
 
 
 def per_row(x: jax.Array, config: TpuConfig, fill: float) -> jax.Array:
-    """x float32[Hq] as float32[products, rows, 128], the same in every lane."""
+    """x float32[Hq] as float32[products, rows, 128], the same in every lane; of tiles [products, 8, padded rows]."""
     x = jnp.asarray(x, jnp.float32).reshape(config.num_kv_heads, config.group)
     if config.queries == 1:
         x = x.reshape(config.num_products, config.heads * config.group)
@@ -69,19 +69,21 @@ def per_row(x: jax.Array, config: TpuConfig, fill: float) -> jax.Array:
     else:
         x = jnp.pad(x, [(0, 0), (0, config.padded_group - config.group)], constant_values=fill)
         x = jnp.repeat(x.reshape(config.num_kv_heads, -1, 1, config.packing), config.queries, axis=2)
-        x = x.reshape(config.num_kv_heads, config.rows)
+        x = x.reshape(config.num_kv_heads, 1, config.rows)
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, config.padded_rows - config.rows)], constant_values=fill)
+        return jnp.broadcast_to(x, (x.shape[0], SUBLANES, x.shape[2]))
     return jnp.broadcast_to(x[..., None], (*x.shape, LANES))
 
 
-def unpack_tile(staged: Ref, rows: Ref, config: TpuConfig) -> None:
-    """Rows [Hkv, rows, lanes] of a tile [queries, words, packing, 128]."""
+def unpack_head(staged: Ref, head: int, rows: Ref, config: TpuConfig) -> None:
+    """Rows [rows, lanes] of one KV head of a tile [queries, words, packing, 128]."""
     per_head = config.padded_group // config.packing
-    per_piece = config.num_kv_heads * per_head
     size = config.queries * config.packing
-    for i in range(config.num_pieces * per_piece):
-        x = elements(load_row(staged, (), 0, config.queries, i), staged.dtype)
-        piece, word = divmod(i, per_piece)
-        rows[word // per_head, pl.ds(word % per_head * size, size), pl.ds(piece * LANES, LANES)] = x
+    for piece in range(config.num_pieces):
+        for i in range(per_head):
+            word = (piece * config.num_kv_heads + head) * per_head + i
+            x = elements(load_row(staged, (), 0, config.queries, word), staged.dtype)
+            rows[pl.ds(i * size, size), pl.ds(piece * LANES, LANES)] = x
 
 
 def pack_head(x: jax.Array, head: int, staged: Ref, config: TpuConfig) -> None:

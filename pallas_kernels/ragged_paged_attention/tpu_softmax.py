@@ -1,18 +1,17 @@
-"""Attention of an item's rows over one KV block of the TPU kernel: scores, mask, online softmax, weighted values.
+"""Attention of a decoding token's rows over one KV block of the TPU kernel: scores, mask, online softmax, values.
 
 Flow:    queries and KV block in VMEM -> [BlockAttention.attend] -> m, l, acc in VMEM -> [finish] -> out, lse
 
 Logits are in base 2. A row's largest logit `m` stands in all 128 lanes and its weight `l` is a sum per lane, so that
-the loop needs neither a broadcast nor a sum over lanes. Where values leave half of a matrix unit idle
-(`sums_by_matmul`), columns of ones beside them make the product sum the weights too. `m` starts above the score of a
-hidden key, so that a row that has seen nothing keeps weight 0; or at the sink, with weight 1.
+the loop needs neither a broadcast nor a sum over lanes. `m` starts above the score of a hidden key, so that a row that
+has seen nothing keeps weight 0; or at the sink, with weight 1.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ LOG2E = math.log2(math.e)
 _SHORT_PART = 256  # slots that decode attends of a masked block that has no more
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """Which matrix product: `base` (traced, or 0) plus `offset` (static)."""
 
     base: Any
@@ -40,10 +39,11 @@ class _Product(NamedTuple):
 
     @property
     def index(self) -> Any:
+        """Its number."""
         return self.base + self.offset
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Slots of a block that one softmax update covers."""
 
     first: int
@@ -65,17 +65,13 @@ class BlockAttention:
         refs = self.refs
         config = self.config
         refs.acc[...] = jnp.zeros_like(refs.acc)
-        if not config.sums_by_matmul:
-            refs.l[...] = jnp.zeros_like(refs.l)
         if not config.has_sinks:
+            refs.l[...] = jnp.zeros_like(refs.l)
             refs.m[...] = jnp.full_like(refs.m, NOTHING)
             return
         sinks = refs.sinks[...] * LOG2E
         refs.m[...] = jnp.maximum(sinks, NOTHING)
-        if config.sums_by_matmul:
-            refs.acc[:, :, config.lanes :] = jnp.where(sinks > NOTHING, 1.0, 0.0)
-        else:
-            refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
+        refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
 
     def attend(self, slot: jax.Array, block: jax.Array | None, num_slots: jax.Array | None) -> None:
         """One block for all heads; `block` None: every row sees all of it.
@@ -83,41 +79,34 @@ class BlockAttention:
         `num_slots`: no row sees any after those, and parts that lie behind them are skipped.
         """
         size, part = self.config.block, self.config.part
-        parts = [_Part(first, part) for first in range(0, size, part)]
+        parts = [Part(first, part) for first in range(0, size, part)]
         if block is None or num_slots is None:
             self._attend_parts(slot, block, parts)
         elif len(parts) > 1:
             for some in parts:
                 pl.when(some.first < num_slots)(functools.partial(self._attend_parts, slot, block, [some]))
         elif part > _SHORT_PART:
-            short = functools.partial(self._attend_parts, slot, block, [_Part(0, _SHORT_PART)])
+            short = functools.partial(self._attend_parts, slot, block, [Part(0, _SHORT_PART)])
             lax.cond(num_slots <= _SHORT_PART, short, functools.partial(self._attend_parts, slot, block, parts))
         else:
             self._attend_parts(slot, block, parts)
 
-    def _attend_parts(self, slot: jax.Array, block: jax.Array | None, parts: list[_Part]) -> None:
+    def _attend_parts(self, slot: jax.Array, block: jax.Array | None, parts: list[Part]) -> None:
         config = self.config
         masks = {part: None if block is None else self._mask(block, part) for part in parts}
-        unrolled = _unrolled(config, self.kv.buffer.dtype)
 
-        def some(base: Any) -> None:
-            work = [(_Product(base, i), part) for i in range(unrolled) for part in parts]
-            for product, part, scores in self._scores_ahead(work, slot):
-                self._update(product, part, scores, slot, masks[part])
+        def some(products: list[Product]) -> None:
+            for product in products:
+                for part in parts:
+                    self._update(product, part, self._scores(product, part, slot), slot, masks[part])
 
-        if unrolled == config.num_products:
-            some(0)
-        else:
-            lax.fori_loop(0, head_trips(config, self.kv.buffer.dtype), lambda i, _: some(i * unrolled), None)
+        for_products(config, self.kv.buffer.dtype, some)
 
     def finish(self) -> Iterator[tuple[int, jax.Array]]:
         """(product, float32[rows, lanes] results) of each product; leaves its LSE in `m` if that is wanted."""
         config, refs = self.config, self.refs
         for i in range(config.num_products):
-            if config.sums_by_matmul:
-                total = refs.acc[i][:, config.lanes :]
-            else:
-                total = jnp.broadcast_to(jnp.sum(refs.l[i], axis=1, keepdims=True), refs.m.shape[1:])
+            total = jnp.broadcast_to(jnp.sum(refs.l[i], axis=1, keepdims=True), refs.m.shape[1:])
             factor = jnp.where(total == 0, 0.0, 1.0 / total)
             if config.has_v_scale:
                 factor = factor * refs.v_scale[i]
@@ -125,42 +114,25 @@ class BlockAttention:
                 refs.m[i] = (refs.m[i] + jnp.log2(total)) * (1 / LOG2E)
             yield i, self._own_columns(refs.acc[i]) * lanes_of(factor, config.lanes)
 
-    def _scores_ahead(
-        self, work: list[tuple[_Product, _Part]], slot: jax.Array
-    ) -> Iterator[tuple[_Product, _Part, jax.Array]]:
-        """(product, part, scores); with two score buffers, the next are computed before the last are used."""
-        if not self.config.is_pipelined:
-            for product, part in work:
-                yield product, part, self._scores(product, part, slot)
-            return
-        buffers = self.refs.scores
-        buffers[0] = self._scores(*work[0], slot)
-        for n, (product, part) in enumerate(work):
-            if n + 1 < len(work):
-                buffers[(n + 1) % 2] = self._scores(*work[n + 1], slot)
-            yield product, part, buffers[n % 2]
-
     def _heads(
-        self, product: _Product, part: _Part, slot: jax.Array, value: int, kept: jax.Array | None = None
+        self, product: Product, part: Part, slot: jax.Array, value: int, kept: jax.Array | None = None
     ) -> list[jax.Array]:
         """K or V of each of the product's heads, [part, lanes]; zero where not `kept`."""
         heads = self.config.heads
         base, first = product.base * heads, product.offset * heads
         return [self.kv.load(slot, (base, first + h), value, *part, kept) for h in range(heads)]
 
-    def _values(self, product: _Product, part: _Part, slot: jax.Array, kept: jax.Array | None) -> jax.Array:
+    def _values(self, product: Product, part: Part, slot: jax.Array, kept: jax.Array | None) -> jax.Array:
         """V of the product's heads side by side, [part, heads * lanes]; zero where not `kept`."""
         columns = self._heads(product, part, slot, 1, kept)
         return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=1)
 
-    def _scores(self, product: _Product, part: _Part, slot: jax.Array) -> jax.Array:
-        """float32[rows, part]; decode: a sum of products over 128 lanes each, zero where they are not a row's.
+    def _scores(self, product: Product, part: Part, slot: jax.Array) -> jax.Array:
+        """float32[rows, part]: a sum of products over 128 lanes each, zero where they are not a row's.
 
         libtpu 0.0.52 transposes keys before it pushes them for a deeper product, which takes half as long again.
         """
-        q = self.refs.rows[product.index] if self.config.queries > 1 else self.refs.q[self.place, product.index]
-        lanes = self.config.lanes
-        depth = LANES if self.config.queries == 1 else lanes
+        q, lanes, depth = self.refs.q[self.place, product.index], self.config.lanes, LANES
         scores = [
             dot(q[:, head * lanes + n : head * lanes + n + depth], k[:, n : n + depth], (((1,), (1,)), ((), ())))
             for head, k in enumerate(self._heads(product, part, slot, 0))
@@ -168,7 +140,7 @@ class BlockAttention:
         ]
         return sum(scores[1:], scores[0])
 
-    def _update(self, product: _Product, part: _Part, s: jax.Array, slot: jax.Array, mask: BlockMask | None) -> None:
+    def _update(self, product: Product, part: Part, s: jax.Array, slot: jax.Array, mask: BlockMask | None) -> None:
         """Merges a part's scores and values into m, l and acc."""
         config, refs, i = self.config, self.refs, product.index
         s = base2_logits(s, config.sm_scale, config.soft_cap, refs.k_scale[i] if config.has_k_scale else None)
@@ -180,36 +152,28 @@ class BlockAttention:
         p = jnp.exp2(s - lanes_of(new, part.size))
         shrink = jnp.exp2(old - new)
         v = self._values(product, part, slot, None if mask is None else mask.kept)  # here: later or sooner costs more
-        if config.sums_by_matmul:
-            v = jnp.concatenate([v, jnp.ones((part.size, LANES), v.dtype)], axis=1)
-        else:
-            refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, part.size, LANES))
+        refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, part.size, LANES))
         acc = refs.acc[i] * lanes_of(shrink, config.columns)
         refs.acc[i] = acc + self._weighted(p.astype(config.compute_dtype), v)
 
     def _weighted(self, p: jax.Array, v: jax.Array) -> jax.Array:
-        """`p @ v`; decode: halves of the keys apart, so that the first can begin while the other is pushed."""
+        """`p @ v`: halves of the keys apart, so that the first can begin while the other is pushed."""
         count = p.shape[1]
-        half = count // 2 if self.config.queries == 1 and count > LANES else count
+        half = count // 2 if count > LANES else count
         parts = [dot(p[:, n : n + half], v[n : n + half], (((1,), (0,)), ((), ()))) for n in range(0, count, half)]
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-    def _mask(self, block: jax.Array, part: _Part) -> BlockMask:
+    def _mask(self, block: jax.Array, part: Part) -> BlockMask:
         config = self.config
         return block_mask(
             self.kv.items,
             self.item,
             block,
-            None if config.queries == 1 else self._tokens(),
+            None,
             first=part.first,
             part=(config.rows, part.size),
             lanes=config.lanes,
         )
-
-    def _tokens(self) -> jax.Array:
-        """int32[rows, 1]: which token of the tile a row belongs to."""
-        row = lax.broadcasted_iota(jnp.int32, (self.config.rows, 1), 0)
-        return (row & (self.config.queries * self.config.packing - 1)) >> (self.config.packing.bit_length() - 1)
 
     def _own_columns(self, acc: jax.Array) -> jax.Array:
         """The results of each row with the V of its own head, [rows, lanes]."""
@@ -225,6 +189,20 @@ class BlockAttention:
 def head_trips(config: TpuConfig, dtype: jnp.dtype) -> int:
     """Trips of the loop over the heads of a block."""
     return config.num_products // _unrolled(config, dtype)
+
+
+def for_products(config: TpuConfig, dtype: jnp.dtype, some: Callable[[list[Product]], None]) -> None:
+    """Calls `some` with all products of a block, or in a loop over so many as are unrolled; `dtype`: of the pages."""
+    unrolled = _unrolled(config, dtype)
+    if unrolled == config.num_products:
+        some([Product(0, i) for i in range(unrolled)])
+        return
+
+    def trip(i: jax.Array, carry: None) -> None:
+        some([Product(i * unrolled, offset) for offset in range(unrolled)])
+        return carry
+
+    lax.fori_loop(0, head_trips(config, dtype), trip, None)
 
 
 def _unrolled(config: TpuConfig, dtype: jnp.dtype) -> int:

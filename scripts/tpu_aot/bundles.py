@@ -72,7 +72,7 @@ class Skip:
     first: int
     end: int
     num_dmas: int  # started
-    num_products: int = 0
+    num_products: int = 0  # instructions of the matrix unit
 
     @property
     def num_bundles(self) -> int:
@@ -183,7 +183,7 @@ def read_kernel(name: str, listing: str, utilization: str) -> Kernel:
         raise ValueError(f"{name}: expected as many rows of use as bundles, got {len(rows)} and {len(bundles)}")
 
     texts = [bundle.text for bundle in bundles]
-    products = [i for i, text in enumerate(texts) if "vmatmul" in text]
+    products = [text.count(" vmatmul.") for text in texts]
     skipped = [region for region in regions(bundles) if not region.is_loop]
 
     def dmas(first: int, end: int) -> int:
@@ -193,7 +193,7 @@ def read_kernel(name: str, listing: str, utilization: str) -> Kernel:
         """A region begins after its branch's delay slots; one whose branch is before the loop skips the loop itself."""
         own = [r for r in skipped if first <= r.first - 1 - _DELAY_SLOTS and r.end <= end]
         own = [r for r in own if not any(i.first <= r.first < i.end and r.end <= i.end for i in inner)]
-        found = [Skip(r.first, r.end, dmas(r.first, r.end), sum(r.first <= i < r.end for i in products)) for r in own]
+        found = [Skip(r.first, r.end, dmas(r.first, r.end), sum(products[r.first : r.end])) for r in own]
         found = [skip for skip in found if bool(skip.num_products) == with_products]
         return tuple(skip for skip in found if not any(other.holds(skip) for other in found))
 
@@ -210,7 +210,7 @@ def read_kernel(name: str, listing: str, utilization: str) -> Kernel:
             first,
             end,
             num_dmas=dmas(first, end),
-            has_matmul=any(first <= i < end for i in products),
+            has_matmul=any(products[first:end]),
             units={unit: math.ceil(use / counts[unit]) for unit, use in uses.items() if use},
             inner=inner,
             skips=skips(first, end, inner, with_products=False),

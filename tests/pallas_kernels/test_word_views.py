@@ -100,7 +100,8 @@ def test_tiles_of_queries(dtype: str, group: int, heads: int, pieces: int, monke
     tile = numbers(4, (queries, pieces * heads * padded // pack, pack, 128), dtype)
     compile_path(monkeypatch)
     rows = np.zeros((heads, queries * padded, pieces * 128), tile.dtype)
-    tpu_rows.unpack_tile(WordRef.of(tile), _Rows(rows), config)
+    for head in range(heads):
+        tpu_rows.unpack_head(WordRef.of(tile), head, _Rows(rows[head]), config)
     back = WordRef.of(np.zeros_like(tile))
     for head in range(heads):
         tpu_rows.pack_head(jnp.asarray(rows[head]), head, back, config)

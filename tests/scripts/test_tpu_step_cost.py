@@ -100,6 +100,13 @@ def test_parts_of_a_cut_block_run_as_far_as_it_has_tokens(tokens: int, expected:
     assert block_scores(found, CHIPS["v7x"], 4096)[1].bundles == (1 + 5) + 4 * (5 + 20)
 
 
+def test_equal_products_may_fill_unequal_numbers_of_bundles() -> None:
+    """Two products in a bundle are two: both halves of the block run."""
+    parts = [skip(PRODUCT, PRODUCT, 18), skip(f"{PRODUCT} ;; {PRODUCT}", 19)]
+    found = kernel("rpa_q1_b512_p128_t1", loop(9, loop(PRODUCT), loop(WAIT, *parts)))
+    assert launch_work(found, MaskRule(), 4096, [(512, 1)]).bundles == (9 + 5) + (1 + 5) + 2 * 5 + 2 * 20
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(512, 50), (257, 50), (256, 20), (128, 20)])
 def test_short_blocks_have_code_of_their_own(tokens: int, expected: int) -> None:
     """Of two regions of unequal products one runs: the first where half a block is enough."""
