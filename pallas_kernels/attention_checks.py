@@ -38,6 +38,27 @@ def check_scalars(op: str, sm_scale: Any, soft_cap: Any, schedule: Any, backend:
         )
 
 
+def check_decode(
+    op: str, num_tokens: int, query_start_loc: jax.Array, distribution: jax.Array, is_decode: bool
+) -> None:
+    """Raises ValueError where a step that shall be one in which every sequence decodes is another."""
+    if not is_decode:
+        return
+    num_seqs = query_start_loc.shape[0] - 1
+    if num_tokens != num_seqs:
+        raise ValueError(
+            f"{op}: expected as many tokens as sequences with is_decode=True, got {num_tokens} and {num_seqs}"
+        )
+    known = checks.concrete(query_start_loc, distribution)
+    if known is not None:
+        starts, ends = known
+        if ends[0] != ends[2] or (starts[: ends[2] + 1] != np.arange(ends[2] + 1)).any():
+            raise ValueError(
+                f"{op}: expected one query of every sequence with is_decode=True, got query_start_loc {starts} and "
+                f"distribution {ends}"
+            )
+
+
 def check_batch(
     op: str,
     num_tokens: int,

@@ -3,8 +3,9 @@
     python scripts/gpu_compile.py OP [name=value ...] [--shapes] [--card h100] [--check] [--json FILE]
 
 OP and its settings: scripts/gpu_aot/operations.py. `--shapes` compiles OP for every shape of shapes.py; `--check` fails
-where a kernel spills or exceeds shared memory, or donated pages are not updated in place. Needs the extra `cuda-aot`
-(public wheels, no driver and no card) in the Python that runs this, or in the one that KVJAX_CUDA_PYTHON names.
+where a kernel spills or exceeds shared memory, donated pages are not updated in place, or a layer launches too much.
+Needs the extra `cuda-aot` (public wheels, no driver and no card) in the Python that runs this, or in the one that
+KVJAX_CUDA_PYTHON names.
 
 Two rows for one kernel: `linked` is what this jax makes where nvJitLink is installed (`setmaxnreg` ignored), `alone`
 what ptxas makes of the same PTX by itself.
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 SHARED_BYTES = 232_448  # of one thread block on Hopper
 COLUMNS = ("how", "registers", "spill_store_bytes", "spill_load_bytes", "shared_bytes")
 MODULE_COLUMNS = ("donated_bytes", "aliased_bytes", "temporary_bytes", "copies")
+MOST_LAUNCHES = 4  # of a layer, beside the write of its KV
 
 
 def compile_op(card: str, op: str, settings: list[str], timeout_s: float | None = None) -> list[dict[str, Any]]:
@@ -57,6 +59,9 @@ def problems(record: dict[str, Any], allowed_spill_bytes: int = 0) -> list[str]:
             found.append(f"{record['case']}: expected {expected} bytes updated in place, got {got}")
         if record["copies"]:
             found.append(f"{record['case']}: expected no copy of a page array, got {record['copies']}")
+        for step, count in record.get("launches_by_layer", {}).items():
+            if count > MOST_LAUNCHES:
+                found.append(f"{record['case']}: expected at most {MOST_LAUNCHES} launches a {step} layer, got {count}")
         return found
     found, name = [], f"{record['case']}: {record['kernel'].removesuffix('_mosaic_gpu_kernel')} ({record['how']})"
     spilled = record["spill_store_bytes"] + record["spill_load_bytes"]
@@ -73,7 +78,20 @@ def report(records: list[dict[str, Any]]) -> str:
     modules = [record for record in records if "module" in record]
     kernels = [record for record in records if "module" not in record]
     rows = [["case", *MODULE_COLUMNS], *([record[name] for name in ("case", *MODULE_COLUMNS)] for record in modules)]
-    return "\n\n".join(([table(kernels)] if kernels else []) + ([_aligned(rows)] if modules else []))
+    parts = ([table(kernels)] if kernels else []) + ([_aligned(rows)] if modules else [])
+    of_layers = [record for record in modules if record.get("launches_by_layer")]
+    return "\n\n".join(parts + ([_launch_table(of_layers)] if of_layers else []))
+
+
+def _launch_table(modules: list[dict[str, Any]]) -> str:
+    """Launches of a layer, KV write apart, and of the plan that all layers share."""
+    rows = [["case", "step", "launches_a_layer", "launches_to_plan"]]
+    rows += [
+        [record["case"], step, count, record["launches_to_plan"][step]]
+        for record in modules
+        for step, count in record["launches_by_layer"].items()
+    ]
+    return _aligned(rows)
 
 
 def table(records: list[dict[str, Any]]) -> str:

@@ -14,7 +14,7 @@ the last real one, logits of token 0 (ignored).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -84,6 +84,7 @@ class DeviceBatch:
     embed_index: Array | None = None  # int32[T] -1: a token, else a row of vectors; None: the model takes none
     given: Array | None = None  # int32[T] the token behind each that is scored, -1: none; None: the step scores none
     logits_starts: Array | None = None  # int32[S + 1] rows of logits of each sampling request; None: each has one
+    is_decode: bool = field(default=False, metadata={"static": True})  # every request has one token: T is S
 
     @classmethod
     def from_plan(
@@ -101,7 +102,7 @@ class DeviceBatch:
             ValueError: the plan does not fit the bucket, or `embed_index` or `given` are not of its tokens.
         """
         sizes = plan_sizes(plan)
-        if not bucket.fits(*sizes):
+        if not bucket.fits(*sizes) or (not bucket.is_mixed and plan.distribution[0] != plan.num_requests):
             raise ValueError(f"a step of {sizes} (tokens, requests, columns, drafts) does not fit {bucket}")
         for name, values in (("embed_index", embed_index), ("given", given)):
             if values is not None and values.shape != (plan.num_tokens,):
@@ -118,6 +119,7 @@ class DeviceBatch:
             embed_index=None if embed_index is None else padded(embed_index, tokens, -1),
             given=None if given is None else padded(given, tokens, -1),
             logits_starts=_logits_starts(plan, bucket),
+            is_decode=not bucket.is_mixed,
         )
 
     @classmethod
@@ -172,6 +174,7 @@ class DeviceBatch:
             embed_index=np.full(tokens, -1, np.int32) if embeds else None,
             given=np.full(tokens, -1, np.int32) if scores else None,
             logits_starts=np.zeros(requests + 1, np.int32) if bucket.num_drafts else None,
+            is_decode=not bucket.is_mixed,
         )
 
 

@@ -6,11 +6,14 @@ Source:  ARCHITECTURE.md, "Buckets"
 A product of three ladders would be hundreds of programs. The list is two short products instead: decode steps (one
 token a request, so T = S, and with drafts also T = S * (1 + drafts)) over S and P, and mixed steps over T and P with S
 as large as it can be.
+
+A bucket that is not mixed has steps in which every request has one token. Its program knows: kernels that run apart for
+those that decode and for others compile to the first alone (GPU), and such a step takes it before a smaller mixed one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvjax.core.spec import cdiv
 
@@ -32,17 +35,23 @@ _LADDER_LENGTHS = (
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Padded sizes of one compiled step: T tokens, S requests, P columns of every block table, drafts of a request."""
+    """Padded sizes of one compiled step: T tokens, S requests, P columns of every block table, drafts of a request.
+
+    One that is not mixed is for steps of one token a request, and has as many of both.
+    """
 
     num_tokens: int
     num_requests: int
     num_columns: int
     num_drafts: int = 0
+    is_mixed: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("num_tokens", 1), ("num_requests", 1), ("num_columns", 1), ("num_drafts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"expected {name} >= {least}, got {getattr(self, name)}")
+        if not self.is_mixed and (self.num_tokens != self.num_requests or self.num_drafts):
+            raise ValueError(f"expected one token a request in a bucket that is not mixed, got {self}")
 
     @property
     def num_logits(self) -> int:
@@ -56,6 +65,7 @@ class Bucket:
             and num_requests <= self.num_requests
             and num_columns <= self.num_columns
             and num_drafts <= self.num_drafts
+            and (self.is_mixed or num_tokens == num_requests)
         )
 
 
@@ -65,6 +75,7 @@ class Buckets:
 
     steps: tuple[Bucket, ...]
     page_counts: tuple[int, ...] = (8, 64)  # longer lists are cut into pieces of the last
+    _has_decode: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         steps = tuple(sorted(set(self.steps)))
@@ -74,6 +85,7 @@ class Buckets:
             raise ValueError(f"expected page_counts >= 1, got {self.page_counts}")
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "page_counts", tuple(sorted(set(self.page_counts))))
+        object.__setattr__(self, "_has_decode", not all(bucket.is_mixed for bucket in steps))
 
     @classmethod
     def default(
@@ -85,11 +97,13 @@ class Buckets:
         block_size: int,
         max_buckets: int = MAX_BUCKETS,
         num_drafts: int = 0,
+        decode_apart: bool = False,
     ) -> Buckets:
         """At most `max_buckets` shapes; a step of at most these limits fits the last, the largest.
 
         `num_drafts`: the most drafts of a request in a step. Every shape has rows of logits for so many, but for
-        decode steps in which nobody has a draft.
+        decode steps in which nobody has a draft. `decode_apart`: decode steps have buckets that are not mixed, as GPU
+        kernels want it.
 
         Raises:
             ValueError: a limit is below 1, or `num_drafts` below 0.
@@ -112,7 +126,7 @@ class Buckets:
         a, b, c, d = next(lengths for lengths in _LADDER_LENGTHS if _count(lengths, len(drafts)) <= max_buckets)
         most = max_num_batched_tokens
         decode = [
-            Bucket(min(s * (1 + k), most), s, p, k)
+            Bucket(min(s * (1 + k), most), s, p, k, is_mixed=bool(k) or not decode_apart)
             for s in _ladder(seqs, a)
             for p in _ladder(columns, b)
             for k in drafts
@@ -138,9 +152,15 @@ class Buckets:
     def pick(self, num_tokens: int, num_requests: int, num_columns: int, num_drafts: int = 0) -> Bucket:
         """The smallest bucket that fits: fewest tokens, then requests, columns and drafts of a request.
 
+        As many tokens as requests are one each: such a step takes a bucket that is not mixed if one fits.
+
         Raises:
             ValueError: none fits.
         """
+        if num_tokens == num_requests and self._has_decode:
+            for bucket in self.steps:
+                if not bucket.is_mixed and bucket.fits(num_tokens, num_requests, num_columns, num_drafts):
+                    return bucket
         for bucket in self.steps:
             if bucket.fits(num_tokens, num_requests, num_columns, num_drafts):
                 return bucket
@@ -153,7 +173,8 @@ class Buckets:
 
     def _declared(self) -> str:
         def drafts(bucket: Bucket) -> str:
-            return f" with {bucket.num_drafts} drafts" if bucket.num_drafts else ""
+            kind = "" if bucket.is_mixed else " of one token a request"
+            return f" with {bucket.num_drafts} drafts" if bucket.num_drafts else kind
 
         return ", ".join(f"{b.num_tokens}x{b.num_requests}x{b.num_columns}{drafts(b)}" for b in self.steps)
 

@@ -58,10 +58,13 @@ def pick_entries(
     return picked
 
 
-def window_schedule(layer: LayerStep, num_tokens: int, options: AttentionOptions) -> SparseSchedule:
-    """What all layers of the group with this window share in the step; to be made once."""
-    assert options.sliding_window is not None  # `check_window` comes first
-    return plan(*layer.tables, num_tokens=num_tokens, sliding_window=options.sliding_window, page_size=layer.page_size)
+def _window_schedule(layer: LayerStep, num_tokens: int, sliding_window: int) -> SparseSchedule:
+    """What all layers of the group with this window share in the step."""
+
+    def make() -> SparseSchedule:
+        return plan(*layer.tables, num_tokens=num_tokens, sliding_window=sliding_window, page_size=layer.page_size)
+
+    return layer.planned(("window", num_tokens, sliding_window), make)
 
 
 def check_window(layer: LayerStep, q: jax.Array, options: AttentionOptions) -> None:
@@ -84,7 +87,6 @@ def attend_compressed(
     kv: jax.Array,  # [T, dim]
     options: AttentionOptions,
     indices: jax.Array | None,  # int32[T, K] of entries, -1: none; None: all
-    schedule: SparseSchedule,
 ) -> tuple[jax.Array, Column]:
     """[T, num_q_heads, dim] and the pages of the window, into which `kv` is written first.
 
@@ -127,6 +129,7 @@ def attend_compressed(
     arrays: tuple[Column | None, Array | None] = (None, None)
     if compressed is not None:
         arrays = (None if is_one_array else compressed.pages, compressed.group.block_tables)
+    schedule = _window_schedule(window, q.shape[0], sliding_window)
     of_window = (window.pages, window.group.slot_mapping, window.tables, schedule, options.sinks)
     out, pages = attend_on_each(q, kv, *of_window, *arrays, indices)
     return out, pages
@@ -139,4 +142,4 @@ def _check_entries(layer: LayerStep) -> None:
         )
 
 
-__all__ = ["attend_compressed", "check_window", "pick_entries", "window_schedule"]
+__all__ = ["attend_compressed", "check_window", "pick_entries"]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import jax
 
 from kvjax.device.attention_options import AttentionOptions
+from kvjax.device.kv_attention import kv_schedule
 from kvjax.device.layer_step import WHOLE, LayerStep
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import MaskRule, ragged_paged_attention
 
 
 def attend_cross(
@@ -27,7 +28,9 @@ def attend_cross(
     num_kv_heads = _check(layer, q, options)
     per_head = {"sinks": options.sinks, "k_scale": options.k_scale, "v_scale": options.v_scale}
 
-    def attend(q, pages, per_head, tables):  # type: ignore[no-untyped-def]
+    schedule = kv_schedule(layer, q, num_kv_heads, MaskRule(causal=False))
+
+    def attend(q, pages, per_head, tables, schedule):  # type: ignore[no-untyped-def]
         result = ragged_paged_attention(
             q,
             pages,
@@ -35,6 +38,7 @@ def attend_cross(
             causal=False,
             sm_scale=options.sm_scale,
             soft_cap=options.soft_cap,
+            schedule=schedule,
             num_kv_heads=num_kv_heads // layer.placement.num_shards,
             backend=layer.backend,
             **per_head,
@@ -44,8 +48,8 @@ def attend_cross(
     heads = layer.heads(3, 1)
     page_specs = tuple(layer.heads(array.ndim, 2) for array in layer.pages)
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
-    attend_on_each = layer.per_device(attend, (heads, page_specs, per_head_specs, WHOLE), heads)
-    out: jax.Array = attend_on_each(q, layer.pages, per_head, layer.tables)
+    attend_on_each = layer.per_device(attend, (heads, page_specs, per_head_specs, WHOLE, WHOLE), heads)
+    out: jax.Array = attend_on_each(q, layer.pages, per_head, layer.tables, schedule)
     return out
 
 

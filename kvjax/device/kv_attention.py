@@ -6,12 +6,14 @@ Source:  pallas_kernels.ragged_paged_attention
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.layer_step import WHOLE, LayerStep
 from kvjax.device.pages import Column
-from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import MaskRule, plan, ragged_paged_attention
 
 
 def attend_kv(
@@ -32,7 +34,10 @@ def attend_kv(
     num_sink_tokens = _num_sink_tokens(layer, options)
     per_head = {"sinks": options.sinks, "k_scale": options.k_scale, "v_scale": options.v_scale}
 
-    def attend(q, k, v, pages, per_head, tables, slot_mapping):  # type: ignore[no-untyped-def]
+    mask = MaskRule(True, options.sliding_window, options.attention_chunk_size, num_sink_tokens)
+    schedule = kv_schedule(layer, q, num_kv_heads, mask)
+
+    def attend(q, k, v, pages, per_head, tables, slot_mapping, schedule):  # type: ignore[no-untyped-def]
         result = ragged_paged_attention(
             q,
             pages,
@@ -44,6 +49,7 @@ def attend_kv(
             attention_chunk_size=options.attention_chunk_size,
             num_sink_tokens=num_sink_tokens,
             soft_cap=options.soft_cap,
+            schedule=schedule,
             num_kv_heads=num_kv_heads // layer.placement.num_shards,
             backend=layer.backend,
             **per_head,
@@ -53,10 +59,25 @@ def attend_kv(
     heads = layer.heads(3, 1)
     page_specs = tuple(layer.heads(array.ndim, 2) for array in layer.pages)
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
-    in_specs = (heads, heads, heads, page_specs, per_head_specs, WHOLE, WHOLE)
+    in_specs = (heads, heads, heads, page_specs, per_head_specs, WHOLE, WHOLE, WHOLE)
     attend_on_each = layer.per_device(attend, in_specs, (heads, page_specs))
-    out, pages = attend_on_each(q, k, v, layer.pages, per_head, layer.tables, layer.group.slot_mapping)
+    out, pages = attend_on_each(q, k, v, layer.pages, per_head, layer.tables, layer.group.slot_mapping, schedule)
     return out, pages
+
+
+def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRule) -> Any:
+    """The plan of the step for the layers of the group with such queries, pages and mask, on each device alike."""
+    num_shards = layer.placement.num_shards
+    own_q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // num_shards, q.shape[2]), q.dtype)
+    own_pages = layer.shards_of(layer.pages)
+
+    def make() -> Any:
+        own_heads, is_decode = num_kv_heads // num_shards, layer.batch.is_decode
+        step = (*layer.tables, mask)
+        return plan(own_q, own_pages, *step, num_kv_heads=own_heads, is_decode=is_decode, backend=layer.backend)
+
+    shapes = tuple((array.shape, array.dtype.name) for array in (own_q, *own_pages))
+    return layer.planned(("kv", shapes, mask), make)
 
 
 def _num_sink_tokens(layer: LayerStep, options: AttentionOptions) -> int:
@@ -89,4 +110,4 @@ def _check(layer: LayerStep, q: jax.Array, k: jax.Array | None, v: jax.Array | N
     return num_kv_heads
 
 
-__all__ = ["attend_kv"]
+__all__ = ["attend_kv", "kv_schedule"]

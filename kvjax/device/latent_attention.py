@@ -9,12 +9,15 @@ the same, and attends with its own query heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.layer_step import WHOLE, LayerStep
 from kvjax.device.pages import Column
-from pallas_kernels.mla_paged_attention import mla_paged_attention
+from pallas_kernels.mla_paged_attention import mla_paged_attention, plan
+from pallas_kernels.ragged_paged_attention import MaskRule
 
 
 def attend_latent(
@@ -38,7 +41,9 @@ def attend_latent(
         raise ValueError(f"layer {layer.name!r}: a latent is key and value; expected k_scale alone, got v_scale")
     per_head = {"sinks": options.sinks, "k_scale": options.k_scale}
 
-    def attend(q_nope, q_pe, new, pages, per_head, tables, slot_mapping):  # type: ignore[no-untyped-def]
+    schedule = _schedule(layer, q_nope, q_pe, options)
+
+    def attend(q_nope, q_pe, new, pages, per_head, tables, slot_mapping, schedule):  # type: ignore[no-untyped-def]
         result = mla_paged_attention(
             q_nope,
             q_pe,
@@ -51,6 +56,7 @@ def attend_latent(
             attention_chunk_size=options.attention_chunk_size,
             num_sink_tokens=options.num_sink_tokens,
             soft_cap=options.soft_cap,
+            schedule=schedule,
             page_size=layer.page_size,
             backend=layer.backend,
             **per_head,
@@ -59,10 +65,28 @@ def attend_latent(
 
     heads, new = layer.heads(3, 1), None if latent is None else (latent, key_pe)
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
-    in_specs = (heads, heads, WHOLE, WHOLE, per_head_specs, WHOLE, WHOLE)
+    in_specs = (heads, heads, WHOLE, WHOLE, per_head_specs, WHOLE, WHOLE, WHOLE)
     attend_on_each = layer.per_device(attend, in_specs, (heads, WHOLE))
-    out, pages = attend_on_each(q_nope, q_pe, new, layer.pages, per_head, layer.tables, layer.group.slot_mapping)
+    step = (layer.tables, layer.group.slot_mapping, schedule)
+    out, pages = attend_on_each(q_nope, q_pe, new, layer.pages, per_head, *step)
     return out, pages
+
+
+def _schedule(layer: LayerStep, q_nope: jax.Array, q_pe: jax.Array, options: AttentionOptions) -> Any:
+    """The plan of the step for the layers of the group with such queries and mask, on each device alike."""
+    num_shards = layer.placement.num_shards
+    own_nope, own_pe = (
+        jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // num_shards, q.shape[2]), q.dtype) for q in (q_nope, q_pe)
+    )
+    mask = MaskRule(True, options.sliding_window, options.attention_chunk_size, options.num_sink_tokens)
+
+    def make() -> Any:
+        sizes: dict[str, Any] = {"page_size": layer.page_size, "is_decode": layer.batch.is_decode}
+        return plan(own_nope, own_pe, layer.pages, *layer.tables, mask=mask, **sizes, backend=layer.backend)
+
+    of_queries = (own_nope.shape, own_pe.shape, q_nope.dtype.name)
+    of_pages = tuple((array.shape, array.dtype.name) for array in layer.pages)
+    return layer.planned(("latent", of_queries, of_pages, mask), make)
 
 
 def _check(

@@ -5,9 +5,9 @@ Flow:    PagedKVCache -> [LayerStep] -> attend_kv, attend_latent, update_states,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from kvjax.device.placement import Placement
 
 # block_tables int32[S, P], seq_lens int32[S], query_start_loc int32[S + 1], distribution int32[3]
 StepTables: TypeAlias = tuple[Array, Array, Array, Array]
+Schedule = TypeVar("Schedule")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class LayerStep:
     group: DeviceGroup
     placement: Placement
     backend: str
+    schedules: dict[Hashable, Any]  # of the layer's group in this step
 
     @property
     def tables(self) -> StepTables:
@@ -49,6 +51,21 @@ class LayerStep:
             block_tables = jnp.concatenate([first, block_tables], axis=1)
             seq_lens = jnp.where(seq_lens > 0, seq_lens + self.num_reserved_blocks * self.page_size, 0)
         return (block_tables, seq_lens, self.batch.query_start_loc, self.batch.distribution)
+
+    def planned(self, kind: Hashable, make: Callable[[], Schedule]) -> Schedule:
+        """What `make` gives to the first layer of the group that asks for `kind`: a step is planned once for all."""
+        if kind not in self.schedules:
+            self.schedules[kind] = make()
+        schedule: Schedule = self.schedules[kind]
+        return schedule
+
+    def shards_of(self, pages: Column) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of a device's part of K and V pages."""
+        num_shards = self.placement.num_shards
+        return tuple(
+            jax.ShapeDtypeStruct((*array.shape[:2], array.shape[2] // num_shards, *array.shape[3:]), array.dtype)
+            for array in pages
+        )
 
     @property
     def num_reserved_blocks(self) -> int:

@@ -19,7 +19,8 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.batch import DeviceBatch
-from kvjax.device.compressed_attention import attend_compressed, check_window, pick_entries, window_schedule
+from kvjax.device.compressed_attention import attend_compressed, check_window, pick_entries
 from kvjax.device.cross_attention import attend_cross
 from kvjax.device.entry_compressor import FinishEntries, check_entries, make_entries, write_entries
 from kvjax.device.kv_attention import attend_kv
@@ -37,7 +38,6 @@ from kvjax.device.layer_step import LayerStep
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import Placement
 from kvjax.device.state_update import RecurrentStep, StateUpdate, check_states, update_states
-from pallas_kernels.sparse_mla_attention import SparseSchedule
 
 
 class PagedKVCache:
@@ -67,7 +67,7 @@ class PagedKVCache:
         self._updated: dict[str, set[int]] = {}  # recurrent layer -> arrays of its states that are those of this step
         self._owners = dict(kv_cache_config.shared_layers)  # layer without pages of its own -> the layer it reads
         self._compressed: set[str] = set()  # layers whose entries of this step are written
-        self._schedules: dict[tuple[int, int, int | None], SparseSchedule] = {}  # group, tokens, window -> schedule
+        self._schedules: dict[int, dict[Hashable, Any]] = {}  # group -> what its layers share in the step
 
     @property
     def backend(self) -> str:
@@ -196,11 +196,7 @@ class PagedKVCache:
         window = self._layer(layer_name)
         check_window(window, q, options)
         entries = None if compressed is None else self._entries(compressed)
-        group_id, _ = self._config.layer_index[layer_name]
-        key = (group_id, q.shape[0], options.sliding_window)
-        if key not in self._schedules:
-            self._schedules[key] = window_schedule(window, q.shape[0], options)
-        out, pages = attend_compressed(window, entries, q, kv, options, indices, self._schedules[key])
+        out, pages = attend_compressed(window, entries, q, kv, options, indices)
         if compressed is not None:
             self._attended.add(compressed)
         return self._ran(layer_name, out, pages)
@@ -287,6 +283,7 @@ class PagedKVCache:
             group=self._batch.groups[group_id],
             placement=self._placement,
             backend=self._backend,
+            schedules=self._schedules.setdefault(group_id, {}),
         )
 
     def _check_writes(self, layer_name: str, what: str, *new: jax.Array | None) -> None:

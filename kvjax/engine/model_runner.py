@@ -179,6 +179,7 @@ class ModelRunner:
             block_size=block_size,
             max_buckets=config.max_buckets,
             num_drafts=config.num_drafts,
+            decode_apart=jax.default_backend() == "gpu",
         )
         return make_update_step(
             model.module,

@@ -1,6 +1,7 @@
 """Multi-head latent attention of ragged queries over paged latents: decode, prefill and mixed in one call.
 
 Flow:    absorbed queries, latent pages, block tables, lengths -> [mla_paged_attention] -> AttentionOutput
+         lengths of a step -> [plan] -> schedule, for all layers with the same shapes and mask
 Source:  DeepSeek-V2 (arXiv 2405.04434, section 2.1 and appendix B) in its absorbed form; masks, sinks and the order of
          sequences are those of ragged_paged_attention
 
@@ -21,11 +22,44 @@ import jax.numpy as jnp
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.xla_attention import path_over
 from pallas_kernels.tpu_memory import with_room
+
+
+def plan(
+    q_nope: Any,  # [T, Hq, Dl]; of it, `q_pe` and the pages shapes and dtypes alone: arrays or ShapeDtypeStructs
+    q_pe: Any,  # [T, Hq, Dr]
+    pages: tuple[Any, ...],
+    block_tables: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    distribution: Any,
+    mask: MaskRule,  # what the layers' options say
+    *,
+    page_size: int | None = None,
+    is_decode: bool = False,  # every sequence of the step decodes, known when the step is traced; T is S
+    backend: str = "auto",
+) -> Any:
+    """As `ragged_paged_attention.plan`, of layers that attend over latents.
+
+    Raises:
+        ValueError: as there.
+        NotImplementedError: as the op.
+    """
+    attention_checks.check_mask(validate.OP, mask)
+    latent = validate.check_latents(q_nope, q_pe, pages, page_size)
+    step = (block_tables, seq_lens, query_start_loc, distribution)
+    attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
+    attention_checks.check_decode(validate.OP, q_nope.shape[0], query_start_loc, distribution, is_decode)
+    xla = path_over(block_tables, tuple(pages))
+    if resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla) != "gpu":
+        return None
+    sizes: dict[str, Any] = {"page_size": latent.page_size, "is_decode": is_decode}
+    return kernel_gpu.plan(q_nope, q_pe, latent.array, *step[1:], mask=mask, **sizes)
 
 
 def mla_paged_attention(
@@ -47,7 +81,7 @@ def mla_paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,  # float32[Hq] natural-log logits, -inf: none
     k_scale: jax.Array | None = None,  # float32[]: pages hold the vectors / k_scale, keys and values alike
-    schedule: Any = None,  # what `plan()` of the backend returned for this step, or None
+    schedule: Any = None,  # what `plan` returned for this step, or None
     return_lse: bool = False,
     page_size: int | None = None,  # states of a page; None: as many as there is room for, packing included
     backend: str = "auto",
@@ -68,11 +102,8 @@ def mla_paged_attention(
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
     validate.check_per_head(q_nope.shape[1], sinks, k_scale)
-    kernels = {
-        "tpu": kernel_tpu.reason_not_supported(latent, mask),
-        "gpu": kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
-    }
-    chosen = resolve_backend(validate.OP, backend, kernels, path_over(block_tables, tuple(pages)))
+    xla = path_over(block_tables, tuple(pages))
+    chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla)
     options: dict[str, Any] = {
         "mask": mask,
         "sm_scale": float(sm_scale),
@@ -92,8 +123,16 @@ def mla_paged_attention(
     if chosen == "tpu":
         out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, return_lse=return_lse)
     elif chosen == "gpu":
-        out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
+        out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, schedule=schedule)
     else:
         plain = xla_attention if chosen == "xla" else reference
         out, lse = plain.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
+
+
+def _reasons(q_nope: Any, q_pe: Any, latent: LatentPages, mask: MaskRule) -> dict[str, str | None]:
+    """Platforms with a kernel, each with what of a call it cannot do."""
+    return {
+        "tpu": kernel_tpu.reason_not_supported(latent, mask),
+        "gpu": kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
+    }

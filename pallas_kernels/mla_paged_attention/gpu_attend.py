@@ -1,6 +1,6 @@
 """Latent attention of query tiles of 64 rows on the GPU, two warpgroups, each with half of the values' columns.
 
-Flow:    packed query tiles, latent pages, tables + pieces -> [attend_pieces] -> out, LSE per piece
+Flow:    packed query tiles, latent pages, tables + LatentSchedule -> [attend_pieces] -> out, LSE per piece
 Source:  absorbed decoding as FlashMLA (deepseek-ai/FlashMLA): a latent is key and value, warpgroups share the values
 
 Grid (C,): each thread block attends its pieces one after the other. Both warpgroups make the same 64 scores a row: a
@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.mla_paged_attention.gpu_latents import WARPGROUPS, LatentRing
+from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule, LatentSizes
 from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys
 from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, seen_by_any, weigh
 
@@ -38,19 +39,24 @@ def attend_pieces(
     q: jax.Array,  # [U, rows, D] in the compute dtype, rows a multiple of 8: query tiles, row = token * heads + head
     pages: jax.Array,  # [pages, page_size, D]
     block_tables: jax.Array,  # int32[S, P]
-    pieces: jax.Array,  # int32[pieces, fields, POS, SEQ_LEN]; HEAD: which of the tiles of the same tokens
-    tiles: jax.Array,  # int32[pieces] query tile of each piece
-    blocks: jax.Array,  # int32[C, 2] first piece of each thread block, and one after its last
-    scale: jax.Array,  # float32[1] of `logit_scales`
+    work: LatentSchedule,
+    scale: jax.Array,  # float32[1] of the latents
     config: GpuConfig,  # group: heads of a tile
-    num_tokens: int,  # of a tile
     out_dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """(out [pieces, 64, Dl], natural-log LSE float32[pieces, 64]); rows beyond those of a tile are undefined."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(out float32[split pieces, 64, Dl], natural-log LSE float32[pieces, 64], out [other pieces, 64, Dl] or None).
+
+    Rows beyond those of a tile are undefined, and what is of no thread block.
+    """
+    num_tokens = 1 if work.queries is None else work.sizes.tile.tokens
+    num_tiles = work.pieces.shape[0] - work.num_split
+    shape = (mosaic_gpu.ROWS, config.head_dim_v)
     outputs = [
-        jax.ShapeDtypeStruct((pieces.shape[0], mosaic_gpu.ROWS, config.head_dim_v), out_dtype),
-        jax.ShapeDtypeStruct((pieces.shape[0], mosaic_gpu.ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((work.num_split, *shape), jnp.float32),
+        jax.ShapeDtypeStruct((work.pieces.shape[0], mosaic_gpu.ROWS), jnp.float32),
     ]
+    if num_tiles:
+        outputs.append(jax.ShapeDtypeStruct((num_tiles, *shape), out_dtype))
     scratch = {
         "q_tile": mosaic_gpu.tiled((mosaic_gpu.ROWS, config.head_dim), config.compute_dtype),
         "lse_tile": plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32),
@@ -58,26 +64,27 @@ def attend_pieces(
         "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
         **LatentRing.scratch(config),
     }
-    names = ("q", "pages", "tables", "pieces", "tiles", "blocks", "scale", "out", "lse", *scratch)
+    results = ("out", "lse", "tile_out")[: len(outputs)]
+    names = ("q", "pages", "tables", "pieces", "tiles", "blocks", "scale", *results, *scratch)
 
     def body(*args: Any) -> None:
         refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
         warpgroup = lax.axis_index("warpgroup")
-        _attend(refs, LatentRing.of(config, vars(refs), warpgroup), num_tokens, warpgroup)
+        _attend(refs, LatentRing.of(config, vars(refs), warpgroup), work.sizes, num_tokens, warpgroup)
 
     run = mosaic_gpu.kernel(
         body,
         name=f"mla_p{config.page_size}_t{num_tokens}",
         outputs=outputs,
         scratch=list(scratch.values()),
-        grid={"block": blocks.shape[0]},
+        grid={"block": work.blocks.shape[0]},
         num_warpgroups=WARPGROUPS,
     )
-    out, lse = run(q, pages, block_tables, pieces, tiles, blocks, scale)
-    return out, lse
+    out, lse, *of_tiles = run(q, pages, block_tables, work.pieces, work.tiles, work.blocks, scale)
+    return out, lse, of_tiles[0] if of_tiles else None
 
 
-def _attend(refs: Any, ring: LatentRing, num_tokens: int, warpgroup: jax.Array) -> None:
+def _attend(refs: Any, ring: LatentRing, sizes: LatentSizes, num_tokens: int, warpgroup: jax.Array) -> None:
     """One warpgroup's part of all pieces of this thread block."""
     block = lax.axis_index("block")
     first, end = refs.blocks[block, 0], refs.blocks[block, 1]
@@ -105,7 +112,7 @@ def _attend(refs: Any, ring: LatentRing, num_tokens: int, warpgroup: jax.Array) 
         state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(ring.config.head_dim_v // WARPGROUPS))
         state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
         plgpu.barrier_arrive(refs.q_free)
-        store_piece(refs, piece, warpgroup, *state.finish())
+        _store(refs, piece, warpgroup, *state.finish(), num_split_blocks=sizes.num_blocks)
         return step + keys.num_blocks
 
     num_steps = lax.fori_loop(first, end, attend_piece, jnp.int32(0))
@@ -147,7 +154,7 @@ def _attend_block(
     pl.when((ring.reader == 0) & (ahead < keys.num_blocks))(lambda: _fetch(refs, ring, piece, step, ahead))
     first_slot = keys.block(i) * config.block
     latents = ring.take(step + i, None if bounds is None else seen_by_any(config, keys, first_slot))
-    scores = mosaic_gpu.dot_transposed(refs.q_tile, latents) * refs.scale[0]
+    scores = mosaic_gpu.dot_transposed(refs.q_tile, latents) * (refs.scale[0] * config.score_factor)
     state, p = weigh(state, scores, config, keys, bounds, first_slot)
     columns = config.head_dim_v // WARPGROUPS
     values = latents.at[:, pl.ds(pl.multiple_of(ring.reader * columns, columns), columns)]
@@ -156,12 +163,32 @@ def _attend_block(
     return state._replace(total=total)
 
 
+def _store(
+    refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, lse: jax.Array, *, num_split_blocks: int
+) -> None:
+    """Stores a piece where those of its kind stand: the first thread blocks have those of split keys."""
+    if not hasattr(refs, "tile_out"):
+        store_piece(refs, piece, warpgroup, out, lse)
+        return
+    is_split = lax.axis_index("block") < num_split_blocks
+    pl.when(~is_split)(lambda: _store_columns(refs.tile_out, piece - refs.out.shape[0], warpgroup, out))
+    pl.when(is_split)(lambda: _store_columns(refs.out, piece, warpgroup, out))
+    _store_lse(refs, piece, warpgroup, lse)
+
+
 def store_piece(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, lse: jax.Array) -> None:
     """Stores a warpgroup's columns straight from registers, and the first one the LSE."""
-    columns = out.shape[1]
-    target = refs.out.at[piece, :, pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)]
-    mosaic_gpu.store_plain(target, out.astype(refs.out.dtype))
+    _store_columns(refs.out, piece, warpgroup, out)
+    _store_lse(refs, piece, warpgroup, lse)
 
+
+def _store_columns(target: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array) -> None:
+    columns = out.shape[1]
+    own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
+    mosaic_gpu.store_plain(target.at[piece, :, own], out.astype(target.dtype))
+
+
+def _store_lse(refs: Any, piece: jax.Array, warpgroup: jax.Array, lse: jax.Array) -> None:
     @pl.when(warpgroup == 0)
     def _() -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,9 +1,11 @@
 """mla_paged_attention on NVIDIA GPUs of Hopper, in Pallas Mosaic GPU.
 
-Flow:    the op's arguments -> [mla_paged_attention] -> query tiles -> attend_pieces -> merged and sorted by token
+Flow:    lengths of the step -> [plan] -> LatentSchedule
+         the op's arguments + LatentSchedule -> [mla_paged_attention] -> query tiles -> attend_pieces -> merge_pieces
 
-The 64 rows of a tile are tokens by heads: all heads, or the largest part of them that fits. Two launches share a step,
-as in ragged_paged_attention: sequences that decode, whose keys are split over the card, and tiles of all others.
+The 64 rows of a tile are tokens by heads: all heads, or the largest part of them that fits. One launch has all of a
+step: pieces of the sequences that decode, whose keys are split over the card, and tiles of all others. A layer is that
+launch, one that packs the queries before it, one that sorts what tiles made by token and the merge of what decoded.
 """
 
 from __future__ import annotations
@@ -18,24 +20,23 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.mla_paged_attention.gpu_attend import attend_pieces, fixed_bytes
+from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule, LatentSizes, QueryTiles
+from pallas_kernels.mla_paged_attention.validate import OP
 from pallas_kernels.ragged_paged_attention import launches
 from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
 from pallas_kernels.ragged_paged_attention.gpu_plan import (
     MIN_GROUP_ROWS,
     MIN_STAGES,
     GpuConfig,
-    Keys,
     compute_dtype,
     most_stages,
-    plan_decode,
     reason_of_pages,
     to_compute_dtype,
 )
-from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
-from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape, plan_tiles
+from pallas_kernels.ragged_paged_attention.gpu_softmax import as_scales, as_sinks, score_factor
+from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
-from pallas_kernels.ragged_paged_attention.schedule import Batch
 
 _MOST_LATENT, _MOST_DIM = 512, 576
 
@@ -63,6 +64,25 @@ def reason_not_supported(q_nope: jax.Array, q_pe: jax.Array, latent: LatentPages
     return mosaic_gpu.reason_without_hopper()
 
 
+def plan(
+    q_nope: Any,  # [T, Hq, Dl]; of it and of the others shapes and dtypes alone
+    q_pe: Any,  # [T, Hq, Dr]
+    latent_pages: Any,
+    seq_lens: jax.Array,  # int32[S]
+    query_start_loc: jax.Array,  # int32[S + 1]
+    distribution: jax.Array,  # int32[3]
+    *,
+    mask: MaskRule,
+    page_size: int,
+    is_decode: bool,  # every sequence decodes, and T is S
+    tuning: Tuning = Tuning(),  # noqa: B008
+) -> LatentSchedule:
+    """The schedule of a step for all layers with these shapes and this mask."""
+    config = _config(q_nope, q_pe, latent_pages, mask, 1.0, None, page_size)
+    sizes = _sizes(config, tuning, q_nope.shape[0], seq_lens.shape[0])._replace(is_decode=is_decode)
+    return LatentSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
+
+
 def mla_paged_attention(
     q_nope: jax.Array,  # [T, Hq, Dl]
     q_pe: jax.Array,  # [T, Hq, Dr]
@@ -78,44 +98,38 @@ def mla_paged_attention(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
     page_size: int,
+    schedule: Any = None,  # of `plan`; None: it is made here
     tuning: Tuning = Tuning(),  # noqa: B008
 ) -> launches.Result:
-    """(out [T, Hq, Dl] in the queries' dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
-    num_tokens, num_heads, latent_dim = q_nope.shape
-    page_dtype = jnp.dtype(pages[0].dtype).name
-    shape = tile_shape(num_heads)
-    config = GpuConfig(
-        mask=mask,
-        soft_cap=soft_cap,
-        num_kv_heads=num_heads // shape.heads,  # tiles of the same tokens
-        group=shape.heads,
-        head_dim=latent_dim + q_pe.shape[-1],
-        head_dim_v=latent_dim,
-        page_size=page_size,
-        page_dtype=page_dtype,
-        compute_dtype=compute_dtype(jnp.dtype(q_nope.dtype).name, page_dtype),
-        block=mosaic_gpu.ROWS,
-        stages=MIN_STAGES,
-    )
+    """(out [T, Hq, Dl] in the queries' dtype, lse float32[T, Hq]) as `AttentionOutput` says.
+
+    Raises:
+        ValueError: `schedule` is none, or was planned for other shapes, pages or another mask.
+    """
+    config = _config(q_nope, q_pe, pages[0], mask, sm_scale, soft_cap, page_size)
     config = replace(config, stages=tuning.stages or _stages(config))
-    step = _Step(
-        q=to_compute_dtype(jnp.concatenate([q_nope, q_pe], axis=-1), config),
-        pages=pages[0],
-        block_tables=block_tables,
-        scale=logit_scales(replace(config, num_kv_heads=1), sm_scale, k_scale),
-        sinks=jnp.full((num_heads,), -jnp.inf, jnp.float32) if sinks is None else capped_sinks(sinks),
-        v_scale=jnp.float32(1.0) if k_scale is None else k_scale.astype(jnp.float32).reshape(()),
-        config=config,
-        dtype=q_nope.dtype,
-    )
-    decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
-    first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)
-    out, lse = _decode(
-        step, first_token, seq_lens, decoding.q_lens, distribution[0], tuning.num_blocks or mosaic_gpu.num_sms()
-    )
-    own_seq = launches.own_sequences(query_start_loc, num_tokens)
-    tiled = _prefill(step, others, shape)
-    return launches.by_token((out[own_seq], lse[own_seq]), tiled, decoding, others)
+    sizes = _sizes(config, tuning, q_nope.shape[0], seq_lens.shape[0])
+    if schedule is None:
+        work = LatentSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
+    else:
+        work = LatentSchedule.checked(OP, schedule, sizes)
+    num_tokens, num_heads, _ = q_nope.shape
+    q = to_compute_dtype(jnp.concatenate([q_nope, q_pe], axis=-1), config)
+    if work.queries is None:
+        tiles = padded_rows(q.reshape(-1, config.group, config.head_dim))
+    else:
+        own = q[work.queries.tokens].reshape(-1, sizes.tile.tokens, sizes.parts, config.group, config.head_dim)
+        tiles = padded_rows(own.swapaxes(1, 2).reshape(-1, sizes.tile.tokens * config.group, config.head_dim))
+    scale = as_scales(k_scale)
+    out, lse, of_tiles = attend_pieces(tiles, pages[0], block_tables, work, scale, config, q_nope.dtype)
+    merged = ((out, lse), work.units, as_sinks(sinks), scale, config.head_dim_v, q_nope.dtype)
+    heads = (sizes.parts, num_heads)
+    if work.queries is None or of_tiles is None:
+        return merge_pieces(*merged, heads=heads)
+    tiled, tiled_lse = _by_token(of_tiles, lse[work.num_split :], work.queries, sizes, sinks, scale)
+    out, lse = merge_pieces(*merged, heads=heads, into=(work.queries.decoded, tiled))
+    place = jnp.where(work.queries.decoded < 0, num_tokens, work.queries.decoded)
+    return out, tiled_lse.at[place].set(lse, mode="drop")
 
 
 def tile_shape(num_heads: int) -> TileShape:
@@ -124,17 +138,40 @@ def tile_shape(num_heads: int) -> TileShape:
     return TileShape(mosaic_gpu.ROWS // heads, heads)
 
 
-class _Step(NamedTuple):
-    """What decoding and prefill share."""
+def _config(
+    q_nope: Any, q_pe: Any, latent_pages: Any, mask: MaskRule, sm_scale: float, soft_cap: float | None, page_size: int
+) -> GpuConfig:
+    """Of a call, with the least stages."""
+    num_heads, latent_dim = q_nope.shape[1:]
+    page_dtype, heads = jnp.dtype(latent_pages.dtype).name, tile_shape(num_heads).heads
+    return GpuConfig(
+        mask=mask,
+        soft_cap=soft_cap,
+        num_kv_heads=num_heads // heads,  # tiles of the same tokens
+        group=heads,
+        head_dim=latent_dim + q_pe.shape[-1],
+        head_dim_v=latent_dim,
+        page_size=page_size,
+        page_dtype=page_dtype,
+        compute_dtype=compute_dtype(jnp.dtype(q_nope.dtype).name, page_dtype),
+        block=mosaic_gpu.ROWS,
+        stages=MIN_STAGES,
+        score_factor=score_factor(sm_scale, soft_cap),
+    )
 
-    q: jax.Array  # [T, Hq, D] in the compute dtype
-    pages: jax.Array
-    block_tables: jax.Array
-    scale: jax.Array  # float32[1] of `logit_scales`
-    sinks: jax.Array  # float32[Hq], -inf: none
-    v_scale: jax.Array  # float32[]
-    config: GpuConfig
-    dtype: Any  # of queries and results
+
+def _sizes(config: GpuConfig, tuning: Tuning, num_tokens: int, num_seqs: int) -> LatentSizes:
+    """What the plan of a call depends on; of a step in which not all decode."""
+    return LatentSizes(
+        mask=config.mask,
+        page_size=config.page_size,
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        parts=config.num_kv_heads,
+        tile=TileShape(mosaic_gpu.ROWS // config.group, config.group),
+        num_blocks=tuning.num_blocks or mosaic_gpu.num_sms(),
+        is_decode=False,
+    )
 
 
 def _stages(config: GpuConfig) -> int:
@@ -150,50 +187,27 @@ def padded_rows(q: jax.Array) -> jax.Array:
     return jnp.pad(q, [(0, 0), (0, cdiv(q.shape[1], MIN_GROUP_ROWS) * MIN_GROUP_ROWS - q.shape[1]), (0, 0)])
 
 
-def _decode(
-    step: _Step, first_token: jax.Array, seq_lens: jax.Array, q_lens: jax.Array, num_decode: jax.Array, num_blocks: int
+def _by_token(
+    out: jax.Array,  # [tiles * parts, 64, Dl]
+    lse: jax.Array,  # float32[tiles * parts, 64]
+    queries: QueryTiles,
+    sizes: LatentSizes,
+    sinks: jax.Array | None,  # float32[Hq]; None: a launch less
+    scale: jax.Array,  # float32[1]
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [S, Hq, Dl], lse float32[S, Hq]) of the sequences that decode; 0 and -inf for others."""
-    config = step.config
-    plan = plan_decode(seq_lens, num_decode, q_lens, config, num_blocks)
-    q = padded_rows(step.q[first_token].reshape(-1, config.group, config.head_dim))
-    pieces = jnp.pad(plan.pieces, [(0, 0), (0, 2)])  # one token a tile: its bounds are the keys'
-    tiles = pieces[:, 0] * config.num_kv_heads + pieces[:, 1]
-    arguments = (q, step.pages, step.block_tables, pieces, tiles, plan.blocks, step.scale, config, 1, jnp.float32)
-    v_scale = jnp.broadcast_to(step.v_scale, (config.num_kv_heads,))
-    return merge_pieces(attend_pieces(*arguments), plan.units, step.sinks, v_scale, config.head_dim_v, step.dtype)
+    """(out [T, Hq, Dl], lse float32[T, Hq]) of the tokens of tiles, with sinks; 0 and -inf of all others."""
+    tokens, heads = sizes.tile
 
+    def rows(x: jax.Array) -> jax.Array:
+        by_tile = x[:, : tokens * heads].reshape(-1, sizes.parts, tokens, heads, *x.shape[2:])
+        return by_tile[queries.tile, :, queries.place].reshape(sizes.num_tokens, sizes.parts * heads, *x.shape[2:])
 
-def _prefill(step: _Step, batch: Batch, shape: TileShape) -> tuple[jax.Array, jax.Array]:
-    """(out [T, Hq, Dl], lse float32[T, Hq]) of the sequences with queries in `batch`; the rest is undefined."""
-    config, num_tokens, parts = step.config, step.q.shape[0], step.config.num_kv_heads
-    padded = max(num_tokens, shape.tokens)
-    table = plan_tiles(batch, config, shape, padded)
-    num_tiles = table.shape[0]
-    token = jnp.minimum(table[:, TileField.TOKEN, None] + jnp.arange(shape.tokens, dtype=jnp.int32), num_tokens - 1)
-    q = step.q[token].reshape(num_tiles, shape.tokens, parts, shape.heads, config.head_dim).swapaxes(1, 2)
-    q = padded_rows(q.reshape(num_tiles * parts, shape.tokens * shape.heads, config.head_dim))
-
-    part = jnp.broadcast_to(jnp.arange(parts, dtype=jnp.int32), (num_tiles, parts)).reshape(-1, 1)
-    table = jnp.repeat(table, parts, axis=0)
-    keys = table[:, TileField.KEYS : TileField.KEYS + len(Keys._fields)]
-    fields = (table[:, TileField.SEQ, None], part, keys, table[:, TileField.POS : TileField.SEQ_LEN + 1])
-    number = jnp.arange(num_tiles * parts, dtype=jnp.int32)
-    has_queries = table[:, TileField.NUM_QUERIES] > 0
-    blocks = jnp.stack([number, number + has_queries], axis=1)[::-1]  # the last tiles see the most keys
-    arguments = (q, step.pages, step.block_tables, jnp.concatenate(fields, axis=1), number, blocks, step.scale)
-    out, lse = attend_pieces(*arguments, config, shape.tokens, step.dtype)
-
-    first = jnp.where(has_queries, table[:, TileField.TOKEN] + table[:, TileField.SKIP], num_tokens)[::parts]
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    tile = jnp.maximum(jnp.sum(first[None] <= token[:, None], axis=1) - 1, 0)
-    place = jnp.clip(token - table[tile * parts, TileField.TOKEN], 0, shape.tokens - 1)
-
-    def by_token(x: jax.Array) -> jax.Array:
-        rows = x[:, : shape.tokens * shape.heads].reshape(num_tiles, parts, shape.tokens, shape.heads, *x.shape[2:])
-        return rows[tile, :, place].reshape(num_tokens, parts * shape.heads, *x.shape[2:])
-
-    out, lse = by_token(out), by_token(lse)
-    total = jnp.where(lse == -jnp.inf, -jnp.inf, jnp.logaddexp(lse, step.sinks))
-    share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(lse - total)) * step.v_scale
-    return (out.astype(jnp.float32) * share[..., None]).astype(step.dtype), total
+    seen = queries.seen[:, None]
+    lse = jnp.where(seen, rows(lse), -jnp.inf)
+    total, share = lse, scale[0]
+    if sinks is not None:
+        nothing = lse == -jnp.inf
+        total = jnp.where(nothing, -jnp.inf, jnp.logaddexp(lse, capped_sinks(sinks)))
+        share = (jnp.where(nothing, 0.0, jnp.exp(lse - total)) * scale[0])[..., None]
+    scaled = rows(out).astype(jnp.float32) * share  # 0 where a token of a tile sees nothing
+    return jnp.where(seen[..., None], scaled, 0.0).astype(out.dtype), total

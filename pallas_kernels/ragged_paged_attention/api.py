@@ -1,6 +1,7 @@
 """Attention of ragged queries over paged KV: decode, prefill and mixed in one call.
 
 Flow:    q, pages, block tables, lengths -> [ragged_paged_attention] -> AttentionOutput
+         lengths of a step -> [plan] -> schedule, for all layers with the same shapes and mask
 Source:  ARCHITECTURE.md, "The attention contract"; masks as vLLM's windowed and chunked attention, sinks as GPT-OSS's
 
 Axis names: T query tokens (padded), S sequences (padded), P table columns, Hq and Hkv heads, D head dimension.
@@ -22,6 +23,41 @@ from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.tpu_memory import with_room
 
 
+def plan(
+    q: Any,  # [T, Hq, D]; of it and of the pages shapes and dtypes alone: arrays or ShapeDtypeStructs
+    pages: tuple[Any, ...],
+    block_tables: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    distribution: Any,
+    mask: MaskRule,  # what the layers' options say
+    *,
+    num_kv_heads: int | None = None,
+    is_decode: bool = False,  # every sequence of the step decodes, known when the step is traced; T is S
+    backend: str = "auto",
+) -> Any:
+    """What the backend computes from a step's lengths alone: `schedule` of every layer with these shapes and this mask.
+
+    None where the backend has nothing to plan: the reference and the TPU kernel. To be made once a step, outside of
+    loops over layers, since XLA hoists nothing out of a scan. A step planned with `is_decode` compiles to no prefill;
+    its token i is the query of sequence i.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit, or with `is_decode` there are not as many tokens as sequences
+            or (outside `jit`) a sequence does not decode.
+        NotImplementedError: as the op.
+    """
+    attention_checks.check_mask(validate.OP, mask)
+    num_kv_heads = validate.check_heads(q, pages, None, num_kv_heads)
+    step = (block_tables, seq_lens, query_start_loc, distribution)
+    attention_checks.check_batch(validate.OP, q.shape[0], pages[0].shape[1], *step, sees_all=mask.sees_all)
+    attention_checks.check_decode(validate.OP, q.shape[0], query_start_loc, distribution, is_decode)
+    xla = xla_attention.path_over(block_tables, pages)
+    if resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla) != "gpu":
+        return None
+    return kernel_gpu.plan(q, pages, *step[1:], mask=mask, num_kv_heads=num_kv_heads, is_decode=is_decode)
+
+
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
     pages: tuple[jax.Array, ...],  # as pallas_kernels.layouts: (k, v) split, or (kv,) packed
@@ -41,7 +77,7 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,  # float32[Hq] natural-log logits, -inf: none
     k_scale: jax.Array | None = None,  # float32[] or [Hkv]
     v_scale: jax.Array | None = None,
-    schedule: Any = None,  # what `plan()` of the backend returned for this step, or None
+    schedule: Any = None,  # what `plan` returned for this step, or None
     return_lse: bool = False,
     num_kv_heads: int | None = None,  # None: read off the pages; needed where packing pads the heads
     backend: str = "auto",
@@ -71,12 +107,8 @@ def ragged_paged_attention(
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step, sees_all=mask.sees_all)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
-    kernels = {
-        "tpu": kernel_tpu.reason_not_supported(pages, mask),
-        "gpu": kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
-    }
     xla = xla_attention.path_over(block_tables, pages)
-    chosen = resolve_backend(validate.OP, backend, kernels, xla)
+    chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
     options: dict[str, Any] = {
         "mask": mask,
         "num_kv_heads": num_kv_heads,
@@ -98,8 +130,16 @@ def ragged_paged_attention(
         out, lse, written = kernel(*arguments, **of_tpu)
         pages = pages if written is None else (written,)
     elif chosen == "gpu":
-        out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse)
+        out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse, schedule=schedule)
     else:
         plain = xla_attention if chosen == "xla" else reference
         out, lse = plain.ragged_paged_attention(*arguments, **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
+
+
+def _reasons(q: Any, pages: tuple[Any, ...], mask: MaskRule, num_kv_heads: int) -> dict[str, str | None]:
+    """Platforms with a kernel, each with what of a call it cannot do."""
+    return {
+        "tpu": kernel_tpu.reason_not_supported(pages, mask),
+        "gpu": kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
+    }

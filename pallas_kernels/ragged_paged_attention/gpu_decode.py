@@ -24,7 +24,7 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
 from pallas_kernels.ragged_paged_attention.gpu_merge import padded_columns
 from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan, Field, GpuConfig, Keys
-from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend
+from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend, of_head
 
 _ATTENDING, _FETCHING = 0, 1  # warpgroups
 _QUERY_STAGES = 2
@@ -46,7 +46,7 @@ def decode_pieces(
     pages: tuple[jax.Array, jax.Array],
     block_tables: jax.Array,  # int32[S, P]
     plan: DecodePlan,
-    scales: jax.Array,  # float32[Hkv] of `logit_scales`
+    scales: jax.Array,  # float32[1 or Hkv] of the keys
     config: GpuConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """(out float32[pieces, padded group, padded Dv], natural-log LSE float32[pieces, padded group]) of each piece."""
@@ -131,7 +131,7 @@ def _attend_pieces(refs: Any, ring: KVRing) -> None:
 
     def attend_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
         keys = _keys(refs, piece)
-        scale = refs.scales[refs.pieces[piece, Field.HEAD]]
+        scale = of_head(refs.scales, refs.pieces[piece, Field.HEAD]) * ring.config.score_factor
         slot = lax.rem(piece - first, jnp.int32(_QUERY_STAGES))
         plgpu.barrier_wait(refs.q_full.at[slot])
         q = refs.q_tile.at[slot]

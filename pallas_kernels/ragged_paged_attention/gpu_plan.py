@@ -115,6 +115,7 @@ class GpuConfig:
     compute_dtype: str  # of the matrix products' operands: bfloat16 or float16
     block: int  # slots of a KV block, a multiple of 64
     stages: int  # KV blocks on their way or in use
+    score_factor: float = 1.0  # what products are multiplied with, beside the scale of the keys
 
     @property
     def padded_group(self) -> int:
@@ -197,7 +198,7 @@ def plan_decode(
     seq = jnp.arange(num_seqs, dtype=jnp.int32)
     pos = jnp.where((seq < num_decode) & (q_lens > 0), seq_lens - 1, -1)
     keys = Keys.of_tiles(config.mask, pos, pos, seq_lens, config.page_size, config.block)
-    shares = share_out(jnp.repeat(keys.end, heads), num_blocks)
+    shares = share_out(keys.end, num_blocks, repeats=heads)
     unit = shares.unit
     of_seq = jnp.stack(keys, axis=1)[unit // heads]
     own = jnp.stack([unit // heads, unit % heads, shares.first, shares.end], axis=1)

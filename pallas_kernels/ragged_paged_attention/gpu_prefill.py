@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
 from pallas_kernels.ragged_paged_attention.gpu_plan import LARGEST_FLOAT16, GpuConfig, Keys, block_slots
-from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend
+from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend, capped_sink, of_head
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TILE_ROWS, WARPGROUPS, TileField, TileShape
 
 _FETCHING = WARPGROUPS  # the warpgroup after those that attend, if it is one of its own
@@ -61,18 +61,15 @@ def prefill_tiles(
     pages: tuple[jax.Array, jax.Array],
     block_tables: jax.Array,  # int32[S, P]
     tiles: jax.Array,  # int32[tiles, fields] of plan_tiles
-    scales: jax.Array,  # float32[Hkv] of `logit_scales`
-    sinks: jax.Array,  # float32[Hq], -inf: none
-    v_scale: jax.Array,  # float32[Hkv]
+    scales: jax.Array,  # float32[1 or Hkv] of the keys
+    sinks: jax.Array,  # float32[1 or Hq], -inf: none
+    v_scale: jax.Array,  # float32[1 or Hkv]
     config: GpuConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype of the tokens of tiles, natural-log LSE float32[tiles, parts, 128] of rows)."""
     num_tokens, num_q_heads, _ = q.shape
     shape = TileShape.of(config.group)
     num_parts = num_q_heads // shape.heads
-    row_sinks = jnp.repeat(sinks.reshape(num_parts, shape.heads), shape.tokens, axis=1)
-    row_sinks = jnp.pad(row_sinks, [(0, 0), (0, TILE_ROWS - row_sinks.shape[1])])
-    row_sinks = row_sinks.reshape(num_parts, WARPGROUPS, mosaic_gpu.ROWS)
     outputs = [
         jax.ShapeDtypeStruct((num_tokens, num_q_heads, config.head_dim_v), q.dtype),
         jax.ShapeDtypeStruct((tiles.shape[0], num_parts, WARPGROUPS, mosaic_gpu.ROWS), jnp.float32),
@@ -109,7 +106,7 @@ def prefill_tiles(
         grid={"tile": tiles.shape[0], "part": num_parts},
         num_warpgroups=WARPGROUPS + fetches_apart(config),
     )
-    out, lse = run(q, *pages, block_tables, tiles, scales, row_sinks, v_scale)
+    out, lse = run(q, *pages, block_tables, tiles, scales, sinks, v_scale)
     return out, lse.reshape(tiles.shape[0], num_parts, TILE_ROWS)
 
 
@@ -148,6 +145,7 @@ def _attend_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, war
         plgpu.set_max_registers(_ATTENDING_REGISTERS, action="increase")
     keys = _keys(refs, tile)
     head, first_q_head = _heads(config, shape)
+    scale = of_head(refs.scales, head) * config.score_factor
 
     def fetch(first: Any, end: Any) -> None:
         """Fetches blocks, if no other warpgroup does."""
@@ -162,22 +160,31 @@ def _attend_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, war
 
     def whole(i: jax.Array, state: RowState) -> RowState:
         fetch(i + ahead, i + ahead + 1)
-        return attend(state, ring, q, refs.scales[head], _keys(refs, tile), None, i, i)
+        return attend(state, ring, q, scale, _keys(refs, tile), None, i, i)
 
     def cut(i: jax.Array, state: RowState) -> RowState:
         fetch(i + ahead, i + ahead + 1)
         token = lax.rem(mosaic_gpu.row_index(mosaic_gpu.ROWS) + warpgroup * mosaic_gpu.ROWS, jnp.int32(shape.tokens))
         pos = token + refs.tiles[tile, TileField.POS]
         bounds = RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.tiles[tile, TileField.SEQ_LEN]))
-        return attend(state, ring, q, refs.scales[head], _keys(refs, tile), bounds, i, i)
+        return attend(state, ring, q, scale, _keys(refs, tile), bounds, i, i)
 
     state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(config.head_dim_v))
     state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
     if not fetches_apart(config):
         pl.when(warpgroup == 0)(lambda: ring.drain(keys.num_blocks))
-    sinks = mosaic_gpu.load_per_row(refs.sinks.at[lax.axis_index("part"), warpgroup])
-    out, lse = state.finish_with_sinks(sinks)
-    _store(refs, shape, tile, first_q_head, warpgroup, out * refs.v_scale[head], lse)
+    out, lse = state.finish_with_sinks(_row_sinks(refs, shape, first_q_head, warpgroup))
+    _store(refs, shape, tile, first_q_head, warpgroup, out * of_head(refs.v_scale, head), lse)
+
+
+def _row_sinks(refs: Any, shape: TileShape, first_q_head: jax.Array, warpgroup: jax.Array) -> jax.Array:
+    """The sink of each row's query head."""
+    row = mosaic_gpu.row_index(mosaic_gpu.ROWS) + warpgroup * mosaic_gpu.ROWS
+    first = capped_sink(of_head(refs.sinks, first_q_head))
+    sinks = mosaic_gpu.per_row(jnp.full((mosaic_gpu.ROWS,), first, jnp.float32))
+    for head in range(1, shape.heads if refs.sinks.shape[0] > 1 else 1):
+        sinks = jnp.where(row >= head * shape.tokens, capped_sink(refs.sinks[first_q_head + head]), sinks)
+    return sinks
 
 
 def _load_queries(

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+_MOST_COMPARED = 2048  # counts of which each is compared with all
+
 
 class Shares(NamedTuple):
     """Blocks of U units shared out to C thread blocks in U + C pieces."""
@@ -32,11 +34,16 @@ class Shares(NamedTuple):
     units: jax.Array  # int32[U, 2] first piece of each unit, and one after its last
 
 
-def share_out(counts: jax.Array, num_blocks: int) -> Shares:
-    """The same number of blocks for each of `num_blocks` thread blocks, of units that have int32[U] `counts`."""
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    begins = ends - counts
-    total = ends[-1]
+def share_out(counts: jax.Array, num_blocks: int, *, repeats: int = 1) -> Shares:
+    """The same number of blocks for each of `num_blocks` thread blocks, of units that have int32[U / repeats] `counts`.
+
+    Each of `counts` is that of `repeats` successive units.
+    """
+    sums = _sums(counts)
+    number = jnp.arange(1, repeats + 1, dtype=jnp.int32)
+    ends = ((sums - counts)[:, None] * repeats + counts[:, None] * number).reshape(-1)
+    begins = ends - jnp.repeat(counts, repeats)
+    total = sums[-1] * repeats
     share = jnp.maximum(-(-total // num_blocks), 1)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     first_unit = _unit_of(ends, block * share)
@@ -62,6 +69,14 @@ def share_out(counts: jax.Array, num_blocks: int) -> Shares:
         jnp.stack([first_piece, end_piece], axis=1),
         jnp.stack([first_of_unit, end_of_unit], axis=1),
     )
+
+
+def _sums(counts: jax.Array) -> jax.Array:
+    """int32[n] sums of the counts up to and with each: one launch, where a scan takes three."""
+    if counts.shape[0] > _MOST_COMPARED:
+        return jnp.cumsum(counts, dtype=jnp.int32)
+    number = jnp.arange(counts.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(number <= number[:, None], counts, 0), axis=1, dtype=jnp.int32)
 
 
 def _unit_of(ends: jax.Array, place: jax.Array) -> jax.Array:

@@ -69,11 +69,32 @@ class RowBounds(NamedTuple):
     upper: jax.Array
 
 
-def logit_scales(config: GpuConfig, sm_scale: float, k_scale: jax.Array | None) -> jax.Array:
-    """float32[Hkv]: what `attend` multiplies the products with."""
-    factor = sm_scale * (LOG2_E if config.soft_cap is None else 1.0 / config.soft_cap)
-    scale = jnp.float32(1.0) if k_scale is None else jnp.asarray(k_scale, jnp.float32)
-    return jnp.broadcast_to(scale.reshape(-1) * factor, (config.num_kv_heads,))
+def score_factor(sm_scale: float, soft_cap: float | None) -> float:
+    """What products of queries and keys are multiplied with, beside the scale of the keys."""
+    return sm_scale * (LOG2_E if soft_cap is None else 1.0 / soft_cap)
+
+
+def capped_sink(sink: jax.Array) -> jax.Array:
+    """A natural-log logit, an infinite one as the largest number: its rows give 0 and that LSE."""
+    return lax.min(sink, jnp.float32(jnp.finfo(jnp.float32).max))
+
+
+def as_scales(scale: jax.Array | None) -> jax.Array:
+    """float32[1 or Hkv] of an optional scalar or scale per head; costs no launch where it is float32."""
+    return jnp.ones((1,), jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32).reshape(-1)
+
+
+def as_sinks(sinks: jax.Array | None) -> jax.Array:
+    """float32[1 or Hq] of optional natural-log logits per query head, -inf: none; costs no launch where it is float32.
+
+    Many equal numbers would cost one: XLA makes a constant of them while the step runs.
+    """
+    return jnp.full((1,), -jnp.inf, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+
+
+def of_head(values: Any, head: jax.Array) -> jax.Array:
+    """float32[] of one head, of `as_scales` or `as_sinks` in global memory."""
+    return values[0] if values.shape[0] == 1 else values[head]  # type: ignore[no-any-return]
 
 
 def attend(

@@ -77,10 +77,12 @@ class TileShape(NamedTuple):
 def plan_tiles(batch: Batch, config: GpuConfig, shape: TileShape, num_tokens: int) -> jax.Array:
     """int32[tiles, fields] of the sequences with queries in `batch`; tiles beyond them have neither queries nor keys.
 
+    Queries that see no key, such as those at positions below 0, are in tiles as others are.
+
     `num_tokens` is the length of the array of queries, at least `shape.tokens`.
     """
     room = min(num_tokens, num_tokens // shape.tokens + batch.seq_lens.shape[0])
-    tile, _ = query_tiles(batch, config.mask, room=room, queries=shape.tokens, page_size=config.page_size)
+    tile, count = query_tiles(batch, config.mask, room=room, queries=shape.tokens, page_size=config.page_size)
     keys = Keys.of_tiles(config.mask, tile.first_pos, tile.last_pos, tile.seq_len, config.page_size, config.block)
     token = jnp.clip(tile.token, 0, num_tokens - shape.tokens)
     skip = tile.token - token
@@ -94,4 +96,5 @@ def plan_tiles(batch: Batch, config: GpuConfig, shape: TileShape, num_tokens: in
     }
     columns = [own[field] for field in TileField if field < TileField.KEYS]
     table = jnp.stack([*columns, *keys], axis=1)
-    return jnp.where((tile.last_pos >= 0)[:, None], table, 0).astype(jnp.int32)
+    is_live = jnp.arange(room, dtype=jnp.int32) < count
+    return jnp.where(is_live[:, None], table, 0).astype(jnp.int32)

@@ -1,20 +1,24 @@
 """ragged_paged_attention on NVIDIA GPUs of Hopper, in Pallas Mosaic GPU.
 
-Flow:    the op's arguments -> [ragged_paged_attention] -> decode_pieces, merge_pieces; prefill_tiles
+Flow:    lengths of the step -> [plan] -> GpuSchedule;  the op's arguments + GpuSchedule -> [ragged_paged_attention]
+         -> decode_pieces, prefill_tiles, merge_pieces
 
-Two launches share a step: sequences that decode, and tiles of all others. Either finds no work in a step that has none.
+Two launches share a step: sequences that decode, and tiles of all others. Either finds no work in a step that has none,
+and a step that is planned as one in which all decode has no second. The merge of what decoded puts its results between
+those of the tiles. All that depends on the step's lengths is in the plan, so a layer is these launches, and one that
+brings the queries that decode in the shape of tiles.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill, launches
+from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
 from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
 from pallas_kernels.ragged_paged_attention.gpu_plan import (
     MIN_STAGES,
@@ -23,16 +27,14 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
     compute_dtype,
     kv_bytes,
     most_stages,
-    plan_decode,
     reason_of_pages,
     to_compute_dtype,
 )
-from pallas_kernels.ragged_paged_attention.gpu_softmax import logit_scales
-from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape, plan_tiles
+from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule, PlanSizes
+from pallas_kernels.ragged_paged_attention.gpu_softmax import as_scales, as_sinks, score_factor
+from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.ragged_paged_attention.tuning import TunedShape, sizes_for
+from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape, sizes_for
 
 
 class Tuning(NamedTuple):
@@ -73,6 +75,25 @@ def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_head
     return mosaic_gpu.reason_without_hopper()
 
 
+def plan(
+    q: Any,  # [T, Hq, D]; of it and of the pages shapes and dtypes alone
+    pages: tuple[Any, ...],
+    seq_lens: jax.Array,  # int32[S]
+    query_start_loc: jax.Array,  # int32[S + 1]
+    distribution: jax.Array,  # int32[3]
+    *,
+    mask: MaskRule,
+    num_kv_heads: int,
+    is_decode: bool,  # every sequence decodes, and T is S
+    tuning: Tuning | None = None,
+) -> GpuSchedule:
+    """The schedule of a step for all layers with these shapes and this mask."""
+    tuning = tuning or tuned(q, pages, num_kv_heads, mask)
+    config = _config(q, pages, mask, 1.0, None)
+    sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])._replace(is_decode=is_decode)
+    return GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
+
+
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
     pages: tuple[jax.Array, ...],
@@ -89,119 +110,134 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     return_lse: bool,
+    schedule: Any = None,  # of `plan`; None: it is made here
     tuning: Tuning | None = None,  # None: as tuned for the card, else by the shapes
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq] or None) as `AttentionOutput` says."""
-    num_tokens = q.shape[0]
+    """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq] or None) as `AttentionOutput` says.
+
+    Raises:
+        ValueError: `schedule` is none, or was planned for other shapes, pages or another mask.
+    """
     tuning = tuning or tuned(q, pages, num_kv_heads, mask)
-    step = Step.of(q, pages, block_tables, mask, sm_scale, soft_cap, sinks, k_scale, v_scale, tuning)
-    decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
-    first_token = jnp.minimum(query_start_loc[:-1], num_tokens - 1)
-    out, lse = decode(step, q[first_token], seq_lens, decoding.q_lens, distribution[0])
-    own_seq = launches.own_sequences(query_start_loc, num_tokens)
-    tiled = prefill(step, q, others, return_lse)
-    return launches.by_token((out[own_seq], lse[own_seq]), tiled, decoding, others)
+    config = _config(q, pages, mask, sm_scale, soft_cap)
+    sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])
+    if schedule is None:
+        planned = GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
+    else:
+        planned = GpuSchedule.checked(OP, schedule, sizes)
+    layer = _Layer(
+        pages=(pages[0], pages[1]),
+        block_tables=block_tables,
+        k_scale=as_scales(k_scale),
+        v_scale=as_scales(v_scale),
+        sinks=as_sinks(sinks),
+        config=config,
+        tuning=tuning,
+    )
+    if planned.tokens is None or planned.tiles is None:
+        return _decode(layer, q, planned, q.dtype, into=None)
+    tiled, row_lse = _prefill(layer, q, planned.tiles)
+    own = q[jnp.maximum(planned.tokens, 0)]
+    out, lse = _decode(layer, own, planned, q.dtype, into=(planned.tokens, tiled))
+    num_tokens = q.shape[0]
+    if not return_lse:
+        return out[:num_tokens], None
+    of_tiles = _lse_by_token(row_lse, planned.tiles, sizes.tile, num_tokens)
+    place = jnp.where(planned.tokens < 0, num_tokens, planned.tokens)
+    return out[:num_tokens], of_tiles.at[place].set(lse, mode="drop")
 
 
-class Step(NamedTuple):
+class _Layer(NamedTuple):
     """What decoding and prefill share."""
 
     pages: tuple[jax.Array, jax.Array]
     block_tables: jax.Array  # int32[S, P]
-    scales: jax.Array  # float32[Hkv] of `logit_scales`
-    sinks: jax.Array  # float32[Hq], -inf: none
-    v_scale: jax.Array  # float32[Hkv]
+    k_scale: jax.Array  # float32[1 or Hkv]
+    v_scale: jax.Array  # float32[1 or Hkv]
+    sinks: jax.Array  # float32[1 or Hq], -inf: none
     config: GpuConfig  # but for the sizes of the ring
     tuning: Tuning
-    dtype: str  # of queries and results
 
-    @classmethod
-    def of(
-        cls,
-        q: jax.Array,
-        pages: tuple[jax.Array, ...],
-        block_tables: jax.Array,
-        mask: MaskRule,
-        sm_scale: float,
-        soft_cap: float | None,
-        sinks: jax.Array | None,
-        k_scale: jax.Array | None,
-        v_scale: jax.Array | None,
-        tuning: Tuning,
-    ) -> Step:
-        """From the op's arguments."""
-        dtype, page_dtype = jnp.dtype(q.dtype).name, jnp.dtype(pages[0].dtype).name
-        page_size, num_kv_heads, head_dim = pages[0].shape[1:]
-        config = GpuConfig(
-            mask=mask,
-            soft_cap=soft_cap,
-            num_kv_heads=num_kv_heads,
-            group=q.shape[1] // num_kv_heads,
-            head_dim=head_dim,
-            head_dim_v=pages[1].shape[-1],
-            page_size=page_size,
-            page_dtype=page_dtype,
-            compute_dtype=compute_dtype(dtype, page_dtype),
-            block=block_slots(head_dim, pages[1].shape[-1]),
-            stages=MIN_STAGES,
-        )
-        no_sinks = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
-        ones = jnp.ones((num_kv_heads,), jnp.float32)
-        return cls(
-            pages=(pages[0], pages[1]),
-            block_tables=block_tables,
-            scales=logit_scales(config, sm_scale, k_scale),
-            sinks=no_sinks if sinks is None else capped_sinks(sinks),
-            v_scale=ones if v_scale is None else ones * v_scale.astype(jnp.float32),
-            config=config,
-            tuning=tuning,
-            dtype=dtype,
-        )
-
-    def ring_config(self, fixed_bytes: int, block: int | None, stages: int | None) -> GpuConfig:
+    def ring_config(self, fixed_bytes: int, block: int, stages: int | None) -> GpuConfig:
         """`config` with as many stages of KV blocks as shared memory holds beside `fixed_bytes`."""
-        config = replace(self.config, block=block or self.config.block)
+        config = replace(self.config, block=block)
         stage, converted = kv_bytes(config)
         fitting = most_stages(mosaic_gpu.SMEM_BYTES - fixed_bytes - converted, stage)
         return replace(config, stages=stages or max(MIN_STAGES, fitting))
 
 
-def decode(
-    step: Step,
-    q: jax.Array,  # [S, Hq, D] the query of each sequence that decodes
-    seq_lens: jax.Array,  # int32[S]
-    q_lens: jax.Array,  # int32[S]
-    num_decode: jax.Array,  # int32[] sequences that decode: the first ones
-) -> tuple[jax.Array, jax.Array]:
-    """(out [S, Hq, Dv] in q's dtype, lse float32[S, Hq]); 0 and -inf for sequences that do not decode."""
-    tuning = step.tuning
-    fixed = gpu_decode.fixed_bytes(step.config.head_dim, step.config.head_dim_v)
-    config = step.ring_config(fixed, tuning.decode_block, tuning.decode_stages)
-    plan = plan_decode(seq_lens, num_decode, q_lens, config, tuning.num_blocks or mosaic_gpu.num_sms())
-    q = to_compute_dtype(q, config)
-    pieces = gpu_decode.decode_pieces(q, step.pages, step.block_tables, plan, step.scales, config)
-    return merge_pieces(pieces, plan.units, step.sinks, step.v_scale, config.head_dim_v, step.dtype)
-
-
-def prefill(step: Step, q: jax.Array, batch: Batch, return_lse: bool) -> tuple[jax.Array, jax.Array | None]:
-    """(out [T, Hq, Dv], lse float32[T, Hq] or None) of the sequences with queries in `batch`; the rest is undefined."""
-    tuning, num_tokens = step.tuning, q.shape[0]
-    fixed = gpu_prefill.fixed_bytes(step.config.head_dim, step.config.head_dim_v)
-    block = tuning.prefill_block or gpu_prefill.prefill_block_slots(step.config.head_dim, step.config.head_dim_v)
-    config = step.ring_config(fixed, block, tuning.prefill_stages)
-    shape = TileShape.of(config.group)
-    if num_tokens < shape.tokens:
-        q = jnp.pad(q, [(0, shape.tokens - num_tokens), (0, 0), (0, 0)])
-    tiles = plan_tiles(batch, config, shape, q.shape[0])
-    arguments = (q, step.pages, step.block_tables, tiles, step.scales, step.sinks, step.v_scale, config)
-    out, row_lse = gpu_prefill.prefill_tiles(*arguments)
-    if not return_lse:
-        return out[:num_tokens], None
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    first = jnp.where(
-        tiles[:, TileField.NUM_QUERIES] > 0, tiles[:, TileField.TOKEN] + tiles[:, TileField.SKIP], num_tokens
+def _config(q: Any, pages: tuple[Any, ...], mask: MaskRule, sm_scale: float, soft_cap: float | None) -> GpuConfig:
+    """Of a call, but for the sizes of the ring."""
+    dtype, page_dtype = jnp.dtype(q.dtype).name, jnp.dtype(pages[0].dtype).name
+    page_size, num_kv_heads, head_dim = pages[0].shape[1:]
+    return GpuConfig(
+        mask=mask,
+        soft_cap=soft_cap,
+        num_kv_heads=num_kv_heads,
+        group=q.shape[1] // num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=pages[1].shape[-1],
+        page_size=page_size,
+        page_dtype=page_dtype,
+        compute_dtype=compute_dtype(dtype, page_dtype),
+        block=block_slots(head_dim, pages[1].shape[-1]),
+        stages=MIN_STAGES,
+        score_factor=score_factor(sm_scale, soft_cap),
     )
+
+
+def _sizes(config: GpuConfig, tuning: Tuning, num_tokens: int, num_seqs: int) -> PlanSizes:
+    """What the plan of a call depends on; of a step in which not all decode."""
+    return PlanSizes(
+        mask=config.mask,
+        page_size=config.page_size,
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        units=config.num_kv_heads,
+        decode_block=tuning.decode_block or config.block,
+        num_blocks=tuning.num_blocks or mosaic_gpu.num_sms(),
+        tile=TileShape.of(config.group),
+        tile_block=tuning.prefill_block or gpu_prefill.prefill_block_slots(config.head_dim, config.head_dim_v),
+        is_decode=False,
+    )
+
+
+def _decode(
+    layer: _Layer,
+    q: jax.Array,  # [S, Hq, D] the query of each sequence that decodes
+    planned: GpuSchedule,
+    dtype: Any,  # of the results
+    into: tuple[jax.Array, jax.Array] | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [S, Hq, Dv], lse float32[S, Hq]): 0 and -inf for sequences that do not decode; `into` as `merge_pieces`."""
+    fixed = gpu_decode.fixed_bytes(layer.config.head_dim, layer.config.head_dim_v)
+    config = layer.ring_config(fixed, planned.sizes.decode_block, layer.tuning.decode_stages)
+    rows = to_compute_dtype(q, config)
+    pieces = gpu_decode.decode_pieces(rows, layer.pages, layer.block_tables, planned.decode, layer.k_scale, config)
+    arguments = (pieces, planned.decode.units, layer.sinks, layer.v_scale, config.head_dim_v, dtype)
+    return merge_pieces(*arguments, heads=(config.num_kv_heads, q.shape[1]), into=into)
+
+
+def _prefill(layer: _Layer, q: jax.Array, tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(out [T or the tokens of a tile, Hq, Dv], LSE of rows of tiles); of tokens of no tile undefined."""
+    fixed = gpu_prefill.fixed_bytes(layer.config.head_dim, layer.config.head_dim_v)
+    block = layer.tuning.prefill_block or gpu_prefill.prefill_block_slots(
+        layer.config.head_dim, layer.config.head_dim_v
+    )
+    config = layer.ring_config(fixed, block, layer.tuning.prefill_stages)
+    least = TileShape.of(config.group).tokens
+    if q.shape[0] < least:
+        q = jnp.pad(q, [(0, least - q.shape[0]), (0, 0), (0, 0)])
+    arguments = (q, layer.pages, layer.block_tables, tiles, layer.k_scale, layer.sinks, layer.v_scale, config)
+    return gpu_prefill.prefill_tiles(*arguments)
+
+
+def _lse_by_token(row_lse: jax.Array, tiles: jax.Array, shape: TileShape, num_tokens: int) -> jax.Array:
+    """float32[T, Hq] of the tokens of tiles; of others any."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    has_queries = tiles[:, TileField.NUM_QUERIES] > 0
+    first = jnp.where(has_queries, tiles[:, TileField.TOKEN] + tiles[:, TileField.SKIP], num_tokens)
     tile = jnp.maximum(jnp.sum(first[None] <= token[:, None], axis=1) - 1, 0)
     by_head = row_lse[..., : shape.heads * shape.tokens].reshape(*row_lse.shape[:2], shape.heads, shape.tokens)
     place = jnp.clip(token - tiles[tile, TileField.TOKEN], 0, shape.tokens - 1)
-    return out[:num_tokens], by_head[tile, :, :, place].reshape(num_tokens, -1)
+    return by_head[tile, :, :, place].reshape(num_tokens, -1)

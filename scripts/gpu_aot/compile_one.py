@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.aot.cases import parse_case
+from scripts.gpu_aot.launches import count_launches
 from scripts.gpu_aot.resources import count_copies, count_instructions, parse_ptxas, parse_shared_memory
 from scripts.gpu_aot.target import CARDS, prepare_environment
 
@@ -21,6 +22,7 @@ def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
     import jax
     from jax.experimental import topologies
 
+    from scripts.gpu_aot import layer_case
     from scripts.gpu_aot.operations import OPERATIONS
 
     case_type, build = OPERATIONS[op]
@@ -34,14 +36,20 @@ def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
         lowered = jax.jit(operation.call, donate_argnums=operation.donated).lower(*arguments)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
+    text = compiled.as_text()
     donated = [array for i in operation.donated for array in jax.tree.leaves(operation.arguments[i])]
-    return {
+    record = {
         "module": op,
         "donated_bytes": sum(array.size * array.dtype.itemsize for array in donated),
         "aliased_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
-        "copies": sum(count_copies(compiled.as_text(), array.shape) for array in donated),
+        "copies": sum(count_copies(text, array.shape) for array in donated),
     }
+    if operation.layers:
+        counts = {step: count_launches(text, step, "attend") for step in layer_case.STEPS}
+        record["launches_by_layer"] = {step: -(-count // operation.layers) for step, count in counts.items()}
+        record["launches_to_plan"] = {step: count_launches(text, step, "plan") for step in layer_case.STEPS}
+    return record
 
 
 def tool(name: str) -> Path | None:

@@ -20,6 +20,7 @@ from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts.aot import delta_case, sparse_attention_case, ssm_case
 from scripts.aot.arguments import argument
+from scripts.gpu_aot import layer_case
 
 
 class Operation(NamedTuple):
@@ -28,6 +29,7 @@ class Operation(NamedTuple):
     call: Callable[..., Any]
     arguments: tuple[Any, ...]  # shapes
     donated: tuple[int, ...] = ()  # arguments that are updated in place: page arrays
+    layers: int = 0  # layers in the module, each in the scopes of `layer_case`; 0: it is not made of layers
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,11 @@ def sparse(case: sparse_attention_case.SparseCase) -> Operation:
     return Operation(*sparse_attention_case.attention(case, backend="gpu"))
 
 
+def planned_layers(case: layer_case.LayersCase) -> Operation:
+    """Layers that share the plan of a step."""
+    return Operation(*layer_case.layers(case), donated=(1,), layers=1 if case.scan else case.layers)
+
+
 def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
     """(pages, new K and V, slots)."""
     layout = attention_layout(
@@ -212,6 +219,7 @@ OPERATIONS: dict[str, tuple[type, Callable[[Any], Operation]]] = {
     "conv": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.conv)),
     "delta": (delta_case.DeltaCase, functools.partial(recurrent, delta_case.rule)),
     "kv_write": (AttentionCase, write),
+    "layers": (layer_case.LayersCase, planned_layers),
     "mla": (LatentCase, latent),
     "page_ops": (AttentionCase, page_work),
     "scan": (ssm_case.SsmCase, functools.partial(recurrent, ssm_case.scan)),

@@ -15,6 +15,7 @@ from scripts import gpu_compile, gpu_compile_all
 from scripts.aot.delta_case import DeltaCase
 from scripts.aot.sparse_attention_case import SparseCase
 from scripts.gpu_aot.compile_one import parse_case
+from scripts.gpu_aot.launches import count_launches, launches_of
 from scripts.gpu_aot.operations import OPERATIONS, AttentionCase, with_model_shape
 from scripts.gpu_aot.resources import Usage, count_copies, count_instructions, parse_ptxas, parse_shared_memory
 
@@ -112,6 +113,48 @@ def test_counts_copies_of_one_shape() -> None:
       %f = bf16[7,16]{1,0} fusion(%copy.1), kind=kLoop
     """
     assert count_copies(text, (7, 16)) == 2
+
+
+MODULE = """
+%fused_pad (p: bf16[8]) -> bf16[16] {
+  ROOT %pad.1 = bf16[16]{0} pad(%p, %zero), padding=0_8, metadata={op_name="jit(call)/mixed/attend/pad"}
+}
+%body.1 (carry: (s32[], bf16[8])) -> (s32[], bf16[8]) {
+  %carry = (s32[], bf16[8]{0}) parameter(0)
+  %gte.1 = bf16[8]{0} get-tuple-element(%carry), index=1
+  %pad_fusion = bf16[16]{0} fusion(%gte.1), kind=kLoop, metadata={op_name="jit(call)/mixed/while/body/attend/pad"}
+  %run = (bf16[8]{0}, f32[4,8]{1,0}) custom-call(%pad_fusion), metadata={op_name="jit(call)/mixed/while/body/attend/k"}
+  %copy-start = (bf16[8]{0}, bf16[8]{0}) copy-start(%gte.1), metadata={op_name="jit(call)/mixed/while/body/write/c"}
+  %copy-done = bf16[8]{0} copy-done(%copy-start), metadata={op_name="jit(call)/mixed/while/body/write/c"}
+}
+ENTRY %main.2 (x: bf16[8]) -> bf16[8] {
+  %x = bf16[8]{0} parameter(0)
+  %sums = s32[4]{0} fusion(%x), kind=kInput, metadata={op_name="jit(call)/mixed/plan/reduce_sum"}
+  %copy.1 = bf16[8]{0} copy(%x)
+  ROOT %while = (s32[], bf16[8]{0}) while(%tuple), condition=%cond.1, body=%body.1
+}
+"""
+
+
+def test_counts_launches_by_scope() -> None:
+    """Of the entry and of loops, not inside of fusions; a copy that takes two instructions is one."""
+    assert [launch.opcode for launch in launches_of(MODULE)] == [
+        "fusion",
+        "custom-call",
+        "copy-start",
+        "fusion",
+        "copy",
+    ]
+    assert count_launches(MODULE, "mixed", "attend") == 2
+    assert (count_launches(MODULE, "mixed", "plan"), count_launches(MODULE, "decode", "attend")) == (1, 0)
+
+
+def test_a_layer_of_many_launches_is_a_problem() -> None:
+    module = {"case": "layers", "module": "layers", "donated_bytes": 8, "aliased_bytes": 8, "copies": 0}
+    module |= {"temporary_bytes": 3, "launches_by_layer": {"decode": 3, "mixed": 5}, "launches_to_plan": {}}
+    module["launches_to_plan"] = {"decode": 9, "mixed": 12}
+    assert gpu_compile.problems(module) == ["layers: expected at most 4 launches a mixed layer, got 5"]
+    assert gpu_compile.report([module]).splitlines()[-1].split() == ["layers", "mixed", "5", "12"]
 
 
 def test_every_shape_is_compiled_once() -> None:
