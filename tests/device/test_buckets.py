@@ -102,3 +102,25 @@ def test_refuses_no_buckets_too_many_and_empty_page_counts() -> None:
 def test_refuses_limits_below_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"expected {name} >= 1, got 0"):
         Buckets.default(**LIMITS | {name: 0})
+
+
+def test_steps_of_decoding_may_have_buckets_of_their_own() -> None:
+    """A step of one token a request takes one of them before a smaller mixed bucket; no other step fits one."""
+    limits = {"max_num_batched_tokens": 2048, "max_num_seqs": 256, "max_model_len": 8192, "block_size": 16}
+    buckets = Buckets.default(**limits, decode_apart=True)
+    assert len(buckets.steps) <= MAX_BUCKETS
+    assert buckets.pick(10, 10, 20) == Bucket(16, 16, 32, is_mixed=False)
+    assert buckets.pick(20, 20, 20) == Bucket(64, 64, 32, is_mixed=False)
+    assert buckets.pick(20, 19, 20) == Bucket(32, 32, 128)
+    drafts = Buckets.default(**limits, decode_apart=True, num_drafts=3)
+    assert {bucket.is_mixed for bucket in drafts.steps if bucket.num_drafts} == {True}
+    assert not Bucket(8, 8, 4, is_mixed=False).fits(8, 7, 4)
+    only_decode = Buckets((Bucket(8, 8, 4, is_mixed=False),))
+    with pytest.raises(ValueError, match=r"no bucket fits 8 tokens, 7 .*declared: 8x8x4 of one token a request"):
+        only_decode.pick(8, 7, 4)
+
+
+@pytest.mark.parametrize("sizes", [(9, 8, 4, 0), (8, 8, 4, 1)])
+def test_a_bucket_that_is_not_mixed_has_one_token_a_request(sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected one token a request in a bucket that is not mixed, got Bucket"):
+        Bucket(*sizes, is_mixed=False)
