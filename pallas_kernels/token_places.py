@@ -14,11 +14,15 @@ from jax import lax
 
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 
-_TILE_TOKENS = 16
-_TILE_ENTRIES = 128
-
 # A tree of arrays [tokens, ...].
 ByToken = Any
+
+
+class EntryTiles(NamedTuple):
+    """How many tokens go together, and how many of their entries at a time."""
+
+    tokens: int = 16
+    entries: int = 128
 
 
 class TokenPlaces(NamedTuple):
@@ -43,6 +47,7 @@ def over_entries(
     carry: ByToken,
     inputs: ByToken,
     counts: jax.Array,  # int32[T] entries of each token
+    sizes: EntryTiles = EntryTiles(),  # noqa: B008
 ) -> ByToken:
     """`carry` after `body(carry, inputs, entry)` for all tiles of entries of all tiles of tokens.
 
@@ -50,8 +55,8 @@ def over_entries(
     largest count of the tile and beyond: `body` must leave the carry of tokens with fewer entries as it is.
     """
     num_tokens = counts.shape[0]
-    size = min(num_tokens, _TILE_TOKENS)
-    entry = jnp.arange(_TILE_ENTRIES, dtype=jnp.int32)
+    size = min(num_tokens, sizes.tokens)
+    entry = jnp.arange(sizes.entries, dtype=jnp.int32)
 
     def tiled(x: jax.Array) -> jax.Array:
         padding = [(0, -num_tokens % size), *[(0, 0)] * (x.ndim - 1)]
@@ -59,8 +64,8 @@ def over_entries(
 
     def tile(arguments: tuple[ByToken, ByToken, jax.Array]) -> ByToken:
         carry, inputs, counts = arguments
-        trips = -(-jnp.max(counts) // _TILE_ENTRIES)
-        return lax.fori_loop(0, trips, lambda i, c: body(c, inputs, i * _TILE_ENTRIES + entry), carry)
+        trips = -(-jnp.max(counts) // sizes.entries)
+        return lax.fori_loop(0, trips, lambda i, c: body(c, inputs, i * sizes.entries + entry), carry)
 
     tiles = lax.map(tile, jax.tree.map(tiled, (carry, inputs, counts)))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], tiles)

@@ -6,9 +6,10 @@
 
 Flow:    op, platform, seed, number -> trial of scripts/kernel_fuzz -> cases -> [fuzz_kernels] -> a line a pair
 
-Platforms: `reference` (plain jnp), `tpu` and `gpu` (Pallas kernels: compiled where there is a chip, else interpreted on
-CPU, some trials with races watched). A wrong case is told with the command that repeats its trial; the exit status is
-then 1. So it is where a trial hangs for longer than --hang seconds.
+Platforms: `reference` (plain jnp), `xla` (the same, vectorised for GPUs without kernels), `tpu` and `gpu` (Pallas
+kernels: compiled where there is a chip, else interpreted on CPU, some trials with races watched). A wrong case is told
+with the command that repeats its trial; the exit status is then 1. So it is where a trial hangs for longer than --hang
+seconds.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ import numpy as np
 from scripts.kernel_fuzz import attention, moves, sparse, states
 from scripts.kernel_fuzz.trials import Trial
 
-_ALL = ("reference", "tpu", "gpu")
+_ALL = ("reference", "xla", "tpu", "gpu")
 OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that have a kernel of it
     "ragged_paged_attention": (attention.ragged, _ALL),
     "mla_paged_attention": (attention.mla, _ALL),
     "sparse_mla_attention": (sparse.sparse, _ALL),
     "indexer_topk": (sparse.indexer, ("reference", "tpu")),
     "compressor_update": (sparse.compressor, ("reference", "tpu")),
-    "causal_conv1d": (states.convolution, _ALL),
+    "causal_conv1d": (states.convolution, ("reference", "tpu", "gpu")),
     "selective_scan": (states.scan, _ALL),
     "gated_delta_rule": (states.delta, _ALL),
     "kv_write": (moves.kv, ("reference", "tpu")),

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.gated_delta_rule import gpu_rule, reference, tpu_rule, validate
+from pallas_kernels.gated_delta_rule import gpu_rule, reference, tpu_rule, validate, xla_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
@@ -43,6 +43,7 @@ class DeltaOutput(NamedTuple):
 
 _RULES = {
     "reference": reference.gated_delta_rule,
+    "xla": xla_rule.gated_delta_rule,
     "tpu": tpu_rule.gated_delta_rule,
     "gpu": gpu_rule.gated_delta_rule,
 }
@@ -87,7 +88,7 @@ def gated_delta_rule(
         "tpu": tpu_rule.reason_not_supported(v, k, g, states),
         "gpu": gpu_rule.reason_not_supported(v, k, g, states),
     }
-    chosen = resolve_backend(validate.OP, backend, reasons)
+    chosen = resolve_backend(validate.OP, backend, reasons, xla_rule.path_over(states, state_read.shape[0]))
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.OP, v.shape[0], states.shape[0], step)
     arguments = (Inputs(q, k, v, g, beta), states, step.by_column())

@@ -154,7 +154,7 @@ def _attend_items(
     first, last, seq_len = (x[:, None] for x in (tiles.first_pos, tiles.last_pos, tiles.seq_len))
     k, v = _gathered(cache, ids, mask.visible(key_pos, first, last, seq_len), queries.q.dtype)
     rows = queries.of(tiles.token[:, None] + place)
-    s = _product("nhrd,nhkd->nhrk", rows, k) * queries.scale[:, None, None]
+    s = product("nhrd,nhkd->nhrk", rows, k) * queries.scale[:, None, None]
     if queries.soft_cap is not None:
         s = queries.soft_cap * jnp.tanh(s / queries.soft_cap)
     pos = (first + place)[..., None]
@@ -163,7 +163,7 @@ def _attend_items(
     s = jnp.where(visible[:, None, :, None], by_query, -jnp.inf).reshape(s.shape)
 
     def values_of(p: jax.Array) -> jax.Array:
-        return _product("nhrk,nhkd->nhrd", p.astype(k.dtype), v)[..., : cache.head_dim_v]
+        return product("nhrk,nhkd->nhrd", p.astype(k.dtype), v)[..., : cache.head_dim_v]
 
     return online_softmax.update(state, s, values_of)
 
@@ -195,7 +195,7 @@ def _gathered(cache: PageReader, ids: jax.Array, seen: jax.Array, dtype: jnp.dty
     return keys, values
 
 
-def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """float32 products; exact ones of float32, whatever the platform's default."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)

@@ -18,7 +18,7 @@ from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import latent_write
-from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu, reference, validate
+from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
 from pallas_kernels.tpu_memory import with_room
 
@@ -84,7 +84,8 @@ def sparse_mla_attention(
         "tpu": kernel_tpu.reason_not_supported(q, pages, schedule, *arrays, **options),
         "gpu": kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries),
     }
-    chosen = resolve_backend(validate.OP, backend, reasons)
+    xla = xla_attention.path_over(q, tuple(pages), sliding_window, options["entry_page_size"], *arrays[1:])
+    chosen = resolve_backend(validate.OP, backend, reasons, xla)
     arguments = (q, tuple(pages), schedule, None if compressed is None else (compressed.array,), *arrays[1:], sinks)
     of_tpu = options | {
         "sm_scale": float(sm_scale),
@@ -102,5 +103,6 @@ def sparse_mla_attention(
     elif chosen == "gpu":
         out, lse = kernel_gpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
     else:
-        out, lse = reference.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
+        plain = xla_attention if chosen == "xla" else reference
+        out, lse = plain.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))

@@ -9,7 +9,8 @@ compressed entries, into one softmax state.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,11 @@ from pallas_kernels.latent_pages import EntryCache
 from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
-from pallas_kernels.token_places import over_entries
+from pallas_kernels.token_places import EntryTiles, over_entries
 from pallas_kernels.varying import vary_like
+
+# State of [n, Hq] rows, their queries, cache, slots int32[n, E] or -1 -> state after the entries in these slots.
+Attend: TypeAlias = Callable[[SoftmaxState, jax.Array, EntryCache, jax.Array], SoftmaxState]
 
 
 @functools.partial(jax.jit, static_argnames=("sm_scale", "tokens_per_state", "entries", "page_size", "entry_page_size"))
@@ -41,34 +45,38 @@ def sparse_mla_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, D] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     heads, dim = q.astype(jnp.float32) * sm_scale, q.shape[-1]
-    state = window_pass(heads, EntryCache.of(pages, entries, dim, page_size), schedule)
+    state = window_pass(heads, EntryCache.of(pages, entries, dim, page_size), schedule, _attend, EntryTiles())
     if compressed_pages is not None and compressed_tables is not None:
         cache = EntryCache.of(compressed_pages, entries, dim, entry_page_size)
-        counts = schedule.num_entries(tokens_per_state)
-        state = compressed_pass(state, heads, cache, compressed_tables, schedule.seq, counts, topk_indices)
+        named = (compressed_tables, schedule.seq, schedule.num_entries(tokens_per_state), topk_indices)
+        state = compressed_pass(state, heads, cache, *named, _attend, EntryTiles())
     out, lse = online_softmax.finish(state, None if sinks is None else sinks.astype(jnp.float32)[None])
     return out.astype(q.dtype), lse
 
 
-def window_pass(q: jax.Array, cache: EntryCache, schedule: SparseSchedule) -> SoftmaxState:
-    """State of float32[T, Hq, D] scaled queries after the slots of their windows."""
+def window_pass(
+    q: jax.Array, cache: EntryCache, schedule: SparseSchedule, attend: Attend, sizes: EntryTiles
+) -> SoftmaxState:
+    """State of [T, Hq, D] queries, as `attend` takes them, after the slots of their windows."""
     state = vary_like(online_softmax.empty(q.shape[:2], cache.dim), q, cache.latent.array, *schedule[:3])
 
     def body(state: SoftmaxState, inputs: tuple[jax.Array, jax.Array], column: jax.Array) -> SoftmaxState:
         q, slots = inputs
-        return _attend(state, q, cache, _columns(slots, column))
+        return attend(state, q, cache, _columns(slots, column))
 
-    return over_entries(body, state, (q, schedule.window_slots), schedule.num_window_slots)
+    return over_entries(body, state, (q, schedule.window_slots), schedule.num_window_slots, sizes)
 
 
 def compressed_pass(
     state: SoftmaxState,  # of [T, Hq] rows
-    q: jax.Array,  # float32[T, Hq, D] scaled
+    q: jax.Array,  # [T, Hq, D] as `attend` takes them
     cache: EntryCache,
     block_tables: jax.Array,  # int32[S, Pc]
     seq: jax.Array,  # int32[T]
     counts: jax.Array,  # int32[T] entries that a token may see
     topk_indices: jax.Array | None,  # int32[T, K] those that it sees; None: all
+    attend: Attend,
+    sizes: EntryTiles,
 ) -> SoftmaxState:
     """`state` after the compressed entries."""
     inputs = (q, seq, counts, topk_indices)
@@ -79,10 +87,10 @@ def compressed_pass(
         entry = jnp.broadcast_to(column, (q.shape[0], column.size)) if named is None else _columns(named, column)
         seen = (entry >= 0) & (entry < counts[:, None])
         slots = cache.slots(block_tables, seq[:, None], jnp.maximum(entry, 0))
-        return _attend(state, q, cache, jnp.where(seen, slots, -1))
+        return attend(state, q, cache, jnp.where(seen, slots, -1))
 
     num_named = counts if topk_indices is None else jnp.where(counts > 0, topk_indices.shape[1], 0)
-    return over_entries(body, state, inputs, num_named)
+    return over_entries(body, state, inputs, num_named, sizes)
 
 
 def _columns(table: jax.Array, column: jax.Array) -> jax.Array:

@@ -102,6 +102,22 @@ def scan(case: Case) -> Built:
     return Built(call, arguments, trips, named, 4 * num_tokens * state_numbers, donated=(1,))
 
 
+def delta(case: Case) -> Built:
+    """Gated delta rule of Qwen3-Next: 32 heads of 128 x 128 numbers in float32, of sequences of one token each."""
+    import math
+
+    from pallas_kernels.gated_delta_rule import xla_rule
+    from scripts.aot import delta_case
+
+    num_seqs = len(case.lengths)
+    call, arguments = delta_case.rule(delta_case.DeltaCase(tokens=num_seqs, seqs=num_seqs, dtype=case.dtype), "xla")
+    states = arguments[1]
+    trips = xla_rule.num_trips(states.shape, num_seqs, num_seqs)
+    state_numbers = math.prod(states.shape[1:])
+    named = 2 * num_seqs * state_numbers * states.dtype.itemsize
+    return Built(call, arguments, trips, named, 6 * num_seqs * state_numbers, donated=(1,))
+
+
 def _step(case: Case, page: int) -> tuple[tuple[Any, ...], int]:
     """(shapes of block tables, lengths, first tokens and distribution; pages that the pool has)."""
     from scripts.aot.arguments import argument
@@ -167,7 +183,7 @@ def runs_of(loop: Loop, trips: dict[str, float]) -> float:
     raise ValueError(f"expected a loop of one of {sorted(trips)}, got {loop.scope}")
 
 
-BUILDERS: dict[str, Callable[[Case], Built]] = {"attention": paged, "mla": latent, "scan": scan}
+BUILDERS: dict[str, Callable[[Case], Built]] = {"attention": paged, "mla": latent, "scan": scan, "delta": delta}
 
 
 def record_of(case: Case) -> dict[str, Any]:

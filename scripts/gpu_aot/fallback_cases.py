@@ -36,6 +36,7 @@ CASES = (
     Case("MLA decode 64 x 4k 16 heads", "mla", ((64, 1, 4096),), heads=16, most_times=4.7),
     Case("MLA decode 64 x 4k 128 heads", "mla", ((64, 1, 4096),), heads=128, most_times=6.5),
     Case("Mamba 2 decode 64", "scan", ((64, 1, 1),)),
+    Case("gated delta decode 64", "delta", ((64, 1, 1),)),
     Case(
         "Mamba 2 prefill 8k",
         "scan",

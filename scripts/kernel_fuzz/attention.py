@@ -18,7 +18,7 @@ from pallas_kernels.mla_paged_attention import kernel_tpu as mla_tpu
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from scripts.kernel_fuzz.trials import checked, compiled_on, hard_rows, one_of
+from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on, hard_rows, one_of
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.latent_cases import LatentShape
@@ -87,7 +87,8 @@ def assert_right(result: Any, expected: tuple[np.ndarray, np.ndarray], q_dtype: 
 
 def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
     """Steps of one shape of ragged_paged_attention."""
-    page_size = one_of(rng, [8, 16, 32, 64, 128, 256] if platform != "reference" else [1, 3, 4, 16, 64, 128])
+    is_plain = platform in PLAIN
+    page_size = one_of(rng, [1, 3, 4, 16, 64, 128] if is_plain else [8, 16, 32, 64, 128, 256])
     dtypes = ["bfloat16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"]
     if platform != "gpu":
         dtypes.append("float32")
@@ -109,7 +110,7 @@ def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
         head_dim=one_of(rng, [64, 96, 128, 256] if platform == "gpu" else [64, 80, 128, 192, 256]),
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
-        platform="tpu" if platform == "tpu" or (platform == "reference" and rng.random() < 0.5) else "cpu",
+        platform="tpu" if platform == "tpu" or (is_plain and rng.random() < 0.5) else "cpu",
     )
     options = random_options(rng, page_size, shape.num_q_heads, kv_dtype, one_of(rng, [None, (), (kv_heads,)]))
     run = _compiled_ragged(rng, platform, shape, options)
@@ -146,18 +147,18 @@ def _compiled_ragged(
         call = partial(kernel_gpu.ragged_paged_attention, **static, return_lse=True, tuning=tuning_gpu)
     else:
         options_of_mask = asdict(static.pop("mask"))
-        op = partial(ragged_paged_attention, **static, **options_of_mask, return_lse=True, backend="reference")
+        op = partial(ragged_paged_attention, **static, **options_of_mask, return_lse=True, backend=platform)
         call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
     return compiled_on(platform, rng, call, *cases.make_case(0, shape, []).arrays)
 
 
 def mla(rng: np.random.Generator, platform: str) -> Iterator[str]:
     """Steps of one shape of mla_paged_attention."""
-    page_size = one_of(rng, [3, 4, 16, 64] if platform == "reference" else [8, 16, 64, 128])
+    page_size = one_of(rng, [3, 4, 16, 64] if platform in PLAIN else [8, 16, 64, 128])
     dtypes = ["bfloat16", "float8_e4m3fn", "int8"] + (["float32"] if platform != "gpu" else ["float8_e5m2"])
     dtype, longest = one_of(rng, dtypes), one_of(rng, [130, 300])
     dims = one_of(rng, [(128, 64), (256, 64)] if platform == "gpu" else [(24, 8), (192, 64), (256, 64)])
-    layout = "cpu" if platform == "gpu" or (platform == "reference" and rng.random() < 0.5) else "tpu"
+    layout = "cpu" if platform == "gpu" or (platform in PLAIN and rng.random() < 0.5) else "tpu"
     shape = mla_cases.Shape(
         num_tokens=one_of(rng, [1, 2, 7, 9, 24, 33]),
         num_rows=int(rng.integers(1, 6)),
@@ -199,6 +200,6 @@ def _compiled_mla(
         call = partial(mla_gpu.mla_paged_attention, **static, tuning=mla_gpu.Tuning(stages=2, num_blocks=3))
     else:
         options_of_mask = asdict(static.pop("mask"))
-        op = partial(mla_paged_attention, **static, **options_of_mask, return_lse=True, backend="reference")
+        op = partial(mla_paged_attention, **static, **options_of_mask, return_lse=True, backend=platform)
         call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
     return compiled_on(platform, rng, call, *mla_cases.make_case(0, shape, [], options).arrays)

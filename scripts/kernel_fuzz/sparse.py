@@ -18,7 +18,7 @@ from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8, Plain
 from pallas_kernels.sparse_mla_attention import kernel_gpu
 from scripts.kernel_fuzz.attention import assert_right
-from scripts.kernel_fuzz.trials import checked, compiled_on, hard_rows, one_of
+from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on, hard_rows, one_of
 from tests.pallas_kernels.compressor_update.test_compressor_update import Steps
 from tests.pallas_kernels.indexer_topk import test_indexer_topk
 from tests.pallas_kernels.latent_cases import LatentShape
@@ -37,7 +37,7 @@ def _random_shape(rng: np.random.Generator, platform: str) -> Shape:
     page_size = one_of(rng, [4, 8, 16, 64])
     dim = one_of(rng, [128, 256])
     entries = LatentFp8(64, 64) if is_fp8 else Plain()
-    layout = "tpu" if platform == "tpu" or (platform == "reference" and rng.random() < 0.5) else "cpu"
+    layout = "tpu" if platform == "tpu" or (platform in PLAIN and rng.random() < 0.5) else "cpu"
     kind = one_of(
         rng, [{}, {"ratio": 1}, {"ratio": 4}, {"ratio": 1, "topk": 40}, {"ratio": 4, "topk": 20}, {"ratio": 128}]
     )

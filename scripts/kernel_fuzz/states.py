@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.gated_delta_rule import gpu_rule, tpu_rule
+from pallas_kernels.gated_delta_rule import gpu_rule, tpu_rule, xla_rule
 from pallas_kernels.gated_delta_rule import reference as delta_reference
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
-from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan
+from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, xla_scan
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
 from pallas_kernels.state_step import StepArrays
 from scripts.kernel_fuzz.trials import checked, compiled_on, hard_counts, one_of
@@ -26,8 +26,8 @@ from tests.pallas_kernels.state_cases import on_device
 
 _STEPS = 3
 _CONVOLUTIONS: dict[str, Any] = {"reference": reference, "tpu": tpu_conv, "gpu": gpu_conv}
-_SCANS: dict[str, Any] = {"reference": reference, "tpu": tpu_scan, "gpu": gpu_scan}
-_RULES: dict[str, Any] = {"reference": delta_reference, "tpu": tpu_rule, "gpu": gpu_rule}
+_SCANS: dict[str, Any] = {"reference": reference, "xla": xla_scan, "tpu": tpu_scan, "gpu": gpu_scan}
+_RULES: dict[str, Any] = {"reference": delta_reference, "xla": xla_rule, "tpu": tpu_rule, "gpu": gpu_rule}
 
 
 def convolution(rng: np.random.Generator, platform: str) -> Iterator[str]:
@@ -105,8 +105,10 @@ def scan(rng: np.random.Generator, platform: str) -> Iterator[str]:
 
 def delta(rng: np.random.Generator, platform: str) -> Iterator[str]:
     """Steps of one shape of gated_delta_rule."""
+    plain = [(2, 4, 4, 3), (1, 3, 1, 1), (2, 2, 16, 16)]
     sizes = {
-        "reference": [(2, 4, 4, 3), (1, 3, 1, 1), (2, 2, 16, 16)],
+        "reference": plain,
+        "xla": plain,
         "tpu": [(1, 2, 128, 128), (2, 2, 128, 128)],
         "gpu": [(1, 2, 16, 64), (2, 2, 16, 32), (1, 3, 32, 32)],
     }
