@@ -145,16 +145,16 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """backend="gpu" refuses; "auto" on a GPU warns and gives what the reference gives."""
+    """backend="gpu" refuses; "auto" on a GPU warns and gives what vectorised XLA gives."""
     shape, message = BAD[name]
     arrays, step = shape.make(np.random.default_rng(0), [1, 2])
     arguments = (*(jnp.asarray(arrays[n]) for n in (*INPUTS, "states")), *step)
     with pytest.raises(NotImplementedError, match=f"gated_delta_rule: GPU kernels take {message}"):
         gated_delta_rule(*arguments, backend="gpu")
-    expected = gated_delta_rule(*arguments, backend="reference")
+    expected = gated_delta_rule(*arguments, backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
-    with pytest.warns(RuntimeWarning, match="the reference runs instead"):
+    with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
         result = gated_delta_rule(*arguments)
     np.testing.assert_array_equal(result.out, expected.out)
 

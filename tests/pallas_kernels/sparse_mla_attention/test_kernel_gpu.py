@@ -247,17 +247,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """backend="gpu" refuses; "auto" on a GPU warns once and gives what the reference gives."""
+    """backend="gpu" refuses; "auto" on a GPU warns once and gives what vectorised XLA gives."""
     change, message = BAD[name]
     shape = shape_of(change)
     q, page, step = of_reference(make_case(12, shape, [(3, 9)]))
     run = functools.partial(call, q, page, step, {}, shape=shape)
     with pytest.raises(NotImplementedError, match=f"sparse_mla_attention: .*{message}"):
         run(backend="gpu")
-    expected = run(backend="reference")
+    expected = run(backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
-    with pytest.warns(RuntimeWarning, match="the reference runs instead"):
+    with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
         result = run()
     np.testing.assert_array_equal(np.asarray(result.out), np.asarray(expected.out))
     run()  # no second warning
