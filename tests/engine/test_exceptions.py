@@ -32,12 +32,12 @@ NAME = "llama"
 UPDATE_STEP = "kvjax.device.update_step"
 DEVICE_CALLS = (
     f"{UPDATE_STEP}.UpdateStep.__call__",
-    f"{UPDATE_STEP}.UpdateStep._edit_pages",
+    f"{UPDATE_STEP}.edit_pages",
     f"{UPDATE_STEP}.DeviceBatch.from_plan",
     "kvjax.engine.model_runner.ModelRunner.dispatch",
     "kvjax.engine.model_runner.ModelRunner.read",
 )
-EDIT_CALLS = (f"{UPDATE_STEP}.copy_pages", f"{UPDATE_STEP}.zero_pages")
+EDIT_CALLS = ("kvjax.device.page_edits.copy_pages", "kvjax.device.page_edits.zero_pages")
 HOST_CALLS = (
     "kvjax.engine.scheduler.Scheduler.schedule",
     "kvjax.engine.scheduler.Scheduler.start",
