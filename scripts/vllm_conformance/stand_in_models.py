@@ -188,7 +188,7 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": "Qwen2Tokenizer" if model_type == "qwen2_5_vl" else "PreTrainedTokenizerFast",
         "bos_token": "<s>",
         "eos_token": "</s>",
         "pad_token": "<pad>",

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# vLLM's own tests of its core on this machine's CPU, with vLLM's KV cache manager and with kvjax's under its scheduler.
+#
+# Usage:   scripts/vllm_conformance.sh VERSION [--setup-only | FILE ...]      for example 0.16.0, or 0.33.0 scheduler
+# Needs:   Python 3.12 or 3.13 ($PYTHON, default python3), some 4 GB in .cache/vllm/VERSION, a package index
+# Result:  .cache/vllm/VERSION/{own,kvjax}.xml, touched.txt, and a table of files on the terminal (docs/vllm.md)
+#
+# vLLM comes as its source distribution; nothing of it is compiled. Models of the tests are folders of published shapes
+# (vllm_conformance/stand_in_models.py), so no test reaches for the network.
+set -euo pipefail
+version=${1:?expected a version of vLLM, for example 0.16.0}
+repository=$(cd "$(dirname "$0")/.." && pwd)
+home=${KVJAX_VLLM_DIR:-$repository/.cache/vllm}/$version
+source=$home/vllm-$version
+python=$home/venv/bin/python
+mkdir -p "$home"
+
+if [ ! -x "$python" ]; then
+  "${PYTHON:-python3}" -m venv "$home/venv"
+  "$python" -m pip install -q torch==2.13.0 torchvision==0.28.0
+  "$python" -m pip install -q "setuptools<81" setuptools_scm setuptools-rust wheel packaging cmake ninja
+fi
+if [ ! -d "$source" ]; then
+  # Without a target device the sources' metadata can be made where there is no compiler for any.
+  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$version "$python" -m pip download -q --no-deps --no-binary :all: \
+    --no-build-isolation -d "$home" "vllm==$version"
+  tar -xzf "$home/vllm-$version.tar.gz" -C "$home"
+fi
+if [ ! -e "$home/installed" ]; then
+  # The lower bound of certifi is newer than some mirrors; no test reads a certificate.
+  sed 's/^certifi.*/certifi/' "$source/requirements/common.txt" > "$home/requirements.txt"
+  "$python" -m pip install -q -r "$home/requirements.txt" pytest pytest-timeout pytest-asyncio xxhash
+  touch "$home/installed"
+fi
+"$python" "$repository/scripts/vllm_conformance/stand_in_models.py" "$home/models"
+
+cat > "$home/python" <<END
+#!/usr/bin/env bash
+# Python with vLLM $version and kvjax, in the folder of the stand-in models.
+export VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+export PYTHONPATH=$source:$repository:$repository/scripts/vllm_conformance
+cd "$home/models" && exec "$python" "\$@"
+END
+chmod +x "$home/python"
+[ "${2:-}" = --setup-only ] && exit 0
+
+shift
+files=("$@")
+if [ $# = 0 ]; then
+  files=(prefix_caching kv_cache_utils single_type_kv_cache_manager kv_cache_metrics scheduler async_scheduler
+    priority_scheduler_random output)
+fi
+tests=("${files[@]/#/$source/tests/v1/core/test_}")
+tests=("${tests[@]/%/.py}")
+run() {  # run NAME PLUGIN...: one pass over the tests; failures are what the table is about
+  local name=$1 plugins=()
+  shift
+  for plugin in "$@"; do plugins+=(-p "$plugin"); done
+  KVJAX_TOUCHED=$home/touched.txt "$home/python" -m pytest -q -p no:cacheprovider "${plugins[@]}" --rootdir "$source" \
+    --noconftest --timeout 120 --junitxml "$home/$name.xml" "${tests[@]}" > "$home/$name.txt" 2>&1 || true
+}
+run own on_cpu
+run kvjax on_cpu under_kvjax private_names
+"$home/python" "$repository/scripts/vllm_conformance/table.py" "$home"

@@ -1,0 +1,87 @@
+"""A pytest plugin: private names of vLLM's pool that its tests read or write, over kvjax's pool.
+
+    cached_block_hash_to_block._cache         the map of hashes, from which tests take entries and put them back
+    free_block_queue.fake_free_list_head      the ends of the linked list of free blocks, which tests walk
+
+No scheduler or connector of vLLM reads them, so the adapter does not have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from itertools import pairwise
+from typing import Any
+
+from kvjax.adapters.vllm.block_pool import CachedBlocks, FreeBlocks
+from kvjax.core.hashing.block_hash import get_block_hash, get_group_id
+
+
+class PrivateCache(MutableMapping[Any, Any]):
+    """The hashes of a pool; what is taken out can be put back."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def __copy__(self) -> dict[Any, Any]:
+        return dict(self.items())
+
+    def __getitem__(self, key: Any) -> Any:
+        found = self._pool.hash_maps[get_group_id(key)].get_blocks(get_block_hash(key))
+        if not found:
+            raise KeyError(key)
+        blocks = {block_id: self._pool.blocks[block_id] for block_id in found}
+        return next(iter(blocks.values())) if len(blocks) == 1 else blocks
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        for block in value.values() if isinstance(value, dict) else [value]:
+            self._pool.prefix_index.register_few([block.block_id], [get_block_hash(key)], get_group_id(key))
+            self._pool.num_cached_free_blocks += block.ref_cnt == 0
+
+    def __delitem__(self, key: Any) -> None:
+        value = self[key]
+        self._pool.evict_blocks(list(value) if isinstance(value, dict) else [value.block_id])
+
+    def __iter__(self) -> Iterator[Any]:
+        hashed = (block.block_hash for block in self._pool.blocks)
+        return iter({block_hash for block_hash in hashed if block_hash is not None})
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pool.hash_maps.values()))
+
+
+class ListEnd:
+    """An end of the list of free blocks, walked as it is when it is read."""
+
+    def __init__(self) -> None:
+        self.next_free_block: Any = None
+        self.prev_free_block: Any = None
+
+
+class ListEntry:
+    """A free block between its neighbours."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+        self.next_free_block: Any = None
+        self.prev_free_block: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+
+def list_ends(free: Any) -> tuple[ListEnd, ListEnd]:
+    """Head and tail of the list; the same two objects at every call."""
+    if not hasattr(free, "_ends"):
+        free._ends = (ListEnd(), ListEnd())
+    head, tail = free._ends
+    links = [head, *map(ListEntry, free.get_all_free_blocks()), tail]
+    for left, right in pairwise(links):
+        left.next_free_block, right.prev_free_block = right, left
+    return free._ends
+
+
+def pytest_configure() -> None:
+    """Gives the adapter's classes the names."""
+    CachedBlocks._cache = property(lambda self: PrivateCache(self._pool))  # type: ignore[attr-defined]
+    FreeBlocks.fake_free_list_head = property(lambda self: list_ends(self)[0])  # type: ignore[attr-defined]
+    FreeBlocks.fake_free_list_tail = property(lambda self: list_ends(self)[1])  # type: ignore[attr-defined]
