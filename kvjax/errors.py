@@ -42,6 +42,14 @@ class MissingExtraError(KVCacheError, ImportError):
     """A command or function needs an optional dependency; the message names the extra that brings it."""
 
 
+class MissingStackError(KVCacheError, ImportError):
+    """An adapter is used without its serving stack; the message names the package and its versions."""
+
+
+class UnknownStackError(KVCacheError, TypeError):
+    """An object of a serving stack has an attribute that its adapter does not know, or lacks one; the message says."""
+
+
 class ConfigError(KVCacheError, ValueError):
     """A model or deployment config has an unknown key, a missing key or a value that cannot be."""
 
