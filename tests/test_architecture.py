@@ -37,6 +37,8 @@ ALLOWED = {
     "kvjax.models.configs": (*HOST, *CONFIGS),
     "kvjax.models.registry": (*HOST, *CONFIGS, "flax", "kvjax.models.layers.language_model"),
     "kvjax.adapters": (*HOST, "kvjax.adapters"),  # stacks are imported by name, on use
+    "kvjax.adapters.tpu_inference": (*HOST, "jax", "kvjax.adapters"),
+    "kvjax.adapters.levanter": (*HOST, "jax", "kvjax.adapters"),
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
     "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),
