@@ -1,6 +1,7 @@
-"""References inside `jax.shard_map`: per-head arguments sharded, pages and tables not; loop carries must vary alike.
+"""References, and the paths in vectorised XLA, inside `jax.shard_map`: loop carries must vary alike.
 
-Tracing is what checks that, so nothing is compiled, and a mesh of one device does.
+Per-head arguments are sharded, pages and tables not. Tracing is what checks that, so nothing is compiled, and a mesh of
+one device does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels.gated_delta_rule import gated_delta_rule, reference
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.mla_paged_attention import mla_paged_attention
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.pallas_kernels.gated_delta_rule import test_validate as delta
@@ -27,6 +29,7 @@ NONE = PartitionSpec()
 TABLES = jnp.zeros((3, 2), jnp.int32)
 STEP = (TABLES, jnp.int32([3, 8, 0]), jnp.int32([0, 1, 4, 4]), jnp.int32([1, 1, 2]))
 PAGES = (jnp.zeros((5, 4, 24)),)
+PLAIN = pytest.mark.parametrize("backend", ["reference", "xla"])
 
 
 def traced(call: Callable[..., Any], specs: tuple, out: Any, *arrays: Any) -> Any:
@@ -35,18 +38,29 @@ def traced(call: Callable[..., Any], specs: tuple, out: Any, *arrays: Any) -> An
     return jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out), *arrays)
 
 
-def test_mla_paged_attention() -> None:
+def test_ragged_paged_attention() -> None:
+    def call(q: jax.Array, pages: tuple[jax.Array, ...], sinks: jax.Array) -> jax.Array:
+        return ragged_paged_attention(q, pages, *STEP, sm_scale=1.0, sinks=sinks, backend="xla").out
+
+    pages = (jnp.zeros((5, 4, 2, 16)),) * 2
+    specs = (HEADS, PartitionSpec(None, None, "tp"), PartitionSpec("tp"))
+    assert traced(call, specs, HEADS, jnp.zeros((6, 4, 16)), pages, jnp.zeros(4)).shape == (6, 4, 16)
+
+
+@PLAIN
+def test_mla_paged_attention(backend: str) -> None:
     def call(q_nope: jax.Array, q_pe: jax.Array, pages: tuple[jax.Array, ...]) -> jax.Array:
-        return mla_paged_attention(q_nope, q_pe, pages, *STEP, sm_scale=1.0).out
+        return mla_paged_attention(q_nope, q_pe, pages, *STEP, sm_scale=1.0, backend=backend).out
 
     out = traced(call, (HEADS, HEADS, NONE), HEADS, jnp.zeros((6, 3, 16)), jnp.zeros((6, 3, 8)), PAGES)
     assert out.shape == (6, 3, 16)
 
 
-def test_sparse_mla_attention() -> None:
+@PLAIN
+def test_sparse_mla_attention(backend: str) -> None:
     def call(q: jax.Array, pages: tuple[jax.Array, ...], sinks: jax.Array, indices: jax.Array | None) -> jax.Array:
         compressed = {"compressed_pages": pages, "compressed_tables": TABLES, "tokens_per_state": 2}
-        options = {"sm_scale": 1.0, "sliding_window": 3, "sinks": sinks, "topk_indices": indices}
+        options = {"sm_scale": 1.0, "sliding_window": 3, "sinks": sinks, "topk_indices": indices, "backend": backend}
         return sparse_mla_attention(q, pages, *STEP, **compressed, **options).out
 
     q, sinks = jnp.zeros((6, 3, 24)), jnp.zeros(3)
@@ -62,10 +76,11 @@ def test_indexer_topk_is_the_same_on_all() -> None:
     assert traced(call, (NONE,) * 3, NONE, jnp.zeros((6, 3, 24)), jnp.zeros((6, 3)), PAGES).shape == (6, 2)
 
 
-def test_recurrent_layers() -> None:
+@PLAIN
+def test_recurrent_layers(backend: str) -> None:
     head, paged = PartitionSpec("tp"), PartitionSpec(None, "tp")
     conv = traced(
-        lambda x, states, weight: causal_conv1d(x, states, weight, **ssm.STEP).states,
+        lambda x, states, weight: causal_conv1d(x, states, weight, **ssm.STEP, backend=backend).states,
         (paged, paged, head),
         paged,
         *(ssm.CONV[name] for name in ("x", "states", "weight")),
@@ -74,7 +89,7 @@ def test_recurrent_layers() -> None:
     for case, a in ((ssm.MAMBA1, head), (ssm.MAMBA2, head)):
         groups = NONE if case is ssm.MAMBA1 else paged
         out = traced(
-            lambda *arrays: tuple(selective_scan(*arrays, **ssm.STEP)),
+            lambda *arrays: tuple(selective_scan(*arrays, **ssm.STEP, backend=backend)),
             (paged, paged, paged, a, groups, groups),
             paged,
             *(case[name] for name in ("x", "states", "dt", "a", "b", "c")),
@@ -82,15 +97,16 @@ def test_recurrent_layers() -> None:
         assert out[0].shape == case["x"].shape
 
 
+@PLAIN
 @pytest.mark.parametrize("least_numbers", [1, 1 << 16])
-def test_gated_delta_nets(least_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_delta_nets(least_numbers: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks and token by token."""
     monkeypatch.setattr(reference, "_LEAST_NUMBERS", least_numbers)
     jax.clear_caches()
     paged = PartitionSpec(None, "tp")
     for g in ((6, 4), (6, 4, 3)):
         good = delta.GOOD | {"g": jnp.zeros(g), "state_write": jnp.int32([[0, 1], [0, 3], [0, 0]])}
-        step = {name: good[name] for name in list(good)[6:]}
+        step = {name: good[name] for name in list(good)[6:]} | {"backend": backend}
         arrays = [good[name] for name in list(good)[:6]]
         out = traced(lambda *x, step=step: tuple(gated_delta_rule(*x, **step)), (paged,) * 6, paged, *arrays)
         assert [x.shape for x in out] == [(6, 4, 5), (7, 4, 3, 5)]
