@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -53,9 +54,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["cpu", "tpu"])
-def platform(request: pytest.FixtureRequest) -> str:
-    return request.param
+PAGE_WORK = {("split over four", "tpu"), ("split over two of two by two, as jax makes it", "cpu")}  # outside sweeps
 
 
 def generate(placement: Placement, platform: str) -> tuple[list[int], np.ndarray]:
@@ -97,7 +96,7 @@ def generate_on_one() -> tuple[list[int], np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "platform"),
     [
-        ("split over four", "cpu"),
+        pytest.param("split over four", "cpu", marks=pytest.mark.sweep),
         pytest.param("split over two of two by two", "cpu", marks=pytest.mark.sweep),
         ("split over two of two by two, as jax makes it", "cpu"),
         ("split over four", "tpu"),
@@ -110,7 +109,13 @@ def test_every_placement_gives_equal_tokens(name: str, platform: str) -> None:
     chex.assert_trees_all_close(logits, expected_logits, atol=2e-5, rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", list(PLACEMENTS)[1:])
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [
+        pytest.param(*case, marks=[] if case in PAGE_WORK else [pytest.mark.sweep])
+        for case in itertools.product(list(PLACEMENTS)[1:], ("cpu", "tpu"))
+    ],
+)
 def test_page_work_keeps_the_split_and_happens_in_place(name: str, platform: str) -> None:
     config = toy_config(platform=platform)
     pages = create_pages(config, PLACEMENTS[name])
@@ -148,6 +153,7 @@ def test_a_device_holds_its_heads_alone() -> None:
     assert shards == {(NUM_BLOCKS, 4, 1, HEAD_DIM)}
 
 
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=pytest.mark.sweep)])
 def test_sinks_and_scales_go_with_their_heads(platform: str) -> None:
     config = toy_config(platform=platform, num_layers=2)
     host, rng = ToyHost(config), np.random.default_rng(0)

@@ -41,7 +41,8 @@ def shards(pages: KVPages) -> set[tuple[int, ...]]:
     [
         ("latent", "cpu"),
         pytest.param("latent", "tpu", marks=pytest.mark.sweep),
-        ("compressed", "tpu"),
+        ("compressed", "cpu"),
+        pytest.param("compressed", "tpu", marks=pytest.mark.sweep),
         ("kv", "cpu"),
     ],
 )

@@ -18,9 +18,14 @@ from tests.engine.engines import (
 )
 from tests.models.golden_models import GOLDEN_MODELS, goldens_of
 
+SWEPT = set(GOLDEN_MODELS) - {"gemma3", "demo"}
+every_model = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in SWEPT else []) for name in GOLDEN_MODELS]
+)
+
 
 @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"enable_prefix_caching": False}, {"few": True}])
-@pytest.mark.parametrize("name", GOLDEN_MODELS)
+@every_model
 def test_greedy_samples_of_a_prompt_are_all_golden(name: str, settings: dict[str, bool]) -> None:
     if settings == {"few": True}:
         engine = make_engine(name, num_blocks=FEW_BLOCKS[name], max_num_batched_tokens=16)
@@ -65,7 +70,7 @@ def test_an_id_of_a_sample_is_taken() -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("name", GOLDEN_MODELS)
+@every_model
 def test_hits_inside_blocks_change_nothing(name: str, async_scheduling: bool) -> None:
     """Each prompt but for its last tokens is cached with a continuation of its own before."""
     engine = make_engine(name, sub_block_hits=True, async_scheduling=async_scheduling)
@@ -79,7 +84,7 @@ def test_hits_inside_blocks_change_nothing(name: str, async_scheduling: bool) ->
     assert sum(result.stats.num_cached_tokens % 8 > 0 for result in results) > len(results) // 2
 
 
-@pytest.mark.parametrize("name", GOLDEN_MODELS)
+@every_model
 def test_pages_are_zero_before_they_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every page but the null page is NaN at first; afterwards those that were dealt are not, in no slot."""
     engine = make_engine(name, zero_new_pages=True)

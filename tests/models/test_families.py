@@ -91,9 +91,9 @@ def test_prefix_hits_change_nothing(family: Family, async_scheduling: bool) -> N
 @pytest.mark.parametrize(
     ("enable_prefix_caching", "async_scheduling"),
     [
-        (True, False),
-        (False, True),
-        pytest.param(True, True, marks=pytest.mark.sweep),
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.sweep),
+        pytest.param(False, True, marks=pytest.mark.sweep),
         pytest.param(False, False, marks=pytest.mark.sweep),
     ],
 )
@@ -155,14 +155,15 @@ def test_no_step_holds_more_blocks_than_the_formula(family: Family) -> None:
 
 @every_family_but_variants
 def test_a_long_mixed_run_compiles_nothing(family: Family) -> None:
-    """200 requests of all lengths, greedy and random, alone and in samples, after warm-up."""
+    """Requests of all lengths, greedy and random, alone and in samples, after warm-up."""
+    num_requests = 200 if family.name == "gemma3" else 60
     engine = make_engine(family)
     engine.warmup()
     random = np.random.default_rng(0)
     goldens = goldens_of(family.name)
     num_results = 0
     with count_compilations() as count:
-        for number in range(200):
+        for number in range(num_requests):
             golden = goldens[random.integers(len(goldens))]
             prompt = golden.prompt if golden.extras else golden.prompt[: random.integers(1, len(golden.prompt) + 1)]
             params = SamplingParams(
@@ -175,5 +176,5 @@ def test_a_long_mixed_run_compiles_nothing(family: Family) -> None:
                 num_results += len(engine.step().results)
         num_results += len(drain(engine))
     assert count.num_programs == 0
-    assert num_results == 210
+    assert num_results == num_requests + num_requests // 20
     assert_nothing_is_left(engine)

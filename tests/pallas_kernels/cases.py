@@ -209,14 +209,19 @@ def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str,
 
 
 def every_level(rows: list[dict[str, Any]]) -> list[int]:
-    """Numbers of a few of the rows in which every level of every factor occurs: greedy."""
-    missing = {(name, str(level)) for row in rows for name, level in row.items()}
-    chosen = []
-    while missing:
-        new = [missing & {(name, str(level)) for name, level in row.items()} for row in rows]
-        chosen.append(max(range(len(rows)), key=lambda n: len(new[n])))
-        missing -= new[chosen[-1]]
-    return sorted(chosen)
+    """Numbers of a few of the rows in which every level of every factor occurs: greedy from the best row and place."""
+    levels = [{(name, str(level)) for name, level in row.items()} for row in rows]
+
+    def greedy(first: int, turn: int) -> list[int]:
+        """Begins with one row; of rows that add as many levels, it takes the first from `turn` on."""
+        chosen, missing = [first], set().union(*levels) - levels[first]
+        while missing:
+            order = [(n + turn) % len(rows) for n in range(len(rows))]
+            chosen.append(max(order, key=lambda n: len(missing & levels[n])))
+            missing -= levels[chosen[-1]]
+        return sorted(chosen)
+
+    return min((greedy(first, turn) for first in range(len(rows)) for turn in (0, len(rows) // 2)), key=len)
 
 
 def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str, what: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import Shape, assert_matches_oracle, make_case, pairwise
+from tests.pallas_kernels.cases import Shape, assert_matches_oracle, every_level, make_case, pairwise
 from tests.pallas_kernels.oracle import Options
 
 MASKS: tuple[dict[str, Any], ...] = (
@@ -108,10 +108,19 @@ def shape_and_options(choice: dict[str, Any], seed: int) -> tuple[Shape, Options
     return shape, options
 
 
-@pytest.mark.parametrize("index", range(len(pairwise(FACTORS))))
+CHOICES = pairwise(FACTORS)
+ALWAYS = every_level(CHOICES)
+
+
+@pytest.mark.parametrize(
+    "index", [pytest.param(i, marks=() if i in ALWAYS else pytest.mark.sweep) for i in range(len(CHOICES))]
+)
 def test_every_pair_of_features(index: int) -> None:
-    """Each choice of features over several ragged steps, the empty one among them."""
-    shape, options = shape_and_options(pairwise(FACTORS)[index], index)
+    """Each choice of features over several ragged steps, the empty one among them.
+
+    By default choices in which every level of every feature occurs, with every pair of them only in a sweep.
+    """
+    shape, options = shape_and_options(CHOICES[index], index)
     assert_matches_oracle(make_case(0, shape, [], options), options)
     for seed in range(4):
         assert_matches_oracle(make_case(100 * index + seed, shape, None, options), options)
