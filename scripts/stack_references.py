@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-STACKS = ("tpu_inference",)
+STACKS = ("easydel", "sglang_jax", "tpu_inference")
 TOLERANCE = 1e-5
 
 

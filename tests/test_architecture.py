@@ -39,6 +39,7 @@ ALLOWED = {
     "kvjax.adapters": (*HOST, "kvjax.adapters"),  # stacks are imported by name, on use
     "kvjax.adapters.tpu_inference": (*HOST, "jax", "kvjax.adapters"),
     "kvjax.adapters.levanter": (*HOST, "jax", "kvjax.adapters"),
+    "kvjax.adapters.maxtext": ("jax", "pallas_kernels", "kvjax.adapters"),
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
     "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),

@@ -2,8 +2,7 @@
 
 sglang-jax and what it imports are not installed here, so an oracle written from the documented meaning of its
 metadata takes its kernels' place: pages of all sequences packed, those of one from `cu_kv_lens` on in whole pages, K
-and V
-in their pages before attention.
+and V in their pages before attention.
 `scripts/stack_references.py` runs the stack's own reference.
 """
 
