@@ -180,10 +180,9 @@ def _attend_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, war
 def _row_sinks(refs: Any, shape: TileShape, first_q_head: jax.Array, warpgroup: jax.Array) -> jax.Array:
     """The sink of each row's query head."""
     row = mosaic_gpu.row_index(mosaic_gpu.ROWS) + warpgroup * mosaic_gpu.ROWS
-    first = capped_sink(of_head(refs.sinks, first_q_head))
-    sinks = mosaic_gpu.per_row(jnp.full((mosaic_gpu.ROWS,), first, jnp.float32))
-    for head in range(1, shape.heads if refs.sinks.shape[0] > 1 else 1):
-        sinks = jnp.where(row >= head * shape.tokens, capped_sink(refs.sinks[first_q_head + head]), sinks)
+    sinks = mosaic_gpu.per_row(jnp.full((mosaic_gpu.ROWS,), -jnp.inf, jnp.float32))
+    for head in range(shape.heads):
+        sinks = jnp.where(row >= head * shape.tokens, capped_sink(of_head(refs.sinks, first_q_head + head)), sinks)
     return sinks
 
 

@@ -85,7 +85,8 @@ class _Latent:
 
     def plan(self, num_tokens: int, step: Any, *, is_decode: bool) -> Any:
         shapes = [argument((num_tokens, self.case.heads, dim), "bfloat16") for dim in (LATENT_DIM, ROPE_DIM)]
-        return plan_latents(*shapes, self.pages, *step, self.mask, is_decode=is_decode, backend="gpu")
+        pages = tuple(jnp.zeros(array.shape, array.dtype) for array in self.pages)
+        return plan_latents(*shapes, pages, *step, self.mask, is_decode=is_decode, backend="gpu")
 
     def write(self, hidden: Any, pages: Any, slots: Any, scale: Any) -> Any:
         return latent_write(hidden[:, : LATENT_DIM + ROPE_DIM], pages, slots, scale=scale, backend="gpu")
@@ -97,7 +98,7 @@ class _Latent:
 
 
 def layers(case: LayersCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Both steps one after the other, and their arguments; the second are the pages.
+    """Both steps one after the other, and their arguments.
 
     Raises:
         ValueError: `op` is none.

@@ -196,7 +196,7 @@ def sparse(case: sparse_attention_case.SparseCase) -> Operation:
 
 def planned_layers(case: layer_case.LayersCase) -> Operation:
     """Layers that share the plan of a step."""
-    return Operation(*layer_case.layers(case), donated=(1,), layers=1 if case.scan else case.layers)
+    return Operation(*layer_case.layers(case), layers=1 if case.scan else case.layers)
 
 
 def _written(case: AttentionCase) -> tuple[Any, Any, Any]:
