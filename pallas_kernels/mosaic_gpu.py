@@ -295,23 +295,29 @@ def fence() -> None:
     plgpu.commit_smem()
 
 
-def dot_transposed(a: Any, b: Any) -> jax.Array:
-    """`a @ b.T` float32[m, n] of `a` [m, k] and `b` [n, k], both in shared memory."""
+def dot_transposed(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+    """`a @ b.T` float32[m, n] of `a` [m, k] and `b` [n, k], both in shared memory.
+
+    `meanwhile` runs after the product is issued, before it is waited for.
+    """
     if is_interpreted():
-        return _plain_dot(a[...], b[...].T)
+        product = _plain_dot(a[...], b[...].T)
+        meanwhile()
+        return product
 
     def multiply(accumulator: Any) -> jax.Array:
         transposed = plgpu.transpose_ref(b, (1, 0)) if _BEFORE_0_11 else b.transpose((1, 0))
         plgpu.wgmma(accumulator, a, transposed)
+        meanwhile()
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
 
 
 def dot_add(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
-    """`total + a @ b` with float32[m, n] `total`, `a` [m, k] in registers, `b` [k, n] in shared memory."""
+    """`total + a @ b` with float32[m, n] `total`, `a` [m, k] in registers or shared memory, `b` [k, n] there."""
     if is_interpreted():
-        return total + _plain_dot(a, b[...])
+        return total + _plain_dot(a[...], b[...])
     return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(total))
 
 
