@@ -15,6 +15,7 @@ A *warpgroup* is 128 threads, which Pallas calls a thread of the kernel. Matrice
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 NUM_SMS = 132  # H100 and H200 SXM
 MOST_BLOCKS = 65_535  # of any axis of a CUDA grid but the last one of ours, its x
 SMEM_BYTES = 232_448  # of one block on Hopper
+_WARPS = 4  # of a warpgroup
 ROWS = 64  # of a matrix in one warpgroup's registers
 
 # From jax 0.12 on kernels are compiled for linking, where ptxas ignores `set_max_registers`: three warpgroups then have
@@ -293,6 +295,31 @@ def zeros(shape: tuple[int, ...], dtype: Any, layout: Any) -> jax.Array:
 def fence() -> None:
     """Orders this warpgroup's ordinary loads and stores of shared memory before later bulk copies and products."""
     plgpu.commit_smem()
+
+
+def start_copies(
+    count: int, start: Callable[[int, Any], None], place: Callable[[int], Any] = lambda number: None
+) -> None:
+    """Runs `start`, which starts one bulk copy into shared memory, for the numbers below `count`.
+
+    Each of the warpgroup's warps has a quarter of them, where Pallas can tell warps apart (from jax 0.12 on): the four
+    start copies at once, and do not wait for each other at every one. `place(number)`, given to `start`, reads from
+    memory where to copy from: all of a warp's before its first copy.
+    """
+
+    def start_all(numbers: range) -> None:
+        for number, found in [(number, place(number)) for number in numbers]:
+            start(number, found)
+
+    if is_interpreted() or not hasattr(plgpu, "warp_map"):
+        start_all(range(count))
+        return
+
+    def by_warp(warp: jax.Array) -> None:
+        for own in range(min(count, _WARPS)):
+            pl.when(warp == own)(functools.partial(start_all, range(own, count, _WARPS)))
+
+    plgpu.warp_map(by_warp)
 
 
 def dot_transposed(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:

@@ -62,10 +62,10 @@ def attend_pieces(
     scratch = {
         "q_tile": mosaic_gpu.tiled((mosaic_gpu.ROWS, config.head_dim), config.compute_dtype),
         "lse_tile": row,
-        "share": row,  # 1 / weight of a piece that is done
+        "share": row,
         "q_full": plgpu.Barrier(),
-        "done": plgpu.Barrier(),  # `share` is that of this piece
-        "stored": plgpu.Barrier(num_arrivals=ADDING),  # both have read it
+        "done": plgpu.Barrier(),
+        "stored": plgpu.Barrier(num_arrivals=ADDING),
         **LatentRing.scratch(config),
     }
     results = ("out", "lse", "tile_out")[: len(outputs)]
@@ -140,11 +140,7 @@ def _make_weights(refs: Any, ring: LatentRing, num_tokens: int) -> None:
 
         state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(None))
         state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
-        pl.when(piece > first)(lambda: plgpu.barrier_wait(refs.stored))
-        share, lse = state.finish_weight()
-        refs.share[...] = share
-        _store_lse(refs, piece, lse)
-        plgpu.barrier_arrive(refs.done)
+        give_share(refs, piece, piece > first, *state.finish_weight())
         return step + keys.num_blocks
 
     num_steps = lax.fori_loop(first, end, weigh_piece, jnp.int32(0))
@@ -175,10 +171,8 @@ def _add_values(refs: Any, ring: LatentRing, num_split_blocks: int, warpgroup: j
         total = mosaic_gpu.matrix(jnp.zeros((mosaic_gpu.ROWS, columns), jnp.float32))
         total = lax.fori_loop(0, keys.num_whole, functools.partial(add_block, is_cut=False), total)
         total = lax.fori_loop(keys.num_whole, keys.num_blocks, functools.partial(add_block, is_cut=True), total)
-        plgpu.barrier_wait(refs.done)
-        share = mosaic_gpu.load_per_row(refs.share)
-        plgpu.barrier_arrive(refs.stored)
-        _store_columns(refs, piece, warpgroup, total * mosaic_gpu.spread(share, columns), num_split_blocks)
+        out = total * mosaic_gpu.spread(take_share(refs), columns)
+        _store_columns(refs, piece, warpgroup, out, num_split_blocks)
         return step + keys.num_blocks
 
     lax.fori_loop(first, end, add_piece, jnp.int32(0))
@@ -195,7 +189,7 @@ def _bounds(refs: Any, config: GpuConfig, piece: jax.Array, num_tokens: int) -> 
 
 
 def _store_columns(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, num_split_blocks: int) -> None:
-    """Stores a warpgroup's columns where pieces of their kind stand: the first thread blocks have those of split keys."""
+    """Stores a warpgroup's columns with pieces of their kind: the first thread blocks have those of split keys."""
     if not hasattr(refs, "tile_out"):
         store_columns(refs.out, piece, warpgroup, out)
         return
@@ -204,10 +198,26 @@ def _store_columns(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.A
     pl.when(is_split)(lambda: store_columns(refs.out, piece, warpgroup, out))
 
 
-def store_piece(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, lse: jax.Array) -> None:
-    """Stores a warpgroup's columns straight from registers, and the first one the LSE."""
-    store_columns(refs.out, piece, warpgroup, out)
-    pl.when(warpgroup == 0)(lambda: _store_lse(refs, piece, lse))
+def give_share(refs: Any, piece: jax.Array, has_given: jax.Array, share: jax.Array, lse: jax.Array) -> None:
+    """Hands over what the sums of a piece are multiplied with at its end, float32[64], and stores its LSE.
+
+    `has_given`: whether this warpgroup has handed over one before, which the adding ones must have read.
+    """
+    pl.when(has_given)(lambda: plgpu.barrier_wait(refs.stored))
+    refs.share[...] = share
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    refs.lse_tile[...] = lse
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs.lse_tile, refs.lse.at[piece])
+    plgpu.barrier_arrive(refs.done)
+
+
+def take_share(refs: Any) -> jax.Array:
+    """What `give_share` hands over, in an adding warpgroup."""
+    plgpu.barrier_wait(refs.done)
+    share = mosaic_gpu.load_per_row(refs.share)
+    plgpu.barrier_arrive(refs.stored)
+    return share
 
 
 def store_columns(target: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array) -> None:
@@ -215,10 +225,3 @@ def store_columns(target: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.
     columns = out.shape[1]
     own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
     mosaic_gpu.store_plain(target.at[piece, :, own], out.astype(target.dtype))
-
-
-def _store_lse(refs: Any, piece: jax.Array, lse: jax.Array) -> None:
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    refs.lse_tile[...] = lse
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs.lse_tile, refs.lse.at[piece])

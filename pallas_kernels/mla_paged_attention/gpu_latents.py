@@ -77,9 +77,14 @@ class LatentRing:
         """Starts the copies of a block of one sequence, once its slot is free."""
         slot, copy = self.slot(step), self.config.copy_slots
         pl.when(step >= self.config.stages)(lambda: self.wait_free(slot))
-        for i, (page, offset) in enumerate(copy_sources(self.config, self.tables, seq, keys, block)):
-            target = self.latents.at[slot, pl.ds(i * copy, copy)]
+        sources = copy_sources(self.config, self.tables, seq, keys, block)
+
+        def start(number: int, _: Any) -> None:
+            page, offset = sources[number]
+            target = self.latents.at[slot, pl.ds(number * copy, copy)]
             plgpu.copy_gmem_to_smem(self.pages.at[page, pl.ds(offset, copy)], target, self.full.at[slot])
+
+        mosaic_gpu.start_copies(len(sources), start)
 
     def take_keys(self, step: jax.Array) -> Any:
         """The block [block, D] of a step, ready for the product of scores; call `give_weights` when done with it."""

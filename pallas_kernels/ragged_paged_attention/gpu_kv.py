@@ -123,9 +123,13 @@ class KVRing:
     ) -> None:  # fmt: skip
         slot, copy = self.slot(step), self.config.copy_slots
         pl.when(step >= self.config.stages)(lambda: self.wait_free(free, slot))
-        for i, (page, offset) in enumerate(sources):
+
+        def start(number: int, _: Any) -> None:
+            page, offset = sources[number]
             rows = pages.at[page, pl.ds(offset, copy), head]
-            plgpu.copy_gmem_to_smem(rows, target.at[slot, pl.ds(i * copy, copy)], full.at[slot])
+            plgpu.copy_gmem_to_smem(rows, target.at[slot, pl.ds(number * copy, copy)], full.at[slot])
+
+        mosaic_gpu.start_copies(len(sources), start)
 
     def drain(self, num_steps: jax.Array) -> None:
         """Waits until all of `num_steps` steps have been read: no barrier may end in an open phase."""

@@ -66,13 +66,13 @@ class Split(NamedTuple):
         """The default, or that of a given `fetches_apart`.
 
         Sums of 64 x more than 128 values need the third of the registers that a fetching warpgroup has. Where it gives
-        the others none of its own, 128 scores a row fit beside sums of 96 values, and beside 128 without it; to start
-        the few copies of large pages then costs less than smaller blocks do.
+        the others none of its own, 128 scores a row fit beside sums of 96 values, and beside 128 without it; the few
+        copies of large pages are then started by the way.
         """
         largest = max(head_dim, head_dim_v)
         if fetches_apart is None:
-            is_tight = not mosaic_gpu.MOVES_REGISTERS and largest > 96
-            fetches_apart = head_dim_v <= 128 and not (is_tight and largest <= 128 and page_size >= 64)
+            is_free = not mosaic_gpu.MOVES_REGISTERS and largest <= 128 and page_size >= 64
+            fetches_apart = head_dim_v <= 128 and not is_free
         is_small = fetches_apart and not mosaic_gpu.MOVES_REGISTERS and largest > 96
         return cls(fetches_apart, mosaic_gpu.ROWS if is_small else block_slots(head_dim, head_dim_v))
 

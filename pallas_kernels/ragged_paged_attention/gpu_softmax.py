@@ -55,10 +55,12 @@ class RowState(NamedTuple):
         return 1.0 / weight, jnp.where(nothing, -jnp.inf, self.m * (1.0 / LOG2_E) + jnp.log(weight))
 
     def finish_with_sinks(self, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As `finish`, with a natural-log logit float32[64] without a value for each row, -inf: none.
+        """As `finish`, with a natural-log logit float32[64] without a value for each row, -inf: none."""
+        share, lse = self.finish_weight_with_sinks(sinks)
+        return self.total * mosaic_gpu.spread(share, self.total.shape[1]), lse
 
-        Natural-log units, so that no finite sink overflows.
-        """
+    def finish_weight_with_sinks(self, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As `finish_weight`, with sinks; natural-log units, so that no finite sink overflows."""
         nothing = self.weight == 0.0
         own = self.m * (1.0 / LOG2_E)
         m = lax.max(own, sinks)
@@ -66,8 +68,7 @@ class RowState(NamedTuple):
         shrink = jnp.exp2((own - finite) * LOG2_E)
         weight = self.weight * shrink + jnp.exp2((sinks - finite) * LOG2_E)
         weight = jnp.where(nothing, 1.0, weight)
-        out = self.total * mosaic_gpu.spread(shrink / weight, self.total.shape[1])
-        return out, jnp.where(nothing, -jnp.inf, m + jnp.log(weight))
+        return shrink / weight, jnp.where(nothing, -jnp.inf, m + jnp.log(weight))
 
 
 class RowBounds(NamedTuple):
@@ -142,7 +143,7 @@ class Reader(NamedTuple):
 
     ring: KVRing
     q: Any  # [64, D] shared memory
-    scale: jax.Array  # float32[]: of `logit_scales`
+    scale: jax.Array  # float32[]: of the keys, times `score_factor`
     is_positive: bool = False  # whether `scale` is known not to be negative, which saves a product for each score
     turns: Turns | None = None  # with another warpgroup
 
@@ -189,7 +190,7 @@ def attend(
 
 def weigh(
     state: RowState,
-    scores: jax.Array,  # float32[64, block] products times `logit_scales`
+    scores: jax.Array,  # float32[64, block] products times the scale of the keys and `score_factor`
     config: GpuConfig,
     keys: Keys,
     bounds: RowBounds | None,

@@ -32,7 +32,7 @@ SHARED_BYTES_A_CYCLE = 128
 CYCLES_A_MUFU = 8
 LATENCY = 400  # cycles a block that a warpgroup waits for shuffles, barriers and the end of products: an estimate
 # Warpgroups that run each kind of loop with products, the kind with the most products first.
-WARPGROUPS = {"rpa_decode": (1,), "rpa_prefill": (2,), "mla_": (1, 2), "sparse_mla_": (2,)}
+WARPGROUPS = {"rpa_decode": (1,), "rpa_prefill": (2,), "mla_": (1, 2), "sparse_mla_": (1, 2)}
 READ_ONCE = ("rpa_decode", "mla_")  # kernels whose K and V come from memory, not from a cache
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*[A-Za-z0-9_.]*)(.*)")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
@@ -48,6 +48,17 @@ class Loop:
     def count(self, name: str) -> int:
         """Instructions whose first word is `name`."""
         return sum(found.split(".")[0] == name for found, _ in self.instructions)
+
+    @property
+    def executed(self) -> float:
+        """Instructions that a warp executes: of those between copies a quarter, where its warpgroup's warps share them.
+
+        They do where fewer barriers of the warpgroup than copies stand in the loop.
+        """
+        copies = [at for at, (name, _) in enumerate(self.instructions) if name.startswith("UTMALDG")]
+        if len(copies) <= self.count("BAR"):
+            return len(self.instructions)
+        return len(self.instructions) - 0.75 * (copies[-1] - copies[0])
 
     @property
     def products(self) -> list[tuple[int, bool]]:
@@ -151,7 +162,7 @@ class Ceiling:
         if not counts or len(kinds) < len(counts):
             return None
         work = list(zip(counts, kinds, strict=True))
-        fetch_issue = max((len(loop.instructions) for loop in loops if not loop.products), default=0)
+        fetch_issue = max((loop.executed for loop in loops if not loop.products), default=0.0)
         products = [product for _, loop in work for product in loop.products]
         if kernel.startswith(("mla_", "sparse_mla_")):  # a latent is key and value: fetched for the scores
             products = kinds[0].products[: _num_scores(kinds[0])]
@@ -159,14 +170,14 @@ class Ceiling:
         read = sum(n * (loop.operand_bytes + loop.accessed_bytes) for n, loop in work)
         bytes_a_cycle = card.bytes_per_s / card.num_sms / CLOCK_HZ
         return cls(
-            instructions=len(kinds[0].instructions),
+            instructions=round(kinds[0].executed),
             tensor=sum(n * loop.tensor for n, loop in work),
-            issue=sum(n * len(loop.instructions) for n, loop in work) + fetch_issue,
+            issue=sum(n * loop.executed for n, loop in work) + fetch_issue,
             exp=sum(n * loop.exp for n, loop in work),
             shared=(read + num_bytes) / SHARED_BYTES_A_CYCLE,
             memory=num_bytes / bytes_a_cycle if kernel.startswith(READ_ONCE) else 0.0,
             num_bytes=num_bytes,
-            parts=tuple(Part(n, loop.tensor, max(len(loop.instructions), loop.exp)) for n, loop in work),
+            parts=tuple(Part(n, loop.tensor, max(loop.executed, loop.exp)) for n, loop in work),
         )
 
     @property

@@ -25,13 +25,20 @@ def sass(*loops: list[str]) -> str:
 
 
 WHOLE = [SCORES, "MUFU.EX2 R3, R4", *["FADD R1, R2, R3"] * 300, VALUES]
-FETCH = ["UTMALDG.4D [UR8], [UR6]", "IADD3 R3, R4, R5"]
+FETCH = ["BAR.SYNC 0x1", "UTMALDG.4D [UR8], [UR6]"]
 
 
 def test_loops_are_the_innermost_that_multiply_or_copy() -> None:
     found = loops_of(sass(WHOLE, ["FADD R1, R2, R3"], FETCH))
     assert [(len(loop.instructions), len(loop.products)) for loop in found] == [(304, 2), (3, 0)]
     assert found[0].products == [(64, True), (128, False)]
+
+
+def test_warps_that_share_copies_execute_a_quarter() -> None:
+    copies = ["UTMALDG.4D [UR8], [UR6]", *["IADD3 R3, R4, R5"] * 4] * 8
+    (shared,), (whole,) = loops_of(sass(copies)), loops_of(sass(["BAR.SYNC 0x1"] * 8 + copies))
+    assert shared.executed == 41 - 0.75 * 35
+    assert whole.executed == 49
 
 
 def test_cycles_of_a_prefill_block() -> None:

@@ -182,9 +182,14 @@ def test_a_scale_of_keys_may_be_negative() -> None:
 def test_who_fetches_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 128 slots wherever registers suffice; the first of two warpgroups fetches few, large pages."""
     monkeypatch.setattr(mosaic_gpu, "MOVES_REGISTERS", False)
-    assert Split.of(64, 64, 16) == Split.of(96, 96, 128) == Split(fetches_apart=True, block=128)
+    assert Split.of(64, 64, 16) == Split.of(96, 96, 32) == Split(fetches_apart=True, block=128)
     assert Split.of(128, 128, 16) == Split.of(192, 128, 64) == Split(fetches_apart=True, block=64)
-    assert Split.of(128, 128, 64) == Split.of(128, 128, 16, fetches_apart=False) == Split(False, 128)
+    assert (
+        Split.of(128, 128, 64)
+        == Split.of(64, 64, 64)
+        == Split.of(128, 128, 16, fetches_apart=False)
+        == Split(False, 128)
+    )
     assert Split.of(256, 256, 64) == Split(fetches_apart=False, block=64)
     monkeypatch.setattr(mosaic_gpu, "MOVES_REGISTERS", True)
     assert Split.of(128, 128, 16) == Split.of(128, 128, 64) == Split(fetches_apart=True, block=128)
