@@ -15,6 +15,7 @@ A *warpgroup* is 128 threads, which Pallas calls a thread of the kernel. Matrice
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 NUM_SMS = 132  # H100 and H200 SXM
 MOST_BLOCKS = 65_535  # of any axis of a CUDA grid but the last one of ours, its x
 SMEM_BYTES = 232_448  # of one block on Hopper
+_WARPS = 4  # of a warpgroup
 ROWS = 64  # of a matrix in one warpgroup's registers
 
 # From jax 0.12 on kernels are compiled for linking, where ptxas ignores `set_max_registers`: three warpgroups then have
@@ -295,23 +297,54 @@ def fence() -> None:
     plgpu.commit_smem()
 
 
-def dot_transposed(a: Any, b: Any) -> jax.Array:
-    """`a @ b.T` float32[m, n] of `a` [m, k] and `b` [n, k], both in shared memory."""
+def start_copies(
+    count: int, start: Callable[[int, Any], None], place: Callable[[int], Any] = lambda number: None
+) -> None:
+    """Runs `start`, which starts one bulk copy into shared memory, for the numbers below `count`.
+
+    Each of the warpgroup's warps has a quarter of them, where Pallas can tell warps apart (from jax 0.12 on): the four
+    start copies at once, and do not wait for each other at every one. `place(number)`, given to `start`, reads from
+    memory where to copy from: all of a warp's before its first copy.
+    """
+
+    def start_all(numbers: range) -> None:
+        for number, found in [(number, place(number)) for number in numbers]:
+            start(number, found)
+
+    if is_interpreted() or not hasattr(plgpu, "warp_map"):
+        start_all(range(count))
+        return
+
+    def by_warp(warp: jax.Array) -> None:
+        for own in range(min(count, _WARPS)):
+            pl.when(warp == own)(functools.partial(start_all, range(own, count, _WARPS)))
+
+    plgpu.warp_map(by_warp)
+
+
+def dot_transposed(a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+    """`a @ b.T` float32[m, n] of `a` [m, k] and `b` [n, k], both in shared memory.
+
+    `meanwhile` runs after the product is issued, before it is waited for.
+    """
     if is_interpreted():
-        return _plain_dot(a[...], b[...].T)
+        product = _plain_dot(a[...], b[...].T)
+        meanwhile()
+        return product
 
     def multiply(accumulator: Any) -> jax.Array:
         transposed = plgpu.transpose_ref(b, (1, 0)) if _BEFORE_0_11 else b.transpose((1, 0))
         plgpu.wgmma(accumulator, a, transposed)
+        meanwhile()
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
 
 
 def dot_add(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
-    """`total + a @ b` with float32[m, n] `total`, `a` [m, k] in registers, `b` [k, n] in shared memory."""
+    """`total + a @ b` with float32[m, n] `total`, `a` [m, k] in registers or shared memory, `b` [k, n] there."""
     if is_interpreted():
-        return total + _plain_dot(a, b[...])
+        return total + _plain_dot(a[...], b[...])
     return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(total))
 
 

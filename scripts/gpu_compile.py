@@ -1,11 +1,12 @@
 """Compiles the GPU kernels on a machine without a GPU; prints registers, spills, shared memory, key instructions.
 
-    python scripts/gpu_compile.py OP [name=value ...] [--shapes] [--card h100] [--check] [--json FILE]
+    python scripts/gpu_compile.py OP [name=value ...] [--shapes] [--card h100] [--check] [--ceiling] [--json FILE]
 
 OP and its settings: scripts/gpu_aot/operations.py. `--shapes` compiles OP for every shape of shapes.py; `--check` fails
-where a kernel spills or exceeds shared memory, donated pages are not updated in place, or a layer launches too much.
-Needs the extra `cuda-aot` (public wheels, no driver and no card) in the Python that runs this, or in the one that
-KVJAX_CUDA_PYTHON names.
+where a kernel spills or exceeds shared memory, donated pages are not updated in place, or a layer launches too much;
+`--ceiling` prints what the inner loop of each kernel costs, and what it can do at best at 1.7 GHz
+(scripts/gpu_aot/ceiling.py). Needs the extra `cuda-aot` (public wheels, no driver and no card) in the Python that runs
+this, or in the one that KVJAX_CUDA_PYTHON names.
 
 Two rows for one kernel: `linked` is what this jax makes where nvJitLink is installed (`setmaxnreg` ignored), `alone`
 what ptxas makes of the same PTX by itself.
@@ -105,6 +106,17 @@ def table(records: list[dict[str, Any]]) -> str:
     return _aligned(rows)
 
 
+def ceilings(records: list[dict[str, Any]]) -> str:
+    """Ceilings of the kernels that have one, as text: cycles of a multiprocessor for one KV block."""
+    found = [record for record in records if record.get("ceiling")]
+    names = list(found[0]["ceiling"]) if found else []
+    rows = [["case", "kernel", "how", *names]]
+    for record in found:
+        kernel = record["kernel"].removesuffix("_mosaic_gpu_kernel")
+        rows.append([record["case"], kernel, record["how"], *(record["ceiling"][name] for name in names)])
+    return _aligned(rows)
+
+
 def _aligned(cells: list[list[Any]]) -> str:
     rows = [[str(cell) for cell in row] for row in cells]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -128,12 +140,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", action="store_true", help="every shape of shapes.py")
     parser.add_argument("--card", default="h100", choices=("h100", "h200"))
     parser.add_argument("--check", action="store_true", help="fail on spills and on too much shared memory")
+    parser.add_argument("--ceiling", action="store_true", help="cycles of each kernel's inner loop, and what binds")
     parser.add_argument("--json", type=Path, help="also write the records here")
     arguments = parser.parse_args(argv)
     records = []
     for settings in cases(arguments):
         records += compile_op(arguments.card, arguments.op, settings)
     print(report(records))
+    if arguments.ceiling:
+        print("", ceilings(records), sep="\n")
     if arguments.json:
         arguments.json.write_text(json.dumps(records, indent=1) + "\n")
     wrong = [line for record in records for line in problems(record)] if arguments.check else []

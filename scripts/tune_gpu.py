@@ -36,14 +36,20 @@ from scripts.kernel_tuning.tuner import cases_of, list_cases, measured, parser, 
 
 ROOT = Path(__file__).resolve().parents[1]
 RING_SIZES = tuple(product((64, 128), (2, 3, 4)))  # (slots of a KV block, stages)
+PREFILL_WARPGROUPS = (3, 2)  # one of them fetches; the first that attends does
 _COLUMNS = "{:28} {:9} {:36} {:8} {:>9} {:>7} {:>7}"
 HEADER = _COLUMNS.format("case", "part", "sizes", "how", "registers", "spills", "shared")
 
 
 def candidates_of(_: Case) -> Iterator[Sizes]:
-    """The formula; blocks and stages, the same of both parts; more thread blocks than the card has multiprocessors."""
+    """The formula; blocks and stages, the same of both parts; prefill with and without a warpgroup that only fetches;
+    more thread blocks than the card has multiprocessors."""
     decode = [{"decode_block": block, "decode_stages": stages} for block, stages in RING_SIZES]
-    prefill = [{"prefill_block": block, "prefill_stages": stages} for block, stages in RING_SIZES]
+    prefill = [
+        {"prefill_block": block, "prefill_stages": stages, "prefill_warpgroups": warpgroups}
+        for warpgroups in PREFILL_WARPGROUPS
+        for block, stages in RING_SIZES
+    ]
     yield from candidates([*decode, {"num_blocks": 2 * NUM_SMS}], prefill)
 
 
@@ -79,7 +85,8 @@ def _time_one(arguments: list[str], timeout_s: float) -> Any:
 def compiled(card: str, case: Case, sizes: Sizes, timeout_s: float) -> Record:
     """A candidate's resources, without a card; its cost is not known."""
     settings = [f"shape={case.model.name}", f"tp={case.num_shards}", f"page={case.page_size}"]
-    settings += [f"{name.removeprefix('decode_')}={size}" for name, size in sizes.items() if name.startswith("decode_")]
+    words = {name.partition("_")[2]: size for name, size in sizes.items()}  # blocks and stages are those of both parts
+    settings += [f"{word}={size}" for word, size in words.items()]
     try:
         found = compile_op(card, "attention", settings, timeout_s=timeout_s)
     except RuntimeError as error:
@@ -87,7 +94,7 @@ def compiled(card: str, case: Case, sizes: Sizes, timeout_s: float) -> Record:
     record: Record = {}
     for kernel in (line for line in found if "kernel" in line):
         part = next((part for part in PARTS if kernel["kernel"].startswith(f"rpa_{part}")), None)
-        if part is not None:
+        if part is not None and (not sizes or part_sizes(part, sizes)):
             own = {"sizes": part_sizes(part, sizes), "cost": None, "kernels": []}
             record.setdefault(part, own)["kernels"].append(kernel)
     return record
@@ -98,13 +105,19 @@ def dry_run(options: argparse.Namespace) -> int:
     failed = False
     print(HEADER, flush=True)
     for case in cases_of(options):
-        wanted = [sizes for sizes in candidates_of(case) if "num_blocks" not in sizes]  # compiles to the same
+        wanted = [_compiled_sizes(sizes) for sizes in candidates_of(case)]
+        wanted = wanted[:1] + [sizes for sizes in wanted[1:] if sizes]
         records = measured(
             case, wanted, lambda case, sizes: compiled(options.device, case, sizes, options.timeout), options
         )
         failed |= "error" in records[0]
         print("\n".join(row for record in records for row in resource_rows(case, record)), flush=True)
     return int(failed)
+
+
+def _compiled_sizes(sizes: Sizes) -> Sizes:
+    """`sizes` but for those that compile to the same."""
+    return {name: size for name, size in sizes.items() if name != "num_blocks"}
 
 
 def resource_rows(case: Case, record: Record) -> Iterator[str]:

@@ -1,12 +1,13 @@
-"""Latent attention of query tiles of 64 rows on the GPU, two warpgroups, each with half of the values' columns.
+"""Latent attention of query tiles of 64 rows on the GPU: one warpgroup makes scores, two add half of the values each.
 
 Flow:    packed query tiles, latent pages, tables + LatentSchedule -> [attend_pieces] -> out, LSE per piece
 Source:  absorbed decoding as FlashMLA (deepseek-ai/FlashMLA): a latent is key and value, warpgroups share the values
 
-Grid (C,): each thread block attends its pieces one after the other. Both warpgroups make the same 64 scores a row: a
-tile's accumulated values, 64 x 512 in float32, fill the registers of two. The first also fetches, a block ahead: with a
-warpgroup for that alone, the others would have too few registers. Per block of 64 latents of D numbers a tile reads
-64 * D elements and does 2 * 64 * 64 * (2 * D + Dl) flops, of which D count once.
+Grid (C,): each thread block attends its pieces one after the other. A tile's accumulated values, 64 x 512 in float32,
+fill the registers of two warpgroups. The third one fetches, makes the scores of a block and their softmax while the
+other two multiply the weights of the block before with its values. It hands the weights over in shared memory, in the
+place of the block's rotated keys, which only its own product reads. Per block of 64 latents of D numbers a tile reads
+64 * D elements and does 2 * 64 * 64 * (D + Dl) flops.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.mla_paged_attention.gpu_latents import WARPGROUPS, LatentRing
-from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule, LatentSizes
+from pallas_kernels.mla_paged_attention.gpu_latents import ADDING, LatentRing
+from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule
 from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys
 from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, seen_by_any, weigh
 
@@ -31,8 +32,8 @@ POS, SEQ_LEN = len(Field), len(Field) + 1  # columns of a piece beyond `Field`: 
 
 
 def fixed_bytes(head_dim: int) -> int:
-    """Shared memory apart from latents: queries, barriers and gaps before aligned arrays."""
-    return mosaic_gpu.ROWS * 2 * head_dim + 2048
+    """Shared memory apart from latents: queries, values per row, barriers and gaps before aligned arrays."""
+    return mosaic_gpu.ROWS * 2 * head_dim + 4096
 
 
 def attend_pieces(
@@ -57,11 +58,14 @@ def attend_pieces(
     ]
     if num_tiles:
         outputs.append(jax.ShapeDtypeStruct((num_tiles, *shape), out_dtype))
+    row = plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32)
     scratch = {
         "q_tile": mosaic_gpu.tiled((mosaic_gpu.ROWS, config.head_dim), config.compute_dtype),
-        "lse_tile": plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32),
+        "lse_tile": row,
+        "share": row,
         "q_full": plgpu.Barrier(),
-        "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "done": plgpu.Barrier(),
+        "stored": plgpu.Barrier(num_arrivals=ADDING),
         **LatentRing.scratch(config),
     }
     results = ("out", "lse", "tile_out")[: len(outputs)]
@@ -70,7 +74,9 @@ def attend_pieces(
     def body(*args: Any) -> None:
         refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
         warpgroup = lax.axis_index("warpgroup")
-        _attend(refs, LatentRing.of(config, vars(refs), warpgroup), work.sizes, num_tokens, warpgroup)
+        ring = LatentRing.of(config, vars(refs), warpgroup)
+        pl.when(warpgroup < ADDING)(lambda: _add_values(refs, ring, work.sizes.num_blocks, warpgroup))
+        pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, ring, num_tokens))
 
     run = mosaic_gpu.kernel(
         body,
@@ -78,60 +84,98 @@ def attend_pieces(
         outputs=outputs,
         scratch=list(scratch.values()),
         grid={"block": work.blocks.shape[0]},
-        num_warpgroups=WARPGROUPS,
+        num_warpgroups=ADDING + 1,
     )
     out, lse, *of_tiles = run(q, pages, block_tables, work.pieces, work.tiles, work.blocks, scale)
     return out, lse, of_tiles[0] if of_tiles else None
 
 
-def _attend(refs: Any, ring: LatentRing, sizes: LatentSizes, num_tokens: int, warpgroup: jax.Array) -> None:
-    """One warpgroup's part of all pieces of this thread block."""
+def _range(refs: Any) -> tuple[jax.Array, jax.Array]:
+    """This thread block's pieces: first, and one after the last."""
     block = lax.axis_index("block")
-    first, end = refs.blocks[block, 0], refs.blocks[block, 1]
-
-    def attend_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
-        keys = _keys(refs, piece)
-
-        @pl.when(warpgroup == 0)
-        def _() -> None:
-            pl.when(piece > first)(lambda: plgpu.barrier_wait(refs.q_free))
-            target = refs.q_tile.at[pl.ds(0, refs.q.shape[1])]
-            plgpu.copy_gmem_to_smem(refs.q.at[refs.tiles[piece]], target, refs.q_full)
-            for i in range(ring.config.stages - 1):
-                fetch = functools.partial(_fetch, refs, ring, piece, step, jnp.int32(i))
-                pl.when(i < keys.num_blocks)(fetch)
-
-        plgpu.barrier_wait(refs.q_full)
-
-        def whole(i: jax.Array, state: RowState) -> RowState:
-            return _attend_block(refs, ring, piece, step, i, state, None)
-
-        def cut(i: jax.Array, state: RowState) -> RowState:
-            return _attend_block(refs, ring, piece, step, i, state, _bounds(refs, ring.config, piece, num_tokens))
-
-        state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(ring.config.head_dim_v // WARPGROUPS))
-        state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
-        plgpu.barrier_arrive(refs.q_free)
-        _store(refs, piece, warpgroup, *state.finish(), num_split_blocks=sizes.num_blocks)
-        return step + keys.num_blocks
-
-    num_steps = lax.fori_loop(first, end, attend_piece, jnp.int32(0))
-
-    @pl.when(warpgroup == 0)
-    def _() -> None:
-        pl.when(end > first)(lambda: plgpu.barrier_wait(refs.q_free))
-        ring.drain(num_steps)
-        plgpu.wait_smem_to_gmem(0)
+    return refs.blocks[block, 0], refs.blocks[block, 1]
 
 
 def _keys(refs: Any, piece: jax.Array) -> Keys:
     return Keys(*(refs.pieces[piece, field] for field in Field if field >= Field.FIRST))
 
 
-def _fetch(refs: Any, ring: LatentRing, piece: jax.Array, step: jax.Array, i: jax.Array) -> None:
-    """Starts the copies of the `i`-th block of a piece whose first step is `step`."""
-    keys = _keys(refs, piece)
-    ring.fetch(step + i, refs.pieces[piece, Field.SEQ], keys, keys.block(i))
+def _make_weights(refs: Any, ring: LatentRing, num_tokens: int) -> None:
+    """The warpgroup that fetches, and makes scores and weights, of all pieces."""
+    first, end = _range(refs)
+    config, ahead = ring.config, ring.config.stages - 1
+    scale = refs.scale[0] * config.score_factor
+
+    def weigh_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
+        keys = _keys(refs, piece)
+
+        def fetch(i: Any) -> None:
+            """Starts the copies of the piece's `i`-th block."""
+            own = _keys(refs, piece)
+            seq = refs.pieces[piece, Field.SEQ]
+            pl.when(i < own.num_blocks)(lambda: ring.fetch(step + i, seq, own, own.block(i)))
+
+        target = refs.q_tile.at[pl.ds(0, refs.q.shape[1])]
+        plgpu.copy_gmem_to_smem(refs.q.at[refs.tiles[piece]], target, refs.q_full)
+        for i in range(ahead):
+            fetch(jnp.int32(i))
+        plgpu.barrier_wait(refs.q_full)
+
+        def attend_block(i: jax.Array, state: RowState, bounds: RowBounds | None) -> RowState:
+            keys = _keys(refs, piece)
+            latents = ring.take_keys(step + i)
+            # The slot to fill is that of the block before, whose values the others add without waiting for this one.
+            products = mosaic_gpu.dot_transposed(refs.q_tile, latents, meanwhile=lambda: fetch(i + ahead))
+            first_slot = keys.block(i) * config.block
+            before = state.m
+            state, p = weigh(state, products * scale, config, keys, bounds, first_slot)
+            ring.give_weights(step + i, p, jnp.exp2(before - jnp.where(state.m == -jnp.inf, 0.0, state.m)))
+            return state
+
+        def whole(i: jax.Array, state: RowState) -> RowState:
+            return attend_block(i, state, None)
+
+        def cut(i: jax.Array, state: RowState) -> RowState:
+            return attend_block(i, state, _bounds(refs, config, piece, num_tokens))
+
+        state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(None))
+        state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
+        give_share(refs, piece, piece > first, *state.finish_weight())
+        return step + keys.num_blocks
+
+    num_steps = lax.fori_loop(first, end, weigh_piece, jnp.int32(0))
+    pl.when(end > first)(lambda: plgpu.barrier_wait(refs.stored))
+    ring.drain(num_steps)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _add_values(refs: Any, ring: LatentRing, num_split_blocks: int, warpgroup: jax.Array) -> None:
+    """One of the warpgroups that add up values: its columns of all pieces."""
+    first, end = _range(refs)
+    config = ring.config
+    columns = config.head_dim_v // ADDING
+    own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
+
+    def add_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
+        keys = _keys(refs, piece)
+
+        def add_block(i: jax.Array, total: jax.Array, is_cut: bool) -> jax.Array:
+            keys = _keys(refs, piece)
+            seen = seen_by_any(config, keys, keys.block(i) * config.block) if is_cut else None
+            latents, weights, shrink = ring.take_values(step + i, seen)
+            total = total * mosaic_gpu.spread(mosaic_gpu.load_per_row(shrink), columns)
+            total = mosaic_gpu.dot_add(total, weights, latents.at[:, own])
+            ring.release(step + i)
+            return total
+
+        total = mosaic_gpu.matrix(jnp.zeros((mosaic_gpu.ROWS, columns), jnp.float32))
+        total = lax.fori_loop(0, keys.num_whole, functools.partial(add_block, is_cut=False), total)
+        total = lax.fori_loop(keys.num_whole, keys.num_blocks, functools.partial(add_block, is_cut=True), total)
+        out = total * mosaic_gpu.spread(take_share(refs), columns)
+        _store_columns(refs, piece, warpgroup, out, num_split_blocks)
+        return step + keys.num_blocks
+
+    lax.fori_loop(first, end, add_piece, jnp.int32(0))
 
 
 def _bounds(refs: Any, config: GpuConfig, piece: jax.Array, num_tokens: int) -> RowBounds:
@@ -144,54 +188,40 @@ def _bounds(refs: Any, config: GpuConfig, piece: jax.Array, num_tokens: int) -> 
     return RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.pieces[piece, SEQ_LEN]))
 
 
-def _attend_block(
-    refs: Any, ring: LatentRing, piece: jax.Array, step: jax.Array, i: jax.Array, state: RowState,
-    bounds: RowBounds | None,
-) -> RowState:  # fmt: skip
-    """`state` after the `i`-th block of a piece whose first step is `step`; the first warpgroup fetches ahead."""
-    config, keys = ring.config, _keys(refs, piece)
-    ahead = i + (config.stages - 1)
-    pl.when((ring.reader == 0) & (ahead < keys.num_blocks))(lambda: _fetch(refs, ring, piece, step, ahead))
-    first_slot = keys.block(i) * config.block
-    latents = ring.take(step + i, None if bounds is None else seen_by_any(config, keys, first_slot))
-    scores = mosaic_gpu.dot_transposed(refs.q_tile, latents) * (refs.scale[0] * config.score_factor)
-    state, p = weigh(state, scores, config, keys, bounds, first_slot)
-    columns = config.head_dim_v // WARPGROUPS
-    values = latents.at[:, pl.ds(pl.multiple_of(ring.reader * columns, columns), columns)]
-    total = mosaic_gpu.dot_add(state.total, p, values)
-    ring.release(step + i)
-    return state._replace(total=total)
-
-
-def _store(
-    refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, lse: jax.Array, *, num_split_blocks: int
-) -> None:
-    """Stores a piece where those of its kind stand: the first thread blocks have those of split keys."""
+def _store_columns(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, num_split_blocks: int) -> None:
+    """Stores a warpgroup's columns with pieces of their kind: the first thread blocks have those of split keys."""
     if not hasattr(refs, "tile_out"):
-        store_piece(refs, piece, warpgroup, out, lse)
+        store_columns(refs.out, piece, warpgroup, out)
         return
     is_split = lax.axis_index("block") < num_split_blocks
-    pl.when(~is_split)(lambda: _store_columns(refs.tile_out, piece - refs.out.shape[0], warpgroup, out))
-    pl.when(is_split)(lambda: _store_columns(refs.out, piece, warpgroup, out))
-    _store_lse(refs, piece, warpgroup, lse)
+    pl.when(~is_split)(lambda: store_columns(refs.tile_out, piece - refs.out.shape[0], warpgroup, out))
+    pl.when(is_split)(lambda: store_columns(refs.out, piece, warpgroup, out))
 
 
-def store_piece(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, lse: jax.Array) -> None:
-    """Stores a warpgroup's columns straight from registers, and the first one the LSE."""
-    _store_columns(refs.out, piece, warpgroup, out)
-    _store_lse(refs, piece, warpgroup, lse)
+def give_share(refs: Any, piece: jax.Array, has_given: jax.Array, share: jax.Array, lse: jax.Array) -> None:
+    """Hands over what the sums of a piece are multiplied with at its end, float32[64], and stores its LSE.
+
+    `has_given`: whether this warpgroup has handed over one before, which the adding ones must have read.
+    """
+    pl.when(has_given)(lambda: plgpu.barrier_wait(refs.stored))
+    refs.share[...] = share
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    refs.lse_tile[...] = lse
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs.lse_tile, refs.lse.at[piece])
+    plgpu.barrier_arrive(refs.done)
 
 
-def _store_columns(target: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array) -> None:
+def take_share(refs: Any) -> jax.Array:
+    """What `give_share` hands over, in an adding warpgroup."""
+    plgpu.barrier_wait(refs.done)
+    share = mosaic_gpu.load_per_row(refs.share)
+    plgpu.barrier_arrive(refs.stored)
+    return share
+
+
+def store_columns(target: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array) -> None:
+    """Stores a warpgroup's columns of a piece straight from registers."""
     columns = out.shape[1]
     own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
     mosaic_gpu.store_plain(target.at[piece, :, own], out.astype(target.dtype))
-
-
-def _store_lse(refs: Any, piece: jax.Array, warpgroup: jax.Array, lse: jax.Array) -> None:
-    @pl.when(warpgroup == 0)
-    def _() -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        refs.lse_tile[...] = lse
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(refs.lse_tile, refs.lse.at[piece])

@@ -1,14 +1,18 @@
-"""Blocks of latents on the GPU: a ring in shared memory that two warpgroups read, one of which also fills it.
+"""Blocks of latents on the GPU: a ring in shared memory that three warpgroups read, one of which also fills it.
 
-Flow:    latent pages + block tables + Keys -> [LatentRing.fetch] -> ring -> [take] -> keys, and values, of products
+Flow:    latent pages + block tables + Keys -> [LatentRing.fetch] -> ring -> [take_keys, take_values] -> products
 
-A block is keys and values at once, so that it is read from memory once and both warpgroups, which share the columns of
-the values, use the same one. It goes to slot `step % stages`:
+A block is keys and values at once, so that it is read from memory once. It goes to slot `step % stages`. The warpgroup
+that fetches makes its scores and weights; the *adding* ones share the columns of the values:
 
-    full    the bulk copies arrive; both warpgroups wait
-    free    both arrive once they have read the slot; the first one, which fetches, waits before it refills it
-    changed both have done their half of a change: slots that nobody sees set to 0, or 8-bit values converted
-    idle    both have read the converted block before, which the next change overwrites
+    full     the bulk copies arrive; all wait
+    changed  both adding warpgroups have converted their half of a block of 8-bit values; the fetching one waits
+    weighed  the weights stand in the place of the block's rotated keys; the adding ones wait
+    free     both adding warpgroups have read the slot; the fetching one waits before it refills it
+    idle     both have read the converted block before, which the next change overwrites
+
+None can wait for ever: the fetching warpgroup waits for the adding ones at blocks before its own alone, whose weights
+it has given; they wait for each other only at the start of a block.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_kv import block_parts, copy_sources
 from pallas_kernels.ragged_paged_attention.gpu_plan import GpuConfig, Keys
 
-WARPGROUPS = 2
+ADDING = 2  # warpgroups
 
 
 @dataclass(frozen=True)
@@ -37,60 +41,106 @@ class LatentRing:
     tables: Any  # int32[S, P] block tables, in global memory
     pages: Any  # [pages, page_size, D]
     latents: Any  # [stages, block, D] shared memory
+    shrink: Any  # float32[stages, 64] what sums so far are multiplied with at a step
     full: Any
+    weighed: Any
     free: Any
-    changed: Any
-    reader: Any  # int32[] this warpgroup
+    warpgroup: Any  # int32[] this one: the adding ones come first
     converted: Any = None  # [block, D] in the compute dtype, where pages hold 8-bit values
+    changed: Any = None
     idle: Any = None
 
     @classmethod
-    def of(cls, config: GpuConfig, references: dict[str, Any], reader: Any) -> LatentRing:
+    def of(cls, config: GpuConfig, references: dict[str, Any], warpgroup: Any) -> LatentRing:
         """The ring among a kernel's references by name, for one warpgroup."""
         names = {field.name for field in fields(cls)}
-        return cls(config, **{name: value for name, value in references.items() if name in names}, reader=reader)
+        own = {name: value for name, value in references.items() if name in names}
+        return cls(config, **own, warpgroup=warpgroup)
 
     @classmethod
     def scratch(cls, config: GpuConfig) -> dict[str, Any]:
         """Shared memory and barriers by field."""
         scratch = {
             "latents": mosaic_gpu.tiled((config.stages, config.block, config.head_dim), config.page_dtype),
+            "shrink": plgpu.SMEM((config.stages, mosaic_gpu.ROWS), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=config.num_copies, num_barriers=config.stages),
-            "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
-            "changed": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            "weighed": plgpu.Barrier(num_barriers=config.stages),
+            "free": plgpu.Barrier(num_arrivals=ADDING, num_barriers=config.stages),
         }
         if config.is_converted:
             scratch["converted"] = mosaic_gpu.tiled((config.block, config.head_dim), config.compute_dtype)
-            scratch["idle"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
+            scratch["changed"] = plgpu.Barrier(num_arrivals=ADDING)
+            scratch["idle"] = plgpu.Barrier(num_arrivals=ADDING)
         return scratch
 
     def fetch(self, step: jax.Array, seq: jax.Array, keys: Keys, block: jax.Array) -> None:
         """Starts the copies of a block of one sequence, once its slot is free."""
         slot, copy = self.slot(step), self.config.copy_slots
         pl.when(step >= self.config.stages)(lambda: self.wait_free(slot))
-        for i, (page, offset) in enumerate(copy_sources(self.config, self.tables, seq, keys, block)):
-            target = self.latents.at[slot, pl.ds(i * copy, copy)]
+        sources = copy_sources(self.config, self.tables, seq, keys, block)
+
+        def start(number: int, _: Any) -> None:
+            page, offset = sources[number]
+            target = self.latents.at[slot, pl.ds(number * copy, copy)]
             plgpu.copy_gmem_to_smem(self.pages.at[page, pl.ds(offset, copy)], target, self.full.at[slot])
 
-    def take(self, step: jax.Array, seen: Any) -> Any:
-        """The block [block, D] of a step, ready for products; call `release` when done with it.
+        mosaic_gpu.start_copies(len(sources), start)
 
-        `seen(first_row)` tells which of the 64 slots from `first_row` on any query sees, bool[64]: the others become 0,
-        since what stands there may be NaN. None: all are seen.
+    def take_keys(self, step: jax.Array) -> Any:
+        """The block [block, D] of a step, ready for the product of scores; call `give_weights` when done with it."""
+        slot = self.slot(step)
+        self.wait_full(slot)
+        if not self.config.is_converted:
+            return self.latents.at[slot]
+        self.wait_changed()
+        return self.converted
+
+    def give_weights(self, step: jax.Array, weights: jax.Array, shrink: jax.Array) -> None:
+        """Hands over the weights [64, block] of a step, and what sums so far are multiplied with, float32[64]."""
+        slot = self.slot(step)
+        self._weights(slot)[...] = weights
+        self.shrink[slot] = shrink
+        mosaic_gpu.fence()
+        plgpu.barrier_arrive(self.weighed.at[slot])
+
+    def take_values(self, step: jax.Array, seen: Any) -> tuple[Any, Any, Any]:
+        """(block [block, D], weights [64, block], `shrink`) of a step; call `release` when done with them.
+
+        `seen(first_row)` tells which of the 64 slots from `first_row` on any query sees, bool[64]: values of the others
+        become 0, since what stands there may be NaN. None: all are seen.
         """
         slot = self.slot(step)
         self.wait_full(slot)
-        if not self.config.is_converted and seen is None:
-            return self.latents.at[slot]
         if self.config.is_converted:
             plgpu.barrier_arrive(self.idle)
             self.wait_idle()
-        target = self.converted if self.config.is_converted else self.latents.at[slot]
-        for reader in range(WARPGROUPS):
+            parts = block_parts(self.config, self.config.head_dim)
+            self._change(self.converted, slot, seen, [parts[reader::ADDING] for reader in range(ADDING)])
+            plgpu.barrier_arrive(self.changed)
+        self.wait_weighed(slot)
+        block = self.converted if self.config.is_converted else self.latents.at[slot]
+        if not self.config.is_converted and seen is not None:
+            parts = block_parts(self.config, self.config.head_dim_v)
+            half = len(parts) // ADDING
+            self._change(block, slot, seen, [parts[:half], parts[half:]])
+        return block, self._weights(slot), self.shrink.at[slot]
 
-            @pl.when(self.reader == reader)
-            def _(reader: int = reader) -> None:
-                for part in block_parts(self.config, self.config.head_dim)[reader::WARPGROUPS]:
+    def release(self, step: jax.Array) -> None:
+        """Says that this warpgroup has read the block of a step."""
+        plgpu.barrier_arrive(self.free.at[self.slot(step)])
+
+    def _weights(self, slot: jax.Array) -> Any:
+        """Where a block's weights stand: a tile of rotated keys, which nobody reads after the product of scores."""
+        columns = pl.ds(self.config.head_dim_v, self.config.block)
+        return self.converted.at[:, columns] if self.config.is_converted else self.latents.at[slot, :, columns]
+
+    def _change(self, target: Any, slot: jax.Array, seen: Any, parts: list[list[tuple[pl.Slice, pl.Slice]]]) -> None:
+        """Each adding warpgroup's parts of a block to `target`: converted, unseen slots as 0."""
+        for warpgroup, own in enumerate(parts):
+
+            @pl.when(self.warpgroup == warpgroup)
+            def _(own: list[tuple[pl.Slice, pl.Slice]] = own) -> None:
+                for part in own:
                     values = mosaic_gpu.load_matrix(self.latents.at[(slot, *part)], self.config.compute_dtype)
                     if seen is not None:
                         keep = mosaic_gpu.spread(seen(part[0].start), values.shape[1])
@@ -98,13 +148,6 @@ class LatentRing:
                     target[part] = values
 
         mosaic_gpu.fence()
-        plgpu.barrier_arrive(self.changed)
-        self.wait_changed()
-        return target
-
-    def release(self, step: jax.Array) -> None:
-        """Says that this warpgroup has read the block of a step."""
-        plgpu.barrier_arrive(self.free.at[self.slot(step)])
 
     def slot(self, step: jax.Array) -> jax.Array:
         """Place of a step in the ring."""
@@ -125,10 +168,14 @@ class LatentRing:
         """Waits until the copies into a slot have arrived."""
         plgpu.barrier_wait(self.full.at[slot])
 
+    def wait_weighed(self, slot: jax.Array) -> None:
+        """Waits until the weights of a slot's block have been made."""
+        plgpu.barrier_wait(self.weighed.at[slot])
+
     def wait_changed(self) -> None:
-        """Waits until both warpgroups have done their half of a change."""
+        """Waits until both adding warpgroups have converted their half of a block."""
         plgpu.barrier_wait(self.changed)
 
     def wait_idle(self) -> None:
-        """Waits until both warpgroups have read the converted block before."""
+        """Waits until both adding warpgroups have read the converted block before."""
         plgpu.barrier_wait(self.idle)

@@ -56,7 +56,7 @@ def reason_not_supported(q_nope: jax.Array, q_pe: jax.Array, latent: LatentPages
     if reason is not None:
         return reason
     latent_dim, dim = q_nope.shape[-1], q_nope.shape[-1] + q_pe.shape[-1]
-    if latent_dim % 128 or dim % 64 or latent_dim > _MOST_LATENT or dim > _MOST_DIM:
+    if latent_dim % 128 or dim % 64 or dim == latent_dim or latent_dim > _MOST_LATENT or dim > _MOST_DIM:
         return (
             f"GPU kernels take latents of up to {_MOST_LATENT} numbers in steps of 128 and up to {_MOST_DIM} with the "
             f"rotated key in steps of 64, got {latent_dim} and {dim}"

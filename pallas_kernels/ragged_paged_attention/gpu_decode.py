@@ -24,7 +24,7 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
 from pallas_kernels.ragged_paged_attention.gpu_merge import padded_columns
 from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan, Field, GpuConfig, Keys
-from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend, of_head
+from pallas_kernels.ragged_paged_attention.gpu_softmax import Reader, RowBounds, RowState, attend, of_head
 
 _ATTENDING, _FETCHING = 0, 1  # warpgroups
 _QUERY_STAGES = 2
@@ -134,13 +134,13 @@ def _attend_pieces(refs: Any, ring: KVRing) -> None:
         scale = of_head(refs.scales, refs.pieces[piece, Field.HEAD]) * ring.config.score_factor
         slot = lax.rem(piece - first, jnp.int32(_QUERY_STAGES))
         plgpu.barrier_wait(refs.q_full.at[slot])
-        q = refs.q_tile.at[slot]
+        reader = Reader(ring, refs.q_tile.at[slot], scale)
 
         def whole(i: jax.Array, state: RowState) -> RowState:
-            return attend(state, ring, q, scale, keys, None, i, step + i)
+            return attend(state, reader, keys, None, i, step + i)
 
         def cut(i: jax.Array, state: RowState) -> RowState:
-            return attend(state, ring, q, scale, keys, RowBounds(keys.lower, keys.upper), i, step + i)
+            return attend(state, reader, keys, RowBounds(keys.lower, keys.upper), i, step + i)
 
         state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(ring.config.head_dim_v))
         state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)

@@ -13,7 +13,6 @@ while the last ones of a tile are attended. Pages beyond a run are replaced by t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -106,16 +105,31 @@ class KVRing:
 
     def fetch(self, step: jax.Array, seq: jax.Array, head: jax.Array, keys: Keys, block: jax.Array) -> None:
         """Starts the copies of a block of one sequence and KV head."""
-        slot, copy = self.slot(step), self.config.copy_slots
         sources = copy_sources(self.config, self.tables, seq, keys, block)
-        for pages, target, full, free in (
-            (self.k_pages, self.k, self.k_full, self.k_free),
-            (self.v_pages, self.v, self.v_full, self.v_free),
-        ):
-            pl.when(step >= self.config.stages)(functools.partial(self.wait_free, free, slot))
-            for i, (page, offset) in enumerate(sources):
-                rows = pages.at[page, pl.ds(offset, copy), head]
-                plgpu.copy_gmem_to_smem(rows, target.at[slot, pl.ds(i * copy, copy)], full.at[slot])
+        self.fetch_k(step, head, sources)
+        self.fetch_v(step, head, sources)
+
+    def fetch_k(self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]]) -> None:
+        """Starts the copies of K of a block, from `copy_sources`."""
+        self._fetch(step, head, sources, self.k_pages, self.k, self.k_full, self.k_free)
+
+    def fetch_v(self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]]) -> None:
+        """Starts the copies of V of a block, from `copy_sources`."""
+        self._fetch(step, head, sources, self.v_pages, self.v, self.v_full, self.v_free)
+
+    def _fetch(
+        self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]],
+        pages: Any, target: Any, full: Any, free: Any,
+    ) -> None:  # fmt: skip
+        slot, copy = self.slot(step), self.config.copy_slots
+        pl.when(step >= self.config.stages)(lambda: self.wait_free(free, slot))
+
+        def start(number: int, _: Any) -> None:
+            page, offset = sources[number]
+            rows = pages.at[page, pl.ds(offset, copy), head]
+            plgpu.copy_gmem_to_smem(rows, target.at[slot, pl.ds(number * copy, copy)], full.at[slot])
+
+        mosaic_gpu.start_copies(len(sources), start)
 
     def drain(self, num_steps: jax.Array) -> None:
         """Waits until all of `num_steps` steps have been read: no barrier may end in an open phase."""

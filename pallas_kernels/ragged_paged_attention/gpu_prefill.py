@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
+from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing, copy_sources
 from pallas_kernels.ragged_paged_attention.gpu_plan import LARGEST_FLOAT16, GpuConfig, Keys, block_slots
-from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, attend, capped_sink, of_head
+from pallas_kernels.ragged_paged_attention.gpu_softmax import (
+    Reader,
+    RowBounds,
+    RowState,
+    Turns,
+    attend,
+    capped_sink,
+    of_head,
+)
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TILE_ROWS, WARPGROUPS, TileField, TileShape
 
 _FETCHING = WARPGROUPS  # the warpgroup after those that attend, if it is one of its own
@@ -46,14 +55,26 @@ def fixed_bytes(head_dim: int, head_dim_v: int) -> int:
     return TILE_ROWS * 2 * (head_dim + plain_columns(head_dim, head_dim_v)) + 5120
 
 
-def prefill_block_slots(head_dim: int, head_dim_v: int) -> int:
-    """Slots of a KV block: fewer where warpgroups that attend get no registers from the one that fetches."""
-    return block_slots(head_dim, head_dim_v) if mosaic_gpu.MOVES_REGISTERS else mosaic_gpu.ROWS
+class Split(NamedTuple):
+    """How a thread block is split."""
 
+    fetches_apart: bool  # whether a warpgroup of its own fetches
+    block: int  # slots of a KV block
 
-def fetches_apart(config: GpuConfig) -> bool:
-    """Whether a warpgroup of its own fetches: not where 64 x `head_dim_v` sums need its third of the registers."""
-    return config.head_dim_v <= 128
+    @classmethod
+    def of(cls, head_dim: int, head_dim_v: int, page_size: int, fetches_apart: bool | None = None) -> Split:
+        """The default, or that of a given `fetches_apart`.
+
+        Sums of 64 x more than 128 values need the third of the registers that a fetching warpgroup has. Where it gives
+        the others none of its own, 128 scores a row fit beside sums of 96 values, and beside 128 without it; the few
+        copies of large pages are then started by the way.
+        """
+        largest = max(head_dim, head_dim_v)
+        if fetches_apart is None:
+            is_free = not mosaic_gpu.MOVES_REGISTERS and largest <= 128 and page_size >= 64
+            fetches_apart = head_dim_v <= 128 and not is_free
+        is_small = fetches_apart and not mosaic_gpu.MOVES_REGISTERS and largest > 96
+        return cls(fetches_apart, mosaic_gpu.ROWS if is_small else block_slots(head_dim, head_dim_v))
 
 
 def prefill_tiles(
@@ -65,6 +86,7 @@ def prefill_tiles(
     sinks: jax.Array,  # float32[1 or Hq], -inf: none
     v_scale: jax.Array,  # float32[1 or Hkv]
     config: GpuConfig,
+    fetches_apart: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype of the tokens of tiles, natural-log LSE float32[tiles, parts, 128] of rows)."""
     num_tokens, num_q_heads, _ = q.shape
@@ -80,6 +102,7 @@ def prefill_tiles(
         "plain": plgpu.SMEM((*rows, plain_columns(config.head_dim, config.head_dim_v)), q.dtype),
         "lse_tile": plgpu.SMEM(rows, jnp.float32),
         **{f"q_full_{n}": plgpu.Barrier(num_arrivals=len(shape.pieces(n))) for n in range(WARPGROUPS)},
+        "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
         **KVRing.scratch(config, num_readers=WARPGROUPS),
     }
     names = (
@@ -94,8 +117,9 @@ def prefill_tiles(
 
         @pl.when(refs.tiles[tile, TileField.NUM_QUERIES] > 0)
         def _() -> None:
-            pl.when(warpgroup < WARPGROUPS)(lambda: _attend_tile(refs, ring, shape, tile, warpgroup))
-            if fetches_apart(config):
+            attend_tile = functools.partial(_attend_tile, refs, ring, shape, tile, warpgroup, fetches_apart)
+            pl.when(warpgroup < WARPGROUPS)(attend_tile)
+            if fetches_apart:
                 pl.when(warpgroup == _FETCHING)(lambda: _fetch_tile(refs, ring, shape, tile))
 
     run = mosaic_gpu.kernel(
@@ -104,7 +128,7 @@ def prefill_tiles(
         outputs=outputs,
         scratch=list(scratch.values()),
         grid={"tile": tiles.shape[0], "part": num_parts},
-        num_warpgroups=WARPGROUPS + fetches_apart(config),
+        num_warpgroups=WARPGROUPS + fetches_apart,
     )
     out, lse = run(q, *pages, block_tables, tiles, scales, sinks, v_scale)
     return out, lse.reshape(tiles.shape[0], num_parts, TILE_ROWS)
@@ -123,55 +147,69 @@ def _keys(refs: Any, tile: jax.Array) -> Keys:
 def _fetch_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array) -> None:
     """The fetching warpgroup: KV blocks of the tile."""
     plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
-    num_blocks = _keys(refs, tile).num_blocks
-    _fetch_blocks(refs, ring, shape, tile, jnp.int32(0), num_blocks)
-    ring.drain(num_blocks)
+    keys, seq, head = _keys(refs, tile), refs.tiles[tile, TileField.SEQ], _heads(ring.config, shape)[0]
 
-
-def _fetch_blocks(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, first: jax.Array, end: jax.Array) -> None:
-    """Fetches the tile's blocks from the `first`-th to before the `end`-th, in the order of attending."""
-    head = _heads(ring.config, shape)[0]
-    keys, seq = _keys(refs, tile), refs.tiles[tile, TileField.SEQ]
-
-    @pl.loop(first, end)
+    @pl.loop(jnp.int32(0), keys.num_blocks)
     def _(i: jax.Array) -> None:
         ring.fetch(i, seq, head, keys, keys.block(i))
 
+    ring.drain(keys.num_blocks)
 
-def _attend_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, warpgroup: jax.Array) -> None:
+
+def _attend_tile(
+    refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, warpgroup: jax.Array, fetches_apart: bool
+) -> None:
     """One of the attending warpgroups: its rows of the tile."""
     config = ring.config
-    if fetches_apart(config):
+    if fetches_apart:
         plgpu.set_max_registers(_ATTENDING_REGISTERS, action="increase")
     keys = _keys(refs, tile)
     head, first_q_head = _heads(config, shape)
     scale = of_head(refs.scales, head) * config.score_factor
 
-    def fetch(first: Any, end: Any) -> None:
-        """Fetches blocks, if no other warpgroup does."""
-        if not fetches_apart(config):
-            end = lax.min(end, _keys(refs, tile).num_blocks)
-            pl.when(warpgroup == 0)(lambda: _fetch_blocks(refs, ring, shape, tile, first, end))
+    def fetch(start: Callable[..., None], i: Any) -> None:
+        """Starts the copies of K or V of the `i`-th block, if no other warpgroup does."""
+        if fetches_apart:
+            return
+        keys = _keys(refs, tile)
+
+        @pl.when((warpgroup == 0) & (i < keys.num_blocks))
+        def _() -> None:
+            sources = copy_sources(config, ring.tables, refs.tiles[tile, TileField.SEQ], keys, keys.block(i))
+            start(i, head, sources)
 
     ahead = config.stages - 1
-    fetch(jnp.int32(0), jnp.int32(ahead))
-    _load_queries(refs, config, shape, refs.tiles[tile, TileField.TOKEN], first_q_head, warpgroup)
-    q = refs.q_tile.at[warpgroup]
+    for i in range(ahead):
+        fetch(ring.fetch_k, jnp.int32(i))
+        fetch(ring.fetch_v, jnp.int32(i))
+    sign = jnp.where(scale < 0, -1.0, 1.0)
+    _load_queries(refs, config, shape, refs.tiles[tile, TileField.TOKEN], first_q_head, warpgroup, sign)
+    reader = Reader(ring, refs.q_tile.at[warpgroup], scale * sign, is_positive=True)
+    # Two warpgroups that convert a block together meet in each, and so cannot take turns; nor where values are masked.
+    turns = None if config.is_converted else Turns(refs.turn, warpgroup)
+
+    def attend_block(i: jax.Array, state: RowState, reader: Reader, bounds: RowBounds | None) -> RowState:
+        fetch_k, fetch_v = (functools.partial(fetch, start, i + ahead) for start in (ring.fetch_k, ring.fetch_v))
+        return attend(state, reader, _keys(refs, tile), bounds, i, i, fetch_k, fetch_v)
 
     def whole(i: jax.Array, state: RowState) -> RowState:
-        fetch(i + ahead, i + ahead + 1)
-        return attend(state, ring, q, scale, _keys(refs, tile), None, i, i)
+        return attend_block(i, state, reader._replace(turns=turns), None)
 
     def cut(i: jax.Array, state: RowState) -> RowState:
-        fetch(i + ahead, i + ahead + 1)
         token = lax.rem(mosaic_gpu.row_index(mosaic_gpu.ROWS) + warpgroup * mosaic_gpu.ROWS, jnp.int32(shape.tokens))
         pos = token + refs.tiles[tile, TileField.POS]
         bounds = RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.tiles[tile, TileField.SEQ_LEN]))
-        return attend(state, ring, q, scale, _keys(refs, tile), bounds, i, i)
+        return attend_block(i, state, reader, bounds)
 
-    state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(config.head_dim_v))
+    state = RowState.empty(config.head_dim_v)
+    if turns is None:
+        state = lax.fori_loop(0, keys.num_whole, whole, state)
+    else:
+        turns.begin()
+        state = lax.fori_loop(0, keys.num_whole, whole, state)
+        turns.end()
     state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
-    if not fetches_apart(config):
+    if not fetches_apart:
         pl.when(warpgroup == 0)(lambda: ring.drain(keys.num_blocks))
     out, lse = state.finish_with_sinks(_row_sinks(refs, shape, first_q_head, warpgroup))
     _store(refs, shape, tile, first_q_head, warpgroup, out * of_head(refs.v_scale, head), lse)
@@ -187,9 +225,10 @@ def _row_sinks(refs: Any, shape: TileShape, first_q_head: jax.Array, warpgroup: 
 
 
 def _load_queries(
-    refs: Any, config: GpuConfig, shape: TileShape, token: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array
-) -> None:
-    """Queries of one warpgroup: by way of untiled memory, since a tiled copy may begin at every eighth token only."""
+    refs: Any, config: GpuConfig, shape: TileShape, token: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array,
+    sign: jax.Array,
+) -> None:  # fmt: skip
+    """Queries of one warpgroup times `sign`, by way of untiled memory: tiled copies begin at every eighth token."""
     columns = refs.plain.shape[-1]
     for start in range(0, config.head_dim, columns):
         for number in range(WARPGROUPS):
@@ -203,7 +242,7 @@ def _load_queries(
                     plgpu.copy_gmem_to_smem(source, refs.plain.at[number, pl.ds(piece.row, piece.num_rows)], full)
                 plgpu.barrier_wait(full)
 
-        queries = mosaic_gpu.load_matrix(refs.plain.at[warpgroup], jnp.float32)
+        queries = mosaic_gpu.load_matrix(refs.plain.at[warpgroup], jnp.float32) * sign
         if config.compute_dtype == "float16":
             queries = lax.min(lax.max(queries, -LARGEST_FLOAT16), LARGEST_FLOAT16)
         refs.q_tile[warpgroup, :, pl.ds(start, columns)] = queries.astype(config.compute_dtype)

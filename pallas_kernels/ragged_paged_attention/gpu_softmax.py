@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
@@ -29,28 +31,36 @@ class RowState(NamedTuple):
 
     m: jax.Array  # float32[64]
     weight: jax.Array  # float32[64]
-    total: jax.Array  # float32[64, Dv]
+    total: Any  # float32[64, Dv]; None: kept elsewhere
 
     @classmethod
-    def empty(cls, head_dim_v: int) -> RowState:
-        """Rows that have seen no key."""
+    def empty(cls, head_dim_v: int | None) -> RowState:
+        """Rows that have seen no key; None: without `total`."""
         rows = mosaic_gpu.ROWS
         m = mosaic_gpu.per_row(jnp.full((rows,), -jnp.inf, jnp.float32))
         weight = mosaic_gpu.per_row(jnp.zeros((rows,), jnp.float32))
+        if head_dim_v is None:
+            return cls(m, weight, None)
         return cls(m, weight, mosaic_gpu.matrix(jnp.zeros((rows, head_dim_v), jnp.float32)))
 
     def finish(self) -> tuple[jax.Array, jax.Array]:
         """(out float32[64, Dv], natural-log LSE float32[64]): 0 and -inf for rows that saw no key."""
+        share, lse = self.finish_weight()
+        return self.total * mosaic_gpu.spread(share, self.total.shape[1]), lse
+
+    def finish_weight(self) -> tuple[jax.Array, jax.Array]:
+        """(what `total` is multiplied with, natural-log LSE), float32[64] each."""
         nothing = self.weight == 0.0
         weight = jnp.where(nothing, 1.0, self.weight)
-        out = self.total * mosaic_gpu.spread(1.0 / weight, self.total.shape[1])
-        return out, jnp.where(nothing, -jnp.inf, self.m * (1.0 / LOG2_E) + jnp.log(weight))
+        return 1.0 / weight, jnp.where(nothing, -jnp.inf, self.m * (1.0 / LOG2_E) + jnp.log(weight))
 
     def finish_with_sinks(self, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As `finish`, with a natural-log logit float32[64] without a value for each row, -inf: none.
+        """As `finish`, with a natural-log logit float32[64] without a value for each row, -inf: none."""
+        share, lse = self.finish_weight_with_sinks(sinks)
+        return self.total * mosaic_gpu.spread(share, self.total.shape[1]), lse
 
-        Natural-log units, so that no finite sink overflows.
-        """
+    def finish_weight_with_sinks(self, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As `finish_weight`, with sinks; natural-log units, so that no finite sink overflows."""
         nothing = self.weight == 0.0
         own = self.m * (1.0 / LOG2_E)
         m = lax.max(own, sinks)
@@ -58,8 +68,7 @@ class RowState(NamedTuple):
         shrink = jnp.exp2((own - finite) * LOG2_E)
         weight = self.weight * shrink + jnp.exp2((sinks - finite) * LOG2_E)
         weight = jnp.where(nothing, 1.0, weight)
-        out = self.total * mosaic_gpu.spread(shrink / weight, self.total.shape[1])
-        return out, jnp.where(nothing, -jnp.inf, m + jnp.log(weight))
+        return shrink / weight, jnp.where(nothing, -jnp.inf, m + jnp.log(weight))
 
 
 class RowBounds(NamedTuple):
@@ -97,22 +106,82 @@ def of_head(values: Any, head: jax.Array) -> jax.Array:
     return values[0] if values.shape[0] == 1 else values[head]  # type: ignore[no-any-return]
 
 
+class Turns(NamedTuple):
+    """Two warpgroups that use the tensor cores by turns; each change waits for the other warpgroup's.
+
+    Warpgroup 0 begins, warpgroup 1 changes once more before its first block, warpgroup 0 once more after its last:
+    both change 2 n + 1 times in n blocks, so that none waits for ever.
+
+        warpgroup 0    QK 0 | softmax 0          | PV 0, QK 1 | softmax 1   | PV 1
+        warpgroup 1         | QK 0               | softmax 0  | PV 0, QK 1  | softmax 1 ...
+        change              0                    1            2             3
+    """
+
+    barrier: Any  # of two arrivals
+    warpgroup: jax.Array
+
+    def begin(self) -> None:
+        """Before the first block."""
+        pl.when(self.warpgroup == 1)(self.change)
+
+    def change(self) -> None:
+        """The products of this turn are issued, or this warpgroup is ready for the next turn."""
+        plgpu.barrier_arrive(self.barrier)
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits until both warpgroups have come to a change of turns."""
+        plgpu.barrier_wait(self.barrier)
+
+    def end(self) -> None:
+        """After the last block."""
+        pl.when(self.warpgroup == 0)(self.change)
+
+
+class Reader(NamedTuple):
+    """What one warpgroup attends KV blocks with."""
+
+    ring: KVRing
+    q: Any  # [64, D] shared memory
+    scale: jax.Array  # float32[]: of the keys, times `score_factor`
+    is_positive: bool = False  # whether `scale` is known not to be negative, which saves a product for each score
+    turns: Turns | None = None  # with another warpgroup
+
+
 def attend(
     state: RowState,
-    ring: KVRing,
-    q: Any,  # [64, D] shared memory
-    scale: jax.Array,  # float32[]: of `logit_scales`
+    reader: Reader,
     keys: Keys,
     bounds: RowBounds | None,  # None: every row sees the whole block
     i: jax.Array,
     step: jax.Array,
+    fetch_k: Callable[[], None] = lambda: None,
+    fetch_v: Callable[[], None] = lambda: None,
 ) -> RowState:
-    """`state` after the `i`-th block of `keys`, which is step `step` of the ring."""
+    """`state` after the `i`-th block of `keys`, which is step `step` of the ring.
+
+    `fetch_k` and `fetch_v` run where the other warpgroup has read K and V of the step before, or will without this one.
+    """
+    ring, turns = reader.ring, reader.turns
     config = ring.config
-    scores = mosaic_gpu.dot_transposed(q, ring.take_k(step)) * scale
+    k = ring.take_k(step)
+
+    def meanwhile() -> None:
+        if turns is not None:
+            turns.change()
+        fetch_k()
+
+    products = mosaic_gpu.dot_transposed(reader.q, k, meanwhile)
     ring.release_k(step)
     first_slot = keys.block(i) * config.block
-    state, p = weigh(state, scores, config, keys, bounds, first_slot)
+    if bounds is None and config.soft_cap is None and reader.is_positive:
+        state, p = add_products(state, products, reader.scale, config.compute_dtype)
+    else:
+        state, p = weigh(state, products * reader.scale, config, keys, bounds, first_slot)
+    if turns is not None:
+        state, p = lax.optimization_barrier((state, p))
+        turns.change()
+    fetch_v()
     v = ring.take_v(step, None if bounds is None else seen_by_any(config, keys, first_slot))
     total = mosaic_gpu.dot_add(state.total, p, v)
     ring.release_v(step)
@@ -121,7 +190,7 @@ def attend(
 
 def weigh(
     state: RowState,
-    scores: jax.Array,  # float32[64, block] products times `logit_scales`
+    scores: jax.Array,  # float32[64, block] products times the scale of the keys and `score_factor`
     config: GpuConfig,
     keys: Keys,
     bounds: RowBounds | None,
@@ -138,11 +207,24 @@ def weigh(
 def add_scores(state: RowState, scores: jax.Array, dtype: Any) -> tuple[RowState, jax.Array]:
     """As `weigh`, with logits float32[64, n] in units of log2(e), -inf where a row does not see a key."""
     m = lax.max(state.m, jnp.max(scores, axis=1))
+    return _add(state, m, lambda finite: scores - finite, scores.shape[1], dtype)
+
+
+def add_products(state: RowState, products: jax.Array, scale: jax.Array, dtype: Any) -> tuple[RowState, jax.Array]:
+    """As `add_scores` of `products * scale`, with no negative scale: a row's maximum is scaled, not its scores."""
+    m = lax.max(state.m, jnp.max(products, axis=1) * scale)
+    return _add(state, m, lambda finite: products * scale - finite, products.shape[1], dtype)
+
+
+def _add(
+    state: RowState, m: jax.Array, less: Callable[[jax.Array], jax.Array], num_columns: int, dtype: Any
+) -> tuple[RowState, jax.Array]:
+    """With `less(x)`, scores less `x`, all float32[64, num_columns]."""
     finite = jnp.where(m == -jnp.inf, 0.0, m)
     shrink = jnp.exp2(state.m - finite)
-    p = jnp.exp2(scores - mosaic_gpu.spread(finite, scores.shape[1]))
+    p = jnp.exp2(less(mosaic_gpu.spread(finite, num_columns)))
     weight = state.weight * shrink + jnp.sum(p, axis=1)
-    total = state.total * mosaic_gpu.spread(shrink, state.total.shape[1])
+    total = None if state.total is None else state.total * mosaic_gpu.spread(shrink, state.total.shape[1])
     return RowState(m, weight, total), p.astype(dtype)
 
 

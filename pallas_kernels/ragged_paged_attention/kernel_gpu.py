@@ -45,6 +45,7 @@ class Tuning(NamedTuple):
     num_blocks: int | None = None  # thread blocks that share the work of decoding; None: one a multiprocessor
     prefill_block: int | None = None
     prefill_stages: int | None = None
+    prefill_warpgroups: int | None = None  # 3: one fetches, 2: the first of those that attend does
 
 
 def tuned(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_heads: int, mask: MaskRule) -> Tuning:
@@ -197,9 +198,16 @@ def _sizes(config: GpuConfig, tuning: Tuning, num_tokens: int, num_seqs: int) ->
         decode_block=tuning.decode_block or config.block,
         num_blocks=tuning.num_blocks or mosaic_gpu.num_sms(),
         tile=TileShape.of(config.group),
-        tile_block=tuning.prefill_block or gpu_prefill.prefill_block_slots(config.head_dim, config.head_dim_v),
+        tile_block=tuning.prefill_block or _split(config, tuning).block,
         is_decode=False,
     )
+
+
+def _split(config: GpuConfig, tuning: Tuning) -> gpu_prefill.Split:
+    """How thread blocks of prefill are split, as tuned or by the sizes."""
+    given = tuning.prefill_warpgroups
+    apart = None if given is None else given > gpu_prefill.WARPGROUPS
+    return gpu_prefill.Split.of(config.head_dim, config.head_dim_v, config.page_size, apart)
 
 
 def _decode(
@@ -221,15 +229,13 @@ def _decode(
 def _prefill(layer: _Layer, q: jax.Array, tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(out [T or the tokens of a tile, Hq, Dv], LSE of rows of tiles); of tokens of no tile undefined."""
     fixed = gpu_prefill.fixed_bytes(layer.config.head_dim, layer.config.head_dim_v)
-    block = layer.tuning.prefill_block or gpu_prefill.prefill_block_slots(
-        layer.config.head_dim, layer.config.head_dim_v
-    )
-    config = layer.ring_config(fixed, block, layer.tuning.prefill_stages)
+    split = _split(layer.config, layer.tuning)
+    config = layer.ring_config(fixed, layer.tuning.prefill_block or split.block, layer.tuning.prefill_stages)
     least = TileShape.of(config.group).tokens
     if q.shape[0] < least:
         q = jnp.pad(q, [(0, least - q.shape[0]), (0, 0), (0, 0)])
     arguments = (q, layer.pages, layer.block_tables, tiles, layer.k_scale, layer.sinks, layer.v_scale, config)
-    return gpu_prefill.prefill_tiles(*arguments)
+    return gpu_prefill.prefill_tiles(*arguments, split.fetches_apart)
 
 
 def _lse_by_token(row_lse: jax.Array, tiles: jax.Array, shape: TileShape, num_tokens: int) -> jax.Array:

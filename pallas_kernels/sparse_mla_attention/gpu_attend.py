@@ -3,9 +3,9 @@
 Flow:    query tiles, two page arrays + SparseWork -> [attend_pieces] -> out, LSE per piece
 Source:  one softmax over two caches by lists of rows, as FlashMLA's sparse kernels (deepseek-ai/FlashMLA)
 
-Grid (C,): each thread block attends its pieces one after the other. As in mla_paged_attention, two warpgroups make the
-same 64 scores a row and share the columns of the values. Per block of 64 rows of D numbers a tile reads 64 * D elements
-and does 2 * 64 * 64 * 3 * D flops, of which 2 / 3 count, times heads / 64.
+Grid (C,): each thread block attends its pieces one after the other. As in mla_paged_attention, a warpgroup fetches and
+makes weights, two share the columns of the values. Per block of 64 rows of D numbers a tile reads 64 * D elements and
+does 2 * 64 * 64 * 2 * D flops, of which heads / 64 count.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.mla_paged_attention.gpu_attend import store_piece
+from pallas_kernels.mla_paged_attention.gpu_attend import give_share, store_columns, take_share
 from pallas_kernels.ragged_paged_attention.gpu_softmax import RowState, add_scores
 from pallas_kernels.sparse_mla_attention.gpu_plan import Field, SparseWork
-from pallas_kernels.sparse_mla_attention.gpu_rows import CHUNK, WARPGROUPS, RowBlocks
+from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, CHUNK, RowBlocks
 
 
 def attend_pieces(
@@ -41,11 +41,14 @@ def attend_pieces(
         jax.ShapeDtypeStruct((num_pieces, mosaic_gpu.ROWS, dim), out_dtype),
         jax.ShapeDtypeStruct((num_pieces, mosaic_gpu.ROWS), jnp.float32),
     ]
+    row = plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32)
     scratch = {
         "q_tile": mosaic_gpu.tiled((mosaic_gpu.ROWS, dim), q.dtype),
-        "lse_tile": plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32),
+        "lse_tile": row,
+        "share": row,
         "q_full": plgpu.Barrier(),
-        "q_free": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "done": plgpu.Barrier(),
+        "stored": plgpu.Barrier(num_arrivals=ADDING),
         **RowBlocks.scratch(dim, q.dtype),
     }
     names = ("q", "pages", "entry_pages", "rows", "pieces", "blocks", "sinks", "scale", "out", "lse", *scratch)
@@ -53,7 +56,9 @@ def attend_pieces(
     def body(*args: Any) -> None:
         refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
         warpgroup = lax.axis_index("warpgroup")
-        _attend(refs, RowBlocks.of(vars(refs), warpgroup), warpgroup)
+        row_blocks = RowBlocks.of(vars(refs), warpgroup)
+        pl.when(warpgroup < ADDING)(lambda: _add_values(refs, row_blocks, warpgroup))
+        pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, row_blocks))
 
     run = mosaic_gpu.kernel(
         body,
@@ -61,46 +66,68 @@ def attend_pieces(
         outputs=outputs,
         scratch=list(scratch.values()),
         grid={"block": work.blocks.shape[0]},
-        num_warpgroups=WARPGROUPS,
+        num_warpgroups=ADDING + 1,
     )
     by_row = [array.reshape(-1, dim // CHUNK, CHUNK) for array in (pages, entry_pages)]
     out, lse = run(q, *by_row, work.rows, work.pieces, work.blocks, sinks, scale)
     return out, lse
 
 
-def _attend(refs: Any, row_blocks: RowBlocks, warpgroup: jax.Array) -> None:
-    """One warpgroup's part of all pieces of this thread block."""
+def _range(refs: Any) -> tuple[jax.Array, jax.Array]:
+    """This thread block's pieces: first, and one after the last."""
     block = lax.axis_index("block")
-    first, end = refs.blocks[block, 0], refs.blocks[block, 1]
-    columns = refs.q.shape[-1] // WARPGROUPS
-    own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
+    return refs.blocks[block, 0], refs.blocks[block, 1]
+
+
+def _num_blocks(refs: Any, piece: jax.Array) -> jax.Array:
+    return refs.pieces[piece, Field.END] - refs.pieces[piece, Field.FIRST]
+
+
+def _make_weights(refs: Any, row_blocks: RowBlocks) -> None:
+    """The warpgroup that fetches, and makes scores and weights, of all pieces."""
+    first, end = _range(refs)
 
     @pl.loop(first, end)
     def _(piece: jax.Array) -> None:
-        @pl.when(warpgroup == 0)
-        def _() -> None:
-            pl.when(piece > first)(lambda: plgpu.barrier_wait(refs.q_free))
-            target = refs.q_tile.at[pl.ds(0, refs.q.shape[1])]
-            plgpu.copy_gmem_to_smem(refs.q.at[refs.pieces[piece, Field.TILE]], target, refs.q_full)
-
-        num_blocks = refs.pieces[piece, Field.END] - refs.pieces[piece, Field.FIRST]
+        target = refs.q_tile.at[pl.ds(0, refs.q.shape[1])]
+        plgpu.copy_gmem_to_smem(refs.q.at[refs.pieces[piece, Field.TILE]], target, refs.q_full)
+        num_blocks = _num_blocks(refs, piece)
         pl.when(num_blocks > 0)(lambda: row_blocks.fetch(piece, jnp.int32(0)))
         plgpu.barrier_wait(refs.q_full)
 
         def attend_block(i: jax.Array, state: RowState) -> RowState:
-            rows = row_blocks.take(piece, i)
-            pl.when(i + 1 < num_blocks)(lambda: row_blocks.fetch(piece, i + 1))
-            scores = mosaic_gpu.dot_transposed(refs.q_tile, rows) * refs.scale[0]
+            def fetch_next() -> None:
+                pl.when(i + 1 < num_blocks)(lambda: row_blocks.fetch(piece, i + 1))
+
+            scores = mosaic_gpu.dot_transposed(refs.q_tile, row_blocks.take_keys(), fetch_next) * refs.scale[0]
             scores = jnp.where(row_blocks.visible(piece, i), scores, -jnp.inf)
+            before = state.m
             state, p = add_scores(state, scores, refs.q.dtype)
-            return state._replace(total=mosaic_gpu.dot_add(state.total, p, rows.at[:, own]))
+            row_blocks.give_weights(p, jnp.exp2(before - jnp.where(state.m == -jnp.inf, 0.0, state.m)))
+            return state
 
-        state = lax.fori_loop(0, num_blocks, attend_block, RowState.empty(columns))
-        plgpu.barrier_arrive(refs.q_free)
+        state = lax.fori_loop(0, num_blocks, attend_block, RowState.empty(None))
         part = lax.rem(refs.pieces[piece, Field.TILE], jnp.int32(refs.sinks.shape[0]))
-        store_piece(refs, piece, warpgroup, *state.finish_with_sinks(mosaic_gpu.load_per_row(refs.sinks.at[part])))
+        sinks = mosaic_gpu.load_per_row(refs.sinks.at[part])
+        give_share(refs, piece, piece > first, *state.finish_weight_with_sinks(sinks))
 
-    @pl.when(warpgroup == 0)
-    def _() -> None:
-        pl.when(end > first)(lambda: plgpu.barrier_wait(refs.q_free))
-        plgpu.wait_smem_to_gmem(0)
+    pl.when(end > first)(lambda: plgpu.barrier_wait(refs.stored))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _add_values(refs: Any, row_blocks: RowBlocks, warpgroup: jax.Array) -> None:
+    """One of the warpgroups that move rows and add up values: its columns of all pieces."""
+    first, end = _range(refs)
+    columns = refs.q.shape[-1] // ADDING
+    own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
+
+    @pl.loop(first, end)
+    def _(piece: jax.Array) -> None:
+        def add_block(i: jax.Array, total: jax.Array) -> jax.Array:
+            rows, weights, shrink = row_blocks.take_values(piece, i)
+            total = total * mosaic_gpu.spread(mosaic_gpu.load_per_row(shrink), columns)
+            return mosaic_gpu.dot_add(total, weights, rows.at[:, own])
+
+        total = mosaic_gpu.matrix(jnp.zeros((mosaic_gpu.ROWS, columns), jnp.float32))
+        total = lax.fori_loop(0, _num_blocks(refs, piece), add_block, total)
+        store_columns(refs.out, piece, warpgroup, total * mosaic_gpu.spread(take_share(refs), columns))

@@ -1,14 +1,18 @@
 """Rows of two caches on the GPU: gathered one by one into shared memory, then tiled for matrix products.
 
-Flow:    lists of rows + two page arrays -> [RowBlocks.fetch] -> stage -> [RowBlocks.take] -> block [64, D]
+Flow:    lists of rows + two page arrays -> [RowBlocks.fetch] -> stage -> block [64, D] -> [take_keys, take_values]
 
 A bulk copy of a single row cannot write the swizzled tiles that matrix products read. So rows arrive in a plain *stage*
-and both warpgroups, half of the rows each, move them through registers into the *block*; the stage is then free for the
-next rows, which arrive while this block is attended:
+and the two warpgroups that add values, half of the rows each, move them through registers into the *block*; the stage
+is then free for the next rows, which arrive while this block is attended:
 
-    full    the bulk copies arrive; both warpgroups wait
-    idle    both have attended the block before, which is overwritten next
-    moved   both have moved their half: the block is whole, the stage free
+    full     the bulk copies arrive; both adding warpgroups wait
+    idle     both have attended the block before, which is overwritten next
+    moved    both have moved their half: the block is whole, the stage free; the one that makes scores waits
+    weighed  it has made the weights of the block; the adding ones wait
+
+None can wait for ever: the adding ones wait for each other only before they move, the one that makes scores only for
+what they do before they need its weights.
 
 Rows that no query sees become 0 on the way, since what stands there may be NaN.
 """
@@ -28,10 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
 
-WARPGROUPS = 2
+ADDING = 2  # warpgroups that move rows and add up values; one more fetches and makes weights
 CHUNK = mosaic_gpu.ROW_CHUNK  # numbers of a row that are moved at once
-_ROWS_AT_ONCE = 8  # whose numbers are read before their copies start
-_HALF = BLOCK // WARPGROUPS
+_HALF = BLOCK // ADDING
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,12 @@ class RowBlocks:
     entry_pages: Any  # [rows of the compressed cache, D / 128, 128]
     stage: Any  # [64, D / 128, 128] shared memory
     block: Any  # [64, D]
+    weights: Any  # [64, 64]
+    shrink: Any  # float32[64] what sums so far are multiplied with
     full: Any
     idle: Any
     moved: Any
+    weighed: Any
     warpgroup: Any  # int32[] this one
 
     @classmethod
@@ -61,25 +67,39 @@ class RowBlocks:
         return {
             "stage": plgpu.SMEM((BLOCK, dim // CHUNK, CHUNK), dtype),
             "block": mosaic_gpu.tiled((BLOCK, dim), dtype),
+            "weights": mosaic_gpu.tiled((mosaic_gpu.ROWS, BLOCK), dtype),
+            "shrink": plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=BLOCK),
-            "idle": plgpu.Barrier(num_arrivals=WARPGROUPS),
-            "moved": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            "idle": plgpu.Barrier(num_arrivals=ADDING),
+            "moved": plgpu.Barrier(num_arrivals=ADDING),
+            "weighed": plgpu.Barrier(),
         }
 
     def fetch(self, piece: jax.Array, i: jax.Array) -> None:
-        """Starts the copies of this warpgroup's half of a piece's `i`-th block."""
+        """Starts the copies of a piece's `i`-th block, once the stage is free: the block before has been taken."""
         first, in_window = self._place(piece, i)
-        first = first + self.warpgroup * _HALF
         pl.when(in_window)(functools.partial(self._copy, self.pages, first))
         pl.when(jnp.logical_not(in_window))(functools.partial(self._copy, self.entry_pages, first))
 
-    def take(self, piece: jax.Array, i: jax.Array) -> Any:
-        """A piece's `i`-th block [64, D], ready for products; it stays until this warpgroup takes the next."""
+    def take_keys(self) -> Any:
+        """The next block [64, D], ready for the product of scores; call `give_weights` when done with it."""
+        self.wait_moved()
+        return self.block
+
+    def give_weights(self, weights: jax.Array, shrink: jax.Array) -> None:
+        """Hands over the weights [64, 64] of a block, and what sums so far are multiplied with, float32[64]."""
+        self.weights[...] = weights
+        self.shrink[...] = shrink
+        mosaic_gpu.fence()
+        plgpu.barrier_arrive(self.weighed)
+
+    def take_values(self, piece: jax.Array, i: jax.Array) -> tuple[Any, Any, Any]:
+        """(block [64, D], weights [64, 64], `shrink`) of a piece's `i`-th block, until this warpgroup takes more."""
         self.wait_full()
         plgpu.barrier_arrive(self.idle)
         self.wait_idle()
         first, _ = self._place(piece, i)
-        for reader in range(WARPGROUPS):
+        for reader in range(ADDING):
 
             @pl.when(self.warpgroup == reader)
             def _(start: int = reader * _HALF) -> None:
@@ -93,8 +113,8 @@ class RowBlocks:
 
         mosaic_gpu.fence()
         plgpu.barrier_arrive(self.moved)
-        self.wait_moved()
-        return self.block
+        self.wait_weighed()
+        return self.block, self.weights, self.shrink
 
     def visible(self, piece: jax.Array, i: jax.Array) -> jax.Array:
         """bool[64, 64], the same for all queries: which rows of a block are seen."""
@@ -121,12 +141,13 @@ class RowBlocks:
         return number, number < window, number - window
 
     def _copy(self, pages: Any, first: jax.Array) -> None:
-        @pl.loop(0, _HALF, step=_ROWS_AT_ONCE)
-        def _(start: jax.Array) -> None:
-            rows = [lax.max(self.rows[first + start + j], jnp.int32(0)) for j in range(_ROWS_AT_ONCE)]
-            for j, row in enumerate(rows):
-                place = self.warpgroup * _HALF + start + j
-                plgpu.copy_gmem_to_smem(pages.at[row], self.stage.at[place], self.full)
+        def row(number: int) -> jax.Array:
+            return lax.max(self.rows[first + number], jnp.int32(0))
+
+        def start(number: int, row: jax.Array) -> None:
+            plgpu.copy_gmem_to_smem(pages.at[row], self.stage.at[number], self.full)
+
+        mosaic_gpu.start_copies(BLOCK, start, row)
 
     def wait_full(self) -> None:
         """Waits until the rows have arrived."""
@@ -139,3 +160,7 @@ class RowBlocks:
     def wait_moved(self) -> None:
         """Waits until both warpgroups have moved their half."""
         plgpu.barrier_wait(self.moved)
+
+    def wait_weighed(self) -> None:
+        """Waits until the weights of the block have been made."""
+        plgpu.barrier_wait(self.weighed)

@@ -8,13 +8,15 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scripts.aot.cases import parse_case
+from scripts.gpu_aot.ceiling import Ceiling
 from scripts.gpu_aot.launches import count_launches
 from scripts.gpu_aot.resources import count_copies, count_instructions, parse_ptxas, parse_shared_memory
-from scripts.gpu_aot.target import CARDS, prepare_environment
+from scripts.gpu_aot.target import CARDS, Card, prepare_environment
 
 
 def compile_case(card: str, op: str, settings: list[str]) -> dict[str, Any]:
@@ -59,33 +61,53 @@ def tool(name: str) -> Path | None:
     return next((path for root in roots for path in sorted(Path(root).glob(f"*/bin/{name}"))), None)
 
 
-def describe(dump: Path, ptx: Path) -> list[dict[str, Any]]:
-    """The kernel of one dumped PTX file, as Mosaic GPU had it compiled and as ptxas compiles it alone."""
+def page_bytes(op: str, settings: list[str]) -> int:
+    """Size of a number in a case's pages; what is not said to be of 8 bits has 16."""
+    from scripts.gpu_aot.operations import OPERATIONS
+
+    dtype = getattr(parse_case(OPERATIONS[op][0], settings), "dtype", "")
+    return 1 if dtype.startswith(("float8", "int8")) else 2
+
+
+def describe(dump: Path, ptx: Path, ceiling: Callable[[str, str], dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """The kernel of one dumped PTX file, as Mosaic GPU had it compiled and as ptxas compiles it alone.
+
+    `ceiling` of (kernel, disassembly) goes with each.
+    """
     resources = ptx.with_suffix(".resources.txt")
     shared = parse_shared_memory(resources.read_text()) if resources.exists() else None
     log, sass = ptx.with_suffix(".ptxas").read_text(), ""
     for path in sorted(dump.glob(f"{ptx.stem}.sass*")):
         sass = path.read_text()
-    found = [_record("linked" if "'setmaxnreg' ignored" in log else "alone", log, sass, shared)]
+    found = [_record("linked" if "'setmaxnreg' ignored" in log else "alone", log, sass, shared, ceiling)]
     ptxas, disassembler = tool("ptxas"), tool("nvdisasm")
     if found[0]["how"] == "linked" and ptxas is not None and disassembler is not None:
         cubin = ptx.with_suffix(".cubin")
         command = [str(ptxas), "-v", "-arch=sm_90a", "-O3", str(ptx), "-o", str(cubin)]
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         sass = subprocess.run([str(disassembler), "-c", str(cubin)], check=True, capture_output=True, text=True).stdout
-        found.append(_record("alone", log, sass, shared))
+        found.append(_record("alone", log, sass, shared, ceiling))
     return found
 
 
-def _record(how: str, log: str, sass: str, shared: int | None) -> dict[str, Any]:
+def _record(
+    how: str, log: str, sass: str, shared: int | None, ceiling: Callable[[str, str], dict[str, Any] | None]
+) -> dict[str, Any]:
     (usage,) = parse_ptxas(log)
-    return {"how": how, "shared_bytes": shared, **dataclasses.asdict(usage), "sass": count_instructions(sass)}
+    found = {"sass": count_instructions(sass), "ceiling": ceiling(usage.kernel, sass)}
+    return {"how": how, "shared_bytes": shared, **dataclasses.asdict(usage), **found}
+
+
+def _ceiling(card: Card, number_bytes: int, kernel: str, sass: str) -> dict[str, Any] | None:
+    found = Ceiling.of(kernel, sass, card, number_bytes)
+    return None if found is None else found.as_record(card)
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[3])
     prepare_environment(str(folder))
     print(json.dumps(compile_case(sys.argv[1], sys.argv[2], sys.argv[4:])))
+    ceiling = functools.partial(_ceiling, CARDS[sys.argv[1]], page_bytes(sys.argv[2], sys.argv[4:]))
     for file in sorted(folder.glob("*.ptx")):
-        for record in describe(folder, file):
+        for record in describe(folder, file, ceiling):
             print(json.dumps(record))

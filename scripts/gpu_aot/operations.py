@@ -56,6 +56,7 @@ class AttentionCase:
     causal: int = 1
     block: int = 0  # 0: by the shape
     stages: int = 0
+    warpgroups: int = 0  # of prefill
 
 
 def with_model_shape(case: AttentionCase) -> AttentionCase:
@@ -91,6 +92,7 @@ def attention(case: AttentionCase) -> Operation:
         decode_stages=case.stages or None,
         prefill_block=case.block or None,
         prefill_stages=case.stages or None,
+        prefill_warpgroups=case.warpgroups or None,
     )
 
     def call(q: Any, pages: Any, new_kv: Any, slots: Any, *rest: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
@@ -45,3 +46,30 @@ def test_a_grid_that_cuda_does_not_take_is_refused() -> None:
         mosaic_gpu.kernel(lambda *refs: None, name="x", outputs=[], grid=grid)
     with pytest.raises(NotImplementedError, match="x: expected a grid"):
         mosaic_gpu.kernel_in_place(lambda *refs: None, name="x", outputs=[], grid=grid)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 18])
+def test_every_copy_is_started_by_one_warp(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp reads all its places before it starts a copy."""
+    done: list[list[tuple[str, int]]] = [[] for _ in range(4)]
+
+    def warp_map(run: Any) -> None:
+        for warp, own in enumerate(done):
+            current.append(own)
+            run(warp)
+
+    current: list[list[tuple[str, int]]] = []
+    monkeypatch.setattr(plgpu, "warp_map", warp_map, raising=False)
+
+    def place(number: int) -> int:
+        current[-1].append(("place", number))
+        return 10 * number
+
+    def start(number: int, found: int) -> None:
+        assert found == 10 * number
+        current[-1].append(("start", number))
+
+    mosaic_gpu.start_copies(count, start, place)
+    assert sorted(number for own in done for what, number in own if what == "start") == list(range(count))
+    for own in done:
+        assert [what for what, _ in own] == ["place"] * (len(own) // 2) + ["start"] * (len(own) // 2)

@@ -79,7 +79,13 @@ TINY = replace(SHAPE, num_rows=1, num_q_heads=2)
 @pytest.mark.skipif(gpu_device() is not None, reason="races are seen by the interpreter only")
 @pytest.mark.parametrize(
     ("wait", "dtype"),
-    [("wait_free", "bfloat16"), ("wait_full", "bfloat16"), ("wait_changed", "bfloat16"), ("wait_idle", "int8")],
+    [
+        ("wait_free", "bfloat16"),
+        ("wait_full", "bfloat16"),
+        ("wait_weighed", "bfloat16"),
+        ("wait_changed", "int8"),
+        ("wait_idle", "int8"),
+    ],
 )
 def test_a_missing_wait_is_found(wait: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ring that does not wait for a barrier: the interpreter reports a race, or a barrier that nobody observed."""

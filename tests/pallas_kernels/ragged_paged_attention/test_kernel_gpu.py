@@ -18,6 +18,7 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.ragged_paged_attention import kernel_gpu, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
 from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys, plan_decode
+from pallas_kernels.ragged_paged_attention.gpu_prefill import Split
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from tests.pallas_kernels.cases import Case, Shape, as_bytes, assert_close, make_case, random_values
@@ -153,6 +154,45 @@ def test_a_missing_wait_is_found(
     run = compiled(shape, Options())
     with pytest.raises(Exception, match=r"race|observed|phase"):
         run(*make_case(9, shape, rows).arrays)
+
+
+TURNS = {
+    "one fetches": (SMALL, {}),
+    "both attend": (SMALL._replace(prefill_warpgroups=2), {}),
+    "default": (kernel_gpu.Tuning(num_blocks=3), {}),
+    "default, both attend": (kernel_gpu.Tuning(num_blocks=3), {"head_dim": 128, "page_size": 64, "num_columns": 5}),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_warpgroups_take_turns(name: str) -> None:
+    """With whole blocks, more than the ring has room for, in both ways to fetch; small and default sizes."""
+    tuning, change = TURNS[name]
+    case = make_case(3, replace(SHAPE, **change), [(40, 280)])
+    assert_right(compiled(case.shape, Options(), tuning)(*case.arrays), case, Options())
+
+
+def test_a_scale_of_keys_may_be_negative() -> None:
+    """The maximum of scaled products is taken before they are scaled."""
+    options = Options(k_scale=-0.7)
+    case = make_case(8, SHAPE, ROWS)
+    assert_right(compiled(SHAPE, options)(*case.arrays), case, options)
+
+
+def test_who_fetches_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 128 slots wherever registers suffice; the first of two warpgroups fetches few, large pages."""
+    monkeypatch.setattr(mosaic_gpu, "MOVES_REGISTERS", False)
+    assert Split.of(64, 64, 16) == Split.of(96, 96, 32) == Split(fetches_apart=True, block=128)
+    assert Split.of(128, 128, 16) == Split.of(192, 128, 64) == Split(fetches_apart=True, block=64)
+    assert (
+        Split.of(128, 128, 64)
+        == Split.of(64, 64, 64)
+        == Split.of(128, 128, 16, fetches_apart=False)
+        == Split(False, 128)
+    )
+    assert Split.of(256, 256, 64) == Split(fetches_apart=False, block=64)
+    monkeypatch.setattr(mosaic_gpu, "MOVES_REGISTERS", True)
+    assert Split.of(128, 128, 16) == Split.of(128, 128, 64) == Split(fetches_apart=True, block=128)
 
 
 MASKS = (

@@ -167,7 +167,7 @@ def test_nan_stays_with_the_tokens_that_see_it() -> None:
 
 
 @pytest.mark.skipif(gpu_device() is not None, reason="races are seen by the interpreter only")
-@pytest.mark.parametrize("wait", ["wait_full", "wait_idle", "wait_moved"])
+@pytest.mark.parametrize("wait", ["wait_full", "wait_idle", "wait_moved", "wait_weighed"])
 def test_a_missing_wait_is_found(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that does not wait for a barrier: the interpreter reports a race, or a barrier that nobody observed."""
     monkeypatch.setattr(RowBlocks, wait, lambda *_: None)
