@@ -1,4 +1,4 @@
-"""Settings of every test: CPU devices, one compilation cache for all workers, interrupts, hypothesis profiles."""
+"""Settings of every test: CPU devices, quick compilation and one cache of it, interrupts, hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 # Where there is a TPU or an NVIDIA GPU, the tests of its kernels run on it (tests/pallas_kernels/on_tpu.py, on_gpu.py);
 # the CPU stays the default. A TPU is held by one process: this one, if it runs tests itself, never a child of it.
@@ -20,6 +22,10 @@ HAS_TPU = importlib.util.find_spec("libtpu") is not None and (
 HAS_GPU = Path("/dev/nvidiactl").exists() and importlib.util.find_spec("jax_plugins") is not None
 if HAS_GPU:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share it
+# Tests compile much and run little of it: on a CPU XLA leaves most optimizations out, in the processes of tests too.
+QUICK_COMPILATION = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+if not (HAS_TPU or HAS_GPU):
+    os.environ.setdefault(QUICK_COMPILATION, "1")
 if "JAX_PLATFORMS" not in os.environ:
     os.environ["JAX_PLATFORMS"] = ",".join(["cpu", *["cuda"] * HAS_GPU])
     if HAS_TPU:
@@ -52,3 +58,15 @@ def pytest_runtest_teardown() -> None:
         return
     if maps.read_bytes().count(b"\n") > MOST_MAPS:
         sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture
+def full_optimization(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """XLA optimizes as it does for users, here and in processes that are started: for tests of what it makes."""
+    import jax
+
+    quick = os.environ.get(QUICK_COMPILATION) == "1"
+    monkeypatch.delenv(QUICK_COMPILATION, raising=False)
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", quick)
