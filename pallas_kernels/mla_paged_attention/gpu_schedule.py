@@ -15,7 +15,7 @@ A step of which the host knows that every sequence decodes has no tiles, and its
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,23 +98,6 @@ class LatentSchedule:
             _query_tiles(table, decoding, others, sizes),
             sizes,
         )
-
-    @classmethod
-    def checked(cls, op: str, schedule: Any, sizes: LatentSizes) -> LatentSchedule:
-        """`schedule`, if it was planned for these sizes, of a step in which all decode or not.
-
-        Raises:
-            ValueError: it is no schedule, or was planned for others.
-        """
-        if not isinstance(schedule, cls):
-            raise ValueError(f"{op}: expected schedule to be what plan() returns, got {type(schedule).__name__}")
-        expected = sizes._replace(is_decode=schedule.sizes.is_decode)
-        if schedule.sizes != expected:
-            raise ValueError(
-                f"{op}: expected a schedule planned for {expected}, got one for {schedule.sizes}; plan it again with "
-                "this call's shapes, mask and pages"
-            )
-        return schedule
 
 
 def _tile_pieces(table: jax.Array, sizes: LatentSizes, num_before: int) -> tuple[jax.Array, jax.Array]:

@@ -37,6 +37,7 @@ from pallas_kernels.ragged_paged_attention.gpu_softmax import as_scales, as_sink
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
+from pallas_kernels.ragged_paged_attention.planned_sizes import check_planned
 
 _MOST_LATENT, _MOST_DIM = 512, 576
 
@@ -112,7 +113,7 @@ def mla_paged_attention(
     if schedule is None:
         work = LatentSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
     else:
-        work = LatentSchedule.checked(OP, schedule, sizes)
+        work = check_planned(OP, schedule, LatentSchedule, sizes)
     num_tokens, num_heads, _ = q_nope.shape
     q = to_compute_dtype(jnp.concatenate([q_nope, q_pe], axis=-1), config)
     if work.queries is None:

@@ -12,7 +12,7 @@ launch of its own: tokens of no sequence are one more sequence, without keys.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,20 +74,3 @@ class GpuSchedule:
         tile_config = replace(config, block=sizes.tile_block)
         num_tokens = max(sizes.num_tokens, sizes.tile.tokens)
         return cls(decode, tokens, plan_tiles(others, tile_config, sizes.tile, num_tokens), sizes)
-
-    @classmethod
-    def checked(cls, op: str, schedule: Any, sizes: PlanSizes) -> GpuSchedule:
-        """`schedule`, if it was planned for these sizes, of a step in which all decode or not.
-
-        Raises:
-            ValueError: it is no schedule, or was planned for others.
-        """
-        if not isinstance(schedule, cls):
-            raise ValueError(f"{op}: expected schedule to be what plan() returns, got {type(schedule).__name__}")
-        expected = sizes._replace(is_decode=schedule.sizes.is_decode)
-        if schedule.sizes != expected:
-            raise ValueError(
-                f"{op}: expected a schedule planned for {expected}, got one for {schedule.sizes}; plan it again with "
-                "this call's shapes, mask and pages"
-            )
-        return schedule

@@ -34,6 +34,7 @@ from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule, Plan
 from pallas_kernels.ragged_paged_attention.gpu_softmax import as_scales, as_sinks, score_factor
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.ragged_paged_attention.planned_sizes import check_planned
 from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape, sizes_for
 
 
@@ -125,7 +126,7 @@ def ragged_paged_attention(
     if schedule is None:
         planned = GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
     else:
-        planned = GpuSchedule.checked(OP, schedule, sizes)
+        planned = check_planned(OP, schedule, GpuSchedule, sizes)
     layer = _Layer(
         pages=(pages[0], pages[1]),
         block_tables=block_tables,

@@ -9,7 +9,7 @@ until they are gathered: the cost is that of the tile, never of the pool.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,26 @@ from pallas_kernels.ragged_paged_attention.mask import PageRun
 # What is out of bounds is clipped by the gather itself; columns beyond the run are replaced below.
 _CLIP = "promise_in_bounds"
 _NO_KEY = jnp.iinfo(jnp.int32).max  # position of a slot that holds no key: beyond every `upper`
+
+
+class PagedReader(Protocol):
+    """Pages of one layer and who has them."""
+
+    @property
+    def pages(self) -> tuple[jax.Array, ...]:
+        """The page arrays."""
+
+    @property
+    def block_tables(self) -> jax.Array:
+        """int32[S, P]."""
+
+    @property
+    def page_size(self) -> int:
+        """Keys of a page."""
+
+    @property
+    def head_dim_v(self) -> int:
+        """Dimension of a value."""
 
 
 class KVTile(NamedTuple):

@@ -23,7 +23,7 @@ from jax import lax
 
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention.mask import MaskRule, PageRun
-from pallas_kernels.ragged_paged_attention.paged_tiles import KVTile
+from pallas_kernels.ragged_paged_attention.paged_tiles import KVTile, PagedReader
 from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, Schedule, make_schedule
 
 _TILE_KEYS = 64  # about so many keys of a KV tile: a longer one has more that no query sees
@@ -40,24 +40,8 @@ def few_queries(num_tokens: int, num_seqs: int, queries: int) -> int:
     return min(queries, share if 1 <= share <= _MOST_FEW else 1)
 
 
-class TileReader(Protocol):
-    """Pages of one layer."""
-
-    @property
-    def pages(self) -> tuple[jax.Array, ...]:
-        """The page arrays."""
-
-    @property
-    def block_tables(self) -> jax.Array:
-        """int32[S, P]."""
-
-    @property
-    def page_size(self) -> int:
-        """Keys of a page."""
-
-    @property
-    def head_dim_v(self) -> int:
-        """Dimension of a value."""
+class TileReader(PagedReader, Protocol):
+    """Pages of one layer, read a tile of one sequence at a time."""
 
     def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
         """The `tile_pages` pages of sequence `seq` from page `first` of its run on."""

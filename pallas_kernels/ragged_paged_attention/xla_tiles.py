@@ -20,7 +20,7 @@ from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule, PageRun
 from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
-from pallas_kernels.ragged_paged_attention.paged_tiles import locate
+from pallas_kernels.ragged_paged_attention.paged_tiles import PagedReader, locate
 from pallas_kernels.ragged_paged_attention.schedule import QueryTile
 from pallas_kernels.ragged_paged_attention.xla_lanes import Lanes
 from pallas_kernels.varying import vary_like
@@ -39,24 +39,8 @@ class Limits:
     most_keys: int = 1024
 
 
-class PageReader(Protocol):
-    """Pages of one layer."""
-
-    @property
-    def pages(self) -> tuple[jax.Array, ...]:
-        """The page arrays."""
-
-    @property
-    def block_tables(self) -> jax.Array:
-        """int32[S, P]"""
-
-    @property
-    def page_size(self) -> int:
-        """Keys of a page."""
-
-    @property
-    def head_dim_v(self) -> int:
-        """Dimension of a value."""
+class PageReader(PagedReader, Protocol):
+    """Pages of one layer, read many of any sequences at a time."""
 
     @property
     def values_are_keys(self) -> bool:
