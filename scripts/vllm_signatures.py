@@ -8,9 +8,11 @@ Names and defaults only; no code of vLLM is kept.
 
 from __future__ import annotations
 
+import argparse
 import json
 
 from kvjax.adapters.vllm.description import describe_installed
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(json.dumps(describe_installed(), indent=1))

@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
-NEEDS = {"make_goldens.py": "torch", "mutate_core.py": "cosmic_ray", "train_demo.py": "optax"}
+NEEDS = {
+    "make_goldens.py": "torch",
+    "mutate_core.py": "cosmic_ray",
+    "train_demo.py": "optax",
+    "vllm_bench.py": "vllm",
+}
 PROGRAM = """
 import contextlib, io, json, os, runpy, sys
 
