@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -45,6 +47,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("default", deadline=None, max_examples=100)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2_000, stateful_step_count=200)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# Tests of many long cases run a few of them, evenly spread; the others are sweeps (scripts/quick_cases.py).
+KEPT_CASES: dict[str, int] = json.loads((Path(__file__).parent / "quick_cases.json").read_text())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases that are left out as sweeps. A case that is named alone runs."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for test, found in cases.items():
+        count = KEPT_CASES.get(test, len(found))
+        kept = {i * len(found) // count for i in range(min(count, len(found)))}
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker(pytest.mark.sweep)
+
 
 # Every compiled program takes some maps of memory, of which Linux gives a process 65,530 (vm.max_map_count).
 MOST_MAPS = 25_000

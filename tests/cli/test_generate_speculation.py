@@ -51,6 +51,7 @@ def test_prompt_lookup_writes_the_demos_text_in_fewer_steps(
     assert f"{totals['accepted_tokens']:,} of {totals['draft_tokens']:,} drafts were accepted" in out
 
 
+@pytest.mark.sweep
 def test_a_model_accepts_all_that_it_drafts_for_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder, prompts = str(model_folder("llama")), tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_token_ids": [5, 9, 3, 7, 2] * 4}))

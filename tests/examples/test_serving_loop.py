@@ -21,7 +21,7 @@ MAX_TOKENS = 24
 @pytest.mark.parametrize(
     ("name", "num_blocks"),
     [
-        ("demo", 120),
+        pytest.param("demo", 120, marks=pytest.mark.sweep),
         pytest.param("demo", 600, marks=pytest.mark.sweep),
         pytest.param("qwen3", 600, marks=pytest.mark.sweep),
     ],

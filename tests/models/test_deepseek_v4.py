@@ -246,6 +246,7 @@ def test_streams_mix_without_growing(num_streams: int) -> None:
     np.testing.assert_allclose(added, np.broadcast_to(mixing.spread[:, :, None], added.shape), rtol=1e-6)
 
 
+@pytest.mark.sweep
 def test_fp8_caches_give_nearly_the_same_logits() -> None:
     """Entries of bytes: 64 numbers with a scale, 64 rotary ones in bfloat16; keys of the indexer with one scale."""
     sizes = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}

@@ -128,7 +128,7 @@ def test_an_explicit_tuning_goes_first(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "rpa_q64_b1024" in tuned
     formula = kernel_names(tuning=kernel_tpu.Tuning())
     assert "rpa_q1_b512" in formula
-    assert "rpa_q64_b256" in formula
+    assert "rpa_q64_b512" in formula
 
 
 def test_the_gpu_kernel_takes_the_cards_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
