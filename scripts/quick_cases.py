@@ -1,10 +1,11 @@
 """Writes tests/quick_cases.json: of which parametrized tests the test command runs a few cases, the others are sweeps.
 
-Usage:   scripts/test.sh --junitxml run.xml, then python scripts/quick_cases.py run.xml [--seconds 2] [--share 6]
+Usage:   scripts/test.sh --junitxml run.xml, then python scripts/quick_cases.py run.xml [--seconds 1] [--share 8]
 Flow:    seconds of every case of a whole run -> tests whose cases take long together -> how many cases are kept
 
-A test keeps one case in `--share`, at least one, so every law is tested in every run; cases are spread evenly over
-their order. `pytest -m sweep` runs the others. Tests that are named in `WHOLE` keep all.
+A test keeps one case in `--share`, at least one; cases are spread evenly over their order. Tests that are named in
+`WHOLE` keep all, those in `SWEPT` none: they are long, and a shorter test fails too where most of their faults are.
+`pytest -m sweep` runs the others.
 """
 
 from __future__ import annotations
@@ -17,12 +18,32 @@ from collections import defaultdict
 from pathlib import Path
 
 OUT = Path(__file__).parent.parent / "tests" / "quick_cases.json"
-# By the beginning of a node id: cases that are cheap one by one and are the law ("every pool size"), and the logits of
-# every family.
-WHOLE = (
-    "tests/core/",
-    "tests/replay/",
-    "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces",
+# By the beginning of a node id: cases that are cheap one by one and are the law ("every pool size").
+WHOLE = ("tests/core/", "tests/replay/")
+RAGGED, LATENT, SPARSE = (f"tests/pallas_kernels/{op}_attention" for op in ("ragged_paged", "mla_paged", "sparse_mla"))
+SWEPT = (
+    f"{RAGGED}/test_kernel_gpu.py::test_a_scale_of_keys_may_be_negative",
+    f"{RAGGED}/test_kernel_gpu.py::test_cross_attention_may_have_more_queries_than_keys",
+    f"{RAGGED}/test_kernel_gpu.py::test_extreme_sinks_do_not_overflow",
+    f"{RAGGED}/test_kernel_tpu.py::test_a_sink_without_bound_is_as_in_the_reference",
+    f"{RAGGED}/test_kernel_tpu.py::test_cross_attention_may_have_more_queries_than_keys",
+    f"{RAGGED}/test_kernel_tpu.py::test_float8_pages_may_be_products_operands",
+    f"{RAGGED}/test_kernel_tpu.py::test_order_of_pages_does_not_matter",
+    f"{RAGGED}/test_tpu_ring.py::test_sequences_may_follow_each_other_in_any_order",
+    f"{LATENT}/test_kernel_tpu.py::test_queries_before_position_0_see_nothing",
+    f"{LATENT}/test_kernel_tpu.py::test_results_overwritten_on_their_way_out_are_found",
+    f"{SPARSE}/test_kernel_gpu.py::test_an_empty_step",
+    f"{SPARSE}/test_kernel_gpu.py::test_fp8_entries_of_a_few_tokens_at_a_time",
+    f"{SPARSE}/test_kernel_tpu.py::test_more_picks_than_a_part",
+    f"{SPARSE}/test_kernel_tpu.py::test_states_between_passes_take_few_bytes",
+    "tests/cli/test_generate.py::test_hits_inside_blocks_misses_and_the_policy",
+    "tests/cli/test_generate_speculation.py::test_prompt_lookup_writes_the_demos_text_in_fewer_steps",
+    "tests/engine/test_mesh.py::test_four_devices_give_the_same_tokens",
+    "tests/engine/test_speculation_sampling.py::test_every_seed_gives_the_tokens_that_it_gives_without_drafts",
+    "tests/models/test_families_on_devices.py::test_four_devices_give_the_same_tokens",
+    "tests/models/test_families_speculation.py::test_a_draft_model_of_random_weights_changes_no_token",
+    "tests/pallas_kernels/compressor_update/test_kernel_tpu.py::test_a_planted_race_is_found",
+    "tests/scripts/test_kernel_tuning.py::test_tuning_writes_what_compiles_best",
 )
 
 
@@ -37,19 +58,20 @@ def seconds_of_cases(path: Path) -> dict[str, list[float]]:
 
 def kept_cases(seconds: dict[str, list[float]], least_seconds: float, share: int) -> dict[str, int]:
     """Cases that a test keeps, for those that take `least_seconds` together."""
-    return {
+    kept = {
         test: max(1, math.ceil(len(cases) / share))
-        for test, cases in sorted(seconds.items())
+        for test, cases in seconds.items()
         if len(cases) > 1 and sum(cases) >= least_seconds and not test.startswith(WHOLE)
     }
+    return dict(sorted({**kept, **dict.fromkeys(SWEPT, 0)}.items()))
 
 
 def main() -> None:
     """Writes the file, and says what it saves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("junit", type=Path, help="JUnit XML of a run of all cases")
-    parser.add_argument("--seconds", type=float, default=2.0, help="tests of so many in all (default: 2)")
-    parser.add_argument("--share", type=int, default=6, help="one case in so many is kept (default: 6)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="tests of so many in all (default: 1)")
+    parser.add_argument("--share", type=int, default=8, help="one case in so many is kept (default: 8)")
     args = parser.parse_args()
     seconds = seconds_of_cases(args.junit)
     kept = kept_cases(seconds, args.seconds, args.share)
