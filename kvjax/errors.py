@@ -30,6 +30,10 @@ class EngineClosedError(KVCacheError, RuntimeError):
     """An engine takes no requests: it was stopped, or a failure took its device away; the message says what to do."""
 
 
+class TransferError(KVCacheError, RuntimeError):
+    """KV that was to come from elsewhere did not arrive; nothing was written, and the tokens can be computed here."""
+
+
 class StepFailedError(KVCacheError, RuntimeError):
     """A step of an engine raised, and the request was in it; its `__cause__` is what was raised."""
 

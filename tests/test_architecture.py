@@ -42,6 +42,7 @@ ALLOWED = {
     "kvjax.adapters.maxtext": ("jax", "pallas_kernels", "kvjax.adapters"),
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
+    "kvjax.transfer": (*HOST, "jax", "cbor2", "kvjax.device", "kvjax.transfer", "pallas_kernels"),
     "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),
     "kvjax.replay": (
         *HOST,

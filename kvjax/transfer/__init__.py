@@ -1,0 +1,25 @@
+"""KV of requests sent between deployments of other page sizes, layouts and tensor parallelism.
+
+Flow:    pages of a prefill deployment -> [kvjax.transfer] -> pages of a decode deployment
+Source:  ARCHITECTURE.md, "Prefill and decode apart"
+"""
+
+from __future__ import annotations
+
+from kvjax.transfer.peers import Arrival, PageClient, PageServer, Ticket
+from kvjax.transfer.request_span import RequestPages, request_pages
+from kvjax.transfer.sent_request import LayerHeader, PageReader, PageWriter, SentHeader, SentRequest
+
+__all__ = [
+    "Arrival",
+    "LayerHeader",
+    "PageClient",
+    "PageReader",
+    "PageServer",
+    "PageWriter",
+    "RequestPages",
+    "SentHeader",
+    "SentRequest",
+    "Ticket",
+    "request_pages",
+]

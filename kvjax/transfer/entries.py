@@ -1,0 +1,76 @@
+"""What pages hold, free of how a layout packs it: entries [num_pages * entries_per_page, *entry_shape], and back.
+
+Flow:    page arrays [n, *page_shape] of one layer -> [unpack_pages] -> entries -> [pack_entries] -> page arrays
+Source:  the layouts of pallas_kernels/layouts.py, term by term
+
+An entry is K and V of a token [heads, dim], a latent vector [dim], or a whole recurrent state, which is a page of one
+entry. All functions work on what one device holds of the heads.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.layouts import PageLayout
+
+Arrays = tuple[jax.Array, ...]
+
+
+def unpack_pages(layout: PageLayout, entry_shapes: tuple[tuple[int, ...], ...], column: Arrays) -> Arrays:
+    """The entries of a layer's pages, in the order of the pages: for each of `entry_shapes` an array.
+
+    Args:
+        layout: of the pages.
+        entry_shapes: what one entry is made of on this device; () for recurrent states.
+        column: page arrays [n, *page_shape].
+
+    Raises:
+        NotImplementedError: pages of a layout that this module does not know.
+    """
+    if layout.kind in ("split", "recurrent"):
+        return tuple(array if layout.kind == "recurrent" else array.reshape(-1, *array.shape[2:]) for array in column)
+    (array,) = column
+    num_pages, lanes = array.shape[0], array.shape[-1]
+    if layout.kind == "packed":
+        (num_heads, dim), _ = entry_shapes
+        rows = array.reshape(num_pages * layout.page_size, -1, lanes)[:, : 2 * num_heads, :dim]
+        return rows[:, 0::2], rows[:, 1::2]
+    if layout.kind == "latent":
+        ((dim,),) = entry_shapes
+        return (array.reshape(num_pages, -1, lanes)[:, : layout.page_size, :dim].reshape(-1, dim),)
+    raise NotImplementedError(f"expected pages of a known layout, got {layout.kind!r}")
+
+
+def pack_entries(layout: PageLayout, page_shapes: tuple[tuple[int, ...], ...], entries: Arrays) -> Arrays:
+    """Page arrays [n, *page_shape] that hold `entries`, padding zero: `unpack_pages` taken back.
+
+    Args:
+        layout: of the pages.
+        page_shapes: of one page of each array on this device.
+        entries: of whole pages, as `unpack_pages` gives them.
+
+    Raises:
+        NotImplementedError: pages of a layout that this module does not know.
+    """
+    if layout.kind == "recurrent":
+        return entries
+    if layout.kind == "split":
+        return tuple(array.reshape(-1, *shape) for array, shape in zip(entries, page_shapes, strict=True))
+    (shape,) = page_shapes
+    if layout.kind == "packed":
+        k, v = entries
+        rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
+        return (_padded(rows, shape[1] * shape[2], shape[3]).reshape(-1, *shape),)
+    if layout.kind == "latent":
+        (latent,) = entries
+        rows = latent.reshape(-1, layout.page_size, latent.shape[-1])
+        num_rows = shape[0] if len(shape) == 2 else shape[0] * shape[1]
+        return (_padded(rows, num_rows, shape[-1]).reshape(-1, *shape),)
+    raise NotImplementedError(f"expected pages of a known layout, got {layout.kind!r}")
+
+
+def _padded(array: jax.Array, num_rows: int, lanes: int) -> jax.Array:
+    """[n, rows, dim] as [n, num_rows, lanes], filled with zeros."""
+    rows, dim = array.shape[1:]
+    return jnp.pad(array, ((0, 0), (0, num_rows - rows), (0, lanes - dim)))

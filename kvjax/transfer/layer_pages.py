@@ -1,0 +1,161 @@
+"""Entries of one layer read out of its pages and written into them, on the devices that hold them.
+
+Flow:    KVPages + page ids -> [read_entries] -> entries, heads split as in the pages;
+         entries + places -> [write_entries] -> KVPages, donated
+Source:  ARCHITECTURE.md, "Page arrays": ids of -1 are padding, page 0 stays zero
+
+Lengths of id lists are powers of two, so that few programs are compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from kvjax.core.spec import KVCacheConfig
+from kvjax.device.pages import Column, KVPages
+from kvjax.device.placement import Placement, per_device
+from kvjax.transfer.entries import Arrays, pack_entries, unpack_pages
+from pallas_kernels import page_ops
+from pallas_kernels.layouts import HEAD_AXIS, PageLayout
+
+FILL = -1  # of id lists
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer of a deployment: where its pages are, and what an entry of them is. Immutable and hashable."""
+
+    name: str
+    group_id: int
+    pool_id: int
+    column: int
+    layout: PageLayout
+    entry_shapes: tuple[tuple[int, ...], ...]  # of whole entries, all heads; recurrent: of the state's arrays
+    num_shards: int  # that the heads are split over
+    head_axis: str | None  # of the mesh
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether the first dimension of an entry is split over shards."""
+        return any(HEAD_AXIS in array.axes for array in self.layout.arrays)
+
+    @property
+    def entries_per_page(self) -> int:
+        """Tokens, vectors or states of a page."""
+        return self.layout.page_size
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of each array of entries."""
+        arrays = self.layout.arrays
+        return (
+            tuple(array.dtype for array in arrays) if len(arrays) > 1 else (arrays[0].dtype,) * len(self.entry_shapes)
+        )
+
+    @property
+    def local_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """`entry_shapes` on one device."""
+        if not self.has_heads:
+            return self.entry_shapes
+        return tuple((shape[0] // self.num_shards, *shape[1:]) for shape in self.entry_shapes)
+
+    @property
+    def entry_specs(self) -> tuple[PartitionSpec, ...]:
+        """PartitionSpec of each array of entries [n, *entry_shape]."""
+        spec = PartitionSpec(None, self.head_axis) if self.has_heads else PartitionSpec()
+        return (spec,) * len(self.entry_shapes)
+
+
+def layers_of(kv_cache_config: KVCacheConfig, placement: Placement) -> tuple[LayerPages, ...]:
+    """Every layer that has pages, by group and column."""
+    layers = []
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        for column, name in enumerate(group.layer_names):
+            layout = kv_cache_config.pools[group.pool_id].columns[column]
+            shapes = group.spec_of(column).entry_shapes or tuple(array.page_shape for array in layout.arrays)
+            layers.append(
+                LayerPages(
+                    name, group_id, group.pool_id, column, layout, shapes, placement.num_shards, placement.head_axis
+                )
+            )
+    return tuple(layers)
+
+
+def padded_ids(page_ids: np.ndarray) -> np.ndarray:
+    """int32 page ids, filled with -1 up to a power of two."""
+    out = np.full(1 << max(page_ids.size - 1, 0).bit_length(), FILL, np.int32)
+    out[: page_ids.size] = page_ids
+    return out
+
+
+@partial(jax.jit, static_argnums=1)
+def read_entries(
+    pages: KVPages,
+    layers: tuple[LayerPages, ...],  # of one pool
+    page_ids: jax.Array,  # int32[n] -1: zeros
+) -> tuple[Arrays, ...]:
+    """For each layer its entries [n * entries_per_page, *entry_shape] in the order of the pages."""
+
+    def read(columns: tuple[Column, ...], page_ids: jax.Array) -> tuple[Arrays, ...]:
+        return tuple(
+            unpack_pages(
+                layer.layout, layer.local_shapes, tuple(page_ops.gather_pages(array, page_ids) for array in column)
+            )
+            for layer, column in zip(layers, columns, strict=True)
+        )
+
+    columns, specs, mesh = _columns(pages, layers)
+    outputs = tuple(layer.entry_specs for layer in layers)
+    return per_device(read, mesh, (specs, PartitionSpec()), outputs)(columns, page_ids)
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
+def write_entries(
+    pages: KVPages,
+    layers: tuple[LayerPages, ...],  # of one pool
+    entries: tuple[Arrays, ...],  # [k, *entry_shape] of each layer
+    page_ids: jax.Array,  # int32[n] -1: skip
+    places: jax.Array,  # int32[n * entries_per_page] among the k entries; -1: zero
+) -> KVPages:
+    """Pages with the entries in their places; every entry of a page that is named is written."""
+
+    def write(
+        columns: tuple[Column, ...], entries: tuple[Arrays, ...], page_ids: jax.Array, places: jax.Array
+    ) -> tuple[Column, ...]:
+        return tuple(
+            _written(layer, column, arrays, page_ids, places)
+            for layer, column, arrays in zip(layers, columns, entries, strict=True)
+        )
+
+    columns, specs, mesh = _columns(pages, layers)
+    inputs = (specs, tuple(layer.entry_specs for layer in layers), PartitionSpec(), PartitionSpec())
+    written = per_device(write, mesh, inputs, specs)(columns, entries, page_ids, places)
+    for layer, column in zip(layers, written, strict=True):
+        pages = pages.with_column(layer.pool_id, layer.column, column)
+    return pages
+
+
+def _written(layer: LayerPages, column: Column, arrays: Arrays, page_ids: jax.Array, places: jax.Array) -> Column:
+    """One layer's page arrays, on one device."""
+    taken = jnp.where(places < 0, arrays[0].shape[0], places)  # out of range: filled
+    placed = tuple(jnp.take(array, taken, axis=0, mode="fill", fill_value=0) for array in arrays)
+    shapes = tuple(array.shape[1:] for array in column)
+    packed = pack_entries(layer.layout, shapes, placed)
+    return tuple(page_ops.scatter_pages(array, page_ids, values) for array, values in zip(column, packed, strict=True))
+
+
+def _columns(
+    pages: KVPages, layers: tuple[LayerPages, ...]
+) -> tuple[tuple[Column, ...], tuple[tuple[PartitionSpec, ...], ...], Mesh | AbstractMesh]:
+    columns = tuple(pages.column(layer.pool_id, layer.column) for layer in layers)
+    shardings: tuple[tuple[NamedSharding, ...], ...] = tuple(
+        pages.shardings[layer.pool_id][layer.column] for layer in layers
+    )
+    specs = tuple(tuple(sharding.spec for sharding in column) for column in shardings)
+    return columns, specs, shardings[0][0].mesh

@@ -1,0 +1,69 @@
+"""What of a request is sent: its tokens from one position to another, and per group the entries and pages of these.
+
+Flow:    manager's block tables of a request -> [RequestPages] -> entries of each layer
+Source:  ARCHITECTURE.md, "Compressed caches": an entry may stand for several tokens
+
+A recurrent state is one entry, after the last token; its page is the one column of its group's table here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+
+class RequestTables(Protocol):
+    """What is read of a `KVCacheManager`."""
+
+    kv_cache_config: KVCacheConfig
+
+    def block_tables(self, group_id: int) -> np.ndarray:
+        """int32[rows, columns] of all requests."""
+
+    def num_blocks(self, group_id: int) -> np.ndarray:
+        """int64[rows] columns in use."""
+
+
+@dataclass(frozen=True)
+class RequestPages:
+    """Block tables of one request, and its tokens `first` to `stop - 1` that are sent or received."""
+
+    tables: tuple[np.ndarray, ...]  # int32[columns] of each group; of recurrent states int32[1]
+    first: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.stop:
+            raise ValueError(f"expected 0 <= first < stop, got tokens {self.first} to {self.stop}")
+
+    def entries(self, spec: KVCacheSpec) -> tuple[int, int]:
+        """First and end of the entries of a layer; of states (0, 1)."""
+        if spec.state_pages is not None:
+            return 0, 1
+        return self.first // spec.tokens_per_state, self.stop // spec.tokens_per_state
+
+
+def request_pages(manager: RequestTables, row: int, first: int, stop: int) -> RequestPages:
+    """The tables of the request in `row` of a manager, whose first `stop` tokens have blocks."""
+    groups = enumerate(manager.kv_cache_config.kv_cache_groups)
+    return RequestPages(tuple(_table(manager, i, group, row, stop) for i, group in groups), first, stop)
+
+
+def check_tables(kv_cache_config: KVCacheConfig, request: RequestPages) -> None:
+    """Raises ValueError unless there is a table for each group."""
+    expected = len(kv_cache_config.kv_cache_groups)
+    if len(request.tables) != expected:
+        raise ValueError(f"expected block tables of {expected} groups, got {len(request.tables)}")
+
+
+def _table(manager: RequestTables, group_id: int, group: KVCacheGroupSpec, row: int, stop: int) -> np.ndarray:
+    table, counts = manager.block_tables(group_id), manager.num_blocks(group_id)
+    states = group.kv_cache_spec.state_pages
+    if states is None:
+        return table[row, : counts[row]].copy()
+    rows = np.array([row])
+    return states.pages_of_states(table, counts, rows, np.array([stop]))

@@ -1,0 +1,200 @@
+"""A request's entries on their way: per layer arrays that no layout packs, and which columns of the sender they fill.
+
+Flow:    KVPages + RequestPages -> [PageReader] -> SentRequest -> another mesh or process -> [PageWriter] -> KVPages
+
+    cache = reader.read(pages, request_pages(manager, row, 0, num_tokens))
+    pages = writer.write(pages, request_pages(other, row, 0, num_tokens), writer.placed(cache))
+
+`SentRequest.header` is plain data that tells a receiver what the arrays are; it is all that is checked before a byte
+is moved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from kvjax.core.spec import KVCacheConfig, KVCacheSpec
+from kvjax.device.pages import KVPages
+from kvjax.device.placement import Placement
+from kvjax.transfer.entries import Arrays
+from kvjax.transfer.entry_map import NOT_SENT, SentPages, received_pages, sent_pages
+from kvjax.transfer.layer_pages import LayerPages, layers_of, padded_ids, read_entries, write_entries
+from kvjax.transfer.request_span import RequestPages, check_tables
+
+
+@dataclass(frozen=True)
+class LayerHeader:
+    """What is sent of one layer."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]  # of each array of entries, all heads
+    dtypes: tuple[str, ...]
+    num_entries: int  # of all pages sent, padding included
+    entries_per_page: int
+    num_shards: int  # of the sender, that the entries' heads are split over
+    has_heads: bool  # else every device holds the whole
+    columns: tuple[int, ...]  # of the sender's block table
+
+
+@dataclass(frozen=True)
+class SentHeader:
+    """What is sent of one request: its tokens `first` to `stop - 1`."""
+
+    first: int
+    stop: int
+    weights_version: str
+    layers: tuple[LayerHeader, ...]
+
+
+@dataclass(frozen=True)
+class SentRequest:
+    """Entries of a request's tokens on some mesh: `arrays[i]` those of `header.layers[i]`."""
+
+    header: SentHeader
+    arrays: tuple[Arrays, ...]
+
+
+class PageReader:
+    """Reads requests out of the pages of one deployment. Holds no pages; calls cost one dispatch a group."""
+
+    def __init__(self, kv_cache_config: KVCacheConfig, placement: Placement, *, weights_version: str = "") -> None:
+        self._config, self._weights_version = kv_cache_config, weights_version
+        self._layers = layers_of(kv_cache_config, placement)
+
+    def read(self, pages: KVPages, request: RequestPages) -> SentRequest:
+        """Copies of the request's entries; the pages may be written to or freed as soon as this returns.
+
+        Raises:
+            ValueError: not a table for each group, or one of too few columns.
+        """
+        check_tables(self._config, request)
+        headers, arrays = [], []
+        for batch in batches(self._config, self._layers):
+            sent = sent_pages(request.tables[batch.group_id], batch.entries_per_page, *request.entries(batch.spec))
+            page_ids = padded_ids(sent.page_ids)
+            headers += [_header(layer, sent, page_ids.size * batch.entries_per_page) for layer in batch.layers]
+            arrays += read_entries(pages, batch.layers, page_ids)
+        header = SentHeader(request.first, request.stop, self._weights_version, tuple(headers))
+        return SentRequest(header, tuple(arrays))
+
+
+class PageWriter:
+    """Writes requests that were sent into the pages of one deployment, whose layout and mesh may be others."""
+
+    def __init__(self, kv_cache_config: KVCacheConfig, placement: Placement, *, weights_version: str = "") -> None:
+        self._config, self._placement, self._weights_version = kv_cache_config, placement, weights_version
+        self._layers = {layer.name: layer for layer in layers_of(kv_cache_config, placement)}
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that the KV heads are split into."""
+        return self._placement.num_shards
+
+    def check(self, header: SentHeader) -> None:
+        """Raises ValueError unless entries of this header are those of the deployment's layers and weights."""
+        if header.weights_version != self._weights_version:
+            raise ValueError(
+                f"expected KV of weights {self._weights_version!r}, got {header.weights_version!r}; compute the prompt"
+            )
+        sent = {layer.name: (layer.shapes, layer.dtypes) for layer in header.layers}
+        own = {name: (layer.entry_shapes, layer.dtypes) for name, layer in self._layers.items()}
+        differ = sorted(name for name in sent.keys() | own.keys() if sent.get(name) != own.get(name))
+        if differ:
+            name = differ[0]
+            raise ValueError(
+                f"{len(differ)} layers differ; layer {name!r}: expected entries {own.get(name, 'none')}, got "
+                f"{sent.get(name, 'none')}; both sides need the same model and cache dtype"
+            )
+
+    def shardings(self, header: SentHeader) -> tuple[tuple[NamedSharding, ...], ...]:
+        """Where each array has to be before it is written: heads split as the pages are."""
+        mesh = self._placement.mesh
+        return tuple(
+            tuple(NamedSharding(mesh, spec) for spec in self._layers[layer.name].entry_specs) for layer in header.layers
+        )
+
+    def placed(self, sent: SentRequest) -> SentRequest:
+        """The arrays moved to this deployment's mesh, from another one of the same process."""
+        self.check(sent.header)
+        return SentRequest(sent.header, jax.device_put(sent.arrays, self.shardings(sent.header)))
+
+    def write(self, pages: KVPages, request: RequestPages, sent: SentRequest) -> KVPages:
+        """Pages with the request's entries. Donates `pages`; those not in the tables are untouched.
+
+        Raises:
+            ValueError: other layers, other weights, tokens that were not sent, not a table for each group, or one of
+                too few columns. The pages are untouched.
+        """
+        self.check(sent.header)
+        check_tables(self._config, request)
+        if request.first < sent.header.first or request.stop != sent.header.stop:
+            raise ValueError(
+                f"expected tokens of {sent.header.first} to {sent.header.stop}, got {request.first} to {request.stop}"
+            )
+        headers = {layer.name: (layer, arrays) for layer, arrays in zip(sent.header.layers, sent.arrays, strict=True)}
+
+        def columns_sent(layer: LayerPages) -> Hashable:
+            header, _ = headers[layer.name]
+            return header.columns, header.entries_per_page
+
+        work = []
+        for batch in batches(self._config, tuple(self._layers.values()), columns_sent):
+            header, _ = headers[batch.layers[0].name]
+            received = received_pages(
+                request.tables[batch.group_id],
+                batch.entries_per_page,
+                *request.entries(batch.spec),
+                np.array(header.columns, np.int64),
+                header.entries_per_page,
+            )
+            page_ids = padded_ids(received.page_ids)
+            places = np.full((page_ids.size, batch.entries_per_page), NOT_SENT, np.int32)
+            places[: len(received.places)] = received.places
+            entries = tuple(headers[layer.name][1] for layer in batch.layers)
+            work.append((batch.layers, entries, page_ids, places.reshape(-1)))
+        for layers, entries, page_ids, flat in work:
+            pages = write_entries(pages, layers, entries, page_ids, flat)
+        return pages
+
+
+class Batch(NamedTuple):
+    """Layers of one group whose pages hold equally many entries: read and written by one program."""
+
+    group_id: int
+    entries_per_page: int
+    spec: KVCacheSpec
+    layers: tuple[LayerPages, ...]
+
+
+def batches(
+    kv_cache_config: KVCacheConfig,
+    layers: Sequence[LayerPages],
+    apart: Callable[[LayerPages], Hashable] = lambda layer: None,
+) -> Iterator[Batch]:
+    """All layers, by group and entries of a page; those of which `apart` says different things apart."""
+    found = defaultdict(list)
+    for layer in layers:
+        spec = kv_cache_config.kv_cache_groups[layer.group_id].spec_of(layer.column)
+        found[layer.group_id, layer.entries_per_page, spec.tokens_per_state, apart(layer)].append((layer, spec))
+    for (group_id, entries_per_page, *_), members in found.items():
+        yield Batch(group_id, entries_per_page, members[0][1], tuple(layer for layer, _ in members))
+
+
+def _header(layer: LayerPages, sent: SentPages, num_entries: int) -> LayerHeader:
+    return LayerHeader(
+        layer.name,
+        layer.entry_shapes,
+        layer.dtypes,
+        num_entries,
+        layer.entries_per_page,
+        layer.num_shards if layer.has_heads else 1,
+        layer.has_heads,
+        tuple(sent.columns.tolist()),
+    )
