@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import checks
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.kv_write.reference import stored
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.layouts import KV_CACHE_DTYPES
@@ -73,6 +74,7 @@ class LatentTiles:
     latent: LatentPages
     block_tables: jax.Array  # int32[S, P]
     head_dim_v: int
+    share: KeyShare | None = None
 
     @property
     def pages(self) -> tuple[jax.Array, ...]:
@@ -96,7 +98,7 @@ class LatentTiles:
 
     def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
         """The `tile_pages` pages of sequence `seq` from page `first` of its run on; all arguments int32[]."""
-        ids, key_pos = locate(self.block_tables, self.page_size, seq, run, first, tile_pages)
+        ids, key_pos = locate(self, seq, run, first, tile_pages)
         k = self.latent.at_pages(ids).astype(jnp.float32).reshape(-1, 1, self.latent.head_dim)
         return KVTile(k, k[..., : self.head_dim_v], key_pos)
 

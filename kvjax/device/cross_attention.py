@@ -6,8 +6,11 @@ Source:  pallas_kernels.ragged_paged_attention with causal=False; lengths are th
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
+from kvjax.device import context_ranks
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.kv_attention import kv_schedule
 from kvjax.device.layer_step import WHOLE, LayerStep
@@ -31,7 +34,8 @@ def attend_cross(
     schedule = kv_schedule(layer, q, num_kv_heads, MaskRule(causal=False))
 
     def attend(q, pages, per_head, tables, schedule):  # type: ignore[no-untyped-def]
-        result = ragged_paged_attention(
+        op = partial(
+            ragged_paged_attention,
             q,
             pages,
             *tables,
@@ -41,12 +45,12 @@ def attend_cross(
             schedule=schedule,
             num_kv_heads=num_kv_heads // layer.placement.num_shards,
             backend=layer.backend,
-            **per_head,
+            k_scale=per_head["k_scale"],
+            v_scale=per_head["v_scale"],
         )
-        return result.out
+        return context_ranks.attend(layer.placement.context_ranks, op, None, per_head["sinks"]).out
 
-    heads = layer.heads(3, 1)
-    page_specs = tuple(layer.heads(array.ndim, 2) for array in layer.pages)
+    heads, page_specs = layer.heads(3, 1), layer.page_specs
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
     attend_on_each = layer.per_device(attend, (heads, page_specs, per_head_specs, WHOLE, WHOLE), heads)
     out: jax.Array = attend_on_each(q, layer.pages, per_head, layer.tables, schedule)

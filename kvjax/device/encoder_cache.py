@@ -82,11 +82,12 @@ class EncoderCache:
             raise ValueError(f"layer {layer_name!r}: expected K and V of {wanted}, got {k.shape} and {v.shape}")
         pages, place = self.pages.column(group.pool_id, column), self._placement
         heads = place.head_spec(3, 1)
-        page_specs = tuple(place.head_spec(array.ndim, 2) for array in pages)
+        page_specs = tuple(map(place.page_spec, self._config.pools[group.pool_id].columns[column].arrays))
         scale_specs = tuple(None if x is None else place.head_spec(x.ndim, 0) for x in (k_scale, v_scale))
 
         def write(k, v, pages, slots, k_scale, v_scale):  # type: ignore[no-untyped-def]
-            return kv_write(k, v, pages, slots, k_scale=k_scale, v_scale=v_scale, backend=self._backend)
+            own = slots if place.context_ranks is None else place.context_ranks.own_slots(slots)
+            return kv_write(k, v, pages, own, k_scale=k_scale, v_scale=v_scale, backend=self._backend)
 
         write_on_each = place.shard_map(write, (heads, heads, page_specs, PartitionSpec(), *scale_specs), page_specs)
         arrays = write_on_each(k, v, pages, slots, k_scale, v_scale)

@@ -6,10 +6,12 @@ Source:  pallas_kernels.ragged_paged_attention
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 
+from kvjax.device import context_ranks
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.layer_step import WHOLE, LayerStep
 from kvjax.device.pages import Column
@@ -38,12 +40,12 @@ def attend_kv(
     schedule = kv_schedule(layer, q, num_kv_heads, mask)
 
     def attend(q, k, v, pages, per_head, tables, slot_mapping, schedule):  # type: ignore[no-untyped-def]
-        result = ragged_paged_attention(
+        op = partial(
+            ragged_paged_attention,
             q,
             pages,
             *tables,
             new_kv=None if k is None else (k, v),
-            slot_mapping=None if k is None else slot_mapping,
             sm_scale=options.sm_scale,
             sliding_window=options.sliding_window,
             attention_chunk_size=options.attention_chunk_size,
@@ -52,12 +54,14 @@ def attend_kv(
             schedule=schedule,
             num_kv_heads=num_kv_heads // layer.placement.num_shards,
             backend=layer.backend,
-            **per_head,
+            k_scale=per_head["k_scale"],
+            v_scale=per_head["v_scale"],
         )
+        slot_mapping = None if k is None else slot_mapping
+        result = context_ranks.attend(layer.placement.context_ranks, op, slot_mapping, per_head["sinks"])
         return result.out, result.pages
 
-    heads = layer.heads(3, 1)
-    page_specs = tuple(layer.heads(array.ndim, 2) for array in layer.pages)
+    heads, page_specs = layer.heads(3, 1), layer.page_specs
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
     in_specs = (heads, heads, heads, page_specs, per_head_specs, WHOLE, WHOLE, WHOLE)
     attend_on_each = layer.per_device(attend, in_specs, (heads, page_specs))
@@ -68,6 +72,8 @@ def attend_kv(
 def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRule) -> Any:
     """The plan of the step for the layers of the group with such queries, pages and mask, on each device alike."""
     num_shards = layer.placement.num_shards
+    if layer.placement.num_context > 1:
+        return None  # no kernel that plans takes a part of the tokens
     own_q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // num_shards, q.shape[2]), q.dtype)
     own_pages = layer.shards_of(layer.pages)
 

@@ -3,16 +3,18 @@
 Flow:    absorbed queries, latents, rotated keys of a layer + LayerStep -> [attend_latent] -> outputs, the layer's pages
 Source:  pallas_kernels.mla_paged_attention
 
-One entry [latent | rotated key] of a token serves all query heads. So on a mesh every device holds all latents, writes
-the same, and attends with its own query heads.
+One entry [latent | rotated key] of a token serves all query heads. So on a mesh every tensor rank holds all latents,
+writes the same, and attends with its own query heads; context ranks share the tokens.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 
+from kvjax.device import context_ranks
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.layer_step import WHOLE, LayerStep
 from kvjax.device.pages import Column
@@ -44,29 +46,31 @@ def attend_latent(
     schedule = _schedule(layer, q_nope, q_pe, options)
 
     def attend(q_nope, q_pe, new, pages, per_head, tables, slot_mapping, schedule):  # type: ignore[no-untyped-def]
-        result = mla_paged_attention(
+        op = partial(
+            mla_paged_attention,
             q_nope,
             q_pe,
             pages,
             *tables,
             new_kv=new,
-            slot_mapping=None if new is None else slot_mapping,
             sm_scale=options.sm_scale,
             sliding_window=options.sliding_window,
             attention_chunk_size=options.attention_chunk_size,
             num_sink_tokens=options.num_sink_tokens,
             soft_cap=options.soft_cap,
             schedule=schedule,
-            page_size=layer.page_size,
+            page_size=layer.page_size // layer.placement.num_context,
             backend=layer.backend,
-            **per_head,
+            k_scale=per_head["k_scale"],
         )
+        slot_mapping = None if new is None else slot_mapping
+        result = context_ranks.attend(layer.placement.context_ranks, op, slot_mapping, per_head["sinks"])
         return result.out, result.pages
 
     heads, new = layer.heads(3, 1), None if latent is None else (latent, key_pe)
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
-    in_specs = (heads, heads, WHOLE, WHOLE, per_head_specs, WHOLE, WHOLE, WHOLE)
-    attend_on_each = layer.per_device(attend, in_specs, (heads, WHOLE))
+    in_specs = (heads, heads, WHOLE, layer.page_specs, per_head_specs, WHOLE, WHOLE, WHOLE)
+    attend_on_each = layer.per_device(attend, in_specs, (heads, layer.page_specs))
     step = (layer.tables, layer.group.slot_mapping, schedule)
     out, pages = attend_on_each(q_nope, q_pe, new, layer.pages, per_head, *step)
     return out, pages
@@ -75,6 +79,8 @@ def attend_latent(
 def _schedule(layer: LayerStep, q_nope: jax.Array, q_pe: jax.Array, options: AttentionOptions) -> Any:
     """The plan of the step for the layers of the group with such queries and mask, on each device alike."""
     num_shards = layer.placement.num_shards
+    if layer.placement.num_context > 1:
+        return None  # no kernel that plans takes a part of the tokens
     own_nope, own_pe = (
         jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // num_shards, q.shape[2]), q.dtype) for q in (q_nope, q_pe)
     )

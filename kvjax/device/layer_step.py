@@ -32,7 +32,8 @@ class LayerStep:
     spec: KVCacheSpec
     place: tuple[int, int]  # pool and column of its pages; layers of other groups may have the same
     pages: Column
-    page_size: int  # entries of a page
+    page_specs: tuple[PartitionSpec, ...]  # of each of them
+    page_size: int  # entries of a page, on all devices that share them
     batch: DeviceBatch
     group: DeviceGroup
     placement: Placement

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from kvjax.device.context_ranks import ContextRanks
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import per_device
 from pallas_kernels import kv_write as kv_write_op
@@ -40,13 +41,14 @@ def write_kv(
     """Pages with K and V of each token at its slot of one column."""
     shardings = pages.shardings[pool_id][column]
     specs = tuple(sharding.spec for sharding in shardings)
-    heads = PartitionSpec(None, specs[0][2])
-    write = per_device(
-        partial(kv_write_op.kv_write, backend=backend),
-        shardings[0].mesh,
-        (heads, heads, specs, PartitionSpec()),
-        specs,
-    )
+    heads, token_axis, mesh = PartitionSpec(None, specs[0][2]), specs[0][1], shardings[0].mesh
+
+    def write_own(k, v, arrays, slots):  # type: ignore[no-untyped-def]
+        if token_axis is not None and mesh.size > 1:
+            slots = ContextRanks(token_axis, mesh.shape[token_axis]).own_slots(slots)
+        return kv_write_op.kv_write(k, v, arrays, slots, backend=backend)
+
+    write = per_device(write_own, mesh, (heads, heads, specs, PartitionSpec()), specs)
     return pages.with_column(pool_id, column, write(k, v, pages.column(pool_id, column), slot_mapping))
 
 

@@ -273,12 +273,14 @@ class PagedKVCache:
             raise ValueError(f"layer {layer_name!r} attends twice in one step")
         group_id, column = self._config.layer_index[layer_name]
         group = self._config.kv_cache_groups[group_id]
+        layout = self._config.pools[group.pool_id].columns[column]
         return LayerStep(
             name=layer_name,
             spec=group.spec_of(column),
             place=(group.pool_id, column),
             pages=self.pages.column(group.pool_id, column),
-            page_size=self._config.pools[group.pool_id].columns[column].page_size,
+            page_specs=tuple(map(self._placement.page_spec, layout.arrays)),
+            page_size=layout.page_size,
             batch=self._batch,
             group=self._batch.groups[group_id],
             placement=self._placement,

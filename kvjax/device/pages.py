@@ -71,6 +71,7 @@ def check_columns(kv_cache_config: KVCacheConfig, placement: Placement) -> None:
             if layout != wanted:
                 raise ValueError(f"layer {name!r}: expected pages of {wanted}, got {layout}")
             placement.check_heads(spec, layout)
+            placement.check_tokens(spec, layout)
 
 
 def page_shardings(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages:

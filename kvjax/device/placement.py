@@ -1,10 +1,10 @@
-"""Where the cache's arrays live: a mesh, and which of its axes the KV heads are split over.
+"""Where the cache's arrays live: a mesh, and which of its axes KV heads and tokens are split over.
 
 Flow:    caller's mesh and axis names -> [Placement] -> shardings of pages and step inputs, shard_map of the ops
-Source:  PartitionSpecs follow the logical axis names of pallas_kernels.layouts
+Source:  PartitionSpecs follow the logical axis names of pallas_kernels.layouts; docs/parallelism.md
 
-Pages are split along whole KV heads only, states of recurrent layers along their first dimension; block tables,
-lengths and tokens are the same on every device.
+Pages are split along whole KV heads (tensor parallelism) and along their tokens (context parallelism), states of
+recurrent layers along their first dimension; block tables, lengths and tokens are the same on every device.
 """
 
 from __future__ import annotations
@@ -18,43 +18,55 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core.spec import KVCacheSpec
-from pallas_kernels.layouts import HEAD_AXIS, ArrayLayout, PageLayout
+from kvjax.device.context_ranks import ContextRanks
+from pallas_kernels.layouts import HEAD_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout
 
 TENSOR_AXIS = "tensor"
+CONTEXT_AXIS = "context"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh and the mesh axis of the KV heads (None: pages are whole on every device). Immutable and hashable.
+    """A mesh and its axes of the KV heads and of the tokens of a page (None: not split). Immutable and hashable.
 
     Of a mesh with Explicit axes, as `jax.make_mesh` makes it, `mesh` is that of the same devices with Auto axes.
     """
 
     mesh: Mesh
     head_axis: str | None = None
+    token_axis: str | None = None
 
     def __post_init__(self) -> None:
-        if self.head_axis is not None and self.head_axis not in self.mesh.axis_names:
-            raise ValueError(f"expected a mesh axis out of {self.mesh.axis_names}, got {self.head_axis!r}")
+        axes = [axis for axis in (self.head_axis, self.token_axis) if axis is not None]
+        for axis in axes:
+            if axis not in self.mesh.axis_names:
+                raise ValueError(f"expected a mesh axis out of {self.mesh.axis_names}, got {axis!r}")
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"expected different mesh axes of KV heads and tokens, got {axes[0]!r} for both")
         object.__setattr__(self, "mesh", with_auto_axes(self.mesh))
 
     @classmethod
     def create(cls, mesh: Mesh | None = None, axis_names: Mapping[str, str | None] | None = None) -> Placement:
         """Placement on `mesh` with logical axes of `pallas_kernels.layouts` mapped to mesh axes.
 
-        Without a mesh: the first device. Without names: KV heads over the axis "tensor" where the mesh has it.
+        Without a mesh: the first device. Without names: KV heads over the axis "tensor" and the tokens of a page over
+        "context", where the mesh has them.
 
         Raises:
-            ValueError: a logical axis other than "kv_head" is mapped, or a mesh axis is unknown or Manual.
+            ValueError: a logical axis other than "kv_head" and "page_token" is mapped, or a mesh axis is unknown,
+                Manual or mapped twice.
         """
         if mesh is None:
             mesh = Mesh(np.asarray(jax.devices()[:1]), (TENSOR_AXIS,))
         if axis_names is None:
-            return cls(mesh, TENSOR_AXIS if TENSOR_AXIS in mesh.axis_names else None)
-        surplus = sorted(name for name, axis in axis_names.items() if name != HEAD_AXIS and axis is not None)
+            return cls(mesh, *(axis if axis in mesh.axis_names else None for axis in (TENSOR_AXIS, CONTEXT_AXIS)))
+        split = (HEAD_AXIS, TOKEN_AXIS)
+        surplus = sorted(name for name, axis in axis_names.items() if name not in split and axis is not None)
         if surplus:
-            raise ValueError(f"pages are split along {HEAD_AXIS!r} only, got mesh axes for {surplus}")
-        return cls(mesh, axis_names.get(HEAD_AXIS))
+            raise ValueError(
+                f"pages are split along {HEAD_AXIS!r} and {TOKEN_AXIS!r} only, got mesh axes for {surplus}"
+            )
+        return cls(mesh, *map(axis_names.get, split))
 
     @classmethod
     def over_heads(cls, num_devices: int) -> Placement:
@@ -74,17 +86,54 @@ class Placement:
         return 1 if self.head_axis is None else int(self.mesh.shape[self.head_axis])
 
     @property
+    def num_context(self) -> int:
+        """Devices that share the tokens of a page."""
+        return 1 if self.token_axis is None else int(self.mesh.shape[self.token_axis])
+
+    @property
+    def context_ranks(self) -> ContextRanks | None:
+        """Those devices; None: pages hold all their tokens."""
+        return (
+            None
+            if self.token_axis is None or self.num_context == 1
+            else ContextRanks(self.token_axis, self.num_context)
+        )
+
+    @property
     def replicated(self) -> NamedSharding:
         """Sharding of an array that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def page_spec(self, array: ArrayLayout) -> PartitionSpec:
         """PartitionSpec of one page array, its leading page axis included."""
-        return PartitionSpec(None, *(self.head_axis if axis == HEAD_AXIS else None for axis in array.axes))
+        mesh_axes = {HEAD_AXIS: self.head_axis, TOKEN_AXIS: self.token_axis}
+        return PartitionSpec(None, *map(mesh_axes.get, array.axes))
 
     def head_spec(self, rank: int, head_dim: int) -> PartitionSpec:
         """PartitionSpec of an array of `rank` dimensions with heads in dimension `head_dim`."""
         return PartitionSpec(*(self.head_axis if dim == head_dim else None for dim in range(rank)))
+
+    def check_tokens(self, spec: KVCacheSpec, layout: PageLayout) -> None:
+        """Whether every device can hold its tokens of `spec`'s pages.
+
+        Raises:
+            ValueError: the tokens of a page, or of a word of packed ones, do not split over the devices.
+            NotImplementedError: entries of the pages stand for several tokens.
+        """
+        ranks = self.num_context
+        if ranks == 1 or layout.kind == "recurrent":
+            return
+        if spec.tokens_per_state > 1:
+            raise NotImplementedError(
+                f"entries of {spec.tokens_per_state} tokens do not split over {ranks} context ranks; "
+                f"use axis_names={{{TOKEN_AXIS!r}: None}}"
+            )
+        rows = layout.arrays[0].page_shape[0]
+        if layout.page_size % ranks or rows % ranks:
+            raise ValueError(
+                f"pages of {layout.page_size} tokens in {rows} rows do not split over {ranks} context ranks; use a "
+                f"multiple of {layout.page_size // rows * ranks}, or axis_names={{{TOKEN_AXIS!r}: None}}"
+            )
 
     def check_heads(self, spec: KVCacheSpec, layout: PageLayout) -> None:
         """Raises ValueError unless every shard of `spec`'s pages holds whole KV heads, or as many heads of states."""

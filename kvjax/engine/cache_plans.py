@@ -25,33 +25,35 @@ def plan_caches(
     config: EngineConfig,
     *,
     platform: str,
-    tensor_parallel: int,
+    parallel: Parallelism = Parallelism(),  # noqa: B008
     draft_model: ModelConfig | None = None,
-    draft_tensor_parallel: int = 1,
+    draft_parallel: Parallelism = Parallelism(),  # noqa: B008
 ) -> tuple[KVCachePlan, KVCachePlan | None]:
     """The plan of the model's cache, whose recurrent layers have a state for each draft, and of the draft model's.
+
+    Each of the context ranks that share a page holds `config.block_size` tokens of it.
 
     Raises:
         MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
     """
     num_drafts = config.num_drafts
-    specs = with_drafts(model.kv_cache_specs(config.block_size, config.dtype), num_drafts)
+    specs = with_drafts(model.kv_cache_specs(config.block_size * parallel.page_context, config.dtype), num_drafts)
     own: dict[str, Any] = {
         "max_model_len": config.max_model_len,
         "max_in_flight_tokens": config.max_in_flight_tokens,
         "platform": platform,
-        "tensor_parallel": tensor_parallel,
+        "parallel": parallel,
         "hybrid": config.hybrid,
         "shared_layers": model.shared_layers,
     }
     if draft_model is None:
         plan = plan_kv_cache(specs, memory_bytes=config.memory_bytes, num_blocks=config.num_blocks, **own)
         return plan, None
-    draft_specs = draft_model.kv_cache_specs(config.block_size, config.dtype)
+    draft_specs = draft_model.kv_cache_specs(config.block_size * draft_parallel.page_context, config.dtype)
     drafts = own | {
         "max_model_len": min(config.max_model_len, draft_model.max_model_len),
         "max_in_flight_tokens": config.max_num_batched_tokens + num_drafts,
-        "tensor_parallel": draft_tensor_parallel,
+        "parallel": draft_parallel,
         "shared_layers": draft_model.shared_layers,
     }
     needs, draft_needs = [_needs(*each) for each in ((specs, own), (draft_specs, drafts))]
@@ -78,7 +80,7 @@ def _needs(specs: Mapping[str, KVCacheSpec], limits: Mapping[str, Any]) -> list[
     shape = CacheShape.of(
         specs,
         platform=limits["platform"],
-        parallel=Parallelism(tensor=limits["tensor_parallel"]),
+        parallel=limits["parallel"],
         hybrid=limits["hybrid"],
     )
     return shape.needs(limits["max_model_len"], limits["max_model_len"], limits["max_in_flight_tokens"])

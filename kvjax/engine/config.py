@@ -15,7 +15,8 @@ from kvjax.engine.speculation import SpeculativeConfig
 class EngineConfig:
     """What an engine may use and how it schedules.
 
-    The cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`. `watermark` is
+    A page on a device holds `block_size` tokens, and a block as many on each of the context ranks that share it. The
+    cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`. `watermark` is
     the share of a pool that admissions leave free for requests that already run; it never holds up the first request of
     an idle step. `async_scheduling` starts a step before the tokens of the one before it are read, so the host works
     while the device does. The price: a step's delay, and a step in vain for each request that ends by a stop token.

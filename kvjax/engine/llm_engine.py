@@ -33,7 +33,7 @@ from kvjax.engine.engine_core import EngineCore
 from kvjax.engine.engine_log import EngineObserver, log_start
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.known_names import check_names
-from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, place_model
+from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, parallelism_of, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
 from kvjax.engine.prompt_lookup import PromptLookup
 from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
@@ -104,9 +104,9 @@ class LLMEngine:
             model.config,
             config,
             platform=jax.default_backend(),
-            tensor_parallel=placement.num_shards,
+            parallel=parallelism_of(placement),
             draft_model=None if draft_model is None else draft_model.config,
-            draft_tensor_parallel=draft_placement.num_shards,
+            draft_parallel=parallelism_of(draft_placement),
         )
         block_size = least_block_size(self.plan)
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))

@@ -27,7 +27,7 @@ from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampler_state import SamplerArrays, SamplerState
 from kvjax.engine.sampling_table import SamplingBatch
 from kvjax.models import LoadedModel
-from kvjax.planning import KVCachePlan
+from kvjax.planning import KVCachePlan, Parallelism
 
 
 @dataclass(frozen=True)
@@ -252,11 +252,16 @@ def num_embedding_rows(model: LoadedModel, config: EngineConfig) -> int:
     return 0 if model.config.embedding_dim is None else config.max_embedding_rows
 
 
+def parallelism_of(placement: Placement) -> Parallelism:
+    """How the planner counts what a device of the placement holds."""
+    return Parallelism(tensor=placement.num_shards, page_context=placement.num_context)
+
+
 def place_model(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement:
-    """KV heads over the mesh's tensor axis where they split evenly, else whole pages on every device."""
+    """KV heads over the mesh's tensor axis where they split evenly, else whole on every device; tokens over context."""
     placement = Placement.create(mesh)
     if not model.config.splits_cache(placement.num_shards):
-        return Placement(placement.mesh)
+        return Placement(placement.mesh, token_axis=placement.token_axis)
     return placement
 
 
@@ -266,5 +271,6 @@ __all__ = [
     "free_arrays",
     "least_block_size",
     "num_embedding_rows",
+    "parallelism_of",
     "place_model",
 ]

@@ -4,12 +4,14 @@ Flow:    Parallelism, KVCacheSpec -> [Parallelism.share_of] -> the heads and tok
 Source:  placement of vLLM: heads over tensor ranks, token t on context rank `t % size`, requests over replicas
 
     tensor            ranks split the KV heads; with more ranks than heads each head lies on several
+    page_context      ranks split the tokens of every page, whose `block_size` counts those of all
     decode_context    of the tensor ranks that hold the same heads, this many split the tokens among them
     prefill_context   further ranks that split the tokens
     data              replicas: each has requests, a manager and a cache of its own
 
-All ranks of a replica use the same block ids. With c context ranks a block id stands for c * block_size tokens, of
-which each holds `block_size`, so a rank's pages keep their size and a request needs a c-th of the ids.
+All ranks of a replica use the same block ids. With c ranks of decode or prefill context a block id stands for
+c * block_size tokens, of which each holds `block_size`, so a rank's pages keep their size and a request needs a c-th
+of the ids. `page_context` says the same from the other side: `block_size` counts all tokens, of any kind of layer.
 """
 
 from __future__ import annotations
@@ -39,16 +41,22 @@ class Parallelism:
     data: int = 1
     decode_context: int = 1
     prefill_context: int = 1
+    page_context: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < 1:
                 raise ValueError(f"expected {field.name}_parallel >= 1, got {getattr(self, field.name)}")
+        if self.page_context > 1 and self.context > 1:
+            raise ValueError(
+                f"expected context ranks that share pages or ranks that share blocks, got {self.page_context} of the "
+                f"first and {self.context} of the others"
+            )
 
     @property
     def num_devices(self) -> int:
         """Ranks of all replicas."""
-        return self.tensor * self.prefill_context * self.data
+        return self.tensor * self.prefill_context * self.page_context * self.data
 
     @property
     def context(self) -> int:
@@ -68,6 +76,10 @@ class Parallelism:
                 f"expected tensor_parallel to divide the {heads} {_parts_of(spec)} or to be a multiple of them, "
                 f"got {self.tensor}"
             )
+        if spec.state_pages is None and spec.block_size % self.page_context:
+            raise ValueError(
+                f"expected a block_size that splits over {self.page_context} context ranks, got {spec.block_size}"
+            )
         copies = max(self.tensor // heads, 1)
         if copies % self.decode_context:
             raise ValueError(
@@ -85,12 +97,13 @@ class Parallelism:
         heads, tensor_rank = num_shards(spec), rank % self.tensor
         per_rank, copies = max(heads // self.tensor, 1), max(self.tensor // heads, 1)
         first_head = tensor_rank // copies * per_rank
-        prefill_rank = rank // self.tensor % self.prefill_context
+        num_contexts = self.prefill_context * self.page_context
+        prefill_rank = rank // self.tensor % num_contexts
         return RankShare(
-            replica=rank // (self.tensor * self.prefill_context),
+            replica=rank // (self.tensor * num_contexts),
             heads=range(first_head, first_head + per_rank),
             first_token=prefill_rank * self.decode_context + tensor_rank % self.decode_context,
-            token_stride=self.context,
+            token_stride=self.context * self.page_context,
         )
 
 

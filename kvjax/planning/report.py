@@ -135,6 +135,8 @@ def _parallel_words(plan: KVCachePlan) -> str:
             f"Tensor parallelism over {parallel.tensor} devices splits the KV heads; with fewer heads than devices "
             "each head lies on several."
         )
+    if parallel.page_context > 1:
+        words.append(f"Context parallelism over {parallel.page_context} ranks splits the tokens of every page.")
     if parallel.context > 1:
         words.append(
             f"Context parallelism over {parallel.context} ranks splits the tokens of a head: a block id stands for "
@@ -221,6 +223,7 @@ def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
         "data_parallel": plan.parallel.data,
         "decode_context_parallel": plan.parallel.decode_context,
         "prefill_context_parallel": plan.parallel.prefill_context,
+        "page_context_parallel": plan.parallel.page_context,
         "num_devices": plan.parallel.num_devices,
         "hybrid": plan.hybrid,
         "max_model_len": plan.max_model_len,

@@ -15,7 +15,7 @@ from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.planning.grouping import LayerGroup, group_layers
 from kvjax.planning.parallel import Parallelism
 from kvjax.planning.sizing import PoolNeed, least_bytes
-from kvjax.planning.spec_rules import per_device, table_columns
+from kvjax.planning.spec_rules import per_device, share_of_page, table_columns
 
 TABLE_ENTRY_BYTES = 4  # block tables are int32
 
@@ -30,12 +30,12 @@ class LayerPages:
     page_bytes: int
 
     @classmethod
-    def of_group(cls, group: LayerGroup, platform: str, tensor_parallel: int) -> tuple[LayerPages, ...]:
+    def of_group(cls, group: LayerGroup, platform: str, parallel: Parallelism) -> tuple[LayerPages, ...]:
         """The group's layers by spec, in order of first appearance."""
         names: dict[KVCacheSpec, list[str]] = {}
         for name, spec in zip(group.layer_names, group.layer_specs, strict=True):
             names.setdefault(spec, []).append(name)
-        local = {spec: per_device(spec, tensor_parallel) for spec in names}
+        local = {spec: share_of_page(per_device(spec, parallel.tensor), parallel.page_context) for spec in names}
         return tuple(
             cls(spec, tuple(members), local[spec].page_size_bytes, local[spec].page_layout(platform).page_bytes)
             for spec, members in names.items()
@@ -83,7 +83,7 @@ class CacheShape:
             for spec in group.layer_specs:
                 parallel.check(spec)
         return cls(
-            tuple(GroupShape(group, LayerPages.of_group(group, platform, parallel.tensor)) for group in groups),
+            tuple(GroupShape(group, LayerPages.of_group(group, platform, parallel)) for group in groups),
             platform,
             parallel,
         )

@@ -1,6 +1,7 @@
 """Questions that the planner asks a spec; a new attention kind registers its answer where the default is wrong.
 
-Flow:    KVCacheSpec -> [promoted | per_device | replicated] -> KVCacheSpec; [num_shards | table_columns] -> int
+Flow:    KVCacheSpec -> [promoted | per_device | share_of_page | replicated] -> KVCacheSpec;
+         [num_shards | table_columns] -> int
 Source:  promotion and merging of specs: vLLM v1/kv_cache_interface.py; head replication: its tensor parallelism
 """
 
@@ -88,6 +89,11 @@ def _(spec: AttentionSpec, tensor_parallel: int) -> KVCacheSpec:
 def _(spec: MambaSpec, tensor_parallel: int) -> KVCacheSpec:
     parts = min(tensor_parallel, num_shards(spec))
     return replace(spec, shapes=tuple((shape[0] // parts, *shape[1:]) for shape in spec.shapes), page_size_padded=None)
+
+
+def share_of_page(spec: KVCacheSpec, num_ranks: int) -> KVCacheSpec:
+    """What one of `num_ranks` context ranks that share the tokens of every page holds of a layer: of states, all."""
+    return spec if spec.state_pages is not None else replace(spec, block_size=spec.block_size // num_ranks)
 
 
 @singledispatch

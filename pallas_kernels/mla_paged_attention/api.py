@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
@@ -84,11 +85,15 @@ def mla_paged_attention(
     schedule: Any = None,  # what `plan` returned for this step, or None
     return_lse: bool = False,
     page_size: int | None = None,  # states of a page; None: as many as there is room for, packing included
+    context_rank: Any = 0,  # int or int32[]: whose tokens the pages hold, of `context_size` ranks that share them
+    context_size: int = 1,
+    context_interleave: int = 1,  # successive tokens of a rank
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention over latents of all query tokens: `out` is [T, Hq, Dl], to be multiplied by the value projection.
 
-    Who sees what, padding, NaN in hidden slots and the order of `new_kv` are as of `ragged_paged_attention`.
+    Who sees what, padding, NaN in hidden slots, context parallelism and the order of `new_kv` are as of
+    `ragged_paged_attention`.
 
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
@@ -99,11 +104,12 @@ def mla_paged_attention(
     attention_checks.check_scalars(validate.OP, sm_scale, soft_cap, schedule, backend)
     latent = validate.check_latents(q_nope, q_pe, pages, page_size)
     validate.check_new_kv(q_nope, q_pe, new_kv, slot_mapping, latent)
+    share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, latent.page_size)
     step = (block_tables, seq_lens, query_start_loc, distribution)
-    attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
+    attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size * context_size, *step)
     validate.check_per_head(q_nope.shape[1], sinks, k_scale)
     xla = path_over(block_tables, tuple(pages))
-    chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla)
+    chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask, share), xla)
     options: dict[str, Any] = {
         "mask": mask,
         "sm_scale": float(sm_scale),
@@ -126,12 +132,16 @@ def mla_paged_attention(
         out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, schedule=schedule)
     else:
         plain = xla_attention if chosen == "xla" else reference
-        out, lse = plain.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options)
+        out, lse = plain.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, share=share)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
 
 
-def _reasons(q_nope: Any, q_pe: Any, latent: LatentPages, mask: MaskRule) -> dict[str, str | None]:
+def _reasons(
+    q_nope: Any, q_pe: Any, latent: LatentPages, mask: MaskRule, share: KeyShare | None = None
+) -> dict[str, str | None]:
     """Platforms with a kernel, each with what of a call it cannot do."""
+    if share is not None:
+        return dict.fromkeys(("tpu", "gpu"), NO_SHARES)
     return {
         "tpu": kernel_tpu.reason_not_supported(latent, mask),
         "gpu": kernel_gpu.reason_not_supported(q_nope, q_pe, latent),

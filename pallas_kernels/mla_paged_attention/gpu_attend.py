@@ -26,7 +26,14 @@ from pallas_kernels import mosaic_gpu
 from pallas_kernels.mla_paged_attention.gpu_latents import ADDING, LatentRing
 from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule
 from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys
-from pallas_kernels.ragged_paged_attention.gpu_softmax import RowBounds, RowState, seen_by_any, weigh
+from pallas_kernels.ragged_paged_attention.gpu_softmax import (
+    RowBounds,
+    RowState,
+    capped_sink,
+    of_head,
+    seen_by_any,
+    weigh,
+)
 
 POS, SEQ_LEN = len(Field), len(Field) + 1  # columns of a piece beyond `Field`: of the tile's first query
 
@@ -42,12 +49,14 @@ def attend_pieces(
     block_tables: jax.Array,  # int32[S, P]
     work: LatentSchedule,
     scale: jax.Array,  # float32[1] of the latents
+    sinks: jax.Array,  # float32[1 or Hq], -inf: none
     config: GpuConfig,  # group: heads of a tile
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """(out float32[split pieces, 64, Dl], natural-log LSE float32[pieces, 64], out [other pieces, 64, Dl] or None).
 
-    Rows beyond those of a tile are undefined, and what is of no thread block.
+    Pieces of split keys are without sinks, which their merge adds. Rows beyond those of a tile are undefined, and what
+    is of no thread block.
     """
     num_tokens = 1 if work.queries is None else work.sizes.tile.tokens
     num_tiles = work.pieces.shape[0] - work.num_split
@@ -69,14 +78,14 @@ def attend_pieces(
         **LatentRing.scratch(config),
     }
     results = ("out", "lse", "tile_out")[: len(outputs)]
-    names = ("q", "pages", "tables", "pieces", "tiles", "blocks", "scale", *results, *scratch)
+    names = ("q", "pages", "tables", "pieces", "tiles", "blocks", "scale", "sinks", *results, *scratch)
 
     def body(*args: Any) -> None:
         refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
         warpgroup = lax.axis_index("warpgroup")
         ring = LatentRing.of(config, vars(refs), warpgroup)
         pl.when(warpgroup < ADDING)(lambda: _add_values(refs, ring, work.sizes.num_blocks, warpgroup))
-        pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, ring, num_tokens))
+        pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, ring, num_tokens, work.sizes.num_blocks))
 
     run = mosaic_gpu.kernel(
         body,
@@ -86,7 +95,7 @@ def attend_pieces(
         grid={"block": work.blocks.shape[0]},
         num_warpgroups=ADDING + 1,
     )
-    out, lse, *of_tiles = run(q, pages, block_tables, work.pieces, work.tiles, work.blocks, scale)
+    out, lse, *of_tiles = run(q, pages, block_tables, work.pieces, work.tiles, work.blocks, scale, sinks)
     return out, lse, of_tiles[0] if of_tiles else None
 
 
@@ -100,7 +109,7 @@ def _keys(refs: Any, piece: jax.Array) -> Keys:
     return Keys(*(refs.pieces[piece, field] for field in Field if field >= Field.FIRST))
 
 
-def _make_weights(refs: Any, ring: LatentRing, num_tokens: int) -> None:
+def _make_weights(refs: Any, ring: LatentRing, num_tokens: int, num_split_blocks: int) -> None:
     """The warpgroup that fetches, and makes scores and weights, of all pieces."""
     first, end = _range(refs)
     config, ahead = ring.config, ring.config.stages - 1
@@ -140,13 +149,33 @@ def _make_weights(refs: Any, ring: LatentRing, num_tokens: int) -> None:
 
         state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(None))
         state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
-        give_share(refs, piece, piece > first, *state.finish_weight())
+        give_share(refs, piece, piece > first, *_finish(refs, config, piece, state, num_split_blocks))
         return step + keys.num_blocks
 
     num_steps = lax.fori_loop(first, end, weigh_piece, jnp.int32(0))
     pl.when(end > first)(lambda: plgpu.barrier_wait(refs.stored))
     ring.drain(num_steps)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _finish(
+    refs: Any, config: GpuConfig, piece: jax.Array, state: RowState, num_split_blocks: int
+) -> tuple[jax.Array, jax.Array]:
+    """(what the sums of a piece are multiplied with, LSE), with sinks where its keys are not split."""
+    if not hasattr(refs, "tile_out"):
+        return state.finish_weight()
+    first, is_split = refs.pieces[piece, Field.HEAD] * config.group, _is_split(num_split_blocks)
+    head = lax.rem(mosaic_gpu.row_index(mosaic_gpu.ROWS), jnp.int32(config.group))
+    sinks = mosaic_gpu.per_row(jnp.full((mosaic_gpu.ROWS,), -jnp.inf, jnp.float32))
+    for number in range(config.group if refs.sinks.shape[0] > 1 else 1):
+        own = jnp.where(is_split, -jnp.inf, capped_sink(of_head(refs.sinks, first + number)))
+        sinks = jnp.where(head >= number, own, sinks)
+    return state.finish_weight_with_sinks(sinks)
+
+
+def _is_split(num_split_blocks: int) -> jax.Array:
+    """Whether this thread block's pieces are of split keys: the first ones' are."""
+    return lax.axis_index("block") < num_split_blocks
 
 
 def _add_values(refs: Any, ring: LatentRing, num_split_blocks: int, warpgroup: jax.Array) -> None:
@@ -189,11 +218,11 @@ def _bounds(refs: Any, config: GpuConfig, piece: jax.Array, num_tokens: int) -> 
 
 
 def _store_columns(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, num_split_blocks: int) -> None:
-    """Stores a warpgroup's columns with pieces of their kind: the first thread blocks have those of split keys."""
+    """Stores a warpgroup's columns with pieces of their kind."""
     if not hasattr(refs, "tile_out"):
         store_columns(refs.out, piece, warpgroup, out)
         return
-    is_split = lax.axis_index("block") < num_split_blocks
+    is_split = _is_split(num_split_blocks)
     pl.when(~is_split)(lambda: store_columns(refs.tile_out, piece - refs.out.shape[0], warpgroup, out))
     pl.when(is_split)(lambda: store_columns(refs.out, piece, warpgroup, out))
 

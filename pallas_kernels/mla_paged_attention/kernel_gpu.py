@@ -36,7 +36,6 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
 from pallas_kernels.ragged_paged_attention.gpu_softmax import as_scales, as_sinks, score_factor
 from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
 from pallas_kernels.ragged_paged_attention.planned_sizes import check_planned
 
 _MOST_LATENT, _MOST_DIM = 512, 576
@@ -121,13 +120,13 @@ def mla_paged_attention(
     else:
         own = q[work.queries.tokens].reshape(-1, sizes.tile.tokens, sizes.parts, config.group, config.head_dim)
         tiles = padded_rows(own.swapaxes(1, 2).reshape(-1, sizes.tile.tokens * config.group, config.head_dim))
-    scale = as_scales(k_scale)
-    out, lse, of_tiles = attend_pieces(tiles, pages[0], block_tables, work, scale, config, q_nope.dtype)
-    merged = ((out, lse), work.units, as_sinks(sinks), scale, config.head_dim_v, q_nope.dtype)
+    scale, of_heads = as_scales(k_scale), as_sinks(sinks)
+    out, lse, of_tiles = attend_pieces(tiles, pages[0], block_tables, work, scale, of_heads, config, q_nope.dtype)
+    merged = ((out, lse), work.units, of_heads, scale, config.head_dim_v, q_nope.dtype)
     heads = (sizes.parts, num_heads)
     if work.queries is None or of_tiles is None:
         return merge_pieces(*merged, heads=heads)
-    tiled, tiled_lse = _by_token(of_tiles, lse[work.num_split :], work.queries, sizes, sinks, scale)
+    tiled, tiled_lse = _by_token(of_tiles, lse[work.num_split :], work.queries, sizes, scale)
     out, lse = merge_pieces(*merged, heads=heads, into=(work.queries.decoded, tiled))
     place = jnp.where(work.queries.decoded < 0, num_tokens, work.queries.decoded)
     return out, tiled_lse.at[place].set(lse, mode="drop")
@@ -193,10 +192,9 @@ def _by_token(
     lse: jax.Array,  # float32[tiles * parts, 64]
     queries: QueryTiles,
     sizes: LatentSizes,
-    sinks: jax.Array | None,  # float32[Hq]; None: a launch less
     scale: jax.Array,  # float32[1]
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [T, Hq, Dl], lse float32[T, Hq]) of the tokens of tiles, with sinks; 0 and -inf of all others."""
+    """(out [T, Hq, Dl], lse float32[T, Hq]) of the tokens of tiles; 0 and -inf of all others."""
     tokens, heads = sizes.tile
 
     def rows(x: jax.Array) -> jax.Array:
@@ -204,11 +202,5 @@ def _by_token(
         return by_tile[queries.tile, :, queries.place].reshape(sizes.num_tokens, sizes.parts * heads, *x.shape[2:])
 
     seen = queries.seen[:, None]
-    lse = jnp.where(seen, rows(lse), -jnp.inf)
-    total, share = lse, scale[0]
-    if sinks is not None:
-        nothing = lse == -jnp.inf
-        total = jnp.where(nothing, -jnp.inf, jnp.logaddexp(lse, capped_sinks(sinks)))
-        share = (jnp.where(nothing, 0.0, jnp.exp(lse - total)) * scale[0])[..., None]
-    scaled = rows(out).astype(jnp.float32) * share  # 0 where a token of a tile sees nothing
-    return jnp.where(seen[..., None], scaled, 0.0).astype(out.dtype), total
+    scaled = rows(out).astype(jnp.float32) * scale[0]
+    return jnp.where(seen[..., None], scaled, 0.0).astype(out.dtype), jnp.where(seen, rows(lse), -jnp.inf)

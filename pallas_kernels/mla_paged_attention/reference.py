@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.latent_pages import LatentPages, LatentTiles
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.reference import attend_pages, by_kv_head
@@ -34,11 +35,12 @@ def mla_paged_attention(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
     page_size: int,
+    share: KeyShare | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq]) as `AttentionOutput` says."""
     q = by_kv_head(jnp.concatenate([q_nope, q_pe], axis=-1), 1) * sm_scale
     scale = jnp.asarray(1.0 if k_scale is None else k_scale, jnp.float32)
-    cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1])
+    cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1], share)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     out, lse = attend_pages(q * scale, cache, mask, batch, soft_cap=soft_cap, sinks=sinks)
     return (out * scale)[:, 0].astype(q_nope.dtype), lse[:, 0]

@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.latent_pages import LatentPages, LatentTiles
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.schedule import Batch
@@ -36,11 +37,12 @@ def mla_paged_attention(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
     page_size: int,
+    share: KeyShare | None = None,
     limits: Limits = Limits(),  # noqa: B008
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq]) as `AttentionOutput` says."""
     q = jnp.concatenate([q_nope, q_pe], axis=-1)
-    cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1])
+    cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1], share)
     scale = per_head(k_scale, 1)
     queries = TileQueries(q.astype(product_dtype(q.dtype, pages[0].dtype))[:, None], sm_scale * scale, soft_cap)
     step = Step(queries, cache, mask, sinks, scale, q_nope.dtype, limits)

@@ -16,6 +16,7 @@ import jax
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
@@ -80,6 +81,9 @@ def ragged_paged_attention(
     schedule: Any = None,  # what `plan` returned for this step, or None
     return_lse: bool = False,
     num_kv_heads: int | None = None,  # None: read off the pages; needed where packing pads the heads
+    context_rank: Any = 0,  # int or int32[]: whose tokens the pages hold, of `context_size` ranks that share them
+    context_size: int = 1,
+    context_interleave: int = 1,  # successive tokens of a rank
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention outputs of all query tokens.
@@ -94,6 +98,10 @@ def ragged_paged_attention(
     gives out 0 and LSE -inf. With `new_kv` every sequence sees the new KV of all others of the step. Inside a jitted
     step that donates the pages they are updated in place; pages that are not donated are copied once per call on CPU.
 
+    Under context parallelism (`key_share`) pages hold the tokens of one rank, and `slot_mapping` names places in them;
+    lengths and positions stay those of whole sequences. The result is one part for `merge_states`, computed without
+    sinks.
+
     Raises:
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
@@ -104,11 +112,12 @@ def ragged_paged_attention(
     validate.check_new_kv(q, new_kv, slot_mapping)
     num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
     page_size = pages[0].shape[1]
+    share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, page_size)
     step = (block_tables, seq_lens, query_start_loc, distribution)
-    attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step, sees_all=mask.sees_all)
+    attention_checks.check_batch(validate.OP, q.shape[0], page_size * context_size, *step, sees_all=mask.sees_all)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
     xla = xla_attention.path_over(block_tables, pages)
-    chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
+    chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads, share), xla)
     options: dict[str, Any] = {
         "mask": mask,
         "num_kv_heads": num_kv_heads,
@@ -133,12 +142,16 @@ def ragged_paged_attention(
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse, schedule=schedule)
     else:
         plain = xla_attention if chosen == "xla" else reference
-        out, lse = plain.ragged_paged_attention(*arguments, **options)
+        out, lse = plain.ragged_paged_attention(*arguments, **options, share=share)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
 
 
-def _reasons(q: Any, pages: tuple[Any, ...], mask: MaskRule, num_kv_heads: int) -> dict[str, str | None]:
+def _reasons(
+    q: Any, pages: tuple[Any, ...], mask: MaskRule, num_kv_heads: int, share: KeyShare | None = None
+) -> dict[str, str | None]:
     """Platforms with a kernel, each with what of a call it cannot do."""
+    if share is not None:
+        return dict.fromkeys(("tpu", "gpu"), NO_SHARES)
     return {
         "tpu": kernel_tpu.reason_not_supported(pages, mask),
         "gpu": kernel_gpu.reason_not_supported(q, pages, num_kv_heads),

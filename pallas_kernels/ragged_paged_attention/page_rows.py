@@ -104,7 +104,7 @@ def _pages_of(walk: TileWalk, items: jax.Array) -> tuple[jax.Array, ...]:
     cache, mask = walk.cache, walk.mask
 
     def one(seq, run, first):  # type: ignore[no-untyped-def]
-        return locate(cache.block_tables, cache.page_size, seq, run, first, 1)
+        return locate(cache, seq, run, first, 1)
 
     ids, key_pos = jax.vmap(one)(tiles.seq, tiles.run, number)
     first, last, seq_len = (x[:, None] for x in (tiles.first_pos, tiles.last_pos, tiles.seq_len))

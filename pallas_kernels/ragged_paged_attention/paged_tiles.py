@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.ragged_paged_attention.mask import PageRun
 
 # What is out of bounds is clipped by the gather itself; columns beyond the run are replaced below.
@@ -37,6 +38,10 @@ class PagedReader(Protocol):
         """Keys of a page."""
 
     @property
+    def share(self) -> KeyShare | None:
+        """Which tokens the pages hold, where ranks share them; None: all."""
+
+    @property
     def head_dim_v(self) -> int:
         """Dimension of a value."""
 
@@ -57,6 +62,7 @@ class PagedTiles:
     block_tables: jax.Array  # int32[S, P]
     num_kv_heads: int
     head_dim: int
+    share: KeyShare | None = None
 
     @property
     def page_size(self) -> int:
@@ -75,7 +81,7 @@ class PagedTiles:
 
     def read(self, seq: jax.Array, run: PageRun, first: jax.Array, tile_pages: int) -> KVTile:
         """The `tile_pages` pages of sequence `seq` from page `first` of its run on; all arguments int32[]."""
-        ids, key_pos = locate(self.block_tables, self.page_size, seq, run, first, tile_pages)
+        ids, key_pos = locate(self, seq, run, first, tile_pages)
         k, v = self.at_pages(ids)
         return KVTile(_by_slot(k), _by_slot(v), key_pos)
 
@@ -108,9 +114,13 @@ class PagedTiles:
         return k, rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
 
 
+def column_tokens(cache: PagedReader) -> int:
+    """Tokens that one column of the block table stands for, on all ranks together."""
+    return cache.page_size if cache.share is None else cache.page_size * cache.share.size
+
+
 def locate(
-    block_tables: jax.Array,  # int32[S, P]
-    page_size: int,
+    cache: PagedReader,
     seq: jax.Array,  # int32[], as are the next ones
     run: PageRun,
     first: jax.Array,
@@ -120,9 +130,10 @@ def locate(
     i = first + jnp.arange(tile_pages, dtype=jnp.int32)
     column = run.column(i)
     named = i < run.num_pages
-    ids = jnp.where(named, block_tables.at[seq, column].get(mode=_CLIP), 0)
-    offsets = jnp.arange(page_size, dtype=jnp.int32)[None]
-    key_pos = jnp.where(named[:, None], column[:, None] * page_size + offsets, _NO_KEY)
+    ids = jnp.where(named, cache.block_tables.at[seq, column].get(mode=_CLIP), 0)
+    slots = column[:, None] * cache.page_size + jnp.arange(cache.page_size, dtype=jnp.int32)[None]
+    positions = slots if cache.share is None else cache.share.position(slots)
+    key_pos = jnp.where(named[:, None], positions, _NO_KEY)
     return ids, key_pos.reshape(-1)
 
 

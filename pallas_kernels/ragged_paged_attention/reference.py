@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
@@ -50,9 +51,10 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    share: KeyShare | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
-    cache = PagedTiles(pages, block_tables, num_kv_heads, q.shape[-1])
+    cache = PagedTiles(pages, block_tables, num_kv_heads, q.shape[-1], share)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     heads = by_kv_head(q, num_kv_heads) * sm_scale * _per_head(k_scale)
     out, lse = attend_pages(heads, cache, mask, batch, soft_cap=soft_cap, sinks=sinks)

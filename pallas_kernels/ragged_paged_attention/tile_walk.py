@@ -23,7 +23,7 @@ from jax import lax
 
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention.mask import MaskRule, PageRun
-from pallas_kernels.ragged_paged_attention.paged_tiles import KVTile, PagedReader
+from pallas_kernels.ragged_paged_attention.paged_tiles import KVTile, PagedReader, column_tokens
 from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, Schedule, make_schedule
 
 _TILE_KEYS = 64  # about so many keys of a KV tile: a longer one has more that no query sees
@@ -65,7 +65,7 @@ class TileWalk:
         """With query tiles of at most `sizes` tokens; `by_page`: KV tiles of part 0 are single pages."""
         num_seqs, num_columns = cache.block_tables.shape
         few, queries = sizes
-        most = [mask.max_pages(size, num_columns, cache.page_size) for size in sizes]
+        most = [mask.max_pages(size, num_columns, column_tokens(cache)) for size in sizes]
         tiles = [cdiv(pages, max(1, _TILE_KEYS // cache.page_size)) for pages in most]
         if by_page:
             tiles[0] = most[0]
@@ -77,7 +77,7 @@ class TileWalk:
             queries=queries,
             few=few,
             tile_pages=tile_pages,
-            page_size=cache.page_size,
+            page_size=column_tokens(cache),
         )
         return cls(cache, mask, schedule, (few, queries), tile_pages, num_seqs * tiles[0])
 

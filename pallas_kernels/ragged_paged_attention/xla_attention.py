@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backends import XlaPath
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles
+from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles, column_tokens
 from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, query_tiles
 from pallas_kernels.ragged_paged_attention.tile_walk import few_queries
 from pallas_kernels.ragged_paged_attention.xla_tiles import Limits, PageReader, Sizes, TileQueries, attend_tiles
@@ -47,11 +48,12 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
+    share: KeyShare | None = None,
     limits: Limits = Limits(),  # noqa: B008
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     num_tokens, _, head_dim = q.shape
-    cache = PagedTiles(pages, block_tables, num_kv_heads, head_dim)
+    cache = PagedTiles(pages, block_tables, num_kv_heads, head_dim, share)
     heads = q.astype(product_dtype(q.dtype, pages[0].dtype)).reshape(num_tokens, num_kv_heads, -1, head_dim)
     scale = sm_scale * per_head(k_scale, num_kv_heads)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
@@ -105,7 +107,7 @@ class Walk(NamedTuple):
 def plan_walks(step: Step, batch: Batch) -> list[Walk]:
     """The walks of a step: over sequences of few queries, and over query tiles of the others if it can have any."""
     num_tokens, _, group, _ = step.queries.q.shape
-    page_size, num_seqs = step.cache.page_size, batch.seq_lens.shape[0]
+    page_size, num_seqs = column_tokens(step.cache), batch.seq_lens.shape[0]
     most = min(num_tokens, max(1, _TILE_ROWS // group))
     few = few_queries(num_tokens, num_seqs, most)
     is_short = batch.q_lens <= few

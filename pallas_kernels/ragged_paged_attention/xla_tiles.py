@@ -20,7 +20,7 @@ from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention import online_softmax
 from pallas_kernels.ragged_paged_attention.mask import MaskRule, PageRun
 from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
-from pallas_kernels.ragged_paged_attention.paged_tiles import PagedReader, locate
+from pallas_kernels.ragged_paged_attention.paged_tiles import PagedReader, column_tokens, locate
 from pallas_kernels.ragged_paged_attention.schedule import QueryTile
 from pallas_kernels.ragged_paged_attention.xla_lanes import Lanes
 from pallas_kernels.varying import vary_like
@@ -83,7 +83,7 @@ class Sizes:
         key_bytes = num_kv_heads * (itemsize * dims + rows * (4 + itemsize))
         keys = _STATE_PART * _STATE_PASSES * state_bytes // (_TILE_PASSES * key_bytes)
         keys = min(max(keys, limits.least_keys), limits.most_keys)
-        most = mask.max_pages(size, cache.block_tables.shape[1], cache.page_size)
+        most = mask.max_pages(size, cache.block_tables.shape[1], column_tokens(cache))
         kv_tiles = cdiv(most, max(1, keys // cache.page_size))
         tile_pages = cdiv(most, kv_tiles)
         item_bytes = tile_pages * cache.page_size * key_bytes
@@ -156,7 +156,7 @@ def locate_all(cache: PageReader, tiles: QueryTile, first: jax.Array, tile_pages
     """(ids int32[n, tile_pages], key positions int32[n, slots]) of tiles' pages from int32[n] `first` of their runs."""
 
     def one(seq: jax.Array, run: PageRun, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return locate(cache.block_tables, cache.page_size, seq, run, first, tile_pages)
+        return locate(cache, seq, run, first, tile_pages)
 
     return jax.vmap(one)(tiles.seq, tiles.run, first)
 

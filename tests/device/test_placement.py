@@ -49,7 +49,9 @@ def test_refuses_axes_that_cannot_be() -> None:
     mesh = Mesh(DEVICE, ("x",))
     with pytest.raises(ValueError, match=r"expected a mesh axis out of \('x',\), got 'y'"):
         Placement.create(mesh, {"kv_head": "y"})
-    with pytest.raises(ValueError, match=r"pages are split along 'kv_head' only, got mesh axes for \['page'\]"):
+    with pytest.raises(
+        ValueError, match=r"pages are split along 'kv_head' and 'page_token' only, got mesh axes for \['page'\]"
+    ):
         Placement.create(mesh, {"page": "x"})
     with pytest.raises(ValueError, match=r"expected a mesh of Auto or Explicit axes, got .*Manual.* outside shard_map"):
         Placement(Mesh(DEVICE, ("x",), axis_types=(AxisType.Manual,)))

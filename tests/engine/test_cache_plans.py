@@ -20,7 +20,7 @@ SPECULATIVE = SpeculativeConfig(method="draft_model", num_drafts=3)
 def plans(name: str, draft: str, **settings: Any) -> tuple[KVCachePlan, KVCachePlan]:
     configs = [ModelConfig.from_folder(model_folder(one)) for one in (name, draft)]
     config = EngineConfig(**{"block_size": 8, "max_model_len": 128, "speculative": SPECULATIVE, **settings})
-    plan, draft_plan = plan_caches(configs[0], config, platform="cpu", tensor_parallel=1, draft_model=configs[1])
+    plan, draft_plan = plan_caches(configs[0], config, platform="cpu", draft_model=configs[1])
     assert draft_plan is not None
     return plan, draft_plan
 
@@ -52,7 +52,7 @@ def test_memory_is_for_both_and_no_byte_beyond_it_is_taken(name: str, draft: str
 def test_memory_for_one_of_them_alone_is_too_little() -> None:
     own = EngineConfig(block_size=8, max_model_len=128, num_blocks=17)
     model = ModelConfig.from_folder(model_folder("llama"))
-    alone, none = plan_caches(model, own, platform="cpu", tensor_parallel=1)
+    alone, none = plan_caches(model, own, platform="cpu")
     assert none is None
     with pytest.raises(MemoryBudgetError, match="bytes short"):
         plans("llama", "llama", memory_bytes=alone.used_bytes)

@@ -119,6 +119,12 @@ MODULE = """
 %fused_pad (p: bf16[8]) -> bf16[16] {
   ROOT %pad.1 = bf16[16]{0} pad(%p, %zero), padding=0_8, metadata={op_name="jit(call)/mixed/attend/pad"}
 }
+%sliced (p: bf16[2,8]) -> (bf16[8], f32[4,8]) {
+  %p = bf16[2,8]{1,0} parameter(0)
+  %slice.1 = bf16[1,8]{1,0} slice(%p), slice={[0:1], [0:8]}, metadata={op_name="jit(call)/decode/slice"}
+  %b.1 = bf16[8]{0} bitcast(%slice.1), metadata={op_name="jit(call)/decode/slice"}
+  ROOT %k.1 = (bf16[8]{0}, f32[4,8]{1,0}) custom-call(%b.1), metadata={op_name="jit(call)/decode/attend/merge"}
+}
 %body.1 (carry: (s32[], bf16[8])) -> (s32[], bf16[8]) {
   %carry = (s32[], bf16[8]{0}) parameter(0)
   %gte.1 = bf16[8]{0} get-tuple-element(%carry), index=1
@@ -131,6 +137,7 @@ ENTRY %main.2 (x: bf16[8]) -> bf16[8] {
   %x = bf16[8]{0} parameter(0)
   %sums = s32[4]{0} fusion(%x), kind=kInput, metadata={op_name="jit(call)/mixed/plan/reduce_sum"}
   %copy.1 = bf16[8]{0} copy(%x)
+  %merge = (bf16[8]{0}, f32[4,8]{1,0}) fusion(%w), kind=kCustom, calls=%sliced, metadata={scheduling_name="merge"}
   ROOT %while = (s32[], bf16[8]{0}) while(%tuple), condition=%cond.1, body=%body.1
 }
 """
@@ -144,9 +151,15 @@ def test_counts_launches_by_scope() -> None:
         "copy-start",
         "fusion",
         "copy",
+        "fusion",
     ]
     assert count_launches(MODULE, "mixed", "attend") == 2
-    assert (count_launches(MODULE, "mixed", "plan"), count_launches(MODULE, "decode", "attend")) == (1, 0)
+    assert (count_launches(MODULE, "mixed", "plan"), count_launches(MODULE, "decode", "plan")) == (1, 0)
+
+
+def test_a_kernel_fused_with_the_slice_of_its_weights_is_counted() -> None:
+    """XLA gives such a fusion no scope of its own; it stands where its result does."""
+    assert count_launches(MODULE, "decode", "attend") == 1
 
 
 def test_a_layer_of_many_launches_is_a_problem() -> None:

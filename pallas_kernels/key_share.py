@@ -1,0 +1,56 @@
+"""Which tokens of a sequence lie in the pages at hand, where ranks of context parallelism share them.
+
+Flow:    context_rank, context_size, context_interleave of an attention op -> [KeyShare] -> positions of keys
+Source:  interleaving of vLLM's decode context parallelism: token t lies on rank `t // interleave % size`
+
+All ranks use one block table. A page of a rank holds `page_size` tokens, so a column of the table stands for
+`page_size * size` successive ones:
+
+    column 0, page_size 2, size 2, interleave 1       rank 0: tokens 0 2       rank 1: tokens 1 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from pallas_kernels import checks
+
+NO_SHARES = "the kernel has no context_size > 1"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeyShare:
+    """One rank's part of every sequence."""
+
+    rank: Any  # int or int32[], in [0, size)
+    size: int = field(metadata={"static": True})
+    interleave: int = field(default=1, metadata={"static": True})  # successive tokens of a rank, a divisor of page_size
+
+    def position(self, slot: Any) -> Any:
+        """Where in its sequence the rank's token number `slot` stands; ints or int32 arrays."""
+        if self.interleave == 1:
+            return slot * self.size + self.rank
+        run = slot // self.interleave
+        return (run * self.size + self.rank) * self.interleave + slot % self.interleave
+
+    @classmethod
+    def of_options(cls, op: str, rank: Any, size: int, interleave: int, page_size: int) -> KeyShare | None:
+        """What an op's options say; None where the pages hold whole sequences.
+
+        Raises:
+            ValueError: there is no such rank, where it is known, or runs of tokens do not fill pages.
+        """
+        checks.check_at_least(op, "context_size", size, 1)
+        checks.check_at_least(op, "context_interleave", interleave, 1)
+        known = checks.concrete(rank)
+        if known is not None and not 0 <= int(known[0]) < size:
+            raise ValueError(f"{op}: expected context_rank in [0, {size}), got {rank}")
+        if size > 1 and page_size % interleave:
+            raise ValueError(
+                f"{op}: expected context_interleave to divide the page_size of {page_size}, got {interleave}"
+            )
+        return None if size == 1 else cls(rank, size, interleave)

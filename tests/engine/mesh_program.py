@@ -1,0 +1,70 @@
+"""Run by tests in a process of its own: an engine of a golden model on a mesh gives Hugging Face's greedy tokens.
+
+    python -m tests.engine.mesh_program FAMILY AXIS=SIZE ... [--auto]
+
+The pool holds two or three requests at once, so some are preempted; prompts come twice, so the second is found in the
+cache; every prompt is sampled twice, so one sample is forked from the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import jax
+from jax.sharding import AxisType
+
+from kvjax.engine import LLMEngine, SamplingParams
+from kvjax.models import load_model
+from tests.engine.engines import assert_no_leak
+from tests.models.families import FAMILIES, NUM_GREEDY_TOKENS, add_golden, drain, engine_config
+from tests.models.golden_models import goldens_of, model_folder
+
+NUM_BLOCKS = {"gemma3": 60, "qwen3_next": 60}  # of each pool, where several groups share it
+FEW_BLOCKS = 31
+
+
+def make_engine(name: str, axes: dict[str, int], *, is_auto: bool) -> LLMEngine:
+    """An engine whose host blocks have 8 tokens, whatever the ranks that share them."""
+    family = next(family for family in FAMILIES if family.name == name)
+    kinds = (AxisType.Auto if is_auto else AxisType.Explicit,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+    assert mesh.size == math.prod(axes.values())
+    model = load_model(model_folder(name), "float32", mesh, streaming=family.streaming)
+    settings = {"block_size": 8 // axes.get("context", 1), "num_blocks": NUM_BLOCKS.get(name, FEW_BLOCKS)}
+    return LLMEngine(model, engine_config(family, max_num_seqs=4, **settings), mesh=mesh)
+
+
+def check(engine: LLMEngine, name: str) -> None:
+    """Every sample of every prompt, twice; by then there were hits, preemptions and forks."""
+    goldens = goldens_of(name)
+    num_forks = num_preemptions = 0
+    for _ in range(2):
+        params = SamplingParams(max_tokens=NUM_GREEDY_TOKENS, temperature=0.0, n=2)
+        for golden in goldens:
+            add_golden(engine, golden, params)
+        results = drain(engine)
+        assert len(results) == 2 * len(goldens)
+        for request_id, result in results.items():
+            golden = next(golden for golden in goldens if golden.prompt.tolist() == result.prompt_token_ids.tolist())
+            assert result.output_token_ids.tolist() == golden.greedy.tolist(), (request_id, result.output_token_ids)
+            num_forks += result.stats.num_shared_tokens > 0
+            num_preemptions += result.stats.num_preemptions
+    hits = sum(stats.num_hit_tokens for stats in engine.step_stats)
+    assert min(hits, num_preemptions, num_forks) > 0, (hits, num_preemptions, num_forks)
+    assert_no_leak(engine)
+
+
+def main() -> None:
+    """As the module says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("family")
+    parser.add_argument("axes", nargs="+")
+    parser.add_argument("--auto", action="store_true")
+    args = parser.parse_args()
+    axes = {name: int(size) for name, size in (axis.split("=") for axis in args.axes)}
+    check(make_engine(args.family, axes, is_auto=args.auto), args.family)
+
+
+if __name__ == "__main__":
+    main()
