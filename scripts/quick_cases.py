@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 OUT = Path(__file__).parent.parent / "tests" / "quick_cases.json"
-# By the beginning of a node id: cases that are cheap one by one and are the law ("every pool size", every block of code).
+# By the beginning of a node id: cases that are cheap one by one and are the law: every pool size, every block of code.
 WHOLE = ("tests/core/", "tests/replay/", "tests/test_docs.py")
 RAGGED, LATENT, SPARSE = (f"tests/pallas_kernels/{op}_attention" for op in ("ragged_paged", "mla_paged", "sparse_mla"))
 SWEPT = (

@@ -73,7 +73,15 @@ class LayerPages:
 
 
 def layers_of(kv_cache_config: KVCacheConfig, placement: Placement) -> tuple[LayerPages, ...]:
-    """Every layer that has pages, by group and column."""
+    """Every layer that has pages, by group and column.
+
+    Raises:
+        NotImplementedError: the tokens of a page are split over devices.
+    """
+    if placement.num_context > 1:
+        raise NotImplementedError(
+            f"expected pages that hold all their tokens, got tokens split over {placement.num_context} context ranks"
+        )
     layers = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for column, name in enumerate(group.layer_names):

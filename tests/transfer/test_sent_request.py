@@ -98,3 +98,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
     with pytest.raises(ValueError, match="expected 0 <= first < stop, got tokens 4 to 4"):
         RequestPages(request.tables, 4, 4)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(pages))
+
+
+def test_pages_split_by_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placement, "num_context", 2)  # there is one device here
+    with pytest.raises(NotImplementedError, match="got tokens split over 2 context ranks"):
+        PageReader(config_of(specs(4), "cpu"), Placement.create())
