@@ -30,6 +30,10 @@ class EngineClosedError(KVCacheError, RuntimeError):
     """An engine takes no requests: it was stopped, or a failure took its device away; the message says what to do."""
 
 
+class TierDataError(KVCacheError, OSError):
+    """A unit of a tier is gone, or its bytes are not those that were stored; what needs it is computed again."""
+
+
 class StepFailedError(KVCacheError, RuntimeError):
     """A step of an engine raised, and the request was in it; its `__cause__` is what was raised."""
 
