@@ -34,6 +34,10 @@ class TransferError(KVCacheError, RuntimeError):
     """KV that was to come from elsewhere did not arrive; nothing was written, and the tokens can be computed here."""
 
 
+class TierDataError(KVCacheError, OSError):
+    """A unit of a tier is gone, or its bytes are not those that were stored; what needs it is computed again."""
+
+
 class StepFailedError(KVCacheError, RuntimeError):
     """A step of an engine raised, and the request was in it; its `__cause__` is what was raised."""
 

@@ -41,9 +41,15 @@ ALLOWED = {
     "kvjax.adapters.levanter": (*HOST, "jax", "kvjax.adapters"),
     "kvjax.adapters.maxtext": ("jax", "pallas_kernels", "kvjax.adapters"),
     "kvjax.demo": ("kvjax.demo",),
-    "kvjax.engine": (*HOST, "jax", "flax", "kvjax.device", "kvjax.engine", "kvjax.models", "kvjax.planning"),
+    "kvjax.tiers": (*HOST, "xxhash", "kvjax.tiers"),
+    "kvjax.tiers.tier_worker": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),
     "kvjax.transfer": (*HOST, "jax", "cbor2", "kvjax.device", "kvjax.transfer", "pallas_kernels"),
-    "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),
+    "kvjax.engine": (
+        *HOST,
+        "jax",
+        "flax",
+        "kvjax.device",
+        "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),
     "kvjax.replay": (
         *HOST,
         "kvjax.replay",

@@ -52,6 +52,7 @@ class Admission:
         blocks: KVCacheBlocks,
         *,
         is_first: bool,  # nothing runs: then the watermark holds nobody up
+        num_external_tokens: int = 0,  # behind the hit, to be loaded
     ) -> bool:
         """Allocates a request's first blocks if it fits, beside what the watermark keeps free."""
         if not is_first and not self._leaves_watermark(engine_request, blocks, num_hit):
@@ -61,6 +62,8 @@ class Admission:
             num_new_tokens,
             num_hit,
             blocks,
+            num_external_computed_tokens=num_external_tokens,
+            delay_cache_blocks=num_external_tokens > 0,
             num_encoder_tokens=engine_request.inputs.num_encoder_tokens,
             full_sequence_must_fit=True,
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.engine.speculation import SpeculativeConfig
+from kvjax.tiers.config import TierConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class EngineConfig:
     With `speculative` requests that decode take several tokens a step: drafts, verified as they are computed. Tokens
     are the same with and without. Such a request is in one step at a time, so with `async_scheduling` only steps of
     prompts overlap with others.
+
+    With `tiers` cached blocks that the pools have no room for lie in host memory and on disk, and are loaded again.
 
     For models that take vectors in place of tokens there is a buffer of `max_embedding_rows` on the device: so many may
     one request have, and together those whose prompts are being computed.
@@ -62,6 +65,7 @@ class EngineConfig:
     max_logprobs: int = 0
     num_step_stats: int = 100_000
     speculative: SpeculativeConfig | None = None
+    tiers: TierConfig | None = None
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -97,6 +101,11 @@ class EngineConfig:
                 most, value = self.speculative.num_drafts, getattr(self, name)
                 if value <= most:
                     raise ValueError(f"expected {name} > {most} (num_drafts), got {value}")
+        if self.tiers is not None and (self.sub_block_hits or not self.enable_prefix_caching):
+            raise ValueError(
+                f"expected enable_prefix_caching=True and sub_block_hits=False with tiers, got "
+                f"{self.enable_prefix_caching} and {self.sub_block_hits}; tiers keep whole blocks"
+            )
         if self.sub_block_hits and not self.enable_prefix_caching:
             raise ValueError("expected enable_prefix_caching=True with sub_block_hits=True, got False")
         if self.eviction_policy not in EVICTION_POLICIES:

@@ -28,14 +28,22 @@ from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
 from kvjax.engine.token_stream import StreamInbox
 from kvjax.errors import EngineClosedError
+from kvjax.tiers.connector import KVConnector
 
 
 class EngineCore:
     """What an LLMEngine runs. Owned by one thread; the care for exceptions costs a microsecond a step."""
 
-    def __init__(self, runner: ModelRunner, new_loop: Callable[[], HostLoop], max_steps_in_flight: int) -> None:
-        """`new_loop` makes a loop without requests, whose manager is of the runner's layout."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        new_loop: Callable[[], HostLoop],
+        max_steps_in_flight: int,
+        connector: KVConnector | None = None,
+    ) -> None:
+        """`new_loop` makes a loop without requests, whose manager is of the runner's layout and knows the connector."""
         self.runner = runner
+        self.connector = connector
         self.loop = new_loop()
         self.inboxes: list[StreamInbox] = []  # of `generate` and of open streams
         self.observers: list[EngineObserver] = [StepLog()]
@@ -130,12 +138,19 @@ class EngineCore:
         loop, runner = self.loop, self.runner
         if loop.undelivered is not None:
             return loop.deliver()
+        connector = self.connector
+        if connector is not None:
+            loop.scheduler.end_loads(*connector.scheduler.update_connector_output(connector.worker.get_finished()))
         step = loop.begin_step()
+        if connector is not None:
+            runner.pages = connector.worker.start_load_kv(runner.pages, connector.scheduler.build_connector_meta())
         if step is not None:
             runner.dispatch(step)
         num_in_flight = runner.num_in_flight
         if num_in_flight and (step is None or num_in_flight >= self._max_steps_in_flight):
             return loop.end_step(*runner.read())
+        if connector is not None and step is None and loop.scheduler.num_loading:
+            connector.worker.wait()
         return NO_OUTPUTS
 
     def _begin(self) -> None:
@@ -161,6 +176,8 @@ class EngineCore:
 
     def _restart(self) -> None:
         try:
+            if self.connector is not None:
+                self.connector.reset()
             self.runner.reset()
             loop = self._new_loop()
         except Exception as error:

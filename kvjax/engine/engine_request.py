@@ -5,6 +5,7 @@ Flow:    LLMEngine.add_request -> [EngineRequest] -> Scheduler queues -> Request
 States:
 
     waiting    submitted or preempted; owns no row and no blocks
+    loading    its blocks are filled from beyond the pools; owns a row and blocks, and no step computes it
     running    admitted; owns a row and blocks
     finished   ended by its length, a stop token or an abort; owns nothing
 """
@@ -32,6 +33,7 @@ class RequestStatus(enum.Enum):
     """Where a request stands."""
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -64,6 +66,7 @@ class EngineRequest:
     matcher: TokenMatcher | None = None
     num_shown: int = 0  # output tokens that text and matcher have seen
     top_logprobs: list[TopLogprobs] = field(default_factory=list)  # of each output token, if asked for
+    has_failed_load: bool = False  # waits again since what it was to load could not be had
     prompt_logprobs: PromptLogprobs | None = None  # the same object for all samples of a prompt; None: not asked for
 
     @property
@@ -96,7 +99,7 @@ class EngineRequest:
     def waits_for_first_sample(self) -> bool:
         """Whether the first sample of its prompt is still at computing it."""
         first = self.first_sample
-        if first is None or first.status is not RequestStatus.RUNNING:
+        if first is None or first.status not in (RequestStatus.LOADING, RequestStatus.RUNNING):
             return False
         return first.request.num_computed_tokens < first.request.num_prompt_tokens
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from kvjax.core import BlockHasher, KVCacheManager, MissReasons
+from kvjax.core import BlockHasher, KVCacheManager
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
 from kvjax.device.update_step import SampleFn
@@ -33,6 +33,7 @@ from kvjax.engine.engine_core import EngineCore
 from kvjax.engine.engine_log import EngineObserver, log_start
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.known_names import check_names
+from kvjax.engine.make_manager import make_manager
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, parallelism_of, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
 from kvjax.engine.prompt_lookup import PromptLookup
@@ -48,6 +49,8 @@ from kvjax.engine.stats import StepStats
 from kvjax.engine.token_stream import StreamInbox, TokenStream
 from kvjax.errors import UnknownRequestError
 from kvjax.models import LoadedModel, StreamingWindow, load_model
+from kvjax.tiers.connector import KVConnector
+from kvjax.tiers.tiers import Tiers
 
 
 class LLMEngine:
@@ -71,6 +74,7 @@ class LLMEngine:
         draft_model: LoadedModel | None = None,
         like: LLMEngine | None = None,
         sample_fn: SampleFn | None = None,
+        connector: KVConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An engine for `model`, whose weights lie on `mesh` (None: on one device).
@@ -80,6 +84,8 @@ class LLMEngine:
 
         With `like` the compiled steps of that engine are used instead of new ones: it has the same model, mesh and
         cache layout, the same draft model if any, and its steps are at least as large.
+
+        `connector` brings KV from beyond the pools, in place of the one that `config.tiers` describes.
 
         `draft_model` drafts tokens where `config.speculative` asks for one. Its cache holds as many requests as the
         model's: `num_blocks` are the model's alone, `memory_bytes` are for both.
@@ -110,6 +116,11 @@ class LLMEngine:
         )
         block_size = least_block_size(self.plan)
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
+        self.connector: KVConnector | None = connector
+        if config.tiers is not None:
+            if connector is not None:
+                raise ValueError("expected config.tiers or a connector, got both")
+            self.connector = Tiers(config.tiers, self.plan.config, hasher)
         num_best = min(config.max_logprobs, model.config.vocab_size)
         self._clock = clock
         runner = self.runner_type(
@@ -142,7 +153,9 @@ class LLMEngine:
                 sample_fn=sample if sample_fn is None else sample_fn,
                 like=None if like is None else like._draft_model,
             )
-        self._core = EngineCore(runner, partial(self._new_loop, runner), config.max_steps_in_flight)
+        self._core = EngineCore(
+            runner, partial(self._new_loop, runner), config.max_steps_in_flight, connector=self.connector
+        )
         log_start(self.plan, config)
 
     @property
@@ -213,6 +226,8 @@ class LLMEngine:
         """Compiles every step shape, calling `on_compiled(1)` after each. Nothing compiles later."""
         with self._core.changing():
             self._runner.warmup(self._loop.sampling.empty_batch(), on_compiled)
+            if self.connector is not None:
+                self._runner.pages = self.connector.worker.warmup(self._runner.pages)
             if self._draft_model is not None:
                 self._draft_model.warmup(on_compiled)
 
@@ -388,20 +403,7 @@ class LLMEngine:
     def _new_loop(self, runner: ModelRunner) -> HostLoop:
         """Requests, scheduler and manager as at the start."""
         config, model = self.config, self.model
-        manager = KVCacheManager(
-            self.plan.config,
-            config.max_model_len,
-            least_block_size(self.plan),
-            enable_caching=config.enable_prefix_caching,
-            same_step_hits=not config.sub_block_hits,
-            sub_block_hits=config.sub_block_hits,
-            eviction_policy=config.eviction_policy,
-            miss_reasons=MissReasons() if config.miss_reasons else None,
-            zero_new_pages=config.zero_new_pages,
-            log_stats=True,
-            max_num_reqs=config.max_num_seqs,
-            max_in_flight_tokens=config.max_in_flight_tokens,
-        )
+        manager = make_manager(config, self.plan, self.connector)
         limits = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -413,7 +415,13 @@ class LLMEngine:
         inputs = RunningInputs(num_embedding_rows(model, config), has_mrope=model.config.has_mrope)
         return HostLoop(
             manager,
-            Scheduler(manager, limits, inputs, self._new_drafter(manager.request_table)),
+            Scheduler(
+                manager,
+                limits,
+                inputs,
+                self._new_drafter(manager.request_table),
+                None if self.connector is None else self.connector.scheduler,
+            ),
             num_step_stats=config.num_step_stats,
             pick_shape=runner.buckets.pick,
             sampler_sizes=runner.sampler_sizes,

@@ -29,15 +29,16 @@ in arrays too (`RunningRows`), so that Python looks at a request only when it st
 
 Invariants (`check_invariants`):
 
-    I1  urgency rises through `running`, through `waiting`, and for each priority through both: preemption moves the
-        last of one to the front of its priority in the other
-    I2  a running request owns a row, a waiting one does not
+    I1  urgency rises through `running`, through `waiting`, and for each priority through both, requests excepted whose
+        load failed: preemption moves the last of one to the front of its priority in the other
+    I2  a running request owns a row, so does one that loads, a waiting one does not
     I3  a request is in one of the two queues, once
     I4  the arrays by row hold exactly the running requests
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,7 @@ from kvjax.core import KVCacheManager, StepsInFlight
 from kvjax.engine.admission import Admission
 from kvjax.engine.draft_shares import DraftShares
 from kvjax.engine.engine_request import EngineRequest, FinishReason, RequestStatus
+from kvjax.engine.loading import LoadConnector, LoadingRequests, LoadStart
 from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.running_rows import RunningRows
 from kvjax.engine.scheduled_step import NewTokens, NextStep, ScheduledStep, decode_first
@@ -81,6 +83,7 @@ class Scheduler:
         config: SchedulerConfig,
         inputs: RunningInputs | None = None,
         drafter: Drafter | None = None,
+        connector: LoadConnector | None = None,  # brings KV from beyond the pools
     ) -> None:
         """A scheduler without requests.
 
@@ -99,6 +102,8 @@ class Scheduler:
         self._delivery = TokenDelivery(manager, self._by_row, drafter, self._finish)
         self._flights = StepsInFlight(manager.request_table)  # started and not updated
         self._admission = Admission(manager, config.watermark)
+        self._connector = connector
+        self._loads = None if connector is None else LoadingRequests(manager, connector, self._admission)
         self._manager = manager
         self._table = manager.request_table
         self._config = config
@@ -133,8 +138,13 @@ class Scheduler:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run."""
-        return len(self._waiting) + self._rows.size
+        """Requests that wait, load or run."""
+        return len(self._waiting) + self._rows.size + self.num_loading
+
+    @property
+    def num_loading(self) -> int:
+        """Requests whose blocks are being loaded."""
+        return 0 if self._loads is None else len(self._loads)
 
     def add(self, request: EngineRequest) -> None:
         """Queues a request behind all others of its priority.
@@ -202,6 +212,7 @@ class Scheduler:
         self._manager.new_step_starts()
         self._num_steps += 1
         next_step = NextStep(self._config.max_num_batched_tokens)
+        self._start_loaded(next_step)
         num_released = self._schedule_running(next_step)
         num_preemptions, self._num_preempted = self._num_preempted, 0
         if not num_preemptions:  # nor could a request come back before its token in flight is read
@@ -227,7 +238,7 @@ class Scheduler:
             num_new_tokens=num_new_tokens,
             samples=samples,
             token_source=self._flights.token_source(rows),
-            admitted=tuple(next_step.admitted),
+            admitted=tuple([one for one in next_step.admitted if one.status is RequestStatus.RUNNING]),
             num_preemptions=num_preemptions,
             num_queried_tokens=next_step.num_queried_tokens,
             num_hit_tokens=next_step.num_hit_tokens,
@@ -262,6 +273,12 @@ class Scheduler:
             self._forget_stopped()
         return new
 
+    def end_loads(self, loaded: Iterable[str], failed: Iterable[str]) -> None:
+        """Requests whose load has ended: they run from the next step on, or wait again to be computed."""
+        if self._loads is not None:
+            for engine_request in self._loads.end(loaded, failed):
+                self._waiting.put_back(engine_request)
+
     def check_invariants(self) -> None:
         """Checks I1 to I4, and the laws of the requests' inputs.
 
@@ -275,7 +292,8 @@ class Scheduler:
         urgencies = [request.urgency for request in running]
         if urgencies != sorted(set(urgencies)):
             raise InvariantError(f"I1, I3: expected running requests of rising urgency, got {urgencies}")
-        by_priority = sorted(queued, key=lambda request: request.priority)  # stable: running, then waiting
+        in_order = [request for request in queued if not request.has_failed_load]
+        by_priority = sorted(in_order, key=lambda request: request.priority)  # stable: running, then waiting
         urgencies = [request.urgency for request in by_priority]
         if urgencies != sorted(set(urgencies)):
             raise InvariantError(f"I1, I3: expected each priority's requests by arrival, got {urgencies}")
@@ -286,6 +304,9 @@ class Scheduler:
                 raise InvariantError(
                     f"I2: {request.request_id} is queued as {expected.value} and is {request.status.value}, row {row}"
                 )
+        for one in () if self._loads is None else self._loads.requests:
+            if one.status is not RequestStatus.LOADING or one.request.row < 0 or one in queued:
+                raise InvariantError(f"I2: {one.request_id} loads, and is {one.status.value}, row {one.request.row}")
         rows, in_arrays = [one.request.row for one in running], np.flatnonzero(self._by_row.is_running).tolist()
         if self._rows.tolist() != rows or sorted(rows) != in_arrays:
             raise InvariantError(f"I4: rows {rows} run, {self._rows.tolist()} are queued, the arrays hold {in_arrays}")
@@ -336,6 +357,16 @@ class Scheduler:
             engine_request = self._waiting.first
             request = engine_request.request
             blocks, num_hit = self._manager.get_computed_blocks(request)
+            if self._loads is not None and blocks.elsewhere is not None:
+                start = self._loads.start(engine_request, blocks, num_hit, is_first=not self._rows.size)
+                if start is LoadStart.REFUSED:
+                    self._admission.refuse(engine_request, self._num_steps)
+                if start in (LoadStart.REFUSED, LoadStart.LATER):
+                    return
+                if start is LoadStart.LOADING:
+                    self._waiting.remove(engine_request)
+                    self._admission.note_misses(engine_request)
+                    continue
             num_left = request.num_tokens - num_hit
             num_new_tokens = self._shares.of_one(engine_request, min(num_left, next_step.budget), num_hit, blocks)
             if not num_new_tokens:  # the budget that is left reaches no end of a block
@@ -353,10 +384,20 @@ class Scheduler:
             next_step.num_queried_tokens += request.num_tokens
             next_step.num_hit_tokens += num_hit
 
+    def _start_loaded(self, next_step: NextStep) -> None:
+        """Requests whose blocks are loaded run, behind what is loaded; the step plans them like others that run."""
+        while self._loads is not None and self._loads.loaded and self.inputs.fits(self._loads.loaded[0].inputs):
+            engine_request = self._loads.loaded.pop(0)
+            num_computed = engine_request.request.num_computed_tokens
+            self._start_running(engine_request, num_computed)
+            next_step.admitted.append(engine_request)
+            next_step.num_queried_tokens += engine_request.request.num_tokens
+            next_step.num_hit_tokens += num_computed
+
     def _fork_samples(self) -> list[EngineRequest]:
         """Starts the waiting samples whose first one has just computed the prompt, while there are rows."""
         forked: list[EngineRequest] = []
-        while self._waiting and self._rows.size < self._config.max_num_seqs:
+        while self._waiting and self._rows.size + self.num_loading < self._config.max_num_seqs:
             sample = self._waiting.first
             first = sample.first_sample
             if first is None or not self._shares.is_at_fork(first):
@@ -409,8 +450,12 @@ class Scheduler:
         """Ends a request. The caller calls `_forget_stopped` if it ran."""
         if engine_request.status is RequestStatus.RUNNING:
             self._stop_running(engine_request)
+        elif engine_request.status is RequestStatus.LOADING and self._loads is not None:
+            self._loads.abort(engine_request)
         else:
             self._waiting.remove(engine_request)
+        if self._connector is not None:
+            self._connector.request_finished(engine_request.request)
         engine_request.status = RequestStatus.FINISHED
         engine_request.finish_reason = reason
 
@@ -425,11 +470,12 @@ class Scheduler:
         rows = self._rows
         is_held = np.asarray(self._flights.num_pending(rows)) > 0
         has_prompt = (self._table.num_tokens[rows] - self._table.num_computed_tokens[rows] > 1) & ~is_held
-        return bool(is_held.any() and not has_prompt.any() and not self._may_admit())
+        has_loaded = self._loads is not None and bool(self._loads.loaded)
+        return bool(is_held.any() and not has_prompt.any() and not has_loaded and not self._may_admit())
 
     def _may_admit(self) -> bool:
         """Whether the first waiting request is worth a lookup."""
-        if not self._waiting or self._rows.size >= self._config.max_num_seqs:
+        if not self._waiting or self._rows.size + self.num_loading >= self._config.max_num_seqs:
             return False
         first = self._waiting.first
         if first.waits_for_first_sample or self._admission.is_refused(first, self._num_steps):

@@ -2,8 +2,8 @@
 
 Flow:    Scheduler.add, preemption -> [WaitingQueue] -> Scheduler admits the first
 
-A queue in order of arrival for each priority that occurs. Requests join at its end, one that was preempted at its head:
-those of its priority that wait arrived later.
+A queue in order of arrival for each priority that occurs. Requests join at its end, one that was preempted near its
+head: but for those whose load failed, those of its priority that wait arrived later.
 
 Invariants (`check_invariants`):
 
@@ -46,10 +46,19 @@ class WaitingQueue:
         self._num_requests += 1
 
     def put_back(self, request: EngineRequest) -> None:
-        """Queues a request that ran before all of its priority."""
+        """Queues a request that ran, or was loading, before all of its priority that arrived later.
+
+        O(1) unless one that arrived before waits too: a load failed, or its request was preempted meanwhile.
+        """
         queue = self._queue_of(request.priority)
+        earlier = []
+        for one in queue:
+            if one.arrival > request.arrival:
+                break
+            earlier.append(one)
         queue[request] = None
-        queue.move_to_end(request, last=False)
+        for one in (request, *reversed(earlier)):
+            queue.move_to_end(one, last=False)
         self._num_requests += 1
 
     def remove(self, request: EngineRequest) -> None:

@@ -94,7 +94,7 @@ class BlockPool:
         self.page_edits = PageEdits(self, zero_new_pages)
         self._ids = BlockIds(self.ref_count)
         self._residency = None if metrics_collector is None else metrics_collector.attach(num_blocks)
-        self.tier_link = tier_link
+        self.tier_link = self.prefix_index.tier_link = tier_link
         self.event_log = KVEventLog() if event_log is None else event_log
 
     # -- reading ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A place beside the pools that keeps cached blocks: host memory, a disk, another machine.
 
-Flow:    BlockPool, before a cached block is reused -> [TierLink] -> CacheTier; lookups -> [TierLink] -> CacheTier
-Source:  external tokens of vLLM v1/core/kv_cache_manager.py; the hook before reuse is ours
+Flow:    BlockPool, when a block is registered or reused -> [TierLink] -> CacheTier; lookups -> [TierLink] -> CacheTier
+Source:  external tokens of vLLM v1/core/kv_cache_manager.py; the hooks are ours
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ class CacheTier(Protocol):
         It must not raise, nor call the manager or its pools but for reading.
         """
 
+    def after_register(
+        self,
+        pool_id: int,
+        block_ids: np.ndarray,  # int[n], null blocks among them
+        block_hashes: Sequence[BlockHash],  # of each
+        group_id: int,
+    ) -> None:
+        """Blocks have become hits. The step that is being planned computes them, or one before it has.
+
+        It must not raise, nor call the manager or its pools.
+        """
+
     def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # bool[n]
         """Which blocks of a group can be loaded from here, at least until the request that is looked up is admitted."""
 
@@ -47,6 +59,16 @@ class TierLink:
     def before_reuse(self, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: np.ndarray) -> None:
         """`CacheTier.before_reuse` of blocks of this pool."""
         self._tier.before_reuse(self._pool_id, block_ids, block_hashes, group_ids)
+
+    def after_register(
+        self,
+        block_ids: np.ndarray,  # int[groups, n]
+        block_hashes: Sequence[BlockHash],
+        group_ids: Sequence[int],
+    ) -> None:
+        """`CacheTier.after_register` of blocks of this pool, with the same hashes in each group."""
+        for of_group, group_id in zip(block_ids, group_ids, strict=True):
+            self._tier.after_register(self._pool_id, of_group, block_hashes, group_id)
 
     def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # bool[n]
         """`CacheTier.holds`."""

@@ -93,6 +93,10 @@ class PageEdits:
         if self._zeroes:
             self._to_zero.update(ids)
 
+    def on_filled(self, block_ids: Iterable[int]) -> None:
+        """Notes that blocks just allocated are filled from outside: they are not zeroed."""
+        self._to_zero.difference_update(block_ids)
+
     def exchange_for_copies(self, block_ids: Sequence[int]) -> np.ndarray:  # int32[n]
         """New blocks that get the pages of `block_ids`, of each of which the caller gives up a reference.
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.pool.block_hash_map import BlockHashToBlockMap
+from kvjax.core.pool.cache_tier import TierLink
 from kvjax.core.watch.evicted_blocks import EvictedBlocks
 from kvjax.errors import InvariantError
 
@@ -36,6 +37,7 @@ class PrefixIndex:
         self.num_forgotten = 0  # blocks that lost their hash to reuse or eviction so far; a counter, not state
         self.num_losses = 0  # grows whenever a block loses its hash, by `clear` too
         self.evicted: EvictedBlocks | None = None  # remembers what was forgotten, where someone asks why lookups miss
+        self.tier_link: TierLink | None = None  # is told of what is registered
         self._hash_of = np.full(num_blocks, None, np.object_)  # an object array is no work for the garbage collector
         self._group_of = np.full(num_blocks, group_ids[0], np.int32)  # meant where is_hashed
 
@@ -80,6 +82,8 @@ class PrefixIndex:
             self._group_of[ids] = np.array(group_ids)[:, None]
         self.is_hashed[ids] = True
         self.num_hashed += ids.size
+        if self.tier_link is not None:
+            self.tier_link.after_register(ids, listed, group_ids)
 
     def register_few(self, block_ids: Sequence[int], block_hashes: Sequence[BlockHash], group_id: int) -> None:
         """`register` of a few blocks of one group, the null block passed over, without the cost of arrays."""
@@ -93,6 +97,8 @@ class PrefixIndex:
                 self.num_hashed += 1
                 if has_groups:
                     self._group_of[block_id] = group_id
+        if self.tier_link is not None:
+            self.tier_link.after_register(np.array([block_ids]), block_hashes, (group_id,))
 
     def forget(self, ids: np.ndarray, was_reused: bool) -> tuple[list[BlockHash], np.ndarray]:
         """Removes hashed blocks, whose contents go (`was_reused`) or stay.

@@ -74,6 +74,8 @@ class Telling:
             for block_id, block_hash, group_id in zip(block_ids.tolist(), block_hashes, group_ids.tolist(), strict=True)
         ]
 
+    def after_register(self, pool_id: int, block_ids: np.ndarray, block_hashes: list[bytes], group_id: int) -> None: ...
+
     def holds(self, block_hashes: list[bytes], group_id: int) -> np.ndarray:
         return np.zeros(len(block_hashes), bool)
 

@@ -35,6 +35,10 @@ class ToyTier:
         while len(self.kept) > self.most:
             del self.kept[next(iter(self.kept))]
 
+    def after_register(
+        self, pool_id: int, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_id: int
+    ) -> None: ...
+
     def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:
         return np.array([(block_hash, group_id) in self.kept for block_hash in block_hashes], bool)
 

@@ -1,0 +1,67 @@
+"""Settings of the tiers of an engine.
+
+Flow:    caller or command line -> [TierConfig] -> EngineConfig.tiers -> Tiers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvjax.core.eviction import EVICTION_POLICIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierConfig:
+    """What lies beyond the pools.
+
+    `host_bytes` of memory keep what the pools evict. With `disk_folder` every unit that comes to the host goes to disk
+    too, up to `disk_bytes`; processes of one machine may share a folder. `weights` names what computed the units on
+    disk, such as a model's name and revision: a folder is of one such name, and of one layout.
+
+    With `write_through` a block goes to the host once it is computed, and stays there when it is loaded; else it goes
+    when its pool needs the block (write-back), and what is loaded leaves the host. Write-back holds more, write-through
+    has what a pool held when that is given up.
+
+    `eviction_policy` is the host's: "lru", "slru" or "cost". `num_threads` copy bytes and as many read and write files.
+    At most `max_bytes_in_flight` are on their way to the host, and as many on their way to disk: beyond that steps
+    wait for the host, and the disk is passed over. A load that takes longer than `load_timeout_s` is given up: its
+    tokens are computed.
+
+    Raises:
+        ValueError: a value is outside its range, or a folder comes without `disk_bytes` or `weights`.
+    """
+
+    host_bytes: int = 0
+    disk_folder: str | None = None
+    disk_bytes: int | None = None
+    weights: str | None = None
+    write_through: bool = False
+    eviction_policy: str = "lru"
+    num_threads: int = 2
+    max_bytes_in_flight: int = 1 << 28
+    load_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.host_bytes < 0:
+            raise ValueError(f"expected host_bytes >= 0, got {self.host_bytes}")
+        for name in ("num_threads", "max_bytes_in_flight", "load_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"expected {name} > 0, got {getattr(self, name)}")
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(
+                f"expected eviction_policy of {', '.join(EVICTION_POLICIES)}, got {self.eviction_policy!r}"
+            )
+        if self.disk_folder is None:
+            if not self.host_bytes:
+                raise ValueError("expected host_bytes > 0 or a disk_folder, got neither")
+            return
+        if self.disk_bytes is None or self.disk_bytes < 1:
+            raise ValueError(f"expected disk_bytes >= 1 with a disk_folder, got {self.disk_bytes}")
+        if not self.weights:
+            raise ValueError(
+                f"expected weights with a disk_folder, got {self.weights!r}: name the model and its revision, so that "
+                "units of others are never loaded"
+            )
+
+
+__all__ = ["TierConfig"]

@@ -1,0 +1,120 @@
+"""What an engine asks of whoever brings KV from outside its pools: the scheduler's side and the worker's side.
+
+Flow:    Scheduler -> [SchedulerConnector] -> metadata -> [WorkerConnector] -> ConnectorOutput -> SchedulerConnector
+Source:  names of vLLM v1/core's KV connectors (kv_connector/v1/base.py); no torch, and pages as values
+
+A step, in order:
+
+    get_finished             worker      what has arrived since the last step
+    update_connector_output  scheduler   requests whose blocks are loaded may run; those that failed compute again
+    get_num_new_matched_tokens, update_state_after_alloc   scheduler, for each request that is admitted
+    build_connector_meta     scheduler   all that the step asks for
+    start_load_kv            worker      pages are read before, and written before, the step that is dispatched next
+
+A JAX step is one program over all layers. It takes the pages that `start_load_kv` returns, so it waits for what was
+written there by itself: vLLM's `wait_for_layer_load` and `save_kv_layer` have nothing to do here, and nobody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from kvjax.core import CacheTier, KVCacheBlocks, KVCacheManager, Request
+
+
+@dataclass(frozen=True)
+class ConnectorOutput:
+    """What a worker has done since it was asked last, and what it is still at."""
+
+    finished_recving: Mapping[int, int] = field(default_factory=dict)  # load -> pages written
+    failed_recving: frozenset[int] = frozenset()  # loads of which a page could not be written
+    pending_recving: frozenset[int] = frozenset()  # loads that go on
+    finished_sending: tuple[Any, ...] = ()  # stores that ended, in their order
+    pending_sending: int = 0  # stores that go on
+
+
+class LoadResults(NamedTuple):
+    """Requests whose loads have ended."""
+
+    loaded: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+class SchedulerConnector(Protocol):
+    """The side of the thread that schedules. It knows blocks and requests, and no arrays."""
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Whose blocks are meant from here on; nothing is in flight."""
+
+    def get_num_new_matched_tokens(
+        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens behind a lookup's hit that can be loaded, and whether that takes other steps.
+
+        None: not to be said yet; ask in the next step.
+        """
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The request has its blocks, those of external tokens among them; `blocks` are what its lookup found."""
+
+    def build_connector_meta(self) -> Any:
+        """What the worker is to do before the next step; the same thing is asked for once."""
+
+    def request_finished(self, request: Request) -> None:
+        """The request gives its blocks up: nothing may be written into them any more."""
+
+    def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
+        """Takes note of what the worker did; whose loads have ended."""
+
+
+class WorkerConnector(Protocol):
+    """The side that has the pages. It knows no requests."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `wait` would wait for anything."""
+
+    def warmup(self, pages: Any) -> Any:
+        """Compiles all that it runs on pages; the pages."""
+
+    def start_load_kv(self, pages: Any, metadata: Any) -> Any:
+        """Reads pages that are to be kept, then writes those that have arrived; the pages. Waits for nothing."""
+
+    def get_finished(self) -> ConnectorOutput:
+        """What has happened since the last call."""
+
+    def wait(self) -> None:
+        """Waits until there is something to report, or nothing to wait for."""
+
+
+class KVConnector(Protocol):
+    """Both sides, of one process."""
+
+    @property
+    def tier(self) -> CacheTier:
+        """What the manager tells of blocks that it reuses."""
+
+    @property
+    def scheduler(self) -> SchedulerConnector:
+        """Of the thread that schedules."""
+
+    @property
+    def worker(self) -> WorkerConnector:
+        """Beside the pages."""
+
+    def reset(self, *, forget: bool = True) -> None:
+        """Ends all that is in flight; with `forget` nothing that lies in memory is found any more."""
+
+    def close(self) -> None:
+        """Ends its threads, after what they are at. Nothing else may be called then."""
+
+
+__all__ = [
+    "ConnectorOutput",
+    "KVConnector",
+    "LoadResults",
+    "SchedulerConnector",
+    "WorkerConnector",
+]

@@ -1,0 +1,306 @@
+"""Units on disk: a file each, named by its key, shared by the processes of one machine.
+
+Flow:    TierWorker's threads -> [DiskStore] -> files; TierScheduler.holds -> [DiskStore.has]
+Source:  why files, and not a key-value library: docs/tiers.md, "Disk"
+
+    <folder>/STORE.json                what the files are units of: layout, hashes, weights; of another, nothing opens
+    <folder>/.lock                     bytes of all units, 8 of them, written under flock
+    <folder>/units/ab/<key>            a unit: a header with checksum and key, and its bytes
+    <folder>/tmp/<pid>-<number>        a unit that is being written
+
+A unit is written beside, then renamed: it is there whole or not at all, whenever its writer dies. After a loss of power
+a file may be there without its bytes; its checksum tells, as it tells flipped bits. A unit that is not what was written
+is deleted and is a miss. When the files pass `max_bytes`, those used longest ago (by their time of change) are deleted
+until 5 % are free. Any process may do that while others read: a file that is open stays readable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from kvjax.errors import TierDataError
+from kvjax.tiers.stats import TierStats
+from kvjax.tiers.units import UnitKey
+
+MAGIC = b"kvjaxU1\n"
+HEADER = struct.Struct("<8sIQ16s")  # magic, bytes of the key, bytes of the unit, checksum
+COUNTER = struct.Struct("<q")
+KEPT_SHARE = 0.95  # of `max_bytes`, after units were deleted
+
+
+class DiskStore:
+    """One folder, opened by one engine. Every method may be called by any thread.
+
+    `has` looks at an index in memory, which `refresh` brings up to date with what other processes wrote.
+    """
+
+    def __init__(
+        self, folder: str | Path, max_bytes: int, identity: Mapping[str, str], stats: TierStats | None = None
+    ) -> None:
+        """Opens the folder, or makes it.
+
+        Args:
+            folder: of this store alone.
+            max_bytes: most that its units may take.
+            identity: what the units are of. All that open the folder give the same.
+            stats: where reads and writes are counted.
+
+        Raises:
+            ValueError: the folder is of another identity, or something else, or `max_bytes` is not positive.
+        """
+        if max_bytes < 1:
+            raise ValueError(f"expected max_bytes >= 1, got {max_bytes}")
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
+        self.stats = TierStats() if stats is None else stats
+        self._units = self.folder / "units"
+        self._tmp = self.folder / "tmp"
+        self._names = itertools.count()
+        self._index: set[str] = set()
+        self._guard = threading.Lock()  # flock does not keep threads of one process apart
+        self._scanned_s = 0.0
+        self._open(dict(identity))
+
+    def has(self, key: UnitKey) -> bool:
+        """Whether the unit was there when the store was looked through, or has been written here since."""
+        return name_of(key) in self._index
+
+    def put(self, key: UnitKey, data: np.ndarray) -> bool:  # uint8[n]
+        """Writes a unit unless it is there; False: there is no room, or the disk fails, and nothing is there."""
+        name = name_of(key)
+        if name in self._index:
+            return True
+        size = HEADER.size + len(name) + data.nbytes
+        if size > self.max_bytes:
+            self.stats.num_disk_skips += 1
+            return False
+        temporary = self._tmp / f"{os.getpid()}-{next(self._names)}"
+        try:
+            self._reserve(size)
+            encoded = name.encode()
+            header = HEADER.pack(MAGIC, len(encoded), data.nbytes, _checksum(encoded, data))
+            with open(temporary, "wb", buffering=0) as file:
+                for part in (header + encoded, data):
+                    write_all(file.fileno(), part)
+            target = self._path(name)
+            target.parent.mkdir(exist_ok=True)
+            if target.exists():  # another process was faster
+                self._reserve(-size)
+                temporary.unlink()
+            else:
+                temporary.replace(target)
+        except OSError:
+            self.stats.num_disk_skips += 1
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._reserve(-size)
+            return False
+        self._index.add(name)
+        self.stats.num_disk_writes += 1
+        return True
+
+    def get(self, key: UnitKey, out: np.ndarray) -> None:  # uint8[n]
+        """Reads a unit into `out`.
+
+        Raises:
+            TierDataError: it is not there, or not what was written; then it is deleted. `out` may hold anything.
+        """
+        name = name_of(key)
+        path = self._path(name)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                problem = _read(file, name.encode(), out)
+                if problem is None:
+                    os.utime(file.fileno())
+        except FileNotFoundError:
+            self._index.discard(name)
+            raise TierDataError(f"unit {name} is on disk no more: another process needed its room") from None
+        except OSError as error:
+            self.stats.num_disk_errors += 1
+            raise TierDataError(f"unit {name} cannot be read: {error}") from error
+        if problem is not None:
+            self.stats.num_disk_errors += 1
+            self.delete(key)
+            raise TierDataError(f"{path}: {problem}; the file is deleted, and its tokens are computed again")
+
+    def delete(self, key: UnitKey) -> None:
+        """Deletes a unit, if it is there."""
+        name = name_of(key)
+        self._index.discard(name)
+        with suppress(OSError):
+            size = self._path(name).stat().st_size
+            self._path(name).unlink()
+            self._reserve(-size)
+
+    def refresh(self, max_age_s: float = 0.0) -> None:
+        """Brings the index up to date, unless it was in the last `max_age_s`."""
+        if time.monotonic() - self._scanned_s < max_age_s:
+            return
+        self._scanned_s = time.monotonic()
+        found = {entry.name for entry in self._entries()}
+        self._index.update(found)
+        self._index.intersection_update(found)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all units, by the count that all processes keep."""
+        with self._locked() as file:
+            return _read_counter(file)
+
+    def _open(self, identity: dict[str, str]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._locked() as counter:
+            path = self.folder / "STORE.json"
+            if path.exists():
+                check_identity(path, identity)
+            elif any(self.folder.glob("[!.]*")):
+                raise ValueError(f"expected an empty folder or a store of units, got {self.folder}")
+            else:
+                path.with_suffix(".new").write_text(json.dumps(identity, indent=1, sort_keys=True) + "\n")
+                path.with_suffix(".new").replace(path)
+            for folder in (self._units, self._tmp):
+                folder.mkdir(exist_ok=True)
+            self._delete_orphans()
+            entries = list(self._entries())
+            _write_counter(counter, sum(_size_of(entry) for entry in entries))
+        self._index = {entry.name for entry in entries}
+        self._scanned_s = time.monotonic()
+
+    def _delete_orphans(self) -> None:
+        """What dead processes were writing."""
+        for entry in os.scandir(self._tmp):
+            pid = entry.name.partition("-")[0]
+            if pid != str(os.getpid()) and not _is_alive(pid):
+                with suppress(OSError):
+                    os.unlink(entry)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Counts bytes that come, or with a minus go; deletes units where there are too many."""
+        with self._locked() as file:
+            total = _read_counter(file) + num_bytes
+            if total > self.max_bytes:
+                total = self._delete_oldest(num_bytes)
+            _write_counter(file, max(total, 0))
+
+    def _delete_oldest(self, coming_bytes: int) -> int:
+        """Deletes units until so many more fit; the bytes that are counted then."""
+        aged = sorted((entry.stat().st_mtime_ns, entry.name, _size_of(entry)) for entry in self._entries())
+        total = sum(size for _, _, size in aged) + coming_bytes
+        for _, name, size in aged:
+            if total <= self.max_bytes * KEPT_SHARE:
+                break
+            with suppress(OSError):
+                self._path(name).unlink()
+                self._index.discard(name)
+                total -= size
+        return total
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        for folder in os.scandir(self._units):
+            with suppress(FileNotFoundError):
+                yield from os.scandir(folder)
+
+    def _path(self, name: str) -> Path:
+        return self._units / name.rpartition("-")[2][:2] / name
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        with self._guard:
+            file = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield file
+            finally:
+                os.close(file)  # unlocks
+
+
+def name_of(key: UnitKey) -> str:
+    """A unit's file name: group and block hash."""
+    return f"{key.group_id}-{bytes(key.block_hash).hex()}"
+
+
+def check_identity(path: Path, identity: Mapping[str, str]) -> None:
+    """Raises ValueError unless the file at `path` tells the same identity."""
+    try:
+        found = json.loads(path.read_text())
+        assert isinstance(found, dict)
+    except (ValueError, AssertionError):
+        raise ValueError(f"expected a store of units in {path.parent}, but {path.name} is none") from None
+    others = [name for name in sorted({*found, *identity}) if found.get(name) != identity.get(name)]
+    if others:
+        told = "; ".join(f"{name} {found.get(name)!r} there, {identity.get(name)!r} here" for name in others)
+        raise ValueError(f"the store in {path.parent} is of another cache: {told}; give this one a folder of its own")
+
+
+def write_all(file: int, data: bytes | np.ndarray) -> None:
+    """Writes all of `data`; raises OSError where the disk is full."""
+    view = memoryview(data).cast("B")
+    while view.nbytes:
+        view = view[os.write(file, view) :]
+
+
+def _read(file, name: bytes, out: np.ndarray) -> str | None:  # type: ignore[no-untyped-def]
+    """Reads a unit into `out`; what is wrong with it."""
+    header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return f"expected a header of {HEADER.size} bytes, got {len(header)}"
+    magic, name_len, num_bytes, checksum = HEADER.unpack(header)
+    if magic != MAGIC or (name_len, num_bytes) != (len(name), out.nbytes):
+        return f"expected a unit of {out.nbytes} bytes, got another header"
+    if file.read(name_len) != name:
+        return "expected a unit of this name, got another"
+    view = memoryview(out).cast("B")
+    while view.nbytes:
+        count = file.readinto(view)
+        if not count:
+            return f"expected {view.nbytes} bytes more"
+        view = view[count:]
+    return None if _checksum(name, out) == checksum else "its checksum is not that of its bytes"
+
+
+def _checksum(name: bytes, data: np.ndarray) -> bytes:
+    state = xxhash.xxh3_128(name)
+    state.update(memoryview(data).cast("B"))
+    return state.digest()
+
+
+def _size_of(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _read_counter(file: int) -> int:
+    data = os.pread(file, COUNTER.size, 0)
+    return COUNTER.unpack(data)[0] if len(data) == COUNTER.size else 0
+
+
+def _write_counter(file: int, num_bytes: int) -> None:
+    os.pwrite(file, COUNTER.pack(num_bytes), 0)
+
+
+__all__ = ["DiskStore", "check_identity", "name_of"]

@@ -1,0 +1,27 @@
+"""What the tiers of one engine have done.
+
+Flow:    TierScheduler, TierWorker, DiskStore -> [TierStats] -> LLMEngine.tier_stats
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TierStats:
+    """Counts since the start. Written by one thread, but for those of the disk, which its threads write."""
+
+    num_stored: int = 0  # units that came to the host
+    num_store_failures: int = 0
+    num_host_loads: int = 0  # units loaded from the host
+    num_disk_loads: int = 0  # from disk
+    num_copied: int = 0  # from other pages of the pool
+    num_loaded_tokens: int = 0  # of loads that ended well
+    num_load_failures: int = 0  # loads whose request computes its tokens instead
+    num_disk_writes: int = 0
+    num_disk_skips: int = 0  # units that a full queue or a full disk kept from it
+    num_disk_errors: int = 0  # units on disk that could not be read, or were not what was written
+
+
+__all__ = ["TierStats"]

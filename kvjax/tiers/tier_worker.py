@@ -1,0 +1,368 @@
+"""The worker's side of the tiers: pages out of the device's arrays and into them, beside the steps.
+
+Flow:    TierMeta + KVPages -> [TierWorker.start_load_kv] -> KVPages; bytes <-> HostStore, DiskStore, by threads
+
+Down: pages are gathered before the next step writes them, and travel to the host while it runs; a thread writes them
+into slots, and to disk. Up: a thread brings units together and puts them on the device; once they are there, they are
+scattered into their pages before the next step. Nothing here waits, but for what is in flight to fall below
+`max_bytes_in_flight`, and in `wait`.
+
+Where the platform has host memory that the device copies to by itself ("pinned_host"), gathered pages go there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.core import BlockHash
+from kvjax.device import KVPages
+from kvjax.device.page_ops import (
+    PAGE_COUNTS,
+    SKIP,
+    gather_pages,
+    gather_pages_padded,
+    pad_ids,
+    scatter_pages,
+    scatter_pages_padded,
+)
+from kvjax.device.pages import Column
+from kvjax.errors import TierDataError
+from kvjax.tiers.connector import ConnectorOutput
+from kvjax.tiers.disk_store import DiskStore
+from kvjax.tiers.host_store import HostStore
+from kvjax.tiers.stats import TierStats
+from kvjax.tiers.units import LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitSizes
+
+MOST_UNITS = max(PAGE_COUNTS)  # of one gather or scatter
+PINNED = "pinned_host"
+PAUSE_S = 0.0005  # between looks at arrays that are on their way, in `wait`
+
+
+class _Arriving(NamedTuple):
+    """Pages on their way from the device."""
+
+    group_id: int
+    block_hashes: tuple[BlockHash, ...]
+    arrays: tuple[jax.Array, ...]  # [padded count, *page_shape]
+    num_bytes: int
+
+
+class _Writing(NamedTuple):
+    """Pages that a thread brings to the host's slots."""
+
+    group_id: int
+    block_hashes: tuple[BlockHash, ...]
+    slots: np.ndarray  # int32[n]
+    is_good: Future[np.ndarray]  # bool[n]
+    num_bytes: int
+
+
+class _Staged(NamedTuple):
+    """Pages that a thread brings to the device."""
+
+    load_id: int
+    pool_id: int
+    destinations: np.ndarray  # int32[n]
+    values: Future[tuple[Column, ...]]
+
+
+class TierWorker:
+    """A `WorkerConnector`. Owned by the engine's thread; `close` ends its threads."""
+
+    def __init__(
+        self,
+        host: HostStore,
+        disk: DiskStore | None,
+        sizes: UnitSizes,
+        *,
+        num_threads: int = 2,
+        max_bytes_in_flight: int = 1 << 28,
+        memory_kind: str | None = None,  # to gather into; None: "pinned_host" on accelerators that have it
+        stats: TierStats | None = None,
+    ) -> None:
+        self.stats = TierStats() if stats is None else stats
+        self._host = host
+        self._disk = disk
+        self._sizes = sizes
+        self._most_bytes = max_bytes_in_flight
+        self._memory_kind = memory_kind
+        self._threads = ThreadPoolExecutor(num_threads, "kvjax-tier")
+        self._disk_threads = ThreadPoolExecutor(num_threads, "kvjax-disk")
+        self._to_disk: deque[tuple[Future[Any], int]] = deque()  # writes in flight and their bytes; threads append
+        self._start()
+
+    def _start(self) -> None:
+        self._arriving: deque[_Arriving] = deque()
+        self._writing: deque[_Writing] = deque()
+        self._staged: deque[_Staged] = deque()
+        self._cancelled: set[int] = set()
+        self._written: dict[int, int] = {}  # load -> pages since the last report
+        self._failed: set[int] = set()  # loads
+        self._bytes_in_flight = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is in flight, or not reported."""
+        return bool(self._arriving or self._writing or self._staged or self._written or self._failed)
+
+    def warmup(self, pages: KVPages) -> KVPages:
+        """Compiles gathers and scatters of all pools and declared lengths; the pages, unchanged."""
+        for pool_id in range(len(pages.pools)):
+            for count in PAGE_COUNTS:
+                nothing = np.full(count, SKIP, np.int32)
+                values = gather_pages_padded(pages, pool_id, nothing)
+                pages = scatter_pages_padded(pages, pool_id, nothing, values)
+        return pages
+
+    def start_load_kv(self, pages: KVPages, metadata: TierMeta) -> KVPages:
+        """Gathers what is stored or copied, then scatters copies and what has arrived on the device."""
+        self._cancelled.update(metadata.cancelled)
+        copies = []
+        for load_id, group_id, sources, destinations in metadata.copies:
+            pool_id = self._sizes.pool_of_group[group_id]
+            for part in _parts(sources.size):
+                copies.append((load_id, pool_id, destinations[part], gather_pages(pages, pool_id, sources[part])))
+        for store in metadata.stores:
+            self._gather(pages, store)
+        for load_id, pool_id, destinations, values in copies:
+            pages = scatter_pages(pages, pool_id, destinations, values)
+            self._written[load_id] = self._written.get(load_id, 0) + destinations.size
+        for load in metadata.loads:
+            self._stage(pages, load)
+        return self._scatter(pages)
+
+    def get_finished(self) -> ConnectorOutput:
+        """What has happened since the last call."""
+        while self._arriving and are_ready(self._arriving[0].arrays):
+            self._write(self._arriving.popleft())
+        finished: list[StoredUnits] = []
+        while self._writing and self._writing[0].is_good.done():
+            finished.append(self._ended(self._writing.popleft()))
+        pending = frozenset(staged.load_id for staged in self._staged)
+        self._cancelled &= pending
+        output = ConnectorOutput(
+            finished_recving=self._written,
+            failed_recving=frozenset(self._failed),
+            pending_recving=pending,
+            finished_sending=tuple(finished),
+            pending_sending=len(self._arriving) + len(self._writing),
+        )
+        self._written, self._failed = {}, set()
+        while self._to_disk and self._to_disk[0][0].done():
+            self._to_disk.popleft()
+        return output
+
+    def wait(self) -> None:
+        """Waits until a thread has ended something, or pages have arrived; not for units on their way to disk."""
+        while not (self._written or self._failed):
+            futures: set[Future[Any]] = {writing.is_good for writing in self._writing}
+            futures |= {staged.values for staged in self._staged}
+            if any(future.done() for future in futures):
+                return
+            if self._arriving:
+                if are_ready(self._arriving[0].arrays):
+                    return
+                time.sleep(PAUSE_S)
+            elif futures:
+                wait_for_futures(futures, return_when=FIRST_COMPLETED)
+            else:
+                return
+
+    def flush(self) -> list[StoredUnits]:
+        """Brings all pages that were gathered to the host, and to disk what goes there; what `get_finished` says."""
+        while self._arriving:
+            self._write(self._arriving.popleft())
+        finished = [self._ended(writing) for writing in self._writing]
+        self._writing.clear()
+        wait_for_futures([future for future, _ in list(self._to_disk)])
+        return finished
+
+    def reset(self) -> None:
+        """Forgets all that is in flight, once its threads have ended."""
+        futures: list[Future[Any]] = [writing.is_good for writing in self._writing]
+        wait_for_futures(futures + [staged.values for staged in self._staged])
+        self._start()
+
+    def close(self) -> None:
+        """Ends the threads, after what they are at."""
+        self._threads.shutdown()
+        self._disk_threads.shutdown()
+
+    # -- down -------------------------------------------------------------------------------------------------------
+
+    def _gather(self, pages: KVPages, store: StoreUnits) -> None:
+        pool_id = self._sizes.pool_of_group[store.group_id]
+        num_arrays = self._sizes.num_arrays_of_group[store.group_id]
+        for part in _parts(store.block_ids.size):
+            ids = store.block_ids[part]
+            gathered = jax.tree.leaves(gather_pages(pages, pool_id, ids))[:num_arrays]
+            arrays = tuple(self._to_host(array) for array in gathered)
+            num_bytes = self._sizes.unit_bytes(store.group_id) * ids.size
+            self._arriving.append(_Arriving(store.group_id, store.block_hashes[part], arrays, num_bytes))
+            self._bytes_in_flight += num_bytes
+            while self._bytes_in_flight > self._most_bytes and (self._arriving or self._writing):
+                self._wait_for_oldest()
+
+    def _to_host(self, array: jax.Array) -> jax.Array:
+        """Starts the copy to the host."""
+        if self._memory_kind is None:
+            device = next(iter(array.devices()))
+            kinds = {memory.kind for memory in device.addressable_memories()}
+            self._memory_kind = PINNED if device.platform != "cpu" and PINNED in kinds else ""
+        kind = self._memory_kind
+        if kind:
+            return jax.device_put(array, array.sharding.with_memory_kind(kind))
+        array.copy_to_host_async()
+        return array
+
+    def _wait_for_oldest(self) -> None:
+        if self._writing:
+            wait_for_futures([self._writing[0].is_good])
+            self._bytes_in_flight -= self._writing[0].num_bytes
+            self._writing[0] = self._writing[0]._replace(num_bytes=0)
+            if all(writing.num_bytes == 0 for writing in self._writing) and self._arriving:
+                self._write(self._arriving.popleft())
+        else:
+            self._write(self._arriving.popleft())
+
+    def _write(self, arriving: _Arriving) -> None:
+        """Has a thread write pages that are there, or will be, into slots of the host."""
+        group_id, block_hashes, arrays, num_bytes = arriving
+        taken = self._host.take(group_id, len(block_hashes))
+        slots = np.full(len(block_hashes), -1, np.int32)
+        slots[: taken.size] = taken
+        is_good = self._threads.submit(self._write_units, group_id, block_hashes, arrays, slots)
+        self._writing.append(_Writing(group_id, block_hashes, slots, is_good, num_bytes))
+
+    def _write_units(
+        self, group_id: int, block_hashes: Sequence[BlockHash], arrays: Sequence[jax.Array], slots: np.ndarray
+    ) -> np.ndarray:  # bool[n]
+        """By a thread: units into slots of the host, and on to the disk; which of them are somewhere."""
+        pages = [_as_bytes(np.asarray(array))[: slots.size] for array in arrays]
+        on_host = slots >= 0
+        buffers = self._host.buffers[self._sizes.pool_of_group[group_id]]
+        if on_host.any():
+            for buffer, page in zip(buffers, pages, strict=False):
+                buffer[slots[on_host]] = page if on_host.all() else page[on_host]
+        if self._disk is None:
+            return on_host
+        keys = [UnitKey(group_id, block_hash) for block_hash in block_hashes]
+        if on_host.all():
+            num_bytes = sum(page.nbytes for page in pages)
+            if sum(count for future, count in list(self._to_disk) if not future.done()) > self._most_bytes:
+                self.stats.num_disk_skips += slots.size
+            else:
+                self._to_disk.append((self._disk_threads.submit(self._write_to_disk, keys, pages), num_bytes))
+            return on_host
+        return on_host | self._write_to_disk(keys, pages)
+
+    def _write_to_disk(self, keys: Sequence[UnitKey], pages: Sequence[np.ndarray]) -> np.ndarray:  # bool[n]
+        assert self._disk is not None
+        self._disk.refresh(max_age_s=1.0)
+        return np.array(
+            [self._disk.put(key, np.concatenate([page[i] for page in pages])) for i, key in enumerate(keys)], bool
+        )
+
+    def _ended(self, writing: _Writing) -> StoredUnits:
+        self._bytes_in_flight -= writing.num_bytes
+        try:
+            is_good = writing.is_good.result()
+        except Exception:  # the step that computed the pages failed, or there is no memory
+            is_good = np.zeros(writing.slots.size, bool)
+        return StoredUnits(writing.group_id, writing.block_hashes, writing.slots, is_good)
+
+    # -- up ---------------------------------------------------------------------------------------------------------
+
+    def _stage(self, pages: KVPages, load: LoadUnits) -> None:
+        pool_id = self._sizes.pool_of_group[load.group_id]
+        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), pages.pools[pool_id])
+        for part in _parts(load.slots.size):
+            units = LoadUnits(
+                load.load_id, load.group_id, load.block_hashes[part], load.slots[part], load.destinations[part]
+            )
+            values = self._threads.submit(self._read_units, units, shapes, pages.shardings[pool_id])
+            self._staged.append(_Staged(load.load_id, pool_id, units.destinations, values))
+
+    def _read_units(self, units: LoadUnits, shapes: Any, shardings: Any) -> tuple[Column, ...]:
+        """By a thread: units from the host and the disk, on the device as `scatter_pages` takes them.
+
+        Raises:
+            TierDataError: one is not there, or damaged.
+        """
+        count = pad_ids(units.destinations).size
+        num_arrays = self._sizes.num_arrays_of_group[units.group_id]
+        pool_id = self._sizes.pool_of_group[units.group_id]
+        is_on_host = units.slots >= 0
+        num_units = units.slots.size
+        staged = []
+        for i, size in enumerate(self._sizes.arrays_of_pool[pool_id]):
+            staged.append(np.zeros((count, size), np.uint8) if i >= num_arrays else np.empty((count, size), np.uint8))
+            staged[i][num_units:] = 0
+            if i < num_arrays and is_on_host.all():
+                np.take(self._host.buffers[pool_id][i], units.slots, axis=0, out=staged[i][:num_units], mode="clip")
+            elif i < num_arrays and is_on_host.any():
+                staged[i][:num_units][is_on_host] = self._host.buffers[pool_id][i][units.slots[is_on_host]]
+        if not is_on_host.all():
+            self._read_from_disk(units, np.flatnonzero(~is_on_host), staged[:num_arrays])
+        leaves, tree = jax.tree.flatten(shapes)
+        arrays = [page.view(leaf.dtype).reshape(count, *leaf.shape) for page, leaf in zip(staged, leaves, strict=True)]
+        return jax.device_put(jax.tree.unflatten(tree, arrays), shardings)
+
+    def _read_from_disk(self, units: LoadUnits, places: np.ndarray, staged: Sequence[np.ndarray]) -> None:
+        unit = np.empty(self._sizes.unit_bytes(units.group_id), np.uint8)
+        for place in places.tolist():
+            key = UnitKey(units.group_id, units.block_hashes[place])
+            if self._disk is None:
+                raise TierDataError(f"unit {key} is on the host no more")
+            self._disk.get(key, unit)
+            start = 0
+            for page in staged:
+                page[place] = unit[start : start + page.shape[1]]
+                start += page.shape[1]
+
+    def _scatter(self, pages: KVPages) -> KVPages:
+        """Writes what is on the device by now, and forgets what failed or was cancelled."""
+        left: deque[_Staged] = deque()
+        for staged in self._staged:
+            if not staged.values.done():
+                left.append(staged)
+                continue
+            load_id = staged.load_id
+            if load_id in self._cancelled:
+                continue
+            try:
+                values = staged.values.result()
+            except Exception:
+                self._failed.add(load_id)
+                continue
+            if not are_ready(jax.tree.leaves(values)):
+                left.append(staged)
+                continue
+            pages = scatter_pages(pages, staged.pool_id, staged.destinations, values)
+            self._written[load_id] = self._written.get(load_id, 0) + staged.destinations.size
+        self._staged = left
+        return pages
+
+
+def are_ready(arrays: Sequence[Any]) -> bool:
+    """Whether the device, or the copy to the host, is done with all of them."""
+    return all(array.is_ready() for array in arrays)
+
+
+def _parts(count: int) -> Iterable[slice]:
+    return (slice(start, start + MOST_UNITS) for start in range(0, count, MOST_UNITS))
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:  # uint8[n, bytes of a page]
+    return np.ascontiguousarray(array).reshape(array.shape[0], -1).view(np.uint8)
+
+
+__all__ = ["TierWorker"]

@@ -1,0 +1,91 @@
+"""The tiers of one engine: a host store, a disk store where there is one, and both sides of their connector.
+
+Flow:    TierConfig, KVCacheConfig -> [Tiers] -> KVCacheManager(tier=), Scheduler, EngineCore
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from kvjax.core import BlockHasher
+from kvjax.core.spec import KVCacheConfig
+from kvjax.tiers.config import TierConfig
+from kvjax.tiers.disk_store import DiskStore
+from kvjax.tiers.host_store import HostStore
+from kvjax.tiers.stats import TierStats
+from kvjax.tiers.tier_scheduler import TierScheduler
+from kvjax.tiers.tier_worker import TierWorker
+from kvjax.tiers.units import UnitSizes
+
+
+class Tiers:
+    """A `KVConnector`. Owned by the engine's thread; `close` ends its threads."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        kv_cache_config: KVCacheConfig,
+        hasher: BlockHasher,
+        *,
+        memory_kind: str | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """Empty host memory, and the disk as it is.
+
+        Raises:
+            ValueError: the folder holds units of another layout, other hashes or other weights. Nothing is allocated.
+        """
+        self.stats = TierStats()
+        self.disk: DiskStore | None = None
+        if config.disk_folder is not None and config.disk_bytes is not None:
+            identity = identity_of(kv_cache_config, hasher, config.weights or "")
+            self.disk = DiskStore(config.disk_folder, config.disk_bytes, identity, self.stats)
+        sizes = UnitSizes.of(kv_cache_config)
+        self.host = HostStore(sizes.units_in(config.host_bytes), sizes, config.eviction_policy)
+        self.scheduler = self.tier = TierScheduler(
+            self.host,
+            self.disk,
+            sizes.pool_of_group,
+            write_through=config.write_through,
+            load_timeout_s=config.load_timeout_s,
+            stats=self.stats,
+            **({} if clock is None else {"clock": clock}),
+        )
+        self.worker = TierWorker(
+            self.host,
+            self.disk,
+            sizes,
+            num_threads=config.num_threads,
+            max_bytes_in_flight=config.max_bytes_in_flight,
+            memory_kind=memory_kind,
+            stats=self.stats,
+        )
+
+    def reset(self, *, forget: bool = True) -> None:
+        """Ends all that is in flight; with `forget` the host is empty then. The disk keeps what it has."""
+        self.worker.reset()
+        if forget:
+            self.host.clear()
+
+    def close(self) -> None:
+        """Ends the threads, after what they are at."""
+        self.worker.close()
+
+
+def identity_of(kv_cache_config: KVCacheConfig, hasher: BlockHasher, weights: str) -> dict[str, str]:
+    """What units on disk are of: those of others are of no use, whatever their hashes."""
+    layers = [(group.layer_names, group.kv_cache_spec, group.layer_specs) for group in kv_cache_config.kv_cache_groups]
+    layout = [pool.columns for pool in kv_cache_config.pools]
+    pools = [group.pool_id for group in kv_cache_config.kv_cache_groups]
+    digest = hashlib.sha256(repr((layers, layout, pools)).encode()).hexdigest()[:32]
+    none_hash = hashlib.sha256(hasher.none_hash).hexdigest()[:16]
+    return {
+        "format": "kvjax units 1",
+        "layout": digest,
+        "hashes": f"{hasher.algorithm}, blocks of {hasher.block_size}, seed {none_hash}",
+        "weights": weights,
+    }
+
+
+__all__ = ["Tiers", "identity_of"]
