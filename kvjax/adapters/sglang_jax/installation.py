@@ -1,0 +1,101 @@
+"""kvjax's prefix cache and slot allocators under sglang-jax's scheduler and model runner, in place of its own.
+
+    from kvjax.adapters import sglang_jax
+    sglang_jax.install()         # before the engine is made
+    sglang_jax.uninstall()
+
+Flow:    ModelRunner -> [slot_allocator_of] -> SlotAllocator; build_kv_cache -> [prefix_cache_of] -> PrefixCache
+
+The stack asks with isinstance what it got, so what it gets is kvjax's class with the stack's as its last base: nothing
+of that base is initialised, and only its walks of the tree are left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvjax.adapters.sglang_jax.metadata import SGLANG_JAX
+from kvjax.adapters.sglang_jax.prefix_cache import PrefixCache
+from kvjax.adapters.sglang_jax.slot_allocator import SlotAllocator
+from kvjax.adapters.sglang_jax.window_allocator import WindowSlotAllocator
+from kvjax.adapters.stack import require_stack
+
+_ALLOCATORS = "sgl_jax.srt.mem_cache.allocator"
+_REGISTRY = "sgl_jax.srt.mem_cache.registry"
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def as_stack_class(ours: type, name: str) -> Any:
+    """kvjax's class that is the stack's class called `name` too; raises as `Stack.load`."""
+    return type(f"Kvjax{name}", (ours, SGLANG_JAX.load(name)), {})
+
+
+def prefix_cache_of(context: Any) -> Any:
+    """The cache for a `TreeCacheBuildContext` whose allocator is kvjax's.
+
+    Raises:
+        NotImplementedError: recurrent states, EAGLE or a host tier are asked for, or the radix cache is disabled.
+        MissingStackError, UnknownStackError: as `PrefixCache`.
+    """
+    SGLANG_JAX.load("TreeCacheBuildContext")
+    SGLANG_JAX.load("CacheInitParams")
+    params = context.params
+    for name, asked in (
+        ("recurrent layers", context.is_hybrid_recurrent),
+        ("disable_radix_cache", context.disable_radix_cache),
+        (f"hicache_storage {context.server_args.hicache_storage}", context.server_args.hicache_storage != "disable"),
+    ):
+        if asked:
+            raise NotImplementedError(
+                f"expected a model and settings that kvjax's cache serves, got {name}; uninstall()"
+            )
+    base = "SWARadixCache" if context.is_hybrid_swa else "BasePrefixCache"
+    return as_stack_class(PrefixCache, base)(
+        params.req_to_token_pool,
+        params.token_to_kv_pool_allocator,
+        params.page_size,
+        sliding_window_size=params.sliding_window_size if context.is_hybrid_swa else None,
+        enable_kv_cache_events=context.server_args.kv_events_config is not None,
+        is_eagle=params.is_eagle,
+    )
+
+
+def install() -> None:
+    """Puts kvjax's classes where the stack makes its own; a second call does nothing.
+
+    Raises:
+        MissingStackError: sglang-jax cannot be imported.
+        UnknownStackError: its classes are none of the recorded versions'. Nothing is changed.
+    """
+    if _replaced:
+        return
+    paged = as_stack_class(SlotAllocator, "BaseTokenToKVPoolAllocator")
+    for name in (
+        "TokenToKVPoolAllocator",
+        "PagedTokenToKVPoolAllocator",
+        "SWARadixCache",
+        "default_radix_cache_factory",
+    ):
+        SGLANG_JAX.load(name)
+    windows = as_stack_class(WindowSlotAllocator, "SWATokenToKVPoolAllocator")
+    allocators = require_stack(_ALLOCATORS, SGLANG_JAX.package, SGLANG_JAX.versions)
+    registry = require_stack(_REGISTRY, SGLANG_JAX.package, SGLANG_JAX.versions)
+
+    def of_single_tokens(size: int, kvcache: Any, dp_size: int = 1) -> Any:
+        return paged(size, 1, kvcache, dp_size=dp_size)
+
+    for module, name, ours in (
+        (allocators, "TokenToKVPoolAllocator", of_single_tokens),
+        (allocators, "PagedTokenToKVPoolAllocator", paged),
+        (allocators, "SWATokenToKVPoolAllocator", windows),
+        (registry, "default_radix_cache_factory", prefix_cache_of),
+    ):
+        _replaced.append((module, name, getattr(module, name)))
+        setattr(module, name, ours)
+
+
+def uninstall() -> None:
+    """Puts the stack's own classes back."""
+    while _replaced:
+        module, name, theirs = _replaced.pop()
+        setattr(module, name, theirs)

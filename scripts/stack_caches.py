@@ -1,0 +1,91 @@
+"""The same requests through sglang-jax's own prefix cache and through kvjax's, from its sources.
+
+    python scripts/stack_caches.py PATH              PATH: a checkout's `python` folder
+    python scripts/stack_caches.py PATH --seeds 20
+
+Flow:    random moves -> ServedRequests of either -> [stack_caches] -> a line a case
+
+Laws, of both: a hit's slots hold its prefix, no slot is given twice, and at the end all are free. Where nothing is
+evicted, both hit the same tokens; else kvjax may hit more, since the stack evicts whole leaves. "broken" counts the
+seeds in which the stack's own cache breaks a law: SWARadixCache frees the pages of a tombstone that it revives, though
+requests run on them. The exit status is 1 where hits differ without evictions; a law that kvjax breaks raises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+
+from scripts.stack_checks.served_requests import ServedRequests, play, random_moves
+from scripts.stack_checks.sglang_caches import make_pair
+
+WINDOW, NUM_MOVES = 12, 200
+# pages, page_size, window_pages, ranks
+AMPLE = {
+    "full, pages of 1": (4000, 1, 0, 1),
+    "full, pages of 4": (2000, 4, 0, 1),
+    "full, 2 ranks": (2000, 4, 0, 2),
+    "windows, pages of 4": (2000, 4, 2000, 1),
+    "windows, 2 ranks": (2000, 4, 2000, 2),
+}
+TIGHT = {
+    "full, pages of 1, tight": (200, 1, 0, 1),
+    "full, pages of 4, tight": (60, 4, 0, 1),
+    "windows, tight": (60, 4, 40, 1),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table; 1 where hits differ that may not."""
+    parser = argparse.ArgumentParser(description="Play requests through sglang-jax's caches and kvjax's.")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--seeds", type=int, default=10)
+    options = parser.parse_args(arguments)
+    differs = False
+    print(f"{'case':26} {'requests':>8} {'hit, theirs':>12} {'kvjax':>9} {'s, theirs':>10} {'kvjax':>7} {'broken':>7}")
+    for case, (pages, page_size, window_pages, ranks) in {**AMPLE, **TIGHT}.items():
+        hits, seconds, requests, num_broken = np.zeros(2, np.int64), np.zeros(2), 0, 0
+        for seed in range(options.seeds):
+            pair = make_pair(
+                options.path, pages=pages, page_size=page_size, window_pages=window_pages, window=WINDOW, ranks=ranks
+            )
+            for place, served in enumerate(pair):
+                start = time.perf_counter()
+                try:
+                    _play_all(served, seed, pages * page_size, window_pages * page_size, ranks)
+                except AssertionError:
+                    if place == 1:
+                        raise
+                    num_broken += 1
+                seconds[place] += time.perf_counter() - start
+                hits[place] += sum(served.hits)
+            requests += len(pair[1].hits)
+            differs |= case in AMPLE and pair[0].hits != pair[1].hits
+        counts = f"{requests:8} {hits[0]:12,} {hits[1]:9,}"
+        print(f"{case:26} {counts} {seconds[0]:10.2f} {seconds[1]:7.2f} {num_broken:7}")
+    return int(differs)
+
+
+def _play_all(served: ServedRequests, seed: int, size: int, size_swa: int, ranks: int) -> None:
+    for move in random_moves(seed, NUM_MOVES, ranks):
+        play(served, move)
+    served.end_all()
+    served.cache.evict(served.classes["EvictParams"](num_tokens=0, swa_num_tokens=10**6, dp_rank=None))
+    for rank in range(ranks):
+        if served.window is None:
+            assert served.allocator.available_size(rank) == size
+        else:
+            assert served.allocator.full_available_size(rank) == size
+            assert served.allocator.swa_available_size(rank) == size_swa
+
+
+if __name__ == "__main__":
+    sys.exit(main())
