@@ -49,7 +49,12 @@ ALLOWED = {
         "jax",
         "flax",
         "kvjax.device",
-        "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),
+        "kvjax.engine",
+        "kvjax.models",
+        "kvjax.planning",
+        "kvjax.tiers",
+    ),
+    "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),
     "kvjax.replay": (
         *HOST,
         "kvjax.replay",

@@ -1,7 +1,7 @@
 """What of a request is sent: its tokens from one position to another, and per group the entries and pages of these.
 
 Flow:    manager's block tables of a request -> [RequestPages] -> entries of each layer
-Source:  ARCHITECTURE.md, "Compressed caches": an entry may stand for several tokens
+Source:  ARCHITECTURE.md, "DeepSeek V4": an entry may stand for several tokens
 
 A recurrent state is one entry, after the last token; its page is the one column of its group's table here.
 """

@@ -30,9 +30,10 @@ def launches_of(module: str) -> list[Launch]:
     for line in module.splitlines():
         if match := _COMPUTATION.match(line):
             is_run = bool(match[1]) or _is_called(match[2], module)
-        elif is_run and (match := re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)):
-            if match[1] not in FREE and not match[1].endswith("-done"):
-                found.append(Launch(match[1], _scope(line) or scopes.get(_called(line), "")))
+            continue
+        match = re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
+        if is_run and match and match[1] not in FREE and not match[1].endswith("-done"):
+            found.append(Launch(match[1], _scope(line) or scopes.get(_called(line), "")))
     return found
 
 
