@@ -65,6 +65,7 @@ class KVCacheManager:
         self._requests = KnownRequests(release, core.request_table, bool(given["enable_kv_cache_events"]))
         self._running = self._requests.running
         self._knows_in_flight = "num_in_flight_tokens" in release.rules.request_attributes
+        self._is_told_of_steps = "new_step_starts" in release.description["methods"]["KVCacheManager"]
         # Of the last computed tokens so many may be computed again (drafting heads that look ahead): not cached yet.
         self._num_unsettled = max(given.get("num_prefill_lookahead", 0) - 1, 0)
         self.mamba_shared_prefix_checkpoint = False  # of hits inside blocks, see `Coordinator`
@@ -305,7 +306,9 @@ class KVCacheManager:
         return self._requests.make(request, request.num_tokens), hashes
 
     def take_events(self) -> list[Any]:
-        """KV events since the last call, as vLLM's classes."""
+        """KV events since the last call, as vLLM's classes. Where nobody tells of steps, one has ended by then."""
+        if not self._is_told_of_steps:
+            self._core.new_step_starts()
         return [self._events.translate(event) for event in self._core.take_events()]
 
     def new_step_starts(self) -> None:

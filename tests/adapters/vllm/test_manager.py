@@ -438,7 +438,10 @@ def test_a_state_of_this_step_is_waited_for(vllm: Any) -> None:
     hit, num_tokens, *_ = manager.get_computed_blocks(other)
     assert num_tokens == 8
     assert manager.allocate_slots(other, 1, num_tokens, hit) is None
-    manager.new_step_starts()
+    if vllm.name == "0.16":
+        manager.take_events()  # its scheduler tells of no steps, but takes events after each
+    else:
+        manager.new_step_starts()
     assert manager.allocate_slots(other, 1, num_tokens, hit) is not None
 
 
