@@ -1,11 +1,12 @@
-"""vLLM's scheduler with its own manager and with kvjax's, in turns in one process: time of `schedule()`, and hits.
+"""vLLM's scheduler with its own manager and with kvjax's, in turns in one process: `schedule()`, admissions, hits.
 
 Usage:   DIR/python scripts/vllm_bench.py [--trace FILE] [--json FILE], by the wrapper that vllm_conformance.sh writes
 Flow:    vLLM's Scheduler, twice -> [decoding steps in turns; a trace's prompts] -> medians, hit tokens
 
 A step is `schedule()` of all requests, one decoded token each; prompts differ in length so that every step fills blocks
 of some. What is timed is vLLM's whole `schedule()`, of which the manager is a part, and apart from it the manager's
-calls alone (`allocate_slots` of all requests).
+calls alone (`allocate_slots` of all requests). An admission is the manager's part of one prompt: looked up, allocated,
+freed; of its tokens the first half is hit, or none.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import argparse
 import gc
 import inspect
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +48,7 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 import kvjax.adapters.vllm  # noqa: E402
 
 VLLM_MANAGER = scheduler_module.KVCacheManager
+NAMES = count()  # of requests
 BLOCK_SIZE = 16
 PROMPT = 256
 HEADS = {"block_size": BLOCK_SIZE, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
@@ -178,6 +182,58 @@ def bench_decoding(kind: str, num_requests: int, num_steps: int) -> dict[str, An
     return result
 
 
+class Admissions:
+    """A manager that prompts pass through, one at a time."""
+
+    def __init__(self, manager: str, kind: str, num_tokens: int, num_hit: int) -> None:
+        specs = KINDS[kind]()
+        with manager_of(manager):
+            make = scheduler_module.KVCacheManager
+        sizes = {"max_model_len": 2 * num_tokens, "hash_block_size": BLOCK_SIZE, "scheduler_block_size": BLOCK_SIZE}
+        num_blocks = 8 * len(specs) * num_tokens // BLOCK_SIZE
+        known = inspect.signature(VLLM_MANAGER).parameters
+        sizes = {name: size for name, size in sizes.items() if name in known}
+        self.manager = make(config_of(specs, num_blocks), **sizes)
+        self.num_tokens, self.num_hit = num_tokens, num_hit
+        self.shared = [os.urandom(32) for _ in range(num_hit // BLOCK_SIZE)]
+        for _ in range(3):
+            self.admit()
+
+    def admit(self) -> list[float]:
+        """Microseconds of lookup, allocation and free of a new prompt."""
+        request = make_request(f"p{next(NAMES)}", [0] * self.num_tokens, 1, is_hashed=False)
+        own = [os.urandom(32) for _ in range((self.num_tokens - self.num_hit) // BLOCK_SIZE)]
+        request.block_hashes[:] = [bytes(bytearray(value)) for value in self.shared] + own
+        times = [time.perf_counter_ns()]
+        blocks, num_computed, *_ = self.manager.get_computed_blocks(request)
+        times.append(time.perf_counter_ns())
+        if self.manager.allocate_slots(request, self.num_tokens - num_computed, num_computed, blocks) is None:
+            raise AssertionError("a prompt does not fit")
+        times.append(time.perf_counter_ns())
+        self.manager.free(request)
+        times.append(time.perf_counter_ns())
+        return [(end - start) / 1e3 for start, end in pairwise(times)]
+
+
+def bench_admissions(kind: str, num_tokens: int, num_hit: int, rounds: int) -> dict[str, Any]:
+    """Medians in microseconds; the two managers admit in turns."""
+    both = {name: Admissions(name, kind, num_tokens, num_hit) for name in ("vllm", "kvjax")}
+    samples: dict[str, list[list[float]]] = {name: [] for name in both}
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for name, admissions in both.items():
+            samples[name].append(admissions.admit())
+    gc.enable()
+    result: dict[str, Any] = {"case": f"admit/{kind}/{num_tokens}/{num_hit}", "rounds": rounds}
+    for name, values in samples.items():
+        parts = [round(median(part), 1) for part in zip(*values, strict=True)]
+        result |= dict(zip((f"{name}_look_up_us", f"{name}_allocate_us", f"{name}_free_us"), parts, strict=True))
+        result[f"{name}_us"] = round(median(sum(value) for value in values), 1)
+    result["ratio"] = round(result["vllm_us"] / result["kvjax_us"], 3)
+    return result
+
+
 def replay_hits(manager: str, lines: list[dict[str, Any]], num_blocks: int) -> dict[str, Any]:
     """Hit tokens of a trace's prompts, one request at a time, blocks of 512 tokens, and the time of it."""
     size = 512
@@ -216,11 +272,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=1_024)
     parser.add_argument("--steps", type=int, default=48, help="0: only the trace")
+    parser.add_argument("--rounds", type=int, default=200, help="prompts of each admission; 0: none")
     parser.add_argument("--trace", type=Path, help="JSON lines of input_length and hash_ids of 512 tokens (Mooncake)")
     parser.add_argument("--json", type=Path, help="write the results there")
     options = parser.parse_args()
     init_none_hash(sha256)
-    results: dict[str, Any] = {"vllm": vllm.__version__, "decoding": [], "trace": []}
+    results: dict[str, Any] = {"vllm": vllm.__version__, "admissions": [], "decoding": [], "trace": []}
+    for kind in KINDS if options.rounds else ():
+        for num_tokens in (64, 512, 8_192):
+            for num_hit in (0, num_tokens // 2):
+                results["admissions"].append(bench_admissions(kind, num_tokens, num_hit, options.rounds))
+                print(results["admissions"][-1], flush=True)
     for kind in KINDS if options.steps else ():
         results["decoding"].append(bench_decoding(kind, options.requests, options.steps))
         print(results["decoding"][-1], flush=True)

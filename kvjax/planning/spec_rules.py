@@ -16,7 +16,7 @@ from kvjax.core.kinds.chunked_local import ChunkedLocalAttentionSpec
 from kvjax.core.kinds.cross_attention import CrossAttentionSpec
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
-from kvjax.core.kinds.mla import MLAAttentionSpec, SlidingWindowMLASpec
+from kvjax.core.kinds.mla import LatentWindowSpec, MLAAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import AttentionSpec, KVCacheSpec, cdiv
 
@@ -33,7 +33,7 @@ def _(spec: SlidingWindowSpec | ChunkedLocalAttentionSpec) -> KVCacheSpec:
 
 
 @promoted.register
-def _(spec: SlidingWindowMLASpec) -> KVCacheSpec:
+def _(spec: LatentWindowSpec) -> KVCacheSpec:
     return _with_fields_of(spec, MLAAttentionSpec)
 
 

@@ -2,6 +2,8 @@
 
     cached_block_hash_to_block._cache         the map of hashes, from which tests take entries and put them back
     free_block_queue.fake_free_list_head      the ends of the linked list of free blocks, which tests walk
+    single_type_managers[i]._null_block       the pool's null block
+    block.block_hash_num_tokens               tokens up to the end of a hashed block that a request holds
 
 No scheduler or connector of vLLM reads them, so the adapter does not have them.
 """
@@ -11,9 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableMapping
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 from kvjax.adapters.vllm.block_pool import CachedBlocks, FreeBlocks
+from kvjax.adapters.vllm.coordinator import SingleTypeManager
 from kvjax.core.hashing.block_hash import get_block_hash, get_group_id
+from kvjax.core.manager.kv_cache_manager import KVCacheManager as CoreManager
+from kvjax.core.pool.block import KVCacheBlock
 
 
 class PrivateCache(MutableMapping[Any, Any]):
@@ -80,8 +86,30 @@ def list_ends(free: Any) -> tuple[ListEnd, ListEnd]:
     return free._ends
 
 
+_cores: WeakSet[Any] = WeakSet()  # kvjax's managers
+
+
+def num_hashed_tokens(block: Any) -> int | None:
+    """Found in the table of a request that holds the block."""
+    managers = [m for core in _cores if block._pool in core.block_pools for m in core.groups.managers]
+    for manager in managers if block.block_hash is not None else ():
+        columns = (manager.block_tables == block.block_id).any(axis=(0, 1)).nonzero()[0]
+        if columns.size:
+            return int((columns[0] + 1) * manager.block_size)
+    return None
+
+
 def pytest_configure() -> None:
     """Gives the adapter's classes the names."""
+    make = CoreManager.__init__
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _cores.add(self)
+
+    CoreManager.__init__ = noted  # type: ignore[method-assign]
+    KVCacheBlock.block_hash_num_tokens = property(num_hashed_tokens)  # type: ignore[attr-defined]
     CachedBlocks._cache = property(lambda self: PrivateCache(self._pool))  # type: ignore[attr-defined]
     FreeBlocks.fake_free_list_head = property(lambda self: list_ends(self)[0])  # type: ignore[attr-defined]
     FreeBlocks.fake_free_list_tail = property(lambda self: list_ends(self)[1])  # type: ignore[attr-defined]
+    SingleTypeManager._null_block = property(lambda self: self.block_pool.null_block)  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ def outcomes(path: Path) -> dict[str, tuple[str, str]]:
 def reason_of(version: str, name: str, message: str) -> str | None:
     """Why a test does not apply: what it makes has no counterpart, or a rule is another on purpose."""
     if "has no counterpart in kvjax.core" in message or "no kind of kvjax.core is what" in message:
-        what = re.search(r"(\w+(?:\.\w+)?)=\S+ has no counterpart|what (\w+) is", message)
+        what = re.search(r"(\w+(?:\.\w+)?)=\S+(?: with [\w=]+(?: \w+)?)? has no counterpart|what (\w+) is", message)
         return f"refused by name: `{what[1] or what[2]}`" if what else None
     for reason in REASONS:
         if version.startswith(tuple(reason["releases"])) and re.search(reason["tests"], name):

@@ -113,3 +113,19 @@ def test_preparation_is_not_timed(driver: ModuleType) -> None:
     samples = sample_us(lambda: calls.append("timed"), 3, lambda: calls.append("prepared"))
     assert len(samples) == 3
     assert calls == ["prepared", "timed"] * 4
+
+
+def test_a_figure_is_the_least_of_the_rounds_medians(driver: ModuleType) -> None:
+    ours, theirs = iter([[9.0, 8.0, 7.0], [4.0, 2.0, 3.0]]), iter([[5.0], [6.0]])
+    case = driver.BenchCase("a", lambda: next(ours), lambda: [1.0])
+    result = driver.measure(case, 2, lambda: next(theirs))
+    assert (result.median_us, result.baseline_us, result.vllm_us) == (3.0, 1.0, 5.0)
+    assert driver.row(result).split()[-2:] == ["5.0", "1.7x"]
+
+
+def test_a_vllm_that_is_not_set_up_is_told_how_to(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVJAX_VLLM_DIR", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"make it: scripts/vllm_conformance\.sh 0\.1\.2 --setup-only"):
+        driver.run_beside_vllm("0.1.2", [])

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.hashing.block_hash import get_block_hash, get_group_id
+from kvjax.core.hashing.block_hash import BlockHash, get_block_hash, get_group_id
 from kvjax.core.pool.block import BlockViews, KVCacheBlock
 from kvjax.core.pool.block_pool import BlockPool as CorePool
+from kvjax.core.requests.request import Request
 from kvjax.core.watch.kv_events import KVCacheEvent
 
 
@@ -67,9 +68,11 @@ class BlockPool:
         reset: Callable[[], bool],
         take_events: Callable[[], list[Any]],
         translate: Callable[[KVCacheEvent], Any],
+        in_blocks_of: Callable[[Any, int], tuple[Request, Sequence[BlockHash]]],
     ) -> None:
         self._pool = pool
         self._translate = translate
+        self._in_blocks_of = in_blocks_of
         self.reset_prefix_cache = reset
         self.take_events = take_events
         self.num_gpu_blocks = pool.num_blocks
@@ -111,6 +114,23 @@ class BlockPool:
         if ids and not 0 <= ids[0] <= ids[-1] < self.num_gpu_blocks:
             raise AssertionError(f"expected block ids in [0, {self.num_gpu_blocks}), got {ids[0]} to {ids[-1]}")
         self._pool.evict_blocks(np.array(ids, np.int64))
+
+    def cache_full_blocks(
+        self,
+        request: Any,
+        blocks: Sequence[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: Sequence[bool] | None = None,
+    ) -> None:
+        """Registers a request's blocks from `num_cached_blocks` to `num_full_blocks`, those of the mask."""
+        chosen = blocks[num_cached_blocks:num_full_blocks]
+        kept = [True] * len(chosen) if block_mask is None else block_mask
+        ids = [block.block_id if is_kept else 0 for block, is_kept in zip(chosen, kept, strict=True)]
+        known, hashes = self._in_blocks_of(request, block_size)
+        self._pool.cache_full_blocks(known, ids, hashes, num_cached_blocks, kv_cache_group_id)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Takes free blocks for a holder outside all requests; `free_blocks` returns them.

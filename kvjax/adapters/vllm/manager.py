@@ -13,19 +13,20 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from kvjax.adapters.vllm.block_pool import BlockPool
-from kvjax.adapters.vllm.config import translate_config
-from kvjax.adapters.vllm.coordinator import Coordinator
+from kvjax.adapters.vllm.boundary_states import BoundaryStates
+from kvjax.adapters.vllm.config import check_retention, translate_config
+from kvjax.adapters.vllm.coordinator import coordinator_class
 from kvjax.adapters.vllm.description import vllm_module
 from kvjax.adapters.vllm.events import EventClasses
 from kvjax.adapters.vllm.release import Release, installed_release
 from kvjax.adapters.vllm.requests import KnownRequests
 from kvjax.adapters.vllm.residency import forward_residency
+from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager as CoreManager
+from kvjax.core.manager.shared_prefix import find_shared_prefix
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.requests.request import Request
 from kvjax.core.spec import cdiv
-
-# Arguments of some release that kvjax.core has no counterpart of, with the value that means "not used".
-UNUSED = {"num_hash_lookahead_tokens": 0, "num_prefill_lookahead": 0, "enable_mamba_shared_prefix_checkpoint": False}
 
 
 class KVCacheManager:
@@ -44,24 +45,30 @@ class KVCacheManager:
             MissingStackError: vLLM is not installed.
             UnknownStackError: its version is unknown, or an object differs from what was recorded of it.
             NotImplementedError: a kind or an option has no counterpart in kvjax.core.
+            ValueError: sizes do not fit together.
         """
         release = installed_release()
         given = release.bind("__init__", args, kwargs)
-        for name, value in UNUSED.items():
-            if given.get(name, value) != value:
-                raise NotImplementedError(
-                    f"vllm {release.name}: {name}={given[name]!r} has no counterpart in kvjax.core"
-                )
+        if given.get("num_hash_lookahead_tokens") and given["enable_kv_cache_events"]:
+            raise NotImplementedError(
+                f"vllm {release.name}: num_hash_lookahead_tokens={given['num_hash_lookahead_tokens']!r} with KV events "
+                "has no counterpart in kvjax.core"
+            )
         config = given["kv_cache_config"]
         self._release = release
         self._rules = release.rules
         options = _core_arguments(given, release) | dict(self.core_options)
         if options.get("eviction_policy", "lru") != "lru":
             options["free_order"] = "append"  # the order is the policy's own
+        check_retention(config, given)
         self._core = core = CoreManager(**options)
         self._requests = KnownRequests(release, core.request_table, bool(given["enable_kv_cache_events"]))
         self._running = self._requests.running
         self._knows_in_flight = "num_in_flight_tokens" in release.rules.request_attributes
+        self._is_told_of_steps = "new_step_starts" in release.description["methods"]["KVCacheManager"]
+        # Of the last computed tokens so many may be computed again (drafting heads that look ahead): not cached yet.
+        self._num_unsettled = max(given.get("num_prefill_lookahead", 0) - 1, 0)
+        self.mamba_shared_prefix_checkpoint = False  # of hits inside blocks, see `Coordinator`
         self._events = EventClasses(release)
         self._make_stats = vllm_module("vllm.v1.metrics.stats").PrefixCacheStats
         self.max_model_len = given["max_model_len"]
@@ -72,12 +79,17 @@ class KVCacheManager:
         self.metrics_collector = given["metrics_collector"]
         self.prefix_cache_stats = self._make_stats() if self.log_stats else None
         self._zeroes = bool(getattr(config, "needs_kv_cache_zeroing", False))
+        self._to_zero: list[int] = []  # pages, beside those that the core has waiting
         self.kv_cache_config = config
         self.num_kv_cache_groups = len(config.kv_cache_groups)
         self.empty_kv_cache_blocks = core.empty_kv_cache_blocks
         self.watermark_blocks = int(given.get("watermark", 0.0) * config.num_blocks)
-        self.block_pool = BlockPool(core.block_pool, core.reset_prefix_cache, self.take_events, self._events.translate)
-        self.coordinator = Coordinator(core, config, self.block_pool)
+        self.block_pool = BlockPool(
+            core.block_pool, core.reset_prefix_cache, self.take_events, self._events.translate, self._in_blocks_of
+        )
+        make_coordinator = coordinator_class(self.enable_caching, self.num_kv_cache_groups)
+        self.coordinator = make_coordinator(core, config, self.block_pool, self._num_unsettled)
+        self._boundary_states = BoundaryStates(core) if self.coordinator.has_states else None
 
     @property
     def usage(self) -> float:
@@ -102,20 +114,37 @@ class KVCacheManager:
             blocks, num_tokens = self._core.get_computed_blocks(self._requests.make(request, longest + 1))
         if self._rules.counts_lookups:
             self.record_prefix_cache_stats(request, num_tokens)
-        return (
-            (blocks, num_tokens, blocks.num_shared_tokens) if self._rules.tells_shared_prefix else (blocks, num_tokens)
-        )
+        if not self._rules.tells_shared_prefix:
+            return blocks, num_tokens
+        shared = blocks.num_shared_tokens
+        if self.coordinator.has_states and not shared and longest > 0 and self.prefix_cache_lookup_enabled(request):
+            shared = find_shared_prefix(self._core.groups, request.block_hashes, longest)
+        return blocks, num_tokens, shared if shared > num_tokens else 0
 
     def get_computed_blocks_for_connector(
         self, request: Any, max_cache_hit_length: int | None = None
     ) -> tuple[Any, ...]:
-        """`get_computed_blocks`, and whether some group's hit is shorter than that: none is."""
+        """`get_computed_blocks`, and whether the hit is that of all groups but those of states.
+
+        A connector may bring the state at its end. Then the blocks of such a group are its own shorter hit, and nulls.
+        """
+        coordinator, longest = self.coordinator, max_cache_hit_length
+        if coordinator.has_states and self.prefix_cache_lookup_enabled(request):
+            longest = request.num_tokens - 1 if longest is None else longest
+            hit, lengths = coordinator.find_longest_cache_hit_per_group(request.block_hashes, longest)
+            num_tokens = lengths[coordinator.full_attention_group_id or 0]
+            is_deeper = num_tokens == max(lengths) > min(lengths)
+            if is_deeper and coordinator.lags_by_states_alone(lengths, num_tokens):
+                columns = [num_tokens // manager.block_size for manager in coordinator.single_type_managers]
+                null = self.block_pool.null_block
+                padded = [[*blocks, *[null] * (n - len(blocks))] for blocks, n in zip(hit, columns, strict=True)]
+                return self.create_kv_cache_blocks(padded), num_tokens, 0, True
         return (*self.get_computed_blocks(request, max_cache_hit_length), False)
 
     def truncate_computed_blocks(self, blocks: KVCacheBlocks, num_computed_tokens: int) -> KVCacheBlocks:
         """The blocks of a hit's first tokens."""
         managers = self.coordinator.single_type_managers
-        ends = [num_computed_tokens // manager.block_size for manager in managers]
+        ends = [num_computed_tokens // manager.block_size for manager in managers]  # of kinds without hits: no blocks
         return self.create_kv_cache_blocks([group[:end] for group, end in zip(blocks.blocks, ends, strict=True)])
 
     def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
@@ -155,12 +184,15 @@ class KVCacheManager:
             UnknownStackError: the request lacks an attribute.
         """
         known = self._running.get(request.request_id)
+        delays = delay_cache_blocks or self._num_unsettled > 0
         if known is None:
             kept_free = self.watermark_blocks if has_scheduled_reqs else 0
             made = self._requests.make(request, request.num_tokens)
             hit = new_computed_blocks
             if hit is not None and not isinstance(hit, KVCacheBlocks):
                 hit = self.create_kv_cache_blocks(hit.blocks)
+            if self._rules.tells_shared_prefix and self._core.groups.retention is not None:
+                hit = self._with_shared_prefix(hit, request.shared_prefix_boundary)
             # What counts as computed without blocks here comes from outside, as a connector's tokens do.
             external = num_external_computed_tokens + request.num_computed_tokens
             computed = num_new_computed_tokens + external
@@ -173,34 +205,57 @@ class KVCacheManager:
                 hit,
                 num_lookahead_tokens,
                 external,
-                delay_cache_blocks,
+                delays,
                 num_encoder_tokens,
                 num_kept_free=kept_free + reserved_blocks,
             )
-            if blocks is not None:
-                self._running[request.request_id] = made
-            return blocks
-        self._requests.sync(known, request)
-        return self._core.allocate_slots(
-            known,
-            min(num_new_tokens, self.max_model_len - request.num_computed_tokens),
-            num_lookahead_tokens=num_lookahead_tokens,
-            delay_cache_blocks=delay_cache_blocks,
-            num_in_flight_tokens=request.num_in_flight_tokens if self._knows_in_flight else 0,
-            full_sequence_must_fit=full_sequence_must_fit,
-        )
+            if blocks is None:
+                return None
+            known = made
+            self._requests.admit(request.request_id, known)
+            if self._zeroes and external and skip_zeroing_group_ids:
+                self._keep_loaded_pages(request.request_id, hit, computed, skip_zeroing_group_ids)
+        else:
+            computed = request.num_computed_tokens
+            self._requests.sync(known, request)
+            blocks = self._core.allocate_slots(
+                known,
+                min(num_new_tokens, self.max_model_len - computed),
+                num_lookahead_tokens=num_lookahead_tokens,
+                delay_cache_blocks=delays,
+                num_in_flight_tokens=request.num_in_flight_tokens if self._knows_in_flight else 0,
+                full_sequence_must_fit=full_sequence_must_fit,
+            )
+        if blocks is not None:
+            if delays and not delay_cache_blocks:
+                self.cache_blocks(request, computed + num_new_tokens)
+            if self._boundary_states is not None:
+                self._boundary_states.note(known)
+        return blocks
+
+    def _with_shared_prefix(self, hit: KVCacheBlocks | None, num_tokens: int) -> KVCacheBlocks:
+        """The same hit of a request that shares so many tokens, cached by some groups only: vLLM's request says so."""
+        hit = self.empty_kv_cache_blocks if hit is None else hit
+        if hit.num_shared_tokens == num_tokens:
+            return hit
+        return KVCacheBlocks(hit.block_ids, hit.pools, num_tokens, hit.found)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Registers the full blocks of the first tokens, after `delay_cache_blocks`."""
         known = self._running.get(request.request_id)
         if known is not None:
             self._requests.sync(known, request)
-            self._core.cache_blocks(known, num_computed_tokens)
+            settled = max(min(num_computed_tokens, request.num_tokens) - self._num_unsettled, 0)
+            self._core.cache_blocks(known, settled)
+            if self._boundary_states is not None:
+                self._boundary_states.note(known)
 
     def free(self, request: Any) -> None:
         """Frees all blocks of a request, its last first; one that holds none changes nothing."""
         known = self._running.pop(request.request_id, None)
         if known is not None:
+            if self._boundary_states is not None:
+                self._boundary_states.forget(known)
             self._core.free(known)
 
     def remove_skipped_blocks(
@@ -223,6 +278,8 @@ class KVCacheManager:
         groups = self._core.get_blocks(request.request_id).blocks
         blocks = [block for group in groups for block in group if not block.is_null]
         self.block_pool.touch(blocks)
+        if self._boundary_states is not None:
+            self._boundary_states.forget(known)
         self._core.free(known)
         return blocks
 
@@ -243,8 +300,15 @@ class KVCacheManager:
             self.prefix_cache_stats.reset = True
         return done
 
+    def _in_blocks_of(self, request: Any, block_size: int) -> tuple[Request, Sequence[BlockHash]]:
+        """A request as kvjax's, in no table, and its hashes at a block size."""
+        hashes = self._core.groups.hashing.of_block_size(request.block_hashes, block_size)
+        return self._requests.make(request, request.num_tokens), hashes
+
     def take_events(self) -> list[Any]:
-        """KV events since the last call, as vLLM's classes."""
+        """KV events since the last call, as vLLM's classes. Where nobody tells of steps, one has ended by then."""
+        if not self._is_told_of_steps:
+            self._core.new_step_starts()
         return [self._events.translate(event) for event in self._core.take_events()]
 
     def new_step_starts(self) -> None:
@@ -272,10 +336,11 @@ class KVCacheManager:
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
         """Per group the ids of the blocks of the first tokens; all of kinds that hold no tokens or the encoder's."""
         clipped = []
-        for ids, group in zip(self.get_block_ids(request_id), self._core.kv_cache_config.kv_cache_groups, strict=True):
+        groups, theirs = self._core.kv_cache_config.kv_cache_groups, self.kv_cache_config.kv_cache_groups
+        for ids, group, own in zip(self.get_block_ids(request_id), groups, theirs, strict=True):
             spec = group.kv_cache_spec
             holds_tokens = spec.state_pages is None and not spec.reads_encoder
-            clipped.append(ids[: cdiv(num_computed_tokens, spec.block_size)] if holds_tokens else ids)
+            clipped.append(ids[: cdiv(num_computed_tokens, own.kv_cache_spec.block_size)] if holds_tokens else ids)
         return tuple(clipped)
 
     def estimate_cached_tokens(self, request: Any) -> int:
@@ -292,27 +357,40 @@ class KVCacheManager:
 
     def take_new_block_ids(self) -> list[int]:
         """Pages to zero before the next step, since the last call."""
+        pages, self._to_zero = [*self._to_zero, *self._new_pages()], []
+        return pages
+
+    def _new_pages(self) -> list[int]:
         return [page for pages in self._core.take_pages_to_zero() for page in pages.tolist()]
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
-        """Has the pages of a request's tokens from `start_token` on zeroed.
+        """Has the pages of a request's tokens from `start_token` on, which is where blocks start, zeroed."""
+        managers = self.coordinator.single_type_managers if self._zeroes else ()
+        for ids, manager in zip(self.get_block_ids(request_id), managers, strict=False):
+            if manager.zeroes_pages:
+                self._to_zero += [block_id for block_id in ids[start_token // manager.block_size :] if block_id]
 
-        Raises:
-            NotImplementedError: pages are zeroed here, and a request may not ask again.
-        """
-        if self._zeroes:
-            raise NotImplementedError("pages of a failed load are not zeroed again; kvjax.core zeroes new pages only")
+    def _keep_loaded_pages(
+        self, request_id: str, hit: KVCacheBlocks | None, num_computed_tokens: int, group_ids: Sequence[int]
+    ) -> None:
+        """Takes pages that a load writes, those of computed tokens behind the hit, from the pages to zero."""
+        loaded: set[int] = set()
+        found, held = (hit or self.empty_kv_cache_blocks).block_ids, self.get_block_ids(request_id)
+        for group_id in group_ids:
+            end = cdiv(num_computed_tokens, self.coordinator.single_type_managers[group_id].block_size)
+            loaded.update(held[group_id][found[group_id].size : end])
+        self._to_zero += [page for page in self._new_pages() if page not in loaded]
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
         """Pages to copy: none, since hits end where blocks end."""
         return [], []
 
-    def take_boundary_state_offloads(self) -> dict[str, Any]:
-        """States of partly filled blocks for a connector: none, as above."""
-        return {}
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """By request the states that were cached since the last call, for a connector: group, block, tokens."""
+        return {} if self._boundary_states is None else self._boundary_states.take()
 
     def finalize_partial_tail_offloads(self, request: Any) -> list[Any]:
-        """The same of a request that ends."""
+        """States of partly filled blocks of a request that ends: none are cached."""
         return []
 
     def create_kv_cache_blocks(self, blocks: Sequence[Sequence[Any]]) -> KVCacheBlocks:
@@ -322,21 +400,23 @@ class KVCacheManager:
 
 def _core_arguments(given: Mapping[str, Any], release: Release) -> dict[str, Any]:
     """What kvjax's manager is made with, of what vLLM's is made with."""
-    config, collector = given["kv_cache_config"], given["metrics_collector"]
+    config, collector, rules = given["kv_cache_config"], given["metrics_collector"], release.rules
     in_flight = given.get("max_in_flight_tokens", given.get("max_num_batched_tokens"))
     return {
-        "kv_cache_config": translate_config(config, release, given["max_model_len"]),
+        "kv_cache_config": translate_config(config, release, given["dcp_world_size"]),
         "max_model_len": given["max_model_len"],
         "hash_block_size": given["hash_block_size"],
         "enable_caching": bool(given["enable_caching"]),
         "use_eagle": bool(given["use_eagle"]),
         "enable_kv_cache_events": bool(given["enable_kv_cache_events"]),
-        "dcp_world_size": given["dcp_world_size"],
-        "pcp_world_size": given["pcp_world_size"],
+        "dcp_world_size": 1 if rules.shards_by_group else given["dcp_world_size"],
+        "pcp_world_size": 1 if rules.shards_by_group else given["pcp_world_size"],
         "metrics_collector": None if collector is None else forward_residency(collector),
         "max_in_flight_tokens": in_flight,
-        "free_order": release.rules.free_order,
-        "coarse_hash_mode": release.rules.coarse_hash_mode,
+        "free_order": rules.free_order,
+        "coarse_hash_mode": rules.coarse_hash_mode,
+        "retention_ends": rules.retention_ends,
+        "defer_fresh_hits": True,
         "zero_new_pages": bool(getattr(config, "needs_kv_cache_zeroing", False)),
         "retention_interval": getattr(config, "prefix_cache_retention_interval", None),
     }

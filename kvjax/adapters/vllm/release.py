@@ -36,7 +36,7 @@ REQUEST_ATTRIBUTES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rules:
     """What a release does that its signatures do not say; docs/vllm-differences.md has the reasons."""
 
@@ -45,14 +45,31 @@ class Rules:
     tells_shared_prefix: bool  # get_computed_blocks returns the length that other groups have cached, too
     counts_lookups: bool  # get_computed_blocks counts; else the scheduler does (record_prefix_cache_stats)
     shares_prefixes: bool  # get_num_common_prefix_blocks counts; else all zeros
-    retention_default: int | None
+    retention_ends: str = "all"  # which ends of a prompt sparse caching keeps
+    shards_by_group: bool = False  # specs say whether ranks of decode context parallelism share their tokens
     request_attributes: tuple[str, ...] = REQUEST_ATTRIBUTES
 
 
+BASE = Rules(
+    free_order="append",
+    coarse_hash_mode="concat",
+    tells_shared_prefix=False,
+    counts_lookups=True,
+    shares_prefixes=True,
+)
 RULES = {
-    "0.16": Rules("append", "concat", False, True, True, None),
-    "0.22": Rules("append", "concat", False, True, True, None),
-    "0.33": Rules("uncached_first", "last", True, False, False, None, (*REQUEST_ATTRIBUTES, "num_in_flight_tokens")),
+    "0.16": BASE,
+    "0.22": BASE,
+    "0.33": Rules(
+        free_order="uncached_first",
+        coarse_hash_mode="last",
+        tells_shared_prefix=True,
+        counts_lookups=False,
+        shares_prefixes=False,
+        retention_ends="resent",
+        shards_by_group=True,
+        request_attributes=(*REQUEST_ATTRIBUTES, "num_in_flight_tokens", "shared_prefix_boundary"),
+    ),
 }
 
 

@@ -26,27 +26,39 @@ class KnownRequests:
         self._table = table
         self._tells_tokens = tells_tokens
         self._known_class: type | None = None  # of the request that was checked last
+        self._latest: tuple[Any, Request] | None = None  # looked up, and not running yet: vLLM's and ours
         self.running: dict[str, Request] = {}
 
     def make(self, request: Any, num_tokens: int) -> Request:
-        """A request of kvjax, in no table, for vLLM's with `num_tokens` tokens.
+        """A request of kvjax, in no table, for vLLM's with `num_tokens` tokens; that of the last call, if it fits.
 
         Raises:
             UnknownStackError: vLLM's lacks an attribute.
         """
+        if self._latest is not None and self._latest[0] is request and not self._tells_tokens:
+            made = self._latest[1]
+            if made.num_tokens == num_tokens and made.block_hashes is request.block_hashes:
+                return made
         if type(request) is not self._known_class:
             self._release.check_request(request)
             self._known_class = type(request)
         keys, tokens = {}, np.zeros(max(num_tokens, 1), np.int32)
         if self._tells_tokens and num_tokens:
             keys, tokens = self._extra_keys(request), np.array(request.all_token_ids[:num_tokens], np.int32)
-        return Request(
+        made = Request(
             request.request_id,
             tokens,
             block_hashes=request.block_hashes,
             skip_reading_prefix_cache=bool(request.skip_reading_prefix_cache),
             **keys,
         )
+        self._latest = request, made
+        return made
+
+    def admit(self, request_id: str, known: Request) -> None:
+        """The request that was made last runs from now on."""
+        self.running[request_id] = known
+        self._latest = None
 
     def sync(self, known: Request, request: Any) -> None:
         """Copies into a running request's row what vLLM's has counted since."""

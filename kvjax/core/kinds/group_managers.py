@@ -126,7 +126,7 @@ class GroupManagers:
             raise NotImplementedError(f"retention_interval={interval} does not work with sub_block_hits=True")
         pairs = list(zip(self.managers, self.drops_last_block, strict=True))
         dropped = [manager.block_size * drops for manager, drops in pairs if manager.is_prefix_cacheable]
-        retention = Retention(interval, self.alignment, max(dropped, default=0))
+        retention = Retention(interval, self.alignment, max(dropped, default=0), self.settings.retention_ends)
         for manager, drops in pairs:
             manager.retain(retention, drops, self.needs_last_block)
         return retention
@@ -181,6 +181,8 @@ class GroupManagers:
         """Per manager int32[G, k], from per group int32[k]."""
         if hits is self.no_ids:
             return self._no_ids_by_manager
+        if self.num_groups == 1:
+            return [hits[0][None]]
         return [np.stack([hits[group_id] for group_id in manager.group_ids]) for manager in self.managers]
 
     def blocks(self, ids: tuple[np.ndarray, ...]) -> KVCacheBlocks:
@@ -200,6 +202,11 @@ class GroupManagers:
     def num_losses(self) -> int:
         """Grows whenever a block of any pool loses its hash."""
         return sum([pool.prefix_index.num_losses for pool in self.pools])
+
+    def are_fresh(self, block_ids: Sequence[np.ndarray]) -> bool:
+        """Whether any of per group int32[k] blocks was registered in this step, and its readers have to wait."""
+        pairs = ((self.place_of_group(i)[0].fresh_blocks, ids) for i, ids in enumerate(block_ids))
+        return any(fresh.cut(ids) < ids.size for fresh, ids in pairs)
 
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps registered."""

@@ -20,6 +20,8 @@ class ManagerSettings:
     reserve: bool = False
     sub_block_hits: bool = False
     retention_interval: int | None = None
+    retention_ends: str = "all"
+    defer_fresh_hits: bool = False
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,8 @@ class MLAAttentionSpec(LatentSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlidingWindowMLASpec(LatentSpec):
-    """Latent vectors of the last `sliding_window` tokens."""
+class LatentWindowSpec(LatentSpec):
+    """Latent vectors of the last `sliding_window` tokens; who may hit them, subclasses say."""
 
     kept_fields: ClassVar[frozenset[str]] = frozenset({"sliding_window"})
 
@@ -105,15 +105,20 @@ class SlidingWindowMLASpec(LatentSpec):
         if self.sliding_window < 1:
             raise ValueError(f"expected sliding_window >= 1, got {self.sliding_window}")
 
-    @property
-    def kind(self) -> str:
-        """Name in KV events."""
-        return "sliding_window_mla"
-
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
         """As of `SlidingWindowSpec`."""
         tokens = min(self.sliding_window - 1 + max_in_flight_tokens, max_model_len)
         return cdiv(tokens, self.block_size) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowMLASpec(LatentWindowSpec):
+    """A window that is cached as `SlidingWindowSpec` is."""
+
+    @property
+    def kind(self) -> str:
+        """Name in KV events."""
+        return "sliding_window_mla"
 
 
 @final

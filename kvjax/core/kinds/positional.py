@@ -62,7 +62,8 @@ class PositionalManager(ColumnManager):
         """What one step of int64[n] rows changes: columns appended, filled, and skipped."""
         size = self.block_size
         held, cached, first = self.num_blocks[rows], self.num_cached_blocks[rows], NO_RUNS.starts
-        required, full, skipped = (num_slots + (size - 1)) // size, num_cacheable // size, NO_RUNS
+        required, skipped = (num_slots + (size - 1)) // size, NO_RUNS
+        full = num_cacheable // size if self.is_prefix_cacheable else cached
         num_blocks, num_cached_blocks = np.maximum(held, required), np.maximum(cached, full)
         idle_until = np.minimum(num_blocks * size, self.settings.max_model_len)
         if self.enable_caching:

@@ -82,7 +82,10 @@ class StateScan(HitScan):
     def _look_up(self, first: int, end: int) -> None:
         hashes, manager = self._hashes[first:end], self._manager
         self._ids = np.stack([manager.block_pool.find_each(hashes, group_id) for group_id in manager.group_ids])
-        self._is_hit = ((self._ids > 0) & ~manager.fresh_blocks.are_fresh(self._ids)).all(axis=0)
+        is_hit = self._ids > 0
+        if not manager.settings.defer_fresh_hits:
+            is_hit &= ~manager.fresh_blocks.are_fresh(self._ids)
+        self._is_hit = is_hit.all(axis=0)
         self._first, self._chunk = first, min(2 * self._chunk, LAST_CHUNK)
 
     def ids(self) -> np.ndarray:  # int32[G, k]
@@ -96,7 +99,7 @@ class StateScan(HitScan):
 class RecurrentManager(SingleTypeKVCacheManager):
     """Both modes: `none` is `align` with one column for all tokens, and caches nothing.
 
-    A block registered in this step is never hit before `new_step_starts`: its state does not exist yet.
+    A request never starts before `new_step_starts` from a block registered in this step: its state does not exist yet.
     """
 
     hits_are_prefix_closed: ClassVar[bool] = False

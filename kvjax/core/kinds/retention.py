@@ -7,7 +7,8 @@ A hit of L tokens needs all blocks of full attention before L, but only the last
 recurrent layer. So these kinds need to be cached at few lengths L only, checkpoints; then a hit ends at one of them:
 
     every k tokens      where k = retention_interval > 0
-    end of the request  as it is admitted: the last length that the same prompt (or one that it begins) can hit
+    end of the request  as it is admitted: the last length that the same prompt (or one that it begins) can hit; with
+                        `retention_ends="resent"` only where vLLM 0.33 keeps one, see `lengths_for`
     shared prefix       the longest prefix that the groups which keep everything had cached when the request was looked
                         up; a prefix that two requests share is likely to be asked for again
 
@@ -31,7 +32,8 @@ from typing import Protocol
 
 import numpy as np
 
-NUM_LENGTHS = 3  # of a row: two ends and a shared prefix
+NUM_LENGTHS = 4  # of a row: two ends, a shared prefix, and what EAGLE leaves of it
+ENDS = ("all", "resent")  # which ends of a request are checkpoints
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,13 @@ class SegmentEnds:
 class Retention:
     """The checkpoints of every row of one manager. `keeps` costs some microseconds a call."""
 
-    def __init__(self, interval: int, alignment: int, dropped_tokens: int) -> None:
+    def __init__(self, interval: int, alignment: int, dropped_tokens: int, ends: str = "all") -> None:
         """
         Args:
             interval: tokens from one checkpoint to the next; 0: none but a request's own.
             alignment: tokens of which every hit is a multiple.
             dropped_tokens: tokens that EAGLE drops from a hit; 0 without.
+            ends: one of `ENDS`.
 
         Raises:
             ValueError: the interval is negative or no multiple of the alignment.
@@ -98,6 +101,7 @@ class Retention:
         self._segment_ends = SegmentEnds(interval) if interval else None
         self._alignment = alignment
         self._dropped_tokens = dropped_tokens
+        self._ends = ends
         self._lengths = np.zeros((0, NUM_LENGTHS), np.int64)  # [rows], 0: none
 
     def reserve_rows(self, num_rows: int) -> None:
@@ -107,10 +111,17 @@ class Retention:
             self._lengths = np.pad(self._lengths, ((0, missing), (0, 0)))
 
     def lengths_for(self, num_tokens: int, num_shared_tokens: int) -> tuple[int, ...]:
-        """Checkpoints of a request's own: it has so many tokens, and shares as many with what is cached."""
-        most = num_tokens - self._dropped_tokens
-        lengths = (most - 1, most, num_shared_tokens)
-        return tuple(max(length, 0) // self._alignment * self._alignment for length in lengths)
+        """Checkpoints of a request's own: it has so many tokens, and shares as many with what is cached.
+
+        The same prompt can hit all its tokens but the last, a longer one all of them. Of "resent" ends only the first
+        counts, but with EAGLE both do, each a whole alignment earlier, and what is left of the shared prefix.
+        """
+        size, dropped = self._alignment, self._dropped_tokens
+        lengths: tuple[int, ...] = (num_tokens - dropped - 1, num_tokens - dropped, num_shared_tokens, 0)
+        if self._ends == "resent":
+            ends = (num_tokens - 1 - size, num_tokens - size) if dropped else (num_tokens - 1, 0)
+            lengths = (*ends, num_shared_tokens, num_shared_tokens - dropped)
+        return tuple(max(length, 0) // size * size for length in lengths)
 
     def note_admission(self, row: int, num_tokens: int, num_shared_tokens: int) -> None:
         """Such a request begins in a row."""

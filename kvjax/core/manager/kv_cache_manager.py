@@ -81,6 +81,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         same_step_hits: bool = True,
         coarse_hash_mode: str = "concat",
         retention_interval: int | None = None,
+        retention_ends: str = "all",
+        defer_fresh_hits: bool = False,
         reserve: bool = False,
         track_origins: bool = False,
         miss_reasons: MissReasons | None = None,
@@ -119,6 +121,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             same_step_hits=same_step_hits,
             coarse_hash_mode=coarse_hash_mode,
             retention_interval=retention_interval,
+            retention_ends=retention_ends,
+            defer_fresh_hits=defer_fresh_hits,
             reserve=reserve,
             track_origins=track_origins,
             miss_reasons=miss_reasons,
@@ -237,7 +241,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
 
         Args:
             request: running here, or new: then it gets a row.
-            num_new_tokens: to be computed in this step; 0 only while external tokens are loaded.
+            num_new_tokens: to be computed in this step; 0 only with a hit, or while external tokens are loaded.
             num_new_computed_tokens: of a new request, tokens of the hit.
             new_computed_blocks: of a new request, blocks of the hit.
             num_lookahead_tokens: drafted tokens that need slots too, as far as `max_model_len` allows.

@@ -13,6 +13,7 @@ from typing import Any
 from kvjax.core.eviction import EvictionPolicyFactory
 from kvjax.core.hashing.block_hashing import BlockHashing
 from kvjax.core.kinds.manager_settings import ManagerSettings
+from kvjax.core.kinds.retention import ENDS
 from kvjax.core.manager.token_counts import as_count
 from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.block_pool import BlockPool
@@ -64,6 +65,12 @@ class ManagerOptions:
     # and every so many tokens (0: nowhere else); hits of other lengths become shorter, and room is left for other
     # blocks. None: cache all of them. See kinds/retention.py.
     retention_interval: int | None
+    # Which ends of a request are checkpoints then: "all" that another request could resume at, or "resent": those of
+    # vLLM 0.33, that of the same prompt.
+    retention_ends: str
+    # Whether `allocate_slots` answers None (wait for the next step) to a hit on a recurrent state that this step
+    # computes. False: such a state is no hit before `new_step_starts`.
+    defer_fresh_hits: bool
     # Admit a new request only if the worst cases of all that run and of it fit together (its final length is its prompt
     # and `max_tokens`); then no later call of a running request is refused.
     reserve: bool
@@ -87,6 +94,8 @@ class ManagerOptions:
             size = getattr(self, name)
             if size is not None:
                 as_count(name, size, least=1)
+        if self.retention_ends not in ENDS:
+            raise ValueError(f"expected retention_ends of {', '.join(ENDS)}, got {self.retention_ends!r}")
         if not self.sub_block_hits:
             return
         if not self.enable_caching or self.same_step_hits:
@@ -123,6 +132,8 @@ class ManagerOptions:
             reserve=self.reserve,
             sub_block_hits=self.sub_block_hits,
             retention_interval=self.retention_interval,
+            retention_ends=self.retention_ends,
+            defer_fresh_hits=self.defer_fresh_hits,
         )
 
     def hashing(self) -> BlockHashing:

@@ -51,8 +51,8 @@ class SlotCounts:
             ValueError: one can not be.
         """
         counts = self if self._are_counts() else SlotCounts(*map(as_count, _PARAMETERS, vars(self).values()))
-        if not counts.new and not counts.external:
-            raise ValueError("expected num_new_tokens >= 1, got 0; only a load of external tokens computes nothing")
+        if not (counts.new or counts.external or counts.new_computed):
+            raise ValueError("expected num_new_tokens >= 1, got 0; only a hit or a load of tokens computes nothing")
         return counts
 
     def _are_counts(self) -> bool:
@@ -213,6 +213,8 @@ class SlotAllocator:
         if self._state_steps is not None:
             self._state_steps.check(np.array([total_computed]), np.array([after]))
         if hit is not self._groups.no_blocks or counts.new_computed:
+            if self._settings.defer_fresh_hits and self._groups.are_fresh(hit.block_ids):
+                return None
             self._check_hit(request, hit, counts.new_computed, total_computed)
         if counts.encoder:
             self._check_encoder_tokens(counts.encoder)

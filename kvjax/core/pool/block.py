@@ -71,12 +71,16 @@ class KVCacheBlock:
 
 
 class BlockViews(Sequence[KVCacheBlock]):
-    """All blocks of a pool by id; each read makes a view."""
+    """All blocks of a pool by id; each read makes a view, but the null block has one for all."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ("_null", "_pool")
 
     def __init__(self, pool: BlockStates) -> None:
         self._pool = pool
+        self._null = KVCacheBlock(pool, pool.NULL_BLOCK_ID)
+
+    def _view(self, block_id: int) -> KVCacheBlock:
+        return self._null if block_id == self._pool.NULL_BLOCK_ID else KVCacheBlock(self._pool, block_id)
 
     def __len__(self) -> int:
         return self._pool.num_blocks
@@ -88,8 +92,8 @@ class BlockViews(Sequence[KVCacheBlock]):
     def __getitem__(self, index: int | slice) -> KVCacheBlock | list[KVCacheBlock]:
         ids = range(self._pool.num_blocks)[index]
         if isinstance(ids, range):
-            return [KVCacheBlock(self._pool, block_id) for block_id in ids]
-        return KVCacheBlock(self._pool, ids)
+            return [self._view(block_id) for block_id in ids]
+        return self._view(ids)
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        return (KVCacheBlock(self._pool, block_id) for block_id in range(self._pool.num_blocks))
+        return map(self._view, range(self._pool.num_blocks))

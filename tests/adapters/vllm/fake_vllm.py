@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_preemptions = 0
+        self.shared_prefix_boundary = 0
         self.prompt_embeds = None
         self.skip_reading_prefix_cache = False
 
@@ -82,9 +84,11 @@ def modules_of(description: dict[str, Any]) -> dict[str, ModuleType]:
         name: ModuleType(name)
         for name in (
             "vllm",
+            "vllm.v1.core.kv_cache_coordinator",
             "vllm.v1.core.kv_cache_manager",
             "vllm.v1.core.kv_cache_utils",
             "vllm.v1.core.sched.scheduler",
+            "vllm.v1.core.single_type_kv_cache_manager",
             "vllm.v1.kv_cache_interface",
             "vllm.v1.metrics.stats",
             "vllm.v1.request",
@@ -96,6 +100,11 @@ def modules_of(description: dict[str, Any]) -> dict[str, ModuleType]:
         setattr(modules["vllm.v1.core.kv_cache_manager"], name, _class(name, methods))
     own = modules["vllm.v1.core.kv_cache_manager"].KVCacheManager
     modules["vllm.v1.core.sched.scheduler"].KVCacheManager = own  # type: ignore[attr-defined]
+    for name in ("Unitary{}", "Hybrid{}", "{}NoPrefixCache"):
+        name = name.format("KVCacheCoordinator")
+        setattr(modules["vllm.v1.core.kv_cache_coordinator"], name, ABCMeta(name, (), {}))
+    for name in ("FullAttentionManager", "SlidingWindowManager", "CrossAttentionManager", "MambaManager"):
+        setattr(modules["vllm.v1.core.single_type_kv_cache_manager"], name, ABCMeta(name, (), {}))
     modules["vllm.v1.core.kv_cache_utils"].maybe_convert_block_hash = lambda value: value  # type: ignore[attr-defined]
     interface = modules["vllm.v1.kv_cache_interface"]
     interface.KVCacheSpec = base = type("KVCacheSpec", (), {})  # type: ignore[attr-defined]

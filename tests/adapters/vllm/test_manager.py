@@ -247,8 +247,8 @@ def test_what_has_no_counterpart_is_refused_by_its_name(vllm: Any) -> None:
     with pytest.raises(NotImplementedError, match="mamba_cache_mode 'all'"):
         manager_of(vllm, mamba)
     if vllm.name == "0.33":
-        with pytest.raises(NotImplementedError, match="num_hash_lookahead_tokens=2 has no counterpart"):
-            manager_of(vllm, num_hash_lookahead_tokens=2)
+        with pytest.raises(NotImplementedError, match="num_hash_lookahead_tokens=2 with KV events has no counterpart"):
+            manager_of(vllm, num_hash_lookahead_tokens=2, enable_kv_cache_events=True)
         window = make(
             vllm.SlidingWindowSpec, block_size=BLOCK, **HEADS | {"extra_retained_tokens": 3}, sliding_window=6
         )
@@ -339,3 +339,183 @@ def test_the_watermark_keeps_blocks_free_once_something_runs(vllm: Any) -> None:
     assert manager.allocate_slots(request, 36, full_sequence_must_fit=True) is None
     assert manager.allocate_slots(request, 36, has_scheduled_reqs=False, reserved_blocks=2) is None
     assert manager.allocate_slots(request, 36, has_scheduled_reqs=False) is not None
+
+
+def mamba_of(vllm: Any) -> Any:
+    fields = {"shapes": (1, 1), "dtypes": ("torch.float32",), "mamba_cache_mode": "align", "num_speculative_blocks": 0}
+    return make(vllm.MambaSpec, block_size=BLOCK, num_prefill_checkpoint_blocks=0, dcp_sharded=False, **fields)
+
+
+def compute(manager: KVCacheManager, request: Request, *steps: int) -> None:
+    for num_tokens in steps:
+        manager.new_step_starts()
+        assert manager.allocate_slots(request, num_tokens) is not None
+        request.num_computed_tokens += num_tokens
+    manager.new_step_starts()
+
+
+@pytest.fixture
+def newest() -> Iterator[SimpleNamespace]:
+    with installed(recorded("0.33")) as found:
+        found.name = "0.33"
+        yield found
+
+
+def test_coordinators_and_managers_pass_for_vllms(vllm: Any) -> None:
+    coordinators = vllm.modules["vllm.v1.core.kv_cache_coordinator"]
+    managers = vllm.modules["vllm.v1.core.single_type_kv_cache_manager"]
+    one = manager_of(vllm)
+    two = manager_of(vllm, spec_of(vllm, "FullAttentionSpec"), spec_of(vllm, "CrossAttentionSpec"))
+    assert type(one.coordinator).__name__ == "UnitaryKVCacheCoordinator"
+    assert isinstance(two.coordinator, coordinators.HybridKVCacheCoordinator)
+    assert not isinstance(one.coordinator, coordinators.HybridKVCacheCoordinator)
+    assert isinstance(two.coordinator.single_type_managers[1], managers.CrossAttentionManager)
+    assert [group.group_ids for group in two.coordinator.attention_groups] == [[0]]
+    off = manager_of(vllm, enable_caching=False)
+    assert isinstance(off.coordinator, coordinators.KVCacheCoordinatorNoPrefixCache)
+
+
+def test_groups_that_ranks_do_not_share_keep_their_blocks(newest: Any) -> None:
+    specs = [spec_of(newest, "FullAttentionSpec", dcp_sharded=sharded) for sharded in (True, False)]
+    manager = manager_of(newest, *specs, dcp_world_size=2)
+    assert manager.coordinator.group_block_sizes == (8, 4)
+    request = request_of("a", list(range(17)))
+    compute(manager, request, 17)
+    assert [len(ids) for ids in manager.get_block_ids("a")] == [3, 5]
+    hit, num_tokens, _ = manager.get_computed_blocks(request_of("b", list(range(15))))
+    assert ([len(blocks) for blocks in hit.blocks], num_tokens) == ([1, 2], 8)
+    window = spec_of(newest, "SlidingWindowSpec", dcp_sharded=True)
+    with pytest.raises(NotImplementedError, match=r"SlidingWindowSpec\.dcp_sharded=True with dcp_world_size=2"):
+        manager_of(newest, specs[0], window, dcp_world_size=2)
+
+
+def test_tokens_that_are_computed_again_are_not_cached_yet(newest: Any) -> None:
+    manager = manager_of(newest, num_prefill_lookahead=3)
+    request = request_of("a", list(range(13)))
+    compute(manager, request, 9, 1)
+    assert manager.coordinator.single_type_managers[0].num_cached_block["a"] == 2
+    assert manager.coordinator.num_reprefillable_tokens == 2
+    compute(manager, request, 3)
+    manager.cache_blocks(request, 13)
+    assert manager.coordinator.single_type_managers[0].num_cached_block["a"] == 2
+
+
+def test_a_connector_is_told_of_hits_that_only_states_lack(newest: Any) -> None:
+    manager = manager_of(newest, spec_of(newest, "FullAttentionSpec"), mamba_of(newest))
+    request = request_of("a", list(range(17)))
+    compute(manager, request, 4, 4, 4, 4)
+    states = [block.block_id for block in manager.coordinator.single_type_managers[1].req_to_blocks["a"]]
+    offers = manager.take_boundary_state_offloads()["a"]
+    assert [(group, tokens) for group, _, tokens in offers] == [(1, 4), (1, 8), (1, 12), (1, 16)]
+    assert offers[-1][1] == states[3]
+    assert manager.take_boundary_state_offloads() == {}
+    manager.evict_blocks({block_id for _, block_id, tokens in offers if tokens > 4})
+    other = request_of("b", list(range(21)))
+    _, lengths = manager.coordinator.find_longest_cache_hit_per_group(other.block_hashes, 20)
+    assert lengths == (16, 4)
+    assert manager.get_computed_blocks(other)[1:] == (4, 16)
+    hit, num_tokens, shared, is_deeper = manager.get_computed_blocks_for_connector(other)
+    assert (num_tokens, shared, is_deeper) == (16, 0, True)
+    assert manager.allocate_slots(other, 0, num_tokens, hit, num_external_computed_tokens=4) is not None
+    manager._core.check_invariants()
+    manager.evict_blocks({manager.get_block_ids("a")[0][1]})
+    assert manager.get_computed_blocks_for_connector(request_of("c", list(range(21))))[1:] == (4, 0, False)
+
+
+def test_states_of_a_request_that_ended_are_not_offered(newest: Any) -> None:
+    manager = manager_of(newest, spec_of(newest, "FullAttentionSpec"), mamba_of(newest))
+    for end in (manager.free, manager.pop_blocks_for_free):
+        request = request_of("a", list(range(8)))
+        compute(manager, request, 4)
+        end(request)
+    assert manager.take_boundary_state_offloads() == {}
+
+
+def test_a_state_of_this_step_is_waited_for(vllm: Any) -> None:
+    manager = manager_of(vllm, spec_of(vllm, "FullAttentionSpec"), mamba_of(vllm))
+    assert manager.allocate_slots(request_of("a", list(range(8))), 8) is not None
+    other = request_of("b", list(range(9)))
+    hit, num_tokens, *_ = manager.get_computed_blocks(other)
+    assert num_tokens == 8
+    assert manager.allocate_slots(other, 1, num_tokens, hit) is None
+    if vllm.name == "0.16":
+        manager.take_events()  # its scheduler tells of no steps, but takes events after each
+    else:
+        manager.new_step_starts()
+    assert manager.allocate_slots(other, 1, num_tokens, hit) is not None
+
+
+def test_sparse_caching_follows_vllms_request(newest: Any) -> None:
+    """The shared prefix that is kept is the one that the scheduler noted in the request."""
+    windows = spec_of(newest, "FullAttentionSpec"), spec_of(newest, "SlidingWindowSpec")
+    config = config_of(newest, *windows)
+    config.prefix_cache_retention_interval = 0
+    for shared, expected in ((0, 0), (8, 8)):
+        manager = KVCacheManager(config, max_model_len=64, hash_block_size=BLOCK, scheduler_block_size=BLOCK)
+        assert manager.coordinator.retention_interval == 0
+        for name, tail in (("a", 50), ("b", 60)):
+            request = request_of(name, [*range(8), *[tail] * 8])
+            request.shared_prefix_boundary = shared
+            hit, num_tokens, boundary = manager.get_computed_blocks(request)
+            manager.allocate_slots(request, 16 - num_tokens, num_tokens, hit)
+        assert boundary == (8 if not shared else 0)
+        assert manager.get_computed_blocks(request_of("c", [*range(8), 70]))[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "interval", "message"),
+    [
+        ("FullAttentionSpec", 4, "no sliding-window or Mamba group"),
+        ("SlidingWindowSpec", -4, "non-negative multiple of scheduler_block_size=4, got -4"),
+        ("SlidingWindowSpec", 6, "non-negative multiple of scheduler_block_size=4, got 6"),
+    ],
+)
+def test_retention_is_checked_as_vllm_does(newest: Any, kind: str, interval: int, message: str) -> None:
+    config = config_of(newest, spec_of(newest, kind))
+    config.prefix_cache_retention_interval = interval
+    with pytest.raises(ValueError, match=message):
+        KVCacheManager(config, max_model_len=64, hash_block_size=BLOCK, scheduler_block_size=BLOCK)
+
+
+def test_pages_that_a_load_writes_are_not_zeroed(newest: Any) -> None:
+    config = config_of(newest, spec_of(newest, "FullAttentionSpec"))
+    config.needs_kv_cache_zeroing = True
+    manager = KVCacheManager(config, max_model_len=64, hash_block_size=BLOCK, scheduler_block_size=BLOCK)
+    request = request_of("a", list(range(20)))
+    load = {"num_external_computed_tokens": 8, "delay_cache_blocks": True}
+    assert manager.allocate_slots(request, 4, **load, skip_zeroing_group_ids=(0,)) is not None
+    assert manager.take_new_block_ids() == [3]
+    manager.record_blocks_for_zeroing("a", 4)
+    assert manager.take_new_block_ids() == [2, 3]
+    assert manager.take_new_block_ids() == []
+
+
+def test_a_pool_registers_blocks_that_were_taken_from_it(vllm: Any) -> None:
+    manager = manager_of(vllm, enable_kv_cache_events=True)
+    request = request_of("a", list(range(12)))
+    blocks = manager.block_pool.get_new_blocks(3)
+    manager.block_pool.cache_full_blocks(request, blocks, 0, 3, BLOCK, 0, block_mask=[True, False, True])
+    assert [event.token_ids for event in manager.take_events()] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert [block.block_hash is not None for block in blocks] == [True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["CircularBufferSpec", "SlidingWindowMLASpec"])
+def test_groups_without_hits_leave_them_to_the_others(newest: Any, kind: str) -> None:
+    spec = spec_of(newest, kind, sliding_window=8, bounded_replay=True)
+    manager = manager_of(newest, spec_of(newest, "FullAttentionSpec"), spec)
+    compute(manager, request_of("a", list(range(13))), 13)
+    hit, num_tokens, _ = manager.get_computed_blocks(request_of("b", list(range(13))))
+    assert ([len(blocks) for blocks in hit.blocks], num_tokens) == ([3, 0], 12)
+    assert manager.truncate_computed_blocks(hit, 8).get_block_ids() == ([1, 2], [])
+
+
+def test_a_request_is_translated_again_where_it_has_grown(vllm: Any) -> None:
+    manager = manager_of(vllm)
+    request = request_of("a", list(range(8)))
+    assert manager.get_computed_blocks(request)[1] == 0
+    request.all_token_ids.append(8)
+    request.block_hashes = list(HASHER.hash_tokens(request.all_token_ids))
+    assert manager.allocate_slots(request, 9) is not None
+    manager.free(request)
+    assert manager.get_computed_blocks(request)[1] == 8
+    manager._core.check_invariants()

@@ -25,6 +25,7 @@ from kvjax.core.kinds.recurrent import RecurrentManager
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
 from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import IntOrArray
+from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
 LATENT: dict[str, Any] = {"head_size": 8, "dtype": "float32"}
@@ -106,6 +107,8 @@ EXAMPLES: dict[str, KVCacheSpec] = {
     "mamba_none": MambaSpec(block_size=2, num_speculative_blocks=1, **STATE),
     "mamba_align": MambaSpec(block_size=4, mamba_cache_mode="align", **STATE),
     "mamba_drafts": MambaSpec(block_size=2, mamba_cache_mode="align", num_speculative_blocks=2, **STATE),
+    "buffer": RequestBufferSpec(block_size=4, num_bytes=12),
+    "mla_window_replayed": ReplayedWindowMLASpec(block_size=2, sliding_window=5, **LATENT),
     "own": HalfAttentionSpec(block_size=2, **HEADS),
     "own_recurrent": DeltaRuleSpec(
         block_size=4, num_heads=2, size=3, mamba_cache_mode="align", num_speculative_blocks=1

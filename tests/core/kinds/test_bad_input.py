@@ -17,6 +17,7 @@ from kvjax.core import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
+from kvjax.core.kinds.unshared import RequestBufferSpec
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
 CHUNKED = ChunkedLocalAttentionSpec(block_size=4, attention_chunk_size=8, **HEADS)
@@ -53,6 +54,10 @@ SINKS = SinkFullAttentionSpec(block_size=4, sink_len=8, **HEADS)
         ),
         (lambda: MLAAttentionSpec(block_size=4, head_size=0, dtype="float32"), "expected head_size >= 1, got 0"),
         (lambda: MLAAttentionSpec(block_size=4, head_size=8, dtype="int3"), "expected a KV-cache dtype"),
+        (
+            lambda: RequestBufferSpec(block_size=4, num_bytes=8, num_speculative_blocks=1),
+            "expected mamba_cache_mode none and no speculative blocks of a buffer, got none and 1",
+        ),
     ],
 )
 def test_specs_that_can_not_be(make: Callable[[], KVCacheSpec], message: str) -> None:

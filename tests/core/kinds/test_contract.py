@@ -26,7 +26,7 @@ from kvjax.core.kinds.single_type_manager import NEVER
 from tests.core.kinds.contract_world import MAX_MODEL_LEN, World
 from tests.core.kinds.examples import EXAMPLES
 
-NEVER_CACHED = ("cross", "mamba_none")
+NEVER_CACHED = ("cross", "mamba_none", "buffer", "mla_window_replayed")
 CACHEABLE = {name: spec for name, spec in EXAMPLES.items() if name not in NEVER_CACHED}
 every_kind = pytest.mark.parametrize("spec", EXAMPLES.values(), ids=EXAMPLES)
 every_cacheable_kind = pytest.mark.parametrize("spec", CACHEABLE.values(), ids=CACHEABLE)

@@ -202,6 +202,21 @@ def test_no_state_is_hit_in_the_step_that_computes_it() -> None:
     assert manager.get_computed_blocks(again)[1] == 8
 
 
+def test_a_request_that_hits_a_state_of_this_step_can_wait_for_it() -> None:
+    """With `defer_fresh_hits` the lookup finds the state, and slots are given when it is computed."""
+    manager = make_manager(FULL, state(), defer_fresh_hits=True)
+    first, second = (Request(name, range(10), block_hasher=HASHER) for name in ("first", "second"))
+    assert manager.allocate_slots(first, 8) is not None
+    blocks, num_tokens = manager.get_computed_blocks(second)
+    assert num_tokens == 8
+    before = manager.snapshot()
+    assert manager.allocate_slots(second, 2, num_tokens, blocks) is None
+    assert manager.snapshot() == before
+    manager.new_step_starts()
+    assert manager.allocate_slots(second, 2, num_tokens, blocks) is not None
+    manager.check_invariants()
+
+
 def test_a_state_is_no_common_prefix() -> None:
     manager = make_manager(FULL, state())
     admit(manager, "r", 8)

@@ -188,7 +188,7 @@ def test_forks_keep_what_their_parent_keeps() -> None:
     children = manager.fork(parent, 2)
     assert children is not None
     checkpoints = manager.snapshot().checkpoints
-    assert {checkpoints[r.request_id] for r in (parent, *children)} == {(38, 40, 0)}
+    assert {checkpoints[r.request_id] for r in (parent, *children)} == {(38, 40, 0, 0)}
     assert manager.allocate_slots(children[0], 32) is not None
     children[0].num_computed_tokens = 40
     assert lookup(manager, list(range(50))) == 40
@@ -214,3 +214,20 @@ def test_without_a_cache_there_is_nothing_to_keep() -> None:
 def test_hits_inside_blocks_do_not_go_with_it() -> None:
     with pytest.raises(NotImplementedError, match="retention_interval=4 does not work with sub_block_hits=True"):
         replace(FULL, retention=4, same_step_hits=False).manager([9], sub_block_hits=True)
+
+
+@pytest.mark.parametrize("dropped", [0, 4])
+@pytest.mark.parametrize("num_tokens", range(1, 40))
+def test_resent_ends_are_where_vllm_0_33_keeps_them(num_tokens: int, dropped: int) -> None:
+    """Blocks of 8: where the same prompt resumes; with EAGLE the aligned lengths of prompt and resend, less one."""
+    size, shared = 8, 16
+    ends = Retention(0, size, dropped, "resent").lengths_for(num_tokens, shared)
+    resend, extension = (num_tokens - 1) // size * size, num_tokens // size * size
+    expected = {max(resend - size, 0), max(extension - size, 0), shared, 8} if dropped else {resend, shared}
+    assert {*ends, 0} == {*expected, 0}
+
+
+def test_an_unknown_choice_of_ends_is_refused() -> None:
+    config = make(HYBRIDS["window"], 0).kv_cache_config
+    with pytest.raises(ValueError, match="expected retention_ends of all, resent, got 'first'"):
+        KVCacheManager(config, MAX_MODEL_LEN, 2, retention_interval=0, retention_ends="first")

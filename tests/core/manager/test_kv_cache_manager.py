@@ -493,7 +493,7 @@ def test_windows_do_not_work_with_context_parallelism() -> None:
     ("counts", "message"),
     [
         ({"num_new_tokens": -1}, "expected num_new_tokens >= 0, got -1"),
-        ({"num_new_tokens": 0}, "expected num_new_tokens >= 1, got 0; only a load of external tokens computes nothing"),
+        ({"num_new_tokens": 0}, "expected num_new_tokens >= 1, got 0; only a hit or a load of tokens computes nothing"),
         ({"num_new_computed_tokens": -4}, "expected num_new_computed_tokens >= 0, got -4"),
         ({"num_lookahead_tokens": -1}, "expected num_lookahead_tokens >= 0, got -1"),
         ({"num_external_computed_tokens": -1}, "expected num_external_computed_tokens >= 0, got -1"),

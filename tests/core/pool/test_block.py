@@ -41,3 +41,10 @@ def test_the_views_are_a_sequence() -> None:
     assert isinstance(pool.blocks[0], KVCacheBlock)
     with pytest.raises(IndexError, match="out of range"):
         pool.blocks[4]
+
+
+def test_the_null_block_has_one_view() -> None:
+    """So `block is pool.null_block` holds wherever the block is read."""
+    pool = BlockPool(4)
+    assert pool.blocks[0] is pool.null_block is pool.blocks[:2][0] is next(iter(pool.blocks))
+    assert pool.blocks[1] == pool.blocks[1]

@@ -1,0 +1,87 @@
+"""Kinds whose blocks no other request can hit: lookups pass them over, so a hit comes without what they hold.
+
+Who admits a request with a hit brings it: computes the tokens of the window again, or fills the buffer.
+
+Source:  CircularBufferSpec and `bounded_replay` of vLLM 0.33's v1/kv_cache_interface.py (DeepSeek V4.1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from kvjax.core.kinds.mla import LatentWindowSpec
+from kvjax.core.kinds.recurrent import RecurrentManager
+from kvjax.core.kinds.recurrent_spec import RecurrentSpec
+from kvjax.core.kinds.registry import register_kv_cache_manager
+from kvjax.core.kinds.sliding_window import WindowManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestBufferSpec(RecurrentSpec):
+    """One page of `num_bytes` for a request's whole life, a ring for example."""
+
+    layer_fields: ClassVar[frozenset[str]] = RecurrentSpec.layer_fields | {"num_bytes"}
+
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mamba_cache_mode != "none" or self.num_speculative_blocks:
+            raise ValueError(
+                "expected mamba_cache_mode none and no speculative blocks of a buffer, got "
+                f"{self.mamba_cache_mode} and {self.num_speculative_blocks}"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Name in KV events."""
+        return "request_buffer"
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes."""
+        return ((self.num_bytes,),)
+
+    @property
+    def state_dtypes(self) -> tuple[str, ...]:
+        """Bytes."""
+        return ("int8",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedWindowMLASpec(LatentWindowSpec):
+    """A window whose tokens are computed again where a request starts from a hit."""
+
+    @property
+    def kind(self) -> str:
+        """Name in KV events."""
+        return "replayed_window_mla"
+
+
+@final
+@register_kv_cache_manager(RequestBufferSpec)
+class RequestBufferManager(RecurrentManager):
+    """Holds one block a request."""
+
+    supports_eagle: ClassVar[bool] = True
+    is_prefix_cacheable: ClassVar[bool] = False
+
+
+@final
+@register_kv_cache_manager(ReplayedWindowMLASpec)
+class ReplayedWindowMLAManager(WindowManager):
+    """Releases blocks as they leave the window."""
+
+    supports_eagle: ClassVar[bool] = True
+    is_prefix_cacheable: ClassVar[bool] = False
+
+    kv_cache_spec: ReplayedWindowMLASpec
+
+    @property
+    def sliding_window(self) -> int:
+        """As the spec says."""
+        return self.kv_cache_spec.sliding_window
+
+
+__all__ = ["ReplayedWindowMLAManager", "ReplayedWindowMLASpec", "RequestBufferManager", "RequestBufferSpec"]
