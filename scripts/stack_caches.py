@@ -1,14 +1,17 @@
-"""The same requests through sglang-jax's own prefix cache and through kvjax's, from its sources.
+"""The same requests through a stack's own prefix cache, from its sources, and through kvjax's with its surface.
 
-    python scripts/stack_caches.py PATH              PATH: a checkout's `python` folder
-    python scripts/stack_caches.py PATH --seeds 20
+    python scripts/stack_caches.py sglang_jax PATH              PATH: a checkout's `python` folder
+    python scripts/stack_caches.py easydel PATH --seeds 20      PATH: an unpacked wheel
 
-Flow:    random moves -> ServedRequests of either -> [stack_caches] -> a line a case
+Flow:    random moves -> the stack's cache, kvjax's -> [stack_caches] -> a line a case
 
-Laws, of both: a hit's slots hold its prefix, no slot is given twice, and at the end all are free. Where nothing is
-evicted, both hit the same tokens; else kvjax may hit more, since the stack evicts whole leaves. "broken" counts the
-seeds in which the stack's own cache breaks a law: SWARadixCache frees the pages of a tombstone that it revives, though
-requests run on them. The exit status is 1 where hits differ without evictions; a law that kvjax breaks raises.
+EasyDeL: every call's answer is the same, page ids too, in one shard; the exit status is 1 where one differs.
+
+sglang-jax: laws, of both: a hit's slots hold its prefix, no slot is given twice, and at the end all are free. Where
+nothing is evicted, both hit the same tokens; else kvjax may hit more, since the stack evicts whole leaves. "broken"
+counts the seeds in which the stack's own cache breaks a law: SWARadixCache frees the pages of a tombstone that it
+revives, though requests run on them. The exit status is 1 where hits differ without evictions; a law that kvjax breaks
+raises.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
+from scripts.stack_checks import easydel_manager
 from scripts.stack_checks.served_requests import ServedRequests, play, random_moves
 from scripts.stack_checks.sglang_caches import make_pair
 
@@ -44,18 +48,45 @@ TIGHT = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the table; 1 where hits differ that may not."""
-    parser = argparse.ArgumentParser(description="Play requests through sglang-jax's caches and kvjax's.")
+    """Prints the table; 1 where something differs that may not."""
+    parser = argparse.ArgumentParser(description="Play requests through a stack's caches and kvjax's.")
+    parser.add_argument("stack", choices=("easydel", "sglang_jax"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--seeds", type=int, default=10)
     options = parser.parse_args(arguments)
+    compare = compare_easydel if options.stack == "easydel" else compare_sglang_jax
+    return int(compare(options.path, options.seeds))
+
+
+def compare_easydel(path: Path, num_seeds: int) -> bool:
+    """Prints how many answers were equal; whether one differs."""
+    differs = False
+    print(f"{'case':10} {'answers':>8} {'equal':>8}")
+    for kind in ("full", "hybrid"):
+        count = equal = 0
+        for seed in range(num_seeds):
+            theirs, ours, status = easydel_manager.make_pair(path, kind)
+            pairs = zip(
+                easydel_manager.answers(theirs, status, seed, 1),
+                easydel_manager.answers(ours, status, seed, 1),
+                strict=True,
+            )
+            found = [a == b for a, b in pairs]
+            count, equal = count + len(found), equal + sum(found)
+        print(f"{kind:10} {count:8,} {equal:8,}")
+        differs |= count != equal
+    return differs
+
+
+def compare_sglang_jax(path: Path, num_seeds: int) -> bool:
+    """Prints a line a case; whether hits differ where nothing is evicted."""
     differs = False
     print(f"{'case':26} {'requests':>8} {'hit, theirs':>12} {'kvjax':>9} {'s, theirs':>10} {'kvjax':>7} {'broken':>7}")
     for case, (pages, page_size, window_pages, ranks) in {**AMPLE, **TIGHT}.items():
         hits, seconds, requests, num_broken = np.zeros(2, np.int64), np.zeros(2), 0, 0
-        for seed in range(options.seeds):
+        for seed in range(num_seeds):
             pair = make_pair(
-                options.path, pages=pages, page_size=page_size, window_pages=window_pages, window=WINDOW, ranks=ranks
+                path, pages=pages, page_size=page_size, window_pages=window_pages, window=WINDOW, ranks=ranks
             )
             for place, served in enumerate(pair):
                 start = time.perf_counter()
@@ -71,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
             differs |= case in AMPLE and pair[0].hits != pair[1].hits
         counts = f"{requests:8} {hits[0]:12,} {hits[1]:9,}"
         print(f"{case:26} {counts} {seconds[0]:10.2f} {seconds[1]:7.2f} {num_broken:7}")
-    return int(differs)
+    return differs
 
 
 def _play_all(served: ServedRequests, seed: int, size: int, size_swa: int, ranks: int) -> None:

@@ -1,0 +1,39 @@
+"""kvjax's cache manager under EasyDeL's scheduler, in place of its own.
+
+from kvjax.adapters import easydel
+easydel.install()         # before the engine is made
+easydel.uninstall()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvjax.adapters.easydel.manager import CacheManager
+from kvjax.adapters.easydel.metadata import EASYDEL
+from kvjax.adapters.stack import require_stack
+
+_SCHEDULER = "easydel.inference.esurge.scheduler.scheduler"
+_replaced: list[tuple[Any, Any]] = []
+
+
+def install() -> None:
+    """Has the scheduler make kvjax's manager; a second call does nothing.
+
+    Raises:
+        MissingStackError: EasyDeL cannot be imported.
+        UnknownStackError: its manager is none of the recorded versions'. Nothing is changed.
+    """
+    if not _replaced:
+        EASYDEL.load("CachePages")
+        theirs = EASYDEL.load("CacheManager")
+        module: Any = require_stack(_SCHEDULER, EASYDEL.package, EASYDEL.versions)
+        _replaced.append((module, theirs))
+        module.CacheManager = CacheManager
+
+
+def uninstall() -> None:
+    """Has the scheduler make EasyDeL's own manager again."""
+    while _replaced:
+        module, theirs = _replaced.pop()
+        module.CacheManager = theirs
