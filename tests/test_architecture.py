@@ -43,7 +43,15 @@ ALLOWED = {
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.tiers": (*HOST, "xxhash", "kvjax.tiers"),
     "kvjax.tiers.tier_worker": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),
-    "kvjax.transfer": (*HOST, "jax", "cbor2", "kvjax.device", "kvjax.transfer", "pallas_kernels"),
+    "kvjax.transfer": (
+        *HOST,
+        "jax",
+        "cbor2",
+        "kvjax.device",
+        "kvjax.tiers.connector",
+        "kvjax.transfer",
+        "pallas_kernels",
+    ),
     "kvjax.engine": (
         *HOST,
         "jax",

@@ -357,7 +357,7 @@ class Scheduler:
             engine_request = self._waiting.first
             request = engine_request.request
             blocks, num_hit = self._manager.get_computed_blocks(request)
-            if self._loads is not None and blocks.elsewhere is not None:
+            if self._loads is not None:
                 start = self._loads.start(engine_request, blocks, num_hit, is_first=not self._rows.size)
                 if start is LoadStart.REFUSED:
                     self._admission.refuse(engine_request, self._num_steps)
@@ -448,14 +448,14 @@ class Scheduler:
 
     def _finish(self, engine_request: EngineRequest, reason: FinishReason) -> None:
         """Ends a request. The caller calls `_forget_stopped` if it ran."""
+        if self._connector is not None:  # while the request has its blocks
+            self._connector.request_finished(engine_request.request)
         if engine_request.status is RequestStatus.RUNNING:
             self._stop_running(engine_request)
         elif engine_request.status is RequestStatus.LOADING and self._loads is not None:
             self._loads.abort(engine_request)
         else:
             self._waiting.remove(engine_request)
-        if self._connector is not None:
-            self._connector.request_finished(engine_request.request)
         engine_request.status = RequestStatus.FINISHED
         engine_request.finish_reason = reason
 

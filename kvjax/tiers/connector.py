@@ -63,7 +63,10 @@ class SchedulerConnector(Protocol):
         """What the worker is to do before the next step; the same thing is asked for once."""
 
     def request_finished(self, request: Request) -> None:
-        """The request gives its blocks up: nothing may be written into them any more."""
+        """The request is about to give its blocks up: nothing may be written into them any more.
+
+        What is read of them has to be read by the next `start_load_kv`.
+        """
 
     def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
         """Takes note of what the worker did; whose loads have ended."""

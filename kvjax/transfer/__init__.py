@@ -6,17 +6,21 @@ Source:  ARCHITECTURE.md, "Prefill and decode apart"
 
 from __future__ import annotations
 
+from kvjax.transfer.decode_connector import DecodeConnector
 from kvjax.transfer.peers import Arrival, PageClient, PageServer, Ticket
+from kvjax.transfer.prefill_connector import PrefillConnector
 from kvjax.transfer.request_span import RequestPages, request_pages
 from kvjax.transfer.sent_request import LayerHeader, PageReader, PageWriter, SentHeader, SentRequest
 
 __all__ = [
     "Arrival",
+    "DecodeConnector",
     "LayerHeader",
     "PageClient",
     "PageReader",
     "PageServer",
     "PageWriter",
+    "PrefillConnector",
     "RequestPages",
     "SentHeader",
     "SentRequest",

@@ -89,27 +89,26 @@ class PageServer:
 
 
 class PageClient:
-    """The receiving side of one process: what it pulls goes into the pages of one `PageWriter`."""
+    """The receiving side of one process, with its open connections."""
 
-    def __init__(self, writer: PageWriter, address: str = "127.0.0.1:0") -> None:
-        self._writer = writer
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
         self._server = transfer.start_transfer_server(jax.devices()[0].client, address, [address])
         self._connections: dict[str, transfer.TransferConnection] = {}
 
-    def pull(self, ticket: Ticket) -> Arrival:
-        """Begins to fetch a request's entries; returns at once.
+    def pull(self, ticket: Ticket, writer: PageWriter) -> Arrival:
+        """Begins to fetch a request's entries for the pages of `writer`; returns at once.
 
         Raises:
             ValueError: other layers or weights, or entries cut for another number of devices. Nothing is asked for.
             TransferError: nobody answers at the ticket's address.
         """
-        self._writer.check(ticket.header)
-        if ticket.num_receivers != self._writer.num_shards:
+        writer.check(ticket.header)
+        if ticket.num_receivers != writer.num_shards:
             raise ValueError(
-                f"expected entries cut for {self._writer.num_shards} devices, got {ticket.num_receivers}; give `offer` "
+                f"expected entries cut for {writer.num_shards} devices, got {ticket.num_receivers}; give `offer` "
                 "the receiver's number"
             )
-        shardings = self._writer.shardings(ticket.header)
+        shardings = writer.shardings(ticket.header)
         shapes = [
             shape
             for layer, targets in zip(ticket.header.layers, shardings, strict=True)

@@ -54,12 +54,12 @@ def receive(folder: Path) -> None:
     config = config_of(layers, "tpu")
     request = RequestPages(tables(layers, NUM_TOKENS, 2), 0, NUM_TOKENS)
     writer = PageWriter(config, placement, weights_version="7")
-    client = PageClient(writer)
+    client = PageClient()
     tickets = []
     for i in range(2):
         wait_for(folder / f"ticket{i}")
         tickets.append(Ticket.from_bytes((folder / f"ticket{i}").read_bytes()))
-    pages = writer.write(nan_pages(config, placement), request, client.pull(tickets[0]).wait())
+    pages = writer.write(nan_pages(config, placement), request, client.pull(tickets[0], writer).wait())
     dense = Dense.random(layers, NUM_TOKENS, 0)
     expected = written(config, nan_pages(config), request, dense, range(NUM_TOKENS))
     chex.assert_trees_all_equal(jax.device_get(pages.pools[:1]), jax.device_get(expected.pools[:1]))
@@ -67,7 +67,7 @@ def receive(folder: Path) -> None:
     (folder / "ready").touch()
     wait_for(folder / "killed")
     with pytest.raises(TransferError, match="tokens 0 to 13 did not arrive from 127"):
-        client.pull(tickets[1]).wait(20)
+        client.pull(tickets[1], writer).wait(20)
     print("both as expected")
 
 

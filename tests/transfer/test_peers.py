@@ -62,17 +62,17 @@ def test_what_was_not_cut_for_this_client_or_never_offered_is_refused() -> None:
     config, one = config_of({"full": specs(4)["full"]}, "cpu"), Placement.create()
     request = RequestPages((np.array([1, 2], np.int32),), 0, 8)
     sent = PageReader(config, one).read(nan_pages(config), request)
-    server, client = PageServer(), PageClient(PageWriter(config, one))
+    server, client, writer = PageServer(), PageClient(), PageWriter(config, one)
     with pytest.raises(
         ValueError, match="expected entries cut for 1 devices, got 2; give `offer` the receiver's number"
     ):
-        client.pull(server.offer(sent, 2))
+        client.pull(server.offer(sent, 2), writer)
     with pytest.raises(ValueError, match="expected shards that divide 4 heads, got 3"):
         server.offer(sent, 3)
     ticket = server.offer(sent, 1)
     with pytest.raises(TransferError, match="no answer in"):
-        client.pull(replace(ticket, uuid=99)).wait(0.2)
-    chex.assert_trees_all_equal(client.pull(ticket).wait().arrays, sent.arrays)
+        client.pull(replace(ticket, uuid=99), writer).wait(0.2)
+    chex.assert_trees_all_equal(client.pull(ticket, writer).wait().arrays, sent.arrays)
 
 
 def a_ticket() -> Ticket:

@@ -1,0 +1,235 @@
+"""The connector of an engine that decodes what others computed: requests with a ticket load their KV from a peer.
+
+Flow:    Ticket -> [DecodeConnector.expect]; Scheduler, a request is admitted -> [DecodeConnector] -> PageClient.pull ->
+         Arrival -> PageWriter.write -> the request runs
+Source:  the consumer's side of vLLM's connectors (kv_connector/v1/base.py)
+
+    expected --admitted--> asked for --arrived--> written --reported--> it runs
+                               |--lost, late or refused--> failed: its tokens are computed here
+                               |--aborted--> dropped: what arrives is not written
+
+A load is written in one step and reported in the next, so its pages are whole before a step attends to them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvjax.core import KVCacheBlocks, KVCacheManager, Request
+from kvjax.device import KVPages, Placement
+from kvjax.errors import TransferError
+from kvjax.tiers.connector import ConnectorOutput, LoadResults
+from kvjax.transfer.no_tier import NoTier
+from kvjax.transfer.peers import Arrival, PageClient, Ticket
+from kvjax.transfer.request_span import RequestPages, request_pages
+from kvjax.transfer.sent_request import PageWriter
+
+PAUSE_S = 5e-4  # between looks at arrivals, in `wait`
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One request's tokens from a peer."""
+
+    load_id: int
+    ticket: Ticket
+    pages: RequestPages
+
+
+@dataclass(frozen=True)
+class DecodeMeta:
+    """What the worker is to do before the next step."""
+
+    starts: tuple[_Load, ...] = ()
+    cancelled: tuple[int, ...] = ()
+
+
+@dataclass
+class _Pulling:
+    """A load that the worker is at."""
+
+    pages: RequestPages
+    arrival: Arrival
+    deadline_s: float
+
+
+@dataclass
+class _Report:
+    """What the worker has done since the last `get_finished`."""
+
+    written: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+
+
+class DecodeConnector:
+    """A `KVConnector`, both sides in one. Owned by the engine's thread; nothing here waits, but `wait`."""
+
+    def __init__(
+        self,
+        client: PageClient,
+        *,
+        placement: Placement | None = None,
+        weights_version: str = "",
+        timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`timeout_s`: after which a load that was asked for has failed; `placement`: of this engine's pages."""
+        self.tier = NoTier()
+        self.scheduler = self.worker = self
+        self.num_failed = 0  # loads, since the start
+        self._client, self._timeout_s, self._clock = client, timeout_s, clock
+        self._placement = Placement.create() if placement is None else placement
+        self._weights_version = weights_version
+        self._tickets: dict[str, Ticket] = {}
+        self._num_loads = 0
+        self._manager: KVCacheManager | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._starts: list[_Load] = []
+        self._cancelled: list[int] = []
+        self._load_of: dict[str, int] = {}  # request -> its load, until it has ended
+        self._pulling: dict[int, _Pulling] = {}
+        self._report = _Report()
+
+    def expect(self, request_id: str, ticket: Ticket) -> None:
+        """The request of this id, which is added next, finds its first `ticket.header.stop` tokens at a peer.
+
+        Its prompt begins with the tokens that the peer computed, and has at least one more. A request without a ticket
+        is computed here. The engine of this connector is there already.
+
+        Raises:
+            ValueError: other layers or weights than this engine's. Nothing is expected.
+        """
+        self._writer.check(ticket.header)
+        self._tickets[request_id] = ticket
+
+    # -- SchedulerConnector -----------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Writes into this manager's blocks from here on; nothing is in flight."""
+        self._start()
+        self._manager = manager
+        self._writer = PageWriter(manager.kv_cache_config, self._placement, weights_version=self._weights_version)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """The tokens of the request's ticket behind its hit."""
+        ticket = self._tickets.get(request.request_id)
+        if ticket is None or self._manager is None:
+            return 0, False
+        num_tokens = ticket.header.stop - num_computed_tokens
+        groups = range(len(self._manager.kv_cache_config.kv_cache_groups))
+        is_at_block = all(num_computed_tokens % self._manager.block_size(group_id) == 0 for group_id in groups)
+        if num_tokens <= 0 or ticket.header.stop >= request.num_tokens or not is_at_block:
+            del self._tickets[request.request_id]
+            return 0, False
+        return num_tokens, True
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Asks for the request's tokens with the next metadata."""
+        ticket = self._tickets.pop(request.request_id, None)
+        if not num_external_tokens or ticket is None or self._manager is None:
+            return
+        stop = ticket.header.stop
+        pages = request_pages(self._manager, request.row, stop - num_external_tokens, stop)
+        for table, pool in zip(pages.tables, self._manager.groups.pool_of_group, strict=True):
+            pool.page_edits.on_filled(table[table > 0].tolist())
+        load_id, self._num_loads = self._num_loads, self._num_loads + 1
+        self._load_of[request.request_id] = load_id
+        self._starts.append(_Load(load_id, ticket, pages))
+
+    def build_connector_meta(self) -> DecodeMeta:
+        """Loads to start and to drop."""
+        meta = DecodeMeta(tuple(self._starts), tuple(self._cancelled))
+        self._starts, self._cancelled = [], []
+        return meta
+
+    def request_finished(self, request: Request) -> None:
+        """Its load, if any, writes nothing more; its ticket is void."""
+        self._tickets.pop(request.request_id, None)
+        load_id = self._load_of.pop(request.request_id, None)
+        if load_id is not None:
+            self._starts = [load for load in self._starts if load.load_id != load_id]
+            self._cancelled.append(load_id)
+
+    def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
+        """Whose loads have ended. A load that the worker neither has nor reports is lost, and failed."""
+        known = output.finished_recving.keys() | output.pending_recving | {load.load_id for load in self._starts}
+        ended = {
+            request_id: load_id
+            for request_id, load_id in self._load_of.items()
+            if load_id in output.finished_recving or load_id in output.failed_recving or load_id not in known
+        }
+        for request_id in ended:
+            del self._load_of[request_id]
+        loaded = tuple(name for name, load_id in ended.items() if load_id in output.finished_recving)
+        failed = tuple(name for name, load_id in ended.items() if load_id not in output.finished_recving)
+        self.num_failed += len(failed)
+        return LoadResults(loaded, failed)
+
+    # -- WorkerConnector --------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a load is in flight, or not reported."""
+        return bool(self._pulling or self._report.written or self._report.failed)
+
+    def warmup(self, pages: KVPages) -> KVPages:
+        """The pages. Programs depend on lengths of requests, and are compiled when one first comes."""
+        return pages
+
+    def start_load_kv(self, pages: KVPages, metadata: DecodeMeta) -> KVPages:
+        """Asks peers for what is new, and writes what has arrived."""
+        for load in metadata.starts:
+            try:
+                arrival = self._client.pull(load.ticket, self._writer)
+            except (TransferError, ValueError):
+                self._report.failed.add(load.load_id)
+            else:
+                self._pulling[load.load_id] = _Pulling(load.pages, arrival, self._clock() + self._timeout_s)
+        for load_id in metadata.cancelled:
+            self._pulling.pop(load_id, None)
+        for load_id, pulling in list(self._pulling.items()):
+            if pulling.arrival.is_ready or self._clock() > pulling.deadline_s:
+                del self._pulling[load_id]
+                pages = self._written(pages, load_id, pulling)
+        return pages
+
+    def get_finished(self) -> ConnectorOutput:
+        """Loads that were written or have failed since the last call."""
+        report, self._report = self._report, _Report()
+        return ConnectorOutput(report.written, frozenset(report.failed), frozenset(self._pulling))
+
+    def wait(self) -> None:
+        """Waits until a load has arrived, or is late."""
+        while self._pulling and not self._report.written and not self._report.failed:
+            now = self._clock()
+            if any(pulling.arrival.is_ready or now > pulling.deadline_s for pulling in self._pulling.values()):
+                return
+            time.sleep(PAUSE_S)
+
+    # -- KVConnector ------------------------------------------------------------------------------------------------
+
+    def reset(self, *, forget: bool = True) -> None:
+        """Drops all that is in flight; tickets of requests that were not admitted stay."""
+        self._start()
+
+    def close(self) -> None:
+        """Nothing to end: connections last as long as the process."""
+
+    def _written(self, pages: KVPages, load_id: int, pulling: _Pulling) -> KVPages:
+        """Pages with a load that has arrived, or the same pages and a failure."""
+        try:
+            sent = pulling.arrival.wait(0.0)
+        except TransferError:
+            self._report.failed.add(load_id)
+            return pages
+        self._report.written[load_id] = 1
+        return self._writer.write(pages, pulling.pages, sent)
+
+
+__all__ = ["DecodeConnector", "DecodeMeta"]

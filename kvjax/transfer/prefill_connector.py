@@ -1,0 +1,140 @@
+"""The connector of an engine that computes prompts for others: every request that ends is offered to a peer.
+
+Flow:    Scheduler, a request ends -> [PrefillConnector] -> PageReader -> PageServer.offer -> Ticket
+Source:  the producer's side of vLLM's connectors (kv_connector/v1/base.py: request_finished, get_finished)
+
+The blocks of a request that ends are free at once. Their pages are read before the step that is dispatched next, which
+is the first that may write them. So the ticket is there after one more `step()` of the engine, even an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvjax.core import KVCacheBlocks, KVCacheManager, Request
+from kvjax.device import KVPages, Placement
+from kvjax.tiers.connector import ConnectorOutput, LoadResults
+from kvjax.transfer.no_tier import NoTier
+from kvjax.transfer.peers import PageServer, Ticket
+from kvjax.transfer.request_span import RequestPages, request_pages
+from kvjax.transfer.sent_request import PageReader
+
+
+class _Ended(NamedTuple):
+    """A request whose pages are to be read."""
+
+    request_id: str
+    pages: RequestPages
+
+
+class PrefillConnector:
+    """A `KVConnector`, both sides in one. Owned by the engine's thread.
+
+    Of a request with prompt p that generated tokens t, the KV of all but the last of p + t is offered: a decode engine
+    that gets p + t as its prompt has one token to compute. With recurrent layers a request that ended by a token, and
+    not by `max_tokens`, has no ticket under asynchronous scheduling: its state has moved on.
+    """
+
+    def __init__(
+        self,
+        server: PageServer,
+        num_receivers: int = 1,
+        *,
+        placement: Placement | None = None,
+        weights_version: str = "",
+    ) -> None:
+        """`num_receivers`: parts that the decode side's KV heads are split into; `placement`: of the engine's pages."""
+        self.tier = NoTier()
+        self.scheduler = self.worker = self
+        self._server, self._num_receivers = server, num_receivers
+        self._placement = Placement.create() if placement is None else placement
+        self._weights_version = weights_version
+        self._manager: KVCacheManager | None = None
+        self._tickets: dict[str, Ticket] = {}
+        self._ended: list[_Ended] = []
+        self._has_states = False
+
+    def take_ticket(self, request_id: str) -> Ticket:
+        """The ticket of a request that ended before the last step; it is forgotten here.
+
+        Raises:
+            KeyError: the request has no ticket: it has not ended, was taken already, or no step ran since.
+        """
+        if request_id not in self._tickets:
+            raise KeyError(f"request {request_id!r} has no ticket; run a step() after its end")
+        return self._tickets.pop(request_id)
+
+    # -- SchedulerConnector -----------------------------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Reads this manager's tables from here on."""
+        self._manager, self._ended = manager, []
+        config = manager.kv_cache_config
+        self._reader = PageReader(config, self._placement, weights_version=self._weights_version)
+        groups = config.kv_cache_groups
+        self._has_states = any(group.kv_cache_spec.state_pages is not None for group in groups)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Nothing is loaded here."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Nothing is loaded here."""
+
+    def request_finished(self, request: Request) -> None:
+        """Notes the pages of the request's tokens, but for its last one, which no step has computed."""
+        num_tokens = request.num_tokens - 1
+        if self._manager is None or request.row < 0 or not 0 < num_tokens <= request.num_computed_tokens:
+            return  # it never ran, or ended in its prompt
+        if request.num_computed_tokens > num_tokens and self._has_states:
+            return  # a step in flight moves the state on
+        pages = request_pages(self._manager, request.row, 0, num_tokens)
+        self._ended.append(_Ended(request.request_id, pages))
+
+    def build_connector_meta(self) -> Sequence[_Ended]:
+        """The requests that ended since the last step."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
+        """Nothing is loaded here."""
+        return LoadResults((), ())
+
+    # -- WorkerConnector --------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """False: what is read is offered at once."""
+        return False
+
+    def warmup(self, pages: KVPages) -> KVPages:
+        """The pages. Programs depend on lengths of requests, and are compiled when one first comes."""
+        return pages
+
+    def start_load_kv(self, pages: KVPages, metadata: Sequence[_Ended]) -> KVPages:
+        """Reads what ended, and offers it."""
+        for request_id, table in metadata:
+            self._tickets[request_id] = self._server.offer(self._reader.read(pages, table), self._num_receivers)
+        return pages
+
+    def get_finished(self) -> ConnectorOutput:
+        """Nothing is loaded here."""
+        return ConnectorOutput()
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    # -- KVConnector ------------------------------------------------------------------------------------------------
+
+    def reset(self, *, forget: bool = True) -> None:
+        """Requests that ended and were not read are lost with the pages; tickets stay."""
+        self._ended = []
+
+    def close(self) -> None:
+        """Nothing to end: offers last as long as the process."""
+
+
+__all__ = ["PrefillConnector"]
