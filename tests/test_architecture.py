@@ -71,6 +71,7 @@ ALLOWED = {
         "kvjax.models.config",
         "kvjax.configs",
         "kvjax.text",
+        "kvjax.tiers",
     ),
     "kvjax.bench": ("numpy", "kvjax.bench", "kvjax.engine", "kvjax.text"),
     "kvjax.bench.hugging_face": ("kvjax.errors", "kvjax.extras"),

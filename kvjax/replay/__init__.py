@@ -10,6 +10,7 @@ from kvjax.replay.fleet_report import fleet_json, fleet_text
 from kvjax.replay.replay import REPLAY_POLICIES, ReplayConfig, ReplayResult, run_replay
 from kvjax.replay.report import result_json, result_text
 from kvjax.replay.speed_model import SpeedModel
+from kvjax.replay.tiers import ReplayTierConfig
 from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, read_trace, write_trace
 from kvjax.replay.workloads import WORKLOADS, generate_workload
 
@@ -21,6 +22,7 @@ __all__ = [
     "FleetResult",
     "ReplayConfig",
     "ReplayResult",
+    "ReplayTierConfig",
     "SpeedModel",
     "TraceRequest",
     "fleet_json",

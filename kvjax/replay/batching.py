@@ -15,6 +15,7 @@ Outputs are tokens that no prompt has, so they never hit; blocks that they fill 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from kvjax.replay.clock import VirtualClock
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.running_batch import Job, RunningBatch
 from kvjax.replay.speed_model import SpeedModel
+from kvjax.replay.tiers import ReplayTiers
 from kvjax.replay.trace import TraceRequest
 
 
@@ -78,11 +80,13 @@ class BatchedReplay:
     batching: BatchingConfig
     on_progress: Callable[[int], object]
     should_stop: Callable[[], bool] = lambda: False  # asked before every step
+    tiers: ReplayTiers | None = None
 
     def __post_init__(self) -> None:
         self._table = self.manager.request_table
         self._waiting: deque[Job] = deque()
         self._running = RunningBatch()
+        self._loading: dict[str, Job] = {}
         self._num_arrived = 0
         self._num_emitted = 0
 
@@ -93,8 +97,8 @@ class BatchedReplay:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is yet to arrive, waits or runs."""
-        return bool(self._num_arrived < len(self.trace) or self._waiting or self._running)
+        """Whether a request is yet to arrive, waits, loads or runs."""
+        return bool(self._num_arrived < len(self.trace) or self._waiting or self._loading or self._running)
 
     @property
     def waiting(self) -> Sequence[Job]:
@@ -109,9 +113,18 @@ class BatchedReplay:
     def step(self) -> None:
         """Lets requests arrive and runs one step; where nothing waits or runs, time passes until the next arrives."""
         if not self._waiting and not self._running:
-            self.clock.now_s = max(self.clock.now_s, self.trace[self._num_arrived].timestamp_ms / 1e3)
+            self.clock.now_s = max(self.clock.now_s, self._next_s())
         self._arrive()
         self._step()
+
+    def _next_s(self) -> float:
+        """When the next request arrives, or has its blocks."""
+        arrives_s = math.inf
+        if self._num_arrived < len(self.trace):
+            arrives_s = self.trace[self._num_arrived].timestamp_ms / 1e3
+        if self._loading and self.tiers is not None:
+            arrives_s = min(arrives_s, self.tiers.worker.next_load_s)
+        return arrives_s
 
     def _arrive(self) -> None:
         while self._num_arrived < len(self.trace):
@@ -125,6 +138,8 @@ class BatchedReplay:
     def _step(self) -> None:
         start = thread_time_ns()
         self.manager.new_step_starts()
+        if self.tiers is not None:
+            self._run_loaded(self.tiers)
         rows, num_new, preempted = self._schedule_running()
         host_ns = thread_time_ns() - start
         if not preempted:
@@ -132,6 +147,10 @@ class BatchedReplay:
             admitted, admitted_new, spent_ns = self._admit(budget)
             rows, num_new = np.concatenate((rows, admitted)), np.concatenate((num_new, admitted_new))
             host_ns += spent_ns
+        if self.tiers is not None:
+            self.tiers.step_is_planned()
+            if not len(rows) and self._loading:
+                self.clock.now_s = max(self.clock.now_s, self._next_s())
         if not len(rows):
             return  # all that was tried is refused or preempted; the next step starts from there
         self._pass_time(rows, num_new)
@@ -186,16 +205,18 @@ class BatchedReplay:
         jobs: list[Job] = []
         num_new: list[int] = []
         host_ns = 0
-        while self._waiting and budget > 0 and len(self._running) + len(jobs) < self.batching.max_num_seqs:
+        while self._waiting and budget > 0 and self._num_seated + len(jobs) < self.batching.max_num_seqs:
             job = self._waiting[0]
             if job.request is None:
                 job.request = self.prompts.make(str(job.index), job.source)
             start = thread_time_ns()
             tokens = self._try_to_admit(job, job.request, budget)
             host_ns += thread_time_ns() - start
-            if tokens is None and (self._running or jobs):
+            if tokens is None and (self._running or jobs or self._loading):
                 break
             self._waiting.popleft()
+            if tokens == 0:
+                continue
             if tokens is None:
                 self._refuse(job.request.num_preemptions > 0)  # the pool is empty but for it
                 continue
@@ -208,8 +229,15 @@ class BatchedReplay:
         return rows, np.array(num_new, np.int64), host_ns
 
     def _try_to_admit(self, job: Job, request: Request, budget: int) -> int | None:
-        """New tokens of the request's first step, or None where it does not fit now."""
+        """New tokens of the request's first step, 0 where it is loaded first, or None where it does not fit now."""
         blocks, hit = self.manager.get_computed_blocks(request)
+        if self.tiers is not None and (external := self.tiers.start(self.manager, request, blocks, hit)) != 0:
+            if external is None:
+                return None
+            self._loading[request.request_id] = job
+            if not request.num_preemptions:
+                self.recorder.count_admission(job.source.input_length, hit + external, job.infinite_hit)
+            return 0
         num_new = self.manager.limit_step(request, min(request.num_tokens - hit, budget), hit, blocks)
         if not num_new:
             return None
@@ -220,6 +248,18 @@ class BatchedReplay:
         if not request.num_preemptions:
             self.recorder.count_admission(job.source.input_length, hit, job.infinite_hit)
         return num_new
+
+    @property
+    def _num_seated(self) -> int:
+        return len(self._running) + len(self._loading)
+
+    def _run_loaded(self, tiers: ReplayTiers) -> None:
+        """Requests whose blocks have arrived run."""
+        for request_id in tiers.step_starts().loaded:
+            job = self._loading.pop(request_id)
+            request = _made(job)
+            self.manager.cache_blocks(request, request.num_computed_tokens)
+            self._running.extend([job], np.array([request.row], np.int64))
 
     def _refuse(self, was_admitted: bool) -> None:
         self.recorder.count_refusal(was_admitted)

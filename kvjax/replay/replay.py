@@ -30,7 +30,9 @@ from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.serial import replay_serial
 from kvjax.replay.speed_model import SpeedModel
+from kvjax.replay.tiers import ReplayTierConfig, ReplayTiers
 from kvjax.replay.trace import TraceRequest
+from kvjax.tiers.stats import TierStats
 
 REPLAY_POLICIES = (*EVICTION_POLICIES, "belady")
 SEED_TEXT = "kvjax-replay"  # fixed, so that two runs compute the same hashes
@@ -56,6 +58,7 @@ class ReplayConfig:
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     residency_sample_rate: float = 0.01
     explain_misses: bool = False  # costs time, which counts as the managers'
+    tiers: ReplayTierConfig | None = None
     max_evicted_blocks: int = 1_000_000  # of each pool, that explanations remember: 250 bytes each
 
     @property
@@ -77,6 +80,7 @@ class ReplayResult:
     plan: KVCachePlan
     recorder: Recorder
     residencies: tuple[KVCacheEvictionEvent, ...]  # of the sampled blocks whose contents went
+    tier_stats: TierStats | None  # None: no tiers
     num_requests: int  # of the trace
     num_done: int  # of them, those that ended or were refused
     virtual_seconds: float
@@ -123,6 +127,9 @@ def run_replay(
     look_ahead = _look_ahead(trace, config, plan)
     collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
     reasons = MissReasons(config.max_evicted_blocks, clock=clock.now_ns) if config.explain_misses else None
+    tiers = None
+    if config.tiers is not None:
+        tiers = ReplayTiers(config.tiers, plan.config, lambda: clock.now_s, takes_time=not config.serial)
     manager = KVCacheManager(
         plan.config,
         longest,
@@ -133,7 +140,10 @@ def run_replay(
         retention_interval=config.retention_interval,
         eviction_policy=config.eviction_policy if look_ahead is None else partial(BeladyPolicy, look_ahead=look_ahead),
         miss_reasons=reasons,
+        tier=None if tiers is None else tiers.scheduler,
     )
+    if tiers is not None:
+        tiers.scheduler.bind_kv_cache_manager(manager)
     recorder = Recorder(manager.block_pools, config.block_size, miss_reasons=reasons)
     hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
     prompts = PromptMaker(trace, hasher)
@@ -149,16 +159,17 @@ def run_replay(
 
     with no_garbage_collection(), _recorded(manager, record_to) as called:
         if config.serial:
-            replay_serial(trace, called, prompts, infinite, recorder, clock, count, should_stop)
+            replay_serial(trace, called, prompts, infinite, recorder, clock, count, should_stop, tiers)
         else:
             batching = config.batching
             args = (trace, called, prompts, infinite, recorder, clock, config.speed, batching, count)
-            BatchedReplay(*args, should_stop).run()
+            BatchedReplay(*args, should_stop, tiers).run()
     return ReplayResult(
         config=config,
         plan=plan,
         recorder=recorder,
         residencies=tuple(collector.drain_events()),
+        tier_stats=None if tiers is None else tiers.stats,
         num_requests=len(trace),
         num_done=num_done,
         virtual_seconds=clock.now_s,

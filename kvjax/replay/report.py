@@ -56,6 +56,8 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "occupancy": _occupancy(result),
         "block_residency": _residency(result),
     }
+    if result.tier_stats is not None and config.tiers is not None:
+        values["tiers"] = vars(config.tiers) | {"counts": vars(result.tier_stats)}
     if config.explain_misses:
         values["misses"] = _miss_values(result)
     if not config.serial:

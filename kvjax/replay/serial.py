@@ -18,6 +18,7 @@ from kvjax.replay.clock import VirtualClock
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
+from kvjax.replay.tiers import ReplayTiers
 from kvjax.replay.trace import TraceRequest
 
 
@@ -30,10 +31,12 @@ def replay_serial(
     clock: VirtualClock,
     on_progress: Callable[[int], object],
     should_stop: Callable[[], bool],
+    tiers: ReplayTiers | None = None,
 ) -> None:
     """Feeds the trace, as far as it is not to stop.
 
-    A request larger than the pool is counted as refused and leaves no trace in the cache.
+    A request larger than the pool is counted as refused and leaves no trace in the cache. What lies in tiers is loaded
+    at once: time passes with the trace alone.
     """
     for index, source in enumerate(trace):
         if should_stop():
@@ -44,7 +47,12 @@ def replay_serial(
         start = thread_time_ns()
         manager.new_step_starts()
         blocks, hit = manager.get_computed_blocks(request)
+        if tiers is not None:
+            hit += _load(manager, request, hit, blocks, tiers)
         fits = _compute(manager, request, hit, blocks)
+        if tiers is not None:
+            tiers.step_is_planned()
+            tiers.step_starts()
         spent = thread_time_ns() - start
         if not fits:
             recorder.count_refusal()
@@ -59,15 +67,27 @@ def replay_serial(
         on_progress(1)
 
 
+def _load(manager: KVCacheManager, request: Request, hit: int, blocks: KVCacheBlocks, tiers: ReplayTiers) -> int:
+    """Loads what lies behind a hit; its tokens. The request has a row then, with these tokens computed."""
+    external = tiers.start(manager, request, blocks, hit)
+    if not external:
+        return 0
+    tiers.step_is_planned()
+    tiers.step_starts()
+    manager.cache_blocks(request, hit + external)
+    return external
+
+
 def _compute(manager: KVCacheManager, request: Request, hit: int, blocks: KVCacheBlocks) -> bool:
     """Computes the prompt behind its hit, in one step unless states have to be cached on the way.
 
     False if it does not fit, when the request holds nothing.
     """
-    step = manager.limit_step(request, request.num_tokens - hit, hit, blocks)
-    if manager.allocate_slots(request, step, hit, blocks) is None:
-        return False
-    request.num_computed_tokens = hit + step
+    if request.row < 0:
+        step = manager.limit_step(request, request.num_tokens - hit, hit, blocks)
+        if manager.allocate_slots(request, step, hit, blocks) is None:
+            return False
+        request.num_computed_tokens = hit + step
     while left := request.num_tokens - request.num_computed_tokens:
         step = manager.limit_step(request, left)
         if manager.allocate_slots(request, step) is None:

@@ -9,7 +9,7 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -64,11 +64,11 @@ class HostStore:
         return np.zeros(0, np.int32) if pool is None else pool.get_new_blocks(min(count, pool.num_free_blocks))
 
     def put(self, group_id: int, slots: np.ndarray, block_hashes: Sequence[BlockHash]) -> None:
-        """Held slots have been written: their units can be found, and are the last to be evicted."""
+        """Held slots have been written: their units can be found, and are evicted last, in this order."""
         pool = self._pools[self._sizes.pool_of_group[group_id]]
         assert pool is not None  # it gave the slots
         pool.register_many(slots, block_hashes, group_id)
-        pool.free_blocks(slots[::-1])
+        pool.free_blocks(slots)
 
     def hold(self, group_id: int, slots: np.ndarray) -> None:
         """Keeps units where they are while they are read."""
@@ -85,12 +85,14 @@ class HostStore:
             pool.evict_blocks(slots[pool.ref_count[slots] == 1])
         pool.free_blocks(slots[::-1])
 
-    def discard(self, key: UnitKey) -> None:
-        """Forgets a unit, wherever it is held."""
-        pool = self._pool_of(key.group_id)
-        slot = self.find([key.block_hash], key.group_id)
-        if pool is not None and slot[0] >= 0:
-            pool.evict_blocks(slot)
+    def let_go_others(self, held: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Ends all holds but those of (group, slots): of whoever cannot end them any more."""
+        kept = [np.zeros(count + 1, np.int64) for count in self.num_units]
+        for group_id, slots in held:
+            np.add.at(kept[self._sizes.pool_of_group[group_id]], slots, 1)
+        for pool, counts in zip(self._pools, kept, strict=True):
+            if pool is not None:
+                pool.free_blocks(np.repeat(np.arange(pool.num_blocks), pool.ref_count - counts))
 
     def clear(self) -> None:
         """Forgets all units and all holds. Nobody may be writing or reading."""

@@ -190,6 +190,7 @@ class TierScheduler:
         if not output.pending_sending and self._in_transit:  # reports were lost
             lost = list(self._in_transit)
             self._in_transit.clear()
+            self._host.let_go_others([held for load in self._loads.values() for held in load.held.items()])
             self._issue_waiting(lost)
         for load_id, num_pages in output.finished_recving.items():
             if load_id in self._loads:

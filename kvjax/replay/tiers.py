@@ -1,0 +1,119 @@
+"""Tiers of a replay: the scheduler's side of kvjax.tiers, over units that travel in virtual time.
+
+Flow:    ReplayConfig.tiers -> [ReplayTiers] -> KVCacheManager(tier=), replay_serial, BatchedReplay
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.requests.request import Request
+from kvjax.core.spec import KVCacheConfig
+from kvjax.tiers.connector import LoadResults
+from kvjax.tiers.host_store import HostStore
+from kvjax.tiers.simulated_worker import Channel, SimulatedDisk, SimulatedWorker
+from kvjax.tiers.stats import TierStats
+from kvjax.tiers.tier_scheduler import TierScheduler
+from kvjax.tiers.units import UnitSizes
+
+
+@dataclass(frozen=True)
+class ReplayTierConfig:
+    """Sizes and speeds of what lies beyond the pools. A size is given in blocks of every pool, or in bytes."""
+
+    host_bytes: int = 0
+    host_blocks: int | None = None  # of each pool, in place of `host_bytes`
+    disk_bytes: int = 0
+    write_through: bool = False
+    host_bytes_per_s: float = 25e9  # of each direction: PCIe 4.0 x16
+    host_latency_s: float = 20e-6
+    disk_bytes_per_s: float = 5e9  # reading: one NVMe drive
+    disk_latency_s: float = 200e-6
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "disk_bytes", "host_latency_s", "disk_latency_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expected {name} >= 0, got {getattr(self, name)}")
+        for name in ("host_bytes_per_s", "disk_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"expected {name} > 0, got {getattr(self, name)}")
+        if self.host_blocks is not None and self.host_blocks < 0:
+            raise ValueError(f"expected host_blocks >= 0, got {self.host_blocks}")
+
+
+class ReplayTiers:
+    """The tiers of one replay, which owns it."""
+
+    def __init__(
+        self,
+        config: ReplayTierConfig,
+        kv_cache_config: KVCacheConfig,
+        now_s: Callable[[], float],
+        *,
+        takes_time: bool = True,
+    ) -> None:
+        sizes = UnitSizes.of(kv_cache_config)
+        units = sizes.units_in(config.host_bytes)
+        if config.host_blocks is not None:
+            units = (config.host_blocks,) * len(kv_cache_config.pools)
+        self.host = HostStore(units, sizes, has_bytes=False)
+        disk = SimulatedDisk(config.disk_bytes, sizes) if config.disk_bytes else None
+        self.scheduler = TierScheduler(
+            self.host,
+            disk,
+            sizes.pool_of_group,
+            write_through=config.write_through,
+            load_timeout_s=math.inf,
+            clock=now_s,
+        )
+        host_speed = (config.host_bytes_per_s, config.host_latency_s) if takes_time else ()
+        disk_speed = (config.disk_bytes_per_s, config.disk_latency_s) if takes_time else ()
+        self.down, self.up, self.from_disk = Channel(*host_speed), Channel(*host_speed), Channel(*disk_speed)
+        self.worker = SimulatedWorker(
+            self.host, disk, sizes, now_s, down=self.down, up=self.up, from_disk=self.from_disk
+        )
+
+    @property
+    def stats(self) -> TierStats:
+        """What the tiers have done."""
+        return self.scheduler.stats
+
+    def start(self, manager: KVCacheManager, request: Request, blocks: KVCacheBlocks, hit: int) -> int | None:
+        """Starts the load of what lies behind a hit, in blocks that the request gets; its tokens.
+
+        0: there is nothing, or it is to be asked for later. None: the blocks do not fit.
+        """
+        external, _ = self.scheduler.get_num_new_matched_tokens(request, blocks, hit)
+        if not external:
+            return 0
+        allocated = manager.allocate_slots(
+            request,
+            0,
+            hit,
+            blocks,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=True,
+            full_sequence_must_fit=True,
+        )
+        if allocated is None:
+            return None
+        request.num_computed_tokens = hit + external
+        self.scheduler.update_state_after_alloc(request, blocks, external)
+        return external
+
+    def step_starts(self) -> LoadResults:
+        """Loads that have arrived by now."""
+        results = self.scheduler.update_connector_output(self.worker.get_finished())
+        self.scheduler.update_connector_output(self.worker.get_finished())  # stores into the slots that these left
+        return results
+
+    def step_is_planned(self) -> None:
+        """All that the step asks for begins to travel."""
+        self.worker.start_load_kv(None, self.scheduler.build_connector_meta())
+
+
+__all__ = ["ReplayTierConfig", "ReplayTiers"]

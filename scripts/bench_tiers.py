@@ -1,0 +1,184 @@
+"""Throughput of the host tier, down and up, beside a plain copy of the same bytes; and of the disk tier.
+
+    python scripts/bench_tiers.py                    256 MiB in units of 512 KiB
+    python scripts/bench_tiers.py --json FILE --unit-kib 2048 --mib 512
+
+Flow:    pages of one pool, Tiers -> [bench_tiers] -> table on the terminal, `--json FILE`
+
+Down: pages are gathered and written into slots of host memory, as evictions do. Up: units go from slots to the device
+and into pages, as loads do. The plain copies move the same pages by jax alone, in pieces of as many pages: down, the
+gathered pages of each piece are read into one numpy array of the host; up, pieces of such an array go to the device and
+are scattered into pages. `memcpy` is numpy's copy of one array into another. All take turns; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+
+from kvjax.core import BlockHash, BlockHasher
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
+from kvjax.device import KVPages, create_pages
+from kvjax.device.page_ops import PAGE_COUNTS, gather_pages, scatter_pages
+from kvjax.tiers.config import TierConfig
+from kvjax.tiers.tiers import Tiers
+from kvjax.tiers.units import LoadUnits, StoreUnits, TierMeta, UnitKey
+
+PIECE = max(PAGE_COUNTS)
+LAYERS = 8
+
+
+class Bench:
+    """One pool of pages, and tiers that hold all of it."""
+
+    def __init__(self, unit_bytes: int, num_units: int, folder: str) -> None:
+        spec = FullAttentionSpec(
+            block_size=16, num_kv_heads=unit_bytes // (LAYERS * 2 * 16 * 64 * 4), head_size=64, dtype="float32"
+        )
+        names = tuple(f"layers.{i}" for i in range(LAYERS))
+        columns = tuple(spec.page_layout("cpu") for _ in names)
+        config = KVCacheConfig(
+            (KVCachePoolSpec(num_units + 1, columns),), (KVCacheGroupSpec(names, spec),)
+        )
+        self.num_units, self.num_bytes = num_units, num_units * config.pools[0].bytes_per_block
+        host = TierConfig(
+            host_bytes=self.num_bytes + 2 * config.pools[0].bytes_per_block,
+            disk_folder=folder,
+            disk_bytes=4 * self.num_bytes,
+            weights="bench",
+            max_bytes_in_flight=1 << 40,
+        )
+        self.tiers = Tiers(host, config, BlockHasher(16))
+        self.tiers.worker.close()
+        self.worker = Tiers(TierConfig(host_bytes=host.host_bytes), config, BlockHasher(16)).worker
+        self.pages: KVPages = jax.tree.map(lambda array: array + 1.0, create_pages(config))
+        self.hashes = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(num_units))
+        rng = np.random.default_rng(0)
+        self.ids = (rng.permutation(num_units) + 1).astype(np.int32)
+        self.slots = np.zeros(0, np.int32)
+        self.plain = [np.zeros((num_units, *array.shape[1:]), array.dtype) for array in jax.tree.leaves(self.pages)]
+        self.pages = self.worker.warmup(self.pages)
+        self.other = [np.zeros_like(array) for array in self.plain]
+
+    def memcpy(self) -> None:
+        """Numpy's copy of the same bytes."""
+        for source, target in zip(self.plain, self.other, strict=True):
+            np.copyto(target, source)
+
+    def plain_down(self) -> None:
+        """Gathered pages of each piece into arrays of the host."""
+        for start in range(0, self.num_units, PIECE):
+            ids = self.ids[start : start + PIECE]
+            for target, array in zip(self.plain, jax.tree.leaves(gather_pages(self.pages, 0, ids)), strict=True):
+                target[start : start + ids.size] = np.asarray(array)[: ids.size]
+
+    def plain_up(self) -> None:
+        """Pieces of the host's arrays into pages."""
+        tree = jax.tree.structure(self.pages.pools[0])
+        for start in range(0, self.num_units, PIECE):
+            ids = self.ids[start : start + PIECE]
+            arrays = [jax.device_put(array[start : start + PIECE]) for array in self.plain]
+            self.pages = scatter_pages(self.pages, 0, ids, jax.tree.unflatten(tree, arrays))
+        jax.block_until_ready(self.pages)
+
+    def down(self) -> None:
+        """All pages into slots of the host tier."""
+        self.pages = self.worker.start_load_kv(
+            self.pages, TierMeta(stores=(StoreUnits(0, self.hashes, self.ids),))
+        )
+        host, slots = self.worker._host, []
+        while self.worker._arriving or self.worker._writing:
+            for stored in self.worker.get_finished().finished_sending:
+                slots.append(stored.slots)
+            self.worker.wait()
+        self.slots = np.concatenate(slots)
+        host.let_go(0, self.slots)
+
+    def up(self) -> None:
+        """All units from slots into pages."""
+        host = self.worker._host
+        host.hold(0, self.slots)
+        load = LoadUnits(0, 0, self.hashes, self.slots, self.ids)
+        self.pages = self.worker.start_load_kv(self.pages, TierMeta(loads=(load,)))
+        while self.worker._staged:
+            self.worker.wait()
+            self.pages = self.worker.start_load_kv(self.pages, TierMeta())
+            self.worker.get_finished()
+        jax.block_until_ready(self.pages)
+        host.let_go(0, self.slots)
+
+    def to_disk(self) -> None:
+        """All units into files."""
+        disk, unit = self.tiers.disk, np.concatenate([array[0].reshape(-1).view(np.uint8) for array in self.plain])
+        assert disk is not None
+        for block_hash in self.hashes:
+            disk.delete(UnitKey(0, block_hash))
+        start = time.perf_counter()
+        for block_hash in self.hashes:
+            disk.put(UnitKey(0, block_hash), unit)
+        self.disk_s = time.perf_counter() - start
+
+    def from_disk(self) -> None:
+        """All units out of files, checked."""
+        disk, unit = self.tiers.disk, np.empty(self.num_bytes // self.num_units, np.uint8)
+        assert disk is not None
+        for block_hash in self.hashes:
+            disk.get(UnitKey(0, block_hash), unit)
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    """Wall seconds of one run."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Runs everything in turns and prints medians."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--unit-kib", type=int, default=512, metavar="N", help="multiple of 64 (default: 512)")
+    parser.add_argument("--mib", type=int, default=256, metavar="N", help="bytes moved (default: 256)")
+    parser.add_argument("--runs", type=int, default=9, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args.unit_kib << 10, (args.mib << 10) // args.unit_kib, folder)
+        names = ("memcpy", "plain_down", "down", "plain_up", "up")
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for run in range(args.runs + 1):
+            for name in names:
+                seconds = seconds_of(getattr(bench, name))
+                if run:  # the first touches memory
+                    times[name].append(seconds)
+        disk_times: dict[str, list[float]] = {"to_disk": [], "from_disk": []}
+        for _ in range(3):
+            bench.to_disk()
+            disk_times["to_disk"].append(bench.disk_s)
+            disk_times["from_disk"].append(seconds_of(bench.from_disk))
+        rates = {name: bench.num_bytes / median(of) / 1e9 for name, of in (times | disk_times).items()}
+        ratios = {
+            "down": median(plain / own for plain, own in zip(times["plain_down"], times["down"], strict=True)),
+            "up": median(plain / own for plain, own in zip(times["plain_up"], times["up"], strict=True)),
+        }
+        for name, rate in rates.items():
+            print(f"{name:>12} {rate:6.2f} GB/s")
+        print(f"host tier / plain copy: down {ratios['down']:.2f}, up {ratios['up']:.2f}")
+        if args.json is not None:
+            values = {"device": jax.devices()[0].device_kind, "unit_kib": args.unit_kib, "mib": args.mib}
+            args.json.write_text(json.dumps(values | {"gb_per_s": rates, "ratios": ratios}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

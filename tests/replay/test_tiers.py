@@ -1,0 +1,70 @@
+"""Replay with tiers: pool and host together hit what one pool of both sizes hits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.spec import KVCacheSpec
+from kvjax.replay import (
+    ReplayConfig,
+    ReplayTierConfig,
+    TraceRequest,
+    generate_workload,
+    read_trace,
+    run_replay,
+)
+
+MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
+
+
+def full(block_size: int) -> dict[str, KVCacheSpec]:
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=128, dtype="bfloat16")
+    return {"layers.0": spec}
+
+
+def assert_hits_of_one_pool(trace: Sequence[TraceRequest], pool: int, host: int) -> None:
+    config: dict[str, Any] = {"specs": full(512), "serial": True, "free_order": "uncached_first"}
+    large = run_replay(trace, ReplayConfig(num_blocks=pool + host, **config)).recorder
+    tiers = ReplayTierConfig(host_blocks=host)
+    small = run_replay(trace, ReplayConfig(num_blocks=pool, tiers=tiers, **config)).recorder
+    alone = run_replay(trace, ReplayConfig(num_blocks=pool, **config)).recorder
+    assert small.hits == large.hits
+    assert large.hit_tokens > alone.hit_tokens
+
+
+@pytest.mark.parametrize("kind", ["chat", "agents"])
+def test_pool_and_host_hit_what_one_pool_of_both_sizes_hits(kind: str) -> None:
+    """Exactly, request by request: what is loaded leaves the host, and both evict in one order."""
+    trace = generate_workload(kind, 120, 0)
+    longest = max(-(-request.input_length // 512) for request in trace)
+    assert_hits_of_one_pool(trace, longest + 2, 9 * (longest + 2))
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason="the trace is not here")
+def test_the_conversation_trace_with_a_pool_of_a_tenth() -> None:
+    assert_hits_of_one_pool(read_trace(MOONCAKE, 300), 300, 2_700)
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+def test_batched_replay_with_time_for_transfers(write_through: bool) -> None:
+    """Every request ends, and a slower link gives later first tokens for the same trace."""
+    trace = generate_workload("chat", 25, 0)
+    longest = max(-(-(request.input_length + request.output_length) // 512) for request in trace)
+    config: dict[str, Any] = {"specs": full(512), "num_blocks": 3 * longest}
+    sizes = {"host_blocks": 20 * longest, "disk_bytes": 1 << 40, "write_through": write_through}
+    first_token_s = []
+    for speed in (1e12, 1e6):
+        tiers = ReplayTierConfig(host_bytes_per_s=speed, disk_bytes_per_s=speed, **sizes)
+        result = run_replay(trace, ReplayConfig(tiers=tiers, **config))
+        assert result.is_complete
+        assert result.recorder.requests == len(trace)
+        assert result.tier_stats is not None
+        assert result.tier_stats.num_load_failures == 0
+        assert result.tier_stats.num_host_loads > 0
+        first_token_s.append(sum(result.recorder.ttft_s))
+    assert first_token_s[1] > first_token_s[0]

@@ -1,0 +1,1 @@
+"""Tiers beyond the pools."""

@@ -1,0 +1,50 @@
+"""Loads and stores with planted faults: nothing wrong is attended, and nothing leaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.manager.naive_manager import NaiveGroup
+from tests.tiers.tiered_world import FAULTS, TieredWorld
+
+SETUPS = {
+    "full": (NaiveGroup(2),),
+    "hybrid": (NaiveGroup(2), NaiveGroup(2, window=4), NaiveGroup(2, window=4)),
+    "pools": (NaiveGroup(2), NaiveGroup(4, window=7, pool=1)),
+}
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+@pytest.mark.parametrize("name", SETUPS)
+def test_requests_attend_their_own_kv_alone(name: str, write_through: bool) -> None:
+    num_loaded = 0
+    for seed in range(2):
+        world = TieredWorld(SETUPS[name], seed, num_units=600, write_through=write_through)
+        for _ in range(60):
+            world.step()
+            world.check_invariants()
+        num_loaded += world.num_loaded
+        assert world.num_failed == 0
+        world.drain()
+    assert num_loaded > 10
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+@pytest.mark.parametrize("name", SETUPS)
+def test_faults_cost_computation_alone(name: str, write_through: bool) -> None:
+    """Loads that fail midway or hang, damaged and lost stores, lost reports, aborts: no wrong page, no leak."""
+    world = TieredWorld(SETUPS[name], 7, write_through=write_through, fault_rate=0.1)
+    for _ in range(120):
+        world.step()
+        world.check_invariants()
+    assert all(world.faults[fault] for fault in FAULTS)
+    assert world.num_failed > 5
+    world.drain()
+
+
+def test_no_room_on_the_host_is_no_error() -> None:
+    world = TieredWorld(SETUPS["hybrid"], 3, num_units=3, fault_rate=0.02)
+    for _ in range(60):
+        world.step()
+        world.check_invariants()
+    world.drain()
