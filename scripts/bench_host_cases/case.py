@@ -16,8 +16,8 @@ from dataclasses import dataclass
 class BenchCase:
     """A named pair of measurements; each call builds its own state and returns one sample per repetition.
 
-    The samples are microseconds of CPU time of the timed part alone. `baseline` does the same work in the plain way: a loop over
-    requests or blocks with lists and dicts.
+    The samples are microseconds of CPU time of the timed part alone. `baseline` does the same work in the plain way: a
+    loop over requests or blocks with lists and dicts.
     """
 
     name: str
