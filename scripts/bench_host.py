@@ -3,9 +3,9 @@
 Flow:    scripts/bench_host_cases/*.cases() -> [bench_host] -> table on the terminal, `--json FILE`
 
 The samples of a case and of its baseline are taken in turns (`--runs` rounds), so that a busy machine slows both; each
-figure is the least of the rounds' medians. The JSON file is a list of {"name", "median_us", "baseline_us", "vllm_us",
-"runs"}. With `--vllm VERSION` vLLM's own code takes its turn too, in the environment that `vllm_conformance.sh VERSION
---setup-only` makes; only the cases that it has a counterpart of run then.
+figure is CPU time, the least of the rounds' medians. The JSON file is a list of {"name", "median_us", "baseline_us",
+"vllm_us", "runs"}. With `--vllm VERSION` vLLM's own code takes its turn too, in the environment that
+`vllm_conformance.sh VERSION --setup-only` makes; only the cases that it has a counterpart of run then.
 """
 
 from __future__ import annotations
