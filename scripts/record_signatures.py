@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvjax.adapters.signatures import RECORDED
 
-# Stack -> package to install, object -> (module, what of it is recorded).
+# Stack -> package to install, object or its method -> (module, what of it is recorded).
 OBJECTS: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     "tpu_inference": (
         "tpu_inference",
@@ -62,6 +62,7 @@ OBJECTS: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             "CachePages": ("easydel.inference.esurge.core.manager", "methods"),
         },
     ),
+    "maxtext": ("maxtext", {"Attention.forward_serve_vllm": ("maxtext.layers.attentions", "parameters")}),
     "levanter": ("levanter", {"PageBatchInfo": ("levanter.inference.page_table", "fields")}),
 }
 
@@ -109,10 +110,13 @@ def record(stack: str, version: str, root: Path | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (module, kind) in objects.items():
         tree = ast.parse(source_of(module, root))
-        nodes = [n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == name]
-        if not nodes:
-            raise SystemExit(f"{module} has no {name}")
-        found[name] = {"module": module, kind: describe(nodes[0], kind)}
+        node: Any = tree
+        for part in name.split("."):
+            nodes = [n for n in node.body if isinstance(n, (ast.ClassDef, ast.FunctionDef)) and n.name == part]
+            if not nodes:
+                raise SystemExit(f"{module} has no {name}")
+            node = nodes[0]
+        found[name] = {"module": module, kind: describe(node, kind)}
     return {"package": package, "version": version, "objects": found}
 
 

@@ -5,7 +5,8 @@
 
 Flow:    random moves -> the stack's cache, kvjax's -> [stack_caches] -> a line a case
 
-EasyDeL: every call's answer is the same, page ids too, in one shard; the exit status is 1 where one differs.
+EasyDeL: every call's answer is the same, page ids too, in one shard, and its cache update of version "v2" writes the
+converted slices where kvjax's slots say; the exit status is 1 where one differs.
 
 sglang-jax: laws, of both: a hit's slots hold its prefix, no slot is given twice, and at the end all are free. Where
 nothing is evicted, both hit the same tokens; else kvjax may hit more, since the stack evicts whole leaves. "broken"
@@ -27,7 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-from scripts.stack_checks import easydel_manager
+from scripts.stack_checks import easydel_manager, easydel_slices
 from scripts.stack_checks.served_requests import ServedRequests, play, random_moves
 from scripts.stack_checks.sglang_caches import make_pair
 
@@ -75,7 +76,9 @@ def compare_easydel(path: Path, num_seeds: int) -> bool:
             count, equal = count + len(found), equal + sum(found)
         print(f"{kind:10} {count:8,} {equal:8,}")
         differs |= count != equal
-    return differs
+    alike = easydel_slices.steps_written_alike(path, 0)
+    print(f"{'slices':10} {len(alike):8,} {sum(alike):8,}")
+    return differs or not all(alike)
 
 
 def compare_sglang_jax(path: Path, num_seeds: int) -> bool:

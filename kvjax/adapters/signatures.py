@@ -56,7 +56,9 @@ class Stack:
         """
         wanted = next(v["objects"][name] for v in recorded(self.name) if name in v["objects"])
         module = require_stack(wanted["module"], self.package, self.versions)
-        found = getattr(module, name, None)
+        found: Any = module
+        for part in name.split("."):  # of a method: its class first
+            found = getattr(found, part, None)
         self.check(name, found)
         return found
 

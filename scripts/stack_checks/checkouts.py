@@ -7,7 +7,9 @@ it. `_STANDS_IN` has the few names that they take from elsewhere.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import importlib
 import sys
 from pathlib import Path
@@ -28,3 +30,16 @@ def module_of(root: Path, name: str, stands_in: tuple[str, ...] = ()) -> Any:
             module.__path__ = [str(root.joinpath(*parts[:end]))]
             sys.modules[package] = module
     return importlib.import_module(name)
+
+
+def function_of(path: Path, name: str, namespace: dict[str, Any]) -> Any:
+    """The function or method `name` of a source file alone, over the names that its module would give it."""
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef) and n.name == name]
+    if not nodes:
+        raise SystemExit(f"{path} has no function {name}")
+    nodes[0].decorator_list = []
+    module = ast.Module(body=[nodes[0]], type_ignores=[])
+    flags = __future__.annotations.compiler_flag  # its annotations are not evaluated
+    found = dict(namespace)
+    exec(compile(module, str(path), "exec", flags=flags, dont_inherit=True), found)
+    return found[name]

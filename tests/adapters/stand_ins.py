@@ -61,7 +61,13 @@ def stack_with(
                 full = ".".join(parts[:end])
                 if not isinstance(sys.modules.get(full), StandInModule):
                     sys.modules[full] = StandInModule(full)
-            setattr(sys.modules[wanted["module"]], name, made[name])
+            owner: Any = sys.modules[wanted["module"]]
+            *classes, last = name.split(".")
+            for part in classes:
+                if not hasattr(owner, part):
+                    setattr(owner, part, type(part, (), {}))
+                owner = getattr(owner, part)
+            setattr(owner, last, made[name])
         yield made
     finally:
         for name in [n for n in sys.modules if n not in kept]:

@@ -1,5 +1,5 @@
-"""MaxText: the attention op that its serving path calls, by kvjax's kernels."""
+"""MaxText: the attention op that its serving path calls."""
 
-from kvjax.adapters.maxtext.ops import sharded_ragged_paged_attention
+from kvjax.adapters.maxtext.ops import MAXTEXT, sharded_ragged_paged_attention
 
-__all__ = ["sharded_ragged_paged_attention"]
+__all__ = ["MAXTEXT", "sharded_ragged_paged_attention"]

@@ -14,7 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.adapters.signatures import Stack
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+MAXTEXT = Stack("maxtext")  # the recorded caller: `MAXTEXT.load("Attention.forward_serve_vllm")`
 
 
 def sharded_ragged_paged_attention(

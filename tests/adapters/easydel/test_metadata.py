@@ -60,3 +60,24 @@ def test_groups_of_states_are_refused() -> None:
     plan = build_step_plan(manager, np.array([request.row]), np.array([3]))
     with pytest.raises(NotImplementedError, match="expected a group of attention, got "):
         ragged_pages_metadata_fields(plan, config, next(random_steps(0, "full")).shape)
+
+
+@pytest.mark.parametrize("kind", ["full", "windowed"])
+def test_slices_of_version_2_write_what_the_slots_say(kind: str) -> None:
+    """The stack's cache update copies `length` new tokens to the slots behind the first; a slice stays in its page."""
+    for step in random_steps(1, kind):
+        fields = ragged_pages_metadata_fields(step.plan, step.config, step.shape, num_slices_per_update=8)[0]
+        assert (fields["version"], "request_distribution" in fields) == ("v2", False)
+        assert fields["slot_mapping"].shape[1] % 8 == 0
+        count = int(fields["num_kv_update_slices"][0])
+        assert not fields["slot_mapping"][:, count:].any()
+        written = {}
+        for slot, token, length in fields["slot_mapping"][:, :count].T.tolist():
+            assert slot // BLOCK_SIZE == (slot + length - 1) // BLOCK_SIZE
+            for i in range(length):
+                written[slot + i] = token + i
+        slots = step.plan.groups[0].slot_mapping.tolist()
+        assert written == {slot: token for token, slot in enumerate(slots) if slot >= 0}
+        with stack_with("easydel"):
+            (made,) = to_ragged_pages_metadata(step.plan, step.config, step.shape, num_slices_per_update=8)
+        assert made.num_slices_per_kv_cache_update_page == 8
