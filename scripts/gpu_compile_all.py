@@ -73,6 +73,12 @@ LAYERS = (
     "op=mla heads=128 page=64",
     "op=mla heads=16 page=64",
     "op=mla heads=128 page=64 scan=0",
+    "op=mla heads=128 page=64 sinks=1",
+    "op=mla heads=16 page=64 sinks=1 scan=0",
+    "op=sparse heads=64 page=64 sinks=1 scan=0",
+    "op=sparse heads=64 page=64 sinks=1",
+    "op=sparse heads=64 page=64 ratio=128",
+    "op=sparse heads=64 page=64 ratio=0",
 )
 SUBSET = ("shape=llama3-8b tp=8", "shape=gpt-oss-120b-local page=64", "page=64 dtype=float8_e4m3fn")
 # By (op, setting, start of the name of a kernel). 64 x 256 sums and 64 x 64 scores a warpgroup take all registers that

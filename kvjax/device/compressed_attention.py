@@ -21,7 +21,7 @@ from kvjax.device.layer_step import WHOLE, LayerStep
 from kvjax.device.pages import Column
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.latent_write import latent_write
-from pallas_kernels.sparse_mla_attention import SparseSchedule, plan, sparse_mla_attention
+from pallas_kernels.sparse_mla_attention import SparseSchedule, plan, plan_work, sparse_mla_attention
 
 _NOT_TAKEN = ("attention_chunk_size", "soft_cap", "k_scale", "v_scale")
 
@@ -67,6 +67,29 @@ def _window_schedule(layer: LayerStep, num_tokens: int, sliding_window: int) -> 
     return layer.planned(("window", num_tokens, sliding_window), make)
 
 
+def _work(
+    window: LayerStep, compressed: LayerStep | None, q: jax.Array, schedule: SparseSchedule, num_picks: int | None
+) -> Any:
+    """What the layers of the group that see such entries share in the step, on each device alike."""
+    own = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // window.placement.num_shards, q.shape[2]), q.dtype)
+    of_entries: dict[str, Any] = {}
+    if compressed is not None:
+        of_entries = {
+            "compressed_pages": compressed.pages,
+            "compressed_tables": compressed.group.block_tables,
+            "tokens_per_state": compressed.spec.tokens_per_state,
+            "compressed_page_size": compressed.page_size,
+            "num_picks": num_picks,
+        }
+
+    def make() -> Any:
+        entries = entry_format(window, q.shape[-1])
+        return plan_work(own, window.pages, schedule, **of_entries, entries=entries, backend=window.backend)
+
+    seen = window if compressed is None else compressed
+    return seen.planned(("work", id(schedule), own.shape, q.dtype.name, num_picks), make)  # one schedule a window
+
+
 def check_window(layer: LayerStep, q: jax.Array, options: AttentionOptions) -> None:
     """Raises ValueError unless the layer's window, its heads and the options are such as the op takes."""
     layer.check_visible(options)
@@ -103,7 +126,7 @@ def attend_compressed(
         if entry_format(compressed, q.shape[-1]) != entries:
             raise ValueError(f"layers {window.name!r} and {compressed.name!r}: expected entries of one format")
 
-    def attend(q, kv, pages, slot_mapping, tables, schedule, sinks, compressed_pages, entry_tables, indices):  # type: ignore[no-untyped-def]
+    def attend(q, kv, pages, slot_mapping, tables, planned, sinks, compressed_pages, entry_tables, indices):  # type: ignore[no-untyped-def]
         pages = latent_write(kv, pages, slot_mapping, **window_sizes, backend=window.backend)
         result = sparse_mla_attention(
             q,
@@ -116,7 +139,8 @@ def attend_compressed(
             sm_scale=options.sm_scale,
             sliding_window=sliding_window,
             sinks=sinks,
-            schedule=schedule,
+            schedule=planned[0],
+            work=planned[1],
             **window_sizes,
             compressed_page_size=None if compressed is None else compressed.page_size,
             backend=window.backend,
@@ -130,7 +154,8 @@ def attend_compressed(
     if compressed is not None:
         arrays = (None if is_one_array else compressed.pages, compressed.group.block_tables)
     schedule = _window_schedule(window, q.shape[0], sliding_window)
-    of_window = (window.pages, window.group.slot_mapping, window.tables, schedule, options.sinks)
+    work = _work(window, compressed, q, schedule, None if indices is None else indices.shape[1])
+    of_window = (window.pages, window.group.slot_mapping, window.tables, (schedule, work), options.sinks)
     out, pages = attend_on_each(q, kv, *of_window, *arrays, indices)
     return out, pages
 

@@ -27,10 +27,10 @@ from pallas_kernels.mla_paged_attention.gpu_latents import ADDING, LatentRing
 from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule
 from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys
 from pallas_kernels.ragged_paged_attention.gpu_softmax import (
+    LARGEST,
     RowBounds,
     RowState,
-    capped_sink,
-    of_head,
+    row_sinks,
     seen_by_any,
     weigh,
 )
@@ -164,13 +164,8 @@ def _finish(
     """(what the sums of a piece are multiplied with, LSE), with sinks where its keys are not split."""
     if not hasattr(refs, "tile_out"):
         return state.finish_weight()
-    first, is_split = refs.pieces[piece, Field.HEAD] * config.group, _is_split(num_split_blocks)
-    head = lax.rem(mosaic_gpu.row_index(mosaic_gpu.ROWS), jnp.int32(config.group))
-    sinks = mosaic_gpu.per_row(jnp.full((mosaic_gpu.ROWS,), -jnp.inf, jnp.float32))
-    for number in range(config.group if refs.sinks.shape[0] > 1 else 1):
-        own = jnp.where(is_split, -jnp.inf, capped_sink(of_head(refs.sinks, first + number)))
-        sinks = jnp.where(head >= number, own, sinks)
-    return state.finish_weight_with_sinks(sinks)
+    largest = jnp.where(_is_split(num_split_blocks), -jnp.inf, LARGEST)
+    return state.finish_weight_with_sinks(row_sinks(refs.sinks, refs.pieces[piece, Field.HEAD], config.group, largest))
 
 
 def _is_split(num_split_blocks: int) -> jax.Array:

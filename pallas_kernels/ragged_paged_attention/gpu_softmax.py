@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,6 +25,7 @@ from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
 from pallas_kernels.ragged_paged_attention.gpu_plan import GpuConfig, Keys
 
 LOG2_E = math.log2(math.e)
+LARGEST = np.finfo(np.float32).max
 
 
 class RowState(NamedTuple):
@@ -85,7 +87,7 @@ def score_factor(sm_scale: float, soft_cap: float | None) -> float:
 
 def capped_sink(sink: jax.Array) -> jax.Array:
     """A natural-log logit, an infinite one as the largest number: its rows give 0 and that LSE."""
-    return lax.min(sink, jnp.float32(jnp.finfo(jnp.float32).max))
+    return lax.min(sink, LARGEST)
 
 
 def as_scales(scale: jax.Array | None) -> jax.Array:
@@ -104,6 +106,22 @@ def as_sinks(sinks: jax.Array | None) -> jax.Array:
 def of_head(values: Any, head: jax.Array) -> jax.Array:
     """float32[] of one head, of `as_scales` or `as_sinks` in global memory."""
     return values[0] if values.shape[0] == 1 else values[head]  # type: ignore[no-any-return]
+
+
+def row_sinks(sinks: Any, part: jax.Array, heads: int, largest: Any = LARGEST) -> jax.Array:
+    """float32[64] of rows `token * heads + head`: sinks of `heads` query heads, the `part`-th ones, at most `largest`.
+
+    `sinks`: of `as_sinks`, in global memory.
+    """
+    first = part * heads
+    if heads == mosaic_gpu.ROWS and sinks.shape[0] > 1:
+        own = mosaic_gpu.load_per_row(sinks.at[pl.ds(pl.multiple_of(first, heads), heads)])
+        return jnp.minimum(own, largest)
+    head = lax.rem(mosaic_gpu.row_index(mosaic_gpu.ROWS), jnp.int32(heads))
+    rows = mosaic_gpu.per_row(jnp.full((mosaic_gpu.ROWS,), -jnp.inf, jnp.float32))
+    for number in range(heads if sinks.shape[0] > 1 else 1):
+        rows = jnp.where(head >= number, lax.min(of_head(sinks, first + number), largest), rows)
+    return rows
 
 
 class Turns(NamedTuple):

@@ -1,6 +1,7 @@
 """Attention of DeepSeek V4's layers: a sliding window of latents, and compressed latents, in one softmax.
 
 Flow:    queries, window pages, compressed pages, indices -> [sparse_mla_attention] -> AttentionOutput
+         SparseSchedule of a step -> [plan_work] -> work, for all layers of one kind
 Source:  DeepSeek V4 (deepseek-ai/DeepSeek-V4-Flash): one latent per token is key and value of all heads; layers of
          ratio 4 see the compressed entries that their indexer picks, of ratio 128 all, of ratio 0 none; with sinks
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
@@ -21,6 +24,49 @@ from pallas_kernels.latent_write import latent_write
 from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
 from pallas_kernels.tpu_memory import with_room
+
+
+def plan_work(
+    q: Any,  # [T, Hq, D]; of it and of the pages shapes and dtypes alone: arrays or ShapeDtypeStructs
+    pages: tuple[Any, ...],
+    schedule: SparseSchedule,
+    *,
+    compressed_pages: tuple[Any, ...] | None = None,
+    compressed_tables: jax.Array | None = None,  # int32[S, Pc]
+    tokens_per_state: int | None = None,
+    num_picks: int | None = None,  # entries that a layer's indices name for each token; None: all are seen
+    entries: EntryFormat = Plain(),  # noqa: B008
+    compressed_page_size: int | None = None,
+    backend: str = "auto",
+) -> Any:
+    """What the backend computes from a step's schedule alone: `work` of every layer of one kind.
+
+    A kind is what all arguments but the pages' contents say: queries, ratio, how many entries are picked. None where
+    the backend has nothing to plan: all but the GPU's kernel. To be made once a step, outside of loops over layers.
+
+    Raises:
+        ValueError: shapes, dtypes or options do not fit.
+        NotImplementedError: as the op.
+    """
+    sliding_window = np.shape(schedule.window_slots)[-1]
+    validate.check_schedule(q, schedule, sliding_window)
+    num_picks = None if compressed_pages is None else num_picks
+    picks = None if num_picks is None else jax.ShapeDtypeStruct((q.shape[0], num_picks), jnp.int32)
+    compressed = validate.check_compressed(
+        q, compressed_pages, compressed_tables, tokens_per_state, picks, entries, compressed_page_size
+    )
+    options: dict[str, Any] = {
+        "tokens_per_state": tokens_per_state or 1,
+        "entries": entries,
+        "entry_page_size": 1 if compressed is None else compressed.page_size,
+    }
+    reasons = {"tpu": None, "gpu": kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries)}
+    xla = xla_attention.path_over(
+        q, tuple(pages), sliding_window, options["entry_page_size"], compressed_tables, num_picks
+    )
+    if resolve_backend(validate.OP, backend, reasons, xla) != "gpu":
+        return None
+    return kernel_gpu.plan(schedule, q, compressed_tables, num_picks=num_picks, **options)
 
 
 def sparse_mla_attention(
@@ -41,6 +87,7 @@ def sparse_mla_attention(
     sliding_window: int,
     sinks: jax.Array | None = None,  # float32[Hq] natural-log logits, -inf: none
     schedule: SparseSchedule | None = None,  # what `plan` returned for this step and window cache
+    work: Any = None,  # what `plan_work` returned for that schedule and this kind of layer, or None
     return_lse: bool = False,
     entries: EntryFormat = Plain(),  # noqa: B008  of both caches
     page_size: int | None = None,  # states of a page; None: as many as there is room for, packing included
@@ -84,7 +131,9 @@ def sparse_mla_attention(
         "tpu": kernel_tpu.reason_not_supported(q, pages, schedule, *arrays, **options),
         "gpu": kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries),
     }
-    xla = xla_attention.path_over(q, tuple(pages), sliding_window, options["entry_page_size"], *arrays[1:])
+    num_picks = None if topk_indices is None else topk_indices.shape[1]
+    named = (sliding_window, options["entry_page_size"], compressed_tables, num_picks)
+    xla = xla_attention.path_over(q, tuple(pages), *named)
     chosen = resolve_backend(validate.OP, backend, reasons, xla)
     arguments = (q, tuple(pages), schedule, None if compressed is None else (compressed.array,), *arrays[1:], sinks)
     of_tpu = options | {
@@ -101,7 +150,7 @@ def sparse_mla_attention(
     if chosen == "tpu":
         out, lse = kernel_tpu.sparse_mla_attention(*arguments, **of_tpu)
     elif chosen == "gpu":
-        out, lse = kernel_gpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)
+        out, lse = kernel_gpu.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options, work=work)
     else:
         plain = xla_attention if chosen == "xla" else reference
         out, lse = plain.sparse_mla_attention(*arguments, sm_scale=float(sm_scale), **options)

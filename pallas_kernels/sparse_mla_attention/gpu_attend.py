@@ -1,6 +1,6 @@
 """Sparse latent attention on the GPU: query tiles of one token, over rows that are gathered one by one.
 
-Flow:    query tiles, two page arrays + SparseWork -> [attend_pieces] -> out, LSE per piece
+Flow:    query tiles, two page arrays + TokenLists -> [attend_pieces] -> out, LSE per piece
 Source:  one softmax over two caches by lists of rows, as FlashMLA's sparse kernels (deepseek-ai/FlashMLA)
 
 Grid (C,): each thread block attends its pieces one after the other. As in mla_paged_attention, a warpgroup fetches and
@@ -11,7 +11,7 @@ does 2 * 64 * 64 * 2 * D flops, of which heads / 64 count.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +21,34 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.mla_paged_attention.gpu_attend import give_share, store_columns, take_share
-from pallas_kernels.ragged_paged_attention.gpu_softmax import RowState, add_scores
-from pallas_kernels.sparse_mla_attention.gpu_plan import Field, SparseWork
+from pallas_kernels.ragged_paged_attention.gpu_softmax import RowState, add_scores, row_sinks
+from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
 from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, CHUNK, RowBlocks
+
+
+class TokenLists(NamedTuple):
+    """What the tokens of a launch see, and who attends them; as in `SparseWork` but for the lists of picks."""
+
+    rows: jax.Array  # int32[n]
+    pieces: jax.Array  # int32[pieces, fields]
+    blocks: jax.Array  # int32[C, 2]
+    picked: jax.Array | None = None  # int32[n] lists of picks; None: `rows` has all lists
+    num_picked: jax.Array | None = None  # int32[T] rows of each token's list of picks
 
 
 def attend_pieces(
     q: jax.Array,  # [tiles, rows, D] rows a multiple of 8: heads
     pages: jax.Array,  # [pages, page_size, D]
     entry_pages: jax.Array,  # [pages, page_size, D]
-    work: SparseWork,
-    sinks: jax.Array,  # float32[parts, 64] natural-log logits of the heads of a tile, -inf: none
+    lists: TokenLists,
+    sinks: jax.Array,  # float32[1 or Hq] natural-log logits, -inf: none
     scale: jax.Array,  # float32[1] sm_scale * log2(e)
+    heads: int,  # of a tile
+    parts: int,  # tiles of a token
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [pieces, 64, D], natural-log LSE float32[pieces, 64]); 0 and -inf where a piece sees nothing."""
-    num_pieces, dim = work.pieces.shape[0], q.shape[-1]
+    num_pieces, dim = lists.pieces.shape[0], q.shape[-1]
     outputs = [
         jax.ShapeDtypeStruct((num_pieces, mosaic_gpu.ROWS, dim), out_dtype),
         jax.ShapeDtypeStruct((num_pieces, mosaic_gpu.ROWS), jnp.float32),
@@ -51,10 +63,11 @@ def attend_pieces(
         "stored": plgpu.Barrier(num_arrivals=ADDING),
         **RowBlocks.scratch(dim, q.dtype),
     }
-    names = ("q", "pages", "entry_pages", "rows", "pieces", "blocks", "sinks", "scale", "out", "lse", *scratch)
+    given = {name: array for name, array in lists._asdict().items() if array is not None}
+    names = ("q", "pages", "entry_pages", *given, "sinks", "scale", "out", "lse", *scratch)
 
     def body(*args: Any) -> None:
-        refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
+        refs = SimpleNamespace(**dict(zip(names, args, strict=True)), heads=heads, parts=parts)
         warpgroup = lax.axis_index("warpgroup")
         row_blocks = RowBlocks.of(vars(refs), warpgroup)
         pl.when(warpgroup < ADDING)(lambda: _add_values(refs, row_blocks, warpgroup))
@@ -65,11 +78,11 @@ def attend_pieces(
         name=f"sparse_mla_h{q.shape[1]}",
         outputs=outputs,
         scratch=list(scratch.values()),
-        grid={"block": work.blocks.shape[0]},
+        grid={"block": lists.blocks.shape[0]},
         num_warpgroups=ADDING + 1,
     )
     by_row = [array.reshape(-1, dim // CHUNK, CHUNK) for array in (pages, entry_pages)]
-    out, lse = run(q, *by_row, work.rows, work.pieces, work.blocks, sinks, scale)
+    out, lse = run(q, *by_row, *given.values(), sinks, scale)
     return out, lse
 
 
@@ -80,7 +93,13 @@ def _range(refs: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _num_blocks(refs: Any, piece: jax.Array) -> jax.Array:
-    return refs.pieces[piece, Field.END] - refs.pieces[piece, Field.FIRST]
+    """Blocks of a piece, up to the end of its token's list of picks."""
+    end = refs.pieces[piece, Field.END]
+    if hasattr(refs, "num_picked"):
+        num_picked = refs.num_picked[lax.div(refs.pieces[piece, Field.TILE], jnp.int32(refs.parts))]
+        last = refs.pieces[piece, Field.WINDOW_BLOCKS] + lax.div(num_picked + (BLOCK - 1), jnp.int32(BLOCK))
+        end = lax.min(end, last)
+    return lax.max(end - refs.pieces[piece, Field.FIRST], jnp.int32(0))
 
 
 def _make_weights(refs: Any, row_blocks: RowBlocks) -> None:
@@ -107,8 +126,8 @@ def _make_weights(refs: Any, row_blocks: RowBlocks) -> None:
             return state
 
         state = lax.fori_loop(0, num_blocks, attend_block, RowState.empty(None))
-        part = lax.rem(refs.pieces[piece, Field.TILE], jnp.int32(refs.sinks.shape[0]))
-        sinks = mosaic_gpu.load_per_row(refs.sinks.at[part])
+        part = lax.rem(refs.pieces[piece, Field.TILE], jnp.int32(refs.parts))
+        sinks = row_sinks(refs.sinks, part, refs.heads)
         give_share(refs, piece, piece > first, *state.finish_weight_with_sinks(sinks))
 
     pl.when(end > first)(lambda: plgpu.barrier_wait(refs.stored))

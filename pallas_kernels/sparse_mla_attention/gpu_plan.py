@@ -1,6 +1,7 @@
 """What the GPU kernel of sparse attention does in one step: rows of both caches per token, pieces of thread blocks.
 
-Flow:    SparseSchedule, compressed tables, picks -> [SparseWork.of] -> int32 tables -> gpu_attend
+Flow:    SparseSchedule, compressed tables + SparseSizes -> [SparseWork.of], once a step -> every layer of the kind
+         picks of a layer + SparseWork -> [SparseWork.picked_slots] -> lists of that layer -> gpu_attend
 
 Every token attends alone, since no two see the same entries. What it sees stands in two *lists* of rows of a cache,
 its window's and its entries', -1 where one is none, in blocks of 64:
@@ -9,18 +10,23 @@ its window's and its entries', -1 where one is none, in blocks of 64:
     block        0             1             2               3
 
 All lists are in one array; where all entries are seen, the tokens of a sequence share a list and differ in how much of
-it they see.
+it they see. Where entries are picked, each layer has lists of its own beside those of the windows. How long these are
+no plan can know: its pieces have room for all that a token may pick, and end where the layer's list does.
 """
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pallas_kernels.latent_pages import state_slots
+from pallas_kernels.layouts import cdiv
 from pallas_kernels.ragged_paged_attention.gpu_shares import share_out
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
 
@@ -34,85 +40,149 @@ class Field(enum.IntEnum):
     WINDOW = 1  # where its window's list begins
     ENTRIES = 2  # where its entries' list begins
     WINDOW_BLOCKS = 3  # blocks of the window
-    NUM_ENTRIES = 4  # what it sees of the entries' list
+    NUM_ENTRIES = 4  # what it sees of the entries' list, or may pick
     FIRST = 5  # first block
     END = 6  # one after the last
 
 
-class Lists(NamedTuple):
-    """Rows of one cache, and what each token sees of them."""
+class SparseSizes(NamedTuple):
+    """All that the work of a kind of layers depends on beside the step."""
 
-    rows: jax.Array  # int32[lists, n], n a multiple of 64, -1: none
-    own: jax.Array  # int32[T] the list of a token
-    num_seen: jax.Array  # int32[T] rows of it that a token sees, holes included
-
-    @classmethod
-    def of(cls, rows: jax.Array, own: jax.Array, num_seen: jax.Array) -> Lists:
-        """Of lists of any length."""
-        return cls(jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % BLOCK)], constant_values=-1), own, num_seen)
+    num_tokens: int
+    part_tokens: int  # that are attended at a time
+    window: int  # slots
+    num_columns: int  # of the compressed cache's tables; 0: the layers have their window only
+    entry_page_size: int
+    tokens_per_state: int
+    num_picks: int | None  # of a token; None: it sees all entries
+    is_decoded: bool  # rows are copies of what the tables name, in that order
+    head_parts: int  # tiles of a token
+    num_blocks: int  # thread blocks that fewer tiles are split over
 
     @property
-    def blocks(self) -> jax.Array:
-        """int32[T], blocks that a token sees."""
-        return -(-self.num_seen // BLOCK)
+    def num_parts(self) -> int:
+        """Parts of the tokens that are attended one after the other."""
+        return cdiv(self.num_tokens, self.part_tokens)
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of a window's list."""
+        return cdiv(self.window, BLOCK) * BLOCK
+
+    @property
+    def entry_rows(self) -> int:
+        """Rows of a list of entries."""
+        num = self.num_columns * self.entry_page_size if self.num_picks is None else self.num_picks
+        return cdiv(num, BLOCK) * BLOCK
+
+    @property
+    def has_picks(self) -> bool:
+        """Whether lists of entries are a layer's own."""
+        return self.num_columns > 0 and self.num_picks is not None
 
 
-def window_lists(schedule: SparseSchedule) -> Lists:
-    """Windows: a list per token."""
-    token = jnp.arange(schedule.pos.shape[0], dtype=jnp.int32)
-    return Lists.of(schedule.window_slots, token, schedule.num_window_slots)
+class Tokens(NamedTuple):
+    """Query tokens of one part."""
+
+    seq: jax.Array  # int32[t] row of the token's sequence
+    pos: jax.Array  # int32[t] its position, -1 for padding
+    slots: jax.Array  # int32[t, window] of its window, -1: none
 
 
-def entry_lists(
-    schedule: SparseSchedule,
-    tables: jax.Array,  # int32[S, Pc]
-    topk_indices: jax.Array | None,  # int32[T, K]; None: all entries
-    tokens_per_state: int,
-    page_size: int,  # entries of a page
-) -> Lists:
-    """Compressed entries: a list per token, or where all are seen, per sequence."""
-    counts, token = schedule.num_entries(tokens_per_state), jnp.arange(schedule.pos.shape[0], dtype=jnp.int32)
-    if topk_indices is not None:
-        seen = (topk_indices >= 0) & (topk_indices < counts[:, None])
-        slots = state_slots(tables, page_size, schedule.seq[:, None], jnp.maximum(topk_indices, 0))
-        place = jnp.arange(topk_indices.shape[1], dtype=jnp.int32)
-        return Lists.of(jnp.where(seen, slots, -1), token, jnp.max(jnp.where(seen, place + 1, 0), axis=1, initial=0))
-    entry = jnp.arange(tables.shape[1] * page_size, dtype=jnp.int32)
-    slots = state_slots(tables, page_size, jnp.arange(tables.shape[0], dtype=jnp.int32)[:, None], entry)
-    return Lists.of(slots, schedule.seq, counts)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SparseWork:
+    """What the layers of a kind do in one step; `sizes` are static. Arrays of all parts but in `of_part`."""
 
-
-class SparseWork(NamedTuple):
-    """Lists of one call, and who attends them."""
-
-    rows: jax.Array  # int32[n] all lists
-    pieces: jax.Array  # int32[pieces, fields]
-    blocks: jax.Array  # int32[C, 2] first piece of each thread block, and one after its last
-    units: jax.Array | None  # int32[T * parts, 2] as in Shares, where tokens are split into pieces
+    seq: jax.Array  # int32[parts, t] row of each token's sequence
+    counts: jax.Array  # int32[parts, t] entries that a token may see
+    slots: jax.Array  # int32[parts, t, window rows] of windows in their cache, -1: none
+    rows: jax.Array  # int32[parts, n] all lists but those of picks
+    pieces: jax.Array  # int32[parts, pieces, fields]
+    blocks: jax.Array  # int32[parts, C, 2] first piece of each thread block, and one after its last
+    units: jax.Array | None  # int32[parts, t * head_parts, 2] as in Shares, where tokens are split into pieces
+    sizes: SparseSizes = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, window: Lists, entries: Lists | None, parts: int, num_blocks: int) -> SparseWork:
-        """Of tokens whose heads are in `parts`; split into pieces where they are fewer than `num_blocks`."""
-        columns = [
-            window.own * window.rows.shape[1],
-            jnp.zeros_like(window.own),
-            window.blocks,
-            jnp.zeros_like(window.own),
-        ]
-        rows, num = [window.rows.reshape(-1)], window.blocks
-        if entries is not None:
-            columns[1] = window.rows.size + entries.own * entries.rows.shape[1]
-            columns[3] = entries.num_seen
-            rows.append(entries.rows.reshape(-1))
-            num = num + entries.blocks
-        tile = jnp.arange(num.shape[0] * parts, dtype=jnp.int32)
-        fixed, num = jnp.repeat(jnp.stack(columns, axis=1), parts, axis=0), jnp.repeat(num, parts)
-        if tile.shape[0] < num_blocks:
-            shares = share_out(num, num_blocks)
-            tile, first, end, fixed = shares.unit, shares.first, shares.end, fixed[shares.unit]
-            blocks, units = shares.blocks, shares.units
-        else:
-            first, end, units = jnp.zeros_like(num), num, None
-            blocks = jnp.stack([tile, tile + 1], axis=1)
-        own = [tile[:, None], fixed, first[:, None], end[:, None]]
-        return cls(jnp.concatenate(rows), jnp.concatenate(own, axis=1).astype(jnp.int32), blocks, units)
+    def of(cls, schedule: SparseSchedule, tables: jax.Array | None, sizes: SparseSizes) -> SparseWork:
+        """The work of a step over compressed `tables` int32[S, Pc]."""
+        missing = sizes.num_parts * sizes.part_tokens - sizes.num_tokens
+
+        def by_part(x: jax.Array, nothing: int) -> jax.Array:
+            x = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)], constant_values=nothing)
+            return x.reshape(sizes.num_parts, sizes.part_tokens, *x.shape[1:])
+
+        tokens = Tokens(by_part(schedule.seq, 0), by_part(schedule.pos, -1), by_part(schedule.window_slots, -1))
+        if sizes.num_parts > 1:
+            return jax.vmap(lambda own: _work(own, tables, sizes))(tokens)
+        only = _work(jax.tree.map(lambda x: x[0], tokens), tables, sizes)
+        return jax.tree.map(lambda x: x[None], only)
+
+    def of_part(self, part: int) -> SparseWork:
+        """The work of one part."""
+        own: SparseWork = jax.tree.map(lambda x: x[part], self)
+        return own
+
+    def num_picked(self, picks: jax.Array) -> jax.Array:
+        """int32[t] of one part: places of int32[t, K] `picks` up to the last that a token sees."""
+        place = jnp.arange(picks.shape[1], dtype=jnp.int32)
+        return lax.reduce(jnp.where(self._sees(picks), place + 1, 0), np.int32(0), lax.max, (1,))
+
+    def picked_slots(self, tables: jax.Array, picks: jax.Array) -> jax.Array:
+        """int32[t, entry rows] of one part: slots of what int32[t, K] `picks` name and tokens see, or -1."""
+        slots = state_slots(tables, self.sizes.entry_page_size, self.seq[:, None], jnp.maximum(picks, 0))
+        return _padded(jnp.where(self._sees(picks), slots, -1), self.sizes.entry_rows)
+
+    def _sees(self, picks: jax.Array) -> jax.Array:
+        return (picks >= 0) & (picks < self.counts[:, None])
+
+
+def _work(tokens: Tokens, tables: jax.Array | None, sizes: SparseSizes) -> SparseWork:
+    """The work of one part."""
+    num_tokens = sizes.part_tokens
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    slots = _padded(tokens.slots, sizes.window_rows)
+    counts = (tokens.pos + 1) // sizes.tokens_per_state
+    rows = [numbered(slots) if sizes.is_decoded else slots.reshape(-1)]
+    window_blocks = -(-jnp.minimum(tokens.pos + 1, sizes.window) // BLOCK)
+    num, first_entry, num_entries = window_blocks, jnp.zeros_like(token), jnp.zeros_like(token)
+    if tables is not None and sizes.num_columns:
+        own, num_entries = token, jnp.where(counts > 0, sizes.num_picks or 0, 0)
+        if sizes.num_picks is None:
+            own, num_entries = tokens.seq, counts
+            rows.append(_all_entries(tables, sizes).reshape(-1))
+        first_entry = (0 if sizes.has_picks else slots.size) + own * sizes.entry_rows
+        num = num + -(-num_entries // BLOCK)
+    parts = sizes.head_parts
+    columns = jnp.stack([token * sizes.window_rows, first_entry, window_blocks, num_entries], axis=1)
+    tile = jnp.arange(num_tokens * parts, dtype=jnp.int32)
+    fixed, num = jnp.repeat(columns, parts, axis=0), jnp.repeat(num, parts)
+    if tile.shape[0] < sizes.num_blocks:
+        shares = share_out(num, sizes.num_blocks)
+        tile, first, end, fixed = shares.unit, shares.first, shares.end, fixed[shares.unit]
+        blocks, units = shares.blocks, shares.units
+    else:
+        first, end, units = jnp.zeros_like(num), num, None
+        blocks = jnp.stack([tile, tile + 1], axis=1)
+    pieces = jnp.concatenate([tile[:, None], fixed, first[:, None], end[:, None]], axis=1).astype(jnp.int32)
+    return SparseWork(tokens.seq, counts, slots, jnp.concatenate(rows), pieces, blocks, units, sizes)
+
+
+def _all_entries(tables: jax.Array, sizes: SparseSizes) -> jax.Array:
+    """int32[S, entry rows], the list of each sequence."""
+    num_entries = sizes.num_columns * sizes.entry_page_size
+    entry, seq = jnp.arange(num_entries, dtype=jnp.int32), jnp.arange(tables.shape[0], dtype=jnp.int32)[:, None]
+    if sizes.is_decoded:
+        return _padded(seq * num_entries + entry, sizes.entry_rows)
+    return _padded(state_slots(tables, sizes.entry_page_size, seq, entry), sizes.entry_rows)
+
+
+def _padded(rows: jax.Array, num: int) -> jax.Array:
+    """Lists [lists, ...] of `num` rows."""
+    return jnp.pad(rows, [(0, 0), (0, num - rows.shape[1])], constant_values=-1)
+
+
+def numbered(slots: jax.Array) -> jax.Array:
+    """int32[n]: places of slots int32[...] among all of them, -1 of those that are none."""
+    number = jnp.arange(slots.size, dtype=jnp.int32)
+    return jnp.where(slots.reshape(-1) >= 0, number, -1)

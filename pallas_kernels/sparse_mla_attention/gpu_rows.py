@@ -20,6 +20,7 @@ Rows that no query sees become 0 on the way, since what stands there may be NaN.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -41,7 +42,7 @@ _HALF = BLOCK // ADDING
 class RowBlocks:
     """References of one kernel."""
 
-    rows: Any  # int32[n] of `SparseWork`, in global memory
+    rows: Any  # int32[n] lists of `TokenLists`, in global memory
     pieces: Any  # int32[pieces, fields]
     pages: Any  # [rows of the window cache, D / 128, 128]
     entry_pages: Any  # [rows of the compressed cache, D / 128, 128]
@@ -54,6 +55,7 @@ class RowBlocks:
     moved: Any
     weighed: Any
     warpgroup: Any  # int32[] this one
+    picked: Any = None  # int32[n] lists of picks, in global memory, where `rows` has those of windows alone
 
     @classmethod
     def of(cls, references: dict[str, Any], warpgroup: Any) -> RowBlocks:
@@ -78,8 +80,10 @@ class RowBlocks:
     def fetch(self, piece: jax.Array, i: jax.Array) -> None:
         """Starts the copies of a piece's `i`-th block, once the stage is free: the block before has been taken."""
         first, in_window = self._place(piece, i)
-        pl.when(in_window)(functools.partial(self._copy, self.pages, first))
-        pl.when(jnp.logical_not(in_window))(functools.partial(self._copy, self.entry_pages, first))
+
+        entries = self.rows if self.picked is None else self.picked
+        pl.when(in_window)(functools.partial(self._copy, self.pages, self.rows, first))
+        pl.when(jnp.logical_not(in_window))(functools.partial(self._copy, self.entry_pages, entries, first))
 
     def take_keys(self) -> Any:
         """The next block [64, D], ready for the product of scores; call `give_weights` when done with it."""
@@ -98,13 +102,12 @@ class RowBlocks:
         self.wait_full()
         plgpu.barrier_arrive(self.idle)
         self.wait_idle()
-        first, _ = self._place(piece, i)
         for reader in range(ADDING):
 
             @pl.when(self.warpgroup == reader)
             def _(start: int = reader * _HALF) -> None:
                 half = pl.ds(start, _HALF)
-                rows = mosaic_gpu.load(self.rows.at[pl.ds(first + start, _HALF)], mosaic_gpu.PER_ROW_OF_CHUNKS)
+                rows = self._rows(piece, i, half, lambda x: mosaic_gpu.load(x, mosaic_gpu.PER_ROW_OF_CHUNKS))
                 seen = (rows >= 0) & (mosaic_gpu.chunk_row_index(_HALF) + start < self._count(piece, i))
                 for chunk in range(self.stage.shape[1]):
                     values = mosaic_gpu.load(self.stage.at[half, chunk], mosaic_gpu.ROW_CHUNKS)
@@ -118,10 +121,22 @@ class RowBlocks:
 
     def visible(self, piece: jax.Array, i: jax.Array) -> jax.Array:
         """bool[64, 64], the same for all queries: which rows of a block are seen."""
-        first, _ = self._place(piece, i)
-        rows = mosaic_gpu.load_per_column(self.rows.at[pl.ds(first, BLOCK)])
+        rows = self._rows(piece, i, pl.ds(0, BLOCK), mosaic_gpu.load_per_column)
         is_row = lax.broadcast_in_dim(rows, (mosaic_gpu.ROWS, BLOCK), [1]) >= 0
         return is_row & (mosaic_gpu.column_index(mosaic_gpu.ROWS, BLOCK) < self._count(piece, i))
+
+    def _rows(self, piece: jax.Array, i: jax.Array, part: pl.Slice, load: Callable[[Any], jax.Array]) -> jax.Array:
+        """int32 rows of a part of a piece's `i`-th block; negative: none."""
+        first, in_window = self._place(piece, i)
+
+        def of(lists: Any, first: jax.Array) -> jax.Array:
+            return load(lists.at[pl.ds(first + part.start, part.size)])
+
+        if self.picked is None:
+            return of(self.rows, first)
+        window = of(self.rows, jnp.where(in_window, first, 0))
+        picked = of(self.picked, jnp.where(in_window, 0, first))
+        return picked + (window - picked) * in_window.astype(jnp.int32)
 
     def _place(self, piece: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(where the rows of a piece's `i`-th block begin, whether they are the window's)."""
@@ -140,9 +155,9 @@ class RowBlocks:
         number, window = self.pieces[piece, Field.FIRST] + i, self.pieces[piece, Field.WINDOW_BLOCKS]
         return number, number < window, number - window
 
-    def _copy(self, pages: Any, first: jax.Array) -> None:
+    def _copy(self, pages: Any, lists: Any, first: jax.Array) -> None:
         def row(number: int) -> jax.Array:
-            return lax.max(self.rows[first + number], jnp.int32(0))
+            return lax.max(lists[first + number], jnp.int32(0))
 
         def start(number: int, row: jax.Array) -> None:
             plgpu.copy_gmem_to_smem(pages.at[row], self.stage.at[number], self.full)

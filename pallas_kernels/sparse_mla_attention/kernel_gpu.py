@@ -1,6 +1,7 @@
 """sparse_mla_attention on NVIDIA GPUs of Hopper, in Pallas Mosaic GPU.
 
-Flow:    the op's arguments -> [sparse_mla_attention] -> gpu_plan -> gpu_attend -> gpu_merge where tokens were split
+Flow:    SparseSchedule of the step -> [plan] -> SparseWork
+         the op's arguments + SparseWork -> [sparse_mla_attention] -> gpu_attend -> gpu_merge where tokens were split
 
 A launch for all tokens, whether they decode or not: each attends its own rows of both caches in one softmax. Tokens too
 few to fill the card are split into pieces. The 64 rows of a tile are all heads, or the largest part that fits.
@@ -11,8 +12,7 @@ since bfloat16 holds all that e4m3 times a power of two can be; the kernel reads
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ from pallas_kernels.latent_entries import EntryFormat, LatentFp8, Plain
 from pallas_kernels.latent_pages import EntryCache
 from pallas_kernels.mla_paged_attention.kernel_gpu import padded_rows, tile_shape
 from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
-from pallas_kernels.ragged_paged_attention.gpu_softmax import LOG2_E
-from pallas_kernels.ragged_paged_attention.online_softmax import capped_sinks
-from pallas_kernels.sparse_mla_attention.gpu_attend import attend_pieces
-from pallas_kernels.sparse_mla_attention.gpu_plan import Lists, SparseWork, entry_lists, window_lists
+from pallas_kernels.ragged_paged_attention.gpu_softmax import LOG2_E, as_sinks
+from pallas_kernels.sparse_mla_attention.gpu_attend import TokenLists, attend_pieces
+from pallas_kernels.sparse_mla_attention.gpu_plan import SparseSizes, SparseWork, numbered
 from pallas_kernels.sparse_mla_attention.gpu_rows import CHUNK
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
+from pallas_kernels.sparse_mla_attention.validate import OP
 
 _MOST_DIM = 512
 _MOST_DECODED = 512  # tokens whose entries are decoded at a time: 335 MB at 640 entries of 512 numbers each
@@ -60,6 +60,27 @@ def reason_not_supported(
     return mosaic_gpu.reason_without_hopper()
 
 
+def plan(
+    schedule: SparseSchedule,
+    q: Any,  # [T, Hq, D]; its shape alone
+    compressed_tables: jax.Array | None,  # int32[S, Pc]
+    *,
+    num_picks: int | None,
+    tokens_per_state: int,
+    entries: EntryFormat,
+    entry_page_size: int,
+    tuning: Tuning = Tuning(),  # noqa: B008
+) -> SparseWork:
+    """The work of a step for all layers with these shapes."""
+    options: dict[str, Any] = {
+        "tokens_per_state": tokens_per_state,
+        "entries": entries,
+        "entry_page_size": entry_page_size,
+    }
+    sizes = _sizes(schedule, q, compressed_tables, num_picks=num_picks, tuning=tuning, **options)
+    return SparseWork.of(schedule, compressed_tables, sizes)
+
+
 def sparse_mla_attention(
     q: jax.Array,  # [T, Hq, D]
     pages: tuple[jax.Array, ...],
@@ -74,84 +95,144 @@ def sparse_mla_attention(
     entries: EntryFormat,
     page_size: int,
     entry_page_size: int,
+    work: Any = None,  # of `plan`; None: it is made here
     tuning: Tuning = Tuning(),  # noqa: B008
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [T, Hq, D] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
-    none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
-    sinks = none if sinks is None else capped_sinks(sinks)
-    window, compressed = EntryCache.of(pages, entries, q.shape[-1], page_size), None
-    if compressed_pages is not None:
-        compressed = EntryCache.of(compressed_pages, entries, q.shape[-1], entry_page_size)
-        if topk_indices is None and compressed_tables is not None:
-            compressed, compressed_tables = _contiguous(compressed, compressed_tables, q.dtype)
+    """(out [T, Hq, D] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says.
 
-    def attend(
-        q: jax.Array, seq: jax.Array, num_before: jax.Array, slots: jax.Array, picks: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        own = schedule._replace(seq=seq, pos=num_before - 1, window_slots=slots)
-        lists = [_plain(window_lists(own), window, q.dtype)]
-        if compressed is not None and compressed_tables is not None:
-            named = entry_lists(own, compressed_tables, picks, tokens_per_state, entry_page_size)
-            lists.append(_plain(named, compressed, q.dtype))
-        return _attend(q, lists, sinks, sm_scale, tuning)
+    Raises:
+        ValueError: `work` is none, or was planned for other shapes or another kind of layer.
+    """
+    num_picks = None if topk_indices is None else topk_indices.shape[1]
+    options: dict[str, Any] = {
+        "tokens_per_state": tokens_per_state,
+        "entries": entries,
+        "entry_page_size": entry_page_size,
+    }
+    sizes = _sizes(schedule, q, compressed_tables, num_picks=num_picks, tuning=tuning, **options)
+    if work is None:
+        work = SparseWork.of(schedule, compressed_tables, sizes)
+    _check_work(work, sizes)
+    layer = _Layer(
+        EntryCache.of(pages, entries, q.shape[-1], page_size),
+        _compressed(compressed_pages, compressed_tables, sizes, entries, q),
+        compressed_tables,
+        as_sinks(sinks),
+        sm_scale,
+    )
+    if sizes.num_parts == 1:
+        return _attend(layer, q, topk_indices, work.of_part(0))
+    missing = sizes.num_parts * sizes.part_tokens - sizes.num_tokens
 
-    tokens = (q, schedule.seq, schedule.pos + 1, schedule.window_slots, topk_indices)
-    return attend(*tokens) if entries == Plain() else _in_parts(attend, tokens, _MOST_DECODED)
+    def by_part(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)])
+        return x.reshape(sizes.num_parts, sizes.part_tokens, *x.shape[1:])
 
-
-def _contiguous(cache: EntryCache, tables: jax.Array, dtype: jnp.dtype) -> tuple[EntryCache, jax.Array]:
-    """(cache of plain pages, tables) with what the tables name; a plain cache as it is."""
-    if cache.entries == Plain():
-        return cache, tables
-    states = cache.entries.decode(cache.latent.at_pages(tables.reshape(-1)), cache.dim).astype(dtype)
-    own = jnp.arange(tables.size, dtype=jnp.int32).reshape(tables.shape)
-    return EntryCache.of((states,), Plain(), cache.dim, cache.latent.page_size), own
-
-
-def _plain(lists: Lists, cache: EntryCache, dtype: jnp.dtype) -> tuple[Lists, jax.Array]:
-    """(lists of rows, plain pages that have them): decoded copies, unless the cache is plain."""
-    if cache.entries == Plain():
-        return lists, cache.latent.array
-    rows = cache.read(lists.rows).astype(dtype).reshape(-1, 1, cache.dim)
-    number = jnp.arange(lists.rows.size, dtype=jnp.int32).reshape(lists.rows.shape)
-    return lists._replace(rows=jnp.where(lists.rows >= 0, number, -1)), rows
-
-
-def _in_parts(
-    attend: Callable[..., tuple[jax.Array, jax.Array]], tokens: tuple[jax.Array | None, ...], size: int
-) -> tuple[jax.Array, jax.Array]:
-    """`attend` for `size` tokens at a time, one part after the other; tokens of zeros have none before them."""
-    num_tokens = jax.tree.leaves(tokens)[0].shape[0]
-    if num_tokens <= size:
-        return attend(*tokens)
-
-    def parts(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, -num_tokens % size), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, size, *x.shape[1:])
-
-    results = lax.map(lambda part: attend(*part), jax.tree.map(parts, tokens))
-    out, lse = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], results)
+    results = lax.map(lambda part: _attend(layer, *part), (*jax.tree.map(by_part, (q, topk_indices)), work))
+    out, lse = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: sizes.num_tokens], results)
     return out, lse
 
 
-def _attend(
-    q: jax.Array,
-    lists: list[tuple[Lists, jax.Array]],  # of the window, and of the entries where there are any, with their pages
-    sinks: jax.Array,  # float32[Hq]
-    sm_scale: float,
+def _sizes(
+    schedule: SparseSchedule,
+    q: Any,
+    tables: jax.Array | None,
+    *,
+    num_picks: int | None,
+    tokens_per_state: int,
+    entries: EntryFormat,
+    entry_page_size: int,
     tuning: Tuning,
-) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of some tokens over plain pages."""
+) -> SparseSizes:
+    """What the plan of a call depends on."""
+    num_tokens, num_heads, _ = q.shape
+    is_decoded = entries != Plain()
+    return SparseSizes(
+        num_tokens=num_tokens,
+        part_tokens=min(num_tokens, _MOST_DECODED) if is_decoded else num_tokens,
+        window=schedule.window_slots.shape[1],
+        num_columns=0 if tables is None else tables.shape[1],
+        entry_page_size=entry_page_size,
+        tokens_per_state=tokens_per_state,
+        num_picks=num_picks,
+        is_decoded=is_decoded,
+        head_parts=num_heads // tile_shape(num_heads).heads,
+        num_blocks=tuning.num_blocks or mosaic_gpu.num_sms(),
+    )
+
+
+def _check_work(work: Any, sizes: SparseSizes) -> None:
+    """Raises ValueError unless `work` was planned for `sizes`."""
+    if not isinstance(work, SparseWork):
+        raise ValueError(f"{OP}: expected work to be what plan_work() returns, got {type(work).__name__}")
+    if work.sizes != sizes:
+        raise ValueError(
+            f"{OP}: expected work planned for {sizes}, got one for {work.sizes}; plan it again with this call's shapes "
+            "and kind of layer"
+        )
+
+
+class _Layer(NamedTuple):
+    """What the parts of a call share."""
+
+    window: EntryCache
+    entries: EntryCache | None
+    tables: jax.Array | None  # int32[S, Pc]
+    sinks: jax.Array  # float32[1 or Hq], -inf: none
+    sm_scale: float
+
+
+def _compressed(
+    pages: tuple[jax.Array, ...] | None,
+    tables: jax.Array | None,
+    sizes: SparseSizes,
+    entries: EntryFormat,
+    q: jax.Array,
+) -> EntryCache | None:
+    """The compressed cache, None if there is none; where its entries are decoded and all seen, plain copies of them."""
+    if pages is None or tables is None:
+        return None
+    cache = EntryCache.of(pages, entries, q.shape[-1], sizes.entry_page_size)
+    if sizes.has_picks or not sizes.is_decoded:
+        return cache
+    states = cache.entries.decode(cache.latent.at_pages(tables.reshape(-1)), cache.dim).astype(q.dtype)
+    return EntryCache.of((states,), Plain(), cache.dim, sizes.entry_page_size)
+
+
+def _attend(layer: _Layer, q: jax.Array, picks: jax.Array | None, work: SparseWork) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the tokens of one part."""
     num_tokens, num_heads, dim = q.shape
     heads = tile_shape(num_heads).heads
     parts = num_heads // heads
-    (window, pages), (entries, entry_pages) = lists[0], lists[1] if len(lists) > 1 else (None, lists[0][1])
-    work = SparseWork.of(window, entries, parts, tuning.num_blocks or mosaic_gpu.num_sms())
+    lists, pages, entry_pages = _lists(layer, picks, work, q.dtype)
     tiles = padded_rows(q.reshape(num_tokens * parts, heads, dim))
-    scale = jnp.full((1,), sm_scale * LOG2_E, jnp.float32)
+    scale = jnp.full((1,), layer.sm_scale * LOG2_E, jnp.float32)
     if work.units is not None:
-        no_sinks = jnp.full((parts, mosaic_gpu.ROWS), -jnp.inf, jnp.float32)
-        pieces = attend_pieces(tiles, pages, entry_pages, work, no_sinks, scale, jnp.float32)
-        return merge_pieces(pieces, work.units, sinks, jnp.ones((parts,), jnp.float32), dim, q.dtype)
-    of_tiles = jnp.pad(sinks.reshape(parts, heads), [(0, 0), (0, mosaic_gpu.ROWS - heads)], constant_values=-jnp.inf)
-    out, lse = attend_pieces(tiles, pages, entry_pages, work, of_tiles, scale, q.dtype)
+        pieces = attend_pieces(tiles, pages, entry_pages, lists, as_sinks(None), scale, heads, parts, jnp.float32)
+        ones = jnp.ones((1,), jnp.float32)
+        return merge_pieces(pieces, work.units, layer.sinks, ones, dim, q.dtype, heads=(parts, num_heads))
+    out, lse = attend_pieces(tiles, pages, entry_pages, lists, layer.sinks, scale, heads, parts, q.dtype)
     return out[:, :heads].reshape(q.shape), lse[:, :heads].reshape(num_tokens, num_heads)
+
+
+def _lists(
+    layer: _Layer, picks: jax.Array | None, work: SparseWork, dtype: jnp.dtype
+) -> tuple[TokenLists, jax.Array, jax.Array]:
+    """(lists of one part, plain pages of windows, and of entries): decoded copies of caches in a format."""
+    lists = TokenLists(work.rows, work.pieces, work.blocks)
+    pages = _rows_at(layer.window, work.slots, dtype)
+    if layer.entries is None or layer.tables is None:
+        return lists, pages, pages
+    if picks is None:
+        return lists, pages, layer.entries.latent.array
+    slots = work.picked_slots(layer.tables, picks)
+    picked = numbered(slots) if work.sizes.is_decoded else slots.reshape(-1)
+    lists = lists._replace(picked=picked, num_picked=work.num_picked(picks))
+    return lists, pages, _rows_at(layer.entries, slots, dtype)
+
+
+def _rows_at(cache: EntryCache, slots: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Plain pages of a cache, as they are; of one in a format [n, 1, dim] with the states in all slots."""
+    if cache.entries == Plain():
+        return cache.latent.array
+    return cache.read(slots).astype(dtype).reshape(-1, 1, cache.dim)

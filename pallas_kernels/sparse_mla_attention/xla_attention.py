@@ -35,12 +35,11 @@ def path_over(
     sliding_window: int,
     entry_page_size: int,
     compressed_tables: jax.Array | None,
-    topk_indices: jax.Array | None,
+    num_picks: int | None,
 ) -> XlaPath:
     """What a call costs: entries are read, written, and read by both products."""
     num_named = 0 if compressed_tables is None else compressed_tables.shape[1] * entry_page_size
-    if topk_indices is not None:
-        num_named = topk_indices.shape[1]
+    num_named = num_named if num_picks is None else num_picks
     state_bytes = pages[0].shape[-1] * pages[0].dtype.itemsize
     return XlaPath(4, q.shape[0] * (sliding_window + num_named) * state_bytes, "the entries that its tokens name")
 

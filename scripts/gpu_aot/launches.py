@@ -30,10 +30,8 @@ def launches_of(module: str) -> list[Launch]:
     for line in module.splitlines():
         if match := _COMPUTATION.match(line):
             is_run = bool(match[1]) or _is_called(match[2], module)
-            continue
-        match = re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
-        if is_run and match and match[1] not in FREE and not match[1].endswith("-done"):
-            found.append(Launch(match[1], _scope(line) or scopes.get(_called(line), "")))
+        elif is_run and (opcode := _opcode(line)) not in FREE and not opcode.endswith("-done"):
+            found.append(Launch(opcode, _scope(line) or scopes.get(_called(line), "")))
     return found
 
 
@@ -51,6 +49,12 @@ def _last_scopes(module: str) -> dict[str, str]:
         elif scope := _scope(line):
             scopes[computation] = scope
     return scopes
+
+
+def _opcode(line: str) -> str:
+    """Of an instruction; of other lines one that is free."""
+    match = re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
+    return match[1] if match else "constant"
 
 
 def _scope(line: str) -> str:

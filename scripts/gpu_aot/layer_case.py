@@ -17,21 +17,25 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import kv_write
+from pallas_kernels.latent_entries import EntryFormat, LatentFp8, Plain
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.mla_paged_attention import plan as plan_latents
 from pallas_kernels.ragged_paged_attention import MaskRule, plan, ragged_paged_attention
+from pallas_kernels.sparse_mla_attention import plan as plan_windows
+from pallas_kernels.sparse_mla_attention import plan_work, sparse_mla_attention
 from scripts.aot.arguments import argument
 
 STEPS = ("decode", "mixed")
 LATENT_DIM, ROPE_DIM = 512, 64
+WINDOW, TOPK, ENTRY_TOKENS = 128, 512, 256  # of sparse attention: DeepSeek V4 Flash's, and pages of 256 tokens
 
 
 @dataclass(frozen=True)
 class LayersCase:
     """Sizes of one compilation."""
 
-    op: str = "attention"  # or mla
+    op: str = "attention"  # or mla, or sparse
     layers: int = 4
     scan: int = 1  # the layers are a scan; else one after another
     heads: int = 32
@@ -45,6 +49,8 @@ class LayersCase:
     tokens: int = 512  # of the mixed step
     context: int = 4096
     num_pages: int = 4099
+    ratio: int = 4  # of sparse attention: 0 the window only, 4 with an indexer, 128 all entries
+    fp8: int = 0  # entries of sparse attention in fp8
 
 
 class _Dense:
@@ -97,13 +103,58 @@ class _Latent:
         return mla_paged_attention(*self._queries(hidden), pages, *step, **options).out
 
 
+class _Sparse:
+    """Layers with a window of latents and entries, of which an indexer picks some."""
+
+    def __init__(self, case: LayersCase) -> None:
+        self.case, self.width = case, case.heads * LATENT_DIM
+        self.entries: EntryFormat = LatentFp8(ROPE_DIM) if case.fp8 else Plain()
+        width, dtype = self.entries.width(LATENT_DIM), "int8" if case.fp8 else "bfloat16"
+        self.entry_page = ENTRY_TOKENS // (case.ratio or ENTRY_TOKENS)
+        sizes = [case.page] + [self.entry_page] * bool(case.ratio)
+        self.pages = tuple(argument((case.num_pages, size, width), dtype) for size in sizes)
+
+    def _compressed(self, tables: Any, pages: Any) -> dict[str, Any]:
+        if not self.case.ratio:
+            return {}
+        entries = {"compressed_pages": pages, "compressed_page_size": self.entry_page}
+        columns = -(-self.case.context // ENTRY_TOKENS)
+        return {**entries, "compressed_tables": tables[:, :columns], "tokens_per_state": self.case.ratio}
+
+    def plan(self, num_tokens: int, step: Any, *, is_decode: bool) -> Any:
+        del is_decode  # tokens attend alone, whether they decode or not
+        schedule = plan_windows(*step, num_tokens=num_tokens, sliding_window=WINDOW, page_size=self.case.page)
+        q = argument((num_tokens, self.case.heads, LATENT_DIM), "bfloat16")
+        pages = tuple(jnp.zeros(array.shape, array.dtype) for array in self.pages)
+        picks = TOPK if self.case.ratio == 4 else None
+        compressed = self._compressed(step[0], pages[1:])
+        work = plan_work(q, pages[:1], schedule, **compressed, num_picks=picks, entries=self.entries, backend="gpu")
+        return schedule, work
+
+    def write(self, hidden: Any, pages: Any, slots: Any, scale: Any) -> Any:
+        del scale
+        sizes: dict[str, Any] = {"entries": self.entries, "page_size": self.case.page}
+        return (*latent_write(hidden[:, :LATENT_DIM], pages[:1], slots, **sizes, backend="gpu"), *pages[1:])
+
+    def attend(self, hidden: Any, pages: Any, step: Any, schedule: Any, sinks: Any, scale: Any) -> Any:
+        """Over the entries that `hidden` happens to name."""
+        del scale
+        q = hidden.reshape(hidden.shape[0], self.case.heads, LATENT_DIM)
+        picks = hidden[:, :TOPK].astype(jnp.int32) if self.case.ratio == 4 else None
+        options: dict[str, Any] = {"sm_scale": 0.1, "sliding_window": WINDOW, "sinks": sinks, "backend": "gpu"}
+        options |= {"entries": self.entries, "page_size": self.case.page, "topk_indices": picks}
+        options |= self._compressed(step[0], pages[1:])
+        return sparse_mla_attention(q, pages[:1], *step, **options, schedule=schedule[0], work=schedule[1]).out
+
+
 def layers(case: LayersCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Both steps one after the other, and their arguments.
 
     Raises:
         ValueError: `op` is none.
     """
-    kinds: dict[str, Callable[[LayersCase], _Dense | _Latent]] = {"attention": _Dense, "mla": _Latent}
+    kinds: dict[str, Callable[[LayersCase], _Dense | _Latent | _Sparse]]
+    kinds = {"attention": _Dense, "mla": _Latent, "sparse": _Sparse}
     if case.op not in kinds:
         raise ValueError(f"expected op out of {sorted(kinds)}, got {case.op!r}")
     kind = kinds[case.op](case)

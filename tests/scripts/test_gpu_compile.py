@@ -1,8 +1,9 @@
-"""scripts/gpu_compile.py: what it reads off the compiler's dumps, its settings, its complaints. Nothing is compiled."""
+"""scripts/gpu_compile.py: what it reads off the compiler's dumps, its settings, its complaints. Compiled: layers, where CUDA is."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -168,6 +169,15 @@ def test_a_layer_of_many_launches_is_a_problem() -> None:
     module["launches_to_plan"] = {"decode": 9, "mixed": 12}
     assert gpu_compile.problems(module) == ["layers: expected at most 4 launches a mixed layer, got 5"]
     assert gpu_compile.report([module]).splitlines()[-1].split() == ["layers", "mixed", "5", "12"]
+
+
+@pytest.mark.skipif("KVJAX_CUDA_PYTHON" not in os.environ, reason="needs the Python that has CUDA's compilers")
+@pytest.mark.parametrize("settings", gpu_compile_all.LAYERS)
+def test_a_layer_is_at_most_four_launches(settings: str) -> None:
+    """Counted from the compiled module: dense, latent and sparse layers, unrolled and in a scan."""
+    (module, *_) = gpu_compile.compile_op("h100", "layers", settings.split())
+    assert gpu_compile.problems(module) == []
+    assert all(count > 0 for count in module["launches_by_layer"].values())
 
 
 def test_every_shape_is_compiled_once() -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mosaic_gpu
-from pallas_kernels.latent_entries import LatentFp8
-from pallas_kernels.sparse_mla_attention import kernel_gpu, plan, sparse_mla_attention
-from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field, SparseWork, entry_lists, window_lists
+from pallas_kernels.latent_entries import LatentFp8, Plain
+from pallas_kernels.sparse_mla_attention import kernel_gpu, plan, plan_work, sparse_mla_attention
+from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
 from pallas_kernels.sparse_mla_attention.gpu_rows import RowBlocks
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.latent_cases import LatentShape
@@ -191,21 +191,29 @@ def test_pieces_have_every_row_once(parts: int, kind: str, num_blocks: int) -> N
     shape = replace(SHAPE, window=100, ratio=ratio, topk=70 if kind == "picks" else None)
     case = make_case(5, shape, ROWS)
     schedule = plan(*case.step, num_tokens=8, sliding_window=100, page_size=16)
-    entries, tables, indices = None, case.compressed.get("compressed_tables"), case.compressed.get("topk_indices")
-    if ratio:
-        entries = entry_lists(schedule, jnp.asarray(tables), indices, ratio, shape.entry_page_size)
-    schedule, work = jax.tree.map(
-        np.asarray, (schedule, SparseWork.of(window_lists(schedule), entries, parts, num_blocks))
-    )
+    tables, indices = case.compressed.get("compressed_tables"), case.compressed.get("topk_indices")
+    q = jax.ShapeDtypeStruct((8, 64 * parts, 128), jnp.bfloat16)
+    num_picks = None if indices is None else indices.shape[1]
+    of_tables = None if tables is None else jnp.asarray(tables)
+    sizes = {"num_picks": num_picks, "tokens_per_state": ratio or 1, "entry_page_size": shape.entry_page_size}
+    tuning = kernel_gpu.Tuning(num_blocks)
+    work = kernel_gpu.plan(schedule, q, of_tables, **sizes, entries=Plain(), tuning=tuning).of_part(0)
+    lists, lengths = work.rows, np.full(8, 1 << 30)
+    if indices is not None and of_tables is not None:
+        picked = work.picked_slots(of_tables, indices)
+        lists, lengths = picked.reshape(-1), work.num_picked(jnp.asarray(indices))
+    schedule, work, lists = jax.tree.map(np.asarray, (schedule, work, lists))
     found: dict[int, list[int]] = {tile: [] for tile in range(8 * parts)}
     for first, end in work.blocks:
         for piece in work.pieces[first:end]:
             for block in range(piece[Field.FIRST], piece[Field.END]):
                 number = block - piece[Field.WINDOW_BLOCKS]
                 start, count = piece[Field.WINDOW] + block * BLOCK, BLOCK
+                if number * BLOCK >= lengths[piece[Field.TILE] // parts]:
+                    continue
                 if number >= 0:
                     start, count = piece[Field.ENTRIES] + number * BLOCK, piece[Field.NUM_ENTRIES] - number * BLOCK
-                rows = work.rows[start : start + BLOCK][: max(count, 0)]
+                rows = (work.rows if number < 0 else lists)[start : start + BLOCK][: max(count, 0)]
                 found[int(piece[Field.TILE])] += rows[rows >= 0].tolist()
     for tile, rows in found.items():
         token = tile // parts
@@ -217,6 +225,37 @@ def test_pieces_have_every_row_once(parts: int, kind: str, num_blocks: int) -> N
             seen = seen[(seen >= 0) & (seen < (pos + 1) // 2)]
             expected += slots(tables[seq], shape.entry_page_size, seen)
         assert rows == expected, tile
+
+
+def test_work_of_a_step_is_that_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned once and handed to a layer that picks entries: what the oracle says."""
+    monkeypatch.setattr(mosaic_gpu, "num_sms", lambda: 1)
+    shape = shape_of({"ratio": 1, "topk": 9, "window": 9, "num_tokens": 2, "num_rows": 2, "num_q_heads": 2})
+    case = make_case(6, shape, [(1, 5), (1, 40)])
+
+    def run(q: Any, page: Any, step: Any, given: dict[str, Any]) -> Any:
+        schedule = plan(*step, num_tokens=2, sliding_window=9, page_size=16)
+        of_entries = {name: x for name, x in given.items() if name.startswith("compressed")}
+        of_entries |= {"compressed_page_size": shape.entry_page_size, "tokens_per_state": 1, "num_picks": 9}
+        work = plan_work(q, (page,), schedule, **of_entries, backend="gpu")
+        return call(q, page, step, given, shape=shape, schedule=schedule, work=work, backend="gpu").out
+
+    inputs = arguments(case, None)
+    assert_close(compile_on_gpu(run, *inputs)(*inputs), case.expected(None)[0], "bfloat16", "out")
+
+
+def test_work_of_another_kind_is_refused() -> None:
+    """What was planned for windows alone is no work of layers that see entries; nor is a schedule work."""
+    shape = shape_of({"ratio": 1})
+    q, page, step, given = arguments(make_case(7, shape, ROWS), None)
+    schedule = plan(*step, num_tokens=8, sliding_window=shape.window, page_size=16)
+    work = plan_work(q, (page,), schedule, backend="gpu")
+    run = functools.partial(call, q, page, step, given, shape=shape, schedule=schedule, backend="gpu")
+    with pytest.raises(ValueError, match=r"expected work planned for .*; plan it again with this call's shapes"):
+        run(work=work)
+    with pytest.raises(ValueError, match=r"expected work to be what plan_work\(\) returns, got SparseSchedule"):
+        run(work=schedule)
+    assert plan_work(q, (page,), schedule, backend="reference") is None
 
 
 def test_the_op_writes_new_latents_and_attends() -> None:
