@@ -49,9 +49,7 @@ class Bench:
         )
         names = tuple(f"layers.{i}" for i in range(LAYERS))
         columns = tuple(spec.page_layout("cpu") for _ in names)
-        config = KVCacheConfig(
-            (KVCachePoolSpec(num_units + 1, columns),), (KVCacheGroupSpec(names, spec),)
-        )
+        config = KVCacheConfig((KVCachePoolSpec(num_units + 1, columns),), (KVCacheGroupSpec(names, spec),))
         self.num_units, self.num_bytes = num_units, num_units * config.pools[0].bytes_per_block
         host = TierConfig(
             host_bytes=self.num_bytes + 2 * config.pools[0].bytes_per_block,
@@ -95,9 +93,7 @@ class Bench:
 
     def down(self) -> None:
         """All pages into slots of the host tier."""
-        self.pages = self.worker.start_load_kv(
-            self.pages, TierMeta(stores=(StoreUnits(0, self.hashes, self.ids),))
-        )
+        self.pages = self.worker.start_load_kv(self.pages, TierMeta(stores=(StoreUnits(0, self.hashes, self.ids),)))
         host, slots = self.worker._host, []
         while self.worker._arriving or self.worker._writing:
             for stored in self.worker.get_finished().finished_sending:
