@@ -1,4 +1,4 @@
-"""scripts/gpu_compile.py: what it reads off the compiler's dumps, its settings, its complaints; layers, where CUDA is."""
+"""scripts/gpu_compile.py: what it reads off the compiler's dumps, settings, complaints; layers, where CUDA is."""
 
 from __future__ import annotations
 
