@@ -8,7 +8,8 @@ Both take the same float32 weights and the same prompts of one length, greedy, a
 pinned to one core. Times are process times. A run asks each engine for one new token of every prompt (prefill), then
 for all of them; what the rest takes is decode. `demo+lookup` drafts by prompt lookup. Rows of tokens are compared; two
 that part are a near tie where Hugging Face's two best logits are within 1e-3 there. The interpreter of `--hf-python`
-needs torch and transformers; without them kvjax runs alone.
+needs torch and transformers; without them kvjax runs alone. With `--onednn` XLA hands kvjax's products to oneDNN, which
+torch uses too; programs compiled so cannot be kept in jax's persistent cache.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_th
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 NEAR_TIE = 1e-3  # logits
+ONEDNN: dict[str, bool | str] = {
+    "xla_cpu_use_onednn": True,
+    "xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT",
+}
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -77,6 +82,7 @@ class Sizes:
     new: int  # tokens
     chunk: int  # most tokens of a step
     drafts: int  # of a request and step, where the engine looks prompts up
+    onednn: bool = False  # whether XLA hands products to oneDNN
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,7 @@ def make_engine(folder: Path, sizes: Sizes, *, lookup: bool) -> tuple[Generate, 
         enable_prefix_caching=False,  # every run computes every prompt, as the baseline does
         max_buckets=8,
         speculative=SpeculativeConfig(num_drafts=sizes.drafts) if lookup else None,
+        compiler_options=ONEDNN if sizes.onednn else None,
     )
     engine = LLMEngine.from_folder(folder, config, dtype="float32")
     engine.warmup()
@@ -273,6 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=64, help="new tokens of each (default %(default)s)")
     parser.add_argument("--chunk", type=int, default=512, help="most tokens of a step (default %(default)s)")
     parser.add_argument("--drafts", type=int, default=4, help="most drafts of prompt lookup (default %(default)s)")
+    parser.add_argument("--onednn", action="store_true", help="products by oneDNN (default: by XLA's own choice)")
     parser.add_argument(
         "--core", type=int, default=max(range(os.cpu_count() or 1)), help="the core (default: the last)"
     )
@@ -288,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     from kvjax.demo import demo_model_path
     from kvjax.errors import MissingExtraError
 
-    sizes = Sizes(options.batch, options.prompt, options.new, options.chunk, options.drafts)
+    sizes = Sizes(options.batch, options.prompt, options.new, options.chunk, options.drafts, options.onednn)
     python = options.hf_python
     print(f"{'model':14} {'part':8} {'kvjax tok/s':>14} {'HF tok/s':>14} {'ratio':>9}", flush=True)
     results = []

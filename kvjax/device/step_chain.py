@@ -39,11 +39,13 @@ class StepChain:
         shardings: Sequence[Any],  # of each input of the step; None: as it is given
         replicated: Any,  # sharding of what pieces give each other beside page arrays
         rest: Any,  # structure of what the step leaves beside page arrays
+        compiler_options: dict[str, Any] | None = None,  # of every program
     ) -> None:
         jaxpr = closed.jaxpr
         self._cut = cut
         self._consts = tuple(closed.consts)
         self._rest = rest
+        self._compiler_options = compiler_options
         self._places: dict[Var, int] = {variable: i for i, variable in enumerate(jaxpr.invars)}
         self._shardings = list(shardings)
         for piece in cut.pieces:
@@ -154,7 +156,11 @@ class StepChain:
         run.__name__ = f"step_{piece.name}"
         inputs, outputs = self._layout(piece)
         return jax.jit(
-            run, donate_argnums=tuple(range(piece.num_pages)), in_shardings=inputs, out_shardings=list(outputs)
+            run,
+            donate_argnums=tuple(range(piece.num_pages)),
+            in_shardings=inputs,
+            out_shardings=list(outputs),
+            compiler_options=self._compiler_options,
         )
 
     def _layout(self, piece: Piece) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

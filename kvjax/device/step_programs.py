@@ -10,7 +10,7 @@ model with many layers alike it is a chain of programs (`cut_step`), each of whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -25,15 +25,23 @@ from kvjax.device.step_cuts import cut_step
 
 # (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state) -> (pages, what else the step leaves)
 Update: TypeAlias = Callable[..., tuple[KVPages, Any]]
+CompilerOptions: TypeAlias = Mapping[str, bool | int | float | str]  # XLA's, by name, as of `jax.jit`
 
 
 class StepPrograms:
     """The programs of one update function. Owned by one `UpdateStep`; a call costs a dispatch, or one a piece."""
 
     def __init__(
-        self, update: Update, kv_cache_config: KVCacheConfig, placement: Placement, *, may_cut: bool = True
+        self,
+        update: Update,
+        kv_cache_config: KVCacheConfig,
+        placement: Placement,
+        *,
+        may_cut: bool = True,
+        compiler_options: CompilerOptions | None = None,
     ) -> None:
         """With `may_cut` steps of many layers alike are chains of programs."""
+        self._compiler_options = None if compiler_options is None else dict(compiler_options)
         self.by_shapes: dict[Shapes, _Program] = {}
         self._update = update
         self._may_cut = may_cut
@@ -84,7 +92,14 @@ class StepPrograms:
         found = self.by_shapes.get(shapes)
         if found is None:
             inputs = PackedInputs(shapes)
-            found = _Program(self._traced(inputs), inputs, self._page_shardings, self._replicated, self._may_cut)
+            found = _Program(
+                self._traced(inputs),
+                inputs,
+                self._page_shardings,
+                self._replicated,
+                self._may_cut,
+                self._compiler_options,
+            )
             self.by_shapes[shapes] = found
         return found
 
@@ -118,8 +133,10 @@ class _Program:
         page_shardings: tuple[Any, ...],
         replicated: Any,
         may_cut: bool,
+        compiler_options: dict[str, Any] | None,
     ) -> None:
         self.inputs = inputs
+        self._compiler_options = compiler_options
         self._may_cut = may_cut
         self._page_shardings = page_shardings
         self._replicated = replicated
@@ -129,6 +146,7 @@ class _Program:
             donate_argnums=1,
             in_shardings=(None, pages, *(replicated,) * 5),
             out_shardings=(pages, replicated),
+            compiler_options=compiler_options,
         )
         self._chain: StepChain | None = None
         self.run: Callable[..., Any] = self._first_run
@@ -166,7 +184,8 @@ class _Program:
             shardings=[*[None] * first_page, *self._page_shardings, *[self._replicated] * num_others],
             replicated=self._replicated,
             rest=jax.tree.structure(traced.out_info[1]),
+            compiler_options=self._compiler_options,
         )
 
 
-__all__ = ["StepPrograms"]
+__all__ = ["CompilerOptions", "StepPrograms"]

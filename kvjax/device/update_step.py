@@ -36,7 +36,7 @@ from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns
 from kvjax.device.placement import Placement
 from kvjax.device.step_cuts import LEAST_CUT
-from kvjax.device.step_programs import StepPrograms
+from kvjax.device.step_programs import CompilerOptions, StepPrograms
 
 # (logits float32[N, vocab], sampling inputs padded to N rows, the sampler's state if there is one)
 # -> (token ids int32[N], any pytree besides)
@@ -87,6 +87,7 @@ class UpdateStep:
         takes_embeds: bool,
         num_previous: int,
         cut_layers: bool,
+        compiler_options: CompilerOptions | None,
         backend: str,
     ) -> None:
         check_columns(kv_cache_config, placement)
@@ -104,7 +105,9 @@ class UpdateStep:
         own_layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
         may_cut = cut_layers and own_layers + len(kv_cache_config.shared_layers) >= LEAST_CUT
         self._weights = ModelWeights(model, placement, packs_small=not may_cut)  # a piece takes its layers' weights
-        self._programs = StepPrograms(self._update, kv_cache_config, placement, may_cut=may_cut)
+        self._programs = StepPrograms(
+            self._update, kv_cache_config, placement, may_cut=may_cut, compiler_options=compiler_options
+        )
         self.encoder = EncoderStep(self._weights, kv_cache_config, encoder_shapes, placement, backend=backend)
 
     @cached_property
@@ -345,6 +348,7 @@ def make_update_step(
     embeds: bool = False,  # whether the model takes embeds=(array[rows, dim], index int32[T])
     num_previous: int | None = None,  # tokens of `previous`: sampled ones, then drafts; None: buckets.max_num_requests
     cut_layers: bool = True,  # many layers alike are a chain of programs, compiled once: `step_cuts`; else one program
+    compiler_options: CompilerOptions | None = None,  # of XLA; an unknown one raises when a step compiles
     backend: str = "auto",
 ) -> UpdateStep:
     """The update step of `model` over pages of `kv_cache_config`, sampling in the same program if `sample_fn` is given.
@@ -371,6 +375,7 @@ def make_update_step(
         takes_embeds=embeds,
         num_previous=buckets.max_num_requests if num_previous is None else num_previous,
         cut_layers=cut_layers,
+        compiler_options=compiler_options,
         backend=backend,
     )
 

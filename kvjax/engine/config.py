@@ -5,7 +5,8 @@ Flow:    caller or command line -> [EngineConfig] -> LLMEngine -> KVCachePlan, S
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.engine.speculation import SpeculativeConfig
@@ -39,6 +40,9 @@ class EngineConfig:
     For models that take vectors in place of tokens there is a buffer of `max_embedding_rows` on the device: so many may
     one request have, and together those whose prompts are being computed.
 
+    `compiler_options` are XLA's, by name, for the programs of steps: what `XLA_FLAGS` sets for all programs of a
+    process. An option that XLA does not know raises when the first step is compiled.
+
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
     """
@@ -66,6 +70,7 @@ class EngineConfig:
     num_step_stats: int = 100_000
     speculative: SpeculativeConfig | None = None
     tiers: TierConfig | None = None
+    compiler_options: Mapping[str, bool | int | float | str] | None = field(default=None, hash=False)
 
     @property
     def max_steps_in_flight(self) -> int:

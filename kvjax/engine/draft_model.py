@@ -179,6 +179,7 @@ class DraftModel:
             placement=self._placement,
             sample_fn=sample_fn,
             mrope=self._model.config.has_mrope,
+            compiler_options=self._config.compiler_options,
         )
 
     def _shared_step(self, like: DraftModel) -> UpdateStep:

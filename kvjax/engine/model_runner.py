@@ -192,6 +192,7 @@ class ModelRunner:
             encoder_shapes=model.config.encoder_shapes,
             embeds=model.config.embedding_dim is not None,
             num_previous=buckets.max_num_requests * (1 + config.num_drafts),
+            compiler_options=config.compiler_options,
         )
 
     def _shared_update_step(self, like: ModelRunner) -> UpdateStep:
@@ -204,6 +205,9 @@ class ModelRunner:
             raise ValueError(
                 f"expected `like` to have num_drafts of {self._config.num_drafts}, got {like._config.num_drafts}"
             )
+        options = self._config.compiler_options, like._config.compiler_options
+        if options[0] != options[1]:
+            raise ValueError(f"expected `like` to have compiler_options of {options[0]}, got {options[1]}")
         own, given = (num_embedding_rows(self._model, runner._config) for runner in (self, like))
         if given != own:
             raise ValueError(f"expected `like` to have max_embedding_rows of {own}, got {given}")

@@ -49,7 +49,7 @@ def config_of(num_layers: int, **others: Any) -> ModelConfig:
 class Serving:
     """One model, with steps cut or whole, over pages of its own."""
 
-    def __init__(self, num_layers: int, *, cut_layers: bool) -> None:
+    def __init__(self, num_layers: int, *, cut_layers: bool, **options: Any) -> None:
         config = config_of(num_layers)
         self.plan: KVCachePlan = plan_kv_cache(
             config.kv_cache_specs(8, "float32"),
@@ -59,7 +59,7 @@ class Serving:
             platform="cpu",
         )
         model = build_model(config, dtype="float32", rngs=nnx.Rngs(0))
-        self.step: UpdateStep = make_update_step(model, self.plan.config, BUCKETS, cut_layers=cut_layers)
+        self.step: UpdateStep = make_update_step(model, self.plan.config, BUCKETS, cut_layers=cut_layers, **options)
         self.pages = create_pages(self.plan.config)
 
     def run(self, steps: list[list[int]], seed: int) -> list[np.ndarray]:
@@ -159,3 +159,20 @@ def test_pieces_are_all_layers_in_order(seed: int) -> None:
     assert [layer for start, end in cuts for layer in range(start, end)] in ([], list(range(len(kinds))))
     assert all(end - start <= MOST_LAYERS for start, end in cuts)
     assert all(end - start >= LEAST_LAYERS for start, end in cuts[:-1])
+
+
+@pytest.mark.parametrize("cut_layers", [True, False])
+def test_compiler_options_reach_xla(cut_layers: bool) -> None:
+    """In a chain of programs as in one: an option that XLA does not know is named, and the pages stay as they were."""
+    serving = Serving(12, cut_layers=cut_layers, compiler_options={"xla_no_such_option": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        serving.run([[3]], seed=0)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(serving.pages))
+
+
+def test_compiler_options_change_no_logits(cut: Serving) -> None:
+    """Those that XLA may follow in any way it likes, within the tolerance of float32 products."""
+    steps = [[5, 3], [1, 4]]
+    fast = Serving(12, cut_layers=True, compiler_options={"xla_cpu_enable_fast_min_max": True})
+    for given, wanted in zip(fast.run(steps, seed=3), cut.run(steps, seed=3), strict=True):
+        np.testing.assert_allclose(given, wanted, atol=3e-5, rtol=1e-4)

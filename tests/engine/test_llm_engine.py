@@ -290,6 +290,14 @@ def test_engines_that_cannot_be_are_refused() -> None:
         LLMEngine(loaded(NAME), base_config(NAME, num_blocks=50), like=make_engine(NAME))
     with pytest.raises(ValueError, match="max_num_batched_tokens of at least 65, got 64"):
         make_engine(NAME, max_num_batched_tokens=65)
+    with pytest.raises(ValueError, match=r"compiler_options of .*xla_no_such_option.*, got None"):
+        make_engine(NAME, compiler_options={"xla_no_such_option": 1})
+
+
+def test_an_engine_compiles_its_steps_with_its_options() -> None:
+    engine = LLMEngine(loaded(NAME), base_config(NAME, compiler_options={"xla_no_such_option": 1}))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        engine.warmup()
 
 
 @pytest.mark.parametrize(
