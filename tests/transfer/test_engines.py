@@ -5,11 +5,21 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
+from kvjax.errors import TransferError
 from kvjax.models import load_model
-from kvjax.transfer import DecodeConnector, PageClient, PageServer, PrefillConnector
+from kvjax.transfer import (
+    DecodeConnector,
+    PageClient,
+    PageServer,
+    PageWriter,
+    PrefillConnector,
+    SentRequest,
+    Ticket,
+)
 from tests.engine.engines import assert_no_leak
 from tests.models.golden_models import Golden, goldens_of, model_folder
 
@@ -39,12 +49,12 @@ def drained(engine: LLMEngine) -> dict[str, GenerationResult]:
 class Pair:
     """Both engines of one model, in this process, and what they make of its goldens."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, server: PageServer | None = None, client: PageClient | None = None) -> None:
         model = load_model(model_folder(name), "float32")
         self.goldens = {f"r{i}": golden for i, golden in enumerate(goldens_of(name))}
-        self.source = PrefillConnector(PageServer(), weights_version="1")
+        self.source = PrefillConnector(server or PageServer(), weights_version="1")
         self.late_s = self.seconds_a_look = 0.0  # by which the decode side's clock is ahead, and gets ahead
-        self.target = DecodeConnector(PageClient(), weights_version="1", clock=self.clock)
+        self.target = DecodeConnector(client or PageClient(), weights_version="1", clock=self.clock)
         self.prefill = LLMEngine(model, config_of(8), connector=self.source)
         self.decode = LLMEngine(model, config_of(16), connector=self.target)
 
@@ -106,6 +116,72 @@ def test_what_one_computes_the_other_decodes(name: str) -> None:
     pair.add("r0", pair.goldens["r0"])
     pair.assert_golden(drained(pair.decode))
     assert pair.target.num_failed == len(pair.goldens) - 1
+
+
+class FaultyPeer:
+    """A `PageServer` and `PageClient` without a wire, whose arrivals fail, hang or cannot be begun at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.offered: list[SentRequest] = []
+        self.num_faults = 0
+
+    def offer(self, sent: SentRequest, num_receivers: int) -> Ticket:
+        self.offered.append(sent)
+        return Ticket("here", len(self.offered) - 1, num_receivers, sent.header)
+
+    def pull(self, ticket: Ticket, writer: PageWriter) -> FaultyArrival:
+        fault = self.rng.choice(["", "refused", "lost", "hangs"], p=[0.4, 0.2, 0.2, 0.2])
+        self.num_faults += fault != ""
+        if fault == "refused":
+            raise TransferError("nobody is there")
+        return FaultyArrival(self.offered[ticket.uuid], fault, int(self.rng.integers(4)))
+
+
+class FaultyArrival:
+    """Ready after some looks, if ever."""
+
+    def __init__(self, sent: SentRequest, fault: str, num_looks: int) -> None:
+        self.sent, self.fault, self.num_looks = sent, fault, num_looks
+
+    @property
+    def is_ready(self) -> bool:
+        self.num_looks -= 1
+        return self.fault != "hangs" and self.num_looks < 0
+
+    def wait(self, timeout_s: float) -> SentRequest:
+        if self.fault:
+            raise TransferError("it is lost")
+        return self.sent
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
+def test_random_faults_and_aborts_change_no_token_and_leak_no_block(seed: int) -> None:
+    """Requests come, load and end in any order; those that are aborted come again, half of them without a ticket."""
+    peer = FaultyPeer(seed)
+    pair = Pair("gemma3", peer, peer)  # type: ignore[arg-type]
+    pair.seconds_a_look = 5.0
+    pair.compute_prompts()
+    tickets = {request_id: pair.source.take_ticket(request_id) for request_id in pair.goldens}
+    for _ in range(6):
+        results: dict[str, GenerationResult] = {}
+        for request_id, golden in pair.goldens.items():
+            pair.target.expect(request_id, tickets[request_id])
+            pair.add(request_id, golden)
+        while pair.decode.has_work:
+            results |= {result.request_id: result for result in pair.decode.step().results.values()}
+            left = [request_id for request_id in pair.goldens if request_id not in results]
+            if left and peer.rng.random() < 0.2:
+                request_id = str(peer.rng.choice(left))
+                pair.decode.abort(request_id)
+                if peer.rng.random() < 0.5:
+                    pair.target.expect(request_id, tickets[request_id])
+                pair.add(request_id, pair.goldens[request_id])
+        pair.assert_golden(results)
+        if peer.rng.random() < 0.7:
+            pair.decode.reset()
+    assert peer.num_faults > 5
+    assert pair.target.num_failed > 0
 
 
 def test_a_request_without_a_ticket_is_told_what_to_do() -> None:
