@@ -66,7 +66,7 @@ def test_a_flipped_bit_is_a_miss(tmp_path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 4
     path.write_bytes(bytes(data))
-    with pytest.raises(TierDataError, match="expected a unit|checksum"):
+    with pytest.raises(TierDataError, match=r"expected a unit|checksum"):
         read(store, 1)
     assert not store.has(key_of(1))
     assert not path.exists()
