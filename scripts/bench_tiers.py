@@ -43,7 +43,7 @@ LAYERS = 8
 class Bench:
     """One pool of pages, and tiers that hold all of it."""
 
-    def __init__(self, unit_bytes: int, num_units: int, folder: str) -> None:
+    def __init__(self, unit_bytes: int, num_units: int, folder: str, in_flight_bytes: int) -> None:
         spec = FullAttentionSpec(
             block_size=16, num_kv_heads=unit_bytes // (LAYERS * 2 * 16 * 64 * 4), head_size=64, dtype="float32"
         )
@@ -56,11 +56,12 @@ class Bench:
             disk_folder=folder,
             disk_bytes=4 * self.num_bytes,
             weights="bench",
-            max_bytes_in_flight=1 << 40,
+            max_bytes_in_flight=in_flight_bytes,
         )
         self.tiers = Tiers(host, config, BlockHasher(16))
         self.tiers.worker.close()
-        self.worker = Tiers(TierConfig(host_bytes=host.host_bytes), config, BlockHasher(16)).worker
+        memory_only = TierConfig(host_bytes=host.host_bytes, max_bytes_in_flight=in_flight_bytes)
+        self.worker = Tiers(memory_only, config, BlockHasher(16)).worker
         self.pages: KVPages = jax.tree.map(lambda array: array + 1.0, create_pages(config))
         self.hashes = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(num_units))
         rng = np.random.default_rng(0)
@@ -94,11 +95,8 @@ class Bench:
     def down(self) -> None:
         """All pages into slots of the host tier."""
         self.pages = self.worker.start_load_kv(self.pages, TierMeta(stores=(StoreUnits(0, self.hashes, self.ids),)))
-        host, slots = self.worker._host, []
-        while self.worker._arriving or self.worker._writing:
-            for stored in self.worker.get_finished().finished_sending:
-                slots.append(stored.slots)
-            self.worker.wait()
+        host = self.worker._host
+        slots = [stored.slots for stored in self.worker.flush()]
         self.slots = np.concatenate(slots)
         host.let_go(0, self.slots)
 
@@ -146,11 +144,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--unit-kib", type=int, default=512, metavar="N", help="multiple of 64 (default: 512)")
     parser.add_argument("--mib", type=int, default=256, metavar="N", help="bytes moved (default: 256)")
+    parser.add_argument("--in-flight-mib", type=int, default=64, metavar="N", help="of the host tier (default: 64)")
     parser.add_argument("--runs", type=int, default=9, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args.unit_kib << 10, (args.mib << 10) // args.unit_kib, folder)
+        bench = Bench(args.unit_kib << 10, (args.mib << 10) // args.unit_kib, folder, args.in_flight_mib << 20)
         names = ("memcpy", "plain_down", "down", "plain_up", "up")
         times: dict[str, list[float]] = {name: [] for name in names}
         for run in range(args.runs + 1):

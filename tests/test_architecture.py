@@ -42,6 +42,7 @@ ALLOWED = {
     "kvjax.adapters.maxtext": ("jax", "pallas_kernels", "kvjax.adapters"),
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.tiers": (*HOST, "xxhash", "kvjax.tiers"),
+    "kvjax.tiers.tiers": (*HOST, "kvjax.device", "kvjax.tiers"),
     "kvjax.tiers.tier_worker": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),
     "kvjax.transfer": (
         *HOST,

@@ -50,7 +50,7 @@ class EncoderStep:
                 f"expected shapes of encoder inputs where layers read an encoder, and nowhere else, got "
                 f"{len(self.shapes)} shapes and groups {self.group_ids}"
             )
-        self._weights = weights
+        self.weights = weights
         self._config = kv_cache_config
         self._placement = placement
         self._backend = backend
@@ -81,7 +81,7 @@ class EncoderStep:
         """
         self.check(pages, features, slot_mappings)
         slots = {i: np.array(slots, np.int32) for i, slots in zip(self.group_ids, slot_mappings, strict=True)}
-        return self._encode(self._weights.arrays, pages, np.array(features, np.float32), slots)
+        return self._encode(self.weights.arrays, pages, np.array(features, np.float32), slots)
 
     def check(self, pages: KVPages, features: np.ndarray, slot_mappings: Sequence[np.ndarray]) -> None:
         """Raises ValueError as a call would; changes nothing."""
@@ -125,7 +125,7 @@ class EncoderStep:
     def compiled(self, pages: KVPages, shape: tuple[int, ...]) -> jax.stages.Compiled:
         """The compiled module of one shape, to look at aliases, memory and cost. Runs nothing."""
         slots = {i: jax.ShapeDtypeStruct((self.shapes[shape],), np.int32) for i in self.group_ids}
-        return self._encode.lower(self._weights.arrays, pages, jax.ShapeDtypeStruct(shape, np.float32), slots).compile()
+        return self._encode.lower(self.weights.arrays, pages, jax.ShapeDtypeStruct(shape, np.float32), slots).compile()
 
     def _traced(
         self,
@@ -135,7 +135,7 @@ class EncoderStep:
         slots: dict[int, jax.Array],
     ) -> KVPages:
         """The program as jax traces it, once per shape."""
-        model = self._weights.model(weights)
+        model = self.weights.model(weights)
         cache = EncoderCache(pages, slots, self._config, self._placement, backend=self._backend)
         model.encode(features, cache)
         if cache.unwritten_layers:

@@ -104,7 +104,8 @@ class UpdateStep:
         self._backend = backend
         own_layers = sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
         may_cut = cut_layers and own_layers + len(kv_cache_config.shared_layers) >= LEAST_CUT
-        self._weights = ModelWeights(model, placement, packs_small=not may_cut)  # a piece takes its layers' weights
+        self._packs_small = not may_cut  # a piece takes its layers' weights
+        self._weights = ModelWeights(model, placement, packs_small=self._packs_small)
         self._programs = StepPrograms(
             self._update, kv_cache_config, placement, may_cut=may_cut, compiler_options=compiler_options
         )
@@ -114,6 +115,18 @@ class UpdateStep:
     def no_tokens(self) -> jax.Array:  # int32[num_previous]
         """What the first step takes as the tokens of the step before."""
         return jax.device_put(np.zeros(self.num_previous, np.int32), self.placement.replicated)
+
+    def set_weights(self, model: Any) -> None:
+        """Takes the weights of another model of the same make: the next step is theirs, and nothing is compiled.
+
+        Raises:
+            ValueError: its weights have other shapes or dtypes. Nothing is changed.
+        """
+        weights = ModelWeights(model, self.placement, packs_small=self._packs_small)
+        own, given = ([(array.shape, array.dtype) for array in one.arrays] for one in (self._weights, weights))
+        if own != given:
+            raise ValueError("expected a model whose weights have the shapes and dtypes of the one before, got another")
+        self._weights = self.encoder.weights = weights
 
     @property
     def num_compiled(self) -> int:

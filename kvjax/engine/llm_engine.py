@@ -33,6 +33,7 @@ from kvjax.engine.engine_core import EngineCore
 from kvjax.engine.engine_log import EngineObserver, log_start
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.known_names import check_names
+from kvjax.engine.life_cycle import EngineLifeCycle
 from kvjax.engine.make_manager import make_manager
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, parallelism_of, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
@@ -53,7 +54,7 @@ from kvjax.tiers.connector import KVConnector
 from kvjax.tiers.tiers import Tiers
 
 
-class LLMEngine:
+class LLMEngine(EngineLifeCycle):
     """One model, one cache, one queue. Owned by one thread; `warmup`, `step` and `generate` wait for the device.
 
     `plan` says how the cache is laid out, `manager` and `scheduler` what is in it, `step_stats` what steps cost.
@@ -130,7 +131,9 @@ class LLMEngine:
             placement,
             sample_fn=partial(sample, num_best=num_best) if sample_fn is None else sample_fn,
             score_fn=partial(score, num_best=num_best) if num_best else None,
-            sampler_sizes=_sampler_sizes(model, config) if sample_fn is None else None,
+            sampler_sizes=SamplerSizes(config.max_num_seqs + 1, config.max_model_len, model.config.vocab_size)
+            if sample_fn is None
+            else None,
             like=None if like is None else like._runner,
         )
         self._maker = RequestMaker(
@@ -447,6 +450,7 @@ class LLMEngine:
         **given: Any,
     ) -> str:
         """Queues the samples of a prompt; the id of the first."""
+        self._check_awake()
         check_names("inputs of a prompt", given, GivenInputs.__dataclass_fields__)
         samples = self._maker.make(prompt, params, request_id, GivenInputs(**given), self._loop.requests)
         self.scheduler.check_fits(samples[0])
@@ -493,8 +497,3 @@ class LLMEngine:
         self._core.sweep()
         if self._core.inboxes:
             raise ValueError("expected no open stream; read it to its end or close it")
-
-
-def _sampler_sizes(model: LoadedModel, config: EngineConfig) -> SamplerSizes:
-    """Room for all requests that run at once, beside line 0."""
-    return SamplerSizes(config.max_num_seqs + 1, config.max_model_len, model.config.vocab_size)

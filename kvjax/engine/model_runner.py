@@ -158,9 +158,17 @@ class ModelRunner:
         free_arrays(([flight.tokens for flight in self._flights], self.pages))
         self._flights.clear()
         self._previous = None
-        self.pages = create_pages(self._plan.config, self.placement)
+        self.make_pages()
         self._embeds = self._make_embed_buffer()
         self._sampler = self._make_sampler_state()
+
+    def release_pages(self) -> None:
+        """Frees the pages' memory; nothing is in flight. No step runs before `make_pages`."""
+        free_arrays(self.pages)
+
+    def make_pages(self) -> None:
+        """Pages anew, empty; there are none."""
+        self.pages = create_pages(self._plan.config, self.placement)
 
     def _previous_tokens(self, step: HostStep) -> jax.Array:  # int32[UpdateStep.num_previous]
         """What the step may read: tokens of the step before, and drafts behind them."""

@@ -38,6 +38,7 @@ class RequestMaker:
         clock: Callable[[], float],
     ) -> None:
         self.num_queued = 0
+        self.weight_version: int | str | None = None  # of the weights that compute requests from here on
         self._model = model
         self._engine_seed = seed
         self._hasher = hasher
@@ -95,6 +96,7 @@ class RequestMaker:
             lora=None if given.lora_name is None else LoRARequest(given.lora_name),
             cache_salt=given.cache_salt,
             prompt_logprobs=params.prompt_logprobs,
+            weight_version=self.weight_version,
             block_hasher=self._hasher,
         )
         return EngineRequest(

@@ -38,7 +38,7 @@ class TierConfig:
     write_through: bool = False
     eviction_policy: str = "lru"
     num_threads: int = 2
-    max_bytes_in_flight: int = 1 << 28
+    max_bytes_in_flight: int = 1 << 26
     load_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:

@@ -107,6 +107,9 @@ class KVConnector(Protocol):
     def worker(self) -> WorkerConnector:
         """Beside the pages."""
 
+    def save_all(self, pages: Any) -> Any:
+        """Keeps all that the manager has cached; the pages. Waits until it is there. Nothing runs."""
+
     def reset(self, *, forget: bool = True) -> None:
         """Ends all that is in flight; with `forget` nothing that lies in memory is found any more."""
 

@@ -26,7 +26,7 @@ Invariants (`check_invariants`):
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -185,8 +185,7 @@ class TierScheduler:
     def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
         """Units that arrived can be found, and loads that waited for them go on; whose loads have ended."""
         self._settle_registered()
-        for store in output.finished_sending:
-            self._end_store(store)
+        self.end_stores(output.finished_sending)
         if not output.pending_sending and self._in_transit:  # reports were lost
             lost = list(self._in_transit)
             self._in_transit.clear()
@@ -217,6 +216,19 @@ class TierScheduler:
             if is_over:
                 self._end_load(load_id, forget=False)
         return LoadResults(tuple(loaded), tuple(failed))
+
+    def end_stores(self, stores: Iterable[StoredUnits]) -> None:
+        """Units have arrived, or could not: loads that wait for them go on."""
+        for store in stores:
+            self._end_store(store)
+
+    def queue_all(self) -> None:
+        """Stores all that the manager has cached with the next metadata, what is evicted first first. Nothing runs."""
+        for pool_id, pool in enumerate(() if self._manager is None else self._manager.block_pools):
+            ids = pool.eviction_policy.order()
+            ids = ids[pool.is_hashed[ids]]
+            self._registered.clear()
+            self.before_reuse(pool_id, ids, *pool.prefix_index.contents_of(ids))
 
     # -- for people and tests ---------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class TierWorker:
         sizes: UnitSizes,
         *,
         num_threads: int = 2,
-        max_bytes_in_flight: int = 1 << 28,
+        max_bytes_in_flight: int = 1 << 26,
         memory_kind: str | None = None,  # to gather into; None: "pinned_host" on accelerators that have it
         stats: TierStats | None = None,
     ) -> None:
@@ -102,6 +102,7 @@ class TierWorker:
     def _start(self) -> None:
         self._arriving: deque[_Arriving] = deque()
         self._writing: deque[_Writing] = deque()
+        self._stored: list[StoredUnits] = []  # ended, not reported
         self._staged: deque[_Staged] = deque()
         self._cancelled: set[int] = set()
         self._written: dict[int, int] = {}  # load -> pages since the last report
@@ -111,7 +112,7 @@ class TierWorker:
     @property
     def has_work(self) -> bool:
         """Whether anything is in flight, or not reported."""
-        return bool(self._arriving or self._writing or self._staged or self._written or self._failed)
+        return bool(self._arriving or self._writing or self._stored or self._staged or self._written or self._failed)
 
     def warmup(self, pages: KVPages) -> KVPages:
         """Compiles gathers and scatters of all pools and declared lengths; the pages, unchanged."""
@@ -143,7 +144,7 @@ class TierWorker:
         """What has happened since the last call."""
         while self._arriving and are_ready(self._arriving[0].arrays):
             self._write(self._arriving.popleft())
-        finished: list[StoredUnits] = []
+        finished, self._stored = self._stored, []
         while self._writing and self._writing[0].is_good.done():
             finished.append(self._ended(self._writing.popleft()))
         pending = frozenset(staged.load_id for staged in self._staged)
@@ -162,7 +163,7 @@ class TierWorker:
 
     def wait(self) -> None:
         """Waits until a thread has ended something, or pages have arrived; not for units on their way to disk."""
-        while not (self._written or self._failed):
+        while not (self._written or self._failed or self._stored):
             futures: set[Future[Any]] = {writing.is_good for writing in self._writing}
             futures |= {staged.values for staged in self._staged}
             if any(future.done() for future in futures):
@@ -178,10 +179,9 @@ class TierWorker:
 
     def flush(self) -> list[StoredUnits]:
         """Brings all pages that were gathered to the host, and to disk what goes there; what `get_finished` says."""
-        while self._arriving:
-            self._write(self._arriving.popleft())
-        finished = [self._ended(writing) for writing in self._writing]
-        self._writing.clear()
+        while self._arriving or self._writing:
+            self._end_oldest()
+        finished, self._stored = self._stored, []
         wait_for_futures([future for future, _ in list(self._to_disk)])
         return finished
 
@@ -209,7 +209,7 @@ class TierWorker:
             self._arriving.append(_Arriving(store.group_id, store.block_hashes[part], arrays, num_bytes))
             self._bytes_in_flight += num_bytes
             while self._bytes_in_flight > self._most_bytes and (self._arriving or self._writing):
-                self._wait_for_oldest()
+                self._end_oldest()
 
     def _to_host(self, array: jax.Array) -> jax.Array:
         """Starts the copy to the host."""
@@ -223,23 +223,20 @@ class TierWorker:
         array.copy_to_host_async()
         return array
 
-    def _wait_for_oldest(self) -> None:
-        if self._writing:
-            wait_for_futures([self._writing[0].is_good])
-            self._bytes_in_flight -= self._writing[0].num_bytes
-            self._writing[0] = self._writing[0]._replace(num_bytes=0)
-            if all(writing.num_bytes == 0 for writing in self._writing) and self._arriving:
-                self._write(self._arriving.popleft())
-        else:
-            self._write(self._arriving.popleft())
+    def _end_oldest(self) -> None:
+        """Waits for the oldest store in flight; what no thread has begun is done here, since this one has to wait."""
+        if not self._writing:
+            self._write(self._arriving.popleft(), _run_here)
+        self._stored.append(self._ended(self._writing.popleft()))
 
-    def _write(self, arriving: _Arriving) -> None:
-        """Has a thread write pages that are there, or will be, into slots of the host."""
+    def _write(self, arriving: _Arriving, submit: Callable[..., Future[np.ndarray]] | None = None) -> None:
+        """Has a thread, or `submit`, write pages that are there, or will be, into slots of the host."""
         group_id, block_hashes, arrays, num_bytes = arriving
         taken = self._host.take(group_id, len(block_hashes))
         slots = np.full(len(block_hashes), -1, np.int32)
         slots[: taken.size] = taken
-        is_good = self._threads.submit(self._write_units, group_id, block_hashes, arrays, slots)
+        submit = self._threads.submit if submit is None else submit
+        is_good = submit(self._write_units, group_id, block_hashes, arrays, slots)
         self._writing.append(_Writing(group_id, block_hashes, slots, is_good, num_bytes))
 
     def _write_units(
@@ -350,6 +347,16 @@ class TierWorker:
             self._written[load_id] = self._written.get(load_id, 0) + staged.destinations.size
         self._staged = left
         return pages
+
+
+def _run_here(function: Callable[..., np.ndarray], *args: Any) -> Future[np.ndarray]:
+    """What a thread would do, done now."""
+    future: Future[np.ndarray] = Future()
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def are_ready(arrays: Sequence[Any]) -> bool:

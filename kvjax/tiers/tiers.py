@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvjax.core import BlockHasher
 from kvjax.core.spec import KVCacheConfig
+from kvjax.device import KVPages
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.disk_store import DiskStore
 from kvjax.tiers.host_store import HostStore
@@ -61,6 +62,17 @@ class Tiers:
             memory_kind=memory_kind,
             stats=self.stats,
         )
+
+    def save_all(self, pages: KVPages) -> KVPages:
+        """Brings all that the manager has cached to the host, as far as it has room, and to disk; the pages."""
+        self.scheduler.queue_all()
+        pages = self.worker.start_load_kv(pages, self.scheduler.build_connector_meta())
+        self.flush()
+        return pages
+
+    def flush(self) -> None:
+        """Waits until all that is on its way to host and disk is there."""
+        self.scheduler.end_stores(self.worker.flush())
 
     def reset(self, *, forget: bool = True) -> None:
         """Ends all that is in flight; with `forget` the host is empty then. The disk keeps what it has."""

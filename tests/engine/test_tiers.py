@@ -6,10 +6,12 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
+from kvjax.errors import EngineClosedError
 from kvjax.models import load_model
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.tiers import Tiers
@@ -81,13 +83,103 @@ def test_async_scheduling_and_several_requests_at_once() -> None:
     assert engine.connector.stats.num_host_loads > 0
 
 
-def test_write_through_keeps_what_pools_held() -> None:
-    """A second engine over the same host memory finds what the first never evicted."""
+@pytest.mark.parametrize("write_through", [False, True])
+def test_sleep_and_wake_with_the_host_holding_the_cache(write_through: bool) -> None:
+    """Pages are gone from the device; afterwards prompts are loaded, and the tokens are the same."""
+    engine = make_engine("gemma3", tiers=TierConfig(host_bytes=HOST, write_through=write_through))
+    prompt = goldens_of("gemma3")[0].prompt
+    (first,) = engine.generate([prompt], GREEDY)
+    engine.sleep()
+    assert all(array.is_deleted() for array in jax.tree.leaves(engine._runner.pages))
+    with pytest.raises(EngineClosedError, match=r"asleep and has no pages; call wake\(\) first"):
+        engine.generate([prompt], GREEDY)
+    engine.wake()
+    (second,) = engine.generate([prompt], GREEDY)
+    np.testing.assert_array_equal(first.output_token_ids, second.output_token_ids)
+    assert second.stats.num_cached_tokens == (len(prompt) - 1) // 8 * 8
+    assert engine.connector.stats.num_host_loads > 0
+    assert_no_leak(engine)
+
+
+def test_hashes_of_another_weight_version_never_hit(tmp_path: Path) -> None:
+    tiers = TierConfig(host_bytes=HOST, disk_folder=str(tmp_path), disk_bytes=1 << 26, weights="g", write_through=True)
+    engine = make_engine("gemma3", tiers=tiers)
+    prompt = goldens_of("gemma3")[0].prompt
+    engine.set_weights(1)
+    (first,) = engine.generate([prompt], GREEDY)
+    engine.connector.flush()
+    engine.set_weights(2, engine.model.module)
+    (second,) = engine.generate([prompt], GREEDY)
+    assert second.stats.num_cached_tokens == 0
+    np.testing.assert_array_equal(first.output_token_ids, second.output_token_ids)
+    engine.set_weights(1)
+    (third,) = engine.generate([prompt], GREEDY)
+    assert third.stats.num_cached_tokens > 0, "the disk has what version 1 computed"
+    with pytest.raises(ValueError, match="expected a weight_version"):
+        engine.set_weights(1.5)
+    with pytest.raises(ValueError, match="expected a model whose weights have the shapes"):
+        engine.set_weights(3, compiled("jamba").model.module)
+
+
+def test_pinned_prompts_stay_and_hold_up_sleep() -> None:
+    engine = make_engine("gemma3")
+    prompts = [golden.prompt for golden in goldens_of("gemma3")]
+    engine.generate(prompts[:1], GREEDY)
+    pin = engine.pin_prompt(prompts[0])
+    assert pin is not None
+    with pytest.raises(ValueError, match="expected sleep without pinned prefixes"):
+        engine.sleep()
+    with pytest.raises(ValueError, match="expected set_weights without pinned prefixes"):
+        engine.set_weights(1)
+    engine.generate(prompts[1:], GREEDY)
+    (again,) = engine.generate([[*prompts[0], 1]], GREEDY)
+    assert again.stats.num_cached_tokens >= pin.num_tokens
+    engine.unpin_prompt(pin)
+    engine.sleep()
+    engine.wake()
+    (anew,) = engine.generate(prompts[:1], GREEDY)
+    assert anew.stats.num_cached_tokens == 0
+
+
+def test_tenants_with_salts_share_no_block_in_any_tier(tmp_path: Path) -> None:
+    tiers = TierConfig(host_bytes=HOST, disk_folder=str(tmp_path), disk_bytes=1 << 26, weights="g", write_through=True)
+    engine = make_engine("gemma3", tiers=tiers)
+    prompt = goldens_of("gemma3")[0].prompt
+    cached = []
+    for salt in ("a", "b", "a"):
+        (result,) = engine.generate([prompt], GREEDY, inputs=[{"cache_salt": salt}])
+        engine.connector.flush()
+        cached.append(result.stats.num_cached_tokens)
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
+
+
+def test_few_bytes_in_flight_make_steps_wait_and_lose_nothing() -> None:
+    tiers = TierConfig(host_bytes=HOST, max_bytes_in_flight=1)
     expected = rounds(make_engine("gemma3"), "gemma3", 1)
-    engine = make_engine("gemma3", tiers=TierConfig(host_bytes=HOST, write_through=True))
+    for own, other in zip(rounds(make_engine("gemma3", tiers=tiers), "gemma3", 1), expected, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_a_failed_load_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("gemma3", tiers=TierConfig(host_bytes=HOST))
+    expected = rounds(engine, "gemma3", 1)
+
+    def fail(*args: object) -> None:
+        raise OSError("planted")
+
+    monkeypatch.setattr(engine.connector.worker, "_read_units", fail)
     for own, other in zip(rounds(engine, "gemma3", 1), expected, strict=True):
         np.testing.assert_array_equal(own, other)
-    assert engine.connector.stats.num_stored > 40
+    assert engine.connector.stats.num_load_failures > 0
+    assert engine.connector.host.num_held == 0
+
+
+def test_a_store_of_another_layout_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    tiers = TierConfig(disk_folder=str(tmp_path), disk_bytes=1 << 20, weights="g")
+    make_engine("gemma3", tiers=tiers)
+    with pytest.raises(ValueError, match=r"is of another cache: .*layout"):
+        make_engine("jamba", tiers=tiers)
 
 
 def test_a_disk_hit_after_a_restart(tmp_path: Path) -> None:
@@ -95,7 +187,7 @@ def test_a_disk_hit_after_a_restart(tmp_path: Path) -> None:
     first = make_engine("gemma3", tiers=tiers)
     expected = rounds(first, "gemma3", 1)
     assert isinstance(first.connector, Tiers)
-    first.connector.worker.flush()
+    first.connector.flush()
     first.connector.close()
     second = make_engine("gemma3", tiers=tiers)
     for own, other in zip(rounds(second, "gemma3", 1), expected, strict=True):

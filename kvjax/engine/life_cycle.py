@@ -1,0 +1,134 @@
+"""What an engine does between runs: gives its pages up and takes them again, takes new weights, keeps prompts.
+
+Flow:    a training loop, an operator -> [EngineLifeCycle] -> EngineCore, KVCacheManager, connector
+Source:  sleep and wake of vLLM's LLM class; the versions of weights in hashes are ours
+
+    awake --sleep--> asleep: no page arrays on the device; with tiers the host has what was cached
+    asleep --wake--> awake: pages made anew; what the host has is loaded where prompts begin with it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.core import KVCacheManager, Request
+from kvjax.core.manager.pins import PinnedPrefix
+from kvjax.engine.draft_model import DraftModel
+from kvjax.engine.engine_core import EngineCore
+from kvjax.engine.request_inputs import GivenInputs
+from kvjax.engine.request_maker import RequestMaker
+from kvjax.errors import EngineClosedError
+from kvjax.tiers.connector import KVConnector
+
+
+class EngineLifeCycle:
+    """The half of `LLMEngine` that runs nothing, over its attributes, without state of its own but `is_asleep`."""
+
+    connector: KVConnector | None
+    is_asleep: bool = False
+    _core: EngineCore
+    _maker: RequestMaker
+    _draft_model: DraftModel | None
+
+    def sleep(self) -> None:
+        """Frees the pages on the device, after what is cached has gone to the tiers; requests are refused until `wake`.
+
+        Without tiers what was cached is gone.
+
+        Raises:
+            ValueError: requests are unfinished, or prefixes pinned. Nothing is changed.
+            NotImplementedError: there is a draft model, whose pages are not freed.
+        """
+        if self._draft_model is not None:
+            raise NotImplementedError("sleep does not work with a draft model")
+        if self.is_asleep:
+            return
+        manager = self._idle_manager("sleep")
+        with self._core.changing():
+            runner = self._core.runner
+            if self.connector is not None:
+                runner.pages = self.connector.save_all(runner.pages)
+            manager.reset_prefix_cache()
+            runner.release_pages()
+            self.is_asleep = True
+
+    def wake(self) -> None:
+        """Makes the pages anew, empty."""
+        if self.is_asleep:
+            with self._core.changing():
+                self._core.runner.make_pages()
+                self.is_asleep = False
+
+    def set_weights(self, version: int | str, model: Any = None) -> None:
+        """Goes on with other weights: nothing that was computed by others is a hit, on the device or in any tier.
+
+        Hashes of requests have the version from here on, so a version that comes again hits what it computed, where a
+        disk still has it.
+
+        Args:
+            version: of the weights; another for each update.
+            model: what computes from here on, of the same shapes; None: weights are the same arrays as before. Engines
+                that share compiled steps (`like`) share them.
+
+        Raises:
+            ValueError: requests are unfinished, prefixes pinned, the version is neither an integer nor text, or the
+                model has weights of other shapes. Nothing is changed.
+        """
+        Request("version", [0], weight_version=version)  # checks it
+        manager = self._idle_manager("set_weights")
+        if model is not None:
+            self._core.runner.update_step.set_weights(model)
+        with self._core.changing():
+            manager.reset_prefix_cache()
+            if self.connector is not None:
+                self.connector.reset()
+                self.connector.scheduler.bind_kv_cache_manager(manager)
+            self._maker.weight_version = version
+
+    def pin_prompt(
+        self, prompt: str | Sequence[int] | np.ndarray, *, cache_salt: str | None = None, lora_name: str | None = None
+    ) -> PinnedPrefix | None:
+        """Keeps what is cached of a prompt's beginning until `unpin_prompt`; None: nothing is.
+
+        Raises:
+            ValueError: as `LLMEngine.add_request`.
+            OutOfBlocksError: too few blocks would be left for the longest request. Nothing is changed.
+        """
+        given = GivenInputs(cache_salt=cache_salt, lora_name=lora_name)
+        request = self._maker.make(prompt, None, "pin", given, ())[0].request
+        return self._core.loop.manager.pin(request)
+
+    def unpin_prompt(self, prefix: PinnedPrefix) -> None:
+        """Lets a prefix go.
+
+        Raises:
+            BlockStateError: it is not pinned, or the cache was emptied since. Nothing is changed.
+        """
+        self._core.loop.manager.unpin(prefix)
+
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise EngineClosedError("the engine is asleep and has no pages; call wake() first")
+
+    def _idle_manager(self, what: str) -> KVCacheManager:
+        """The manager, once nothing is in flight.
+
+        Raises:
+            ValueError: it holds blocks.
+        """
+        self._core.sweep()
+        scheduler = self._core.loop.scheduler
+        if scheduler.num_unfinished:
+            raise ValueError(f"expected {what} without requests, got {scheduler.num_unfinished} unfinished")
+        while self._core.runner.num_in_flight:
+            self._core.step()
+        manager = self._core.loop.manager
+        if manager.usage:
+            raise ValueError(f"expected {what} without pinned prefixes, got {manager.usage:.1%} of the cache held")
+        return manager
+
+
+__all__ = ["EngineLifeCycle"]
