@@ -29,22 +29,30 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 
 from scripts.stack_checks import easydel_manager, easydel_slices
-from scripts.stack_checks.served_requests import ServedRequests, play, random_moves
-from scripts.stack_checks.sglang_caches import make_pair
+from scripts.stack_checks.served_requests import ServedRequests, StateRows, play, random_moves
+from scripts.stack_checks.sglang_caches import make_pair, make_state_pair
 
 WINDOW, NUM_MOVES = 12, 200
 # pages, page_size, window_pages, ranks
-AMPLE = {
+AMPLE: dict[str, tuple[int, int, int, int | None]] = {
     "full, pages of 1": (4000, 1, 0, 1),
     "full, pages of 4": (2000, 4, 0, 1),
     "full, 2 ranks": (2000, 4, 0, 2),
     "windows, pages of 4": (2000, 4, 2000, 1),
     "windows, 2 ranks": (2000, 4, 2000, 2),
 }
-TIGHT = {
+TIGHT: dict[str, tuple[int, int, int, int | None]] = {
     "full, pages of 1, tight": (200, 1, 0, 1),
     "full, pages of 4, tight": (60, 4, 0, 1),
     "windows, tight": (60, 4, 40, 1),
+}
+
+# pages, page_size, slots of states, tokens between boundaries
+RECURRENT: dict[str, tuple[int, int, int, int | None]] = {
+    "states, pages of 1": (4000, 1, 400, None),
+    "states, pages of 4": (2000, 4, 400, 8),
+    "states, pages of 1, tight": (150, 1, 8, None),
+    "states, pages of 4, tight": (50, 4, 20, 8),
 }
 
 
@@ -85,16 +93,23 @@ def compare_sglang_jax(path: Path, num_seeds: int) -> bool:
     """Prints a line a case; whether hits differ where nothing is evicted."""
     differs = False
     print(f"{'case':26} {'requests':>8} {'hit, theirs':>12} {'kvjax':>9} {'s, theirs':>10} {'kvjax':>7} {'broken':>7}")
-    for case, (pages, page_size, window_pages, ranks) in {**AMPLE, **TIGHT}.items():
+    for case, sizes in {**AMPLE, **TIGHT, **RECURRENT}.items():
         hits, seconds, requests, num_broken = np.zeros(2, np.int64), np.zeros(2), 0, 0
         for seed in range(num_seeds):
-            pair = make_pair(
-                path, pages=pages, page_size=page_size, window_pages=window_pages, window=WINDOW, ranks=ranks
-            )
+            pages, page_size, more, last = sizes
+            if case in RECURRENT:
+                pair = make_state_pair(path, pages=pages, page_size=page_size, num_states=more or 0, interval=last)
+            else:
+                pair = make_pair(
+                    path, pages=pages, page_size=page_size, window_pages=more or 0, window=WINDOW, ranks=last or 1
+                )
             for place, served in enumerate(pair):
                 start = time.perf_counter()
                 try:
-                    _play_all(served, seed, pages * page_size, window_pages * page_size, ranks)
+                    if case in RECURRENT:
+                        _play_states(served, seed, pages * page_size)
+                    else:
+                        _play_all(served, seed, pages * page_size, (more or 0) * page_size, last or 1)
                 except AssertionError:
                     if place == 1:
                         raise
@@ -106,6 +121,17 @@ def compare_sglang_jax(path: Path, num_seeds: int) -> bool:
         counts = f"{requests:8} {hits[0]:12,} {hits[1]:9,}"
         print(f"{case:26} {counts} {seconds[0]:10.2f} {seconds[1]:7.2f} {num_broken:7}")
     return differs
+
+
+def _play_states(served: ServedRequests, seed: int, size: int) -> None:
+    rows = served.rows
+    assert isinstance(rows, StateRows)
+    num_states = len(rows.free_states)
+    for move in random_moves(seed, NUM_MOVES, 1, turns=True):
+        play(served, move)
+    served.end_all()
+    assert served.allocator.available_size() == size
+    assert sorted(rows.free_states) == list(range(1, num_states + 1))
 
 
 def _play_all(served: ServedRequests, seed: int, size: int, size_swa: int, ranks: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvjax.adapters.sglang_jax import install, uninstall
 from scripts.stack_checks.checkouts import module_of
-from scripts.stack_checks.served_requests import Rows, ServedRequests
+from scripts.stack_checks.served_requests import Rows, ServedRequests, StateRows
 
 _CACHES = "sgl_jax.srt.mem_cache"
 _STANDS_IN = (
@@ -59,7 +59,50 @@ def make_pair(
     return ServedRequests(tree, theirs, rows, classes, seen), ServedRequests(cache, ours, own_rows, classes, seen)
 
 
-def _tree_cache(root: Path, rows: Rows, allocator: Any, page_size: int, window: int | None) -> Any:
+def make_state_pair(
+    root: Path, *, pages: int, page_size: int, num_states: int, interval: int | None
+) -> tuple[ServedRequests, ServedRequests]:
+    """The stack's UnifiedRadixCache with recurrent states, and kvjax's cache, each with that many slots of states."""
+    base = module_of(root, f"{_CACHES}.base_prefix_cache", _STANDS_IN)
+    allocators = module_of(root, f"{_CACHES}.allocator", _STANDS_IN)
+    trees = module_of(root, f"{_CACHES}.radix_cache", _STANDS_IN)
+    unified = module_of(root, f"{_CACHES}.unified_radix_cache", _STANDS_IN)
+    pools = module_of(root, f"{_CACHES}.memory_pool", _STANDS_IN)
+    classes = {**vars(base), "RadixKey": trees.RadixKey}
+    its_rows = type("HybridRows", (StateRows, pools.HybridReqToTokenPool), {"recurrent_state_pool": None})
+
+    def allocator() -> Any:
+        if page_size == 1:
+            return allocators.TokenToKVPoolAllocator(pages, None, 1)
+        return allocators.PagedTokenToKVPoolAllocator(pages * page_size, page_size, None)
+
+    rows, theirs = its_rows(NUM_ROWS, num_states, interval), allocator()
+    kinds = unified.ComponentType
+    tree = unified.UnifiedRadixCache(
+        rows,
+        theirs,
+        page_size=page_size,
+        tree_components=(kinds.FULL, kinds.RECURRENT),
+        enable_recurrent_extra_buffer=interval is not None,
+        recurrent_track_interval=interval,
+    )
+    install()
+    own_rows, ours = StateRows(NUM_ROWS, num_states, interval), allocator()
+    cache = _tree_cache(root, own_rows, ours, page_size, None, is_recurrent=True, interval=interval)
+    uninstall()
+    return ServedRequests(tree, theirs, rows, classes, None), ServedRequests(cache, ours, own_rows, classes, None)
+
+
+def _tree_cache(
+    root: Path,
+    rows: Rows,
+    allocator: Any,
+    page_size: int,
+    window: int | None,
+    *,
+    is_recurrent: bool = False,
+    interval: int | None = None,
+) -> Any:
     """What the stack's registry makes."""
     registry = module_of(root, f"{_CACHES}.registry", _STANDS_IN)
     params = module_of(root, f"{_CACHES}.cache_init_params", _STANDS_IN).CacheInitParams(
@@ -67,6 +110,8 @@ def _tree_cache(root: Path, rows: Rows, allocator: Any, page_size: int, window: 
         token_to_kv_pool_allocator=allocator,
         page_size=page_size,
         sliding_window_size=window,
+        enable_recurrent_extra_buffer=interval is not None,
+        recurrent_track_interval=interval,
     )
     context = registry.TreeCacheBuildContext(
         server_args=SimpleNamespace(hicache_storage="disable", kv_events_config=None),
@@ -76,6 +121,7 @@ def _tree_cache(root: Path, rows: Rows, allocator: Any, page_size: int, window: 
         effective_chunked_prefill_size=None,
         model_config=None,
         tp_size=1,
+        is_hybrid_recurrent=is_recurrent,
     )
     return registry.create_tree_cache(context)
 

@@ -35,6 +35,7 @@ class CachedPrefix:
     hashes: Sequence[BlockHash] = ()
     pages: np.ndarray = field(default_factory=_no_pages)  # int32[n]
     window_pages: np.ndarray = field(default_factory=_no_pages)  # int32[w], 0 where there is none
+    state_hash: BlockHash | None = None  # of the last page, where a lock keeps the recurrent state after it
 
     @property
     def children(self) -> Any:

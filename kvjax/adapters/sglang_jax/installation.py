@@ -34,14 +34,13 @@ def prefix_cache_of(context: Any) -> Any:
     """The cache for a `TreeCacheBuildContext` whose allocator is kvjax's.
 
     Raises:
-        NotImplementedError: recurrent states, EAGLE or a host tier are asked for, or the radix cache is disabled.
+        NotImplementedError: EAGLE or a host tier are asked for, or the radix cache is disabled.
         MissingStackError, UnknownStackError: as `PrefixCache`.
     """
     SGLANG_JAX.load("TreeCacheBuildContext")
     SGLANG_JAX.load("CacheInitParams")
     params = context.params
     for name, asked in (
-        ("recurrent layers", context.is_hybrid_recurrent),
         ("disable_radix_cache", context.disable_radix_cache),
         (f"hicache_storage {context.server_args.hicache_storage}", context.server_args.hicache_storage != "disable"),
     ):
@@ -57,6 +56,9 @@ def prefix_cache_of(context: Any) -> Any:
         sliding_window_size=params.sliding_window_size if context.is_hybrid_swa else None,
         enable_kv_cache_events=context.server_args.kv_events_config is not None,
         is_eagle=params.is_eagle,
+        is_hybrid_recurrent=bool(context.is_hybrid_recurrent),
+        enable_recurrent_extra_buffer=bool(params.enable_recurrent_extra_buffer),
+        recurrent_track_interval=params.recurrent_track_interval,
     )
 
 

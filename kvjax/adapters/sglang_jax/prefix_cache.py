@@ -12,6 +12,9 @@ A request's pages change hands as in the stack:
                           and the request's row names the cached one instead
     cache_finished_req    the same, then the lock ends and the page that is not full is freed
 
+With recurrent layers a hit ends where a state is kept (`StateCheckpoints`): of requests that ended, and with an extra
+buffer of those that passed a boundary of `recurrent_track_interval` tokens.
+
 Hits, sizes and evictions count whole pages. The tree evicts whole leaves, here pages go one by one, so that a hit may
 be longer. KV events are emitted as pages become hits and cease to be.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -27,6 +31,7 @@ import numpy as np
 from kvjax.adapters.sglang_jax.cached_prefix import CachedPrefix, CachedTokens, FullPages, RankPages, WindowedPages
 from kvjax.adapters.sglang_jax.metadata import SGLANG_JAX
 from kvjax.adapters.sglang_jax.slot_allocator import SlotAllocator
+from kvjax.adapters.sglang_jax.state_checkpoints import StateCheckpoints
 from kvjax.adapters.sglang_jax.window_allocator import WindowSlotAllocator
 from kvjax.core.hashing.block_hash import BlockHash, BlockHasher
 from kvjax.core.hashing.extra_keys import ExtraKeys
@@ -73,6 +78,9 @@ class PrefixCache:
         sliding_window_size: int | None = None,
         enable_kv_cache_events: bool = False,
         is_eagle: bool = False,
+        is_hybrid_recurrent: bool = False,
+        enable_recurrent_extra_buffer: bool = False,
+        recurrent_track_interval: int | None = None,
         hasher: BlockHasher | None = None,  # None: XXH3 of a page's tokens in CBOR
     ) -> None:
         for name in ("BasePrefixCache", "MatchPrefixParams", "EvictParams", "DecLockRefParams", "RadixKey"):
@@ -93,6 +101,14 @@ class PrefixCache:
         self.hasher = BlockHasher(page_size, "xxhash_cbor") if hasher is None else hasher
         self._ranks = _rank_pages(token_to_kv_pool_allocator, sliding_window_size)
         self._known_requests: set[type] = set()
+        self.enable_recurrent_extra_buffer = enable_recurrent_extra_buffer
+        self.recurrent_track_interval = recurrent_track_interval
+        if is_hybrid_recurrent and page_size != 1 and not enable_recurrent_extra_buffer:
+            raise ValueError(f"expected pages of 1 token or enable_recurrent_extra_buffer, got pages of {page_size}")
+        if is_hybrid_recurrent and sliding_window_size is not None:
+            raise NotImplementedError("expected full attention beside recurrent layers, got sliding windows")
+        ranks = range(len(self._ranks)) if is_hybrid_recurrent else ()
+        self._states = [StateCheckpoints(req_to_token_pool, rank) for rank in ranks]
         for rank in self._ranks:
             for pool in rank.pools():
                 pool.enable_kv_cache_events = enable_kv_cache_events
@@ -108,6 +124,8 @@ class PrefixCache:
             hashes: list[BlockHash] = []
             self._extend_hashes(hashes, key.token_ids, key.extra_key)
             found = self._ranks[rank].find(hashes)
+            if self._states and not params.full_only:
+                found = self._with_state(found, params)
             if not len(found.pages):
                 found = self.root_node
         return self._match_result(
@@ -118,6 +136,17 @@ class PrefixCache:
             host_hit_length=0,
         )
 
+    def _with_state(self, found: CachedPrefix, params: Any) -> CachedPrefix:
+        """The longest part of it that has a recurrent state, which `params.req` is told to begin with."""
+        states = self._states[found.dp_rank]
+        count = states.longest(found.hashes)
+        if not count:
+            return self.root_node
+        last = found.hashes[count - 1]
+        if params.cow_recurrent and params.req is not None:
+            params.req.recurrent_cow_src_index = states.slot_of(last)
+        return replace(found, hashes=found.hashes[:count], pages=found.pages[:count], state_hash=last)
+
     def inc_lock_ref(self, node: CachedPrefix) -> Any:
         """Holds the pages that `node` names; `delta` is what that adds to the evictable tokens.
 
@@ -125,14 +154,23 @@ class PrefixCache:
             BlockStateError: some of them were evicted since the match. Nothing is changed.
         """
         before = self.evictable_size(node.dp_rank)
+        if node.state_hash is not None:
+            self._states[node.dp_rank].check(node.state_hash)
         self._ranks[node.dp_rank].lock(node)
+        if node.state_hash is not None:
+            self._states[node.dp_rank].lock(node.state_hash)
         return self._lock_result(delta=self.evictable_size(node.dp_rank) - before)
 
     def dec_lock_ref(self, node: CachedPrefix, params: Any = None) -> int:
         """Ends an `inc_lock_ref` of this very node, and returns what that adds to the evictable tokens."""
         before = self.evictable_size(node.dp_rank)
-        self._ranks[node.dp_rank].unlock(node)
+        self._unlock(node)
         return self.evictable_size(node.dp_rank) - before
+
+    def _unlock(self, node: CachedPrefix) -> None:
+        self._ranks[node.dp_rank].unlock(node)
+        if node.state_hash is not None:
+            self._states[node.dp_rank].unlock(node.state_hash)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -140,11 +178,14 @@ class PrefixCache:
         """Caches the full pages of the tokens `req.fill_ids`, and locks them; its row and prefix name them then."""
         self._check_request(req)
         slots = self._slots_of(req, len(req.fill_ids))
-        if self.disable:
+        num_cached = self._num_cached(req, len(slots), is_finished=False)
+        if self.disable or not num_cached:
             req.prefix_indices = slots
             return
         held = req.last_node
-        made = self._cached(req, req.fill_ids, slots)
+        made = self._cached(req, req.fill_ids, slots[:num_cached])
+        if self._states and self.enable_recurrent_extra_buffer:
+            self._take_boundary_state(req, made)
         cached = self.token_to_kv_pool_allocator.slots_of(made.pages)
         first = len(held.pages) * self.page_size
         self.req_to_token_pool.write((req.req_pool_idx, slice(first, len(cached))), cached[first:])
@@ -169,12 +210,16 @@ class PrefixCache:
         held, req.last_node = req.last_node or self.root_node, self.root_node
         if is_insert and length:
             tokens = (list(req.origin_input_ids) + list(req.output_ids))[:length]
-            made = self._cached(req, tokens, slots, held)
+            made = self._cached(req, tokens, slots[: self._num_cached(req, length, is_finished=True)], held)
+            if self._states:
+                self._take_last_state(req, made)
             free(slots[len(made.pages) * self.page_size :], rank)
             held = made
         else:
             free(slots[len(held.pages) * self.page_size :], rank)
-        self._ranks[rank].unlock(held)
+        if self._states and self.enable_recurrent_extra_buffer:
+            self.req_to_token_pool.free_recurrent_cache(req)
+        self._unlock(held)
 
     def evict_req_swa(self, req: Any, pre_len: int, dp_rank: int = 0) -> None:
         """Frees the request's own window pages that no token from `pre_len` on sees, and one page more is kept."""
@@ -197,10 +242,46 @@ class PrefixCache:
         own = slots[len(held.pages) * self.page_size : num_pages * self.page_size : self.page_size] // self.page_size
         if not own.size:
             return held
+        if held.state_hash is not None:
+            self._states[held.dp_rank].unlock(held.state_hash)
         hashes = list(held.hashes)
         keys = self._extend_hashes(hashes, token_ids[: num_pages * self.page_size], req.extra_key)
         tokens = CachedTokens(np.asarray(token_ids), keys)
         return self._ranks[_rank_of(req)].extend(held, own, hashes, tokens)
+
+    def _num_cached(self, req: Any, length: int, *, is_finished: bool) -> int:
+        """Tokens of a request that may be cached: with an extra buffer, up to the boundary that has a state."""
+        if not (self._states and self.enable_recurrent_extra_buffer):
+            return length
+        return min(length, req.recurrent_last_track_seqlen or 0)
+
+    def _take_boundary_state(self, req: Any, made: CachedPrefix) -> None:
+        """Takes the slot of the boundary's state from a request that goes on, for a free one; without one, later."""
+        rank, rows = _rank_of(req), self.req_to_token_pool
+        if len(made.pages) * self.page_size != req.recurrent_last_track_seqlen:
+            return
+        replacement = self._states[rank].replacement()
+        if replacement is None:
+            return
+        (slot,) = rows.donate_recurrent_ping_pong_slot(req, replacement).tolist()
+        req.recurrent_last_track_seqlen = None
+        if not self._states[rank].put(made.hashes[-1], slot):
+            rows.free_recurrent_slot(slot, rank)
+
+    def _take_last_state(self, req: Any, made: CachedPrefix) -> None:
+        """Takes the slot of the last state from a request that ends, unless its prefix has one."""
+        rows, states = self.req_to_token_pool, self._states[_rank_of(req)]
+        if not self.enable_recurrent_extra_buffer:
+            if (
+                req.recurrent_pool_idx is not None
+                and len(made.pages)
+                and states.put(made.hashes[-1], req.recurrent_pool_idx)
+            ):
+                rows.commit_to_tree(req)
+        elif req.recurrent_last_track_seqlen and len(made.pages) * self.page_size == req.recurrent_last_track_seqlen:
+            keep = rows.get_recurrent_ping_pong_keep_idx(req)
+            if states.put(made.hashes[-1], req.recurrent_ping_pong_track_buffer[keep]):
+                rows.set_recurrent_ping_pong_slot(req, keep, 0)
 
     def _extend_hashes(
         self, hashes: list[BlockHash], token_ids: Sequence[int], namespace: str | None
@@ -235,7 +316,14 @@ class PrefixCache:
             for rank in self._ranks if params.dp_rank is None else (self._ranks[params.dp_rank],):
                 evicted += rank.evict(*(np.array(wanted) - evicted).tolist())
         full, windows = (evicted * self.page_size).tolist()
-        return self._evict_result(num_tokens_evicted=full, swa_num_tokens_evicted=windows)
+        num_states = 0
+        for rank, states in enumerate(self._states):
+            if params.dp_rank in (None, rank):
+                num_states += states.keep_cached(self._ranks[rank].pools()[0])
+                num_states += states.evict(params.recurrent_num - num_states)
+        return self._evict_result(
+            num_tokens_evicted=full, swa_num_tokens_evicted=windows, recurrent_num_evicted=num_states
+        )
 
     def reset(self) -> None:
         """Forgets every cached prefix.
@@ -248,6 +336,8 @@ class PrefixCache:
         if num_held:
             raise BlockStateError(f"expected no page held, got {num_held}; let requests finish, or retract them")
         self.token_to_kv_pool_allocator.clear()
+        for states in self._states:
+            states.clear()
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
@@ -295,12 +385,20 @@ class PrefixCache:
         return self.sliding_window_size is not None
 
     def supports_recurrent(self) -> bool:
-        """Recurrent states are not cached."""
-        return False
+        """Whether recurrent states are cached."""
+        return bool(self._states)
 
     def recurrent_extra_buffer_active(self) -> bool:
-        """Recurrent states are not cached."""
-        return False
+        """Whether requests keep the state of the last boundary."""
+        return bool(self._states) and self.enable_recurrent_extra_buffer and self.recurrent_track_interval is not None
+
+    def recurrent_evictable_size(self, dp_rank: int = 0) -> int:
+        """Kept states without a lock."""
+        return self._states[dp_rank].num_evictable if self._states else 0
+
+    def recurrent_protected_size(self, dp_rank: int = 0) -> int:
+        """Kept states under a lock."""
+        return self._states[dp_rank].num_protected if self._states else 0
 
     def take_events(self) -> list[KVCacheEvent]:
         """The KV events of all ranks since the last call, rank by rank; `take_rank_events` tells them apart."""

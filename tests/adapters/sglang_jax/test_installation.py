@@ -47,7 +47,6 @@ def test_what_the_stack_makes_is_kvjax_s_and_the_stack_s() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"is_hybrid_recurrent": True}, "recurrent layers"),
         ({"disable_radix_cache": True}, "disable_radix_cache"),
         ({"hicache_storage": "file"}, "hicache_storage file"),
     ],

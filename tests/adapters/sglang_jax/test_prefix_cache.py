@@ -18,7 +18,7 @@ from kvjax.adapters.sglang_jax import PrefixCache, SlotAllocator, WindowSlotAllo
 from kvjax.adapters.signatures import parameters_of, recorded
 from kvjax.core import AllBlocksCleared, BlockHasher, BlockRemoved, BlockStored
 from kvjax.errors import BlockStateError, MissingStackError, UnknownStackError
-from scripts.stack_checks.served_requests import Key, Rows, ServedRequests, play, random_moves
+from scripts.stack_checks.served_requests import Key, Rows, ServedRequests, StateRows, play, random_moves
 from tests.adapters.stand_ins import stack_with
 
 WINDOW = 10
@@ -80,6 +80,77 @@ def test_hits_of_windows_hold_the_window_too(
     served.cache.evict(classes["EvictParams"](num_tokens=0, swa_num_tokens=10**6, dp_rank=None))
     assert [served.allocator.full_available_size(rank) for rank in range(ranks)] == [size] * ranks
     assert [served.allocator.swa_available_size(rank) for rank in range(ranks)] == [size_swa] * ranks
+
+
+def served_with_states(
+    classes: dict[str, Any], *, pages: int, page_size: int, num_states: int, interval: int | None
+) -> ServedRequests:
+    """A cache of a model with recurrent layers."""
+    rows, allocator = StateRows(6, num_states, interval), SlotAllocator(pages * page_size, page_size)
+    cache = PrefixCache(
+        rows,
+        allocator,
+        page_size,
+        is_hybrid_recurrent=True,
+        enable_recurrent_extra_buffer=interval is not None,
+        recurrent_track_interval=interval,
+    )
+    return ServedRequests(cache, allocator, rows, classes, None)
+
+
+@pytest.mark.parametrize(
+    ("pages", "page_size", "num_states", "interval"),
+    [(120, 1, 5, None), (300, 1, 20, None), (60, 4, 12, 8), (25, 4, 9, 4)],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_hits_of_recurrent_layers_have_the_state_of_their_end(
+    seed: int, pages: int, page_size: int, num_states: int, interval: int | None, classes: dict[str, Any]
+) -> None:
+    """The law is in `ServedRequests`; at the end every slot of tokens and of states is free."""
+    served = served_with_states(classes, pages=pages, page_size=page_size, num_states=num_states, interval=interval)
+    rows = served.rows
+    assert isinstance(rows, StateRows)
+    for move in random_moves(seed, 60, 1, turns=True):
+        play(served, move)
+        served.cache.sanity_check()
+        kept = served.cache.recurrent_evictable_size() + served.cache.recurrent_protected_size()
+        owned = rows.states_per_request * len(served.running)
+        assert len(rows.free_states) + kept + owned == num_states
+    assert sum(served.hits) > 0
+    served.end_all()
+    assert served.allocator.available_size() == pages * page_size
+    assert sorted(rows.free_states) == list(range(1, num_states + 1))
+
+
+def test_a_hit_ends_where_a_state_is_kept(classes: dict[str, Any]) -> None:
+    served = served_with_states(classes, pages=80, page_size=1, num_states=4, interval=None)
+    prompt = list(range(9))
+    served.start(prompt, None, None, 2)
+    served.start([*prompt, 20], None, None, 1)
+    served.end(0)
+    served.start([*prompt, 20], None, None, 1)
+    served.start([*prompt[:5], 30], None, None, 1)
+    assert served.hits == [0, 0, 9, 0]
+    params = classes["MatchPrefixParams"](key=Key(prompt[:5]), full_only=True)
+    assert len(served.cache.match_prefix(params).device_indices) == 5
+    assert (served.cache.recurrent_evictable_size(), served.cache.supports_recurrent()) == (1, True)
+    node = served.cache.match_prefix(classes["MatchPrefixParams"](key=Key(prompt))).last_device_node
+    served.cache.inc_lock_ref(node)
+    assert served.cache.recurrent_protected_size() == 1
+    params = classes["EvictParams"](num_tokens=0, swa_num_tokens=0, dp_rank=0, recurrent_num=1)
+    assert served.cache.evict(params).recurrent_num_evicted == 0
+    served.cache.dec_lock_ref(node)
+    assert served.cache.evict(params).recurrent_num_evicted == 1
+    with pytest.raises(BlockStateError, match="a recurrent state was evicted since its prefix was matched"):
+        served.cache.inc_lock_ref(node)
+
+
+def test_recurrent_layers_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected pages of 1 token or enable_recurrent_extra_buffer, got pages of 4"):
+        PrefixCache(None, SlotAllocator(40, 4), 4, is_hybrid_recurrent=True)
+    windows = WindowSlotAllocator(40, 20, page_size=1)
+    with pytest.raises(NotImplementedError, match="expected full attention beside recurrent layers"):
+        PrefixCache(None, windows, 1, sliding_window_size=8, is_hybrid_recurrent=True)
 
 
 def test_a_prompt_hits_its_full_pages_under_its_namespace_and_rank(classes: dict[str, Any]) -> None:
