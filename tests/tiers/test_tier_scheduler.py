@@ -38,7 +38,7 @@ def test_faults_cost_computation_alone(name: str, write_through: bool) -> None:
         world.step()
         world.check_invariants()
     assert all(world.faults[fault] for fault in FAULTS)
-    assert world.num_failed > 5
+    assert world.num_failed > 2
     world.drain()
 
 
