@@ -88,12 +88,11 @@ ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
     ("attention", "dtype=int8 soft_cap", "rpa_decode_"): 16,
     ("attention", "head_dim=256 dtype=float8", "rpa_decode_"): 216,
     ("attention", "head_dim=256 dtype=float8", "rpa_prefill_"): 76,
-    ("mla", "", "mla_"): 364,
-    ("mla", "tp=8", "mla_"): 376,
-    ("mla", "window=", "mla_"): 516,
-    ("mla", "dtype=float8", "mla_"): 2232,
-    ("mla", "dtype=int8", "mla_"): 2232,
-    ("sparse", "", "sparse_mla_"): 1008,
+    ("mla", "", "mla_"): 120,
+    ("mla", "window=", "mla_"): 160,
+    ("mla", "dtype=float8", "mla_"): 1284,
+    ("mla", "dtype=int8", "mla_"): 1264,
+    ("sparse", "", "sparse_mla_"): 364,
 }
 
 

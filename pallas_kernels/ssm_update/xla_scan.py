@@ -10,7 +10,7 @@ states pass from tile to tile in a loop:
     out[t]  = sum_s decay(s, t) * dt[s] * (c[t] . b[s]) * x[s]  +  decay(-1, t) * c[t] . state
     state   = decay(-1, last) * state  +  sum_s decay(s, last) * dt[s] * x[s] * b[s]
 
-where `decay(s, t)` is `exp` of the sum of `dt * a` from s + 1 to t: sums of their own, no differences of longer ones.
+where `decay(s, t)` is `exp` of the sum of `dt * a` from s + 1 to t, a difference of `RunningSums`.
 Mamba 1 has no such form; the reference's scan over tokens takes it. Temporaries: about `_TRIP_BYTES` for each of a few
 arrays of a trip.
 """
@@ -36,8 +36,9 @@ from pallas_kernels.ssm_update.reference import add_skip, scan_drafts, time_step
 from pallas_kernels.state_step import StateStep, StepArrays, with_states
 from pallas_kernels.varying import vary_like
 
-_TRIP_BYTES = 32 << 20  # of states, or of a tile's decays
-_TILE_TOKENS = 128
+_TRIP_BYTES = 32 << 20  # of states, or of a tile's weights
+_TILE_TOKENS = 256
+_MOST_LOG, _UNITS = 110.0, 65536.0
 
 
 def path_over(states: jax.Array, num_seqs: int) -> XlaPath:
@@ -130,8 +131,8 @@ def _sequences_of_trip(states_shape: tuple[int, ...], num_seqs: int, trip_bytes:
 def _tiles_of_trip(
     states_shape: tuple[int, ...], num_seqs: int, num_tokens: int, tile_tokens: int, trip_bytes: int
 ) -> int:
-    """Tiles that are advanced at a time: their decays, and their states, are `trip_bytes` at most."""
-    tile_bytes = 4 * max(states_shape[1] * tile_tokens**2, math.prod(states_shape[1:]))
+    """Tiles that are advanced at a time: their weights in 16 bits, and their states, are `trip_bytes` at most."""
+    tile_bytes = max(2 * states_shape[1] * tile_tokens**2, 4 * math.prod(states_shape[1:]))
     return min(num_tokens, num_tokens // tile_tokens + num_seqs, max(1, trip_bytes // tile_bytes))
 
 
@@ -167,56 +168,95 @@ def _tiles(
         is_first, is_last = own.first_pos == 0, own.last_pos == q_lens[own.seq] - 1
         is_tile = own.last_pos >= 0
         given = tokens.at(own.token[:, None] + jnp.arange(size, dtype=jnp.int32), is_real)
-        initial = states[jnp.where(is_tile & is_first, step.read[own.seq], 0)].astype(jnp.float32)
-        seen, after, state = _advance(given, a, initial, is_first, state)
+        read = jnp.where(is_tile & is_first, step.read[own.seq], 0)
+        write = jnp.where(is_tile & is_last, step.last_write[own.seq], 0)
+        seen, states, state = _advance(given, a, Ends(is_first, read, write), states, state)
         token = jnp.where(is_real, own.token[:, None] + jnp.arange(size, dtype=jnp.int32), num_tokens)
-        out = out.at[token].set(seen, mode="drop")
-        states = with_states(states, jnp.where(is_tile & is_last, step.last_write[own.seq], 0), after)
-        return out, states, state
+        return out.at[token].set(seen, mode="drop"), states, state
 
     carry = vary_like(carry, *tokens, *step)
     out, states, _ = lax.fori_loop(0, -(-count // together), trip, carry)
     return out, states
 
 
+class Ends(NamedTuple):
+    """Where tiles begin and end."""
+
+    is_first: jax.Array  # bool[n] tiles that start from a page's state
+    read: jax.Array  # int32[n] that page
+    write: jax.Array  # int32[n] the page of the state after the tile; 0: none
+
+
 def _advance(
     tokens: Tokens,  # [n, Q, ...]
     a: jax.Array,  # float32[H]
-    initial: jax.Array,  # float32[n, H, P, N]
-    is_first: jax.Array,  # bool[n] tiles that start from `initial`
-    state: jax.Array,  # float32[H, P, N] what the first of the others start from
+    ends: Ends,
+    states: jax.Array,  # [pages, H, P, N]
+    state: jax.Array,  # float32[H, P, N] what the first of the tiles that start from no page does
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(outputs float32[n, Q, H, P], states after each tile float32[n, H, P, N], the last of them)."""
+    """(outputs float32[n, Q, H, P], `states` with those at the ends of sequences, the state after the last tile)."""
     x, dt, b, c = tokens
-    num_heads = x.shape[2]
-    sums = jnp.moveaxis(dt * a, 1, 2)  # [n, H, Q]
-    decay, entry = _decays(sums), jnp.exp(jnp.cumsum(sums, axis=-1))
-    grouped = decay.reshape(decay.shape[0], b.shape[2], -1, *decay.shape[2:])
+    num_tiles, size, num_heads, head_dim = x.shape
+    grouped = (num_tiles, b.shape[2], num_heads // b.shape[2])
+    sums = RunningSums.of(jnp.moveaxis(dt * a, 1, 2))  # [n, H, Q]
     scores = _product("ntgk,nsgk->ngts", c, b)
-    weights = grouped * scores[:, :, None] * jnp.moveaxis(dt, 1, 2).reshape(*grouped.shape[:3], 1, -1)
-    inside = _product("nhts,nshp->nthp", weights.reshape(decay.shape).astype(x.dtype), x)
-    shares = jnp.moveaxis(decay[:, :, -1], 1, 2) * dt  # [n, Q, H]
-    inflow = _product(
-        "nshp,nshk->nhpk", x.astype(jnp.float32) * shares[..., None], _by_head(b.astype(jnp.float32), num_heads)
-    )
+    weights = sums.decays().reshape(*grouped, size, size) * scores[:, :, None]
+    weights = (weights * jnp.moveaxis(dt, 1, 2).reshape(*grouped, 1, size)).astype(x.dtype)
+    inside = _product("nhts,nshp->nthp", weights.reshape(num_tiles, num_heads, size, size), x)
+    entry, shares = sums.since_start(), jnp.moveaxis(sums.until_end(), 1, 2) * dt  # [n, H, Q], [n, Q, H]
+    weighed = (x.astype(jnp.float32) * shares[..., None]).reshape(num_tiles, size, *grouped[1:], head_dim)
+    inflow = _product("nsghp,nsgk->nghpk", weighed, b.astype(jnp.float32))
+    inflow = inflow.reshape(num_tiles, num_heads, head_dim, -1)
 
-    def pass_on(state: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        first, initial, kept, inflow = tile
-        before = jnp.where(first, initial, state)
+    def pass_on(
+        carry: tuple[jax.Array, jax.Array], tile: tuple[Ends, jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        (states, state), (own, kept, inflow) = carry, tile
+        before = jnp.where(own.is_first, states[own.read].astype(jnp.float32), state)
         after = kept[:, None, None] * before + inflow
-        return after, (before, after)
+        return (with_states(states, own.write, after), after), before.astype(c.dtype)
 
-    state, (before, after) = lax.scan(pass_on, state, (is_first, initial, entry[:, :, -1], inflow))
-    from_before = _product("nthk,nhpk->nthp", _by_head(c, num_heads), before.astype(c.dtype))
-    return inside + jnp.moveaxis(entry, 1, 2)[..., None] * from_before, after, state
+    (states, state), before = lax.scan(pass_on, (states, state), (ends, entry[:, :, -1], inflow))
+    from_before = _product("ntgk,nghpk->ntghp", c, before.reshape(*grouped, *before.shape[2:])).reshape(x.shape)
+    return inside + jnp.moveaxis(entry, 1, 2)[..., None] * from_before, states, state
 
 
-def _decays(sums: jax.Array) -> jax.Array:
-    """float32[..., t, s] `exp(sums[s + 1] + ... + sums[t])` of [..., Q] for s <= t, else 0."""
-    token = jnp.arange(sums.shape[-1])
-    later, same = token[:, None] > token, token[:, None] == token
-    total = jnp.cumsum(jnp.where(later, sums[..., None], 0.0), axis=-2)
-    return jnp.where(later | same, jnp.exp(total), 0.0)
+class RunningSums(NamedTuple):
+    """Sums of the logarithms of decays from the start of a tile, whose differences are exact.
+
+    A sum in the thousands leaves float32 few digits for what comes after it. Each addend is split into a whole number
+    of 2 ** -16, of which integers are summed, and a rest so small that its sum loses nothing that counts. Addends are
+    cut to +-`_MOST_LOG`, beyond which their exponential is 0 or infinite: `_TILE_TOKENS` of them fit in an int32.
+    """
+
+    whole: jax.Array  # int32[..., Q] in units of 2 ** -16
+    rest: jax.Array  # float32[..., Q]
+
+    @classmethod
+    def of(cls, logs: jax.Array) -> RunningSums:
+        """Of float32[..., Q] addends."""
+        logs = jnp.clip(logs, -_MOST_LOG, _MOST_LOG)
+        whole = jnp.floor(logs * _UNITS)
+        rest = jnp.cumsum(logs - whole / _UNITS, axis=-1)
+        return cls(jnp.cumsum(whole.astype(jnp.int32), axis=-1, dtype=jnp.int32), rest)
+
+    def decays(self) -> jax.Array:
+        """float32[..., t, s] `exp` of the sum from s + 1 to t for s <= t, else 0."""
+        token = jnp.arange(self.rest.shape[-1])
+        decay = _exp(self.whole[..., None] - self.whole[..., None, :], self.rest[..., None] - self.rest[..., None, :])
+        return jnp.where(token[:, None] >= token, decay, 0.0)
+
+    def since_start(self) -> jax.Array:
+        """float32[..., t] `exp` of the sum up to t."""
+        return _exp(self.whole, self.rest)
+
+    def until_end(self) -> jax.Array:
+        """float32[..., s] `exp` of the sum from s + 1 on."""
+        return _exp(self.whole[..., -1:] - self.whole, self.rest[..., -1:] - self.rest)
+
+
+def _exp(whole: jax.Array, rest: jax.Array) -> jax.Array:
+    return jnp.exp(whole.astype(jnp.float32) / _UNITS + rest)
 
 
 def _by_head(x: jax.Array, num_heads: int) -> jax.Array:

@@ -117,6 +117,10 @@ class ModuleCost:
         return cost
 
     def _kernel_bytes(self, instruction: Instruction, operands: list[Instruction]) -> int:
+        if instruction.op in _PUTS:
+            return 2 * operands[_PUTS[instruction.op]].num_bytes
+        if instruction.op in _TAKES:
+            return 2 * instruction.num_bytes
         if instruction.op != "fusion":
             return instruction.num_bytes + sum(operand.num_bytes for operand in operands)
         body = Body(self._computations[instruction.called("calls")])

@@ -46,3 +46,17 @@ def test_long_decays_are_exact() -> None:
     options = {name: arrays[name] for name in ("d", "dt_bias") if name in arrays}
     given = (*(arrays[name] for name in names), *on_device(step))
     shape.assert_right(selective_scan(*given, **options, dt_limit=shape.limit, backend="xla"), arrays, step)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_decays_after_a_great_one_keep_their_digits(seed: int) -> None:
+    """A full tile of small addends with a few of thousands among them: every decay is that of float64."""
+    rng = np.random.default_rng(seed)
+    logs = -rng.exponential(0.05, 256).astype(np.float32)
+    logs[rng.integers(0, 128, 5)] = -rng.uniform(1e2, 1e4, 5)
+    sums = np.cumsum(logs.astype(np.float64))
+    expected = np.where(np.tri(256, dtype=bool), np.exp(np.minimum(sums[:, None] - sums, 0.0)), 0.0)
+    found = xla_scan.RunningSums.of(logs)
+    np.testing.assert_allclose(found.decays(), expected, rtol=2e-6, atol=1e-37)
+    np.testing.assert_allclose(found.since_start(), np.exp(sums), rtol=2e-6, atol=1e-37)
+    np.testing.assert_allclose(found.until_end(), np.exp(sums[-1] - sums), rtol=2e-6, atol=1e-37)
