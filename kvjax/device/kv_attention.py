@@ -63,7 +63,7 @@ def attend_kv(
 
     heads, page_specs = layer.heads(3, 1), layer.page_specs
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
-    in_specs = (heads, heads, heads, page_specs, per_head_specs, WHOLE, WHOLE, WHOLE)
+    in_specs = (heads, heads, heads, page_specs, per_head_specs, layer.by_rank, layer.by_rank, WHOLE)
     attend_on_each = layer.per_device(attend, in_specs, (heads, page_specs))
     out, pages = attend_on_each(q, k, v, layer.pages, per_head, layer.tables, layer.group.slot_mapping, schedule)
     return out, pages
@@ -72,8 +72,8 @@ def attend_kv(
 def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRule) -> Any:
     """The plan of the step for the layers of the group with such queries, pages and mask, on each device alike."""
     num_shards = layer.placement.num_shards
-    if layer.placement.num_context > 1:
-        return None  # no kernel that plans takes a part of the tokens
+    if not layer.plans_for_all:
+        return None
     own_q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // num_shards, q.shape[2]), q.dtype)
     own_pages = layer.shards_of(layer.pages)
 

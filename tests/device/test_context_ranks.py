@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, slots_of_rank
+from kvjax.core import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, slots_of_rank
 from kvjax.device.context_ranks import ContextRanks
 from kvjax.device.placement import Placement
 from kvjax.planning import Parallelism, plan_kv_cache
@@ -67,8 +67,21 @@ def test_entries_of_several_tokens_are_refused() -> None:
         placement.check_tokens(spec, spec.page_layout("cpu"))
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MLAAttentionSpec(block_size=16, head_size=24, dtype="bfloat16", tokens_per_state=4),
+        CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32", max_num_encoder_tokens=32),
+    ],
+)
+def test_layers_that_data_ranks_cannot_have_are_refused(spec: KVCacheSpec) -> None:
+    placement = Placement(FakeMesh(2), data_axis="context")  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match=f"{spec.kind} layers do not work over 2 data ranks"):
+        placement.check_ranks(spec)
+
+
 def test_one_mesh_axis_is_not_both() -> None:
-    with pytest.raises(ValueError, match="expected different mesh axes of KV heads and tokens, got 'context' for both"):
+    with pytest.raises(ValueError, match="expected different mesh axes of KV heads, tokens and requests"):
         Placement(FakeMesh(2), "context", "context")  # type: ignore[arg-type]
 
 
