@@ -97,6 +97,14 @@ def test_a_device_is_planned_to_hold_its_tokens() -> None:
     assert (share.first_token, share.token_stride, share.replica) == (1, 2, 0)
 
 
+def test_heads_of_fewer_than_devices_are_planned_on_each_that_has_them() -> None:
+    """Two heads over four devices: pages of four, a head each, twice the bytes of two heads together."""
+    specs = {"a": FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")}
+    one, four = (plan_kv_cache(specs, **SIZES, tensor_parallel=n) for n in (1, 4))
+    assert four.config.pools[0].columns[0].arrays[0].page_shape == (16, 4, 8)
+    assert 4 * four.used_bytes == 2 * one.used_bytes
+
+
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
