@@ -42,6 +42,10 @@ class StepFailedError(KVCacheError, RuntimeError):
     """A step of an engine raised, and the request was in it; its `__cause__` is what was raised."""
 
 
+class DivergenceError(KVCacheError, RuntimeError):
+    """Processes that run one engine have planned different steps; the message says from which step on."""
+
+
 class InvariantError(KVCacheError, AssertionError):
     """A `check_invariants` found a law broken: a bug of this library, never of its caller."""
 

@@ -12,6 +12,7 @@ from kvjax.device.page_ops import copy_pages, gather_pages, scatter_pages, write
 from kvjax.device.paged_kv_cache import PagedKVCache, RecurrentStep
 from kvjax.device.pages import KVPages, create_pages
 from kvjax.device.placement import TENSOR_AXIS, Placement
+from kvjax.device.processes import join_processes
 from kvjax.device.state_ops import apply_delta_rule, convolve_states, scan_states
 from kvjax.device.update_step import SampleFn, StepOutput, UpdateStep, make_update_step
 
@@ -42,6 +43,7 @@ __all__ = [
     "count_compilations",
     "create_pages",
     "gather_pages",
+    "join_processes",
     "make_update_step",
     "scan_states",
     "scatter_pages",

@@ -149,20 +149,23 @@ class Buckets:
         """Most drafts of a request in any bucket."""
         return max(bucket.num_drafts for bucket in self.steps)
 
-    def pick(self, num_tokens: int, num_requests: int, num_columns: int, num_drafts: int = 0) -> Bucket:
+    def pick(
+        self, num_tokens: int, num_requests: int, num_columns: int, num_drafts: int = 0, *, may_decode: bool = True
+    ) -> Bucket:
         """The smallest bucket that fits: fewest tokens, then requests, columns and drafts of a request.
 
-        As many tokens as requests are one each: such a step takes a bucket that is not mixed if one fits.
+        As many tokens as requests are one each, unless told otherwise: such a step takes a bucket that is not mixed if
+        one fits.
 
         Raises:
             ValueError: none fits.
         """
-        if num_tokens == num_requests and self._has_decode:
+        if may_decode and num_tokens == num_requests and self._has_decode:
             for bucket in self.steps:
                 if not bucket.is_mixed and bucket.fits(num_tokens, num_requests, num_columns, num_drafts):
                     return bucket
         for bucket in self.steps:
-            if bucket.fits(num_tokens, num_requests, num_columns, num_drafts):
+            if (may_decode or bucket.is_mixed) and bucket.fits(num_tokens, num_requests, num_columns, num_drafts):
                 return bucket
         with_drafts = f" with {num_drafts} drafts of a request" if num_drafts else ""
         raise ValueError(

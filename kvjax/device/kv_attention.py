@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kvjax.device import context_ranks
 from kvjax.device.attention_options import AttentionOptions
@@ -27,14 +28,17 @@ def attend_kv(
 ) -> tuple[jax.Array, Column]:
     """[T, num_q_heads, head_dim_v] and the pages; each device attends with its own heads.
 
+    Where the pages have more heads than K and V, each head lies on several devices (`planning.spec_rules.replicated`).
+
     Raises:
         ValueError: shapes are not the spec's, or the options look further back than the layer's group keeps.
         NotImplementedError: the layer's pages do not hold K and V.
     """
+    k, v, k_scale, v_scale = (_repeated(layer, x) for x in (k, v, options.k_scale, options.v_scale))
     num_kv_heads = _check(layer, q, k, v)
     layer.check_visible(options)
     num_sink_tokens = _num_sink_tokens(layer, options)
-    per_head = {"sinks": options.sinks, "k_scale": options.k_scale, "v_scale": options.v_scale}
+    per_head = {"sinks": options.sinks, "k_scale": k_scale, "v_scale": v_scale}
 
     mask = MaskRule(True, options.sliding_window, options.attention_chunk_size, num_sink_tokens)
     schedule = kv_schedule(layer, q, num_kv_heads, mask)
@@ -63,7 +67,7 @@ def attend_kv(
 
     heads, page_specs = layer.heads(3, 1), layer.page_specs
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
-    in_specs = (heads, heads, heads, page_specs, per_head_specs, WHOLE, WHOLE, WHOLE)
+    in_specs = (heads, heads, heads, page_specs, per_head_specs, layer.by_rank, layer.by_rank, WHOLE)
     attend_on_each = layer.per_device(attend, in_specs, (heads, page_specs))
     out, pages = attend_on_each(q, k, v, layer.pages, per_head, layer.tables, layer.group.slot_mapping, schedule)
     return out, pages
@@ -72,8 +76,8 @@ def attend_kv(
 def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRule) -> Any:
     """The plan of the step for the layers of the group with such queries, pages and mask, on each device alike."""
     num_shards = layer.placement.num_shards
-    if layer.placement.num_context > 1:
-        return None  # no kernel that plans takes a part of the tokens
+    if not layer.plans_for_all:
+        return None
     own_q = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // num_shards, q.shape[2]), q.dtype)
     own_pages = layer.shards_of(layer.pages)
 
@@ -84,6 +88,16 @@ def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRul
 
     shapes = tuple((array.shape, array.dtype.name) for array in (own_q, *own_pages))
     return layer.planned(("kv", shapes, mask), make)
+
+
+def _repeated(layer: LayerStep, x: jax.Array | None) -> jax.Array | None:
+    """K, V or a scale with each head once for every device that has it; as it is where heads are not replicated."""
+    num_shards = layer.placement.num_shards
+    shapes = layer.spec.entry_shapes
+    if x is None or x.ndim == 0 or num_shards == 1 or not shapes or shapes[0][0] != num_shards:
+        return x
+    axis = 1 if x.ndim == 3 else 0
+    return x if num_shards % x.shape[axis] else jnp.repeat(x, num_shards // x.shape[axis], axis=axis)
 
 
 def _num_sink_tokens(layer: LayerStep, options: AttentionOptions) -> int:

@@ -69,7 +69,8 @@ def attend_latent(
 
     heads, new = layer.heads(3, 1), None if latent is None else (latent, key_pe)
     per_head_specs = {name: layer.per_head(x) for name, x in per_head.items()}
-    in_specs = (heads, heads, WHOLE, layer.page_specs, per_head_specs, WHOLE, WHOLE, WHOLE)
+    rows = layer.by_rank
+    in_specs = (heads, heads, rows, layer.page_specs, per_head_specs, rows, rows, WHOLE)
     attend_on_each = layer.per_device(attend, in_specs, (heads, layer.page_specs))
     step = (layer.tables, layer.group.slot_mapping, schedule)
     out, pages = attend_on_each(q_nope, q_pe, new, layer.pages, per_head, *step)
@@ -79,8 +80,8 @@ def attend_latent(
 def _schedule(layer: LayerStep, q_nope: jax.Array, q_pe: jax.Array, options: AttentionOptions) -> Any:
     """The plan of the step for the layers of the group with such queries and mask, on each device alike."""
     num_shards = layer.placement.num_shards
-    if layer.placement.num_context > 1:
-        return None  # no kernel that plans takes a part of the tokens
+    if not layer.plans_for_all:
+        return None
     own_nope, own_pe = (
         jax.ShapeDtypeStruct((q.shape[0], q.shape[1] // num_shards, q.shape[2]), q.dtype) for q in (q_nope, q_pe)
     )

@@ -60,6 +60,11 @@ class LayerStep:
         schedule: Schedule = self.schedules[kind]
         return schedule
 
+    @property
+    def plans_for_all(self) -> bool:
+        """Whether a plan of the step's tables is that of every device: not where each attends to some of them."""
+        return self.placement.num_context == self.placement.num_data == 1
+
     def shards_of(self, pages: Column) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of a device's part of K and V pages."""
         num_shards = self.placement.num_shards
@@ -89,15 +94,20 @@ class LayerStep:
         """`function` run once per device of the placement on its parts of the arrays."""
         return self.placement.shard_map(function, in_specs, out_specs)
 
+    @property
+    def by_rank(self) -> PartitionSpec:
+        """Of tables and slots, which data ranks have one after another."""
+        return self.placement.by_rank
+
     def heads(self, rank: int, head_dim: int) -> PartitionSpec:
-        """Of an array of `rank` dimensions with heads in dimension `head_dim`."""
-        return self.placement.head_spec(rank, head_dim)
+        """Of an array of the step's tokens of `rank` dimensions with heads in dimension `head_dim`."""
+        return self.placement.token_spec(rank, head_dim)
 
     def per_head(self, x: jax.Array | None) -> PartitionSpec | None:
         """Of an optional scalar or array of one number a head."""
         if x is None:
             return None
-        return PartitionSpec() if x.ndim == 0 else self.heads(1, 0)
+        return PartitionSpec() if x.ndim == 0 else self.placement.head_spec(1, 0)
 
     def check_query_heads(self, num_heads: int) -> None:
         """Raises ValueError where query heads of a layer without KV heads do not split over the devices."""

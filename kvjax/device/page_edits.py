@@ -6,13 +6,24 @@ Source:  ARCHITECTURE.md, "Order inside a step"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvjax.core.step.step_plan import StepPlan
-from kvjax.device.page_ops import check_copies, check_page_ids, copy_pages, zero_pages
+from kvjax.device.page_ops import (
+    check_copies,
+    check_page_ids,
+    copy_pages,
+    copy_pages_padded,
+    pad_ids,
+    zero_pages,
+    zero_pages_padded,
+)
 from kvjax.device.pages import KVPages
+
+_NO_IDS = np.zeros(0, np.int32)
+_NO_IDS.flags.writeable = False
 
 
 def check_edits(pages: KVPages, plan: StepPlan) -> None:
@@ -42,4 +53,29 @@ def edit_pages(pages: KVPages, plan: StepPlan, page_counts: Sequence[int], *, ba
     return pages
 
 
-__all__ = ["check_edits", "edit_pages"]
+def edit_pages_of_ranks(
+    pages: KVPages, plans: Sequence[StepPlan | None], page_counts: Sequence[int], *, backend: str = "auto"
+) -> KVPages:
+    """As `edit_pages`, of the plans of all data ranks; None: a rank has no step."""
+    for pool_id in range(len(pages.pools)):
+        copies = [None if plan is None else plan.page_copies[pool_id] for plan in plans]
+        sources = [_NO_IDS if one is None else one.sources for one in copies]
+        destinations = [_NO_IDS if one is None else one.destinations for one in copies]
+        for ids in zip(_pieces(sources, page_counts), _pieces(destinations, page_counts), strict=True):
+            pages = copy_pages_padded(pages, pool_id, *ids, backend=backend)
+    for pool_id in range(len(pages.pools)):
+        zeroed = [_NO_IDS if plan is None else plan.pages_to_zero[pool_id] for plan in plans]
+        for page_ids in _pieces(zeroed, page_counts):
+            pages = zero_pages_padded(pages, pool_id, page_ids, backend=backend)
+    return pages
+
+
+def _pieces(by_rank: Sequence[np.ndarray], page_counts: Sequence[int]) -> Iterator[np.ndarray]:
+    """int32[ranks * count] each: the next ids of every rank, padded to one declared length."""
+    most, step = max(ids.size for ids in by_rank), max(page_counts)
+    for start in range(0, most, step):
+        count = min(count for count in page_counts if count >= min(most - start, step))
+        yield np.concatenate([pad_ids(ids[start : start + step], (count,)) for ids in by_rank])
+
+
+__all__ = ["check_edits", "edit_pages", "edit_pages_of_ranks"]

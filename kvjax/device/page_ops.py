@@ -4,8 +4,9 @@ Flow:    KVPages + page ids of the host -> [page_ops] -> KVPages
 Source:  ARCHITECTURE.md, "Page arrays"; ids -1 and 0 are skipped, so page 0 stays zero and padding costs nothing
 
 Kernels run once per device, on its part of the heads. Id lists are padded to declared lengths
-(`Buckets.page_counts`), so that they compile nothing new. A function that returns KVPages deletes the KVPages it was
-given. `backend` as the ops of pallas_kernels take it.
+(`Buckets.page_counts`), so that they compile nothing new; in those of padded functions the lists of all data ranks,
+each of the rank's own ids, stand one after another. A function that returns KVPages deletes the KVPages it was given.
+`backend` as the ops of pallas_kernels take it.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ def write_kv(
     """Pages with K and V of each token at its slot of one column."""
     shardings = pages.shardings[pool_id][column]
     specs = tuple(sharding.spec for sharding in shardings)
-    heads, token_axis, mesh = PartitionSpec(None, specs[0][2]), specs[0][1], shardings[0].mesh
+    rows, token_axis, mesh = PartitionSpec(specs[0][0]), specs[0][1], shardings[0].mesh
+    heads = PartitionSpec(*rows, specs[0][2])
 
     def write_own(k, v, arrays, slots):  # type: ignore[no-untyped-def]
         if token_axis is not None and mesh.size > 1:
             slots = ContextRanks(token_axis, mesh.shape[token_axis]).own_slots(slots)
         return kv_write_op.kv_write(k, v, arrays, slots, backend=backend)
 
-    write = per_device(write_own, mesh, (heads, heads, specs, PartitionSpec()), specs)
+    write = per_device(write_own, mesh, (heads, heads, specs, rows), specs)
     return pages.with_column(pool_id, column, write(k, v, pages.column(pool_id, column), slot_mapping))
 
 
@@ -232,8 +234,9 @@ def _per_device(
     def run(trees: tuple[tuple[Column, ...], ...], ids: tuple[jax.Array, ...]) -> tuple[Column, ...]:
         return jax.tree.map(lambda array, *values: function(array, *ids, *values), *trees)
 
-    mesh = jax.tree.leaves(pages.shardings[pool_id])[0].mesh
-    return per_device(run, mesh, ((specs,) * len(trees), PartitionSpec()), specs)(trees, ids)
+    sharding = jax.tree.leaves(pages.shardings[pool_id])[0]
+    rows = PartitionSpec(sharding.spec[0])
+    return per_device(run, sharding.mesh, ((specs,) * len(trees), rows), specs)(trees, ids)
 
 
 def _pieces(count: int, page_counts: Sequence[int]) -> Iterator[slice]:

@@ -5,7 +5,7 @@ Source:  ARCHITECTURE.md, "Page arrays"
 
 Invariants:
 
-    I1  page 0 of every array is zero for ever: nothing in this package writes it
+    I1  page 0 of every data rank is zero for ever: nothing in this package writes it
     I2  a KVPages passed to a function that donates it is gone; only the returned one is alive
 """
 
@@ -39,8 +39,14 @@ class KVPages:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def num_pages(self, pool_id: int) -> int:
-        """Pages of one pool, the null page included."""
-        return int(self.pools[pool_id][0][0].shape[0])
+        """Pages of one pool on one data rank, the null page included."""
+        return int(self.pools[pool_id][0][0].shape[0]) // self.num_ranks
+
+    @property
+    def num_ranks(self) -> int:
+        """Data ranks, whose pages lie one after another in every array."""
+        sharding = self.shardings[0][0][0]
+        return 1 if sharding.spec[0] is None else int(sharding.mesh.shape[sharding.spec[0]])
 
     def column(self, pool_id: int, column: int) -> Column:
         """Arrays of one column of one pool."""
@@ -72,6 +78,7 @@ def check_columns(kv_cache_config: KVCacheConfig, placement: Placement) -> None:
                 raise ValueError(f"layer {name!r}: expected pages of {wanted}, got {layout}")
             placement.check_heads(spec, layout)
             placement.check_tokens(spec, layout)
+            placement.check_ranks(spec)
 
 
 def page_shardings(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages:
@@ -89,7 +96,8 @@ def page_shapes(kv_cache_config: KVCacheConfig, placement: Placement) -> KVPages
     shardings = page_shardings(kv_cache_config, placement)
 
     def shape(array: ArrayLayout, num_blocks: int, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape(num_blocks), jnp.dtype(array.dtype), sharding=sharding)
+        shape = array.shape(num_blocks * placement.num_data)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype), sharding=sharding)
 
     pools = tuple(
         tuple(

@@ -1,10 +1,11 @@
-"""Where the cache's arrays live: a mesh, and which of its axes KV heads and tokens are split over.
+"""Where the cache's arrays live: a mesh, and which of its axes KV heads, tokens and requests are split over.
 
 Flow:    caller's mesh and axis names -> [Placement] -> shardings of pages and step inputs, shard_map of the ops
 Source:  PartitionSpecs follow the logical axis names of pallas_kernels.layouts; docs/parallelism.md
 
 Pages are split along whole KV heads (tensor parallelism) and along their tokens (context parallelism), states of
-recurrent layers along their first dimension; block tables, lengths and tokens are the same on every device.
+recurrent layers along their first dimension. Every data rank has requests and page ids of its own: the pages of all
+ranks lie one after another in each array, and so do the tokens, block tables and lengths of a step.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from kvjax.core.spec import KVCacheSpec
 from kvjax.device.context_ranks import ContextRanks
-from pallas_kernels.layouts import HEAD_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout
+from pallas_kernels.layouts import HEAD_AXIS, PAGE_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout
 
 TENSOR_AXIS = "tensor"
 CONTEXT_AXIS = "context"
+DATA_AXIS = "data"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh and its axes of the KV heads and of the tokens of a page (None: not split). Immutable and hashable.
+    """A mesh and its axes of KV heads, the tokens of a page, and requests (None: not split). Immutable and hashable.
 
     Of a mesh with Explicit axes, as `jax.make_mesh` makes it, `mesh` is that of the same devices with Auto axes.
     """
@@ -35,37 +37,37 @@ class Placement:
     mesh: Mesh
     head_axis: str | None = None
     token_axis: str | None = None
+    data_axis: str | None = None
 
     def __post_init__(self) -> None:
-        axes = [axis for axis in (self.head_axis, self.token_axis) if axis is not None]
+        axes = [axis for axis in (self.head_axis, self.token_axis, self.data_axis) if axis is not None]
         for axis in axes:
             if axis not in self.mesh.axis_names:
                 raise ValueError(f"expected a mesh axis out of {self.mesh.axis_names}, got {axis!r}")
         if len(set(axes)) < len(axes):
-            raise ValueError(f"expected different mesh axes of KV heads and tokens, got {axes[0]!r} for both")
+            raise ValueError(f"expected different mesh axes of KV heads, tokens and requests, got {axes}")
         object.__setattr__(self, "mesh", with_auto_axes(self.mesh))
 
     @classmethod
     def create(cls, mesh: Mesh | None = None, axis_names: Mapping[str, str | None] | None = None) -> Placement:
         """Placement on `mesh` with logical axes of `pallas_kernels.layouts` mapped to mesh axes.
 
-        Without a mesh: the first device. Without names: KV heads over the axis "tensor" and the tokens of a page over
-        "context", where the mesh has them.
+        Without a mesh: the first device. Without names: KV heads over the axis "tensor", the tokens of a page over
+        "context" and pages, with the requests that have them, over "data", where the mesh has them.
 
         Raises:
-            ValueError: a logical axis other than "kv_head" and "page_token" is mapped, or a mesh axis is unknown,
-                Manual or mapped twice.
+            ValueError: a logical axis other than "kv_head", "page_token" and "page" is mapped, or a mesh axis is
+                unknown, Manual or mapped twice.
         """
         if mesh is None:
             mesh = Mesh(np.asarray(jax.devices()[:1]), (TENSOR_AXIS,))
         if axis_names is None:
-            return cls(mesh, *(axis if axis in mesh.axis_names else None for axis in (TENSOR_AXIS, CONTEXT_AXIS)))
-        split = (HEAD_AXIS, TOKEN_AXIS)
+            own = (TENSOR_AXIS, CONTEXT_AXIS, DATA_AXIS)
+            return cls(mesh, *(axis if axis in mesh.axis_names else None for axis in own))
+        split = (HEAD_AXIS, TOKEN_AXIS, PAGE_AXIS)
         surplus = sorted(name for name, axis in axis_names.items() if name not in split and axis is not None)
         if surplus:
-            raise ValueError(
-                f"pages are split along {HEAD_AXIS!r} and {TOKEN_AXIS!r} only, got mesh axes for {surplus}"
-            )
+            raise ValueError(f"pages are split along {split} only, got mesh axes for {surplus}")
         return cls(mesh, *map(axis_names.get, split))
 
     @classmethod
@@ -91,6 +93,11 @@ class Placement:
         return 1 if self.token_axis is None else int(self.mesh.shape[self.token_axis])
 
     @property
+    def num_data(self) -> int:
+        """Data ranks: each has requests and pages of its own."""
+        return 1 if self.data_axis is None else int(self.mesh.shape[self.data_axis])
+
+    @property
     def context_ranks(self) -> ContextRanks | None:
         """Those devices; None: pages hold all their tokens."""
         return (
@@ -104,10 +111,24 @@ class Placement:
         """Sharding of an array that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    @property
+    def rows_of_ranks(self) -> NamedSharding:
+        """Sharding of what data ranks have one after another."""
+        return NamedSharding(self.mesh, self.by_rank)
+
     def page_spec(self, array: ArrayLayout) -> PartitionSpec:
         """PartitionSpec of one page array, its leading page axis included."""
         mesh_axes = {HEAD_AXIS: self.head_axis, TOKEN_AXIS: self.token_axis}
-        return PartitionSpec(None, *map(mesh_axes.get, array.axes))
+        return PartitionSpec(self.data_axis, *map(mesh_axes.get, array.axes))
+
+    @property
+    def by_rank(self) -> PartitionSpec:
+        """PartitionSpec of what data ranks have one after another: tokens, block tables, lengths, page ids."""
+        return PartitionSpec(self.data_axis)
+
+    def token_spec(self, rank: int, head_dim: int) -> PartitionSpec:
+        """PartitionSpec of an array of a step's tokens with heads in dimension `head_dim`."""
+        return PartitionSpec(self.data_axis, *self.head_spec(rank, head_dim)[1:])
 
     def head_spec(self, rank: int, head_dim: int) -> PartitionSpec:
         """PartitionSpec of an array of `rank` dimensions with heads in dimension `head_dim`."""
@@ -133,6 +154,13 @@ class Placement:
             raise ValueError(
                 f"pages of {layout.page_size} tokens in {rows} rows do not split over {ranks} context ranks; use a "
                 f"multiple of {layout.page_size // rows * ranks}, or axis_names={{{TOKEN_AXIS!r}: None}}"
+            )
+
+    def check_ranks(self, spec: KVCacheSpec) -> None:
+        """Raises NotImplementedError where data ranks cannot have layers of `spec`."""
+        if self.num_data > 1 and (spec.tokens_per_state > 1 or spec.reads_encoder):
+            raise NotImplementedError(
+                f"{spec.kind} layers do not work over {self.num_data} data ranks; run an engine on each"
             )
 
     def check_heads(self, spec: KVCacheSpec, layout: PageLayout) -> None:

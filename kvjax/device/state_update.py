@@ -7,13 +7,14 @@ Source:  pallas_kernels.ssm_update, pallas_kernels.gated_delta_rule: the order o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from kvjax.device.layer_step import WHOLE, LayerStep
+from kvjax.device.layer_step import LayerStep
 from kvjax.device.pages import Column
 
 
@@ -68,13 +69,20 @@ def update_states(
 
     heads = layer.heads(2, 1)
     state_specs = (heads,) * len(arrays)
-    input_specs = tuple(PartitionSpec() if dim is None else layer.heads(dim + 1, dim) for dim in head_dims)
-    update_on_each = layer.per_device(checked, (state_specs, WHOLE, input_specs), (heads, state_specs))
+    input_specs = tuple(map(partial(_input_spec, layer), head_dims))
+    update_on_each = layer.per_device(checked, (state_specs, layer.by_rank, input_specs), (heads, state_specs))
     out, after = update_on_each(tuple(layer.pages[i] for i in arrays), step, tuple(inputs))
     pages = list(layer.pages)
     for i, array in zip(arrays, after, strict=True):
         pages[i] = array
     return out, tuple(pages)
+
+
+def _input_spec(layer: LayerStep, head_dim: int | None) -> PartitionSpec:
+    """Of an input split in dimension `head_dim`: a weight if that is the first, else numbers of the step's tokens."""
+    if head_dim == 0:
+        return layer.placement.head_spec(1, 0)
+    return layer.by_rank if head_dim is None else layer.heads(head_dim + 1, head_dim)
 
 
 __all__ = ["RecurrentStep", "StateUpdate", "check_states", "update_states"]

@@ -14,7 +14,7 @@ behind the `Buckets.max_num_requests` sampled ones, to be verified without the h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -30,11 +30,12 @@ from kvjax.device.encoder_step import EncoderShapes, EncoderStep
 from kvjax.device.given_tokens import ScoreFn, score_given
 from kvjax.device.model_weights import ModelWeights
 from kvjax.device.packed_inputs import is_packed
-from kvjax.device.page_edits import check_edits, edit_pages
+from kvjax.device.page_edits import check_edits, edit_pages, edit_pages_of_ranks
 from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
 from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns
 from kvjax.device.placement import Placement
+from kvjax.device.rank_batches import join_batches, pick_bucket_of_ranks
 from kvjax.device.step_cuts import LEAST_CUT
 from kvjax.device.step_programs import CompilerOptions, StepPrograms
 
@@ -112,9 +113,14 @@ class UpdateStep:
         self.encoder = EncoderStep(self._weights, kv_cache_config, encoder_shapes, placement, backend=backend)
 
     @cached_property
-    def no_tokens(self) -> jax.Array:  # int32[num_previous]
+    def no_tokens(self) -> jax.Array:  # int32[num_data * num_previous]
         """What the first step takes as the tokens of the step before."""
-        return jax.device_put(np.zeros(self.num_previous, np.int32), self.placement.replicated)
+        return jax.device_put(np.zeros(self._all_previous, np.int32), self.placement.replicated)
+
+    @property
+    def _all_previous(self) -> int:
+        """Tokens of the step before, of all data ranks."""
+        return self.num_previous * self.placement.num_data
 
     def set_weights(self, model: Any) -> None:
         """Takes the weights of another model of the same make: the next step is theirs, and nothing is compiled.
@@ -173,6 +179,38 @@ class UpdateStep:
             pages = self.encode(pages, one, slot_mappings)
         return self._dispatch(pages, arguments)
 
+    def call_ranks(
+        self,
+        pages: KVPages,
+        plans: Sequence[StepPlan | None],  # of each data rank; None: it has no step. At least one has
+        *,
+        previous: jax.Array | None = None,  # int32[num_data * num_previous]
+        sampling: Sequence[Any] = (),  # of each rank, as of a call; of one without a step of no rows
+        sampler_state: Any = None,
+        given: Sequence[np.ndarray | None] = (),  # of each rank
+    ) -> StepOutput:
+        """Dispatches one step of all data ranks. In every output those of a rank follow those of the rank before.
+
+        Raises:
+            ValueError: as a call. The pages are untouched.
+        """
+        bucket, ranks = pick_bucket_of_ranks(plans, self.buckets), range(len(plans))
+        empty = self._empty_rank(bucket)
+        batches = [empty] * len(plans)
+        for rank, plan in enumerate(plans):
+            if plan is None:
+                continue
+            own = given[rank] if given else None
+            if own is None and self._score_fn is not None:
+                own = np.full(plan.num_tokens, -1, np.int32)
+            batches[rank] = DeviceBatch.from_plan(plan, bucket, given=own)
+            check_edits(pages, plan)
+        padded = [jax.tree.map(lambda x: _padded_rows(x, bucket.num_logits), sampling[rank]) for rank in ranks]
+        batch = join_batches(batches, self.num_previous)
+        arguments = self._arguments(batch, previous, jax.tree.map(_joined, *padded), None, sampler_state)
+        pages = edit_pages_of_ranks(pages, plans, self.buckets.page_counts, backend=self._backend)
+        return self._dispatch(pages, arguments)
+
     def encode(
         self,
         pages: KVPages,
@@ -229,7 +267,7 @@ class UpdateStep:
         pages = self.encoder.warmup(pages)
         for pool_id in range(len(pages.pools)):
             for count in self.buckets.page_counts:
-                nothing = np.full(count, -1, np.int32)
+                nothing = np.full(count * self.placement.num_data, -1, np.int32)
                 pages = copy_pages_padded(pages, pool_id, nothing, nothing.copy(), backend=self._backend)
                 pages = zero_pages_padded(pages, pool_id, nothing.copy(), backend=self._backend)
         return jax.block_until_ready(pages)
@@ -257,7 +295,7 @@ class UpdateStep:
         sampler_state: Any = None,
     ) -> tuple[jax.stages.Compiled, ...]:
         """As `compiled`, of a step that may be a chain of programs: the module of each, in order."""
-        no_tokens: Any = jax.ShapeDtypeStruct((self.num_previous,), np.int32, sharding=self.placement.replicated)
+        no_tokens: Any = jax.ShapeDtypeStruct((self._all_previous,), np.int32, sharding=self.placement.replicated)
         arguments = self._arguments(self._empty_batch(bucket), no_tokens, sampling, embeds, sampler_state)
         return self._programs.compiled(self._weights.arrays, pages, *arguments)
 
@@ -267,6 +305,10 @@ class UpdateStep:
 
     def _empty_batch(self, bucket: Bucket) -> DeviceBatch:
         """A batch of this config without requests."""
+        return join_batches([self._empty_rank(bucket)] * self.placement.num_data, self.num_previous)
+
+    def _empty_rank(self, bucket: Bucket) -> DeviceBatch:
+        """That of one data rank."""
         groups = self.kv_cache_config.kv_cache_groups
         pages = [group.kv_cache_spec.state_pages for group in groups]
         recurrent = {i: states.num_drafts for i, states in enumerate(pages) if states is not None}
@@ -299,6 +341,8 @@ class UpdateStep:
         cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, backend=self._backend)
         inputs = {} if embeds is None else {"embeds": (embeds, batch.embed_index)}
         token_ids = _token_ids(batch, previous)
+        if self.placement.num_data > 1:
+            token_ids = jax.lax.with_sharding_constraint(token_ids, self.placement.rows_of_ranks)
         hidden = model(token_ids, batch.positions, cache, **inputs)
         if cache.unused_layers:
             raise ValueError(f"the model did not attend in layers {cache.unused_layers} of the cache config")
@@ -310,9 +354,13 @@ class UpdateStep:
         sampled = tokens = tokens.astype(jnp.int32)
         kept_logits, num_accepted = logits if self._return_logits else None, None
         if batch.logits_starts is not None and self._sample_fn is not None:
+            by_rank = (self.placement.num_data, -1)
             starts, drafts = jnp.asarray(batch.logits_starts), token_ids[batch.logits_indices]
-            sampled, num_accepted = accept_drafts(drafts, tokens, starts, self.buckets.max_num_drafts)
-        sampled = jnp.pad(sampled, (0, self.num_previous - sampled.shape[0]))
+            accept = jax.vmap(partial(accept_drafts, num_drafts=self.buckets.max_num_drafts))
+            of_ranks = accept(*(x.reshape(by_rank) for x in (drafts, tokens, starts)))
+            sampled, num_accepted = (x.reshape(-1) for x in of_ranks)
+        sampled = sampled.reshape(self.placement.num_data, -1)
+        sampled = jnp.pad(sampled, ((0, 0), (0, self.num_previous - sampled.shape[1]))).reshape(-1)
         rows = None if num_accepted is None else tokens
         scores = None
         if self._score_fn is not None and batch.given is not None:
@@ -340,7 +388,7 @@ class UpdateStep:
             taken = "embeds [rows, dim]" if self._takes_embeds else "no embeds (or make the step with embeds=True)"
             raise ValueError(f"expected {taken}, got {'none' if embeds is None else list(embeds.shape)}")
         previous = self.no_tokens if previous is None else previous
-        wanted = (self.num_previous,)
+        wanted = (self._all_previous,)
         if previous.shape != wanted:
             raise ValueError(f"expected previous tokens of shape {wanted}, got {previous.shape}")
         rows = batch.logits_indices.shape[0]
@@ -410,6 +458,10 @@ def _check_drafts(kv_cache_config: KVCacheConfig, buckets: Buckets, num_previous
             )
     if num_previous < buckets.max_num_requests:
         raise ValueError(f"expected num_previous >= {buckets.max_num_requests}, got {num_previous}")
+
+
+def _joined(*parts: np.ndarray) -> np.ndarray:
+    return np.concatenate(parts)
 
 
 def _padded_rows(values: np.ndarray, num_rows: int) -> np.ndarray:

@@ -43,6 +43,8 @@ class EngineConfig:
     `compiler_options` are XLA's, by name, for the programs of steps: what `XLA_FLAGS` sets for all programs of a
     process. An option that XLA does not know raises when the first step is compiled.
 
+    Processes that share a mesh compare what they planned every `steps_between_checks` steps.
+
     Raises:
         ValueError: a value is outside its range, or neither or both of `num_blocks` and `memory_bytes` are given.
     """
@@ -71,6 +73,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     tiers: TierConfig | None = None
     compiler_options: Mapping[str, bool | int | float | str] | None = field(default=None, hash=False)
+    steps_between_checks: int = 16
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -88,7 +91,14 @@ class EngineConfig:
         return self.max_num_batched_tokens * self.max_steps_in_flight
 
     def __post_init__(self) -> None:
-        sizes = ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_buckets")
+        sizes = (
+            "block_size",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_buckets",
+            "steps_between_checks",
+        )
         for name in (*sizes, "max_embedding_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} >= 1, got {getattr(self, name)}")

@@ -21,14 +21,19 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeAlias
 
+from kvjax.engine.agreement import Agreement
 from kvjax.engine.engine_log import EngineObserver, StepLog, log_restart, logger
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
+from kvjax.engine.rank_loops import RankLoops
 from kvjax.engine.token_stream import StreamInbox
 from kvjax.errors import EngineClosedError
 from kvjax.tiers.connector import KVConnector
+
+AnyLoop: TypeAlias = HostLoop | RankLoops  # of one data rank, of several
 
 
 class EngineCore:
@@ -37,17 +42,22 @@ class EngineCore:
     def __init__(
         self,
         runner: ModelRunner,
-        new_loop: Callable[[], HostLoop],
+        new_loop: Callable[[], AnyLoop],
         max_steps_in_flight: int,
         connector: KVConnector | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
-        """`new_loop` makes a loop without requests, whose manager is of the runner's layout and knows the connector."""
+        """`new_loop` makes a loop without requests, whose manager is of the runner's layout and knows the connector.
+
+        `agreement` is that of the processes that share the runner's mesh; None: it is this process's alone.
+        """
         self.runner = runner
         self.connector = connector
         self.loop = new_loop()
         self.inboxes: list[StreamInbox] = []  # of `generate` and of open streams
         self.observers: list[EngineObserver] = [StepLog()]
         self._new_loop = new_loop
+        self._agreement = agreement
         self._max_steps_in_flight = max_steps_in_flight
         self._is_whole = True
 
@@ -145,6 +155,8 @@ class EngineCore:
         if connector is not None:
             runner.pages = connector.worker.start_load_kv(runner.pages, connector.scheduler.build_connector_meta())
         if step is not None:
+            if self._agreement is not None:
+                self._agreement.note(step)
             runner.dispatch(step)
         num_in_flight = runner.num_in_flight
         if num_in_flight and (step is None or num_in_flight >= self._max_steps_in_flight):
@@ -185,7 +197,7 @@ class EngineCore:
                 f"the engine is closed: a call was broken off, and the device gives no memory for new pages ({error}); "
                 "call reset() when it has some, or make a new engine"
             ) from error
-        loop.take_over(self.loop)
+        loop.take_over(self.loop)  # type: ignore[arg-type]  # one `new_loop` made both
         if self.inboxes and loop.undelivered is not None and loop.undelivered.outputs is not None:
             for inbox in self.inboxes:
                 inbox.put(loop.undelivered.outputs)

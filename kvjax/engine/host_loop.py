@@ -47,6 +47,11 @@ class HostStep:
     host_us: float  # CPU time of `begin_step`
     device_drafts: Any | None = None  # int32 on the device, where drafts of the step are there: `Drafter.device_tokens`
 
+    @property
+    def by_rank(self) -> tuple[HostStep | None, ...]:
+        """The step of each data rank: there is one."""
+        return (self,)
+
 
 class HostLoop:
     """Requests from `add` to their results, over one manager. Owned by one thread."""
@@ -72,6 +77,11 @@ class HostLoop:
         self._pick_shape = pick_shape
         self._clock = clock
         self._num_steps = 0
+
+    @property
+    def managers(self) -> tuple[KVCacheManager, ...]:
+        """Of each data rank: there is one."""
+        return (self.manager,)
 
     def add(self, samples: Sequence[EngineRequest]) -> None:
         """Queues the samples of one prompt, the first first, behind all other requests.
@@ -234,16 +244,18 @@ class HostLoop:
                 num_hit_tokens=scheduled.num_hit_tokens,
                 num_queried_tokens=scheduled.num_queried_tokens,
                 num_preemptions=scheduled.num_preemptions,
-                pools=self._pool_uses(scheduled.num_released),
+                pools=self.pool_uses(scheduled.num_released),
                 host_us=step.host_us + (time.thread_time() - start) * 1e6,
                 num_draft_tokens=0 if scheduled.num_drafts is None else int(scheduled.num_drafts.sum()),
                 num_accepted_tokens=num_accepted,
             )
         )
 
-    def _pool_uses(self, num_released: tuple[int, ...]) -> tuple[PoolUse, ...]:
+    def pool_uses(self, num_released: Sequence[int] = ()) -> tuple[PoolUse, ...]:
+        """What is in every pool now; `num_released` in a step, none without one."""
         uses = []
-        for pool, released in zip(self.manager.block_pools, num_released, strict=True):
+        pools = self.manager.block_pools
+        for pool, released in zip(pools, num_released or [0] * len(pools), strict=True):
             num_cached, num_free = pool.num_cached_free_blocks, pool.num_free_blocks
             uses.append(PoolUse(pool.num_blocks - 1 - num_free, num_cached, num_free - num_cached, released))
         return tuple(uses)

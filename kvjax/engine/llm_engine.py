@@ -25,7 +25,9 @@ import numpy as np
 from kvjax.core import BlockHasher, KVCacheManager
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.device import Placement
+from kvjax.device.processes import ProcessBoard, spans_processes
 from kvjax.device.update_step import SampleFn
+from kvjax.engine.agreement import TIMEOUT_S, Agreement, settings_of
 from kvjax.engine.cache_plans import plan_caches
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.draft_model import DraftModel, check_speculation
@@ -34,17 +36,17 @@ from kvjax.engine.engine_log import EngineObserver, log_start
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.known_names import check_names
 from kvjax.engine.life_cycle import EngineLifeCycle
-from kvjax.engine.make_manager import make_manager
+from kvjax.engine.loop_parts import LoopParts, check_parts
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, parallelism_of, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
 from kvjax.engine.prompt_lookup import PromptLookup
+from kvjax.engine.rank_loops import RankLoops, RankSchedulers
 from kvjax.engine.request_inputs import GivenInputs, MultimodalInput
 from kvjax.engine.request_maker import RequestMaker
-from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.sampler import sample, score
 from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampling_params import SamplingParams
-from kvjax.engine.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.speculation import Drafter
 from kvjax.engine.stats import StepStats
 from kvjax.engine.token_stream import StreamInbox, TokenStream
@@ -92,9 +94,10 @@ class LLMEngine(EngineLifeCycle):
         model's: `num_blocks` are the model's alone, `memory_bytes` are for both.
 
         Raises:
-            ValueError: the model allows fewer tokens than `max_model_len`, `like` does not fit, or a draft model is
-                missing, not asked for, or of another vocabulary.
-            NotImplementedError: the draft model has recurrent states or reads an encoder.
+            ValueError: the model allows fewer tokens than `max_model_len`, `like` does not fit, a draft model is
+                missing, not asked for, or of another vocabulary, or processes that share the mesh have other settings.
+            NotImplementedError: the draft model has recurrent states or reads an encoder, or a kind of layer or input
+                does not work on the mesh (docs/parallelism.md).
             MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
         """
         if config.max_model_len > model.config.max_model_len:
@@ -106,6 +109,11 @@ class LLMEngine(EngineLifeCycle):
         self.model = model
         self.config = config
         placement = place_model(model, mesh)
+        check_parts(placement, draft_model is not None, config.tiers is not None or connector is not None)
+        agreement = None
+        if spans_processes(placement.mesh):
+            agreement = Agreement(ProcessBoard(TIMEOUT_S), config.steps_between_checks)
+            agreement.check_settings(settings_of(config, model.config, placement.mesh))
         draft_placement = placement if draft_model is None else place_model(draft_model, mesh)
         self.plan, draft_plan = plan_caches(
             model.config,
@@ -157,17 +165,22 @@ class LLMEngine(EngineLifeCycle):
                 like=None if like is None else like._draft_model,
             )
         self._core = EngineCore(
-            runner, partial(self._new_loop, runner), config.max_steps_in_flight, connector=self.connector
+            runner, partial(self._new_loop, runner), config.max_steps_in_flight, self.connector, agreement
         )
         log_start(self.plan, config)
 
     @property
     def manager(self) -> KVCacheManager:
-        """What is in the cache. Another object after `reset` and after an exception in a step."""
+        """What is in the cache, of one data rank. Another after `reset` and after an exception in a step."""
         return self._loop.manager
 
     @property
-    def scheduler(self) -> Scheduler:
+    def managers(self) -> tuple[KVCacheManager, ...]:
+        """What is in the cache of each data rank."""
+        return self._loop.managers
+
+    @property
+    def scheduler(self) -> Scheduler | RankSchedulers:
         """Who waits and runs. Another object after `reset` and after an exception in a step."""
         return self._loop.scheduler
 
@@ -177,7 +190,7 @@ class LLMEngine(EngineLifeCycle):
         return self._loop.step_stats
 
     @property
-    def _loop(self) -> HostLoop:
+    def _loop(self) -> HostLoop | RankLoops:
         return self._core.loop
 
     @property
@@ -399,37 +412,15 @@ class LLMEngine(EngineLifeCycle):
             InvariantError: one does not hold.
         """
         self.scheduler.check_invariants()
-        self.manager.check_invariants()
+        for manager in self.managers:
+            manager.check_invariants()
         if self._draft_model is not None:
             self._draft_model.check_invariants()
 
-    def _new_loop(self, runner: ModelRunner) -> HostLoop:
-        """Requests, scheduler and manager as at the start."""
-        config, model = self.config, self.model
-        manager = make_manager(config, self.plan, self.connector)
-        limits = SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            watermark=config.watermark,
-            max_steps_in_flight=config.max_steps_in_flight,
-            num_drafts=config.num_drafts,
-        )
-        inputs = RunningInputs(num_embedding_rows(model, config), has_mrope=model.config.has_mrope)
-        return HostLoop(
-            manager,
-            Scheduler(
-                manager,
-                limits,
-                inputs,
-                self._new_drafter(manager.request_table),
-                None if self.connector is None else self.connector.scheduler,
-            ),
-            num_step_stats=config.num_step_stats,
-            pick_shape=runner.buckets.pick,
-            sampler_sizes=runner.sampler_sizes,
-            clock=self._clock,
-        )
+    def _new_loop(self, runner: ModelRunner) -> HostLoop | RankLoops:
+        """Requests, scheduler and manager as at the start; of each data rank where there are several."""
+        own = (self.model.config, self.config, self.plan, runner, self.connector, self._new_drafter, self._clock)
+        return LoopParts(*own).new_loops()
 
     def _new_drafter(self, table: RequestTable) -> Drafter | None:
         """What drafts for the requests of `table`, following none yet."""

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.host_loop import HostStep
 from kvjax.engine.outputs import TopLogprobs
+from kvjax.engine.rank_inputs import DeviceInputs, sizes_of_ranks
+from kvjax.engine.rank_loops import RankSteps, part_of
 from kvjax.engine.sampler import TokenLogprobs
 from kvjax.engine.sampler_lines import SamplerSizes
 from kvjax.engine.sampler_state import SamplerArrays, SamplerState
@@ -34,7 +36,7 @@ from kvjax.planning import KVCachePlan, Parallelism
 class _Flight:
     """A dispatched step that is not read yet."""
 
-    step: HostStep
+    step: HostStep | RankSteps
     tokens: jax.Array  # int32[>= rows of logits]
     logprobs: jax.Array | TokenLogprobs  # float32[likewise]
     num_accepted: jax.Array  # int32[>= requests that sample] drafts, where the step has any
@@ -81,6 +83,11 @@ class ModelRunner:
         return self.update_step.buckets
 
     @property
+    def num_embedding_rows(self) -> int:
+        """Rows of the buffer of vectors; 0 for models that take none."""
+        return num_embedding_rows(self._model, self._config)
+
+    @property
     def num_in_flight(self) -> int:
         """Steps dispatched and not read."""
         return len(self._flights)
@@ -104,8 +111,28 @@ class ModelRunner:
         if num_drafts:
             _with_drafts(self.update_step.no_tokens, self.update_step.no_tokens[-num_drafts:])
 
-    def dispatch(self, step: HostStep) -> None:
+    def dispatch(self, step: HostStep | RankSteps) -> None:
         """Hands a step to the device, after the vectors that stand for its tokens."""
+        output = self._dispatch_ranks(step) if isinstance(step, RankSteps) else self._dispatch_one(step)
+        self.pages, self._previous = output.pages, output.sampled
+        self._flights.append(_Flight(step, output.tokens, output.extras, output.num_accepted, output.scores))
+
+    def _dispatch_ranks(self, step: RankSteps) -> DeviceOutput:
+        previous = self.update_step.no_tokens if self._previous is None else self._previous
+        inputs = DeviceInputs.of(step, self.sampler_sizes, self.update_step.num_previous)
+        if self._sampler is not None:
+            for writes in inputs.sampler_writes:
+                self._sampler.write(writes, previous)
+        return self.update_step.call_ranks(
+            self.pages,
+            inputs.plans,
+            previous=previous,
+            sampling=inputs.sampling,
+            sampler_state=self._sampler_arrays,
+            given=inputs.given,
+        )
+
+    def _dispatch_one(self, step: HostStep) -> DeviceOutput:
         inputs, embeds = step.inputs, None
         if self._embeds is not None:
             if inputs.embeds is not None:
@@ -114,7 +141,7 @@ class ModelRunner:
         previous = self._previous_tokens(step)
         if self._sampler is not None and step.sampler_writes is not None:
             self._sampler.write(step.sampler_writes, previous)
-        output: DeviceOutput = self.update_step(
+        return self.update_step(
             self.pages,
             step.plan,
             previous=previous,
@@ -125,10 +152,8 @@ class ModelRunner:
             sampler_state=self._sampler_arrays,
             given=None if step.given is None else step.given.token_ids,
         )
-        self.pages, self._previous = output.pages, output.sampled
-        self._flights.append(_Flight(step, output.tokens, output.extras, output.num_accepted, output.scores))
 
-    def read(self) -> tuple[HostStep, np.ndarray, np.ndarray, TopLogprobs | None, np.ndarray | None]:
+    def read(self) -> tuple[Any, np.ndarray, np.ndarray, TopLogprobs | None, np.ndarray | None]:
         """The oldest step in flight, with what `HostLoop.end_step` takes of it.
 
         Tokens int32[>= rows of logits], their float32 log-probabilities, the best; and where the step has drafts, how
@@ -136,14 +161,19 @@ class ModelRunner:
         Log-probabilities of prompts go where the step says (`GivenTokens.put`).
         """
         flight = self._flights.popleft()
-        if flight.step.given is not None and flight.scores is not None:
-            flight.step.given.put(np.asarray(flight.scores.logprobs), TopLogprobs(*map(np.asarray, flight.scores.best)))
+        by_rank, steps = flight.step.by_rank, [one for one in flight.step.by_rank if one is not None]
+        if flight.scores is not None:
+            for rank, one in enumerate(by_rank):
+                if one is not None and one.given is not None:
+                    own = jax.tree.map(lambda x, rank=rank: part_of(np.asarray(x), rank, len(by_rank)), flight.scores)
+                    one.given.put(own.logprobs, TopLogprobs(*own.best))
         logprobs, best = flight.logprobs, None
         if isinstance(logprobs, TokenLogprobs):
-            if flight.step.wants_best:
+            if any(one.wants_best for one in steps):
                 best = TopLogprobs(*map(np.asarray, logprobs.best))
             logprobs = logprobs.logprobs
-        num_accepted = None if flight.step.scheduled.num_drafts is None else np.asarray(flight.num_accepted)
+        has_drafts = any(one.scheduled.num_drafts is not None for one in steps)
+        num_accepted = np.asarray(flight.num_accepted) if has_drafts else None
         return flight.step, np.asarray(flight.tokens), np.asarray(logprobs), best, num_accepted
 
     @property
@@ -222,7 +252,9 @@ class ModelRunner:
         return like.update_step
 
     def _make_sampler_state(self) -> SamplerState | None:
-        return None if self.sampler_sizes is None else SamplerState(self.sampler_sizes, self.placement)
+        if self.sampler_sizes is None:
+            return None
+        return SamplerState(sizes_of_ranks(self.sampler_sizes, self.placement.num_data), self.placement)
 
     def _make_embed_buffer(self) -> EmbedBuffer | None:
         dim = self._model.config.embedding_dim
@@ -266,14 +298,18 @@ def num_embedding_rows(model: LoadedModel, config: EngineConfig) -> int:
 
 def parallelism_of(placement: Placement) -> Parallelism:
     """How the planner counts what a device of the placement holds."""
-    return Parallelism(tensor=placement.num_shards, page_context=placement.num_context)
+    return Parallelism(tensor=placement.num_shards, data=placement.num_data, page_context=placement.num_context)
 
 
 def place_model(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement:
     """KV heads over the mesh's tensor axis where they split evenly, else whole on every device; tokens over context."""
     placement = Placement.create(mesh)
+    if placement.num_data > 1 and model.config.embedding_dim is not None:
+        raise NotImplementedError(
+            f"models that take vectors do not work over {placement.num_data} data ranks; run an engine on each"
+        )
     if not model.config.splits_cache(placement.num_shards):
-        return Placement(placement.mesh, token_axis=placement.token_axis)
+        return replace(placement, head_axis=None)
     return placement
 
 

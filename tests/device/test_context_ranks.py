@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, slots_of_rank
+from kvjax.core import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, slots_of_rank
 from kvjax.device.context_ranks import ContextRanks
 from kvjax.device.placement import Placement
 from kvjax.planning import Parallelism, plan_kv_cache
@@ -67,8 +67,21 @@ def test_entries_of_several_tokens_are_refused() -> None:
         placement.check_tokens(spec, spec.page_layout("cpu"))
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MLAAttentionSpec(block_size=16, head_size=24, dtype="bfloat16", tokens_per_state=4),
+        CrossAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32", max_num_encoder_tokens=32),
+    ],
+)
+def test_layers_that_data_ranks_cannot_have_are_refused(spec: KVCacheSpec) -> None:
+    placement = Placement(FakeMesh(2), data_axis="context")  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match=f"{spec.kind} layers do not work over 2 data ranks"):
+        placement.check_ranks(spec)
+
+
 def test_one_mesh_axis_is_not_both() -> None:
-    with pytest.raises(ValueError, match="expected different mesh axes of KV heads and tokens, got 'context' for both"):
+    with pytest.raises(ValueError, match="expected different mesh axes of KV heads, tokens and requests"):
         Placement(FakeMesh(2), "context", "context")  # type: ignore[arg-type]
 
 
@@ -82,6 +95,14 @@ def test_a_device_is_planned_to_hold_its_tokens() -> None:
     assert two.parallel.num_devices == 2
     share = two.parallel.share_of(full(4), 1)
     assert (share.first_token, share.token_stride, share.replica) == (1, 2, 0)
+
+
+def test_heads_of_fewer_than_devices_are_planned_on_each_that_has_them() -> None:
+    """Two heads over four devices: pages of four, a head each, twice the bytes of two heads together."""
+    specs = {"a": FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")}
+    one, four = (plan_kv_cache(specs, **SIZES, tensor_parallel=n) for n in (1, 4))
+    assert four.config.pools[0].columns[0].arrays[0].page_shape == (16, 4, 8)
+    assert 4 * four.used_bytes == 2 * one.used_bytes
 
 
 @pytest.mark.parametrize(

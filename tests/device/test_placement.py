@@ -40,7 +40,7 @@ def test_a_mesh_as_jax_makes_it_is_taken() -> None:
     explicit, both = jax.make_mesh((1, 1), ("data", "tensor")), (AxisType.Auto, AxisType.Explicit)
     assert explicit.axis_types == (AxisType.Explicit,) * 2
     for mesh in (explicit, Mesh(explicit.devices, explicit.axis_names, axis_types=both)):
-        assert Placement.create(mesh) == Placement(mesh, "tensor") == auto
+        assert Placement.create(mesh) == Placement(mesh, "tensor", data_axis="data") == auto
         assert hash(Placement.create(mesh)) == hash(auto)
     assert Placement.create(auto.mesh).mesh is auto.mesh
 
@@ -49,10 +49,8 @@ def test_refuses_axes_that_cannot_be() -> None:
     mesh = Mesh(DEVICE, ("x",))
     with pytest.raises(ValueError, match=r"expected a mesh axis out of \('x',\), got 'y'"):
         Placement.create(mesh, {"kv_head": "y"})
-    with pytest.raises(
-        ValueError, match=r"pages are split along 'kv_head' and 'page_token' only, got mesh axes for \['page'\]"
-    ):
-        Placement.create(mesh, {"page": "x"})
+    with pytest.raises(ValueError, match=r"pages are split along .* only, got mesh axes for \['head_dim'\]"):
+        Placement.create(mesh, {"head_dim": "x"})
     with pytest.raises(ValueError, match=r"expected a mesh of Auto or Explicit axes, got .*Manual.* outside shard_map"):
         Placement(Mesh(DEVICE, ("x",), axis_types=(AxisType.Manual,)))
     with pytest.raises(ValueError, match=r"expected 1 to \d+ devices, got 1000"):

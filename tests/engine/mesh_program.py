@@ -1,6 +1,6 @@
 """Run by tests in a process of its own: an engine of a golden model on a mesh gives Hugging Face's greedy tokens.
 
-    python -m tests.engine.mesh_program FAMILY AXIS=SIZE ... [--auto]
+    python -m tests.engine.mesh_program FAMILY AXIS=SIZE ... [--auto] [--deviation WHAT]
 
 The pool holds two or three requests at once, so some are preempted; prompts come twice, so the second is found in the
 cache; every prompt is sampled twice, so one sample is forked from the other.
@@ -14,25 +14,26 @@ import math
 import jax
 from jax.sharding import AxisType
 
+from kvjax.device import join_processes
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.models import load_model
-from tests.engine.engines import assert_no_leak
 from tests.models.families import FAMILIES, NUM_GREEDY_TOKENS, add_golden, drain, engine_config
 from tests.models.golden_models import goldens_of, model_folder
 
-NUM_BLOCKS = {"gemma3": 60, "qwen3_next": 60}  # of each pool, where several groups share it
-FEW_BLOCKS = 31
+NUM_BLOCKS = {"gemma3": 87}  # of each pool: room for two or three requests at once
+FEW_BLOCKS = 28
 
 
-def make_engine(name: str, axes: dict[str, int], *, is_auto: bool) -> LLMEngine:
+def make_engine(name: str, axes: dict[str, int], *, is_auto: bool, max_num_seqs: int = 4) -> LLMEngine:
     """An engine whose host blocks have 8 tokens, whatever the ranks that share them."""
     family = next(family for family in FAMILIES if family.name == name)
     kinds = (AxisType.Auto if is_auto else AxisType.Explicit,) * len(axes)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
     assert mesh.size == math.prod(axes.values())
     model = load_model(model_folder(name), "float32", mesh, streaming=family.streaming)
-    settings = {"block_size": 8 // axes.get("context", 1), "num_blocks": NUM_BLOCKS.get(name, FEW_BLOCKS)}
-    return LLMEngine(model, engine_config(family, max_num_seqs=4, **settings), mesh=mesh)
+    num_blocks, block_size = NUM_BLOCKS.get(name, FEW_BLOCKS), 8 // axes.get("context", 1)
+    config = engine_config(family, max_num_seqs=max_num_seqs, num_blocks=num_blocks, block_size=block_size)
+    return LLMEngine(model, config, mesh=mesh)
 
 
 def check(engine: LLMEngine, name: str) -> None:
@@ -52,7 +53,10 @@ def check(engine: LLMEngine, name: str) -> None:
             num_preemptions += result.stats.num_preemptions
     hits = sum(stats.num_hit_tokens for stats in engine.step_stats)
     assert min(hits, num_preemptions, num_forks) > 0, (hits, num_preemptions, num_forks)
-    assert_no_leak(engine)
+    engine.check_invariants()
+    for manager in engine.managers:
+        assert manager.usage == 0
+        assert len(manager.request_table) == 0
 
 
 def main() -> None:
@@ -61,9 +65,15 @@ def main() -> None:
     parser.add_argument("family")
     parser.add_argument("axes", nargs="+")
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--deviation", choices=("settings", "requests"), help="of process 1 from the others")
     args = parser.parse_args()
+    join_processes()
+    deviates = args.deviation if jax.process_index() == 1 else None
     axes = {name: int(size) for name, size in (axis.split("=") for axis in args.axes)}
-    check(make_engine(args.family, axes, is_auto=args.auto), args.family)
+    engine = make_engine(args.family, axes, is_auto=args.auto, max_num_seqs=5 if deviates == "settings" else 4)
+    if deviates == "requests":
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
+    check(engine, args.family)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ assert_greedy_is_golden(engine, name)
     [
         ("gemma3", 4, "async", "auto"),
         ("gemma3", 4, "sync", "explicit"),  # as plain `jax.make_mesh` makes them
-        ("demo", 1, "sync", "auto"),  # the demo's 2 KV heads do not split over 4
+        ("demo", 4, "sync", "auto"),  # each of the demo's 2 KV heads lies on two devices
     ],
 )
 def test_four_devices_give_the_same_tokens(name: str, num_shards: int, mode: str, axes: str) -> None:

@@ -11,30 +11,58 @@ from pathlib import Path
 import pytest
 
 SWEEP = pytest.mark.sweep
+ROOT = Path(__file__).parents[2]
+FAMILIES = ("llama", "gemma3", "deepseek_v3", "qwen3_next")
+ALL_AXES = ("data=2", "context=2", "tensor=2")
 
 
-def run(name: str, *axes: str) -> None:
-    num_devices = math.prod(int(axis.split("=")[1]) for axis in axes if "=" in axis)
+def run(*arguments: str, num_processes: int = 1) -> None:
+    """`mesh_program` on as many devices as the axes need, shared by so many processes."""
+    num_devices = math.prod(int(axis.split("=")[1]) for axis in arguments if "=" in axis)
+    program = [sys.executable, "-m", "tests.engine.mesh_program", *arguments]
+    if num_processes > 1:
+        launch = [str(ROOT / "scripts" / "launch_local.sh"), str(num_processes), str(num_devices // num_processes)]
+        program = [*launch, "--", *program]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(num_devices)}
-    program = [sys.executable, "-m", "tests.engine.mesh_program", name, *axes]
-    folder = Path(__file__).parents[2]
-    done = subprocess.run(
-        program, capture_output=True, text=True, timeout=280, env=environment, cwd=folder, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=290, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("llama", ("context=2", "tensor=2")),
-        pytest.param("llama", ("context=4", "--auto"), marks=SWEEP),
-        pytest.param("gemma3", ("context=2", "tensor=2"), marks=SWEEP),
-        pytest.param("gemma3", ("context=8",), marks=SWEEP),
-        pytest.param("deepseek_v3", ("context=2", "tensor=2"), marks=SWEEP),
-        pytest.param("qwen3_next", ("context=2", "tensor=2"), marks=SWEEP),
+        ("llama", ALL_AXES),
+        *[
+            pytest.param(name, axes, marks=SWEEP)
+            for name in FAMILIES
+            for axes in (ALL_AXES, ("data=8",), ("context=4", "--auto"), ("tensor=4",), ("context=2", "tensor=2"))
+            if (name, axes) != ("llama", ALL_AXES)
+        ],
         pytest.param("whisper", ("context=2", "tensor=2"), marks=SWEEP),
     ],
 )
 def test_a_mesh_gives_the_tokens_of_one_device(name: str, axes: tuple[str, ...]) -> None:
     run(name, *axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("llama", ("context=2",)),
+        *[pytest.param(name, ALL_AXES, marks=SWEEP) for name in FAMILIES],
+    ],
+)
+def test_two_processes_give_the_tokens_of_one(name: str, axes: tuple[str, ...]) -> None:
+    run(name, *axes, num_processes=2)
+
+
+@pytest.mark.parametrize(
+    ("deviation", "message"),
+    [
+        ("settings", "expected the same settings on all processes, got on process 1 max_num_seqs=5"),
+        pytest.param("requests", "DivergenceError: processes planned other steps from step 1 on", marks=SWEEP),
+    ],
+)
+def test_processes_that_disagree_stop(deviation: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run("llama", "tensor=2", "--deviation", deviation, num_processes=2)

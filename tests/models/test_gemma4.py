@@ -52,7 +52,8 @@ def test_caches_have_the_heads_of_their_layers() -> None:
     full = FullAttentionSpec(**common, num_kv_heads=1, head_size=16)
     assert list(config.kv_cache_specs().values()) == [window, full] * 2
     assert config.cache_words == "2 KV heads of 8, 1 of 16 in full layers"
-    assert not config.splits_cache(2)
+    assert config.splits_cache(2)  # the one head of full layers lies on both devices
+    assert not config.splits_cache(3)
     sharing = ModelConfig.from_dict(gemma4_dict(num_kv_shared_layers=2))
     assert sharing.shared_layers == {"layers.2": "layers.0", "layers.3": "layers.1"}
     assert sharing.splits_cache(2)

@@ -149,11 +149,16 @@ class AttentionDecoderConfig(DecoderConfig):
         return {"query heads": self.num_q_heads, "feed-forward columns": self.intermediate_size}
 
     def splits_cache(self, num_shards: int) -> bool:
-        """Whether every device can have whole KV heads, and whole heads or channels of states."""
+        """Whether every device can have whole KV heads, and whole heads or channels of states.
+
+        With fewer KV heads than devices each lies on several, if the query heads split.
+        """
         num_kv_heads = [heads for heads, _ in map(self.heads_of, range(self.num_layers))]
-        return all(heads % num_shards == 0 for heads in num_kv_heads) and (
-            self.state is None or self.state.splits(num_shards)
+        splits = (
+            heads % num_shards == 0 or (num_shards % heads == 0 and self.num_q_heads % num_shards == 0)
+            for heads in num_kv_heads
         )
+        return all(splits) and (self.state is None or self.state.splits(num_shards))
 
 
 def take_decoder_fields(

@@ -1,0 +1,94 @@
+"""Several processes of one computation: how they join, and how they show each other what they think.
+
+Flow:    environment -> [join_processes] -> jax.distributed; texts -> [ProcessBoard.exchange] -> those of all processes
+Source:  JAX's multi-controller runtime; the board is the key-value store of its coordinator
+
+    JAX_COORDINATOR_ADDRESS   host:port where process 0 listens
+    JAX_NUM_PROCESSES         how many there are
+    JAX_PROCESS_ID            which one this is
+
+The board needs no device, so it works where a collective would wait for a process that does something else.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+from jax._src import distributed  # the store has no public name; orbax takes it from here too
+from jax.sharding import Mesh
+
+from kvjax.errors import DivergenceError
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def join_processes() -> bool:
+    """Joins the processes that the environment names, before jax has started; False: it names none.
+
+    Raises:
+        ValueError: some of the variables are missing, or are no numbers.
+    """
+    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if not given:
+        return False
+    missing = [name for name in VARIABLES if name not in given]
+    if missing:
+        raise ValueError(f"expected {', '.join(VARIABLES)} in the environment, got no {', '.join(missing)}")
+    address, *numbers = given.values()
+    if not all(number.isdecimal() for number in numbers) or int(numbers[1]) >= int(numbers[0]):
+        raise ValueError(f"expected JAX_PROCESS_ID below JAX_NUM_PROCESSES, got {numbers[1]} and {numbers[0]}")
+    jax.distributed.initialize(address, num_processes=int(numbers[0]), process_id=int(numbers[1]))
+    return True
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Whether devices of the mesh belong to several processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+class ProcessBoard:
+    """Where all processes put texts up for each other. Owned by one thread; an exchange waits for the slowest."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """A board of its own for the n-th that every process makes. An exchange waits so long for the others.
+
+        Raises:
+            ValueError: this process has joined no others.
+        """
+        client: Any = distributed.global_state.client
+        if client is None:
+            raise ValueError("expected processes that have joined (join_processes, jax.distributed), got one alone")
+        self._client = client
+        self._timeout_ms = int(timeout_s * 1000)
+        self.index, self.num_processes = jax.process_index(), jax.process_count()
+        number = self._client.key_value_increment(f"kvjax/boards/{self.index}", 1)
+        self._prefix = f"kvjax/board/{number}"
+        self._last_key: str | None = None  # of the exchange before: all have read it once this one is over
+
+    def exchange(self, topic: str, text: str) -> list[str]:
+        """The texts of all processes on a topic, by process; a topic comes once.
+
+        Raises:
+            DivergenceError: a process puts nothing up on it.
+        """
+        own = f"{self._prefix}/{topic}/{self.index}"
+        self._client.key_value_set(own, text)
+        texts = [self._read(topic, process) for process in range(self.num_processes)]
+        if self._last_key is not None:
+            self._client.key_value_delete(self._last_key)
+        self._last_key = own
+        return texts
+
+    def _read(self, topic: str, process: int) -> str:
+        try:
+            return str(self._client.blocking_key_value_get(f"{self._prefix}/{topic}/{process}", self._timeout_ms))
+        except jax.errors.JaxRuntimeError as error:
+            raise DivergenceError(
+                f"process {self.index} waited {self._timeout_ms / 1000:g} s for process {process} at {topic!r}; it "
+                "has stopped, or was given other requests"
+            ) from error
+
+
+__all__ = ["ProcessBoard", "join_processes", "spans_processes"]

@@ -1,0 +1,81 @@
+"""Makes the host loops of an engine: requests, scheduler and manager, as at the start and after a restart.
+
+Flow:    EngineConfig, KVCachePlan, ModelRunner -> [LoopParts.new_loops] -> HostLoop, or RankLoops of several data ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvjax.core.requests.request_table import RequestTable
+from kvjax.device import Placement
+from kvjax.device.processes import spans_processes
+from kvjax.engine.config import EngineConfig
+from kvjax.engine.host_loop import HostLoop
+from kvjax.engine.make_manager import make_manager
+from kvjax.engine.model_runner import ModelRunner
+from kvjax.engine.rank_loops import RankLoops
+from kvjax.engine.running_inputs import RunningInputs
+from kvjax.engine.scheduler import Scheduler, SchedulerConfig
+from kvjax.engine.speculation import Drafter
+from kvjax.models.config import ModelConfig
+from kvjax.planning import KVCachePlan
+from kvjax.tiers.connector import KVConnector
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """What host loops are made of."""
+
+    model: ModelConfig
+    config: EngineConfig
+    plan: KVCachePlan
+    runner: ModelRunner
+    connector: KVConnector | None  # of tiers below the pages
+    new_drafter: Callable[[RequestTable], Drafter | None]
+    clock: Callable[[], float]
+
+    def new_loops(self) -> HostLoop | RankLoops:
+        """One loop, or one for each data rank."""
+        loops = [self._new_loop() for _ in range(self.runner.placement.num_data)]
+        return loops[0] if len(loops) == 1 else RankLoops(loops, num_step_stats=self.config.num_step_stats)
+
+    def _new_loop(self) -> HostLoop:
+        config, runner = self.config, self.runner
+        manager = make_manager(config, self.plan, self.connector)
+        limits = SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            watermark=config.watermark,
+            max_steps_in_flight=config.max_steps_in_flight,
+            num_drafts=config.num_drafts,
+        )
+        inputs = RunningInputs(runner.num_embedding_rows, has_mrope=self.model.has_mrope)
+        return HostLoop(
+            manager,
+            Scheduler(
+                manager,
+                limits,
+                inputs,
+                self.new_drafter(manager.request_table),
+                None if self.connector is None else self.connector.scheduler,
+            ),
+            num_step_stats=config.num_step_stats,
+            pick_shape=runner.buckets.pick,
+            sampler_sizes=runner.sampler_sizes,
+            clock=self.clock,
+        )
+
+
+def check_parts(placement: Placement, has_draft_model: bool, has_tiers: bool) -> None:
+    """Raises NotImplementedError where data ranks or several processes cannot have a part of an engine."""
+    if placement.num_data > 1 and (has_draft_model or has_tiers):
+        part = "draft models" if has_draft_model else "tiers"
+        raise NotImplementedError(f"{part} do not work over {placement.num_data} data ranks; run an engine on each")
+    if has_tiers and spans_processes(placement.mesh):
+        raise NotImplementedError("tiers do not work over several processes, where loads would end at other steps")
+
+
+__all__ = ["LoopParts", "check_parts"]
