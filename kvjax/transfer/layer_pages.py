@@ -76,11 +76,12 @@ def layers_of(kv_cache_config: KVCacheConfig, placement: Placement) -> tuple[Lay
     """Every layer that has pages, by group and column.
 
     Raises:
-        NotImplementedError: the tokens of a page are split over devices.
+        NotImplementedError: the tokens of a page, or the pages of a pool, are split over devices.
     """
-    if placement.num_context > 1:
+    if placement.num_context > 1 or placement.num_data > 1:
         raise NotImplementedError(
-            f"expected pages that hold all their tokens, got tokens split over {placement.num_context} context ranks"
+            f"expected pages that are split along heads alone, got {placement.num_context} context and "
+            f"{placement.num_data} data ranks"
         )
     layers = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):

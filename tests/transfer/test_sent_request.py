@@ -100,7 +100,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(pages))
 
 
-def test_pages_split_by_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placement, "num_context", 2)  # there is one device here
-    with pytest.raises(NotImplementedError, match="got tokens split over 2 context ranks"):
+@pytest.mark.parametrize("ranks", ["num_context", "num_data"])
+def test_pages_split_along_more_than_heads_are_refused(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placement, ranks, 2)  # there is one device here
+    with pytest.raises(NotImplementedError, match="expected pages that are split along heads alone"):
         PageReader(config_of(specs(4), "cpu"), Placement.create())
