@@ -31,25 +31,26 @@ from kvjax.core import BlockHash, BlockHasher
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.device import KVPages, create_pages
-from kvjax.device.page_ops import PAGE_COUNTS, gather_pages, scatter_pages
+from kvjax.device.page_ops import gather_pages, scatter_pages
 from kvjax.tiers.config import TierConfig
+from kvjax.tiers.tier_worker import PIECE_BYTES
 from kvjax.tiers.tiers import Tiers
 from kvjax.tiers.units import LoadUnits, StoreUnits, TierMeta, UnitKey
 
-PIECE = max(PAGE_COUNTS)
 LAYERS = 8
 
 
 class Bench:
     """One pool of pages, and tiers that hold all of it."""
 
-    def __init__(self, unit_bytes: int, num_units: int, folder: str, in_flight_bytes: int) -> None:
+    def __init__(self, unit_bytes: int, num_units: int, folder: str, in_flight_bytes: int | None) -> None:
         spec = FullAttentionSpec(
             block_size=16, num_kv_heads=unit_bytes // (LAYERS * 2 * 16 * 64 * 4), head_size=64, dtype="float32"
         )
         names = tuple(f"layers.{i}" for i in range(LAYERS))
         columns = tuple(spec.page_layout("cpu") for _ in names)
         config = KVCacheConfig((KVCachePoolSpec(num_units + 1, columns),), (KVCacheGroupSpec(names, spec),))
+        self.piece = 8 if 64 * unit_bytes > PIECE_BYTES else 64
         self.num_units, self.num_bytes = num_units, num_units * config.pools[0].bytes_per_block
         host = TierConfig(
             host_bytes=self.num_bytes + 2 * config.pools[0].bytes_per_block,
@@ -78,17 +79,17 @@ class Bench:
 
     def plain_down(self) -> None:
         """Gathered pages of each piece into arrays of the host."""
-        for start in range(0, self.num_units, PIECE):
-            ids = self.ids[start : start + PIECE]
+        for start in range(0, self.num_units, self.piece):
+            ids = self.ids[start : start + self.piece]
             for target, array in zip(self.plain, jax.tree.leaves(gather_pages(self.pages, 0, ids)), strict=True):
                 target[start : start + ids.size] = np.asarray(array)[: ids.size]
 
     def plain_up(self) -> None:
         """Pieces of the host's arrays into pages."""
         tree = jax.tree.structure(self.pages.pools[0])
-        for start in range(0, self.num_units, PIECE):
-            ids = self.ids[start : start + PIECE]
-            arrays = [jax.device_put(array[start : start + PIECE]) for array in self.plain]
+        for start in range(0, self.num_units, self.piece):
+            ids = self.ids[start : start + self.piece]
+            arrays = [jax.device_put(array[start : start + self.piece]) for array in self.plain]
             self.pages = scatter_pages(self.pages, 0, ids, jax.tree.unflatten(tree, arrays))
         jax.block_until_ready(self.pages)
 
@@ -144,12 +145,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--unit-kib", type=int, default=512, metavar="N", help="multiple of 64 (default: 512)")
     parser.add_argument("--mib", type=int, default=256, metavar="N", help="bytes moved (default: 256)")
-    parser.add_argument("--in-flight-mib", type=int, default=64, metavar="N", help="of the host tier (default: 64)")
+    parser.add_argument("--in-flight-mib", type=int, metavar="N", help="of the host tier (default: its own)")
     parser.add_argument("--runs", type=int, default=9, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args.unit_kib << 10, (args.mib << 10) // args.unit_kib, folder, args.in_flight_mib << 20)
+        in_flight_bytes = None if args.in_flight_mib is None else args.in_flight_mib << 20
+        bench = Bench(args.unit_kib << 10, (args.mib << 10) // args.unit_kib, folder, in_flight_bytes)
         names = ("memcpy", "plain_down", "down", "plain_up", "up")
         times: dict[str, list[float]] = {name: [] for name in names}
         for run in range(args.runs + 1):

@@ -32,6 +32,7 @@ from kvjax.cli.prompt_inputs import read_inputs
 from kvjax.cli.sampling_arguments import add_sampling_arguments, read_sampling
 from kvjax.cli.speculation_arguments import add_speculation_arguments, read_speculation
 from kvjax.cli.start_up import add_start_arguments, start_jax
+from kvjax.cli.tier_arguments import add_tier_arguments, read_tiers
 from kvjax.cli.token_text import TokenIdText
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
@@ -104,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
     )
     add_speculation_arguments(how)
+    add_tier_arguments(how)
     add_start_arguments(how)
     out = parser.add_argument_group("what to show")
     out.add_argument("-q", "--quiet", action="store_true", help="no text of the requests, a progress bar instead")
@@ -146,6 +148,9 @@ def run(args: argparse.Namespace) -> int:
     printer = OrderedTextPrinter(samples, tokenizer, None if args.quiet else sys.stdout)
     results = _generate(engine, samples, printer, args.quiet)
     wall_s = time.perf_counter() - start
+    if engine.connector is not None:
+        engine.save_cache()
+        engine.connector.close()
     num_aborted = sum(result.finish_reason is FinishReason.ABORT for result in results.values())
     if num_aborted:
         print(f"interrupted when {len(results) - num_aborted:,} of {count_of(len(results), 'request')} had ended\n")
@@ -201,6 +206,7 @@ def _engine_config(
         async_scheduling=args.async_scheduling,
         max_buckets=MAX_BUCKETS,
         speculative=speculative,
+        tiers=read_tiers(args, demo_model_path() if args.model is None else args.model),
     )
 
 

@@ -17,8 +17,10 @@ from kvjax.cli.progress import progress
 from kvjax.cli.replay_arguments import (
     add_cache_arguments,
     add_speed_arguments,
+    add_tier_arguments,
     add_workload_arguments,
     config_of,
+    tiers_of,
     trace_of,
 )
 from kvjax.cli.replay_calls import make_calls
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_arguments(workload)
     workload.add_argument("--write", type=output_file, metavar="FILE", help="write the workload as a trace and stop")
     add_cache_arguments(parser.add_argument_group("cache"))
+    add_tier_arguments(parser.add_argument_group("tiers beyond the cache"))
     batching = parser.add_argument_group("continuous batching in virtual time")
     batching.add_argument(
         "--serial", action="store_true", help="instead: look up, allocate and free one request at a time"
@@ -82,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     config = replace(
         config_of(args),
         serial=args.serial,
+        tiers=tiers_of(args),
         explain_misses=args.miss_reasons,
         max_evicted_blocks=args.remember_evicted,
     )

@@ -18,6 +18,7 @@ from kvjax.replay import (
     WORKLOADS,
     BatchingConfig,
     ReplayConfig,
+    ReplayTierConfig,
     SpeedModel,
     TraceRequest,
     generate_workload,
@@ -83,6 +84,30 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--free-order", choices=FREE_ORDERS, default="append", help="of lru (default: append)")
 
 
+def add_tier_arguments(group: argparse._ArgumentGroup) -> None:
+    """What lies beyond the cache, and how fast it is."""
+    tiers = ReplayTierConfig()
+    group.add_argument("--host-memory", type=byte_size, metavar="BYTES", help="for blocks that the cache evicts")
+    group.add_argument("--disk-memory", type=byte_size, metavar="BYTES", help="of a disk below it")
+    group.add_argument("--write-through", action="store_true", help="blocks go there once computed, not when evicted")
+    for name, default in (("host", tiers.host_bytes_per_s), ("disk", tiers.disk_bytes_per_s)):
+        group.add_argument(
+            f"--{name}-gb-per-s",
+            type=positive_float,
+            default=default / 1e9,
+            metavar="X",
+            help=f"default: {default / 1e9:g}",
+        )
+    for name, latency in (("host", tiers.host_latency_s), ("disk", tiers.disk_latency_s)):
+        group.add_argument(
+            f"--{name}-latency-us",
+            type=non_negative_float,
+            default=latency * 1e6,
+            metavar="X",
+            help=f"default: {latency * 1e6:g}",
+        )
+
+
 def add_speed_arguments(group: argparse._ArgumentGroup) -> None:
     """How fast a step is, and how much fits in one."""
     speed, batching = SpeedModel(), BatchingConfig()
@@ -136,6 +161,21 @@ def trace_of(args: argparse.Namespace) -> Sequence[TraceRequest]:
     if args.generate is not None:
         return generate_workload(args.generate, args.num_requests or DEFAULT_NUM_REQUESTS, args.seed)
     return read_trace(args.trace, args.num_requests)
+
+
+def tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:
+    """What lies beyond the cache; None: nothing."""
+    if not args.host_memory and not args.disk_memory:
+        return None
+    return ReplayTierConfig(
+        host_bytes=args.host_memory or 0,
+        disk_bytes=args.disk_memory or 0,
+        write_through=args.write_through,
+        host_bytes_per_s=args.host_gb_per_s * 1e9,
+        host_latency_s=args.host_latency_us / 1e6,
+        disk_bytes_per_s=args.disk_gb_per_s * 1e9,
+        disk_latency_s=args.disk_latency_us / 1e6,
+    )
 
 
 def config_of(args: argparse.Namespace) -> ReplayConfig:

@@ -88,6 +88,17 @@ class EngineLifeCycle:
                 self.connector.scheduler.bind_kv_cache_manager(manager)
             self._maker.weight_version = version
 
+    def save_cache(self) -> None:
+        """Brings what is cached to the tiers, as a process does before it ends; waits until it is there.
+
+        Raises:
+            ValueError: requests are unfinished, or prefixes pinned. Nothing is changed.
+        """
+        self._idle_manager("save_cache")
+        if self.connector is not None and not self.is_asleep:
+            with self._core.changing():
+                self._core.runner.pages = self.connector.save_all(self._core.runner.pages)
+
     def pin_prompt(
         self, prompt: str | Sequence[int] | np.ndarray, *, cache_salt: str | None = None, lora_name: str | None = None
     ) -> PinnedPrefix | None:

@@ -24,8 +24,8 @@ class TierConfig:
 
     `eviction_policy` is the host's: "lru", "slru" or "cost". `num_threads` copy bytes and as many read and write files.
     At most `max_bytes_in_flight` are on their way to the host, and as many on their way to disk: beyond that steps
-    wait for the host, and the disk is passed over. A load that takes longer than `load_timeout_s` is given up: its
-    tokens are computed.
+    wait for the host, and the disk is passed over. None: 256 MiB, or 16 on a CPU, whose device memory is the host's. A
+    load that takes longer than `load_timeout_s` is given up: its tokens are computed.
 
     Raises:
         ValueError: a value is outside its range, or a folder comes without `disk_bytes` or `weights`.
@@ -38,14 +38,14 @@ class TierConfig:
     write_through: bool = False
     eviction_policy: str = "lru"
     num_threads: int = 2
-    max_bytes_in_flight: int = 1 << 26
+    max_bytes_in_flight: int | None = None
     load_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.host_bytes < 0:
             raise ValueError(f"expected host_bytes >= 0, got {self.host_bytes}")
         for name in ("num_threads", "max_bytes_in_flight", "load_timeout_s"):
-            if getattr(self, name) <= 0:
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"expected {name} > 0, got {getattr(self, name)}")
         if self.eviction_policy not in EVICTION_POLICIES:
             raise ValueError(

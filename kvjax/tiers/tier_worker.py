@@ -41,7 +41,7 @@ from kvjax.tiers.host_store import HostStore
 from kvjax.tiers.stats import TierStats
 from kvjax.tiers.units import LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitSizes
 
-MOST_UNITS = max(PAGE_COUNTS)  # of one gather or scatter
+PIECE_BYTES = 1 << 23  # of one gather or scatter, where that is not less than the shortest declared length
 PINNED = "pinned_host"
 PAUSE_S = 0.0005  # between looks at arrays that are on their way, in `wait`
 
@@ -84,7 +84,7 @@ class TierWorker:
         sizes: UnitSizes,
         *,
         num_threads: int = 2,
-        max_bytes_in_flight: int = 1 << 26,
+        max_bytes_in_flight: int | None = None,  # None: as `TierConfig` says
         memory_kind: str | None = None,  # to gather into; None: "pinned_host" on accelerators that have it
         stats: TierStats | None = None,
     ) -> None:
@@ -92,7 +92,8 @@ class TierWorker:
         self._host = host
         self._disk = disk
         self._sizes = sizes
-        self._most_bytes = max_bytes_in_flight
+        default = 1 << 24 if jax.default_backend() == "cpu" else 1 << 28
+        self._most_bytes = default if max_bytes_in_flight is None else max_bytes_in_flight
         self._memory_kind = memory_kind
         self._threads = ThreadPoolExecutor(num_threads, "kvjax-tier")
         self._disk_threads = ThreadPoolExecutor(num_threads, "kvjax-disk")
@@ -129,7 +130,7 @@ class TierWorker:
         copies = []
         for load_id, group_id, sources, destinations in metadata.copies:
             pool_id = self._sizes.pool_of_group[group_id]
-            for part in _parts(sources.size):
+            for part in self._parts(sources.size, group_id):
                 copies.append((load_id, pool_id, destinations[part], gather_pages(pages, pool_id, sources[part])))
         for store in metadata.stores:
             self._gather(pages, store)
@@ -201,7 +202,7 @@ class TierWorker:
     def _gather(self, pages: KVPages, store: StoreUnits) -> None:
         pool_id = self._sizes.pool_of_group[store.group_id]
         num_arrays = self._sizes.num_arrays_of_group[store.group_id]
-        for part in _parts(store.block_ids.size):
+        for part in self._parts(store.block_ids.size, store.group_id):
             ids = store.block_ids[part]
             gathered = jax.tree.leaves(gather_pages(pages, pool_id, ids))[:num_arrays]
             arrays = tuple(self._to_host(array) for array in gathered)
@@ -228,6 +229,12 @@ class TierWorker:
         if not self._writing:
             self._write(self._arriving.popleft(), _run_here)
         self._stored.append(self._ended(self._writing.popleft()))
+
+    def _parts(self, count: int, group_id: int) -> Iterable[slice]:
+        """Units of one group in pieces of a declared length: small ones overlap, and their memory is used again."""
+        fit = PIECE_BYTES // max(self._sizes.unit_bytes(group_id), 1)
+        most = max([length for length in PAGE_COUNTS if length <= fit], default=min(PAGE_COUNTS))
+        return (slice(start, start + most) for start in range(0, count, most))
 
     def _write(self, arriving: _Arriving, submit: Callable[..., Future[np.ndarray]] | None = None) -> None:
         """Has a thread, or `submit`, write pages that are there, or will be, into slots of the host."""
@@ -281,7 +288,7 @@ class TierWorker:
     def _stage(self, pages: KVPages, load: LoadUnits) -> None:
         pool_id = self._sizes.pool_of_group[load.group_id]
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), pages.pools[pool_id])
-        for part in _parts(load.slots.size):
+        for part in self._parts(load.slots.size, load.group_id):
             units = LoadUnits(
                 load.load_id, load.group_id, load.block_hashes[part], load.slots[part], load.destinations[part]
             )
@@ -362,10 +369,6 @@ def _run_here(function: Callable[..., np.ndarray], *args: Any) -> Future[np.ndar
 def are_ready(arrays: Sequence[Any]) -> bool:
     """Whether the device, or the copy to the host, is done with all of them."""
     return all(array.is_ready() for array in arrays)
-
-
-def _parts(count: int) -> Iterable[slice]:
-    return (slice(start, start + MOST_UNITS) for start in range(0, count, MOST_UNITS))
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:  # uint8[n, bytes of a page]

@@ -1,0 +1,65 @@
+"""Arguments of tiers, of `kvjax generate` and `kvjax replay`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from kvjax.cli.replay_arguments import add_tier_arguments as add_replay_tiers
+from kvjax.cli.replay_arguments import tiers_of
+from kvjax.cli.tier_arguments import add_tier_arguments, read_tiers, weights_of
+from kvjax.tiers.config import TierConfig
+from tests.models.golden_models import model_folder
+
+MODEL = model_folder("llama")
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_tier_arguments(parser.add_argument_group())
+    return parser.parse_args(words)
+
+
+def test_sizes_and_folder_make_a_config(tmp_path: Path) -> None:
+    assert read_tiers(parse(), MODEL) is None
+    assert read_tiers(parse("--host-memory", "1MiB"), MODEL) == TierConfig(host_bytes=1 << 20, write_through=True)
+    tiers = read_tiers(parse("--disk-cache", str(tmp_path), "--disk-memory", "2MiB"), MODEL)
+    assert tiers is not None
+    assert (tiers.disk_folder, tiers.disk_bytes, tiers.host_bytes) == (str(tmp_path), 2 << 20, 0)
+    with pytest.raises(ValueError, match="expected --disk-cache DIR with --disk-memory"):
+        read_tiers(parse("--disk-memory", "2MiB"), MODEL)
+
+
+def test_a_checkpoint_that_changes_is_another(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = weights_of(tmp_path)
+    assert weights_of(tmp_path) == before
+    (tmp_path / "config.json").write_text("{ }")
+    assert weights_of(tmp_path) != before
+
+
+def test_speeds_of_a_replay() -> None:
+    parser = argparse.ArgumentParser()
+    add_replay_tiers(parser.add_argument_group())
+    assert tiers_of(parser.parse_args([])) is None
+    tiers = tiers_of(parser.parse_args(["--host-memory", "1GiB", "--host-gb-per-s", "10", "--disk-latency-us", "5"]))
+    assert tiers is not None
+    assert (tiers.host_bytes, tiers.host_bytes_per_s, tiers.disk_latency_s) == (1 << 30, 1e10, 5e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "expected host_bytes > 0 or a disk_folder, got neither"),
+        ({"host_bytes": -1}, "expected host_bytes >= 0, got -1"),
+        ({"host_bytes": 1, "num_threads": 0}, "expected num_threads > 0, got 0"),
+        ({"host_bytes": 1, "eviction_policy": "fifo"}, "expected eviction_policy of lru, slru, cost, got 'fifo'"),
+        ({"disk_folder": "x"}, "expected disk_bytes >= 1 with a disk_folder, got None"),
+        ({"disk_folder": "x", "disk_bytes": 1}, "expected weights with a disk_folder, got None"),
+    ],
+)
+def test_tiers_that_cannot_be(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TierConfig(**settings)  # type: ignore[arg-type]
