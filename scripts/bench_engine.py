@@ -8,9 +8,11 @@ Flow:    demo model, LLMEngine -> [bench_engine] -> table on the terminal, `--js
 
 A step's parts are thread time of the engine's thread (`time.thread_time`): jax computes on threads of its own, and
 the engine's sleeps while it waits for tokens. That this is so is measured first: a call of a long program must take
-little thread time. A part's figure is the median over steps; a part within another counts in itself only. Each
-compile is a process of its own without a persistent cache; the figures are the least of `--runs`, wall time and CPU
-time of all threads from a built model to a step that has been dispatched once.
+little thread time. A part's figure is the median over steps; a part within another counts in itself only. `malloc` is
+the first 2 KiB that the thread allocates once the device is done, where the allocator does what it put off while jax
+freed memory; it is asked for by a probe, and paid in `update` otherwise. Each compile is a process of its own without a
+persistent cache; the figures are the least of `--runs`, wall time and CPU time of all threads from a built model to a
+step that has been dispatched once.
 
 The yardstick (2,048 random adds by `np.subtract.at`) tells machines apart: 80 us where the project's bars were set.
 """
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -41,7 +44,7 @@ from kvjax.cli.output_files import output_file
 YARDSTICK_US = 80.0
 DEMO = Path(__file__).resolve().parents[1] / "kvjax" / "demo" / "model"
 LAYERS = (4, 8, 32)
-PARTS = ("schedule", "plan", "prepare", "pad", "jit", "pack", "dispatch", "read", "update", "other")
+PARTS = ("schedule", "plan", "prepare", "pad", "jit", "pack", "dispatch", "read", "malloc", "update", "other")
 SMALL_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -150,8 +153,24 @@ def time_parts(engine: Any) -> StepTimer:
     timer.wrap("dispatch", runner, "dispatch")
     timer.wrap("read", runner, "read")
     timer.wrap("update", engine._loop, "end_step")
+    engine._loop.end_step = _after(timer.wrapped("malloc", allocate), engine._loop.end_step)
     timer.wrap("other", engine, "step")
     return timer
+
+
+def allocate() -> None:
+    """Allocates as much as int64s of 256 requests take."""
+    np.empty(2048, np.uint8)
+
+
+def _after(first: Callable[[], object], method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, with `first` called before each call."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return method(*args, **kwargs)
+
+    return called
 
 
 def measure_step(num_requests: int, num_steps: int, *, async_scheduling: bool) -> EngineStep:

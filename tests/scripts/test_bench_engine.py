@@ -20,7 +20,7 @@ def test_a_step_is_timed_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     out = tmp_path / "out.json"
     assert bench_engine.main(["step", "--requests", "2", "--steps", "2", "--json", str(out)]) == 0
     step = json.loads(out.read_text())["step"]
-    assert {"schedule", "plan", "pad", "pack", "jit", "dispatch", "read", "update"} <= step["parts_us"].keys()
+    assert {"schedule", "plan", "pad", "pack", "jit", "dispatch", "read", "malloc", "update"} <= step["parts_us"].keys()
     assert 0 < step["least_us"] <= step["total_us"] <= step["wall_us"]
     assert step["parts_us"]["jit"] < step["other_cpu_us"]
 
