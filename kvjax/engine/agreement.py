@@ -10,13 +10,13 @@ some process believes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-import xxhash
 from jax.sharding import Mesh
 
 from kvjax.engine.config import EngineConfig
@@ -107,7 +107,7 @@ def settings_of(config: EngineConfig, model: ModelConfig, mesh: Mesh) -> dict[st
 
 def describe(step: HostStep | RankSteps) -> str:
     """A hash of what a step computes and samples, and its size."""
-    digest = xxhash.xxh3_64()
+    digest = hashlib.blake2b(digest_size=8)
     num_requests = num_tokens = 0
     for rank, one in enumerate(step.by_rank):
         digest.update(b"rank %d" % rank)
@@ -125,7 +125,7 @@ def describe(step: HostStep | RankSteps) -> str:
     return f"{digest.hexdigest()} ({num_requests} requests, {num_tokens} tokens)"
 
 
-def _add(digest: xxhash.xxh3_64, values: Sequence[Any]) -> None:
+def _add(digest: hashlib.blake2b, values: Sequence[Any]) -> None:
     """Hashes arrays, in tuples or not, with their shapes."""
     for leaf in jax.tree.leaves([_plain(value) for value in values]):
         array = np.ascontiguousarray(leaf)
