@@ -26,16 +26,12 @@ def check_mask(op: str, mask: MaskRule) -> None:
     checks.check_at_least(op, "num_sink_tokens", mask.num_sink_tokens, 0)
 
 
-def check_scalars(op: str, sm_scale: Any, soft_cap: Any, schedule: Any, backend: str) -> None:
-    """Raises ValueError unless the scale is a finite number, the cap None or positive, and no schedule is lost."""
+def check_scalars(op: str, sm_scale: Any, soft_cap: Any) -> None:
+    """Raises ValueError unless the scale is a finite number and the cap None or positive."""
     if not isinstance(sm_scale, numbers.Real) or not math.isfinite(float(sm_scale)):
         raise ValueError(f"{op}: expected sm_scale to be a finite number, got {sm_scale!r}")
     if soft_cap is not None and (not isinstance(soft_cap, numbers.Real) or not 0 < float(soft_cap) < math.inf):
         raise ValueError(f"{op}: expected soft_cap to be None or a finite number > 0, got {soft_cap!r}")
-    if schedule is not None and backend == "reference":
-        raise ValueError(
-            f"{op}: expected schedule None, since the reference has no plan(), got {type(schedule).__name__}"
-        )
 
 
 def check_decode(

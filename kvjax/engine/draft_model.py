@@ -170,7 +170,7 @@ class DraftModel:
             max_model_len=self.plan.max_model_len,
             block_size=least_block_size(self.plan),
             max_buckets=self._config.max_buckets,
-            decode_apart=jax.default_backend() == "gpu",
+            decode_apart=jax.default_backend() in ("cpu", "gpu"),
         )
         return make_update_step(
             self._model.module,

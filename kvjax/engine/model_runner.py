@@ -217,7 +217,7 @@ class ModelRunner:
             block_size=block_size,
             max_buckets=config.max_buckets,
             num_drafts=config.num_drafts,
-            decode_apart=jax.default_backend() == "gpu",
+            decode_apart=jax.default_backend() in ("cpu", "gpu"),
         )
         return make_update_step(
             model.module,

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.decode_step import DecodeStep, is_decode_step
 from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.latent_write import latent_write
@@ -57,7 +58,10 @@ def plan(
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size, *step)
     attention_checks.check_decode(validate.OP, q_nope.shape[0], query_start_loc, distribution, is_decode)
     xla = path_over(block_tables, tuple(pages))
-    if resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla) != "gpu":
+    chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla)
+    if chosen == "reference" and is_decode:
+        return DecodeStep(q_nope.shape[0])
+    if chosen != "gpu":
         return None
     sizes: dict[str, Any] = {"page_size": latent.page_size, "is_decode": is_decode}
     return kernel_gpu.plan(q_nope, q_pe, latent.array, *step[1:], mask=mask, **sizes)
@@ -101,7 +105,7 @@ def mla_paged_attention(
     """
     mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
     attention_checks.check_mask(validate.OP, mask)
-    attention_checks.check_scalars(validate.OP, sm_scale, soft_cap, schedule, backend)
+    attention_checks.check_scalars(validate.OP, sm_scale, soft_cap)
     latent = validate.check_latents(q_nope, q_pe, pages, page_size)
     validate.check_new_kv(q_nope, q_pe, new_kv, slot_mapping, latent)
     share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, latent.page_size)
@@ -130,9 +134,11 @@ def mla_paged_attention(
         out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, return_lse=return_lse)
     elif chosen == "gpu":
         out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, schedule=schedule)
+    elif chosen == "xla":
+        out, lse = xla_attention.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, share=share)
     else:
-        plain = xla_attention if chosen == "xla" else reference
-        out, lse = plain.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, share=share)
+        options["is_decode"] = is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
+        out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, share=share)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
 
 

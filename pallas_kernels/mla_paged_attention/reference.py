@@ -19,7 +19,7 @@ from pallas_kernels.ragged_paged_attention.reference import attend_pages, by_kv_
 from pallas_kernels.ragged_paged_attention.schedule import Batch
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size"))
+@functools.partial(jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "is_decode"))
 def mla_paged_attention(
     q_nope: jax.Array,  # [T, Hq, Dl]
     q_pe: jax.Array,  # [T, Hq, Dr]
@@ -36,11 +36,12 @@ def mla_paged_attention(
     k_scale: jax.Array | None,
     page_size: int,
     share: KeyShare | None = None,
+    is_decode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq]) as `AttentionOutput` says."""
     q = by_kv_head(jnp.concatenate([q_nope, q_pe], axis=-1), 1) * sm_scale
     scale = jnp.asarray(1.0 if k_scale is None else k_scale, jnp.float32)
     cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1], share)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
-    out, lse = attend_pages(q * scale, cache, mask, batch, soft_cap=soft_cap, sinks=sinks)
+    out, lse = attend_pages(q * scale, cache, mask, batch, soft_cap=soft_cap, sinks=sinks, is_decode=is_decode)
     return (out * scale)[:, 0].astype(q_nope.dtype), lse[:, 0]

@@ -16,6 +16,7 @@ import jax
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.decode_step import DecodeStep, is_decode_step
 from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
@@ -39,9 +40,9 @@ def plan(
 ) -> Any:
     """What the backend computes from a step's lengths alone: `schedule` of every layer with these shapes and this mask.
 
-    None where the backend has nothing to plan: the reference and the TPU kernel. To be made once a step, outside of
-    loops over layers, since XLA hoists nothing out of a scan. A step planned with `is_decode` compiles to no prefill;
-    its token i is the query of sequence i.
+    None where the backend has nothing to plan: the TPU kernel, and the reference unless all decode. To be made once a
+    step, outside of loops over layers, since XLA hoists nothing out of a scan. A step planned with `is_decode` compiles
+    to no prefill; its token i is the query of sequence i.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, or with `is_decode` there are not as many tokens as sequences
@@ -54,7 +55,10 @@ def plan(
     attention_checks.check_batch(validate.OP, q.shape[0], pages[0].shape[1], *step, sees_all=mask.sees_all)
     attention_checks.check_decode(validate.OP, q.shape[0], query_start_loc, distribution, is_decode)
     xla = xla_attention.path_over(block_tables, pages)
-    if resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla) != "gpu":
+    chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
+    if chosen == "reference" and is_decode:
+        return DecodeStep(q.shape[0])
+    if chosen != "gpu":
         return None
     return kernel_gpu.plan(q, pages, *step[1:], mask=mask, num_kv_heads=num_kv_heads, is_decode=is_decode)
 
@@ -108,7 +112,7 @@ def ragged_paged_attention(
     """
     mask = MaskRule(causal, sliding_window, attention_chunk_size, num_sink_tokens)
     attention_checks.check_mask(validate.OP, mask)
-    attention_checks.check_scalars(validate.OP, sm_scale, soft_cap, schedule, backend)
+    attention_checks.check_scalars(validate.OP, sm_scale, soft_cap)
     validate.check_new_kv(q, new_kv, slot_mapping)
     num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
     page_size = pages[0].shape[1]
@@ -140,9 +144,11 @@ def ragged_paged_attention(
         pages = pages if written is None else (written,)
     elif chosen == "gpu":
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse, schedule=schedule)
+    elif chosen == "xla":
+        out, lse = xla_attention.ragged_paged_attention(*arguments, **options, share=share)
     else:
-        plain = xla_attention if chosen == "xla" else reference
-        out, lse = plain.ragged_paged_attention(*arguments, **options, share=share)
+        is_decode = is_decode_step(validate.OP, schedule, q.shape[0], backend)
+        out, lse = reference.ragged_paged_attention(*arguments, **options, share=share, is_decode=is_decode)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
 
 

@@ -35,7 +35,7 @@ _TRIP_BYTES = 5 * 2**16  # of gathered K at a time: with V it stays in a core's 
 _MOST_MERGED_ROWS = 16  # query rows of all heads up to which they share one product
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "num_kv_heads", "sm_scale", "soft_cap"))
+@functools.partial(jax.jit, static_argnames=("mask", "num_kv_heads", "sm_scale", "soft_cap", "is_decode"))
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
     pages: tuple[jax.Array, ...],
@@ -52,12 +52,13 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     share: KeyShare | None = None,
+    is_decode: bool = False,  # token i is the query of sequence i
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     cache = PagedTiles(pages, block_tables, num_kv_heads, q.shape[-1], share)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     heads = by_kv_head(q, num_kv_heads) * sm_scale * _per_head(k_scale)
-    out, lse = attend_pages(heads, cache, mask, batch, soft_cap=soft_cap, sinks=sinks)
+    out, lse = attend_pages(heads, cache, mask, batch, soft_cap=soft_cap, sinks=sinks, is_decode=is_decode)
     out = out * _per_head(v_scale)
     return out.reshape(*q.shape[:2], -1).astype(q.dtype), lse.reshape(q.shape[:2])
 
@@ -75,6 +76,7 @@ def attend_pages(
     *,
     soft_cap: float | None,
     sinks: jax.Array | None,  # [Hq]
+    is_decode: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """(out float32[T, Hkv, G, Dv], lse float32[T, Hkv, G]) over all keys of `cache` that each query sees."""
     num_tokens, num_kv_heads, group, _ = q.shape
@@ -84,6 +86,15 @@ def attend_pages(
     walk = TileWalk.of_step(cache, mask, batch, num_tokens=num_tokens, sizes=(few, queries), by_page=by_page)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
+
+    def attend_few(few_q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if reads_in_place(cache, few * group):
+            return attend_pages_in_place(few_q, cache, walk, soft_cap, sinks)
+        return _attend_short(few_q, walk, soft_cap, sinks)
+
+    if is_decode:
+        out, lse = attend_few(q[:, None])
+        return out[:, 0], lse[:, 0]
     if num_tokens > few:
         out, lse = _attend_long(q, walk, soft_cap, sinks)
     else:
@@ -91,11 +102,7 @@ def attend_pages(
     i = jnp.arange(few, dtype=jnp.int32)
     is_short = (batch.q_lens <= few)[:, None] & (i < batch.q_lens[:, None])
     tokens = jnp.where(is_short, batch.starts[:, None] + i, num_tokens)  # [S, few], beyond all where there is none
-    short_q = q.at[tokens].get(mode="fill", fill_value=0.0)
-    if reads_in_place(cache, few * group):
-        short_out, short_lse = attend_pages_in_place(short_q, cache, walk, soft_cap, sinks)
-    else:
-        short_out, short_lse = _attend_short(short_q, walk, soft_cap, sinks)
+    short_out, short_lse = attend_few(q.at[tokens].get(mode="fill", fill_value=0.0))
     return out.at[tokens].set(short_out, mode="drop"), lse.at[tokens].set(short_lse, mode="drop")
 
 

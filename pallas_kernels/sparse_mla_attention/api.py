@@ -107,7 +107,7 @@ def sparse_mla_attention(
         ValueError: shapes, dtypes, options or (outside `jit`) values do not fit; nothing is written.
         NotImplementedError: `backend` is a platform without a kernel, or whose kernel cannot do this call.
     """
-    attention_checks.check_scalars(validate.OP, sm_scale, None, None, backend)
+    attention_checks.check_scalars(validate.OP, sm_scale, None)
     latent = validate.check_window(q, pages, sliding_window, entries, page_size)
     compressed = validate.check_compressed(
         q, compressed_pages, compressed_tables, tokens_per_state, topk_indices, entries, compressed_page_size

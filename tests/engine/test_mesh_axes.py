@@ -35,7 +35,7 @@ def run(*arguments: str, num_processes: int = 1) -> None:
         *[
             pytest.param(name, axes, marks=SWEEP)
             for name in FAMILIES
-            for axes in (ALL_AXES, ("data=8",), ("context=4", "--auto"), ("tensor=4",), ("context=2", "tensor=2"))
+            for axes in (ALL_AXES, ("data=2",), ("context=4", "--auto"), ("tensor=4",), ("context=2", "tensor=2"))
             if (name, axes) != ("llama", ALL_AXES)
         ],
         pytest.param("whisper", ("context=2", "tensor=2"), marks=SWEEP),

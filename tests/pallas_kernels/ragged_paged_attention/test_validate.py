@@ -42,7 +42,7 @@ BAD = {
     "scale_type": ({"sm_scale": "1"}, "expected sm_scale to be a finite number, got '1'"),
     "soft_cap": ({"soft_cap": 0.0}, "expected soft_cap to be None or a finite number > 0, got 0.0"),
     "soft_cap_inf": ({"soft_cap": np.inf}, "expected soft_cap to be None or a finite number > 0, got inf"),
-    "schedule": ({"schedule": (), "backend": "reference"}, r"expected schedule None, .* no plan\(\), got tuple"),
+    "schedule": ({"schedule": (), "backend": "reference"}, "expected schedule None or DecodeStep"),
     "no_slots": ({"new_kv": NEW_KV}, "expected slot_mapping along with new_kv, got None; pass both or neither"),
     "no_kv": ({"slot_mapping": SLOTS}, "expected new_kv along with slot_mapping, got None; pass both or neither"),
     "kv_type": ({"new_kv": NEW_KV[0], "slot_mapping": SLOTS}, r"expected new_kv to be a pair \(k, v\), got ArrayImpl"),
