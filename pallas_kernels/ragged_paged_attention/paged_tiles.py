@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.ragged_paged_attention.mask import PageRun
@@ -108,8 +109,12 @@ class PagedTiles:
         return self._unpacked(self.pages[0].at[ids].get(mode=_CLIP))
 
     def _unpacked(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:  # [n, slots, rows, packing, lanes]
-        """K and V [n, slots, num_kv_heads, head_dim] each."""
-        rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+        """K and V [n, slots, num_kv_heads, head_dim] each.
+
+        Behind a barrier: XLA for TPU else gives the whole array the layout that suits the heads, in a copy.
+        """
+        num_pages, slots, *_, lanes = rows.shape
+        rows = lax.optimization_barrier(rows.reshape(-1, lanes)).reshape(num_pages, slots, -1, lanes)
         k = rows[:, :, 0 : 2 * self.num_kv_heads : 2, : self.head_dim]
         return k, rows[:, :, 1 : 2 * self.num_kv_heads : 2, : self.head_dim]
 

@@ -15,10 +15,13 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.aot.collectives import collectives
+from scripts.gpu_aot.target import CARDS
 from scripts.tpu_aot.chips import CHIPS, prepare_environment
 
 prepare_environment()
@@ -100,14 +103,39 @@ def first_layers(data: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return {name: value for name, value in whole.items() if name != "quantization_config"}
 
 
+def described(chip: str, count: int) -> tuple[str, list[Any]]:
+    """The platform, and `count` devices, of a TPU of four chips, or of one process with as many cards."""
+    from jax.experimental import topologies
+
+    if chip in CHIPS:
+        topology = topologies.get_topology_desc(topology_name=CHIPS[chip].topology_of_four, platform="tpu")
+        return "tpu", list(topology.devices[:count])
+    config, shape = CARDS[chip].config, f"1x1x{count}"
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape)
+    return "gpu", list(topology.devices)
+
+
 def compile_step(
-    chip: str, model: str, *, num_layers: int, num_shards: int, num_tokens: int, num_blocks: int, block_size: int
-) -> dict[str, int]:
-    """Compiles a mixed step, and encoders and work on pages as done before one; the report of the step."""
+    chip: str,
+    model: str,
+    *,
+    num_layers: int,
+    num_shards: int,
+    num_tokens: int,
+    num_blocks: int,
+    block_size: int,
+    num_context: int = 1,
+) -> dict[str, Any]:
+    """Compiles a mixed step, and encoders and work on pages as done before one; the report of the step.
+
+    Heads and weights are split over `num_shards` chips, and with `num_context` > 1 the tokens of pages over so many;
+    kernels then are those that the chip's own process would choose. `chip` may be a card, where jax has its compiler.
+    """
+    from unittest import mock
+
     import jax
     import numpy as np
     from flax import nnx
-    from jax.experimental import topologies
 
     from kvjax.device import Bucket, Buckets, Placement, make_update_step
     from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
@@ -116,21 +144,22 @@ def compile_step(
     from kvjax.engine.sampling_table import SamplingTable
     from kvjax.models import ModelConfig, build_model
     from kvjax.models.sharding import param_sharding
-    from kvjax.planning import plan_kv_cache
+    from kvjax.planning import Parallelism, plan_kv_cache
 
     config = ModelConfig.from_dict(first_layers(json.loads((MODELS / f"{model}.json").read_text()), num_layers))
+    splits = config.splits_cache(num_shards)
+    platform, devices = described(chip, num_context * num_shards)
     plan = plan_kv_cache(
-        config.kv_cache_specs(max(block_size, config.default_block_size), "bfloat16"),
+        config.kv_cache_specs(max(block_size, config.default_block_size) * num_context, "bfloat16"),
         max_model_len=8192,
         num_blocks=num_blocks,
         max_in_flight_tokens=num_tokens,
-        platform="tpu",
-        tensor_parallel=num_shards if config.splits_cache(num_shards) else 1,
+        platform=platform,
+        parallel=Parallelism(tensor=num_shards if splits else 1, page_context=num_context),
         shared_layers=config.shared_layers,
     )
-    devices = topologies.get_topology_desc(topology_name=CHIPS[chip].topology_of_four, platform="tpu").devices
-    mesh = jax.sharding.Mesh(np.array(devices[:num_shards]), ("tensor",))
-    placement = Placement.create(mesh) if config.splits_cache(num_shards) else Placement(mesh)
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(num_context, num_shards), ("context", "tensor"))
+    placement = Placement(mesh, "tensor" if splits else None, "context" if num_context > 1 else None)
     abstract = nnx.eval_shape(lambda: build_model(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     params = [
@@ -148,6 +177,7 @@ def compile_step(
     dim, embeds = config.embedding_dim, None
     if dim is not None:
         embeds = jax.ShapeDtypeStruct((_EMBEDDING_ROWS, dim), "bfloat16", sharding=placement.replicated)
+    backend = platform if num_context == 1 else "auto"
     step = make_update_step(
         module,
         plan.config,
@@ -157,13 +187,16 @@ def compile_step(
         mrope=config.has_mrope,
         encoder_shapes=config.encoder_shapes,
         embeds=embeds is not None,
-        backend="tpu",
+        backend=backend,
     )
     pages = page_shapes(plan.config, placement)
     rows = np.zeros(1, np.int64)
     sampling = SamplingTable().batch(rows, rows)
-    with jax.set_mesh(mesh):
-        report = chain_report(step.compiled_programs(pages, bucket, sampling=sampling, embeds=embeds), pages)
+    with jax.set_mesh(mesh), mock.patch("jax.default_backend", return_value=platform):
+        programs = step.compiled_programs(pages, bucket, sampling=sampling, embeds=embeds)
+        report: dict[str, Any] = chain_report(programs, pages)
+        sent = sum((collectives(program.as_text(), mesh.shape) for program in programs), Counter())
+        report["collectives"] = [[*each, count] for each, count in sorted(sent.items())]
         for shape in config.encoder_shapes:
             encoder = step_report(step.compiled_encoder(pages, shape), pages)
             report["page_copies"] += encoder["page_copies"]
@@ -171,8 +204,8 @@ def compile_step(
             report["encoder_temp_bytes"] = encoder["temp_bytes"]
         ids = jax.ShapeDtypeStruct((8,), np.int32)
         for lowered in (
-            copy_pages_padded.lower(pages, 0, ids, ids, backend="tpu"),
-            zero_pages_padded.lower(pages, 0, ids, backend="tpu"),
+            copy_pages_padded.lower(pages, 0, ids, ids, backend=backend),
+            zero_pages_padded.lower(pages, 0, ids, backend=backend),
         ):
             edit = step_report(lowered.compile(), pages)
             report["page_copies"] += edit["page_copies"]
@@ -183,10 +216,11 @@ def compile_step(
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where the pages are copied."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("chip", choices=sorted(CHIPS))
+    parser.add_argument("chip", choices=sorted([*CHIPS, *CARDS]))
     parser.add_argument("model", help="a name of configs/models")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
     parser.add_argument("--shards", type=int, default=4, help="chips")
+    parser.add_argument("--context", type=int, default=1, help="times so many chips, which share the tokens of a page")
     parser.add_argument("--tokens", type=int, default=256, help="of the step")
     parser.add_argument(
         "--blocks", type=int, default=4096, help="so many that pages do not fit into VMEM, where XLA would copy them"
@@ -201,6 +235,7 @@ def main(arguments: list[str]) -> int:
         num_tokens=options.tokens,
         num_blocks=options.blocks,
         block_size=options.block_size,
+        num_context=options.context,
     )
     print(json.dumps(report))
     return int(not is_in_place(report))

@@ -1,0 +1,113 @@
+"""Compiles a step of the engine for a mesh of context x tensor that is not here: what do its devices send each other?
+
+    python scripts/compile_mesh_steps.py                    v6e 2x2 and v7x 2x2, about a minute
+    python scripts/compile_mesh_steps.py --chip h100        four cards of one host, with jax's CUDA plugin
+
+The first layers of Llama 3 8B, tokens of pages over two context ranks, heads over the other axis. Each step compiles in
+a process of its own (`scripts/tpu_aot/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit status: 0, or 1 where a
+step does not compile, pages are copied or not aliased, or arrays are sent other than `scripts/aot/collectives.py` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.aot.collectives import Sent, bytes_over, expected_of_llama
+from scripts.tpu_aot.chips import ENVIRONMENT
+from scripts.tpu_aot.compiler import ROOT
+
+MODEL = "llama-3-8b"
+NUM_CONTEXT = 2
+TENSOR = {"v6e": 2, "v7x": 4, "h100": 2, "h200": 2}  # a chip of v7x is two devices
+_CARDS = ("h100", "h200")
+_GPU_FLAGS = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # which wants a card
+
+
+def compile_step(chip: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The report of the step, or what went wrong."""
+    command = [sys.executable, "-m", "scripts.tpu_aot.engine_step", chip, MODEL, "--layers", str(options.layers)]
+    command += ["--tokens", str(options.tokens), "--shards", str(TENSOR[chip]), "--context", str(NUM_CONTEXT)]
+    environment = os.environ | ENVIRONMENT | (_GPU_FLAGS if chip in _CARDS else {})
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=options.timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end within {options.timeout:.0f} s"}
+    lines = done.stdout.splitlines()
+    return json.loads(lines[-1]) if lines else {"error": " ".join(done.stderr.strip().splitlines()[-1:])}
+
+
+def table(sent: Counter[Sent], expected: Counter[Sent]) -> list[str]:
+    """A line for each array that is sent or should be, and one for each axis."""
+    lines = []
+    for each in sorted(sent | expected):
+        verdict = "" if sent[each] == expected[each] else f"   expected {expected[each]}"
+        name = f"{each.opcode:12} {each.axis:8} {each.array:18}"
+        lines.append(f"  {sent[each]:3} x {name} {each.num_bytes:10,} bytes{verdict}")
+    for axis in sorted({each.axis for each in sent | expected}):
+        lines.append(
+            f"  {axis}: {bytes_over(sent, axis):,} bytes a step, by the formula {bytes_over(expected, axis):,}"
+        )
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0, or 1 where a step is not in place or sends what it need not."""
+    from scripts.tpu_aot.engine_step import MODELS, is_in_place
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", action="append", choices=sorted(TENSOR), help="repeatable; default: v6e and v7x")
+    parser.add_argument("--layers", type=int, default=2, help="of the model")
+    parser.add_argument("--tokens", type=int, default=256, help="of the step; 8: each of eight sequences decodes")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one step")
+    options = parser.parse_args(arguments)
+    config = json.loads((MODELS / f"{MODEL}.json").read_text())
+    status = 0
+    print(
+        f"libtpu {_release('libtpu')}, jax {version('jax')}, {MODEL}, {options.layers} layers, {options.tokens} tokens"
+    )
+    for chip in options.chip or ["v6e", "v7x"]:
+        report = compile_step(chip, options)
+        mesh = f"{chip}, context {NUM_CONTEXT} x tensor {TENSOR[chip]}"
+        if "error" in report:
+            print(f"{mesh}: failed: {report['error']}", flush=True)
+            status = 1
+            continue
+        sent = Counter({Sent(*each): count for *each, count in report["collectives"]})
+        expected = expected_of_llama(
+            config,
+            num_layers=options.layers,
+            num_tokens=options.tokens,
+            num_context=NUM_CONTEXT,
+            num_shards=TENSOR[chip],
+            joins_sums=chip in _CARDS,
+        )
+        print(
+            f"{mesh}: {report['aliased_arrays']} of {report['page_arrays']} page arrays aliased, "
+            f"{report['page_copies']} copied, {report['temp_bytes'] / 2**20:.1f} MiB of temporaries"
+        )
+        print("\n".join(table(sent, expected)), flush=True)
+        status |= sent != expected or not is_in_place(report)
+    return int(status)
+
+
+def _release(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""What a step of a mesh sends is read off its module, and compared with what the mesh makes necessary."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from scripts.aot.collectives import Sent, bytes_over, collectives, expected_of_llama
+from scripts.compile_mesh_steps import main, table
+from tests.scripts.needs_libtpu import needs_libtpu
+
+MESH = {"context": 2, "tensor": 2}
+MODULE = """
+  %pmax.1 = f32[256,16]{0,1:T(8,128)S(1)} all-reduce(%x), channel_id=1, replica_groups=mesh['context'=2,'tensor'=2] {'context'}, use_global_device_ids=true
+  %sums = (f32[256,16,128]{2,0,1:T(8,128)}, f32[256,16]{0,1}) all-reduce(%y, %z), replica_groups={{0,2},{1,3}}, to_apply=%add
+  ROOT %all-reduce.8 = bf16[256,4096]{1,0:T(8,128)(2,1)S(1)} all-reduce-start(%w), replica_groups=mesh['axis_0'=2,'axis_1'=2] {'axis_1'}, to_apply=%add
+  %starts = ((f32[256,16]{1,0:T(8,128)}, f32[2]{0}), (f32[256,16]{1,0:T(8,128)}, f32[2]{0})) all-reduce-start(%v, %u), replica_groups={{0,2},{1,3}}
+  %done = bf16[256,4096]{1,0} all-reduce-done(%all-reduce.8)
+  %use = f32[256,16]{0,1} fusion(%pmax.1), metadata={op_name="all-reduce(x)"}
+"""  # noqa: E501
+SENT = Counter(
+    {
+        Sent("all-reduce", "context", "f32[256,16]"): 3,
+        Sent("all-reduce", "context", "f32[2]"): 1,
+        Sent("all-reduce", "context", "f32[256,16,128]"): 1,
+        Sent("all-reduce", "tensor", "bf16[256,4096]"): 1,
+    }
+)
+LLAMA = {"num_attention_heads": 32, "hidden_size": 4096}
+
+
+def test_arrays_are_counted_by_opcode_and_axis() -> None:
+    """A start's operands do not count beside its results, nor an end beside its start, nor a collective's bare name."""
+    assert collectives(MODULE, MESH) == SENT
+
+
+def test_a_layer_sends_its_softmax_states_over_context_and_its_sums_over_tensor() -> None:
+    """Two layers: maximum, weights and values of 16 heads; then o_proj's and down_proj's rows."""
+    sent = expected_of_llama(LLAMA, num_layers=2, num_tokens=256, num_context=2, num_shards=2)
+    assert bytes_over(sent, "context") == 2 * (2 * 256 * 16 + 256 * 16 * 128) * 4
+    assert bytes_over(sent, "tensor") == 2 * 2 * 256 * 4096 * 2
+    joined = expected_of_llama(LLAMA, num_layers=2, num_tokens=256, num_context=2, num_shards=2, joins_sums=True)
+    assert [bytes_over(joined, axis) for axis in MESH] == [bytes_over(sent, axis) for axis in MESH]
+    assert not expected_of_llama(LLAMA, num_layers=2, num_tokens=256, num_context=1, num_shards=1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "axis"),
+    [
+        ("{{0,1},{2,3}}", "tensor"),
+        ("{{3,1},{0,2}}", "context"),
+        ("[2,2]<=[4]", "tensor"),
+        ("[2,2]<=[2,2]T(1,0)", "context"),
+        ("{{0,1,2,3}}", "context+tensor"),
+        ("mesh['a'=4] {'a'}", "context+tensor"),
+        ("mesh['a'=2,'b'=2] {'a','b'}", "context+tensor"),
+        ("{{0,3},{1,2}}", "{{0,3},{1,2}}"),
+        ("mesh['a'=8]:(1) {'a':(1)2}", "mesh['a'=8]:(1) {'a':(1)2}"),
+    ],
+)
+def test_groups_are_named_by_their_axis(groups: str, axis: str) -> None:
+    """Groups that lie along no axis keep what the module says of them, so no formula has them."""
+    line = f"  %a = f32[8]{{0}} all-gather(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
+    assert collectives(line, MESH) == Counter([Sent("all-gather", axis, "f32[8]")])
+
+
+def test_pairs_and_scalars_are_told_too() -> None:
+    line = "  %p = pred[] collective-permute(%x), channel_id=1, source_target_pairs={{0,2},{2,0}}, metadata={}"
+    (sent,) = collectives(line, MESH)
+    assert sent == Sent("collective-permute", "{{0,2},{2,0}}", "pred[]")
+    assert sent.num_bytes == 1
+
+
+def test_what_the_formula_lacks_is_marked() -> None:
+    surplus = Counter([Sent("all-gather", "tensor", "f32[4]")])
+    lines = table(SENT + surplus, SENT)
+    assert sum("expected 0" in line for line in lines) == 1
+    assert not any("expected" in line for line in table(SENT, SENT))
+
+
+@needs_libtpu
+@pytest.mark.sweep
+@pytest.mark.parametrize("chip", ["v6e", "v7x"])
+def test_a_step_of_two_axes_sends_what_it_must_in_place(chip: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--chip", chip, "--layers", "1"]) == 0, capsys.readouterr().out
