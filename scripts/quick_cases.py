@@ -4,8 +4,8 @@ Usage:   scripts/test.sh --junitxml run.xml, then python scripts/quick_cases.py 
 Flow:    seconds of every case of a whole run -> tests whose cases take long together -> how many cases are kept
 
 A test keeps one case in `--share`, at least one; cases are spread evenly over their order. Tests that are named in
-`WHOLE` keep all, those in `SWEPT` none: they are long, and a shorter test fails too where most of their faults are.
-`pytest -m sweep` runs the others.
+`WHOLE` keep all, in `SHARES` one in so many, out of step with the levels of their parameters, in `SWEPT` none: those are
+long, and a shorter test fails too where most of their faults are. `pytest -m sweep` runs the others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from pathlib import Path
 OUT = Path(__file__).parent.parent / "tests" / "quick_cases.json"
 # By the beginning of a node id: cases that are cheap one by one and are the law: every pool size, every block of code.
 WHOLE = ("tests/core/", "tests/replay/", "tests/test_docs.py")
+SHARES = {
+    "tests/core/manager/test_fork.py::test_everyone_reads_back_its_own_tokens": 3,
+    "tests/core/manager/test_step_planner.py::test_a_planned_step_equals_its_calls": 2,
+    "tests/core/save/test_manager_state.py::test_restored_and_continued_equals_continued": 2,
+    "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces": 3,
+}
 RAGGED, LATENT, SPARSE = (f"tests/pallas_kernels/{op}_attention" for op in ("ragged_paged", "mla_paged", "sparse_mla"))
 SWEPT = (
     f"{RAGGED}/test_kernel_gpu.py::test_a_scale_of_keys_may_be_negative",
@@ -63,7 +69,15 @@ def kept_cases(seconds: dict[str, list[float]], least_seconds: float, share: int
         for test, cases in seconds.items()
         if len(cases) > 1 and sum(cases) >= least_seconds and not test.startswith(WHOLE)
     }
-    return dict(sorted({**kept, **dict.fromkeys(SWEPT, 0)}.items()))
+    kept |= {test: _out_of_step(len(seconds[test]), own) for test, own in SHARES.items() if test in seconds}
+    kept |= {test: 0 for test in SWEPT if test in seconds}
+    return dict(sorted(kept.items()))
+
+
+def _out_of_step(num_cases: int, share: int) -> int:
+    """One case in `share`, and one more where these would stand a whole number apart, perhaps all of one level."""
+    count = math.ceil(num_cases / share)
+    return count + (num_cases % count == 0)
 
 
 def main() -> None:

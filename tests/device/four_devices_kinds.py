@@ -41,7 +41,7 @@ def shards(pages: KVPages) -> set[tuple[int, ...]]:
     [
         ("latent", "cpu"),
         pytest.param("latent", "tpu", marks=pytest.mark.sweep),
-        ("compressed", "cpu"),
+        pytest.param("compressed", "cpu", marks=pytest.mark.sweep),
         pytest.param("compressed", "tpu", marks=pytest.mark.sweep),
         ("kv", "cpu"),
     ],
