@@ -4,8 +4,8 @@ Usage:   scripts/test.sh --junitxml run.xml, then python scripts/quick_cases.py 
 Flow:    seconds of every case of a whole run -> tests whose cases take long together -> how many cases are kept
 
 A test keeps one case in `--share`, at least one; cases are spread evenly over their order. Tests that are named in
-`WHOLE` keep all, in `SHARES` one in so many, out of step with the levels of their parameters, in `SWEPT` none: those are
-long, and a shorter test fails too where most of their faults are. `pytest -m sweep` runs the others.
+`WHOLE` keep all, in `SHARES` one in so many, out of step with the levels of their parameters, in `SWEPT` none: those
+are long, and a shorter test fails too where most of their faults are. `pytest -m sweep` runs the others.
 """
 
 from __future__ import annotations
