@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layouts import KV_CACHE_DTYPES
+from pallas_kernels.layouts import KV_CACHE_DTYPES, tokens_per_row
 
 
 def check_array(op: str, name: str, array: Any, shape: Sequence[int | None], axes: str) -> None:
@@ -131,6 +131,12 @@ def resolve_kv_heads(op: str, pages: Sequence[jax.Array], num_kv_heads: int | No
             f"got {num_kv_heads}; state it, since packing pads the heads"
         )
     return num_kv_heads
+
+
+def page_tokens(pages: Sequence[Any], num_kv_heads: int) -> int:
+    """Tokens of a page of one of the attention layouts, with `num_kv_heads` heads on this device."""
+    rows = int(pages[0].shape[1])
+    return rows if len(pages) == 2 else rows * tokens_per_row(num_kv_heads, pages[0].shape[3])
 
 
 def concrete(*arrays: Any) -> list[np.ndarray] | None:

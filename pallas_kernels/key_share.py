@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import checks
 
@@ -34,15 +35,35 @@ class KeyShare:
         """Where in its sequence the rank's token number `slot` stands; ints or int32 arrays."""
         if self.interleave == 1:
             return slot * self.size + self.rank
-        run = slot // self.interleave
-        return (run * self.size + self.rank) * self.interleave + slot % self.interleave
+        run = _quotient(slot, self.interleave)
+        return slot + (run * (self.size - 1) + self.rank) * self.interleave
+
+    def count(self, end: Any) -> Any:
+        """How many of the first `end` tokens of a sequence the rank has; ints or int32 arrays.
+
+        Its tokens in `[lower, upper]` are thus its numbers `count(lower)` to `count(upper + 1) - 1`.
+        """
+        if self.interleave == 1:
+            return _quotient(end - self.rank + self.size - 1, self.size)
+        turn = self.size * self.interleave
+        whole = _quotient(end, turn)
+        rest = jnp.clip(end - whole * turn - self.rank * self.interleave, 0, self.interleave)
+        return whole * self.interleave + rest
+
+    @property
+    def is_even(self) -> bool:
+        """Whether `count` divides by powers of two alone."""
+        return not (self.size & (self.size - 1) or self.interleave & (self.interleave - 1))
 
     @classmethod
-    def of_options(cls, op: str, rank: Any, size: int, interleave: int, page_size: int) -> KeyShare | None:
+    def of_options(
+        cls, op: str, rank: Any, size: int, interleave: int, page_size: int, sinks: Any = None
+    ) -> KeyShare | None:
         """What an op's options say; None where the pages hold whole sequences.
 
         Raises:
-            ValueError: there is no such rank, where it is known, or runs of tokens do not fill pages.
+            ValueError: there is no such rank, where it is known, or runs of tokens do not fill pages; or there are
+                sinks, which every rank would count.
         """
         checks.check_at_least(op, "context_size", size, 1)
         checks.check_at_least(op, "context_interleave", interleave, 1)
@@ -53,4 +74,14 @@ class KeyShare:
             raise ValueError(
                 f"{op}: expected context_interleave to divide the page_size of {page_size}, got {interleave}"
             )
+        if size > 1 and sinks is not None:
+            raise ValueError(
+                f"{op}: expected no sinks with context_size {size}: give them to merge_states, once for all"
+            )
         return None if size == 1 else cls(rank, size, interleave)
+
+
+def _quotient(number: Any, divisor: int) -> Any:
+    """Rounded down; a shift where the divisor is a power of two."""
+    is_power = divisor & (divisor - 1) == 0
+    return number >> (divisor.bit_length() - 1) if is_power else number // divisor

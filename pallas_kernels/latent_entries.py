@@ -49,6 +49,9 @@ class EntryFormat(Protocol):
     def decode(self, rows: jax.Array, dim: int) -> jax.Array:
         """float32[..., dim] of states [..., width]."""
 
+    def factored(self, rows: jax.Array, dim: int) -> tuple[jax.Array, jax.Array | None]:
+        """(numbers [..., dim], scale float32[...] that each vector is to be multiplied with, or None) of states."""
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -69,6 +72,10 @@ class Plain:
     def decode(self, rows: jax.Array, dim: int) -> jax.Array:
         """The vectors in float32."""
         return rows.astype(jnp.float32)
+
+    def factored(self, rows: jax.Array, dim: int) -> tuple[jax.Array, None]:
+        """The vectors as they are."""
+        return rows, None
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,10 @@ class LatentFp8:
         numbers = (numbers * _power_of_two(exponent)[..., None]).reshape(nope.shape)
         return jnp.concatenate([numbers, _values(rope, _BFLOAT16).astype(jnp.float32)], axis=-1)
 
+    def factored(self, rows: jax.Array, dim: int) -> tuple[jax.Array, None]:
+        """The vectors in float32: no scale is that of a whole vector."""
+        return self.decode(rows, dim), None
+
 
 @dataclass(frozen=True)
 class IndexFp8:
@@ -140,7 +151,12 @@ class IndexFp8:
 
     def decode(self, rows: jax.Array, dim: int) -> jax.Array:
         """Numbers times the scale."""
-        return _values(rows[..., :dim], _FP8).astype(jnp.float32) * _values(rows[..., dim : dim + 4], _FLOAT32)
+        numbers, scale = self.factored(rows, dim)
+        return numbers.astype(jnp.float32) * scale[..., None]
+
+    def factored(self, rows: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+        """Numbers in e4m3, and the scale."""
+        return _values(rows[..., :dim], _FP8), _values(rows[..., dim : dim + 4], _FLOAT32)[..., 0]
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import checks
 from pallas_kernels.key_share import KeyShare
-from pallas_kernels.kv_write.reference import stored
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.layouts import KV_CACHE_DTYPES
-from pallas_kernels.ragged_paged_attention.mask import PageRun
-from pallas_kernels.ragged_paged_attention.paged_tiles import KVTile, locate
+from pallas_kernels.mask import PageRun
+from pallas_kernels.paged_tiles import KVTile, locate
+from pallas_kernels.stored_numbers import stored
 
 _CLIP = "promise_in_bounds"
 

@@ -5,12 +5,14 @@ Source:  TPU: the packed pages of ragged paged attention v3 (vllm-project/tpu-in
 
 Pure Python: no jax, no numpy, so that the host core and the planner may import it. Dtypes are names
 ("bfloat16", "float8_e4m3fn"). A *slot* is one token's place: `slot = page * page_size + offset`; every layout
-addresses a token as `array[slot // page_size, slot % page_size]`.
+but those marked + address a token as `array[slot // page_size, slot % page_size]`.
 
     split    K: [pages, page_size, num_kv_heads, head_dim]       V: [pages, page_size, num_kv_heads, head_dim_v]
     packed   [pages, page_size, ceil(2 * num_kv_heads / packing), packing, ceil128(head_dim)], packing = 32 / bits;
              row 2h of the flattened head axis is K of head h, row 2h + 1 its V; padding rows and lanes are zero
-    latent   [pages, page_size, head_dim]; on TPU [pages, ceil(page_size / packing), packing, ceil128(head_dim)], where
+    packed+  where a device has one KV head of 8 bits: [pages, page_size / 2, num_kv_heads, 4, ceil128(head_dim)]; words
+             [i, h] of a page hold K of token 2i, V of 2i, K of 2i + 1, V of 2i + 1 of head h
+    latent   [pages, page_size, head_dim]; on TPU+ [pages, ceil(page_size / packing), packing, ceil128(head_dim)], where
              state s of a page is at [s // packing, s % packing]
     recurrent  [pages, *shape] for each array of a state, one state a page
 """
@@ -59,6 +61,11 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def tokens_per_row(num_kv_heads: int, packing: int) -> int:
+    """Tokens of one device's packed pages that share a row of words of `packing` numbers each."""
+    return max(1, packing // (2 * num_kv_heads))
+
+
 @dataclass(frozen=True)
 class ArrayLayout:
     """One array of a page column, without its leading page axis."""
@@ -96,6 +103,11 @@ class PageLayout:
         """One whose pages lie so: "tpu" where numbers are packed into words, else "cpu"."""
         return "tpu" if any(PACK_AXIS in array.axes for array in self.arrays) else "cpu"
 
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens of a page that share a row of words; 1 where pages are not packed."""
+        return self.page_size // self.arrays[0].page_shape[0] if self.kind == "packed" else 1
+
 
 def attention_layout(
     *,
@@ -105,12 +117,16 @@ def attention_layout(
     dtype: str,
     platform: str = "cpu",
     head_dim_v: int | None = None,
+    num_shards: int = 1,
 ) -> PageLayout:
     """Layout of a K and V cache on `platform` ("cpu", "gpu" or "tpu").
 
+    `num_shards`: devices that the KV heads split over; the layout is that of all of them together.
+
     Raises:
         ValueError: a size is not positive, or the dtype or platform is unknown.
-        NotImplementedError: K and V dimensions differ on TPU, whose rows hold both.
+        NotImplementedError: on TPU, K and V dimensions differ, whose rows hold both, or an odd page would end within a
+            row of two tokens.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     sizes = {
@@ -118,6 +134,7 @@ def attention_layout(
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
         "page_size": page_size,
+        "num_shards": num_shards,
     }
     for name, value in sizes.items():
         if value < 1:
@@ -132,7 +149,17 @@ def attention_layout(
         if head_dim_v != head_dim:
             raise NotImplementedError(f"TPU pages need equal K and V dimensions, got {head_dim} and {head_dim_v}")
         packing = TPU_WORD_BITS // bits
-        shape = (page_size, cdiv(2 * num_kv_heads, packing), packing, cdiv(head_dim, TPU_LANES) * TPU_LANES)
+        rows, lanes = cdiv(2 * num_kv_heads, packing), cdiv(head_dim, TPU_LANES) * TPU_LANES
+        own_heads = num_kv_heads // num_shards if num_kv_heads % num_shards == 0 else num_kv_heads
+        tokens = tokens_per_row(own_heads, packing)
+        if tokens > 1:
+            rows = num_kv_heads // own_heads
+        if page_size % tokens:
+            raise NotImplementedError(
+                f"TPU pages of one KV head of {dtype} hold {tokens} tokens a row of words: expected a page_size that "
+                f"is a multiple of {tokens}, got {page_size}"
+            )
+        shape = (page_size // tokens, rows, packing, lanes)
         axes4 = (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
         return PageLayout("packed", page_size, (ArrayLayout("kv", shape, dtype, axes4),))
     raise ValueError(f"expected platform 'cpu', 'gpu' or 'tpu', got {platform!r}")

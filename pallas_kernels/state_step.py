@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.schedule import Batch
 from pallas_kernels.token_places import TokenPlaces
 
 

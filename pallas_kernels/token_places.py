@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.schedule import Batch
 
 # A tree of arrays [tokens, ...].
 ByToken = Any

@@ -3,9 +3,10 @@
     python scripts/compile_mesh_steps.py                    v6e 2x2 and v7x 2x2, about a minute
     python scripts/compile_mesh_steps.py --chip h100        four cards of one host, with jax's CUDA plugin
 
-The first layers of Llama 3 8B, tokens of pages over two context ranks, heads over the other axis. Each step compiles in
-a process of its own (`scripts/tpu_aot/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit status: 0, or 1 where a
-step does not compile, pages are copied or not aliased, or arrays are sent other than `scripts/aot/collectives.py` says.
+The first layers of Llama 3 8B, or of another `--model`: tokens of pages over two context ranks, heads over the other
+axis. Each step compiles in a process of its own (`scripts/tpu_aot/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit
+status: 0, or 1 where a step does not compile, pages are copied or not aliased, or arrays are sent other than
+`scripts/aot/collectives.py` says.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.aot.collectives import Sent, bytes_over, expected_of_llama
+from scripts.aot.collectives import Sent, bytes_over, expected_of
 from scripts.tpu_aot.chips import ENVIRONMENT
 from scripts.tpu_aot.compiler import ROOT
 
-MODEL = "llama-3-8b"
+MODELS = ("llama-3-8b", "gemma-3-27b", "deepseek-v3", "qwen3-next-80b-a3b")
 NUM_CONTEXT = 2
 TENSOR = {"v6e": 2, "v7x": 4, "h100": 2, "h200": 2}  # a chip of v7x is two devices
 _CARDS = ("h100", "h200")
@@ -35,7 +36,15 @@ _GPU_FLAGS = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # which wants a card
 
 def compile_step(chip: str, options: argparse.Namespace) -> dict[str, Any]:
     """The report of the step, or what went wrong."""
-    command = [sys.executable, "-m", "scripts.tpu_aot.engine_step", chip, MODEL, "--layers", str(options.layers)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.tpu_aot.engine_step",
+        chip,
+        options.model,
+        "--layers",
+        str(options.layers),
+    ]
     command += ["--tokens", str(options.tokens), "--shards", str(TENSOR[chip]), "--context", str(NUM_CONTEXT)]
     environment = os.environ | ENVIRONMENT | (_GPU_FLAGS if chip in _CARDS else {})
     try:
@@ -64,19 +73,19 @@ def table(sent: Counter[Sent], expected: Counter[Sent]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0, or 1 where a step is not in place or sends what it need not."""
-    from scripts.tpu_aot.engine_step import MODELS, is_in_place
+    from scripts.tpu_aot import engine_step
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", action="append", choices=sorted(TENSOR), help="repeatable; default: v6e and v7x")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--layers", type=int, default=2, help="of the model")
     parser.add_argument("--tokens", type=int, default=256, help="of the step; 8: each of eight sequences decodes")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one step")
     options = parser.parse_args(arguments)
-    config = json.loads((MODELS / f"{MODEL}.json").read_text())
+    config = json.loads((engine_step.MODELS / f"{options.model}.json").read_text())
     status = 0
-    print(
-        f"libtpu {_release('libtpu')}, jax {version('jax')}, {MODEL}, {options.layers} layers, {options.tokens} tokens"
-    )
+    releases = f"libtpu {_release('libtpu')}, jax {version('jax')}"
+    print(f"{releases}, {options.model}, {options.layers} layers, {options.tokens} tokens")
     for chip in options.chip or ["v6e", "v7x"]:
         report = compile_step(chip, options)
         mesh = f"{chip}, context {NUM_CONTEXT} x tensor {TENSOR[chip]}"
@@ -85,7 +94,7 @@ def main(arguments: list[str]) -> int:
             status = 1
             continue
         sent = Counter({Sent(*each): count for *each, count in report["collectives"]})
-        expected = expected_of_llama(
+        expected = expected_of(
             config,
             num_layers=options.layers,
             num_tokens=options.tokens,
@@ -98,7 +107,7 @@ def main(arguments: list[str]) -> int:
             f"{report['page_copies']} copied, {report['temp_bytes'] / 2**20:.1f} MiB of temporaries"
         )
         print("\n".join(table(sent, expected)), flush=True)
-        status |= sent != expected or not is_in_place(report)
+        status |= sent != expected or not engine_step.is_in_place(report)
     return int(status)
 
 

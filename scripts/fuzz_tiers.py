@@ -4,7 +4,8 @@ Flow:    tests.tiers.tiered_world -> [fuzz_tiers] -> a line per setup; exits 1 w
 Usage:   python scripts/fuzz_tiers.py --faults 10000
 
 After each step every page that a request attends is compared with what it should hold, and the laws of manager, host
-and loads are checked; at the end no block and no slot is held.
+and loads are checked; at the end no block and no slot is held. Half of the worlds have two data ranks over one host and
+one disk.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,18 +37,24 @@ def main() -> int:
     seed = args.seed
     while sum(totals.values()) < args.faults:
         for name, groups in SETUPS.items():
-            write_through = seed % 2 == 1
-            world = TieredWorld(groups, seed, write_through=write_through, fault_rate=0.15)
+            write_through, num_ranks = seed % 2 == 1, 1 + seed // 2 % 2
+            options: dict[str, Any] = {"write_through": write_through, "fault_rate": 0.15}
+            world = TieredWorld(groups, seed, **options)
+            for _ in range(1, num_ranks):
+                TieredWorld(groups, seed, first=world, **options)
             try:
                 for _ in range(STEPS):
                     world.step()
                     world.check_invariants()
                 world.drain()
             except AssertionError as error:
-                print(f"seed {seed}, {name}, write_through={write_through}: {error}")
+                print(f"seed {seed}, {name}, write_through={write_through}, {num_ranks} ranks: {error}")
                 return 1
             totals.update(world.faults)
-            counts.update(worlds=1, requests=world.num_made, loaded=world.num_loaded, failed=world.num_failed)
+            counts.update(worlds=1)
+            for one in world.worker.worlds:
+                made = {"requests": one.num_made, "loaded": one.num_loaded, "failed": one.num_failed}
+                counts.update(made, foreign_pages=one.num_foreign)
         seed += 1
     seconds = time.perf_counter() - start
     planted = ", ".join(f"{fault} {count:,}" for fault, count in sorted(totals.items()))

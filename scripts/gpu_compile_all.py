@@ -77,6 +77,8 @@ LAYERS = (
     "op=mla heads=16 page=64 sinks=1 scan=0",
     "op=sparse heads=64 page=64 sinks=1 scan=0",
     "op=sparse heads=64 page=64 sinks=1",
+    "op=sparse heads=64 page=64 sinks=1 fp8=1 scan=0",
+    "op=sparse heads=64 page=64 sinks=1 fp8=1",
     "op=sparse heads=64 page=64 ratio=128",
     "op=sparse heads=64 page=64 ratio=0",
 )
@@ -92,7 +94,7 @@ ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
     ("mla", "window=", "mla_"): 160,
     ("mla", "dtype=float8", "mla_"): 1284,
     ("mla", "dtype=int8", "mla_"): 1264,
-    ("sparse", "", "sparse_mla_"): 364,
+    ("sparse", "", "sparse_mla_"): 380,
 }
 
 

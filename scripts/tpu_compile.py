@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from scripts.aot.cases import parse_case
 from scripts.tpu_aot.bundles import Loop
 from scripts.tpu_aot.chips import CHIPS, prepare_environment

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pallas_kernels.mosaic_gpu import NUM_SMS
+from pallas_kernels.gpu.mosaic import NUM_SMS
 from pallas_kernels.ragged_paged_attention.kernel_gpu import Tuning
 from pallas_kernels.ragged_paged_attention.tuning import FOLDER
 from pallas_kernels.tuned import Sizes

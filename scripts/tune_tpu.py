@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pallas_kernels.mosaic import LANES
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries
 from pallas_kernels.ragged_paged_attention.tuning import FOLDER
+from pallas_kernels.tpu.mosaic import LANES
 from pallas_kernels.tuned import Sizes
 from scripts.kernel_tuning.cases import Case, candidates
 from scripts.kernel_tuning.choice import Record, as_json, write_tuned

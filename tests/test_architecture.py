@@ -170,6 +170,26 @@ def test_modules_of_the_core_import_each_other_in_no_circle() -> None:
     order.prepare()  # raises CycleError
 
 
+# What an op of pallas_kernels imports of other ops. All else that several ops share stands beside them.
+OPS_BELOW = {
+    "compressor_update": ("kv_write",),
+    "mla_paged_attention": ("latent_write", "ragged_paged_attention.reference"),
+    "ragged_paged_attention": ("kv_write",),
+    "sparse_mla_attention": ("latent_write",),
+}
+OPS = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py")}
+KERNEL_MODULES = [path for path in MODULES if path.is_relative_to(ROOT / "pallas_kernels")]
+
+
+@pytest.mark.parametrize("path", KERNEL_MODULES, ids=module_name)
+def test_what_ops_share_knows_no_op_and_an_op_few_others(path: Path) -> None:
+    own = path.relative_to(ROOT / "pallas_kernels").parts[0]
+    allowed = tuple(f"pallas_kernels.{name}" for name in (own, *OPS_BELOW.get(own, ())))
+    for imported in imports_of(path):
+        if within(imported, tuple(f"pallas_kernels.{op}" for op in OPS)):
+            assert within(imported, allowed), f"{module_name(path)} imports {imported}, expected one of {allowed}"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_every_module_says_what_it_is(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text()))

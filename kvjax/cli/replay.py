@@ -1,6 +1,6 @@
 """`kvjax replay`: a trace or a generated workload through the real cache managers, without a model.
 
-Flow:    arguments -> [run] -> kvjax.replay.run_replay -> text, JSON, plots
+Flow:    arguments -> [run] -> kvjax.replay.run_replay -> text, JSON, plots; of several replicas: replay_replicas
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvjax.cli.replay_arguments import (
     trace_of,
 )
 from kvjax.cli.replay_calls import make_calls
+from kvjax.cli.replay_replicas import add_replica_arguments, run_replicas, wants_replicas
 from kvjax.errors import ConfigError
 from kvjax.replay import ReplayConfig, result_json, result_text, run_replay, write_trace
 
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--write", type=output_file, metavar="FILE", help="write the workload as a trace and stop")
     add_cache_arguments(parser.add_argument_group("cache"))
     add_tier_arguments(parser.add_argument_group("tiers beyond the cache"))
+    add_replica_arguments(parser.add_argument_group("several replicas"))
     batching = parser.add_argument_group("continuous batching in virtual time")
     batching.add_argument(
         "--serial", action="store_true", help="instead: look up, allocate and free one request at a time"
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         TraceError: a bad line of the trace.
-        ConfigError: neither or both of a trace and --generate, or a bad model.
+        ConfigError: neither or both of a trace and --generate, options that contradict one another, or a bad model.
         MemoryBudgetError: the cache does not hold the longest request.
         MissingExtraError: --plot without matplotlib.
         CallLogError: --calls with a file of none, or an answer that differs.
@@ -75,11 +77,14 @@ def run(args: argparse.Namespace) -> int:
         if args.trace is not None or args.generate is not None:
             raise ConfigError("expected --calls without a TRACE or --generate, got both: a record has its own requests")
         return make_calls(args.calls, with_progress=not args.no_progress)
+    over_replicas = wants_replicas(args)
     trace = trace_of(args)
     if args.write is not None:
         write_trace(trace, args.write)
         print(f"wrote {len(trace):,} requests, {sum(r.input_length for r in trace):,} prompt tokens, to {args.write}")
         return 0
+    if over_replicas:
+        return run_replicas(args, trace, _source(args))
     if args.plot is not None:
         require_matplotlib("--plot")  # before minutes of work
     config = replace(

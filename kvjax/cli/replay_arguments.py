@@ -164,8 +164,14 @@ def trace_of(args: argparse.Namespace) -> Sequence[TraceRequest]:
 
 
 def tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:
-    """What lies beyond the cache; None: nothing."""
+    """What lies beyond the cache; None: nothing.
+
+    Raises:
+        ConfigError: blocks that are to be written to nothing.
+    """
     if not args.host_memory and not args.disk_memory:
+        if args.write_through:
+            raise ConfigError("expected --host-memory or --disk-memory BYTES with --write-through, got neither")
         return None
     return ReplayTierConfig(
         host_bytes=args.host_memory or 0,

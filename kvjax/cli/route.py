@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 
 from kvjax.cli.arguments import positive_int
 from kvjax.cli.interrupts import INTERRUPTED, interruptible
@@ -15,10 +16,12 @@ from kvjax.cli.progress import progress
 from kvjax.cli.replay_arguments import (
     add_cache_arguments,
     add_speed_arguments,
+    add_tier_arguments,
     add_workload_arguments,
     config_of,
     trace_of,
 )
+from kvjax.cli.replay_replicas import add_shared_disk_argument, shared_tiers_of
 from kvjax.replay import fleet_json, fleet_text, run_fleet
 from kvjax.routing import ROUTERS
 
@@ -40,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_workload_arguments(parser.add_argument_group("workload"))
     add_cache_arguments(parser.add_argument_group("cache of a replica"))
+    tiers = parser.add_argument_group("tiers beyond the cache of a replica")
+    add_tier_arguments(tiers)
+    add_shared_disk_argument(tiers)
     add_speed_arguments(parser.add_argument_group("speed of a replica"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=output_file, metavar="FILE", help="write the results as JSON")
@@ -51,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         TraceError: a bad line of the trace.
-        ConfigError: neither or both of a trace and --generate, or a bad model.
+        ConfigError: neither or both of a trace and --generate, a shared disk without a size, or a bad model.
         MemoryBudgetError: the cache does not hold the longest request.
     """
-    trace, config = trace_of(args), config_of(args)
+    trace, config = trace_of(args), replace(config_of(args), tiers=shared_tiers_of(args))
     routers = list(dict.fromkeys(args.router or ROUTERS))
     results = []
     with (

@@ -107,8 +107,8 @@ class KVCacheSpec(abc.ABC):
         """Tokens that one entry of a page stands for; more than 1 in compressed caches."""
 
     @abc.abstractmethod
-    def page_layout(self, platform: str) -> PageLayout:
-        """Arrays that hold one layer's pages on `platform` ("cpu", "gpu" or "tpu")."""
+    def page_layout(self, platform: str, num_shards: int = 1) -> PageLayout:
+        """Arrays that hold one layer's pages on `platform` ("cpu", "gpu" or "tpu"), heads over `num_shards` devices."""
 
     @abc.abstractmethod
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:
@@ -165,8 +165,8 @@ class AttentionSpec(KVCacheSpec):
         dims = self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
         return self.block_size * self.num_kv_heads * dims * dtype_bits(self.dtype) // 8
 
-    def page_layout(self, platform: str) -> PageLayout:
-        """Arrays that hold one layer's pages on `platform`."""
+    def page_layout(self, platform: str, num_shards: int = 1) -> PageLayout:
+        """Arrays that hold one layer's pages on `platform`, KV heads over `num_shards` devices."""
         return attention_layout(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_size,
@@ -174,6 +174,7 @@ class AttentionSpec(KVCacheSpec):
             page_size=self.block_size,
             dtype=self.dtype,
             platform=platform,
+            num_shards=num_shards,
         )
 
 

@@ -102,8 +102,8 @@ class Buckets:
         """At most `max_buckets` shapes; a step of at most these limits fits the last, the largest.
 
         `num_drafts`: the most drafts of a request in a step. Every shape has rows of logits for so many, but for
-        decode steps in which nobody has a draft. `decode_apart`: decode steps have buckets that are not mixed, as GPU
-        kernels want it.
+        decode steps in which nobody has a draft. `decode_apart`: decode steps have buckets that are not mixed, for
+        attention that then compiles to no prefill.
 
         Raises:
             ValueError: a limit is below 1, or `num_drafts` below 0.

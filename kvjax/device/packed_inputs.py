@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+_SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 OWN_BYTES = 1 << 16  # arrays from here on go by themselves: to copy so many bytes takes as long as to pass an array
 
 # The tree, and shape and dtype of each array: all that a layout depends on.
@@ -88,7 +90,7 @@ def is_packed(size: int, dtype: np.dtype) -> bool:
 def shapes_of(tree: Any) -> tuple[list[np.ndarray], Shapes]:
     """The numpy arrays of `tree`, and what their layout depends on."""
     leaves, structure = jax.tree.flatten(tree)
-    return leaves, (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+    return leaves, (structure, tuple(map(_SHAPE_AND_DTYPE, leaves)))
 
 
 def _as_int32(leaf: np.ndarray) -> np.ndarray:  # int32[size]

@@ -73,7 +73,7 @@ def check_columns(kv_cache_config: KVCacheConfig, placement: Placement) -> None:
             )
         for place, (name, layout) in enumerate(zip(group.layer_names, columns, strict=False)):
             spec = group.spec_of(place)
-            wanted = spec.page_layout(layout.platform)
+            wanted = spec.page_layout(layout.platform, placement.num_shards)
             if layout != wanted:
                 raise ValueError(f"layer {name!r}: expected pages of {wanted}, got {layout}")
             placement.check_heads(spec, layout)

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from kvjax.core.spec import KVCacheSpec
 from kvjax.device.context_ranks import ContextRanks
-from pallas_kernels.layouts import HEAD_AXIS, PAGE_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout
+from pallas_kernels.layouts import HEAD_AXIS, PAGE_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout, tokens_per_row
 
 TENSOR_AXIS = "tensor"
 CONTEXT_AXIS = "context"
@@ -179,7 +179,9 @@ class Placement:
         for array in layout.arrays:
             rows = array.page_shape[array.axes.index(HEAD_AXIS)]
             packing = array.page_shape[2] if layout.kind == "packed" else 1
-            if layout.kind == "packed" and (rows % shards or rows // shards * packing != 2 * heads // shards):
+            tokens = tokens_per_row(heads // shards, packing)
+            is_split = rows % shards == 0 and rows // shards * packing == 2 * heads // shards * tokens
+            if layout.kind == "packed" and (layout.tokens_per_row != tokens or not is_split):
                 raise ValueError(
                     f"{heads} KV heads of {array.dtype} pack {packing} rows a word and do not split over "
                     f"{shards} devices; {remedy}"

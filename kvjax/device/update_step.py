@@ -392,7 +392,10 @@ class UpdateStep:
         if previous.shape != wanted:
             raise ValueError(f"expected previous tokens of shape {wanted}, got {previous.shape}")
         rows = batch.logits_indices.shape[0]
-        return batch, jax.tree.map(lambda x: _padded_rows(x, rows), sampling), previous, embeds, sampler_state
+        leaves, tree = jax.tree.flatten(sampling)
+        if not all(_is_taken_as_it_is(leaf, rows) for leaf in leaves):
+            sampling = jax.tree.unflatten(tree, [_padded_rows(leaf, rows) for leaf in leaves])
+        return batch, sampling, previous, embeds, sampler_state
 
 
 def make_update_step(
@@ -464,10 +467,15 @@ def _joined(*parts: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
+def _is_taken_as_it_is(values: Any, num_rows: int) -> bool:
+    """Whether an array has `num_rows` rows and packing copies it."""
+    return isinstance(values, np.ndarray) and len(values) == num_rows and is_packed(values.size, values.dtype)
+
+
 def _padded_rows(values: np.ndarray, num_rows: int) -> np.ndarray:
     """`values` with zeros after its rows up to `num_rows`; a fresh copy, unless packing copies it."""
     values = np.asarray(values)
-    if values.shape[0] == num_rows and is_packed(values.size, values.dtype):
+    if _is_taken_as_it_is(values, num_rows):
         return values
     if values.shape[0] > num_rows:
         raise ValueError(f"expected sampling inputs of at most {num_rows} rows, got {values.shape[0]}")

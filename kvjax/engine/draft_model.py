@@ -30,7 +30,7 @@ from kvjax.device.update_step import SampleFn
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.draft_requests import DraftRequests, DraftStep
 from kvjax.engine.engine_request import EngineRequest
-from kvjax.engine.model_runner import check_limits_of_like, free_arrays, least_block_size
+from kvjax.engine.model_runner import check_limits_of_like, decodes_apart, free_arrays, least_block_size
 from kvjax.engine.sampler import sample
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
 from kvjax.engine.speculation import Drafts, SpeculativeConfig
@@ -170,7 +170,7 @@ class DraftModel:
             max_model_len=self.plan.max_model_len,
             block_size=least_block_size(self.plan),
             max_buckets=self._config.max_buckets,
-            decode_apart=jax.default_backend() in ("cpu", "gpu"),
+            decode_apart=decodes_apart(),
         )
         return make_update_step(
             self._model.module,

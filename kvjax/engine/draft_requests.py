@@ -53,8 +53,7 @@ class _TablesAhead:
     def __init__(self, manager: KVCacheManager, num_ahead: int) -> None:
         table = manager.request_table
         self.kv_cache_config = manager.kv_cache_config
-        self.block_tables, self.reserved_blocks = manager.block_tables, manager.reserved_blocks
-        self.num_blocks, self.block_size = manager.num_blocks, manager.block_size
+        self.group_tables, self.reserved_blocks = manager.group_tables, manager.reserved_blocks
         self.take_page_copies, self.take_pages_to_zero = manager.take_page_copies, manager.take_pages_to_zero
         self.request_table = _TableAhead(
             table.token_ids,

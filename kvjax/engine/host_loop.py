@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core import KVCacheManager, StepDrafts, StepPlan
+from kvjax.core import KVCacheManager, Request, StepDrafts, StepPlan
+from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.core.step.step_builder import PickShape, build_step_plan
 from kvjax.engine.engine_request import EngineRequest, FinishReason
 from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
@@ -105,6 +106,14 @@ class HostLoop:
         self.scheduler.abort(engine_request)
         del self.requests[request_id]
         return self._result(engine_request)
+
+    def pin(self, request: Request) -> PinnedPrefix | None:
+        """As `KVCacheManager.pin`."""
+        return self.manager.pin(request)
+
+    def unpin(self, prefix: Any) -> None:  # what `pin` gave
+        """As `KVCacheManager.unpin`."""
+        self.manager.unpin(prefix)
 
     def begin_step(self) -> HostStep | None:
         """The next step, its tokens counted as computed; None: nothing can run now."""

@@ -18,6 +18,7 @@ from kvjax.core import KVCacheManager, Request
 from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.engine.draft_model import DraftModel
 from kvjax.engine.engine_core import EngineCore
+from kvjax.engine.rank_loops import RankPin
 from kvjax.engine.request_inputs import GivenInputs
 from kvjax.engine.request_maker import RequestMaker
 from kvjax.errors import EngineClosedError
@@ -46,12 +47,13 @@ class EngineLifeCycle:
             raise NotImplementedError("sleep does not work with a draft model")
         if self.is_asleep:
             return
-        manager = self._idle_manager("sleep")
+        managers = self._idle_managers("sleep")
         with self._core.changing():
             runner = self._core.runner
             if self.connector is not None:
                 runner.pages = self.connector.save_all(runner.pages)
-            manager.reset_prefix_cache()
+            for manager in managers:
+                manager.reset_prefix_cache()
             runner.release_pages()
             self.is_asleep = True
 
@@ -78,14 +80,16 @@ class EngineLifeCycle:
                 model has weights of other shapes. Nothing is changed.
         """
         Request("version", [0], weight_version=version)  # checks it
-        manager = self._idle_manager("set_weights")
+        managers = self._idle_managers("set_weights")
         if model is not None:
             self._core.runner.update_step.set_weights(model)
         with self._core.changing():
-            manager.reset_prefix_cache()
+            for manager in managers:
+                manager.reset_prefix_cache()
             if self.connector is not None:
                 self.connector.reset()
-                self.connector.scheduler.bind_kv_cache_manager(manager)
+                for rank, manager in enumerate(managers):
+                    self.connector.of_rank(rank).scheduler.bind_kv_cache_manager(manager)
             self._maker.weight_version = version
 
     def save_cache(self) -> None:
@@ -94,15 +98,17 @@ class EngineLifeCycle:
         Raises:
             ValueError: requests are unfinished, or prefixes pinned. Nothing is changed.
         """
-        self._idle_manager("save_cache")
+        self._idle_managers("save_cache")
         if self.connector is not None and not self.is_asleep:
             with self._core.changing():
                 self._core.runner.pages = self.connector.save_all(self._core.runner.pages)
 
     def pin_prompt(
         self, prompt: str | Sequence[int] | np.ndarray, *, cache_salt: str | None = None, lora_name: str | None = None
-    ) -> PinnedPrefix | None:
+    ) -> PinnedPrefix | RankPin | None:
         """Keeps what is cached of a prompt's beginning until `unpin_prompt`; None: nothing is.
+
+        Of several data ranks that which has most of it keeps it.
 
         Raises:
             ValueError: as `LLMEngine.add_request`.
@@ -110,25 +116,25 @@ class EngineLifeCycle:
         """
         given = GivenInputs(cache_salt=cache_salt, lora_name=lora_name)
         request = self._maker.make(prompt, None, "pin", given, ())[0].request
-        return self._core.loop.manager.pin(request)
+        return self._core.loop.pin(request)
 
-    def unpin_prompt(self, prefix: PinnedPrefix) -> None:
+    def unpin_prompt(self, prefix: PinnedPrefix | RankPin) -> None:
         """Lets a prefix go.
 
         Raises:
             BlockStateError: it is not pinned, or the cache was emptied since. Nothing is changed.
         """
-        self._core.loop.manager.unpin(prefix)
+        self._core.loop.unpin(prefix)
 
     def _check_awake(self) -> None:
         if self.is_asleep:
             raise EngineClosedError("the engine is asleep and has no pages; call wake() first")
 
-    def _idle_manager(self, what: str) -> KVCacheManager:
-        """The manager, once nothing is in flight.
+    def _idle_managers(self, what: str) -> tuple[KVCacheManager, ...]:
+        """The manager of each data rank, once nothing is in flight.
 
         Raises:
-            ValueError: it holds blocks.
+            ValueError: one holds blocks.
         """
         self._core.sweep()
         scheduler = self._core.loop.scheduler
@@ -136,10 +142,11 @@ class EngineLifeCycle:
             raise ValueError(f"expected {what} without requests, got {scheduler.num_unfinished} unfinished")
         while self._core.runner.num_in_flight:
             self._core.step()
-        manager = self._core.loop.manager
-        if manager.usage:
-            raise ValueError(f"expected {what} without pinned prefixes, got {manager.usage:.1%} of the cache held")
-        return manager
+        managers = self._core.loop.managers
+        for manager in managers:
+            if manager.usage:
+                raise ValueError(f"expected {what} without pinned prefixes, got {manager.usage:.1%} of the cache held")
+        return managers
 
 
 __all__ = ["EngineLifeCycle"]

@@ -109,7 +109,12 @@ class LLMEngine(EngineLifeCycle):
         self.model = model
         self.config = config
         placement = place_model(model, mesh)
-        check_parts(placement, draft_model is not None, config.tiers is not None or connector is not None)
+        check_parts(
+            placement,
+            has_draft_model=draft_model is not None,
+            has_tiers=config.tiers is not None,
+            has_connector=connector is not None,
+        )
         agreement = None
         if spans_processes(placement.mesh):
             agreement = Agreement(ProcessBoard(TIMEOUT_S), config.steps_between_checks)
@@ -129,7 +134,8 @@ class LLMEngine(EngineLifeCycle):
         if config.tiers is not None:
             if connector is not None:
                 raise ValueError("expected config.tiers or a connector, got both")
-            self.connector = Tiers(config.tiers, self.plan.config, hasher)
+            num_context, num_ranks = placement.num_context, placement.num_data
+            self.connector = Tiers(config.tiers, self.plan.config, hasher, num_context=num_context, num_ranks=num_ranks)
         num_best = min(config.max_logprobs, model.config.vocab_size)
         self._clock = clock
         runner = self.runner_type(

@@ -82,13 +82,16 @@ class LoadingRequests:
         return LoadStart.LOADING
 
     def end(self, loaded: Iterable[str], failed: Iterable[str]) -> list[EngineRequest]:
-        """Loads have ended: blocks that are loaded are hits; the requests whose load failed, which wait again."""
-        for request_id in loaded:
+        """Loads have ended: blocks that are loaded are hits; the requests whose load failed, which wait again.
+
+        Requests of other data ranks are passed over.
+        """
+        for request_id in filter(self._loading.__contains__, loaded):
             one = self._loading.pop(request_id)
             self._manager.cache_blocks(one.request, one.request.num_computed_tokens)
             self.loaded.append(one)
         waiting = []
-        for request_id in failed:
+        for request_id in filter(self._loading.__contains__, failed):
             one = self._loading.pop(request_id)
             self._give_up(one)
             one.status = RequestStatus.WAITING
@@ -97,10 +100,9 @@ class LoadingRequests:
         return waiting
 
     def abort(self, engine_request: EngineRequest) -> None:
-        """Ends a request that is loading, or is loaded and does not run yet."""
+        """Ends a request that is loading, or is loaded and does not run yet; the connector knows."""
         self._loading.pop(engine_request.request_id, None)
         self.loaded = [one for one in self.loaded if one is not engine_request]
-        self._connector.request_finished(engine_request.request)
         self._give_up(engine_request)
 
     def _give_up(self, engine_request: EngineRequest) -> None:

@@ -38,12 +38,13 @@ class LoopParts:
 
     def new_loops(self) -> HostLoop | RankLoops:
         """One loop, or one for each data rank."""
-        loops = [self._new_loop() for _ in range(self.runner.placement.num_data)]
+        loops = [self._new_loop(rank) for rank in range(self.runner.placement.num_data)]
         return loops[0] if len(loops) == 1 else RankLoops(loops, num_step_stats=self.config.num_step_stats)
 
-    def _new_loop(self) -> HostLoop:
+    def _new_loop(self, rank: int) -> HostLoop:
         config, runner = self.config, self.runner
-        manager = make_manager(config, self.plan, self.connector)
+        connector = None if self.connector is None else self.connector.of_rank(rank)
+        manager = make_manager(config, self.plan, connector)
         limits = SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -60,7 +61,7 @@ class LoopParts:
                 limits,
                 inputs,
                 self.new_drafter(manager.request_table),
-                None if self.connector is None else self.connector.scheduler,
+                None if connector is None else connector.scheduler,
             ),
             num_step_stats=config.num_step_stats,
             pick_shape=runner.buckets.pick,
@@ -69,12 +70,14 @@ class LoopParts:
         )
 
 
-def check_parts(placement: Placement, has_draft_model: bool, has_tiers: bool) -> None:
+def check_parts(
+    placement: Placement, *, has_draft_model: bool = False, has_tiers: bool = False, has_connector: bool = False
+) -> None:
     """Raises NotImplementedError where data ranks or several processes cannot have a part of an engine."""
-    if placement.num_data > 1 and (has_draft_model or has_tiers):
-        part = "draft models" if has_draft_model else "tiers"
+    if placement.num_data > 1 and (has_draft_model or has_connector):
+        part = "draft models" if has_draft_model else "connectors of the caller's"
         raise NotImplementedError(f"{part} do not work over {placement.num_data} data ranks; run an engine on each")
-    if has_tiers and spans_processes(placement.mesh):
+    if (has_tiers or has_connector) and spans_processes(placement.mesh):
         raise NotImplementedError("tiers do not work over several processes, where loads would end at other steps")
 
 

@@ -9,10 +9,10 @@ from kvjax.core import KVCacheManager, MissReasons
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.model_runner import least_block_size
 from kvjax.planning import KVCachePlan
-from kvjax.tiers.connector import KVConnector
+from kvjax.tiers.connector import RankConnector
 
 
-def make_manager(config: EngineConfig, plan: KVCachePlan, connector: KVConnector | None) -> KVCacheManager:
+def make_manager(config: EngineConfig, plan: KVCachePlan, connector: RankConnector | None) -> KVCacheManager:
     """An empty cache, which the connector knows from here on."""
     manager = KVCacheManager(
         plan.config,

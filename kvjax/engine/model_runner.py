@@ -217,7 +217,7 @@ class ModelRunner:
             block_size=block_size,
             max_buckets=config.max_buckets,
             num_drafts=config.num_drafts,
-            decode_apart=jax.default_backend() in ("cpu", "gpu"),
+            decode_apart=decodes_apart(),
         )
         return make_update_step(
             model.module,
@@ -286,6 +286,11 @@ def check_limits_of_like(own: Any, like: Any, names: Sequence[str]) -> None:
             raise ValueError(f"expected `like` to allow {name} of at least {wanted}, got {given}")
 
 
+def decodes_apart() -> bool:
+    """Whether attention here compiles steps of decoding alone to less than mixed ones, as its `plan` is told."""
+    return jax.default_backend() in ("cpu", "gpu")
+
+
 def least_block_size(plan: KVCachePlan) -> int:
     """The most tokens that divide the blocks of all groups: prompts are hashed, and tables counted, in such blocks."""
     return math.gcd(*(group.spec.block_size for group in plan.groups))
@@ -316,6 +321,7 @@ def place_model(model: LoadedModel, mesh: jax.sharding.Mesh | None) -> Placement
 __all__ = [
     "ModelRunner",
     "check_limits_of_like",
+    "decodes_apart",
     "free_arrays",
     "least_block_size",
     "num_embedding_rows",

@@ -11,14 +11,15 @@ All of it follows from the order of calls alone, so processes that see the same 
 from __future__ import annotations
 
 from collections import ChainMap, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvjax.core import KVCacheManager
+from kvjax.core import KVCacheManager, Request
+from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.engine.engine_request import EngineRequest
 from kvjax.engine.host_loop import HostLoop, HostStep
 from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
@@ -34,6 +35,19 @@ class RankSteps:
 
     by_rank: tuple[HostStep | None, ...]  # None: the rank has nothing to run
     idle_sampling: Any  # the sampling inputs of a rank without a step
+
+
+@dataclass(frozen=True)
+class RankPin:
+    """A prefix that is pinned on one rank."""
+
+    rank: int
+    prefix: PinnedPrefix
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the hit that stays."""
+        return self.prefix.num_tokens
 
 
 @dataclass(frozen=True)
@@ -69,9 +83,10 @@ class RankSchedulers:
         """Requests whose blocks are on their way."""
         return sum(one.num_loading for one in self.by_rank)
 
-    def end_loads(self, *loads: object) -> None:
-        """Raises NotImplementedError: data ranks have no tiers."""
-        raise NotImplementedError(f"tiers do not work over {len(self.by_rank)} data ranks")
+    def end_loads(self, loaded: Iterable[str], failed: Iterable[str]) -> None:
+        """As of each: a request is known to one."""
+        for one in self.by_rank:
+            one.end_loads(loaded, failed)
 
     def check_fits(self, request: EngineRequest) -> None:
         """As `Scheduler.check_fits`: all ranks have the same limits."""
@@ -174,6 +189,25 @@ class RankLoops:
         """
         return self.by_rank[self.rank_of(request_id)].abort(request_id)
 
+    def pin(self, request: Request) -> RankPin | None:
+        """Keeps what is cached of a prompt, on the rank that has most of it; None: none has any.
+
+        Raises:
+            OutOfBlocksError: too few blocks would be left for the longest request. Nothing is changed.
+        """
+        found = [manager.get_computed_blocks(request)[1] for manager in self.managers]
+        rank = int(np.argmax(found))
+        prefix = self.managers[rank].pin(request)
+        return None if prefix is None else RankPin(rank, prefix)
+
+    def unpin(self, pin: Any) -> None:  # what `pin` gave
+        """Lets a prefix go.
+
+        Raises:
+            BlockStateError: it is not pinned there. Nothing is changed.
+        """
+        self.managers[pin.rank].unpin(pin.prefix)
+
     def begin_step(self) -> RankSteps | None:
         """The next step of every rank that has one; None: none has."""
         steps = tuple(loop.begin_step() for loop in self.by_rank)
@@ -259,4 +293,4 @@ def _numbers(use: PoolUse) -> tuple[int, ...]:
     return tuple(getattr(use, name) for name in PoolUse.__dataclass_fields__)
 
 
-__all__ = ["RankLoops", "RankSchedulers", "RankSteps", "join_outputs", "part_of"]
+__all__ = ["RankLoops", "RankPin", "RankSchedulers", "RankSteps", "join_outputs", "part_of"]

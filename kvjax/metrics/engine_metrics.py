@@ -29,8 +29,8 @@ class MeasuredEngine(Protocol):
     """What is read of an `LLMEngine`."""
 
     @property
-    def manager(self) -> KVCacheManager:
-        """Its cache; another one after an exception."""
+    def managers(self) -> tuple[KVCacheManager, ...]:
+        """Its cache, by data rank; others after an exception."""
 
 
 class EngineMetrics:
@@ -88,7 +88,7 @@ class EngineMetrics:
         self._accepted_tokens.inc(stats.num_accepted_tokens)
         for result in outputs.results.values():
             self._count(result)
-        if self._engine.manager is not self._manager:
+        if self._engine.managers[0] is not self._manager:
             self._watch_cache()
         self._cache.observe(stats.num_preemptions)
 
@@ -97,8 +97,8 @@ class EngineMetrics:
         self._count(result)
 
     def _watch_cache(self) -> None:
-        self._manager = self._engine.manager
-        self._cache = KVCacheMetrics(self._manager, self._labels, families=self._families.cache)
+        self._manager, *others = self._engine.managers
+        self._cache = KVCacheMetrics(self._manager, self._labels, families=self._families.cache, other_ranks=others)
 
     def _count(self, result: Any) -> None:
         stats, reason = result.stats, result.finish_reason.value

@@ -17,7 +17,7 @@ The scheduler's thread observes, any other scrapes: a scrape reads numbers of on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 class KVCacheMetrics:
-    """The series of one manager. `observe` belongs to the manager's thread; about 20 us, whatever the pools' sizes."""
+    """The series of one manager, or of those of all data ranks together.
+
+    `observe` belongs to the managers' thread; about 20 us each, whatever the pools' sizes.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class KVCacheMetrics:
         *,
         families: MetricFamilies | None = None,
         residency: KVCacheMetricsCollector | None = None,
+        other_ranks: Sequence[KVCacheManager] = (),
     ) -> None:
         """Series that start at what the manager shows now.
 
@@ -51,6 +55,7 @@ class KVCacheMetrics:
             labels: one value for each of the families' label names.
             families: the metrics of several engines; None: metrics of its own, in a registry of its own.
             residency: the manager's `metrics_collector`; its events are drained. None: no histograms.
+            other_ranks: managers of further data ranks: counts are sums, the usage is that of the fullest.
 
         Raises:
             ValueError: labels other than the families', or as `MetricFamilies`.
@@ -61,7 +66,7 @@ class KVCacheMetrics:
         if set(labels) != set(families.label_names):
             raise ValueError(f"expected labels {list(families.label_names)}, got {list(labels)}")
         self.registry: CollectorRegistry = families.registry
-        self._manager = manager
+        self._managers = (manager, *other_ranks)
         self._residency = residency
 
         def series(family: Any, **own_labels: str) -> Any:
@@ -76,10 +81,12 @@ class KVCacheMetrics:
             self._lifetime = series(families.lifetime)
             self._idle = series(families.idle)
             self._reuse_gap = series(families.reuse_gap)
-        self._misses = None
-        if manager.miss_reasons is not None:
-            self._misses = _MissSeries(series, families, manager.miss_reasons, manager.num_kv_cache_groups)
-        series(families.config, **_config_labels(manager)).set(1)
+        self._misses = [
+            _MissSeries(series, families, one.miss_reasons, one.num_kv_cache_groups)
+            for one in self._managers
+            if one.miss_reasons is not None
+        ]
+        series(families.config, **_config_labels(self._managers)).set(1)
         self.observe()
 
     def observe(self, num_preemptions: int = 0, prefix_cache_stats: PrefixCacheStats | None = None) -> None:
@@ -96,19 +103,20 @@ class KVCacheMetrics:
         if num_preemptions < 0:
             raise ValueError(f"expected num_preemptions >= 0, got {num_preemptions}")
         self._preemptions.inc(num_preemptions)
-        self._usage.set(self._manager.usage)
-        for pool, series in zip(self._manager.block_pools, self._pools, strict=True):
-            series.observe(pool)
+        self._usage.set(max(manager.usage for manager in self._managers))
+        for pool_id, series in enumerate(self._pools):
+            series.observe([manager.block_pools[pool_id] for manager in self._managers])
         self._observe_lookups(prefix_cache_stats)
         self._observe_residency()
-        if self._misses is not None:
-            self._misses.observe()
+        for misses in self._misses:
+            misses.observe()
 
     def _observe_lookups(self, stats: PrefixCacheStats | None) -> None:
-        stats = self._manager.make_prefix_cache_stats() if stats is None else stats
-        if stats is not None:
-            self._queries.inc(stats.queries)
-            self._hits.inc(stats.hits)
+        found = [one.make_prefix_cache_stats() for one in self._managers] if stats is None else [stats]
+        for one in found:
+            if one is not None:
+                self._queries.inc(one.queries)
+                self._hits.inc(one.hits)
 
     def _observe_residency(self) -> None:
         if self._residency is None:
@@ -131,14 +139,16 @@ class _PoolSeries:
         self._evicted = series(families.evicted, pool=pool)
         self._num_evicted = 0  # at the last observation
 
-    def observe(self, pool: BlockPool) -> None:
-        """Held by requests; free but still a hit; free and empty. The null block is none of them."""
-        num_cached = pool.num_cached_free_blocks
-        self._held.set(pool.num_blocks - 1 - pool.num_free_blocks)
+    def observe(self, pools: Sequence[BlockPool]) -> None:
+        """Of each rank's: held by requests; free but still a hit; free and empty. The null block is none of them."""
+        num_cached = sum(pool.num_cached_free_blocks for pool in pools)
+        num_free = sum(pool.num_free_blocks for pool in pools)
+        num_evicted = sum(pool.num_evicted_blocks for pool in pools)
+        self._held.set(sum(pool.num_blocks - 1 for pool in pools) - num_free)
         self._cached.set(num_cached)
-        self._free.set(pool.num_free_blocks - num_cached)
-        self._evicted.inc(pool.num_evicted_blocks - self._num_evicted)
-        self._num_evicted = pool.num_evicted_blocks
+        self._free.set(num_free - num_cached)
+        self._evicted.inc(num_evicted - self._num_evicted)
+        self._num_evicted = num_evicted
 
 
 class _MissSeries:
@@ -167,11 +177,12 @@ class _MissSeries:
         self._num_seen = reasons.num_admitted
 
 
-def _config_labels(manager: KVCacheManager) -> dict[str, str]:
+def _config_labels(managers: Sequence[KVCacheManager]) -> dict[str, str]:
     """Settings of the first group, which routers take for those of the engine."""
+    manager = managers[0]
     group = manager.kv_cache_config.kv_cache_groups[0]
     return {
         "block_size": str(group.kv_cache_spec.block_size),
-        "num_gpu_blocks": str(manager.block_pools[group.pool_id].num_blocks),
+        "num_gpu_blocks": str(sum(one.block_pools[group.pool_id].num_blocks for one in managers)),
         "enable_prefix_caching": str(manager.enable_caching),
     }

@@ -239,12 +239,12 @@ def _check_ids_fit(num_blocks: int, groups: Sequence[GroupShape], context_ranks:
 
 def _config(shape: CacheShape, sizes: Sequence[int], shared_layers: Mapping[str, str]) -> KVCacheConfig:
     """For arrays that all tensor-parallel devices share."""
-    pools = []
+    tensor, pools = shape.parallel.tensor, []
     for pool_id, size in enumerate(sizes):
         widest = max((s.group for s in shape.pool_groups(pool_id)), key=lambda group: len(group.layer_names))
-        specs = [replicated(spec, shape.parallel.tensor) for spec in widest.layer_specs]
-        pools.append(KVCachePoolSpec(size, tuple(spec.page_layout(shape.platform) for spec in specs)))
-    groups = tuple(_config_group(s.group, shape.parallel.tensor) for s in shape.groups)
+        specs = [replicated(spec, tensor) for spec in widest.layer_specs]
+        pools.append(KVCachePoolSpec(size, tuple(spec.page_layout(shape.platform, tensor) for spec in specs)))
+    groups = tuple(_config_group(s.group, tensor) for s in shape.groups)
     return KVCacheConfig(tuple(pools), groups, tuple(shared_layers.items()))
 
 

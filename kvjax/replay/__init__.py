@@ -2,14 +2,18 @@
 
 Flow:    read_trace | generate_workload -> [run_replay] -> ReplayResult -> result_text, result_json
          the same -> [run_fleet] over several replicas -> FleetResult -> fleet_text, fleet_json
+         the same -> [run_split] with prefill and decode apart -> SplitResult -> split_text, split_json
 """
 
 from kvjax.replay.batching import BatchingConfig
 from kvjax.replay.fleet import FleetResult, run_fleet
 from kvjax.replay.fleet_report import fleet_json, fleet_text
+from kvjax.replay.prefilled_kv import TransferConfig
 from kvjax.replay.replay import REPLAY_POLICIES, ReplayConfig, ReplayResult, run_replay
 from kvjax.replay.report import result_json, result_text
 from kvjax.replay.speed_model import SpeedModel
+from kvjax.replay.split import SplitConfig, SplitResult, run_split
+from kvjax.replay.split_report import split_json, split_text
 from kvjax.replay.tiers import ReplayTierConfig
 from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, read_trace, write_trace
 from kvjax.replay.workloads import WORKLOADS, generate_workload
@@ -24,7 +28,10 @@ __all__ = [
     "ReplayResult",
     "ReplayTierConfig",
     "SpeedModel",
+    "SplitConfig",
+    "SplitResult",
     "TraceRequest",
+    "TransferConfig",
     "fleet_json",
     "fleet_text",
     "generate_workload",
@@ -33,5 +40,8 @@ __all__ = [
     "result_text",
     "run_fleet",
     "run_replay",
+    "run_split",
+    "split_json",
+    "split_text",
     "write_trace",
 ]

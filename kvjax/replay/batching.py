@@ -1,13 +1,14 @@
 """Replay of continuous batching in virtual time: token budget, chunked prefill, preemption, no model.
 
-Flow:    trace -> [BatchedReplay.run] -> KVCacheManager calls, SpeedModel -> Recorder
+Flow:    Jobs -> [BatchedReplay.run] -> KVCacheManager calls, SpeedModel -> Recorder; Jobs that others go on with
 
 A step, as the reference engine and vLLM's scheduler take it:
 
     1. running requests in order of admission: one token where decoding, else the next chunk of the prompt, while the
        budget lasts; all in one `plan_step`. A request that does not fit makes the youngest running one start over.
     2. if nothing was preempted: waiting requests in order of arrival, each after a lookup, while budget and seats last
-       and the whole of what is known of the request fits
+       and the whole of what is known of the request fits. Blocks of what tiers or another replica have of it are filled
+       first, beside steps (`ExternalKV`)
     3. time passes as the speed model says; every request whose tokens are all computed gets one more
 
 Outputs are tokens that no prompt has, so they never hit; blocks that they fill are hashed and registered all the same.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import thread_time_ns
 from typing import Protocol
@@ -28,10 +29,10 @@ from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.token_ids import MAX_TOKEN_ID
 from kvjax.replay.clock import VirtualClock
+from kvjax.replay.external_kv import ExternalKV
 from kvjax.replay.recorder import Recorder
 from kvjax.replay.running_batch import Job, RunningBatch
 from kvjax.replay.speed_model import SpeedModel
-from kvjax.replay.tiers import ReplayTiers
 from kvjax.replay.trace import TraceRequest
 
 
@@ -59,87 +60,74 @@ class PromptSource(Protocol):
         """The request, not yet known to any manager; called once for each."""
 
 
-class HitCeiling(Protocol):
-    """What a request could hit at most; `InfiniteCache`."""
-
-    def lookup_and_add(self, request: TraceRequest) -> int:
-        """Hit tokens of a request that arrives; called once for each, in order."""
-
-
 @dataclass
 class BatchedReplay:
-    """One run over one trace."""
+    """One replica's run over the jobs that it gets."""
 
-    trace: Sequence[TraceRequest]
+    arrivals: deque[Job]  # in order of their arrival; more may be appended while it runs
     manager: KVCacheManager
     prompts: PromptSource
-    infinite: HitCeiling
     recorder: Recorder
     clock: VirtualClock
     speed: SpeedModel
     batching: BatchingConfig
     on_progress: Callable[[int], object]
     should_stop: Callable[[], bool] = lambda: False  # asked before every step
-    tiers: ReplayTiers | None = None
+    external: ExternalKV | None = None
+    on_handover: Callable[[Job], object] = lambda job: None  # called with jobs that end here and go on elsewhere
 
     def __post_init__(self) -> None:
         self._table = self.manager.request_table
         self._waiting: deque[Job] = deque()
         self._running = RunningBatch()
         self._loading: dict[str, Job] = {}
-        self._num_arrived = 0
         self._num_emitted = 0
+        self._waits_for_external = False  # nothing else can go on
 
     def run(self) -> None:
-        """Replays the whole trace, or as far as it is not to stop."""
-        while self.has_work and not self.should_stop():
+        """Replays all jobs, or as far as it is not to stop."""
+        while self.next_step_s < math.inf and not self.should_stop():
             self.step()
 
     @property
-    def has_work(self) -> bool:
-        """Whether a request is yet to arrive, waits, loads or runs."""
-        return bool(self._num_arrived < len(self.trace) or self._waiting or self._loading or self._running)
+    def next_step_s(self) -> float:
+        """When the next step begins, unless a job comes before; infinite: nothing waits, loads or runs."""
+        if self._running or (self._waiting and not self._waits_for_external):
+            return self.clock.now_s
+        return max(self.clock.now_s, self._next_s())
 
     @property
-    def waiting(self) -> Sequence[Job]:
-        """Requests that have arrived and do not run."""
-        return self._waiting
+    def queued(self) -> Iterator[Job]:
+        """Jobs that have no blocks yet."""
+        yield from self.arrivals
+        yield from self._waiting
 
     @property
-    def running_rows(self) -> np.ndarray:  # int64[n]
-        """Rows of the running requests in the manager's table."""
-        return self._running.rows
+    def seated_rows(self) -> np.ndarray:  # int64[n]
+        """Rows in the manager's table of the requests that have blocks: those that run, and those that load."""
+        loading = [_made(job).row for job in self._loading.values()]
+        return np.concatenate((self._running.rows, np.array(loading, np.int64))) if loading else self._running.rows
 
     def step(self) -> None:
-        """Lets requests arrive and runs one step; where nothing waits or runs, time passes until the next arrives."""
-        if not self._waiting and not self._running:
-            self.clock.now_s = max(self.clock.now_s, self._next_s())
-        self._arrive()
+        """Lets jobs arrive and runs one step, at `next_step_s`."""
+        self.clock.now_s = self.next_step_s
+        self._waits_for_external = False
+        while self.arrivals and self.arrivals[0].arrives_s <= self.clock.now_s:
+            self._waiting.append(self.arrivals.popleft())
         self._step()
 
     def _next_s(self) -> float:
-        """When the next request arrives, or has its blocks."""
-        arrives_s = math.inf
-        if self._num_arrived < len(self.trace):
-            arrives_s = self.trace[self._num_arrived].timestamp_ms / 1e3
-        if self._loading and self.tiers is not None:
-            arrives_s = min(arrives_s, self.tiers.worker.next_load_s)
-        return arrives_s
-
-    def _arrive(self) -> None:
-        while self._num_arrived < len(self.trace):
-            source = self.trace[self._num_arrived]
-            if source.timestamp_ms / 1e3 > self.clock.now_s:
-                break
-            hit = self.infinite.lookup_and_add(source)
-            self._waiting.append(Job(self._num_arrived, source, hit, source.output_length))
-            self._num_arrived += 1
+        """When the next job arrives, or has its blocks."""
+        next_s = self.arrivals[0].arrives_s if self.arrivals else math.inf
+        if self._loading and self.external is not None:
+            next_s = min(next_s, self.external.next_arrival_s)
+        return next_s
 
     def _step(self) -> None:
         start = thread_time_ns()
         self.manager.new_step_starts()
-        if self.tiers is not None:
-            self._run_loaded(self.tiers)
+        if self.external is not None:
+            self._run_loaded(self.external)
         rows, num_new, preempted = self._schedule_running()
         host_ns = thread_time_ns() - start
         if not preempted:
@@ -147,11 +135,10 @@ class BatchedReplay:
             admitted, admitted_new, spent_ns = self._admit(budget)
             rows, num_new = np.concatenate((rows, admitted)), np.concatenate((num_new, admitted_new))
             host_ns += spent_ns
-        if self.tiers is not None:
-            self.tiers.step_is_planned()
-            if not len(rows) and self._loading:
-                self.clock.now_s = max(self.clock.now_s, self._next_s())
+        if self.external is not None:
+            self.external.step_is_planned()
         if not len(rows):
+            self._waits_for_external = bool(self._loading)
             return  # all that was tried is refused or preempted; the next step starts from there
         self._pass_time(rows, num_new)
         start = thread_time_ns()
@@ -218,7 +205,7 @@ class BatchedReplay:
             if tokens == 0:
                 continue
             if tokens is None:
-                self._refuse(job.request.num_preemptions > 0)  # the pool is empty but for it
+                self._refuse(job.was_admitted)  # the pool is empty but for it
                 continue
             jobs.append(job)
             num_new.append(tokens)
@@ -231,13 +218,14 @@ class BatchedReplay:
     def _try_to_admit(self, job: Job, request: Request, budget: int) -> int | None:
         """New tokens of the request's first step, 0 where it is loaded first, or None where it does not fit now."""
         blocks, hit = self.manager.get_computed_blocks(request)
-        if self.tiers is not None and (external := self.tiers.start(self.manager, request, blocks, hit)) != 0:
-            if external is None:
+        if self.external is not None:
+            num_loaded = self.external.start(self.manager, request, blocks, hit)
+            if num_loaded is None:
                 return None
-            self._loading[request.request_id] = job
-            if not request.num_preemptions:
-                self.recorder.count_admission(job.source.input_length, hit + external, job.infinite_hit)
-            return 0
+            if num_loaded:
+                self._loading[request.request_id] = job
+                self._count_admission(job, hit + num_loaded * self.external.is_hit)
+                return 0
         num_new = self.manager.limit_step(request, min(request.num_tokens - hit, budget), hit, blocks)
         if not num_new:
             return None
@@ -245,17 +233,29 @@ class BatchedReplay:
         if allocated is None:
             return None
         request.num_computed_tokens = hit
-        if not request.num_preemptions:
-            self.recorder.count_admission(job.source.input_length, hit, job.infinite_hit)
+        self._count_admission(job, hit)
         return num_new
+
+    def _count_admission(self, job: Job, hit: int) -> None:
+        """Counts what the first lookup found that the job got blocks for, be it that the load fails."""
+        if not job.was_admitted:
+            job.was_admitted = True
+            self.recorder.count_admission(job.source.input_length, hit, job.infinite_hit)
 
     @property
     def _num_seated(self) -> int:
         return len(self._running) + len(self._loading)
 
-    def _run_loaded(self, tiers: ReplayTiers) -> None:
-        """Requests whose blocks have arrived run."""
-        for request_id in tiers.step_starts().loaded:
+    def _run_loaded(self, external: ExternalKV) -> None:
+        """Requests whose blocks have arrived run; those whose load failed wait again, and will be computed."""
+        results = external.step_starts()
+        for request_id in results.failed:
+            job = self._loading.pop(request_id)
+            request = _made(job)
+            self.manager.free(request)
+            request.num_computed_tokens = 0
+            self._waiting.appendleft(job)
+        for request_id in results.loaded:
             job = self._loading.pop(request_id)
             request = _made(job)
             self.manager.cache_blocks(request, request.num_computed_tokens)
@@ -274,7 +274,9 @@ class BatchedReplay:
         kv_tokens = int(computed[decoding].sum()) + num_decodes
         num_tokens = int(num_new.sum())
         self.recorder.computed_tokens += num_tokens
-        self.clock.now_s += self.speed.step_seconds(num_tokens - num_decodes, num_decodes, kv_tokens)
+        seconds = self.speed.step_seconds(num_tokens - num_decodes, num_decodes, kv_tokens)
+        self.recorder.busy_s += seconds
+        self.clock.now_s += seconds
 
     def _finish_step(self, rows: np.ndarray, num_new: np.ndarray) -> None:
         """Counts the tokens as computed, emits one for every request that has none left, frees what is finished."""
@@ -288,17 +290,35 @@ class BatchedReplay:
             self._table.append_tokens(running.rows[emitting], tokens)
             self._num_emitted += num_emitted
             running.outputs_left[emitting] -= 1
-        for i in np.flatnonzero(done & ~running.has_started).tolist():
-            self.recorder.ttft_s.append(self._waited_s(running.jobs[i]))
-        running.has_started |= done
+        for i in np.flatnonzero(done & (running.num_timed < 2)).tolist():
+            self._note_time(running.jobs[i], is_first=not running.num_timed[i])
+            running.num_timed[i] += 1
         for job in running.take_out(done & (running.outputs_left == 0)):
             self.manager.free(_made(job))
-            self.recorder.latency_s.append(self._waited_s(job))
-            self.on_progress(1)
+            self._end(job)
         self.recorder.output_tokens += num_emitted
 
+    def _note_time(self, job: Job, *, is_first: bool) -> None:
+        """The first or second token of a job is there; of one without output its prompt."""
+        if is_first:
+            job.first_token_s = self.clock.now_s
+            self.recorder.ttft_s.append(self._waited_s(job))
+        else:
+            self.recorder.second_token_s.append(self._waited_s(job))
+
+    def _end(self, job: Job) -> None:
+        """The job has all tokens that it gets here."""
+        if job.goes_on:
+            self.on_handover(job)
+            return
+        if job.source.output_length > 1:
+            decoding_s = self.clock.now_s - job.first_token_s
+            self.recorder.token_gap_s.append(decoding_s / (job.source.output_length - 1))
+        self.recorder.latency_s.append(self._waited_s(job))
+        self.on_progress(1)
+
     def _waited_s(self, job: Job) -> float:
-        """Virtual seconds since the request arrived."""
+        """Virtual seconds since the request arrived in the deployment."""
         return self.clock.now_s - job.source.timestamp_ms / 1e3
 
 

@@ -57,7 +57,10 @@ class Recorder:
     max_waiting: int = 0
     host_ns: list[int] = field(default_factory=list)  # CPU time of the managers per step
     ttft_s: list[float] = field(default_factory=list)  # arrival to first token, virtual
+    second_token_s: list[float] = field(default_factory=list)  # arrival to second token, virtual
+    token_gap_s: list[float] = field(default_factory=list)  # first to last token over the gaps between, of each request
     latency_s: list[float] = field(default_factory=list)  # arrival to last token, virtual
+    busy_s: float = 0.0  # in steps, virtual
     samples: list[Sample] = field(default_factory=list)
     _stride: int = 1
 

@@ -6,6 +6,7 @@ Flow:    trace, ReplayConfig -> [run_replay] -> ReplayResult -> kvjax.replay.rep
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from kvjax.replay.clock import VirtualClock
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
+from kvjax.replay.running_batch import Job
 from kvjax.replay.serial import replay_serial
 from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.tiers import ReplayTierConfig, ReplayTiers
@@ -162,7 +164,8 @@ def run_replay(
             replay_serial(trace, called, prompts, infinite, recorder, clock, count, should_stop, tiers)
         else:
             batching = config.batching
-            args = (trace, called, prompts, infinite, recorder, clock, config.speed, batching, count)
+            jobs = deque(Job.of(i, source, infinite.lookup_and_add(source)) for i, source in enumerate(trace))
+            args = (jobs, called, prompts, recorder, clock, config.speed, batching, count)
             BatchedReplay(*args, should_stop, tiers).run()
     return ReplayResult(
         config=config,

@@ -19,10 +19,20 @@ class Job:
 
     index: int  # in the trace
     source: TraceRequest
+    arrives_s: float  # at the replica that runs it
     infinite_hit: int  # tokens that an infinite cache would hit
-    outputs_left: int  # tokens; while the job runs, the batch holds the number
+    outputs_left: int  # tokens to make here; while the job runs, the batch holds the number
     request: Request | None = None  # made at the first attempt to admit it: a backlog holds no prompts
-    has_started: bool = False  # has its first token; while the job runs, the batch says so
+    was_admitted: bool = False  # had blocks at some time
+    num_timed: int = 0  # of its first two tokens, those that are there; while the job runs, the batch holds the number
+    first_token_s: float = 0.0  # when the first was there
+    expected_tokens: int = 0  # to prefill, by what a router knew
+    goes_on: bool = False  # once it ends here, another replica makes the rest
+
+    @classmethod
+    def of(cls, index: int, source: TraceRequest, infinite_hit: int = 0) -> Job:
+        """The job of a request of the trace, all of it on one replica."""
+        return cls(index, source, source.timestamp_ms / 1e3, infinite_hit, source.output_length)
 
 
 @dataclass(slots=True)
@@ -32,7 +42,7 @@ class RunningBatch:
     jobs: list[Job] = field(default_factory=list)
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64[n]
     outputs_left: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64[n] tokens
-    has_started: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))  # bool[n]
+    num_timed: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64[n] tokens, at most 2
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -42,12 +52,12 @@ class RunningBatch:
         self.jobs += jobs
         self.rows = np.concatenate((self.rows, rows))
         self.outputs_left = np.concatenate((self.outputs_left, np.array([job.outputs_left for job in jobs], np.int64)))
-        self.has_started = np.concatenate((self.has_started, np.array([job.has_started for job in jobs], np.bool_)))
+        self.num_timed = np.concatenate((self.num_timed, np.array([job.num_timed for job in jobs], np.int64)))
 
     def pop_youngest(self) -> tuple[Job, int]:
         """Takes out the job admitted last, and its row."""
         job, row = self.jobs[-1], int(self.rows[-1])
-        job.outputs_left, job.has_started = int(self.outputs_left[-1]), bool(self.has_started[-1])
+        job.outputs_left, job.num_timed = int(self.outputs_left[-1]), int(self.num_timed[-1])
         self._keep(np.arange(len(self.jobs)) < len(self.jobs) - 1)
         return job, row
 
@@ -61,4 +71,4 @@ class RunningBatch:
     def _keep(self, kept: np.ndarray) -> None:  # kept: bool[n]
         self.jobs = [job for job, stays in zip(self.jobs, kept.tolist(), strict=True) if stays]
         self.rows, self.outputs_left = self.rows[kept], self.outputs_left[kept]
-        self.has_started = self.has_started[kept]
+        self.num_timed = self.num_timed[kept]

@@ -1,18 +1,25 @@
 """Tiers of a replay: the scheduler's side of kvjax.tiers, over units that travel in virtual time.
 
 Flow:    ReplayConfig.tiers -> [ReplayTiers] -> KVCacheManager(tier=), replay_serial, BatchedReplay
+
+A disk that several replicas share is one `ReplayDisk`: units that one replica brought there are hits of all, and all
+read over one channel. The replicas' steps have to be taken in the order of their times then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig
+from kvjax.replay.external_kv import allocate_external
 from kvjax.tiers.connector import LoadResults
 from kvjax.tiers.host_store import HostStore
 from kvjax.tiers.simulated_worker import Channel, SimulatedDisk, SimulatedWorker
@@ -28,6 +35,7 @@ class ReplayTierConfig:
     host_bytes: int = 0
     host_blocks: int | None = None  # of each pool, in place of `host_bytes`
     disk_bytes: int = 0
+    shares_disk: bool = False  # several replicas have one disk, of `disk_bytes` and one bandwidth
     write_through: bool = False
     host_bytes_per_s: float = 25e9  # of each direction: PCIe 4.0 x16
     host_latency_s: float = 20e-6
@@ -45,8 +53,19 @@ class ReplayTierConfig:
             raise ValueError(f"expected host_blocks >= 0, got {self.host_blocks}")
 
 
+class ReplayDisk:
+    """A disk and the way from it, of one replica or of several."""
+
+    def __init__(self, config: ReplayTierConfig, kv_cache_config: KVCacheConfig, *, takes_time: bool = True) -> None:
+        self.units = SimulatedDisk(config.disk_bytes, UnitSizes.of(kv_cache_config))
+        speed = (config.disk_bytes_per_s, config.disk_latency_s) if takes_time else ()
+        self.channel = Channel(*speed)
+
+
 class ReplayTiers:
-    """The tiers of one replay, which owns it."""
+    """The tiers of one replica. An `ExternalKV`."""
+
+    is_hit = True
 
     def __init__(
         self,
@@ -55,32 +74,52 @@ class ReplayTiers:
         now_s: Callable[[], float],
         *,
         takes_time: bool = True,
+        disk: ReplayDisk | None = None,
     ) -> None:
+        """Empty tiers; `disk`: one that others have too, in place of one of its own."""
         sizes = UnitSizes.of(kv_cache_config)
         units = sizes.units_in(config.host_bytes)
         if config.host_blocks is not None:
             units = (config.host_blocks,) * len(kv_cache_config.pools)
         self.host = HostStore(units, sizes, has_bytes=False)
-        disk = SimulatedDisk(config.disk_bytes, sizes) if config.disk_bytes else None
+        if disk is None and config.disk_bytes:
+            disk = ReplayDisk(config, kv_cache_config, takes_time=takes_time)
+        units_on_disk = None if disk is None else disk.units
         self.scheduler = TierScheduler(
             self.host,
-            disk,
+            units_on_disk,
             sizes.pool_of_group,
             write_through=config.write_through,
             load_timeout_s=math.inf,
             clock=now_s,
         )
-        host_speed = (config.host_bytes_per_s, config.host_latency_s) if takes_time else ()
-        disk_speed = (config.disk_bytes_per_s, config.disk_latency_s) if takes_time else ()
-        self.down, self.up, self.from_disk = Channel(*host_speed), Channel(*host_speed), Channel(*disk_speed)
+        speed = (config.host_bytes_per_s, config.host_latency_s) if takes_time else ()
         self.worker = SimulatedWorker(
-            self.host, disk, sizes, now_s, down=self.down, up=self.up, from_disk=self.from_disk
+            self.host,
+            units_on_disk,
+            sizes,
+            now_s,
+            down=Channel(*speed),
+            up=Channel(*speed),
+            from_disk=None if disk is None else disk.channel,
         )
 
     @property
     def stats(self) -> TierStats:
         """What the tiers have done."""
         return self.scheduler.stats
+
+    @property
+    def next_arrival_s(self) -> float:
+        """When the next load arrives, or the next store if loads wait for it; infinite: nothing travels."""
+        return self.worker.next_load_s
+
+    def num_leading(self, block_hashes: Sequence[BlockHash], group_id: int) -> int:
+        """Leading blocks of these that the tiers hold."""
+        if not block_hashes:
+            return 0
+        lacking = np.flatnonzero(~self.scheduler.holds(block_hashes, group_id))
+        return int(lacking[0]) if lacking.size else len(block_hashes)
 
     def start(self, manager: KVCacheManager, request: Request, blocks: KVCacheBlocks, hit: int) -> int | None:
         """Starts the load of what lies behind a hit, in blocks that the request gets; its tokens.
@@ -90,18 +129,8 @@ class ReplayTiers:
         external, _ = self.scheduler.get_num_new_matched_tokens(request, blocks, hit)
         if not external:
             return 0
-        allocated = manager.allocate_slots(
-            request,
-            0,
-            hit,
-            blocks,
-            num_external_computed_tokens=external,
-            delay_cache_blocks=True,
-            full_sequence_must_fit=True,
-        )
-        if allocated is None:
+        if not allocate_external(manager, request, blocks, hit, external):
             return None
-        request.num_computed_tokens = hit + external
         self.scheduler.update_state_after_alloc(request, blocks, external)
         return external
 
@@ -116,4 +145,4 @@ class ReplayTiers:
         self.worker.start_load_kv(None, self.scheduler.build_connector_meta())
 
 
-__all__ = ["ReplayTierConfig", "ReplayTiers"]
+__all__ = ["ReplayDisk", "ReplayTierConfig", "ReplayTiers"]

@@ -42,8 +42,18 @@ class LoadResults(NamedTuple):
     failed: tuple[str, ...]
 
 
-class SchedulerConnector(Protocol):
-    """The side of the thread that schedules. It knows blocks and requests, and no arrays."""
+class StepConnector(Protocol):
+    """What an engine asks of the scheduler's side in every step, for the requests of all data ranks."""
+
+    def build_connector_meta(self) -> Any:
+        """What the worker is to do before the next step; the same thing is asked for once."""
+
+    def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
+        """Takes note of what the worker did; whose loads have ended."""
+
+
+class SchedulerConnector(StepConnector, Protocol):
+    """The side of the thread that schedules, of one data rank. It knows blocks and requests, and no arrays."""
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Whose blocks are meant from here on; nothing is in flight."""
@@ -59,17 +69,11 @@ class SchedulerConnector(Protocol):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The request has its blocks, those of external tokens among them; `blocks` are what its lookup found."""
 
-    def build_connector_meta(self) -> Any:
-        """What the worker is to do before the next step; the same thing is asked for once."""
-
     def request_finished(self, request: Request) -> None:
         """The request is about to give its blocks up: nothing may be written into them any more.
 
         What is read of them has to be read by the next `start_load_kv`.
         """
-
-    def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
-        """Takes note of what the worker did; whose loads have ended."""
 
 
 class WorkerConnector(Protocol):
@@ -92,8 +96,8 @@ class WorkerConnector(Protocol):
         """Waits until there is something to report, or nothing to wait for."""
 
 
-class KVConnector(Protocol):
-    """Both sides, of one process."""
+class RankConnector(Protocol):
+    """What the manager and the scheduler of one data rank are given."""
 
     @property
     def tier(self) -> CacheTier:
@@ -103,9 +107,20 @@ class KVConnector(Protocol):
     def scheduler(self) -> SchedulerConnector:
         """Of the thread that schedules."""
 
+
+class KVConnector(Protocol):
+    """Both sides, of one process."""
+
+    @property
+    def scheduler(self) -> StepConnector:
+        """Of the thread that schedules, all data ranks together."""
+
     @property
     def worker(self) -> WorkerConnector:
         """Beside the pages."""
+
+    def of_rank(self, rank: int) -> RankConnector:
+        """The part of one data rank; of one rank there may be one alone."""
 
     def save_all(self, pages: Any) -> Any:
         """Keeps all that the manager has cached; the pages. Waits until it is there. Nothing runs."""
@@ -121,6 +136,8 @@ __all__ = [
     "ConnectorOutput",
     "KVConnector",
     "LoadResults",
+    "RankConnector",
     "SchedulerConnector",
+    "StepConnector",
     "WorkerConnector",
 ]

@@ -3,7 +3,7 @@
 Flow:    TierMeta -> [SimulatedWorker] -> ConnectorOutput, when the clock says so -> kvjax.replay
 
 A transfer begins when its channel is free, and takes a latency and its bytes over the bandwidth. What a step asks for
-of one load travels together.
+of one load travels together. A load fails that asks for a unit which is nowhere.
 """
 
 from __future__ import annotations
@@ -85,15 +85,18 @@ class SimulatedWorker:
         self._from_disk = Channel() if from_disk is None else from_disk
         self._stores: list[tuple[float, StoreUnits]] = []
         self._loads: list[tuple[float, int, int]] = []  # (when it is there, load, pages)
+        self._failed: set[int] = set()  # loads, since the last report
 
     @property
     def has_work(self) -> bool:
         """Whether anything travels."""
-        return bool(self._stores or self._loads)
+        return bool(self._stores or self._loads or self._failed)
 
     @property
     def next_load_s(self) -> float:
-        """When the next load arrives, or the next store if loads wait for it; infinite: nothing travels."""
+        """When the next load arrives or fails, or the next store if loads wait for it; infinite: nothing travels."""
+        if self._failed:
+            return self._now_s()
         times = [load[0] for load in self._loads] + [store[0] for store in self._stores]
         return min(times, default=math.inf)
 
@@ -114,7 +117,10 @@ class SimulatedWorker:
             num_bytes = self._sizes.unit_bytes(store.group_id) * len(store.block_hashes)
             self._stores.append((self._down.send(now_s, num_bytes), store))
         for load in metadata.loads:
-            self._loads.append((self._arrival_s(load, now_s), load.load_id, load.slots.size))
+            if self._is_there(load):
+                self._loads.append((self._arrival_s(load, now_s), load.load_id, load.slots.size))
+            else:
+                self._failed.add(load.load_id)
         return pages
 
     def get_finished(self) -> ConnectorOutput:
@@ -129,12 +135,20 @@ class SimulatedWorker:
         if not finished:
             stored = [self._store(store) for when, store in self._stores if when <= now_s]
             self._stores = [store for store in self._stores if store[0] > now_s]
+        failed, self._failed = frozenset(self._failed), set()
         return ConnectorOutput(
             finished_recving=finished,
+            failed_recving=failed,
             pending_recving=frozenset(load_id for _, load_id, _ in self._loads),
             finished_sending=tuple(stored),
             pending_sending=len(self._stores),
         )
+
+    def _is_there(self, load: LoadUnits) -> bool:
+        """Whether all that the host lacks is on disk."""
+        places = np.flatnonzero(load.slots < 0).tolist()
+        keys = [UnitKey(load.group_id, load.block_hashes[place]) for place in places]
+        return not keys or (self._disk is not None and all(map(self._disk.has, keys)))
 
     def _arrival_s(self, load: LoadUnits, now_s: float) -> float:
         num_on_disk = int(np.count_nonzero(load.slots < 0))

@@ -37,6 +37,7 @@ from kvjax.errors import InvariantError
 from kvjax.tiers.connector import ConnectorOutput, LoadResults
 from kvjax.tiers.host_store import HostStore
 from kvjax.tiers.stats import TierStats
+from kvjax.tiers.transit import UnitsInTransit
 from kvjax.tiers.units import NOTHING, CopyUnits, LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey
 
 
@@ -74,6 +75,8 @@ class TierScheduler:
         load_timeout_s: float = 60.0,
         stats: TierStats | None = None,
         clock: Callable[[], float] = time.monotonic,
+        rank: int = 0,  # data rank whose manager it knows
+        transit: UnitsInTransit | None = None,  # that of all ranks with this host; None: there is one rank
     ) -> None:
         self.stats = TierStats() if stats is None else stats
         self._host = host
@@ -82,7 +85,9 @@ class TierScheduler:
         self._write_through = write_through
         self._timeout_s = load_timeout_s
         self._clock = clock
-        self._num_loads = 0
+        self._rank = rank
+        self._transit = UnitsInTransit() if transit is None else transit
+        self._transit.schedulers.append(self)
         self._manager: KVCacheManager | None = None
         self._start()
 
@@ -90,7 +95,7 @@ class TierScheduler:
         self._evicted: dict[UnitKey, int] = {}  # block of the pool, since the last metadata
         self._registered: dict[UnitKey, int] = {}  # likewise; computed by the step that the next metadata belongs to
         self._to_store: dict[UnitKey, int] = {}  # registered before, to be stored with the next metadata
-        self._in_transit: dict[UnitKey, None] = {}  # read from the pool, not yet on the host
+        self._transit.keys.clear()
         self._loads: dict[int, _Load] = {}
         self._load_of: dict[str, int] = {}  # request -> its load, until it has ended
         self._ready: list[LoadUnits] = []
@@ -123,10 +128,11 @@ class TierScheduler:
         """`CacheTier.holds`: on the host, on disk, or on the way there."""
         found = self._host.find(block_hashes, group_id) >= 0
         disk = self._disk
-        if self._evicted or self._in_transit or disk is not None:
+        in_transit = self._transit.keys
+        if self._evicted or in_transit or disk is not None:
             for place in np.flatnonzero(~found).tolist():
                 key = UnitKey(group_id, block_hashes[place])
-                found[place] = key in self._evicted or key in self._in_transit or (disk is not None and disk.has(key))
+                found[place] = key in self._evicted or key in in_transit or (disk is not None and disk.has(key))
         return found
 
     # -- SchedulerConnector -----------------------------------------------------------------------------------------
@@ -154,7 +160,7 @@ class TierScheduler:
         elsewhere, manager = blocks.elsewhere, self._manager
         if not num_external_tokens or elsewhere is None or manager is None:
             return
-        load_id, self._num_loads = self._num_loads, self._num_loads + 1
+        load_id = self._transit.next_load()
         load = self._loads[load_id] = _Load(request, self._clock(), num_external_tokens)
         self._load_of[request.request_id] = load_id
         tables = manager.get_block_ids(request.request_id)
@@ -186,11 +192,12 @@ class TierScheduler:
         """Units that arrived can be found, and loads that waited for them go on; whose loads have ended."""
         self._settle_registered()
         self.end_stores(output.finished_sending)
-        if not output.pending_sending and self._in_transit:  # reports were lost
-            lost = list(self._in_transit)
-            self._in_transit.clear()
-            self._host.let_go_others([held for load in self._loads.values() for held in load.held.items()])
-            self._issue_waiting(lost)
+        in_transit = self._transit.keys
+        if not output.pending_sending and in_transit:  # reports were lost
+            lost = list(in_transit)
+            in_transit.clear()
+            self._host.let_go_others(self._transit.held_slots)
+            self._transit.issue_waiting(lost)
         for load_id, num_pages in output.finished_recving.items():
             if load_id in self._loads:
                 self._loads[load_id].num_written += num_pages
@@ -237,6 +244,11 @@ class TierScheduler:
         """Loads that have not ended."""
         return len(self._loads)
 
+    @property
+    def held_slots(self) -> list[tuple[int, list[int]]]:
+        """Per load and group the slots of the host that it holds."""
+        return [held for load in self._loads.values() for held in load.held.items()]
+
     def check_invariants(self) -> None:
         """Checks T1 and T2, and the host's laws.
 
@@ -244,12 +256,12 @@ class TierScheduler:
             InvariantError: one does not hold.
         """
         self._host.check_invariants()
-        held = sum(len(set(slots)) for load in self._loads.values() for slots in load.held.values())
-        if not self._loads and not self._in_transit and self._host.num_held:
-            raise InvariantError(f"T1: {self._host.num_held} slots are held, by no load ({held}) and no store")
+        in_transit = self._transit.keys
+        if not self._transit.num_loads and not in_transit and self._host.num_held:
+            raise InvariantError(f"T1: {self._host.num_held} slots are held, by no load and no store")
         for load_id, load in self._loads.items():
-            if not load.waits_for.keys() <= self._in_transit.keys():
-                raise InvariantError(f"T2: load {load_id} waits for {load.waits_for}, in transit {self._in_transit}")
+            if not load.waits_for.keys() <= in_transit.keys():
+                raise InvariantError(f"T2: load {load_id} waits for {load.waits_for}, in transit {in_transit}")
 
     # -- stores -----------------------------------------------------------------------------------------------------
 
@@ -265,7 +277,7 @@ class TierScheduler:
         self._settle_registered()
         by_group: dict[int, list[tuple[BlockHash, int]]] = {}
         for key, block_id in wanted.items():
-            if key not in self._in_transit:
+            if key not in self._transit.keys:
                 by_group.setdefault(key.group_id, []).append((key.block_hash, block_id))
         stores = []
         for group_id, units in by_group.items():
@@ -273,15 +285,15 @@ class TierScheduler:
             new = [unit for unit, slot in zip(units, slots, strict=True) if slot < 0]
             if new:
                 hashes, ids = zip(*new, strict=True)
-                stores.append(StoreUnits(group_id, hashes, np.array(ids, np.int32)))
-                self._in_transit |= {UnitKey(group_id, block_hash): None for block_hash in hashes}
+                stores.append(StoreUnits(group_id, hashes, np.array(ids, np.int32), self._rank))
+                self._transit.keys |= {UnitKey(group_id, block_hash): None for block_hash in hashes}
         return tuple(stores)
 
     def _end_store(self, store: StoredUnits) -> None:
         """The worker has brought units to the host, or could not."""
         keys = [UnitKey(store.group_id, block_hash) for block_hash in store.block_hashes]
         for key in keys:
-            self._in_transit.pop(key, None)
+            self._transit.keys.pop(key, None)
         has_slot = store.slots >= 0
         good = np.flatnonzero(store.is_good & has_slot)
         if good.size:
@@ -289,7 +301,7 @@ class TierScheduler:
         self._host.let_go(store.group_id, store.slots[~store.is_good & has_slot])
         self.stats.num_stored += good.size
         self.stats.num_store_failures += int(np.count_nonzero(~store.is_good))
-        self._issue_waiting(keys)
+        self._transit.issue_waiting(keys)
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
@@ -311,13 +323,13 @@ class TierScheduler:
             if sources[place] < 0:
                 sources[place] = self._evicted.get(key, -1)
             if sources[place] < 0:
-                if slots[place] < 0 and key in self._in_transit:
+                if slots[place] < 0 and key in self._transit.keys:
                     load.waits_for[key] = int(destinations[place])
                 else:
                     others.append(place)
         in_pool = np.flatnonzero(sources >= 0)
         if in_pool.size:
-            self._copies.append(CopyUnits(load_id, group_id, sources[in_pool], destinations[in_pool]))
+            self._copies.append(CopyUnits(load_id, group_id, sources[in_pool], destinations[in_pool], self._rank))
             load.num_issued += in_pool.size
             self.stats.num_copied += in_pool.size
         self._issue(load_id, load, group_id, [block_hashes[i] for i in others], destinations[others])
@@ -332,13 +344,13 @@ class TierScheduler:
         on_host = slots[slots >= 0]
         self._host.hold(group_id, on_host)
         load.held.setdefault(group_id, []).extend(on_host.tolist())
-        self._ready.append(LoadUnits(load_id, group_id, tuple(block_hashes), slots, destinations))
+        self._ready.append(LoadUnits(load_id, group_id, tuple(block_hashes), slots, destinations, self._rank))
         load.num_issued += slots.size
         self.stats.num_host_loads += on_host.size
         self.stats.num_disk_loads += slots.size - on_host.size
 
-    def _issue_waiting(self, keys: Sequence[UnitKey]) -> None:
-        """Units have left transit: loads that wait for them go on, from where they are now.
+    def issue_waiting(self, keys: Sequence[UnitKey]) -> None:
+        """Units have left transit: loads of this rank that wait for them go on, from where they are now.
 
         A unit that is nowhere fails when the worker looks for it.
         """

@@ -24,16 +24,10 @@ import numpy as np
 
 from kvjax.core import BlockHash
 from kvjax.device import KVPages
-from kvjax.device.page_ops import (
-    PAGE_COUNTS,
-    SKIP,
-    gather_pages,
-    gather_pages_padded,
-    pad_ids,
-    scatter_pages,
-    scatter_pages_padded,
-)
+from kvjax.device.aligned import aligned_empty
+from kvjax.device.page_ops import PAGE_COUNTS, SKIP, gather_pages_padded, pad_ids, scatter_pages_padded
 from kvjax.device.pages import Column
+from kvjax.device.rank_pages import RankStaging, gather_for_ranks, gather_rank_pages, scatter_rank_pages
 from kvjax.errors import TierDataError
 from kvjax.tiers.connector import ConnectorOutput
 from kvjax.tiers.disk_store import DiskStore
@@ -70,6 +64,7 @@ class _Staged(NamedTuple):
 
     load_id: int
     pool_id: int
+    rank: int
     destinations: np.ndarray  # int32[n]
     values: Future[tuple[Column, ...]]
 
@@ -97,6 +92,7 @@ class TierWorker:
         self._memory_kind = memory_kind
         self._threads = ThreadPoolExecutor(num_threads, "kvjax-tier")
         self._disk_threads = ThreadPoolExecutor(num_threads, "kvjax-disk")
+        self._staging = RankStaging()
         self._to_disk: deque[tuple[Future[Any], int]] = deque()  # writes in flight and their bytes; threads append
         self._start()
 
@@ -119,7 +115,7 @@ class TierWorker:
         """Compiles gathers and scatters of all pools and declared lengths; the pages, unchanged."""
         for pool_id in range(len(pages.pools)):
             for count in PAGE_COUNTS:
-                nothing = np.full(count, SKIP, np.int32)
+                nothing = np.full(count * pages.num_ranks, SKIP, np.int32)
                 values = gather_pages_padded(pages, pool_id, nothing)
                 pages = scatter_pages_padded(pages, pool_id, nothing, values)
         return pages
@@ -128,14 +124,15 @@ class TierWorker:
         """Gathers what is stored or copied, then scatters copies and what has arrived on the device."""
         self._cancelled.update(metadata.cancelled)
         copies = []
-        for load_id, group_id, sources, destinations in metadata.copies:
+        for load_id, group_id, sources, destinations, rank in metadata.copies:
             pool_id = self._sizes.pool_of_group[group_id]
             for part in self._parts(sources.size, group_id):
-                copies.append((load_id, pool_id, destinations[part], gather_pages(pages, pool_id, sources[part])))
+                values = gather_for_ranks(pages, pool_id, rank, sources[part])
+                copies.append((load_id, pool_id, rank, destinations[part], values))
         for store in metadata.stores:
             self._gather(pages, store)
-        for load_id, pool_id, destinations, values in copies:
-            pages = scatter_pages(pages, pool_id, destinations, values)
+        for load_id, pool_id, rank, destinations, values in copies:
+            pages = scatter_rank_pages(pages, pool_id, rank, destinations, values)
             self._written[load_id] = self._written.get(load_id, 0) + destinations.size
         for load in metadata.loads:
             self._stage(pages, load)
@@ -204,7 +201,7 @@ class TierWorker:
         num_arrays = self._sizes.num_arrays_of_group[store.group_id]
         for part in self._parts(store.block_ids.size, store.group_id):
             ids = store.block_ids[part]
-            gathered = jax.tree.leaves(gather_pages(pages, pool_id, ids))[:num_arrays]
+            gathered = jax.tree.leaves(gather_rank_pages(pages, pool_id, store.rank, ids))[:num_arrays]
             arrays = tuple(self._to_host(array) for array in gathered)
             num_bytes = self._sizes.unit_bytes(store.group_id) * ids.size
             self._arriving.append(_Arriving(store.group_id, store.block_hashes[part], arrays, num_bytes))
@@ -289,14 +286,14 @@ class TierWorker:
         pool_id = self._sizes.pool_of_group[load.group_id]
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), pages.pools[pool_id])
         for part in self._parts(load.slots.size, load.group_id):
-            units = LoadUnits(
-                load.load_id, load.group_id, load.block_hashes[part], load.slots[part], load.destinations[part]
+            units = load._replace(
+                block_hashes=load.block_hashes[part], slots=load.slots[part], destinations=load.destinations[part]
             )
             values = self._threads.submit(self._read_units, units, shapes, pages.shardings[pool_id])
-            self._staged.append(_Staged(load.load_id, pool_id, units.destinations, values))
+            self._staged.append(_Staged(load.load_id, pool_id, load.rank, units.destinations, values))
 
     def _read_units(self, units: LoadUnits, shapes: Any, shardings: Any) -> tuple[Column, ...]:
-        """By a thread: units from the host and the disk, on the device as `scatter_pages` takes them.
+        """By a thread: units from the host and the disk, on the devices as `scatter_rank_pages` takes them.
 
         Raises:
             TierDataError: one is not there, or damaged.
@@ -308,8 +305,8 @@ class TierWorker:
         num_units = units.slots.size
         staged = []
         for i, size in enumerate(self._sizes.arrays_of_pool[pool_id]):
-            staged.append(np.zeros((count, size), np.uint8) if i >= num_arrays else np.empty((count, size), np.uint8))
-            staged[i][num_units:] = 0
+            staged.append(aligned_empty((count, size)))
+            staged[i][num_units if i < num_arrays else 0 :] = 0
             if i < num_arrays and is_on_host.all():
                 np.take(self._host.buffers[pool_id][i], units.slots, axis=0, out=staged[i][:num_units], mode="clip")
             elif i < num_arrays and is_on_host.any():
@@ -318,7 +315,7 @@ class TierWorker:
             self._read_from_disk(units, np.flatnonzero(~is_on_host), staged[:num_arrays])
         leaves, tree = jax.tree.flatten(shapes)
         arrays = [page.view(leaf.dtype).reshape(count, *leaf.shape) for page, leaf in zip(staged, leaves, strict=True)]
-        return jax.device_put(jax.tree.unflatten(tree, arrays), shardings)
+        return self._staging.put(jax.tree.unflatten(tree, arrays), shardings, units.rank)
 
     def _read_from_disk(self, units: LoadUnits, places: np.ndarray, staged: Sequence[np.ndarray]) -> None:
         unit = np.empty(self._sizes.unit_bytes(units.group_id), np.uint8)
@@ -350,7 +347,7 @@ class TierWorker:
             if not are_ready(jax.tree.leaves(values)):
                 left.append(staged)
                 continue
-            pages = scatter_pages(pages, staged.pool_id, staged.destinations, values)
+            pages = scatter_rank_pages(pages, staged.pool_id, staged.rank, staged.destinations, values)
             self._written[load_id] = self._written.get(load_id, 0) + staged.destinations.size
         self._staged = left
         return pages

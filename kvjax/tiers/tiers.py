@@ -7,17 +7,33 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvjax.core import BlockHasher
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device import KVPages
 from kvjax.tiers.config import TierConfig
+from kvjax.tiers.connector import RankConnector
 from kvjax.tiers.disk_store import DiskStore
 from kvjax.tiers.host_store import HostStore
+from kvjax.tiers.rank_schedulers import RankTierSchedulers
 from kvjax.tiers.stats import TierStats
 from kvjax.tiers.tier_scheduler import TierScheduler
 from kvjax.tiers.tier_worker import TierWorker
+from kvjax.tiers.transit import UnitsInTransit
 from kvjax.tiers.units import UnitSizes
+
+
+@dataclass(frozen=True)
+class RankTier:
+    """A `RankConnector`: one scheduler is both."""
+
+    scheduler: TierScheduler
+
+    @property
+    def tier(self) -> TierScheduler:
+        """What the manager of the rank tells of blocks that it reuses."""
+        return self.scheduler
 
 
 class Tiers:
@@ -29,30 +45,43 @@ class Tiers:
         kv_cache_config: KVCacheConfig,
         hasher: BlockHasher,
         *,
+        num_context: int = 1,
+        num_ranks: int = 1,
         memory_kind: str | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """Empty host memory, and the disk as it is.
 
+        `num_context` devices share the tokens of every page; `num_ranks` data ranks, each of pools of its own, share
+        both tiers.
+
         Raises:
-            ValueError: the folder holds units of another layout, other hashes or other weights. Nothing is allocated.
+            ValueError: the folder holds units of another layout, of tokens in another order, of other hashes or other
+                weights. Nothing is allocated.
         """
         self.stats = TierStats()
         self.disk: DiskStore | None = None
         if config.disk_folder is not None and config.disk_bytes is not None:
-            identity = identity_of(kv_cache_config, hasher, config.weights or "")
+            identity = identity_of(kv_cache_config, hasher, config.weights or "", num_context)
             self.disk = DiskStore(config.disk_folder, config.disk_bytes, identity, self.stats)
         sizes = UnitSizes.of(kv_cache_config)
         self.host = HostStore(sizes.units_in(config.host_bytes), sizes, config.eviction_policy)
-        self.scheduler = self.tier = TierScheduler(
-            self.host,
-            self.disk,
-            sizes.pool_of_group,
-            write_through=config.write_through,
-            load_timeout_s=config.load_timeout_s,
-            stats=self.stats,
-            **({} if clock is None else {"clock": clock}),
-        )
+        transit = UnitsInTransit()
+        self._by_rank = [
+            TierScheduler(
+                self.host,
+                self.disk,
+                sizes.pool_of_group,
+                write_through=config.write_through,
+                load_timeout_s=config.load_timeout_s,
+                stats=self.stats,
+                rank=rank,
+                transit=transit,
+                **({} if clock is None else {"clock": clock}),
+            )
+            for rank in range(num_ranks)
+        ]
+        self.scheduler = self._by_rank[0] if num_ranks == 1 else RankTierSchedulers(self._by_rank)
         self.worker = TierWorker(
             self.host,
             self.disk,
@@ -62,6 +91,10 @@ class Tiers:
             memory_kind=memory_kind,
             stats=self.stats,
         )
+
+    def of_rank(self, rank: int) -> RankConnector:
+        """The scheduler's side of one data rank."""
+        return RankTier(self._by_rank[rank])
 
     def save_all(self, pages: KVPages) -> KVPages:
         """Brings all that the manager has cached to the host, as far as it has room, and to disk; the pages."""
@@ -85,8 +118,13 @@ class Tiers:
         self.worker.close()
 
 
-def identity_of(kv_cache_config: KVCacheConfig, hasher: BlockHasher, weights: str) -> dict[str, str]:
-    """What units on disk are of: those of others are of no use, whatever their hashes."""
+def identity_of(
+    kv_cache_config: KVCacheConfig, hasher: BlockHasher, weights: str, num_context: int = 1
+) -> dict[str, str]:
+    """What units on disk are of: those of others are of no use, whatever their hashes.
+
+    How devices split the heads is no part of it: a unit has them all, in one order.
+    """
     layers = [(group.layer_names, group.kv_cache_spec, group.layer_specs) for group in kv_cache_config.kv_cache_groups]
     layout = [pool.columns for pool in kv_cache_config.pools]
     pools = [group.pool_id for group in kv_cache_config.kv_cache_groups]
@@ -96,6 +134,7 @@ def identity_of(kv_cache_config: KVCacheConfig, hasher: BlockHasher, weights: st
         "format": "kvjax units 1",
         "layout": digest,
         "hashes": f"{hasher.algorithm}, blocks of {hasher.block_size}, seed {none_hash}",
+        "tokens": "in order" if num_context == 1 else f"interleaved over {num_context} context ranks",
         "weights": weights,
     }
 

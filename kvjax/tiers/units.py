@@ -30,6 +30,7 @@ class StoreUnits(NamedTuple):
     group_id: int
     block_hashes: tuple[BlockHash, ...]
     block_ids: np.ndarray  # int32 of each, in the pool
+    rank: int = 0  # data rank whose pool it is
 
 
 class CopyUnits(NamedTuple):
@@ -39,6 +40,7 @@ class CopyUnits(NamedTuple):
     group_id: int
     sources: np.ndarray  # int32[n]
     destinations: np.ndarray  # int32[n]
+    rank: int = 0  # of both
 
 
 class LoadUnits(NamedTuple):
@@ -49,6 +51,7 @@ class LoadUnits(NamedTuple):
     block_hashes: tuple[BlockHash, ...]
     slots: np.ndarray  # int32 of each, where the host has it; -1: on disk
     destinations: np.ndarray  # int32 of each, in the pool
+    rank: int = 0  # data rank whose pool it is
 
 
 class StoredUnits(NamedTuple):

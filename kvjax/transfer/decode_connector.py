@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.device import KVPages, Placement
 from kvjax.errors import TransferError
-from kvjax.tiers.connector import ConnectorOutput, LoadResults
+from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector
 from kvjax.transfer.no_tier import NoTier
 from kvjax.transfer.peers import Arrival, PageClient, Ticket
 from kvjax.transfer.request_span import RequestPages, request_pages
@@ -213,6 +213,10 @@ class DecodeConnector:
             time.sleep(PAUSE_S)
 
     # -- KVConnector ------------------------------------------------------------------------------------------------
+
+    def of_rank(self, rank: int) -> RankConnector:
+        """Itself: there is one data rank."""
+        return self
 
     def reset(self, *, forget: bool = True) -> None:
         """Drops all that is in flight; tickets of requests that were not admitted stay."""

@@ -34,7 +34,8 @@ def unpack_pages(layout: PageLayout, entry_shapes: tuple[tuple[int, ...], ...], 
     num_pages, lanes = array.shape[0], array.shape[-1]
     if layout.kind == "packed":
         (num_heads, dim), _ = entry_shapes
-        rows = array.reshape(num_pages * layout.page_size, -1, lanes)[:, : 2 * num_heads, :dim]
+        rows = array.reshape(*array.shape[:3], layout.tokens_per_row, -1, lanes).swapaxes(2, 3)
+        rows = rows.reshape(num_pages * layout.page_size, -1, lanes)[:, : 2 * num_heads, :dim]
         return rows[:, 0::2], rows[:, 1::2]
     if layout.kind == "latent":
         ((dim,),) = entry_shapes
@@ -60,8 +61,10 @@ def pack_entries(layout: PageLayout, page_shapes: tuple[tuple[int, ...], ...], e
     (shape,) = page_shapes
     if layout.kind == "packed":
         k, v = entries
+        tokens, (num_rows, packing, lanes) = layout.tokens_per_row, shape[1:]
         rows = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
-        return (_padded(rows, shape[1] * shape[2], shape[3]).reshape(-1, *shape),)
+        rows = _padded(rows, num_rows * packing // tokens, lanes)
+        return (rows.reshape(-1, tokens, num_rows, packing // tokens, lanes).swapaxes(1, 2).reshape(-1, *shape),)
     if layout.kind == "latent":
         (latent,) = entries
         rows = latent.reshape(-1, layout.page_size, latent.shape[-1])

@@ -5,26 +5,30 @@ Flow:    KVPages + page ids -> [read_entries] -> entries, heads split as in the 
 Source:  ARCHITECTURE.md, "Page arrays": ids of -1 are padding, page 0 stays zero
 
 Lengths of id lists are powers of two, so that few programs are compiled.
+
+Entries lie in the order of the tokens, on every context rank. There rank r of R has of a page the tokens t with
+`t % R == r`: it reads them and gathers those of the others, and writes them alone. Page ids are a data rank's own, and
+-1 on the other ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import Placement, per_device
+from kvjax.device.rank_pages import ids_among_ranks
 from kvjax.transfer.entries import Arrays, pack_entries, unpack_pages
 from pallas_kernels import page_ops
 from pallas_kernels.layouts import HEAD_AXIS, PageLayout
-
-FILL = -1  # of id lists
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,27 @@ class LayerPages:
     column: int
     layout: PageLayout
     entry_shapes: tuple[tuple[int, ...], ...]  # of whole entries, all heads; recurrent: of the state's arrays
-    num_shards: int  # that the heads are split over
-    head_axis: str | None  # of the mesh
+    placement: Placement
 
     @property
     def has_heads(self) -> bool:
         """Whether the first dimension of an entry is split over shards."""
         return any(HEAD_AXIS in array.axes for array in self.layout.arrays)
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that the heads are split into."""
+        return self.placement.num_shards
+
+    @property
+    def num_context(self) -> int:
+        """Ranks that share the entries of a page."""
+        return 1 if self.layout.kind == "recurrent" else self.placement.num_context
+
+    @property
+    def local_layout(self) -> PageLayout:
+        """What one device holds of the entries of a page."""
+        return replace(self.layout, page_size=self.layout.page_size // self.num_context)
 
     @property
     def entries_per_page(self) -> int:
@@ -68,60 +86,62 @@ class LayerPages:
     @property
     def entry_specs(self) -> tuple[PartitionSpec, ...]:
         """PartitionSpec of each array of entries [n, *entry_shape]."""
-        spec = PartitionSpec(None, self.head_axis) if self.has_heads else PartitionSpec()
+        spec = PartitionSpec(None, self.placement.head_axis) if self.has_heads else PartitionSpec()
         return (spec,) * len(self.entry_shapes)
+
+    @property
+    def rank_specs(self) -> tuple[PartitionSpec, ...]:
+        """PartitionSpec of each array of all data ranks' entries [ranks * n, *entry_shape]."""
+        return tuple(PartitionSpec(self.placement.data_axis, *spec[1:]) for spec in self.entry_specs)
+
+    def in_token_order(self, own: jax.Array) -> jax.Array:
+        """Entries [n, ...] of all context ranks, of which this has `own`."""
+        if self.num_context == 1:
+            return own
+        return lax.all_gather(own, self.placement.token_axis, axis=1).reshape(-1, *own.shape[1:])
+
+    def own_places(self, places: jax.Array) -> jax.Array:
+        """Of places int32[n] of entries in the order of the tokens those of this context rank."""
+        if self.num_context == 1:
+            return places
+        return places.reshape(-1, self.num_context)[:, lax.axis_index(self.placement.token_axis)]
 
 
 def layers_of(kv_cache_config: KVCacheConfig, placement: Placement) -> tuple[LayerPages, ...]:
-    """Every layer that has pages, by group and column.
-
-    Raises:
-        NotImplementedError: the tokens of a page, or the pages of a pool, are split over devices.
-    """
-    if placement.num_context > 1 or placement.num_data > 1:
-        raise NotImplementedError(
-            f"expected pages that are split along heads alone, got {placement.num_context} context and "
-            f"{placement.num_data} data ranks"
-        )
+    """Every layer that has pages, by group and column."""
     layers = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for column, name in enumerate(group.layer_names):
             layout = kv_cache_config.pools[group.pool_id].columns[column]
             shapes = group.spec_of(column).entry_shapes or tuple(array.page_shape for array in layout.arrays)
-            layers.append(
-                LayerPages(
-                    name, group_id, group.pool_id, column, layout, shapes, placement.num_shards, placement.head_axis
-                )
-            )
+            layers.append(LayerPages(name, group_id, group.pool_id, column, layout, shapes, placement))
     return tuple(layers)
 
 
-def padded_ids(page_ids: np.ndarray) -> np.ndarray:
-    """int32 page ids, filled with -1 up to a power of two."""
-    out = np.full(1 << max(page_ids.size - 1, 0).bit_length(), FILL, np.int32)
-    out[: page_ids.size] = page_ids
-    return out
+def padded_ids(page_ids: np.ndarray, rank: int = 0, num_ranks: int = 1) -> np.ndarray:
+    """int32[num_ranks, n] page ids of a data rank, filled with -1 up to a power of two, and -1 of the other ranks."""
+    length = 1 << max(page_ids.size - 1, 0).bit_length()
+    return ids_among_ranks(page_ids, rank, num_ranks, (length,)).reshape(num_ranks, length)
 
 
 @partial(jax.jit, static_argnums=1)
 def read_entries(
     pages: KVPages,
     layers: tuple[LayerPages, ...],  # of one pool
-    page_ids: jax.Array,  # int32[n] -1: zeros
+    page_ids: jax.Array,  # int32[ranks, n] -1: zeros
 ) -> tuple[Arrays, ...]:
-    """For each layer its entries [n * entries_per_page, *entry_shape] in the order of the pages."""
+    """For each layer its entries [ranks * n * entries_per_page, *entry_shape] in the order of the pages."""
+
+    def read_layer(layer: LayerPages, column: Column, page_ids: jax.Array) -> Arrays:
+        gathered = tuple(page_ops.gather_pages(array, page_ids) for array in column)
+        return tuple(map(layer.in_token_order, unpack_pages(layer.local_layout, layer.local_shapes, gathered)))
 
     def read(columns: tuple[Column, ...], page_ids: jax.Array) -> tuple[Arrays, ...]:
-        return tuple(
-            unpack_pages(
-                layer.layout, layer.local_shapes, tuple(page_ops.gather_pages(array, page_ids) for array in column)
-            )
-            for layer, column in zip(layers, columns, strict=True)
-        )
+        return tuple(read_layer(layer, column, page_ids[0]) for layer, column in zip(layers, columns, strict=True))
 
     columns, specs, mesh = _columns(pages, layers)
-    outputs = tuple(layer.entry_specs for layer in layers)
-    return per_device(read, mesh, (specs, PartitionSpec()), outputs)(columns, page_ids)
+    outputs = tuple(layer.rank_specs for layer in layers)
+    return per_device(read, mesh, (specs, layers[0].placement.by_rank), outputs)(columns, page_ids)
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
@@ -129,7 +149,7 @@ def write_entries(
     pages: KVPages,
     layers: tuple[LayerPages, ...],  # of one pool
     entries: tuple[Arrays, ...],  # [k, *entry_shape] of each layer
-    page_ids: jax.Array,  # int32[n] -1: skip
+    page_ids: jax.Array,  # int32[ranks, n] -1: skip
     places: jax.Array,  # int32[n * entries_per_page] among the k entries; -1: zero
 ) -> KVPages:
     """Pages with the entries in their places; every entry of a page that is named is written."""
@@ -138,12 +158,12 @@ def write_entries(
         columns: tuple[Column, ...], entries: tuple[Arrays, ...], page_ids: jax.Array, places: jax.Array
     ) -> tuple[Column, ...]:
         return tuple(
-            _written(layer, column, arrays, page_ids, places)
+            _written(layer, column, arrays, page_ids[0], layer.own_places(places))
             for layer, column, arrays in zip(layers, columns, entries, strict=True)
         )
 
     columns, specs, mesh = _columns(pages, layers)
-    inputs = (specs, tuple(layer.entry_specs for layer in layers), PartitionSpec(), PartitionSpec())
+    inputs = (specs, tuple(layer.entry_specs for layer in layers), layers[0].placement.by_rank, PartitionSpec())
     written = per_device(write, mesh, inputs, specs)(columns, entries, page_ids, places)
     for layer, column in zip(layers, written, strict=True):
         pages = pages.with_column(layer.pool_id, layer.column, column)
@@ -155,7 +175,7 @@ def _written(layer: LayerPages, column: Column, arrays: Arrays, page_ids: jax.Ar
     taken = jnp.where(places < 0, arrays[0].shape[0], places)  # out of range: filled
     placed = tuple(jnp.take(array, taken, axis=0, mode="fill", fill_value=0) for array in arrays)
     shapes = tuple(array.shape[1:] for array in column)
-    packed = pack_entries(layer.layout, shapes, placed)
+    packed = pack_entries(layer.local_layout, shapes, placed)
     return tuple(page_ops.scatter_pages(array, page_ids, values) for array, values in zip(column, packed, strict=True))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.device import KVPages, Placement
-from kvjax.tiers.connector import ConnectorOutput, LoadResults
+from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector
 from kvjax.transfer.no_tier import NoTier
 from kvjax.transfer.peers import PageServer, Ticket
 from kvjax.transfer.request_span import RequestPages, request_pages
@@ -128,6 +128,10 @@ class PrefillConnector:
         """There is nothing to wait for."""
 
     # -- KVConnector ------------------------------------------------------------------------------------------------
+
+    def of_rank(self, rank: int) -> RankConnector:
+        """Itself: there is one data rank."""
+        return self
 
     def reset(self, *, forget: bool = True) -> None:
         """Requests that ended and were not read are lost with the pages; tickets stay."""

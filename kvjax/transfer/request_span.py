@@ -35,6 +35,7 @@ class RequestPages:
     tables: tuple[np.ndarray, ...]  # int32[columns] of each group; of recurrent states int32[1]
     first: int
     stop: int
+    rank: int = 0  # data rank whose manager made the tables
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.stop:
@@ -47,14 +48,16 @@ class RequestPages:
         return self.first // spec.tokens_per_state, self.stop // spec.tokens_per_state
 
 
-def request_pages(manager: RequestTables, row: int, first: int, stop: int) -> RequestPages:
-    """The tables of the request in `row` of a manager, whose first `stop` tokens have blocks."""
+def request_pages(manager: RequestTables, row: int, first: int, stop: int, rank: int = 0) -> RequestPages:
+    """The tables of the request in `row` of a data rank's manager, whose first `stop` tokens have blocks."""
     groups = enumerate(manager.kv_cache_config.kv_cache_groups)
-    return RequestPages(tuple(_table(manager, i, group, row, stop) for i, group in groups), first, stop)
+    return RequestPages(tuple(_table(manager, i, group, row, stop) for i, group in groups), first, stop, rank)
 
 
-def check_tables(kv_cache_config: KVCacheConfig, request: RequestPages) -> None:
-    """Raises ValueError unless there is a table for each group."""
+def check_tables(kv_cache_config: KVCacheConfig, request: RequestPages, num_ranks: int) -> None:
+    """Raises ValueError unless there is a table for each group, of one of so many data ranks."""
+    if not 0 <= request.rank < num_ranks:
+        raise ValueError(f"expected a data rank below {num_ranks}, got {request.rank}")
     expected = len(kv_cache_config.kv_cache_groups)
     if len(request.tables) != expected:
         raise ValueError(f"expected block tables of {expected} groups, got {len(request.tables)}")

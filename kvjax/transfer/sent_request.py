@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.device.pages import KVPages
 from kvjax.device.placement import Placement
+from kvjax.device.rank_pages import part_of_rank
 from kvjax.transfer.entries import Arrays
 from kvjax.transfer.entry_map import NOT_SENT, SentPages, received_pages, sent_pages
 from kvjax.transfer.layer_pages import LayerPages, layers_of, padded_ids, read_entries, write_entries
@@ -66,21 +67,22 @@ class PageReader:
 
     def __init__(self, kv_cache_config: KVCacheConfig, placement: Placement, *, weights_version: str = "") -> None:
         self._config, self._weights_version = kv_cache_config, weights_version
-        self._layers = layers_of(kv_cache_config, placement)
+        self._layers, self._num_data = layers_of(kv_cache_config, placement), placement.num_data
 
     def read(self, pages: KVPages, request: RequestPages) -> SentRequest:
         """Copies of the request's entries; the pages may be written to or freed as soon as this returns.
 
         Raises:
-            ValueError: not a table for each group, or one of too few columns.
+            ValueError: not a table for each group, one of too few columns, or of a data rank that there is not.
         """
-        check_tables(self._config, request)
+        check_tables(self._config, request, self._num_data)
         headers, arrays = [], []
         for batch in batches(self._config, self._layers):
             sent = sent_pages(request.tables[batch.group_id], batch.entries_per_page, *request.entries(batch.spec))
-            page_ids = padded_ids(sent.page_ids)
-            headers += [_header(layer, sent, page_ids.size * batch.entries_per_page) for layer in batch.layers]
-            arrays += read_entries(pages, batch.layers, page_ids)
+            page_ids = padded_ids(sent.page_ids, request.rank, self._num_data)
+            headers += [_header(layer, sent, page_ids.shape[1] * batch.entries_per_page) for layer in batch.layers]
+            entries = read_entries(pages, batch.layers, page_ids)
+            arrays += jax.tree.map(lambda array: part_of_rank(array, request.rank, self._num_data), entries)
         header = SentHeader(request.first, request.stop, self._weights_version, tuple(headers))
         return SentRequest(header, tuple(arrays))
 
@@ -129,11 +131,12 @@ class PageWriter:
         """Pages with the request's entries. Donates `pages`; those not in the tables are untouched.
 
         Raises:
-            ValueError: other layers, other weights, tokens that were not sent, not a table for each group, or one of
-                too few columns. The pages are untouched.
+            ValueError: other layers, other weights, tokens that were not sent, not a table for each group, one of too
+                few columns, or of a data rank that there is not. The pages are untouched.
         """
         self.check(sent.header)
-        check_tables(self._config, request)
+        num_data = self._placement.num_data
+        check_tables(self._config, request, num_data)
         if request.first < sent.header.first or request.stop != sent.header.stop:
             raise ValueError(
                 f"expected tokens of {sent.header.first} to {sent.header.stop}, got {request.first} to {request.stop}"
@@ -154,8 +157,8 @@ class PageWriter:
                 np.array(header.columns, np.int64),
                 header.entries_per_page,
             )
-            page_ids = padded_ids(received.page_ids)
-            places = np.full((page_ids.size, batch.entries_per_page), NOT_SENT, np.int32)
+            page_ids = padded_ids(received.page_ids, request.rank, num_data)
+            places = np.full((page_ids.shape[1], batch.entries_per_page), NOT_SENT, np.int32)
             places[: len(received.places)] = received.places
             entries = tuple(headers[layer.name][1] for layer in batch.layers)
             work.append((batch.layers, entries, page_ids, places.reshape(-1)))

@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.compressor_update.reference import biased_states, new_entries
-from pallas_kernels.dma_runs import LARGEST_TABLE_ROWS
 from pallas_kernels.kv_write.kernel_tpu import copy_rows, write_runs
 from pallas_kernels.latent_pages import state_slots
-from pallas_kernels.mosaic import LANES, Copy, Ref, load_piece
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.tpu_call import IN_HBM, Operand, call
+from pallas_kernels.schedule import Batch
+from pallas_kernels.tpu.call import IN_HBM, Operand, call
+from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS
+from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, load_piece
 
 _VMEM_LIMIT_BYTES = 32 << 20
 _LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the states of two entries
@@ -121,6 +120,7 @@ def compressor_update(
     seq, entry = new_entries(batch, ratio, room)
     results = call(
         lambda refs: _Step(pool, refs).run(),
+        _Refs,
         name=f"compressor_r{pool.ratio}_d{pool.dim}_p{page_size}",
         grid=jnp.sum(entry >= 0, dtype=jnp.int32) + 1,
         scalars={
@@ -128,24 +128,37 @@ def compressor_update(
             "slots": pool.slots(block_tables, seq, entry).reshape(-1),
             "entries": entry,
         },
-        inputs={"states": Operand(states[:, None], IN_HBM), "pages": Operand(pages[0], IN_HBM)},
+        inputs={"states": Operand(states[:, None], IN_HBM)},
         outputs={
             "out": Operand(
                 jax.ShapeDtypeStruct((room, 1, pool.dim), jnp.float32),
                 pl.BlockSpec((1, 1, pool.dim), lambda w, *_: (jnp.maximum(w - 1, 0), 0, 0)),
             ),
-            "written": Operand(jax.ShapeDtypeStruct(pages[0].shape, jnp.float32), IN_HBM),
         },
         scratch={
             "buffer": pltpu.VMEM((2, pool.num_states, 1, states.shape[1]), jnp.float32),
             "arrived": pltpu.SemaphoreType.DMA((2,)),
             "left": pltpu.SemaphoreType.DMA,
         },
-        in_place={"pages": "written"},
+        in_place={"pages": pages[0]},
         vmem_limit_bytes=_VMEM_LIMIT_BYTES,
     )
     entries = jnp.where((entry >= 0)[:, None], results["out"][:, 0], 0.0)
-    return entries, jnp.where(entry >= 0, entry * ratio, -1), (results["written"],)
+    return entries, jnp.where(entry >= 0, entry * ratio, -1), (results["pages"],)
+
+
+class _Refs(NamedTuple):
+    """References of a step; the output is that of the entry before."""
+
+    runs: Ref  # SMEM int32[3 * T + 1] of `copy_runs`
+    slots: Ref  # SMEM int32[room * units]
+    entries: Ref  # SMEM int32[room]
+    states: Ref  # HBM float32[T, 1, lanes] new ones
+    out: Ref  # float32[1, 1, D]
+    pages: Ref  # HBM float32[pages, page_size, 1, lanes]
+    buffer: Ref  # float32[2, states of an entry, 1, lanes]
+    arrived: Ref  # DMA semaphores, one a buffer
+    left: Ref  # DMA semaphore
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,7 @@ class _Step:
     """One step of the grid."""
 
     pool: _Pool
-    refs: SimpleNamespace
+    refs: _Refs
 
     def run(self) -> None:
         """Starts the DMAs of this step's entry; pools the entry before."""
@@ -163,7 +176,7 @@ class _Step:
         pl.when(step > 0)(lambda: self._pool_entry(step - 1))
 
     def _write(self) -> None:
-        copy_rows(self.refs.runs, self.refs.states, self.refs.written, self.refs.left)
+        copy_rows(self.refs.runs, self.refs.states, self.refs.pages, self.refs.left)
 
     def _start(self, entry: jax.Array) -> None:
         def unit(i: jax.Array, carry: None) -> None:
@@ -176,7 +189,7 @@ class _Step:
         pool = self.pool
         first = self.refs.slots[entry * pool.num_units + i]
         page = lax.div(first, pool.page_size)
-        source = self.refs.written.at[page, pl.ds(first - page * pool.page_size, pool.unit)]
+        source = self.refs.pages.at[page, pl.ds(first - page * pool.page_size, pool.unit)]
         return pltpu.make_async_copy(source, self._target(i, slot), self.refs.arrived.at[slot])
 
     def _target(self, i: jax.Array, slot: jax.Array) -> Ref:

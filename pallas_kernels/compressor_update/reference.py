@@ -1,4 +1,4 @@
-"""compressor_update in plain jnp: the specification, and the CPU path."""
+"""compressor_update in plain jnp: the specification, the CPU path, and with more entries at once what GPUs run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.latent_pages import LatentPages, state_slots
-from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.schedule import Batch
 from pallas_kernels.token_places import TokenPlaces
 
-_ENTRIES_AT_ONCE = 16
+_AT_ONCE = 16  # entries
+_AT_ONCE_BYTES = 64 << 20  # on GPUs: of the states that entries gather
 
 
-@functools.partial(jax.jit, static_argnames=("overlap", "page_size", "room"))
+def entry_bytes(position_bias: jax.Array, overlap: bool) -> int:
+    """Of the states that one entry gathers."""
+    ratio, width = position_bias.shape
+    return 4 * 2 * width * ratio * (1 + overlap)
+
+
+def entries_on_gpu(position_bias: jax.Array, overlap: bool) -> int:
+    """Entries that a GPU pools at a time."""
+    return max(_AT_ONCE, _AT_ONCE_BYTES // entry_bytes(position_bias, overlap))
+
+
+@functools.partial(jax.jit, static_argnames=("overlap", "page_size", "room", "at_once"))
 def compressor_update(
     kv: jax.Array,  # [T, coff * D]
     scores: jax.Array,  # [T, coff * D]
@@ -30,6 +42,7 @@ def compressor_update(
     overlap: bool,
     page_size: int,
     room: int,
+    at_once: int = _AT_ONCE,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """The fields of `CompressorOutput`, N being `room`."""
     ratio, width = position_bias.shape
@@ -51,7 +64,7 @@ def compressor_update(
         weights = jax.nn.softmax(scores, axis=0)
         return jnp.where(entry >= 0, jnp.sum(weights * kv, axis=0), 0.0)
 
-    entries = lax.map(lambda names: pool(*names), (seq, entry), batch_size=_ENTRIES_AT_ONCE)
+    entries = lax.map(lambda names: pool(*names), (seq, entry), batch_size=at_once)
     return entries, jnp.where(entry >= 0, entry * ratio, -1), (array,)
 
 

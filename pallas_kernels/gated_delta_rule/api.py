@@ -31,7 +31,7 @@ from pallas_kernels.gated_delta_rule import gpu_rule, reference, tpu_rule, valid
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
-from pallas_kernels.tpu_memory import with_room
+from pallas_kernels.tpu.memory import with_room
 
 
 class DeltaOutput(NamedTuple):

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -35,10 +34,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic_gpu
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.reference import inverse_length
-from pallas_kernels.gpu_states import over_tokens
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.call import call
+from pallas_kernels.gpu.recurrence import over_tokens
 from pallas_kernels.state_step import StateStep, StepArrays
 
 _WIDE, _NARROW = 64, 32  # columns of a tile
@@ -61,12 +61,12 @@ def reason_not_supported(v: jax.Array, k: jax.Array, g: jax.Array, states: jax.A
     """What of a call the kernel cannot do, in words; None if it can do it all."""
     key_dim, value_dim = states.shape[2:]
     most = _TILE_NUMBERS // _NARROW
-    step = mosaic_gpu.lane_columns_step(_NARROW)
+    step = mosaic.lane_columns_step(_NARROW)
     if key_dim % step or key_dim > most:
         return f"GPU kernels take keys in multiples of {step} up to {most} numbers, got {key_dim}"
     if value_dim % _NARROW:
         return f"GPU kernels take values in multiples of {_NARROW} numbers, got {value_dim}"
-    return mosaic_gpu.reason_of_floats(v, k, g, states) or mosaic_gpu.reason_without_hopper()
+    return mosaic.reason_of_floats(v, k, g, states) or mosaic.reason_without_hopper()
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -82,19 +82,42 @@ def gated_delta_rule(
     q_lens = jnp.append(step.q_lens, v.shape[0] - num_real)  # the last: padding
     is_per_channel = g.ndim == 3
     tile = _Tile.of(v.shape, key_dim, k.shape[1], q_lens.shape[0] - 1, is_per_channel)
-    names = ("starts", "q_lens", "read", "write", "q", "k", "v", "g", "factors", "states", "out")
-
-    def body(*refs: Any) -> None:
-        _walk(SimpleNamespace(**dict(zip(names, refs, strict=True))), tile)
-
-    run = mosaic_gpu.kernel_in_place(
-        body,
+    results = call(
+        functools.partial(_walk, tile=tile),
+        _Refs,
         name=f"delta_c{tile.columns}_t{tile.num_tokens}{'_channel' if is_per_channel else ''}",
-        outputs=[jax.ShapeDtypeStruct(v.shape, v.dtype)],
         grid={"seq": q_lens.shape[0], "head": num_heads, "tile": value_dim // tile.columns},
+        inputs={
+            "starts": starts,
+            "q_lens": q_lens,
+            "read": step.read,
+            "write": step.write,
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": g,
+            "factors": _factors(inputs, options),
+        },
+        in_place={"states": states},
+        outputs={"out": jax.ShapeDtypeStruct(v.shape, v.dtype)},
     )
-    (out,), states = run(starts, q_lens, step.read, step.write, q, k, v, g, _factors(inputs, options), states)
-    return out, states
+    return results["out"], results["states"]
+
+
+class _Refs(NamedTuple):
+    """References in global memory."""
+
+    starts: Any  # int32[S + 1] first new token of each sequence, and of the padding
+    q_lens: Any  # int32[S + 1]
+    read: Any  # int32[S] pages
+    write: Any  # int32[S, states kept of each] pages, 0: none
+    q: Any  # [T, G, K]
+    k: Any  # [T, G, K]
+    v: Any  # [T, H, V]
+    g: Any  # [T, H] or [T, H, K]
+    factors: Any  # float32[T, H, factors]
+    states: Any  # [pages, H, K, V]
+    out: Any  # [T, H, V]
 
 
 def _factors(inputs: Inputs, options: Options) -> jax.Array:
@@ -142,7 +165,7 @@ class _Tile(NamedTuple):
     @property
     def layout(self) -> Any:
         """Of the tile in registers."""
-        return mosaic_gpu.lane_columns(self.columns)
+        return mosaic.lane_columns(self.columns)
 
     def across(self, per_row: jax.Array) -> jax.Array:
         """A value per row as a matrix."""
@@ -166,13 +189,18 @@ class _Token(NamedTuple):
 class _Share(NamedTuple):
     """Which part of a step's tokens and states one thread block has."""
 
-    refs: Any
+    refs: _Refs
     tile: _Tile
     seq: jax.Array
     head: jax.Array
     columns: Any  # of the head
     first: jax.Array  # token
     end: jax.Array
+
+    @property
+    def write(self) -> Any:
+        """Pages of the states that are kept."""
+        return self.refs.write
 
     @property
     def num_together(self) -> int:
@@ -186,10 +214,10 @@ class _Share(NamedTuple):
         key_head = lax.div(self.head, jnp.int32(self.tile.heads_per_key))
         of_key, of_value = layout.reduce(1), layout.reduce(0)
         return _Token(
-            q=mosaic_gpu.load(refs.q.at[token, key_head], of_key),
-            k=mosaic_gpu.load(refs.k.at[token, key_head], of_key),
-            v=mosaic_gpu.load(refs.v.at[token, self.head, self.columns], of_value),
-            g=mosaic_gpu.load(refs.g.at[token, self.head], of_key) if self.tile.is_per_channel else None,
+            q=mosaic.load(refs.q.at[token, key_head], of_key),
+            k=mosaic.load(refs.k.at[token, key_head], of_key),
+            v=mosaic.load(refs.v.at[token, self.head, self.columns], of_value),
+            g=mosaic.load(refs.g.at[token, self.head], of_key) if self.tile.is_per_channel else None,
             factors=tuple(refs.factors[token, self.head, factor] for factor in _Factor),
         )
 
@@ -202,15 +230,15 @@ class _Share(NamedTuple):
     def store(self, token: jax.Array, out: jax.Array) -> None:
         """Stores the output of a token."""
         target = self.refs.out.at[token, self.head, self.columns]
-        mosaic_gpu.store_plain(target, out.astype(self.refs.out.dtype))
+        mosaic.store_plain(target, out.astype(self.refs.out.dtype))
 
     def store_state(self, page: jax.Array, state: jax.Array) -> None:
         """Stores a state in a page."""
         target = self.refs.states.at[page, self.head, :, self.columns]
-        mosaic_gpu.store_plain(target, state.astype(self.refs.states.dtype))
+        mosaic.store_plain(target, state.astype(self.refs.states.dtype))
 
 
-def _walk(refs: Any, tile: _Tile) -> None:
+def _walk(refs: _Refs, tile: _Tile) -> None:
     """One tile of one head of one sequence over its tokens; padding and the long sequences, which are last, first."""
     padding = refs.read.shape[0]
     seq = padding - lax.axis_index("seq")
@@ -222,12 +250,12 @@ def _walk(refs: Any, tile: _Tile) -> None:
     @pl.when((seq < padding) & (count > 0))
     def _() -> None:
         page = refs.states.at[refs.read[seq], head, :, columns]
-        over_tokens(share, mosaic_gpu.load(page, tile.layout).astype(jnp.float32))
+        over_tokens(share, mosaic.load(page, tile.layout).astype(jnp.float32))
 
     @pl.when(seq == padding)
     def _() -> None:
         def clear(token: jax.Array, carry: None) -> None:
-            share.store(token, mosaic_gpu.zeros((tile.columns,), jnp.float32, tile.layout.reduce(0)))
+            share.store(token, mosaic.zeros((tile.columns,), jnp.float32, tile.layout.reduce(0)))
             return carry
 
         lax.fori_loop(share.first, share.end, clear, None)

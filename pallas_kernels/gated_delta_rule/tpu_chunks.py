@@ -17,7 +17,6 @@ the inverse. Tokens of other sequences in the chunk come as zeros, which change 
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -27,10 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.gated_delta_rule.arguments import Inputs
-from pallas_kernels.mosaic import LANES, Ref, compiler_params
-from pallas_kernels.ssm_update.tpu_decode import largest_divisor
-from pallas_kernels.ssm_update.tpu_plan import Field, Segments
-from pallas_kernels.ssm_update.tpu_states import WholeState
+from pallas_kernels.tpu.call import Operand, call
+from pallas_kernels.tpu.decode_states import largest_divisor
+from pallas_kernels.tpu.mosaic import LANES, Ref
+from pallas_kernels.tpu.segment_states import CarriedState, PageBuffers, WholeState
+from pallas_kernels.tpu.segments import Field, Segments
 
 CHUNK = 64  # tokens
 _MOST_HEADS = 4  # of a trip of the loop over heads
@@ -49,47 +49,64 @@ def delta_chunks(
     per_head = [(0, max(0, CHUNK - num_tokens)), (0, -num_heads % LANES)]
     wide = [per_head[0], (0, 0)]
     flat = inputs._replace(**{name: getattr(inputs, name).reshape(num_tokens, -1) for name in ("q", "k", "v", "g")})
-    tokens = [jnp.pad(x, wide) for x in flat[:3]]
-    tokens += [jnp.pad(flat.g, wide if is_per_channel else per_head), jnp.pad(flat.beta, per_head)]
+    tokens = Inputs(
+        q=jnp.pad(flat.q, wide),
+        k=jnp.pad(flat.k, wide),
+        v=jnp.pad(flat.v, wide),
+        g=jnp.pad(flat.g, wide if is_per_channel else per_head),
+        beta=jnp.pad(flat.beta, per_head),
+    )
     room = segments.table.shape[0] // len(Field)
 
     def of_chunk(array: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((CHUNK, array.shape[1]), lambda i, table: (table[Field.CHUNK * room + i], 0))
 
-    scratch = WholeState.scratch(states)
-    if not is_per_channel:
-        scratch |= {name: pltpu.VMEM((CHUNK, tokens[3].shape[1]), jnp.float32) for name in ("entry", "exit")}
-    names = ("table", *Inputs._fields, "_", "out", "states", *scratch)
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    out, written = pl.pallas_call(
-        functools.partial(_kernel, names=names, room=room, is_per_channel=is_per_channel),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(segments.num_segments,),
-            in_specs=[*(of_chunk(array) for array in tokens), in_hbm],
-            out_specs=[of_chunk(tokens[2]), in_hbm],
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct(tokens[2].shape, jnp.float32),
-            jax.ShapeDtypeStruct(states.shape, states.dtype),
-        ],
-        input_output_aliases={6: 1},
-        compiler_params=compiler_params(48 << 20),
+    decay = None if is_per_channel else pltpu.VMEM((CHUNK, tokens.g.shape[1]), jnp.float32)
+    results = call(
+        functools.partial(_segment, room=room),
+        _Refs,
         name="delta_chunks",
-    )(segments.table, *tokens, states)
-    return out[:num_tokens].reshape(inputs.v.shape), written
+        grid=segments.num_segments,
+        scalars={"table": segments.table},
+        inputs={name: Operand(x, of_chunk(x)) for name, x in tokens._asdict().items()},
+        outputs={"out": Operand(jax.ShapeDtypeStruct(tokens.v.shape, jnp.float32), of_chunk(tokens.v))},
+        in_place={"states": states},
+        scratch={
+            "carry": pltpu.VMEM(states.shape[1:], jnp.float32),
+            "buffers": PageBuffers.of(states),
+            "entry": decay,
+            "exit": decay,
+        },
+        vmem_limit_bytes=48 << 20,
+    )
+    return results["out"][:num_tokens].reshape(inputs.v.shape), results["states"]
 
 
-def _kernel(*references: Ref, names: tuple[str, ...], room: int, is_per_channel: bool) -> None:
-    """One segment. q and k [64, G * K], v [64, H * V], g [64, H * K or padded H], beta [64, padded H]."""
-    refs = SimpleNamespace(**dict(zip(names, references, strict=True)))
-    state = WholeState.of(refs.table, room, refs.states, vars(refs))
+class _Refs(NamedTuple):
+    """References of a segment; float32 but for states in their pages."""
+
+    table: Ref  # SMEM int32[fields * room] of `Segments`
+    q: Ref  # [64, G * K]
+    k: Ref  # [64, G * K]
+    v: Ref  # [64, H * V]
+    g: Ref  # [64, padded H], or of a decay per channel [64, H * K]
+    beta: Ref  # [64, padded H]
+    out: Ref  # [64, H * V]
+    states: Ref  # HBM [pages, H, K, V]
+    carry: Ref  # [H, K, V]
+    buffers: PageBuffers  # of [H, K, V]
+    entry: Ref | None  # [64, padded H] what is left of the state before the segment; None: a decay per channel
+    exit: Ref | None  # [64, padded H] what is left of a token at the segment's end
+
+
+def _segment(refs: _Refs, *, room: int) -> None:
+    """One segment."""
+    state = WholeState(CarriedState.of_grid(refs.table, room, refs.states, refs.buffers), refs.carry)
     state.begin()
-    num_heads, key_dim, _ = state.carry.shape
+    num_heads, key_dim, _ = refs.carry.shape
     key_heads = refs.k.shape[1] // key_dim
     segment = (state.moves.field(Field.FIRST), state.moves.field(Field.END))
-    if not is_per_channel:
+    if refs.entry is not None and refs.exit is not None:
         refs.entry[...], refs.exit[...] = _decays(_gates(refs.g[...], segment))
 
     group = num_heads // key_heads
@@ -117,14 +134,11 @@ class _Head(NamedTuple):
     of_queries: jax.Array  # and of queries with keys
 
 
-def _heads_of(
-    key_head: jax.Array, group: int, segment: tuple[jax.Array, jax.Array], refs: SimpleNamespace
-) -> list[_Head]:
+def _heads_of(key_head: jax.Array, group: int, segment: tuple[jax.Array, jax.Array], refs: _Refs) -> list[_Head]:
     """The value heads of a key head."""
     key_dim, value_dim = refs.carry.shape[1:]
     keys, queries = (_inside(x[:, _lanes(key_head, key_dim)], segment) for x in (refs.k, refs.q))
-    is_per_channel = not hasattr(refs, "entry")
-    within = None if is_per_channel else (_dot(keys, keys, 1, 1), _dot(queries, keys, 1, 1))
+    within = None if refs.entry is None else (_dot(keys, keys, 1, 1), _dot(queries, keys, 1, 1))
     heads = []
     for head in (key_head * group + h for h in range(group)):
         rates = _inside(_column(refs.beta, head, value_dim), segment)
@@ -144,7 +158,7 @@ def _heads_of(
     return heads
 
 
-def _attend(heads: list[_Head], segment: tuple[jax.Array, jax.Array], refs: SimpleNamespace) -> None:
+def _attend(heads: list[_Head], segment: tuple[jax.Array, jax.Array], refs: _Refs) -> None:
     """Outputs and states of some heads, step by step for all of them: what one waits for is hidden by the others."""
     inverses = _inverses([head.rates[:, :CHUNK] * head.of_keys for head in heads])
     states = [refs.carry[head.number] for head in heads]

@@ -2,7 +2,7 @@
 
 Flow:    tokens of the step's decode sequences, pages of their states -> [decode] -> (outputs, states in place)
 
-Grid: tiles of 8 tokens x tiles of heads; states move as in `ssm_update.tpu_decode`, a DMA per sequence and tile. Bytes:
+Grid: tiles of 8 tokens x tiles of heads; states move as in `tpu.decode_states`, a DMA per sequence and tile. Bytes:
 each state read and written, beside which the tokens are little; HBM binds. A head is [K, V], numbers of the key one
 below the other: products with the state are sums over sublanes, exact in float32, and what a token adds is a column
 times a row. Columns come out of one transpose per key head and eight tokens, and serve all value heads of it. Flops:
@@ -12,6 +12,7 @@ times a row. Columns come out of one transpose per key head and eight tokens, an
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.gated_delta_rule.arguments import Inputs
-from pallas_kernels.mosaic import LANES, Ref
-from pallas_kernels.ssm_update.tpu_decode import TOKENS, launch
+from pallas_kernels.tpu.call import Operand
+from pallas_kernels.tpu.decode_states import TOKENS, Pages, launch
+from pallas_kernels.tpu.mosaic import LANES, Ref
 
 _BUFFER_BYTES = 5 << 18  # of one buffer, of four
 
@@ -41,9 +43,10 @@ def decode(
     heads = heads_per_tile(num_heads, group, key_dim * value_dim * states.dtype.itemsize)
     keys = max(1, heads // group)  # key heads of a tile
 
-    def of_keys(i: jax.Array, j: jax.Array, *_: Ref) -> tuple[jax.Array, jax.Array]:
+    def key_tile(i: jax.Array, j: jax.Array, *_: Ref) -> tuple[jax.Array, jax.Array]:
         return i, j * heads // (group * keys)
 
+    of_keys = pl.BlockSpec((TOKENS, keys * key_dim), key_tile)
     scalars = pl.BlockSpec((TOKENS, num_heads), lambda i, j, *_: (i, 0), memory_space=pltpu.SMEM)
     values = pl.BlockSpec((TOKENS, heads * value_dim), lambda i, j, *_: (i, j))
     channels = pl.BlockSpec((TOKENS, heads * key_dim), lambda i, j, *_: (i, j))
@@ -51,19 +54,18 @@ def decode(
     is_per_channel = g.shape[2] > 1
     out, states = launch(
         functools.partial(_decode, heads=heads, keys=keys, is_per_channel=is_per_channel),
-        [*(x.reshape(num_tokens, -1) for x in (q, k, v, decay)), beta],
-        [
-            *[pl.BlockSpec((TOKENS, keys * key_dim), of_keys)] * 2,
-            values,
-            channels if is_per_channel else scalars,
-            scalars,
-        ],
-        jax.ShapeDtypeStruct((num_tokens, num_heads * value_dim), jnp.float32),
-        values,
+        _Heads(
+            q=Operand(q.reshape(num_tokens, -1), of_keys),
+            k=Operand(k.reshape(num_tokens, -1), of_keys),
+            v=Operand(v.reshape(num_tokens, -1), values),
+            decay=Operand(decay.reshape(num_tokens, -1), channels if is_per_channel else scalars),
+            beta=Operand(beta, scalars),
+        ),
+        Operand(jax.ShapeDtypeStruct((num_tokens, num_heads * value_dim), jnp.float32), values),
         states,
         (heads, key_dim, value_dim),
         0,
-        (read, write, num_decode),
+        Pages(read, write, num_decode),
         name=f"delta_decode_h{heads}",
     )
     return out.reshape(v.shape), states
@@ -76,12 +78,18 @@ def heads_per_tile(num_heads: int, group: int, head_bytes: int) -> int:
     return max(n for n in fitting if n % group == 0 or group % n == 0)
 
 
+class _Heads(NamedTuple):
+    """What a tile of heads of eight tokens reads."""
+
+    q: Ref  # float32[8, keys * K]
+    k: Ref  # float32[8, keys * K]
+    v: Ref  # float32[8, heads * V]
+    decay: Ref  # float32[8, heads * K]; or float32[8, H] in SMEM
+    beta: Ref  # float32[8, H] in SMEM
+
+
 def _decode(
-    q: Ref,  # float32[8, keys * K]
-    k: Ref,
-    v: Ref,  # float32[8, heads * V]
-    decay: Ref,  # float32[8, heads * K]; or float32[8, H] in SMEM
-    beta: Ref,  # float32[8, H] in SMEM
+    inputs: _Heads,
     out: Ref,  # float32[8, heads * V]
     before: Ref,  # [8, heads, K, V]
     after: Ref,
@@ -91,6 +99,7 @@ def _decode(
     is_per_channel: bool,
 ) -> None:
     """One tile of heads of eight tokens."""
+    q, k, v, decay, beta = inputs
     key_dim, value_dim = before.shape[2:]
     first = pl.program_id(1) * heads
     for key in range(keys):

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from pallas_kernels.gated_delta_rule import tpu_chunks, tpu_decode
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.reference import TokenStates, prepared, scan
-from pallas_kernels.mosaic import LANES
-from pallas_kernels.ssm_update.tpu_plan import plan_segments
 from pallas_kernels.state_step import StateStep, StepArrays
+from pallas_kernels.tpu.mosaic import LANES
+from pallas_kernels.tpu.segments import plan_segments
 
 _MOST_VMEM_BYTES = 40 << 20
 

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.indexer_topk import kernel_tpu, reference, validate
+from pallas_kernels.indexer_topk import kernel_tpu, reference, validate, xla_topk
 from pallas_kernels.latent_entries import EntryFormat, Plain
-from pallas_kernels.tpu_memory import with_room
+from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.xla.walks import path_over
 
 
 def indexer_topk(
@@ -48,7 +49,9 @@ def indexer_topk(
     options: dict[str, Any] = {"topk": int(topk), "tokens_per_state": int(tokens_per_state), "entries": entries}
     options["page_size"] = latent.page_size
     reason = kernel_tpu.reason_not_supported(q, tuple(pages), block_tables, **options)
-    chosen = resolve_backend(validate.OP, backend, {"tpu": reason})
+    path = path_over(block_tables, tuple(pages), "index keys")
+    chosen = resolve_backend(validate.OP, backend, {"tpu": reason}, path)
     arguments = (q, weights, tuple(pages), *step)
     chosen = with_room(validate.OP, backend, chosen, kernel_tpu.indexer_topk, *arguments, **options)
-    return (kernel_tpu.indexer_topk if chosen == "tpu" else reference.indexer_topk)(*arguments, **options)
+    run = {"tpu": kernel_tpu.indexer_topk, "xla": xla_topk.indexer_topk}.get(chosen, reference.indexer_topk)
+    return run(*arguments, **options)

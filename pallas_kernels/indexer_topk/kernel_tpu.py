@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import tpu_entries
 from pallas_kernels.indexer_topk.tpu_select import GROUP, LEAST, Selection, sort_keys
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.mosaic import LANES, load_piece
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.ragged_paged_attention.tpu_softmax import dot
-from pallas_kernels.token_blocks import (
+from pallas_kernels.schedule import Batch
+from pallas_kernels.token_places import TokenPlaces
+from pallas_kernels.tpu.base2 import dot
+from pallas_kernels.tpu.call import IN_HBM, Operand, call
+from pallas_kernels.tpu.entries import EntryReader, reason_of_entries
+from pallas_kernels.tpu.latent_blocks import Run, StateBlocks, StatePages, log2
+from pallas_kernels.tpu.mosaic import LANES, Ref, load_piece
+from pallas_kernels.tpu.token_blocks import (
     MOST_ROWS,
     TILE_QUERIES,
     Field,
@@ -36,10 +39,6 @@ from pallas_kernels.token_blocks import (
     rows_of_heads,
     rows_of_tables,
 )
-from pallas_kernels.token_places import TokenPlaces
-from pallas_kernels.tpu_call import IN_HBM, Operand, call
-from pallas_kernels.tpu_entries import EntryReader
-from pallas_kernels.tpu_states import Run, StateBlocks, StatePages, log2
 
 BLOCK_ROWS = LANES  # rows of keys: the scores of a place fill a row
 MOST_TOKENS = 16384  # of a call: their items take scalar memory
@@ -59,7 +58,7 @@ def reason_not_supported(
     page_size: int,
 ) -> str | None:
     """What of a call the kernel cannot do, in words; None if it can do it all."""
-    reason = tpu_entries.reason_not_supported(entries, pages[0], page_size)
+    reason = reason_of_entries(entries, pages[0], page_size)
     if reason is not None:
         return reason
     if tokens_per_state & (tokens_per_state - 1):
@@ -146,6 +145,25 @@ class _Config:
         return min(self.num_rows, MOST_ROWS)
 
 
+class _Refs(NamedTuple):
+    """References of a step; the blocks are those of the item before."""
+
+    items: Ref  # SMEM int32[fields * room] of `TokenBlocks`
+    table: Ref  # SMEM int32[1, 1, n] pages of the item's sequence
+    next_table: Ref  # SMEM int32[1, 1, n] of the next item's
+    q: Ref  # [queries * heads, lanes]
+    weights: Ref  # float32[queries * heads, 128]
+    pages: Ref  # HBM [pages, rows, packing, lanes]
+    out: Ref  # int32[queries, 1, K padded]
+    buffer: Ref  # [2, 128, packing, lanes] rows of keys
+    vectors: Ref  # [places, 128, lanes] keys
+    keys: Ref  # int32[queries, rows, 128] sort keys of the scores
+    picked_keys: Ref  # int32[K padded, 128]
+    picked_entries: Ref  # int32[K padded, 128]
+    num_before: Ref  # SMEM int32[1]
+    arrived: Ref  # DMA semaphores, one a buffer
+
+
 def _launch(
     config: _Config, items: TokenBlocks, q: jax.Array, weights: jax.Array, pages: jax.Array, block_tables: jax.Array
 ) -> jax.Array:
@@ -155,6 +173,7 @@ def _launch(
     by_token = items.token_spec(config.queries, width)
     results = call(
         lambda refs: _Step(config, items.room, refs).run(),
+        _Refs,
         name=f"indexer_q{config.queries}_h{config.heads}_k{config.topk}_p{cache.page_size}",
         grid=items.num_items + 1,
         scalars={"items": items.table},
@@ -186,7 +205,7 @@ class _Step:
 
     config: _Config
     room: int
-    refs: SimpleNamespace
+    refs: _Refs
 
     def run(self) -> None:
         """Picks for the tokens of the item before; the first block of this step's item gets under way."""

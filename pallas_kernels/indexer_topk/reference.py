@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.latent_pages import EntryCache
-from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.schedule import Batch
 from pallas_kernels.token_places import TokenPlaces, over_entries
 from pallas_kernels.varying import vary_like
 

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic import LANES, Ref
-from pallas_kernels.tpu_states import log2
+from pallas_kernels.tpu.latent_blocks import log2
+from pallas_kernels.tpu.mosaic import LANES, Ref
 
 LEAST = -(2**31)  # key of an entry that is not seen
 GROUP = 128  # rows that are worked on at a time

@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.kv_write import kernel_tpu, reference, validate
-from pallas_kernels.tpu_memory import with_room
+from pallas_kernels.tpu.memory import with_room
 
 
 def kv_write(

@@ -3,10 +3,13 @@
 Flow:    new K, V -> rows as the pages hold them (XLA) -> [kernel_tpu] -> pages, in place
 
 Grid: one step. Reads and writes T * rows * lanes elements; a run of prefill tokens is one DMA a page, a decode token
-one DMA.
+one DMA. Where tokens share rows of words (`layouts.tokens_per_row`), those are read, merged and written back instead,
+by `tpu.word_rows`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dma_runs import LARGEST_TABLE_ROWS, copy_all, copy_runs
+from pallas_kernels.checks import page_tokens
 from pallas_kernels.kv_write import reference
-from pallas_kernels.mosaic import Copy, Ref, compiler_params
+from pallas_kernels.tpu.call import IN_HBM, Operand, call
+from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS, copy_all, copy_runs
+from pallas_kernels.tpu.mosaic import Copy, Ref
+from pallas_kernels.tpu.word_rows import merge_rows
 
 
 def reason_not_supported(pages: tuple[jax.Array, ...], num_tokens: int) -> str | None:
@@ -34,7 +40,7 @@ def reason_not_supported(pages: tuple[jax.Array, ...], num_tokens: int) -> str |
 def kv_write(
     new_k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
     new_v: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
-    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size, rows, packing, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size / tokens a row, rows, packing, lanes],)
     slot_mapping: jax.Array,  # int32[num_tokens]
     *,
     k_scale: jax.Array | None = None,
@@ -46,21 +52,36 @@ def kv_write(
         return pages
     (kv,) = pages
     rows = reference.packed_rows(new_k, new_v, kv, k_scale, v_scale)
-    written = pl.pallas_call(
-        _kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[pltpu.SemaphoreType.DMA],
-        ),
-        out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
-        input_output_aliases={2: 0},
-        compiler_params=compiler_params(4 << 20),
+    page_size = page_tokens(pages, new_k.shape[1])
+    if page_size != kv.shape[1]:
+        by_row = kv.reshape(*kv.shape[:2], *kv.shape[3:])
+        tokens = page_size // kv.shape[1]
+        written = merge_rows(
+            rows.reshape(num_tokens, -1), by_row, slot_mapping, page_size=page_size, places=tokens, name="kv_write"
+        )
+        return (written.reshape(kv.shape),)
+    results = call(
+        lambda refs: copy_rows(refs.runs, refs.rows, refs.pages, refs.arrived),
+        _Refs,
         name="kv_write",
-    )(write_runs(slot_mapping, kv.shape[1]), rows, kv)
-    return (written,)
+        grid=1,
+        scalars={"runs": write_runs(slot_mapping, kv.shape[1])},
+        inputs={"rows": Operand(rows, IN_HBM)},
+        outputs={},
+        in_place={"pages": kv},
+        scratch={"arrived": pltpu.SemaphoreType.DMA},
+        vmem_limit_bytes=4 << 20,
+    )
+    return (results["pages"],)
+
+
+class _Refs(NamedTuple):
+    """References of the one step."""
+
+    runs: Ref  # SMEM int32[3 * T + 1] of `copy_runs`
+    rows: Ref  # HBM [T, rows, packing, lanes]
+    pages: Ref  # HBM [pages, page_size, rows, packing, lanes]
+    arrived: Ref  # DMA semaphore
 
 
 def write_runs(slot_mapping: jax.Array, page_size: int) -> jax.Array:
@@ -79,7 +100,3 @@ def copy_rows(runs: Ref, rows: Ref, pages: Ref, arrived: Ref) -> None:
         return pltpu.make_async_copy(rows.at[pl.ds(token, count)], target, arrived)
 
     copy_all(runs, copy)
-
-
-def _kernel(runs: Ref, rows: Ref, _: Ref, pages: Ref, arrived: Ref) -> None:
-    copy_rows(runs, rows, pages, arrived)

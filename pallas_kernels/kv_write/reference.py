@@ -9,6 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import page_tokens
+from pallas_kernels.layouts import tokens_per_row
+from pallas_kernels.stored_numbers import stored
+
 
 @jax.jit
 def kv_write(
@@ -21,36 +25,41 @@ def kv_write(
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """As `pallas_kernels.kv_write.kv_write`."""
-    num_pages, page_size = pages[0].shape[:2]
+    num_pages, page_size = pages[0].shape[0], page_tokens(pages, new_k.shape[1])
     page = jnp.where(slot_mapping < page_size, num_pages, slot_mapping // page_size)  # out of range: dropped
     offset = slot_mapping % page_size
     if len(pages) == 2:
         rows: tuple[jax.Array, ...] = (stored(new_k, k_scale, pages[0].dtype), stored(new_v, v_scale, pages[1].dtype))
     else:
         rows = (packed_rows(new_k, new_v, pages[0], k_scale, v_scale),)
+        if page_size != pages[0].shape[1]:
+            return (_with_parts_of_rows(pages[0], rows[0], page, offset),)
     return tuple(p.at[page, offset].set(x, mode="drop") for p, x in zip(pages, rows, strict=True))
 
 
 def packed_rows(
     new_k: jax.Array, new_v: jax.Array, pages: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None
 ) -> jax.Array:
-    """New K and V as packed pages hold them, [num_tokens, rows, packing, lanes]."""
+    """New K and V as packed pages hold them, [num_tokens, rows, packing, lanes].
+
+    Of tokens that share a row of words [num_tokens, 1, packing / tokens, lanes], each token's part.
+    """
     k, v = stored(new_k, k_scale, pages.dtype), stored(new_v, v_scale, pages.dtype)
-    return _packed(k, v, pages.shape[2:])
+    rows, packing, lanes = pages.shape[2:]
+    return _packed(k, v, (rows, packing // tokens_per_row(k.shape[1], packing), lanes))
 
 
-def stored(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """`x / scale` in the pages' dtype, saturated to it where it has 8 bits; scale is [] or [num_kv_heads]."""
-    if scale is not None:
-        x = x.astype(jnp.float32) / jnp.asarray(scale, jnp.float32).reshape(1, -1, 1)
-    if dtype.itemsize > 1:
-        return x.astype(dtype)
-    x = x.astype(jnp.float32)
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return jnp.clip(jnp.round(jnp.where(jnp.isnan(x), 0.0, x)), info.min, info.max).astype(dtype)
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -largest, largest).astype(dtype)
+def _with_parts_of_rows(
+    pages: jax.Array,  # [pages, page_size / tokens, 1, packing, lanes]
+    parts: jax.Array,  # [num_tokens, 1, packing / tokens, lanes]
+    page: jax.Array,  # int32[num_tokens]
+    offset: jax.Array,  # int32[num_tokens]
+) -> jax.Array:
+    """The pages with each token's part of its row of words."""
+    size = parts.shape[2]
+    tokens = pages.shape[3] // size
+    place = (offset % tokens * size)[:, None] + jnp.arange(size, dtype=jnp.int32)
+    return pages.at[page[:, None], offset[:, None] // tokens, 0, place].set(parts[:, 0], mode="drop")
 
 
 def _packed(k: jax.Array, v: jax.Array, token_shape: tuple[int, ...]) -> jax.Array:

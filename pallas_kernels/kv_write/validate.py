@@ -38,4 +38,4 @@ def check(
     checks.check_scale(OP, "v_scale", v_scale, heads)
     known = checks.concrete(slot_mapping)
     if known is not None:
-        checks.check_slots(OP, known[0], pages[0].shape[0] * pages[0].shape[1])
+        checks.check_slots(OP, known[0], pages[0].shape[0] * checks.page_tokens(pages, heads))

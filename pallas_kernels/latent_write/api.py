@@ -12,7 +12,7 @@ import jax
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import kernel_tpu, reference, validate
-from pallas_kernels.tpu_memory import with_room
+from pallas_kernels.tpu.memory import with_room
 
 
 def latent_write(

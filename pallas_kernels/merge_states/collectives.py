@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention import online_softmax
-from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
+from pallas_kernels import online_softmax
+from pallas_kernels.online_softmax import SoftmaxState
 
 
 def merge_ranks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState, finish
+from pallas_kernels.online_softmax import SoftmaxState, finish
 
 
 @jax.jit

@@ -26,10 +26,11 @@ from pallas_kernels.decode_step import DecodeStep, is_decode_step
 from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.latent_write import latent_write
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.xla_attention import path_over
-from pallas_kernels.tpu_memory import with_room
+from pallas_kernels.token_trees import NO_TREES
+from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.xla.walks import path_over
 
 
 def plan(
@@ -92,11 +93,12 @@ def mla_paged_attention(
     context_rank: Any = 0,  # int or int32[]: whose tokens the pages hold, of `context_size` ranks that share them
     context_size: int = 1,
     context_interleave: int = 1,  # successive tokens of a rank
+    tree_mask: jax.Array | None = None,  # uint32[T] bit n: sees the n-th new token of its sequence; 0: as causal
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention over latents of all query tokens: `out` is [T, Hq, Dl], to be multiplied by the value projection.
 
-    Who sees what, padding, NaN in hidden slots, context parallelism and the order of `new_kv` are as of
+    Who sees what, trees, padding, NaN in hidden slots, context parallelism and the order of `new_kv` are as of
     `ragged_paged_attention`.
 
     Raises:
@@ -108,12 +110,15 @@ def mla_paged_attention(
     attention_checks.check_scalars(validate.OP, sm_scale, soft_cap)
     latent = validate.check_latents(q_nope, q_pe, pages, page_size)
     validate.check_new_kv(q_nope, q_pe, new_kv, slot_mapping, latent)
-    share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, latent.page_size)
+    share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, latent.page_size, sinks)
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size * context_size, *step)
+    attention_checks.check_trees(validate.OP, tree_mask, q_nope.shape[0], mask, query_start_loc, distribution)
     validate.check_per_head(q_nope.shape[1], sinks, k_scale)
     xla = path_over(block_tables, tuple(pages))
-    chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask, share), xla)
+    chosen = resolve_backend(
+        validate.OP, backend, _reasons(q_nope, q_pe, latent, mask, share, tree_mask is not None), xla
+    )
     options: dict[str, Any] = {
         "mask": mask,
         "sm_scale": float(sm_scale),
@@ -124,31 +129,37 @@ def mla_paged_attention(
     }
     arguments = (q_nope, q_pe, tuple(pages), *step)
     kernel = kernel_tpu.mla_paged_attention
-    chosen = with_room(validate.OP, backend, chosen, kernel, *arguments, **options, return_lse=return_lse)
+    of_plain = options | {"share": share, "tree_mask": tree_mask}
+    of_tpu = of_plain | {"return_lse": return_lse}
+    chosen = with_room(validate.OP, backend, chosen, kernel, *arguments, **of_tpu)
     if new_kv is not None and slot_mapping is not None:
         states = jnp.concatenate(new_kv, axis=-1)
         pages = latent_write(
             states, tuple(pages), slot_mapping, scale=k_scale, page_size=latent.page_size, backend=backend
         )
     if chosen == "tpu":
-        out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, return_lse=return_lse)
+        out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_tpu)
     elif chosen == "gpu":
         out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, schedule=schedule)
     elif chosen == "xla":
-        out, lse = xla_attention.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, share=share)
+        out, lse = xla_attention.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain)
     else:
-        options["is_decode"] = is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
-        out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, share=share)
+        of_plain["is_decode"] = is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
+        out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
 
 
 def _reasons(
-    q_nope: Any, q_pe: Any, latent: LatentPages, mask: MaskRule, share: KeyShare | None = None
+    q_nope: Any,
+    q_pe: Any,
+    latent: LatentPages,
+    mask: MaskRule,
+    share: KeyShare | None = None,
+    has_trees: bool = False,
 ) -> dict[str, str | None]:
     """Platforms with a kernel, each with what of a call it cannot do."""
-    if share is not None:
-        return dict.fromkeys(("tpu", "gpu"), NO_SHARES)
+    of_options = NO_TREES if has_trees else NO_SHARES if share is not None else None
     return {
-        "tpu": kernel_tpu.reason_not_supported(latent, mask),
-        "gpu": kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
+        "tpu": kernel_tpu.reason_not_supported(latent, mask, share),
+        "gpu": of_options or kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
     }

@@ -22,11 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mla_paged_attention.gpu_latents import ADDING, LatentRing
-from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule
-from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys
-from pallas_kernels.ragged_paged_attention.gpu_softmax import (
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.handover import give_share, store_columns, take_share
+from pallas_kernels.gpu.plan import Field, GpuConfig, Keys
+from pallas_kernels.gpu.softmax import (
     LARGEST,
     RowBounds,
     RowState,
@@ -34,13 +33,15 @@ from pallas_kernels.ragged_paged_attention.gpu_softmax import (
     seen_by_any,
     weigh,
 )
+from pallas_kernels.mla_paged_attention.gpu_latents import ADDING, LatentRing
+from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule
 
 POS, SEQ_LEN = len(Field), len(Field) + 1  # columns of a piece beyond `Field`: of the tile's first query
 
 
 def fixed_bytes(head_dim: int) -> int:
     """Shared memory apart from latents: queries, values per row, barriers and gaps before aligned arrays."""
-    return mosaic_gpu.ROWS * 2 * head_dim + 4096
+    return mosaic.ROWS * 2 * head_dim + 4096
 
 
 def attend_pieces(
@@ -60,16 +61,16 @@ def attend_pieces(
     """
     num_tokens = 1 if work.queries is None else work.sizes.tile.tokens
     num_tiles = work.pieces.shape[0] - work.num_split
-    shape = (mosaic_gpu.ROWS, config.head_dim_v)
+    shape = (mosaic.ROWS, config.head_dim_v)
     outputs = [
         jax.ShapeDtypeStruct((work.num_split, *shape), jnp.float32),
-        jax.ShapeDtypeStruct((work.pieces.shape[0], mosaic_gpu.ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((work.pieces.shape[0], mosaic.ROWS), jnp.float32),
     ]
     if num_tiles:
         outputs.append(jax.ShapeDtypeStruct((num_tiles, *shape), out_dtype))
-    row = plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32)
+    row = plgpu.SMEM((mosaic.ROWS,), jnp.float32)
     scratch = {
-        "q_tile": mosaic_gpu.tiled((mosaic_gpu.ROWS, config.head_dim), config.compute_dtype),
+        "q_tile": mosaic.tiled((mosaic.ROWS, config.head_dim), config.compute_dtype),
         "lse_tile": row,
         "share": row,
         "q_full": plgpu.Barrier(),
@@ -87,7 +88,7 @@ def attend_pieces(
         pl.when(warpgroup < ADDING)(lambda: _add_values(refs, ring, work.sizes.num_blocks, warpgroup))
         pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, ring, num_tokens, work.sizes.num_blocks))
 
-    run = mosaic_gpu.kernel(
+    run = mosaic.kernel(
         body,
         name=f"mla_p{config.page_size}_t{num_tokens}",
         outputs=outputs,
@@ -134,7 +135,7 @@ def _make_weights(refs: Any, ring: LatentRing, num_tokens: int, num_split_blocks
             keys = _keys(refs, piece)
             latents = ring.take_keys(step + i)
             # The slot to fill is that of the block before, whose values the others add without waiting for this one.
-            products = mosaic_gpu.dot_transposed(refs.q_tile, latents, meanwhile=lambda: fetch(i + ahead))
+            products = mosaic.dot_transposed(refs.q_tile, latents, meanwhile=lambda: fetch(i + ahead))
             first_slot = keys.block(i) * config.block
             before = state.m
             state, p = weigh(state, products * scale, config, keys, bounds, first_slot)
@@ -187,15 +188,15 @@ def _add_values(refs: Any, ring: LatentRing, num_split_blocks: int, warpgroup: j
             keys = _keys(refs, piece)
             seen = seen_by_any(config, keys, keys.block(i) * config.block) if is_cut else None
             latents, weights, shrink = ring.take_values(step + i, seen)
-            total = total * mosaic_gpu.spread(mosaic_gpu.load_per_row(shrink), columns)
-            total = mosaic_gpu.dot_add(total, weights, latents.at[:, own])
+            total = total * mosaic.spread(mosaic.load_per_row(shrink), columns)
+            total = mosaic.dot_add(total, weights, latents.at[:, own])
             ring.release(step + i)
             return total
 
-        total = mosaic_gpu.matrix(jnp.zeros((mosaic_gpu.ROWS, columns), jnp.float32))
+        total = mosaic.matrix(jnp.zeros((mosaic.ROWS, columns), jnp.float32))
         total = lax.fori_loop(0, keys.num_whole, functools.partial(add_block, is_cut=False), total)
         total = lax.fori_loop(keys.num_whole, keys.num_blocks, functools.partial(add_block, is_cut=True), total)
-        out = total * mosaic_gpu.spread(take_share(refs), columns)
+        out = total * mosaic.spread(take_share(refs), columns)
         _store_columns(refs, piece, warpgroup, out, num_split_blocks)
         return step + keys.num_blocks
 
@@ -207,7 +208,7 @@ def _bounds(refs: Any, config: GpuConfig, piece: jax.Array, num_tokens: int) -> 
     if num_tokens == 1:
         keys = _keys(refs, piece)
         return RowBounds(keys.lower, keys.upper)
-    token = lax.div(mosaic_gpu.row_index(mosaic_gpu.ROWS), jnp.int32(config.group))
+    token = lax.div(mosaic.row_index(mosaic.ROWS), jnp.int32(config.group))
     pos = lax.min(token, jnp.int32(num_tokens - 1)) + refs.pieces[piece, POS]
     return RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.pieces[piece, SEQ_LEN]))
 
@@ -220,32 +221,3 @@ def _store_columns(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.A
     is_split = _is_split(num_split_blocks)
     pl.when(~is_split)(lambda: store_columns(refs.tile_out, piece - refs.out.shape[0], warpgroup, out))
     pl.when(is_split)(lambda: store_columns(refs.out, piece, warpgroup, out))
-
-
-def give_share(refs: Any, piece: jax.Array, has_given: jax.Array, share: jax.Array, lse: jax.Array) -> None:
-    """Hands over what the sums of a piece are multiplied with at its end, float32[64], and stores its LSE.
-
-    `has_given`: whether this warpgroup has handed over one before, which the adding ones must have read.
-    """
-    pl.when(has_given)(lambda: plgpu.barrier_wait(refs.stored))
-    refs.share[...] = share
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    refs.lse_tile[...] = lse
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs.lse_tile, refs.lse.at[piece])
-    plgpu.barrier_arrive(refs.done)
-
-
-def take_share(refs: Any) -> jax.Array:
-    """What `give_share` hands over, in an adding warpgroup."""
-    plgpu.barrier_wait(refs.done)
-    share = mosaic_gpu.load_per_row(refs.share)
-    plgpu.barrier_arrive(refs.stored)
-    return share
-
-
-def store_columns(target: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array) -> None:
-    """Stores a warpgroup's columns of a piece straight from registers."""
-    columns = out.shape[1]
-    own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
-    mosaic_gpu.store_plain(target.at[piece, :, own], out.astype(target.dtype))

@@ -26,9 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention.gpu_kv import block_parts, copy_sources
-from pallas_kernels.ragged_paged_attention.gpu_plan import GpuConfig, Keys
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.kv import block_parts, copy_sources
+from pallas_kernels.gpu.plan import GpuConfig, Keys
 
 ADDING = 2  # warpgroups
 
@@ -61,14 +61,14 @@ class LatentRing:
     def scratch(cls, config: GpuConfig) -> dict[str, Any]:
         """Shared memory and barriers by field."""
         scratch = {
-            "latents": mosaic_gpu.tiled((config.stages, config.block, config.head_dim), config.page_dtype),
-            "shrink": plgpu.SMEM((config.stages, mosaic_gpu.ROWS), jnp.float32),
+            "latents": mosaic.tiled((config.stages, config.block, config.head_dim), config.page_dtype),
+            "shrink": plgpu.SMEM((config.stages, mosaic.ROWS), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=config.num_copies, num_barriers=config.stages),
             "weighed": plgpu.Barrier(num_barriers=config.stages),
             "free": plgpu.Barrier(num_arrivals=ADDING, num_barriers=config.stages),
         }
         if config.is_converted:
-            scratch["converted"] = mosaic_gpu.tiled((config.block, config.head_dim), config.compute_dtype)
+            scratch["converted"] = mosaic.tiled((config.block, config.head_dim), config.compute_dtype)
             scratch["changed"] = plgpu.Barrier(num_arrivals=ADDING)
             scratch["idle"] = plgpu.Barrier(num_arrivals=ADDING)
         return scratch
@@ -84,7 +84,7 @@ class LatentRing:
             target = self.latents.at[slot, pl.ds(number * copy, copy)]
             plgpu.copy_gmem_to_smem(self.pages.at[page, pl.ds(offset, copy)], target, self.full.at[slot])
 
-        mosaic_gpu.start_copies(len(sources), start)
+        mosaic.start_copies(len(sources), start)
 
     def take_keys(self, step: jax.Array) -> Any:
         """The block [block, D] of a step, ready for the product of scores; call `give_weights` when done with it."""
@@ -100,7 +100,7 @@ class LatentRing:
         slot = self.slot(step)
         self._weights(slot)[...] = weights
         self.shrink[slot] = shrink
-        mosaic_gpu.fence()
+        mosaic.fence()
         plgpu.barrier_arrive(self.weighed.at[slot])
 
     def take_values(self, step: jax.Array, seen: Any) -> tuple[Any, Any, Any]:
@@ -141,13 +141,13 @@ class LatentRing:
             @pl.when(self.warpgroup == warpgroup)
             def _(own: list[tuple[pl.Slice, pl.Slice]] = own) -> None:
                 for part in own:
-                    values = mosaic_gpu.load_matrix(self.latents.at[(slot, *part)], self.config.compute_dtype)
+                    values = mosaic.load_matrix(self.latents.at[(slot, *part)], self.config.compute_dtype)
                     if seen is not None:
-                        keep = mosaic_gpu.spread(seen(part[0].start), values.shape[1])
+                        keep = mosaic.spread(seen(part[0].start), values.shape[1])
                         values = jnp.where(keep, values, jnp.zeros_like(values))
                     target[part] = values
 
-        mosaic_gpu.fence()
+        mosaic.fence()
 
     def slot(self, step: jax.Array) -> jax.Array:
         """Place of a step in the ring."""

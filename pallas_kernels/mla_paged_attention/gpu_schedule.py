@@ -20,11 +20,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention import launches
-from pallas_kernels.ragged_paged_attention.gpu_plan import GpuConfig, Keys, plan_decode
-from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape, plan_tiles
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels import launches
+from pallas_kernels.gpu.plan import GpuConfig, Keys, plan_decode
+from pallas_kernels.gpu.tiles import TileField, TileShape, plan_tiles
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.schedule import Batch
 
 
 class LatentSizes(NamedTuple):

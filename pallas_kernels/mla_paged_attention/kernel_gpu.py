@@ -16,16 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.latent_pages import LatentPages
-from pallas_kernels.layouts import cdiv
-from pallas_kernels.mla_paged_attention.gpu_attend import attend_pieces, fixed_bytes
-from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule, LatentSizes, QueryTiles
-from pallas_kernels.mla_paged_attention.validate import OP
-from pallas_kernels.ragged_paged_attention import launches
-from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
-from pallas_kernels.ragged_paged_attention.gpu_plan import (
-    MIN_GROUP_ROWS,
+from pallas_kernels import launches
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.merge import merge_pieces
+from pallas_kernels.gpu.plan import (
     MIN_STAGES,
     GpuConfig,
     compute_dtype,
@@ -33,10 +27,14 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
     reason_of_pages,
     to_compute_dtype,
 )
-from pallas_kernels.ragged_paged_attention.gpu_softmax import as_scales, as_sinks, score_factor
-from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.planned_sizes import check_planned
+from pallas_kernels.gpu.softmax import as_scales, as_sinks, score_factor
+from pallas_kernels.gpu.tiles import TileShape, padded_rows, tile_shape
+from pallas_kernels.latent_pages import LatentPages
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.mla_paged_attention.gpu_attend import attend_pieces, fixed_bytes
+from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule, LatentSizes, QueryTiles
+from pallas_kernels.mla_paged_attention.validate import OP
+from pallas_kernels.planned_sizes import check_planned
 
 _MOST_LATENT, _MOST_DIM = 512, 576
 
@@ -61,7 +59,7 @@ def reason_not_supported(q_nope: jax.Array, q_pe: jax.Array, latent: LatentPages
             f"GPU kernels take latents of up to {_MOST_LATENT} numbers in steps of 128 and up to {_MOST_DIM} with the "
             f"rotated key in steps of 64, got {latent_dim} and {dim}"
         )
-    return mosaic_gpu.reason_without_hopper()
+    return mosaic.reason_without_hopper()
 
 
 def plan(
@@ -132,12 +130,6 @@ def mla_paged_attention(
     return out, tiled_lse.at[place].set(lse, mode="drop")
 
 
-def tile_shape(num_heads: int) -> TileShape:
-    """Tokens and heads of a tile: the most heads that divide `num_heads`, then the most tokens."""
-    heads = max(n for n in range(1, min(num_heads, mosaic_gpu.ROWS) + 1) if num_heads % n == 0)
-    return TileShape(mosaic_gpu.ROWS // heads, heads)
-
-
 def _config(
     q_nope: Any, q_pe: Any, latent_pages: Any, mask: MaskRule, sm_scale: float, soft_cap: float | None, page_size: int
 ) -> GpuConfig:
@@ -154,7 +146,7 @@ def _config(
         page_size=page_size,
         page_dtype=page_dtype,
         compute_dtype=compute_dtype(jnp.dtype(q_nope.dtype).name, page_dtype),
-        block=mosaic_gpu.ROWS,
+        block=mosaic.ROWS,
         stages=MIN_STAGES,
         score_factor=score_factor(sm_scale, soft_cap),
     )
@@ -168,8 +160,8 @@ def _sizes(config: GpuConfig, tuning: Tuning, num_tokens: int, num_seqs: int) ->
         num_tokens=num_tokens,
         num_seqs=num_seqs,
         parts=config.num_kv_heads,
-        tile=TileShape(mosaic_gpu.ROWS // config.group, config.group),
-        num_blocks=tuning.num_blocks or mosaic_gpu.num_sms(),
+        tile=TileShape(mosaic.ROWS // config.group, config.group),
+        num_blocks=tuning.num_blocks or mosaic.num_sms(),
         is_decode=False,
     )
 
@@ -178,13 +170,8 @@ def _stages(config: GpuConfig) -> int:
     """Blocks of latents that fit in shared memory."""
     elements = config.block * config.head_dim
     converted = 2 * elements if config.is_converted else 0
-    free = mosaic_gpu.SMEM_BYTES - fixed_bytes(config.head_dim) - converted
+    free = mosaic.SMEM_BYTES - fixed_bytes(config.head_dim) - converted
     return max(MIN_STAGES, most_stages(free, elements * jnp.dtype(config.page_dtype).itemsize))
-
-
-def padded_rows(q: jax.Array) -> jax.Array:
-    """Query tiles [U, rows, D] with rows a multiple of 8."""
-    return jnp.pad(q, [(0, 0), (0, cdiv(q.shape[1], MIN_GROUP_ROWS) * MIN_GROUP_ROWS - q.shape[1]), (0, 0)])
 
 
 def _by_token(

@@ -26,23 +26,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import launches
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.latent_pages import LatentPages
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention.tpu_attention import StepAttention
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, buffer_shape
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit, Walk, padded_heads, whole_lanes
-from pallas_kernels.mosaic import LANES, Copy, compiler_params
-from pallas_kernels.ragged_paged_attention import launches
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
-from pallas_kernels.ragged_paged_attention.tpu_limits import (
+from pallas_kernels.token_trees import MOST_TOKENS, TokenTrees, trees_of_step
+from pallas_kernels.tpu.base2 import HIDDEN
+from pallas_kernels.tpu.block_mask import tree_scalars
+from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items, seen_slots
+from pallas_kernels.tpu.items import ItemTable
+from pallas_kernels.tpu.limits import (
     SMALLEST_TILE,
     finite_sinks,
     flat_tables,
     lse_with_sinks,
     reason_of_sizes,
 )
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field, plan_items
-from pallas_kernels.tpu_lse import by_head, lse_shape
+from pallas_kernels.tpu.lse import by_head, lse_shape
+from pallas_kernels.tpu.mosaic import LANES, Copy, compiler_params
 
 _VMEM_LIMIT_BYTES = 64 << 20
 
@@ -60,14 +64,14 @@ class Tuning(NamedTuple):
     ahead: int = 1  # products whose scores are computed before the softmax of an earlier one
 
 
-def reason_not_supported(latent: LatentPages, mask: MaskRule) -> str | None:
+def reason_not_supported(latent: LatentPages, mask: MaskRule, share: KeyShare | None = None) -> str | None:
     """What of a call the kernel cannot do, in words; None if it can do it all."""
     array = latent.array
     if array.ndim != 4:
         return "TPU kernels read packed latent pages; make them by latent_layout(platform='tpu')"
     if array.dtype == jnp.float16:
         return "TPU has no arithmetic on float16 pages; use bfloat16"
-    return reason_of_sizes(latent.page_size, mask)
+    return reason_of_sizes(latent.page_size, mask, share)
 
 
 @functools.partial(
@@ -89,18 +93,24 @@ def mla_paged_attention(
     k_scale: jax.Array | None,
     page_size: int,
     return_lse: bool,
+    share: KeyShare | None = None,
+    tree_mask: jax.Array | None = None,  # uint32[T]
     tuning: Tuning = Tuning(),  # noqa: B008
     tables_in_hbm: bool | None = None,  # None: where they exceed scalar memory
 ) -> tuple[jax.Array, jax.Array | None]:
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq] or None) as `AttentionOutput` says."""
     num_tokens, num_heads, latent_dim = q_nope.shape
     num_seqs, num_columns = block_tables.shape
-    tables = flat_tables(block_tables, tables_in_hbm, num_tokens)
+    tables, ranks = flat_tables(block_tables, tables_in_hbm, num_tokens), 1 if share is None else share.size
     if num_tokens == 1:  # it decodes, whatever it is called
         distribution = distribution.at[0].set(distribution[2])
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
 
+    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
+
     def configured(queries: int) -> LatentConfig:
+        has_trees = trees is not None and queries > 1  # a lone new token sees what the mask rule says
+        span = max(queries, MOST_TOKENS) if has_trees else queries
         return LatentConfig(
             mask=mask,
             sm_scale=sm_scale,
@@ -112,24 +122,33 @@ def mla_paged_attention(
             page_size=page_size,
             compute_dtype=_compute_dtype(q_nope.dtype, pages[0].dtype),
             queries=queries,
-            **_sizes(queries, padded_heads(num_heads), mask, num_columns * page_size, page_size, tuning),
+            **_sizes(
+                queries,
+                padded_heads(num_heads),
+                seen_slots(mask, span, num_columns, page_size, ranks),
+                page_size,
+                tuning,
+            ),
             has_sinks=sinks is not None,
             has_k_scale=k_scale is not None,
             return_lse=return_lse,
             table_stride=tables.stride,
             tables_in_hbm=tables.in_hbm,
+            context=None if share is None else (share.size, share.interleave),
+            has_trees=has_trees,
         )
 
     def launch(config: LatentConfig, num_queries: int, items: tuple[jax.Array, jax.Array]) -> launches.Result:
         q = _query_rows(q_nope[:num_queries], q_pe[:num_queries], config)
-        out, lse = _launch(config, items, tables.entries, q, pages[0], sinks, k_scale)
+        out, lse = _launch(config, items, tables.entries, q, pages[0], sinks, k_scale, trees)
         out = _fit(out[:, :num_heads, :latent_dim], num_tokens)
         return out, None if lse is None else _fit(by_head(lse, num_heads), num_tokens)
 
     num_decode, config = min(num_tokens, num_seqs), configured(1)
     of_tiles = configured(tuning.queries or _tile_queries(padded_heads(num_heads), mask))
-    tile_items = plan_items(others, of_tiles, max(num_tokens, of_tiles.window))
-    decoded = launch(config, num_decode, plan_items(decoding, config, max(num_decode, config.window)))
+    tile_items = plan_items(others, of_tiles, max(num_tokens, of_tiles.window), share, trees)
+    items = plan_items(decoding, config, max(num_decode, config.window), share)
+    decoded = launch(config, num_decode, items)
     out, lse = launches.with_tiles(decoded, lambda: launch(of_tiles, num_tokens, tile_items), decoding, others)
     return out.astype(q_nope.dtype), lse_with_sinks(lse, sinks)
 
@@ -146,16 +165,15 @@ def _tile_queries(heads: int, mask: MaskRule) -> int:
     return 1 << (queries.bit_length() - 1)
 
 
-def _sizes(queries: int, heads: int, mask: MaskRule, max_len: int, page_size: int, tuning: Tuning) -> dict[str, int]:
-    """Units, slots of a block and of a part, tokens of a chunk: powers of two.
+def _sizes(queries: int, heads: int, seen: int, page_size: int, tuning: Tuning) -> dict[str, int]:
+    """Units, slots of a block and of a part, tokens of a chunk: powers of two, as is `seen`, slots that a tile can see.
 
     A decode step has 2,048 slots: fewer leave the matrix unit waiting between one part's products and its softmax.
     """
     is_decode = queries == 1
-    seen = mask.max_pages(queries, max_len // page_size, page_size) * page_size
     block = tuning.decode_block if is_decode else tuning.tile_block
     if block is None:
-        block = max(LANES, page_size, min(1024 if is_decode else 512, 1 << (seen - 1).bit_length()))
+        block = max(LANES, page_size, min(1024 if is_decode else 512, seen))
     part = (tuning.decode_part or 512) if is_decode else (tuning.tile_part or 256)
     chunk = max(1, min(queries, tuning.chunk_rows // heads))
     return {
@@ -184,7 +202,7 @@ def _per_row_arrays(config: LatentConfig, sinks: jax.Array | None, k_scale: jax.
     arrays = {}
     if sinks is not None:
         heads = finite_sinks(sinks)
-        heads = jnp.pad(heads, (0, config.heads - heads.shape[0]), constant_values=-1e30)
+        heads = jnp.pad(heads, (0, config.heads - heads.shape[0]), constant_values=HIDDEN)
         arrays["sinks"] = jnp.broadcast_to(jnp.tile(heads, config.chunk)[:, None], (config.rows, LANES))
     if k_scale is not None:
         arrays["k_scale"] = jnp.broadcast_to(jnp.asarray(k_scale, jnp.float32), (config.rows, LANES))
@@ -199,12 +217,15 @@ def _launch(
     pages: jax.Array,
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
+    trees: TokenTrees | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(out [T, heads, value_lanes], lse as `tpu_lse` has it) of the sequences with items in `work`, else undefined."""
+    """(out [T, heads, value_lanes], lse as `tpu.lse` has it) of the sequences with items in `work`, else undefined."""
     num_tokens, (items, num_items) = q.shape[0], work
-    fields = items.reshape(len(Field), -1)
+    fields = items.reshape(num_fields(config), -1)
     num_steps = -(-jnp.sum(fields[Field.NUM_BLOCKS], dtype=jnp.int32) // config.units)
     scalars = {"fields": items, "counts": jnp.stack([num_items, num_steps]).astype(jnp.int32)}
+    if trees is not None and config.has_trees:
+        scalars |= tree_scalars(trees, config.mask, config.queries)
     inputs = {"q": q, "pages": pages}
     if config.tables_in_hbm:
         inputs["tables"] = tables

@@ -6,7 +6,7 @@ A unit begins with the state that the unit before it left, or with none where it
 are independent but for a maximum and two sums, and their products, which take long one after the other, overlap. The
 state after each unit stays in a place of its own: where an item ends, `finish` makes the result of it.
 
-Logits and state are as in `ragged_paged_attention.tpu_softmax`.
+Logits are in base 2, the state is as `tpu.softmax` has it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, MaskOf
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Walk
-from pallas_kernels.mosaic import LANES
-from pallas_kernels.ragged_paged_attention.tpu_mask import kept_slots, seen_slots
-from pallas_kernels.ragged_paged_attention.tpu_softmax import HIDDEN, LOG2E, NOTHING, base2_logits, dot, lanes_of
-from pallas_kernels.tpu_lse import heads_to_lanes
+from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, base2_logits, dot, spread
+from pallas_kernels.tpu.block_mask import RowTrees, kept_slots, seen_slots
+from pallas_kernels.tpu.item_plan import Field
+from pallas_kernels.tpu.lse import heads_to_lanes
+from pallas_kernels.tpu.mosaic import Ref
+from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
 
 
 class _Work(NamedTuple):
@@ -66,15 +68,15 @@ class StepAttention:
         """Leaves the results of the item that ends with a unit in `out_tile` and `lse_tile`."""
         config, refs = self.config, self.refs
         for chunk in range(config.num_chunks):
-            total = jnp.broadcast_to(jnp.sum(refs.l[unit, chunk], axis=1, keepdims=True), (config.rows, LANES))
-            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            total = sums(refs.l[unit, chunk])
+            factor = inverse(total)
             if config.has_k_scale:
                 factor = factor * refs.k_scale[...]
-            out = refs.acc[unit, chunk] * lanes_of(factor, config.value_lanes)
+            out = refs.acc[unit, chunk] * spread(factor, config.value_lanes)
             tokens = pl.ds(chunk * config.chunk, config.chunk)
             refs.out_tile[unit, tokens] = self._by_token(out).astype(refs.out_tile.dtype)
             if config.return_lse:
-                lse = self._by_token((refs.m[unit, chunk] + jnp.log2(total)) * (1 / LOG2E))
+                lse = self._by_token(natural_lse(refs.m[unit, chunk], total))
                 refs.lse_tile[unit, tokens] = heads_to_lanes(lse)
 
     def _by_token(self, x: jax.Array) -> jax.Array:
@@ -95,15 +97,14 @@ class StepAttention:
         if masked:
             s = jnp.where(self._seen(work), s, HIDDEN)
         m, weight, acc = self._state_before(work)
-        new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
-        p = jnp.exp2(s - lanes_of(new, config.part))
-        shrink = jnp.exp2(m - new)
+        new = largest(s, m)
+        p, shrink = weights(s, m, new)
         v = self.blocks.values(self.slot, work.unit, work.part, self._kept(work) if masked else None)
         at = (work.unit, work.chunk)
         refs.m[at] = new
-        refs.l[at] = shrink * weight + sum(p[:, n : n + LANES] for n in range(0, config.part, LANES))
+        refs.l[at] = add_weights(weight, shrink, p)
         weighted = dot(p.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-        refs.acc[at] = acc * lanes_of(shrink, config.value_lanes) + weighted
+        refs.acc[at] = acc * spread(shrink, config.value_lanes) + weighted
 
     def _state_before(self, work: _Work) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(m, l, acc) of the rows before a part."""
@@ -116,7 +117,7 @@ class StepAttention:
         m_0, weight_0 = jnp.full_like(m, NOTHING), jnp.zeros_like(weight)
         if config.has_sinks:
             sinks = refs.sinks[...] * LOG2E
-            m_0, weight_0 = jnp.maximum(sinks, NOTHING), jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
+            m_0, weight_0 = sink_m(sinks), sink_weight(sinks)
         return jnp.where(begins, m_0, m), jnp.where(begins, weight_0, weight), jnp.where(begins, 0.0, acc)
 
     def _seen(self, work: _Work) -> jax.Array:
@@ -126,7 +127,20 @@ class StepAttention:
         items = self.walk.items
         block = items.block(*unit)[0]
         first = work.part * config.part
-        return seen_slots(items, unit.item, block, token, first=first, part=(config.rows, config.part))
+        part, trees = (config.rows, config.part), self._trees(work) if config.has_trees else None
+        return seen_slots(items, unit.item, block, token, first=first, part=part, trees=trees)
+
+    def _trees(self, work: _Work) -> RowTrees:
+        """What the rows of a chunk see of their sequence's new tokens, where it has a tree."""
+        config, item = self.config, self.step.units[work.unit].item
+        first = self.walk.items.field(Field.TOKEN, item) + work.chunk * config.chunk
+
+        def of_rows(scalars: Ref) -> jax.Array:  # int32[rows, 1]
+            tokens = [jnp.full((config.heads, 1), scalars[first + n], jnp.int32) for n in range(config.chunk)]
+            return tokens[0] if config.chunk == 1 else jnp.concatenate(tokens)
+
+        lower = of_rows(self.refs.tree_lower) if hasattr(self.refs, "tree_lower") else None
+        return RowTrees(of_rows(self.refs.tree_bits), lower)
 
     def _kept(self, work: _Work) -> MaskOf:
         """Whether anyone sees a key."""

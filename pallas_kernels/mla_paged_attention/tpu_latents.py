@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit
-from pallas_kernels.mosaic import LANES, Ref, elements, load_words
-from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
+from pallas_kernels.tpu.items import ItemTable
+from pallas_kernels.tpu.mosaic import LANES, Ref, elements, load_words
 
 # int32 slots of a block -> bool: whether they are kept.
 MaskOf = Callable[[jax.Array], jax.Array]

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic import LANES, SUBLANES
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.tpu.item_plan import Field
+from pallas_kernels.tpu.items import ItemTable
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class LatentConfig:
     return_lse: bool
     table_stride: int
     tables_in_hbm: bool
+    has_trees: bool  # whether new tokens may be trees
+    context: tuple[int, int] | None  # ranks that share the tokens, and successive tokens of each
 
     @property
     def block_pages(self) -> int:

@@ -1,6 +1,6 @@
 """mla_paged_attention in plain XLA, vectorised: what GPUs run whose kernels cannot take a call.
 
-Flow:    api -> [mla_paged_attention] -> the walks of ragged_paged_attention's path -> (out, lse)
+Flow:    api -> [mla_paged_attention] -> the walks of pallas_kernels.xla -> (out, lse)
 
 One KV head that all query heads share. Its latents are gathered once: as keys, and as values that are cut to the latent
 after the product, since a cut before it would be one more copy.
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.latent_pages import LatentPages, LatentTiles
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.ragged_paged_attention.xla_attention import Step, attend_step, per_head, product_dtype
-from pallas_kernels.ragged_paged_attention.xla_tiles import Limits, TileQueries
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.schedule import Batch
+from pallas_kernels.token_trees import trees_of_step
+from pallas_kernels.xla.tiles import Limits, TileQueries
+from pallas_kernels.xla.walks import Step, attend_step, per_head, product_dtype
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "limits"))
@@ -38,6 +39,7 @@ def mla_paged_attention(
     k_scale: jax.Array | None,
     page_size: int,
     share: KeyShare | None = None,
+    tree_mask: jax.Array | None = None,  # uint32[T]
     limits: Limits = Limits(),  # noqa: B008
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq]) as `AttentionOutput` says."""
@@ -45,6 +47,7 @@ def mla_paged_attention(
     cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1], share)
     scale = per_head(k_scale, 1)
     queries = TileQueries(q.astype(product_dtype(q.dtype, pages[0].dtype))[:, None], sm_scale * scale, soft_cap)
-    step = Step(queries, cache, mask, sinks, scale, q_nope.dtype, limits)
+    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
+    step = Step(queries, cache, mask, sinks, scale, q_nope.dtype, limits, trees)
     out, lse = attend_step(step, Batch.of_step(seq_lens, query_start_loc, distribution))
     return out[:, 0], lse[:, 0]

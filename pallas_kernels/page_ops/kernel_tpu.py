@@ -12,17 +12,18 @@ a kernel would have the whole pool copied to its layout and back. XLA's gather a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.dma_runs import LARGEST_TABLE_ROWS, LONGEST_RUN_BYTES, copy_all, copy_runs
-from pallas_kernels.mosaic import LANES, Copy, Ref, compiler_params
 from pallas_kernels.page_ops import reference
+from pallas_kernels.tpu.call import IN_HBM, Operand, call
+from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS, LONGEST_RUN_BYTES, copy_all, copy_runs
+from pallas_kernels.tpu.mosaic import LANES, Copy, Ref
 
 _ZERO_BYTES = 1 << 20  # of VMEM, so many that a DMA's fixed costs do not count
 
@@ -100,19 +101,29 @@ def _zeros_shape(pages: jax.Array) -> tuple[int, ...]:
     return (max(fits, default=1), *pages.shape[2:])
 
 
+class _Refs(NamedTuple):
+    """References of the one step."""
+
+    runs: Ref  # SMEM int32[3 * n + 1] of `copy_runs`
+    zeros: Ref | None  # part of a page
+    source: Ref | None  # HBM [pages, ...]; None: the target itself
+    target: Ref  # HBM [pages, ...]
+    arrived: Ref  # DMA semaphore
+
+
 def _zero(runs: jax.Array, zeros: jax.Array, pages: jax.Array) -> jax.Array:
     """`pages` with the targets of `runs`, a page each, zero."""
+    size = zeros.shape[0]
 
-    def kernel(runs: Ref, zeros: Ref, _: Ref, zeroed: Ref, arrived: Ref) -> None:
-        size = zeros.shape[0]
+    def body(refs: _Refs) -> None:
         for first in range(0, pages.shape[1], size):
 
             def copy(_: jax.Array, to: jax.Array, __: jax.Array, first: int = first) -> Copy:
-                return pltpu.make_async_copy(zeros, zeroed.at[to, pl.ds(first, size)], arrived)
+                return pltpu.make_async_copy(refs.zeros, refs.target.at[to, pl.ds(first, size)], refs.arrived)
 
-            copy_all(runs, copy)
+            copy_all(refs.runs, copy)
 
-    return _call(kernel, [runs, zeros, pages], [pltpu.VMEM, pl.ANY], pages, name="zero_pages")
+    return _call(body, runs, zeros, None, pages, name="zero_pages")
 
 
 def _move(
@@ -121,40 +132,42 @@ def _move(
     """Copies runs of pages of `source` (None: of the target itself) to the target, which is updated where it exists."""
     if target.size == 0 or runs.shape[0] == 1:
         return target if isinstance(target, jax.Array) else jnp.zeros(target.shape, target.dtype)
-    operands = [runs, *(x for x in (source, target) if isinstance(x, jax.Array))]
 
-    def kernel(runs: Ref, *refs: Ref) -> None:
-        *arrays, moved, arrived = refs
-        pages = moved if source is None else arrays[0]
+    def body(refs: _Refs) -> None:
+        pages = refs.target if refs.source is None else refs.source
 
         def copy(first: jax.Array, to: jax.Array, count: jax.Array) -> Copy:
-            return pltpu.make_async_copy(pages.at[pl.ds(first, count)], moved.at[pl.ds(to, count)], arrived)
+            moved = refs.target.at[pl.ds(to, count)]
+            return pltpu.make_async_copy(pages.at[pl.ds(first, count)], moved, refs.arrived)
 
-        copy_all(runs, copy)
+        copy_all(refs.runs, copy)
 
-    return _call(kernel, operands, [pl.ANY] * (len(operands) - 1), target, name=name)
+    return _call(body, runs, None, source, target, name=name)
 
 
 def _call(
-    kernel: Callable[..., None],
-    operands: Sequence[jax.Array],  # runs first; `target` last, if it is an array
-    spaces: Sequence[Any],  # memory of each operand but the runs
+    body: Callable[[_Refs], None],
+    runs: jax.Array,
+    zeros: jax.Array | None,
+    source: jax.Array | None,
     target: jax.Array | jax.ShapeDtypeStruct,
     *,
     name: str,
 ) -> jax.Array:
-    """One step of `kernel` with a DMA semaphore; `target` is updated in place where it is an array."""
-    return pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=space) for space in spaces],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[pltpu.SemaphoreType.DMA],
-        ),
-        out_shape=jax.ShapeDtypeStruct(target.shape, target.dtype),
-        input_output_aliases={len(operands) - 1: 0} if isinstance(target, jax.Array) else {},
-        compiler_params=compiler_params(8 << 20),
+    """One step of `body`; `target` is updated in place where it is an array."""
+    in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
+    return call(
+        body,
+        _Refs,
         name=name,
-    )(*operands)
+        grid=1,
+        scalars={"runs": runs},
+        inputs={
+            "zeros": None if zeros is None else Operand(zeros, in_vmem),
+            "source": None if source is None else Operand(source, IN_HBM),
+        },
+        outputs={} if isinstance(target, jax.Array) else {"target": Operand(target, IN_HBM)},
+        in_place={"target": target} if isinstance(target, jax.Array) else {},
+        scratch={"arrived": pltpu.SemaphoreType.DMA},
+        vmem_limit_bytes=8 << 20,
+    )["target"]

@@ -16,13 +16,16 @@ import jax
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.checks import page_tokens
 from pallas_kernels.decode_step import DecodeStep, is_decode_step
 from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.tpu_memory import with_room
+from pallas_kernels.token_trees import NO_TREES
+from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.xla.walks import path_over
 
 
 def plan(
@@ -52,9 +55,10 @@ def plan(
     attention_checks.check_mask(validate.OP, mask)
     num_kv_heads = validate.check_heads(q, pages, None, num_kv_heads)
     step = (block_tables, seq_lens, query_start_loc, distribution)
-    attention_checks.check_batch(validate.OP, q.shape[0], pages[0].shape[1], *step, sees_all=mask.sees_all)
+    page_size = page_tokens(pages, num_kv_heads)
+    attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step, sees_all=mask.sees_all)
     attention_checks.check_decode(validate.OP, q.shape[0], query_start_loc, distribution, is_decode)
-    xla = xla_attention.path_over(block_tables, pages)
+    xla = path_over(block_tables, pages)
     chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
     if chosen == "reference" and is_decode:
         return DecodeStep(q.shape[0])
@@ -88,6 +92,7 @@ def ragged_paged_attention(
     context_rank: Any = 0,  # int or int32[]: whose tokens the pages hold, of `context_size` ranks that share them
     context_size: int = 1,
     context_interleave: int = 1,  # successive tokens of a rank
+    tree_mask: jax.Array | None = None,  # uint32[T] bit n: sees the n-th new token of its sequence; 0: as causal
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention outputs of all query tokens.
@@ -102,6 +107,12 @@ def ragged_paged_attention(
     gives out 0 and LSE -inf. With `new_kv` every sequence sees the new KV of all others of the step. Inside a jitted
     step that donates the pages they are updated in place; pages that are not donated are copied once per call on CPU.
 
+    With `tree_mask`, drafts of a sequence may be a tree (`token_trees`). Its new tokens, at most 32, stand in slots
+    `seq_lens[s] - q_len[s]` and on, parents before children; the n-th one has bit n set and none above it. Of them a
+    query sees those whose bits are set, which are its path, and counts their positions by that: its own is
+    `pos = seq_lens[s] - q_len[s] + (bits set) - 1`, and windows, chunks and sink tokens go by positions. All tokens of
+    a sequence have bits, or none: then they see what causal ones see, however many they are.
+
     Under context parallelism (`key_share`) pages hold the tokens of one rank, and `slot_mapping` names places in them;
     lengths and positions stay those of whole sequences. The result is one part for `merge_states`, computed without
     sinks.
@@ -115,13 +126,16 @@ def ragged_paged_attention(
     attention_checks.check_scalars(validate.OP, sm_scale, soft_cap)
     validate.check_new_kv(q, new_kv, slot_mapping)
     num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
-    page_size = pages[0].shape[1]
-    share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, page_size)
+    page_size = page_tokens(pages, num_kv_heads)
+    share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, page_size, sinks)
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q.shape[0], page_size * context_size, *step, sees_all=mask.sees_all)
+    attention_checks.check_trees(validate.OP, tree_mask, q.shape[0], mask, query_start_loc, distribution)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
-    xla = xla_attention.path_over(block_tables, pages)
-    chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads, share), xla)
+    xla = path_over(block_tables, pages)
+    chosen = resolve_backend(
+        validate.OP, backend, _reasons(q, pages, mask, num_kv_heads, share, tree_mask is not None), xla
+    )
     options: dict[str, Any] = {
         "mask": mask,
         "num_kv_heads": num_kv_heads,
@@ -131,7 +145,8 @@ def ragged_paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    of_tpu = options | {"return_lse": return_lse, "new_kv": new_kv, "slot_mapping": slot_mapping}
+    of_plain = options | {"share": share, "tree_mask": tree_mask}
+    of_tpu = of_plain | {"return_lse": return_lse, "new_kv": new_kv, "slot_mapping": slot_mapping}
     kernel = kernel_tpu.ragged_paged_attention
     if chosen == "tpu" and new_kv is not None and slot_mapping is not None:
         check_write(*new_kv, pages, slot_mapping, k_scale, v_scale)
@@ -145,20 +160,24 @@ def ragged_paged_attention(
     elif chosen == "gpu":
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse, schedule=schedule)
     elif chosen == "xla":
-        out, lse = xla_attention.ragged_paged_attention(*arguments, **options, share=share)
+        out, lse = xla_attention.ragged_paged_attention(*arguments, **of_plain)
     else:
         is_decode = is_decode_step(validate.OP, schedule, q.shape[0], backend)
-        out, lse = reference.ragged_paged_attention(*arguments, **options, share=share, is_decode=is_decode)
+        out, lse = reference.ragged_paged_attention(*arguments, **of_plain, is_decode=is_decode)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
 
 
 def _reasons(
-    q: Any, pages: tuple[Any, ...], mask: MaskRule, num_kv_heads: int, share: KeyShare | None = None
+    q: Any,
+    pages: tuple[Any, ...],
+    mask: MaskRule,
+    num_kv_heads: int,
+    share: KeyShare | None = None,
+    has_trees: bool = False,
 ) -> dict[str, str | None]:
     """Platforms with a kernel, each with what of a call it cannot do."""
-    if share is not None:
-        return dict.fromkeys(("tpu", "gpu"), NO_SHARES)
+    of_options = NO_TREES if has_trees else NO_SHARES if share is not None else None
     return {
-        "tpu": kernel_tpu.reason_not_supported(pages, mask),
-        "gpu": kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
+        "tpu": kernel_tpu.reason_not_supported(pages, mask, num_kv_heads, share),
+        "gpu": of_options or kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
     }

@@ -1,6 +1,6 @@
 """Decoding on the GPU: one query token per sequence, split KV over a work list.
 
-Flow:    q, pages, tables + DecodePlan -> [decode_pieces] -> out, LSE per piece -> gpu_merge
+Flow:    q, pages, tables + DecodePlan -> [decode_pieces] -> out, LSE per piece -> gpu.merge
 Source:  split KV as Flash-Decoding and FlashMLA's scheduler (deepseek-ai/FlashMLA), by the project's own plan
 
 Grid (C,): each thread block attends its pieces one after the other. A warpgroup fetches queries and
@@ -20,11 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
-from pallas_kernels.ragged_paged_attention.gpu_merge import padded_columns
-from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan, Field, GpuConfig, Keys
-from pallas_kernels.ragged_paged_attention.gpu_softmax import Reader, RowBounds, RowState, attend, of_head
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.kv import KVRing
+from pallas_kernels.gpu.merge import padded_columns
+from pallas_kernels.gpu.plan import DecodePlan, Field, GpuConfig, Keys
+from pallas_kernels.gpu.softmax import Reader, RowBounds, RowState, attend, of_head
 
 _ATTENDING, _FETCHING = 0, 1  # warpgroups
 _QUERY_STAGES = 2
@@ -38,7 +38,7 @@ def out_columns(head_dim_v: int) -> int:
 
 def fixed_bytes(head_dim: int, head_dim_v: int) -> int:
     """Shared memory apart from KV blocks: queries and results; LSE, barriers and gaps before aligned arrays."""
-    return mosaic_gpu.ROWS * (2 * _QUERY_STAGES * head_dim + 4 * out_columns(head_dim_v)) + 4096
+    return mosaic.ROWS * (2 * _QUERY_STAGES * head_dim + 4 * out_columns(head_dim_v)) + 4096
 
 
 def decode_pieces(
@@ -60,9 +60,9 @@ def decode_pieces(
     ]
     query_barrier = plgpu.Barrier(num_barriers=_QUERY_STAGES)
     scratch = {
-        "q_tile": mosaic_gpu.tiled((_QUERY_STAGES, mosaic_gpu.ROWS, config.head_dim), config.compute_dtype),
-        "out_tile": mosaic_gpu.tiled((mosaic_gpu.ROWS, columns), jnp.float32),
-        "lse_tile": plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32),
+        "q_tile": mosaic.tiled((_QUERY_STAGES, mosaic.ROWS, config.head_dim), config.compute_dtype),
+        "out_tile": mosaic.tiled((mosaic.ROWS, columns), jnp.float32),
+        "lse_tile": plgpu.SMEM((mosaic.ROWS,), jnp.float32),
         "q_full": query_barrier,
         "q_free": query_barrier,
         **KVRing.scratch(config, num_readers=1),
@@ -76,7 +76,7 @@ def decode_pieces(
         pl.when(warpgroup == _ATTENDING)(lambda: _attend_pieces(refs, ring))
         pl.when(warpgroup == _FETCHING)(lambda: _fetch_pieces(refs, ring))
 
-    run = mosaic_gpu.kernel(
+    run = mosaic.kernel(
         body,
         name=f"rpa_decode_p{config.page_size}_b{config.block}",
         outputs=outputs,

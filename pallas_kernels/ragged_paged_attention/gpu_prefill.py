@@ -26,10 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing, copy_sources
-from pallas_kernels.ragged_paged_attention.gpu_plan import LARGEST_FLOAT16, GpuConfig, Keys, block_slots
-from pallas_kernels.ragged_paged_attention.gpu_softmax import (
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.kv import KVRing, copy_sources
+from pallas_kernels.gpu.plan import LARGEST_FLOAT16, GpuConfig, Keys, block_slots
+from pallas_kernels.gpu.softmax import (
     Reader,
     RowBounds,
     RowState,
@@ -38,7 +38,7 @@ from pallas_kernels.ragged_paged_attention.gpu_softmax import (
     capped_sink,
     of_head,
 )
-from pallas_kernels.ragged_paged_attention.gpu_tiles import TILE_ROWS, WARPGROUPS, TileField, TileShape
+from pallas_kernels.gpu.tiles import TILE_ROWS, WARPGROUPS, TileField, TileShape
 
 _FETCHING = WARPGROUPS  # the warpgroup after those that attend, if it is one of its own
 _FETCHING_REGISTERS, _ATTENDING_REGISTERS = 40, 232
@@ -71,10 +71,10 @@ class Split(NamedTuple):
         """
         largest = max(head_dim, head_dim_v)
         if fetches_apart is None:
-            is_free = not mosaic_gpu.MOVES_REGISTERS and largest <= 128 and page_size >= 64
+            is_free = not mosaic.MOVES_REGISTERS and largest <= 128 and page_size >= 64
             fetches_apart = head_dim_v <= 128 and not is_free
-        is_small = fetches_apart and not mosaic_gpu.MOVES_REGISTERS and largest > 96
-        return cls(fetches_apart, mosaic_gpu.ROWS if is_small else block_slots(head_dim, head_dim_v))
+        is_small = fetches_apart and not mosaic.MOVES_REGISTERS and largest > 96
+        return cls(fetches_apart, mosaic.ROWS if is_small else block_slots(head_dim, head_dim_v))
 
 
 def prefill_tiles(
@@ -94,11 +94,11 @@ def prefill_tiles(
     num_parts = num_q_heads // shape.heads
     outputs = [
         jax.ShapeDtypeStruct((num_tokens, num_q_heads, config.head_dim_v), q.dtype),
-        jax.ShapeDtypeStruct((tiles.shape[0], num_parts, WARPGROUPS, mosaic_gpu.ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((tiles.shape[0], num_parts, WARPGROUPS, mosaic.ROWS), jnp.float32),
     ]
-    rows = (WARPGROUPS, mosaic_gpu.ROWS)
+    rows = (WARPGROUPS, mosaic.ROWS)
     scratch = {
-        "q_tile": mosaic_gpu.tiled((*rows, config.head_dim), config.compute_dtype),
+        "q_tile": mosaic.tiled((*rows, config.head_dim), config.compute_dtype),
         "plain": plgpu.SMEM((*rows, plain_columns(config.head_dim, config.head_dim_v)), q.dtype),
         "lse_tile": plgpu.SMEM(rows, jnp.float32),
         **{f"q_full_{n}": plgpu.Barrier(num_arrivals=len(shape.pieces(n))) for n in range(WARPGROUPS)},
@@ -122,7 +122,7 @@ def prefill_tiles(
             if fetches_apart:
                 pl.when(warpgroup == _FETCHING)(lambda: _fetch_tile(refs, ring, shape, tile))
 
-    run = mosaic_gpu.kernel(
+    run = mosaic.kernel(
         body,
         name=f"rpa_prefill_p{config.page_size}_b{config.block}",
         outputs=outputs,
@@ -196,7 +196,7 @@ def _attend_tile(
         return attend_block(i, state, reader._replace(turns=turns), None)
 
     def cut(i: jax.Array, state: RowState) -> RowState:
-        token = lax.rem(mosaic_gpu.row_index(mosaic_gpu.ROWS) + warpgroup * mosaic_gpu.ROWS, jnp.int32(shape.tokens))
+        token = lax.rem(mosaic.row_index(mosaic.ROWS) + warpgroup * mosaic.ROWS, jnp.int32(shape.tokens))
         pos = token + refs.tiles[tile, TileField.POS]
         bounds = RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.tiles[tile, TileField.SEQ_LEN]))
         return attend_block(i, state, reader, bounds)
@@ -217,8 +217,8 @@ def _attend_tile(
 
 def _row_sinks(refs: Any, shape: TileShape, first_q_head: jax.Array, warpgroup: jax.Array) -> jax.Array:
     """The sink of each row's query head."""
-    row = mosaic_gpu.row_index(mosaic_gpu.ROWS) + warpgroup * mosaic_gpu.ROWS
-    sinks = mosaic_gpu.per_row(jnp.full((mosaic_gpu.ROWS,), -jnp.inf, jnp.float32))
+    row = mosaic.row_index(mosaic.ROWS) + warpgroup * mosaic.ROWS
+    sinks = mosaic.per_row(jnp.full((mosaic.ROWS,), -jnp.inf, jnp.float32))
     for head in range(shape.heads):
         sinks = jnp.where(row >= head * shape.tokens, capped_sink(of_head(refs.sinks, first_q_head + head)), sinks)
     return sinks
@@ -242,11 +242,11 @@ def _load_queries(
                     plgpu.copy_gmem_to_smem(source, refs.plain.at[number, pl.ds(piece.row, piece.num_rows)], full)
                 plgpu.barrier_wait(full)
 
-        queries = mosaic_gpu.load_matrix(refs.plain.at[warpgroup], jnp.float32) * sign
+        queries = mosaic.load_matrix(refs.plain.at[warpgroup], jnp.float32) * sign
         if config.compute_dtype == "float16":
             queries = lax.min(lax.max(queries, -LARGEST_FLOAT16), LARGEST_FLOAT16)
         refs.q_tile[warpgroup, :, pl.ds(start, columns)] = queries.astype(config.compute_dtype)
-        mosaic_gpu.fence()
+        mosaic.fence()
 
 
 def _store(
@@ -256,7 +256,7 @@ def _store(
     columns = refs.plain.shape[-1]
     for start in range(0, out.shape[1], columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        mosaic_gpu.store_plain(refs.plain.at[warpgroup], out[:, start : start + columns].astype(refs.out.dtype))
+        mosaic.store_plain(refs.plain.at[warpgroup], out[:, start : start + columns].astype(refs.out.dtype))
         if start == 0:
             refs.lse_tile[warpgroup] = lse
         plgpu.commit_smem()

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.gpu_plan import DecodePlan, GpuConfig, plan_decode
-from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape, plan_tiles
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch
+from pallas_kernels.gpu.plan import DecodePlan, GpuConfig, plan_decode
+from pallas_kernels.gpu.tiles import TileShape, plan_tiles
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.schedule import Batch
 
 
 class PlanSizes(NamedTuple):

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
-from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
-from pallas_kernels.ragged_paged_attention.gpu_plan import (
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.merge import merge_pieces
+from pallas_kernels.gpu.plan import (
     MIN_STAGES,
     GpuConfig,
     block_slots,
@@ -30,11 +29,12 @@ from pallas_kernels.ragged_paged_attention.gpu_plan import (
     reason_of_pages,
     to_compute_dtype,
 )
+from pallas_kernels.gpu.softmax import as_scales, as_sinks, score_factor
+from pallas_kernels.gpu.tiles import TileField, TileShape
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.planned_sizes import check_planned
+from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
 from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule, PlanSizes
-from pallas_kernels.ragged_paged_attention.gpu_softmax import as_scales, as_sinks, score_factor
-from pallas_kernels.ragged_paged_attention.gpu_tiles import TileField, TileShape
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.planned_sizes import check_planned
 from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape, sizes_for
 
 
@@ -58,7 +58,7 @@ def tuned(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_heads: int, mask: M
     if pages[0].shape[-1] != pages[1].shape[-1]:
         return Tuning()
     shape = TunedShape.of(q, pages[0], num_kv_heads, mask)
-    return Tuning(**sizes_for(mosaic_gpu.card_name(), shape, Tuning._fields))
+    return Tuning(**sizes_for(mosaic.card_name(), shape, Tuning._fields))
 
 
 def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_heads: int) -> str | None:
@@ -72,9 +72,9 @@ def reason_not_supported(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_head
     unit = 32 if pages[0].dtype.itemsize == 1 else 16
     if any(not 64 <= dim <= 256 or dim % unit for dim in (head_dim, head_dim_v)):
         return f"GPU kernels take head dimensions from 64 to 256 in steps of {unit}, got {head_dim} and {head_dim_v}"
-    if q.shape[1] > num_kv_heads * mosaic_gpu.ROWS:
-        return f"GPU kernels take at most {mosaic_gpu.ROWS} query heads per KV head, got {q.shape[1] // num_kv_heads}"
-    return mosaic_gpu.reason_without_hopper()
+    if q.shape[1] > num_kv_heads * mosaic.ROWS:
+        return f"GPU kernels take at most {mosaic.ROWS} query heads per KV head, got {q.shape[1] // num_kv_heads}"
+    return mosaic.reason_without_hopper()
 
 
 def plan(
@@ -164,7 +164,7 @@ class _Layer(NamedTuple):
         """`config` with as many stages of KV blocks as shared memory holds beside `fixed_bytes`."""
         config = replace(self.config, block=block)
         stage, converted = kv_bytes(config)
-        fitting = most_stages(mosaic_gpu.SMEM_BYTES - fixed_bytes - converted, stage)
+        fitting = most_stages(mosaic.SMEM_BYTES - fixed_bytes - converted, stage)
         return replace(config, stages=stages or max(MIN_STAGES, fitting))
 
 
@@ -197,7 +197,7 @@ def _sizes(config: GpuConfig, tuning: Tuning, num_tokens: int, num_seqs: int) ->
         num_seqs=num_seqs,
         units=config.num_kv_heads,
         decode_block=tuning.decode_block or config.block,
-        num_blocks=tuning.num_blocks or mosaic_gpu.num_sms(),
+        num_blocks=tuning.num_blocks or mosaic.num_sms(),
         tile=TileShape.of(config.group),
         tile_block=tuning.prefill_block or _split(config, tuning).block,
         is_decode=False,

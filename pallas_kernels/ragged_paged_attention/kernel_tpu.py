@@ -12,7 +12,8 @@ reads
     and writes       its own rows of the output
 
 New KV, if the call brings some, is written by the first step of the decode launch, before any page is read: so it is
-right for requests that share pages written in the same step, too.
+right for requests that share pages written in the same step, too. `kv_write` does it before where tokens share rows of
+words, or where there are many.
 
 Blocks that every row sees whole run first, in a loop without any mask; then those that cut the interval. KV is read
 from the page of the first visible key on, never from position 0. Flops: 4 * queries * Hq * D per key.
@@ -30,30 +31,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import launches
+from pallas_kernels.checks import page_tokens
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.kv_write import reference as kv_rows
 from pallas_kernels.kv_write.kernel_tpu import copy_rows, kv_write, write_runs
-from pallas_kernels.layouts import KV_CACHE_DTYPES
-from pallas_kernels.mosaic import LANES, Copy, chip_name, compiler_params, matrix_unit_lanes
-from pallas_kernels.ragged_paged_attention import launches, tpu_rows, tpu_tiles
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
-from pallas_kernels.ragged_paged_attention.tpu_limits import (
+from pallas_kernels.layouts import KV_CACHE_DTYPES, tokens_per_row
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.ragged_paged_attention import tpu_rows, tpu_tiles
+from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
+from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig, block_slots, ring_buffers
+from pallas_kernels.ragged_paged_attention.tpu_ring import BlockRing, Cursor
+from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
+from pallas_kernels.ragged_paged_attention.tpu_tiles import TileAttention
+from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tile_rows, tuned
+from pallas_kernels.schedule import Batch
+from pallas_kernels.token_trees import MOST_TOKENS, TokenTrees, trees_of_step
+from pallas_kernels.tpu.base2 import HIDDEN
+from pallas_kernels.tpu.block_mask import tree_scalars
+from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items
+from pallas_kernels.tpu.items import ItemTable
+from pallas_kernels.tpu.limits import (
     FlatTables,
     finite_sinks,
     flat_tables,
     lse_with_sinks,
     reason_of_sizes,
 )
-from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig, block_slots, plan_items, ring_buffers
-from pallas_kernels.ragged_paged_attention.tpu_ring import BlockRing, Cursor
-from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
-from pallas_kernels.ragged_paged_attention.tpu_tiles import TileAttention
-from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tile_rows, tuned
-from pallas_kernels.tpu_lse import by_head, heads_to_lanes, lse_shape
+from pallas_kernels.tpu.lse import by_head, heads_to_lanes, lse_shape
+from pallas_kernels.tpu.mosaic import LANES, Copy, chip_name, compiler_params, matrix_unit_lanes
 
-MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory; more: a kernel of their own
+MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory
 _PAIR_BYTES = 12 << 20  # of VMEM, for two KV blocks at most
 _RING_BYTES = 20 << 20  # for all KV buffers, if they are more than two
 _STEP_ITEMS = 8  # whose queries and results the grid's pipeline moves at once when decoding
@@ -61,14 +69,16 @@ _ROW_BYTES = 512 << 10  # of scalar memory, for rows of block tables in HBM
 _VMEM_LIMIT_BYTES = {1: 32 << 20, 2: 64 << 20}
 
 
-def reason_not_supported(pages: tuple[jax.Array, ...], mask: MaskRule) -> str | None:
+def reason_not_supported(
+    pages: tuple[jax.Array, ...], mask: MaskRule, num_kv_heads: int, share: KeyShare | None = None
+) -> str | None:
     """What of a call the kernel cannot do, in words; None if it can do it all."""
     if len(pages) != 1:
         return "TPU kernels read packed pages (kv,); make them by attention_layout(platform='tpu')"
     dtype = pages[0].dtype.name
     if dtype not in KV_CACHE_DTYPES or dtype == "float16":
         return f"TPU has no arithmetic on {dtype} pages; use bfloat16"
-    return reason_of_sizes(pages[0].shape[1], mask)
+    return reason_of_sizes(page_tokens(pages, num_kv_heads), mask, share)
 
 
 @functools.partial(
@@ -76,7 +86,7 @@ def reason_not_supported(pages: tuple[jax.Array, ...], mask: MaskRule) -> str | 
 )
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
-    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size, rows, packing, lanes],)
+    pages: tuple[jax.Array, ...],  # packed: ([pages, page_size / tokens a row, rows, packing, lanes],)
     block_tables: jax.Array,  # int32[S, P]
     seq_lens: jax.Array,  # int32[S]
     query_start_loc: jax.Array,  # int32[S + 1]
@@ -90,6 +100,8 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     return_lse: bool,
+    share: KeyShare | None = None,
+    tree_mask: jax.Array | None = None,  # uint32[T]
     new_kv: tuple[jax.Array, jax.Array] | None = None,  # [T, Hkv, D] each
     slot_mapping: jax.Array | None = None,  # int32[T]
     tuning: Tuning | None = None,  # None: as tuned for the chip, else by the shapes
@@ -102,33 +114,38 @@ def ragged_paged_attention(
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
     tables = flat_tables(block_tables, tables_in_hbm, num_tokens)
     group = num_q_heads // num_kv_heads
+    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
     tuning = tuning or tuned(q, pages[0], num_kv_heads, mask, block_tables.shape[1])
-    common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables)
+    common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables, share)
     write, written = None, None
-    if new_kv is not None and slot_mapping is not None and num_tokens > MOST_FUSED_TOKENS:
+    page_size = page_tokens(pages, num_kv_heads)
+    is_fused = num_tokens <= MOST_FUSED_TOKENS and page_size == pages[0].shape[1]
+    if new_kv is not None and slot_mapping is not None and not is_fused:
         (written,) = pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     elif new_kv is not None and slot_mapping is not None:
         new_rows = kv_rows.packed_rows(*new_kv, pages[0], k_scale, v_scale)
-        write = _Write(write_runs(slot_mapping, pages[0].shape[1]), new_rows)
+        write = _Write(write_runs(slot_mapping, page_size), new_rows)
 
     def configured(queries: int, q: jax.Array) -> TpuConfig:
-        return _config(common, pages[0], q, block_tables.shape[1], queries, tuning)
+        has_trees = trees is not None and queries > 1  # a lone new token sees what the mask rule says
+        return _config(common, pages[0], q, block_tables.shape[1], queries, tuning, has_trees)
 
     num_decode = min(num_tokens, seq_lens.shape[0])
     config = configured(1, q[:num_decode])
     every_row = Batch.of_step(seq_lens, query_start_loc, jnp.repeat(distribution[0], 3))  # an item for each token
-    work = plan_items(every_row, config, num_decode)
-    out, lse, fused = _launch(config, work, q[:num_decode], pages[0], common, write)
+    work = plan_items(every_row, config, num_decode, share)
+    out, lse, fused = _launch(config, work, q[:num_decode], pages[0], common, write, None)
     written = written if fused is None else fused
     decoded = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
 
     queries = tuning.queries or tile_queries(group, mask, tile_rows(num_tokens, num_kv_heads))
     of_tiles = configured(queries, q)
-    tile_work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries))
+    tile_work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries), share, trees)
 
     def tile() -> launches.Result:
         padded = jnp.pad(q, [(0, max(0, of_tiles.queries - num_tokens)), (0, 0), (0, 0)])
-        out, lse, _ = _launch(of_tiles, tile_work, padded, pages[0] if written is None else written, common, None)
+        rows = pages[0] if written is None else written
+        out, lse, _ = _launch(of_tiles, tile_work, padded, rows, common, None, trees)
         return out[:num_tokens], None if lse is None else lse[:num_tokens]
 
     out, lse = launches.with_tiles(decoded, tile, decoding, others)
@@ -163,6 +180,7 @@ class _Common(NamedTuple):
     v_scale: jax.Array | None
     return_lse: bool
     tables: FlatTables
+    share: KeyShare | None
 
 
 def _config(
@@ -172,16 +190,20 @@ def _config(
     num_columns: int,
     queries: int,
     tuning: Tuning,
+    has_trees: bool,
 ) -> TpuConfig:
     """Static sizes of one launch."""
-    page_size, rows, _, lanes = pages.shape[1:]
+    page_size, (rows, packing, lanes) = page_tokens([pages], common.num_kv_heads), pages.shape[2:]
+    tokens = tokens_per_row(common.num_kv_heads, packing)
     is_short = q.dtype == jnp.bfloat16 and pages.dtype.itemsize <= 2
-    token_bytes = (rows | 1) * 4 * lanes
+    token_bytes = (rows | 1) * 4 * lanes // tokens
     block, buffers = (
         (tuning.decode_block, tuning.decode_buffers) if queries == 1 else (tuning.tile_block, tuning.tile_buffers)
     )
     if block is None:
-        block = block_slots(common.mask, queries, num_columns, page_size, token_bytes, _PAIR_BYTES)
+        ranks = 1 if common.share is None else common.share.size
+        span = max(queries, MOST_TOKENS) if has_trees else queries
+        block = block_slots(common.mask, span, num_columns, page_size, token_bytes, _PAIR_BYTES, ranks)
     if buffers is None:
         buffers = ring_buffers(block * token_bytes, _RING_BYTES)
     return TpuConfig(
@@ -192,6 +214,7 @@ def _config(
         group=common.group,
         lanes=lanes,
         page_size=page_size,
+        tokens_per_row=tokens,
         compute_dtype="bfloat16" if is_short else "float32",
         pushed_dtype="float32" if not is_short else pushed_dtype(pages.dtype) if queries == 1 else "bfloat16",
         queries=queries,
@@ -208,6 +231,8 @@ def _config(
         max_unrolled=tuning.max_unrolled,
         buffers=buffers,
         step_items=min(_STEP_ITEMS, q.shape[0]) if queries == 1 else None,
+        context=None if common.share is None else (common.share.size, common.share.interleave),
+        has_trees=has_trees,
     )
 
 
@@ -225,7 +250,7 @@ def _per_row_arrays(common: _Common, config: TpuConfig) -> dict[str, jax.Array]:
     """Arrays of `tpu_rows.per_row` by name."""
     arrays = {}
     if common.sinks is not None:
-        arrays["sinks"] = tpu_rows.per_row(finite_sinks(common.sinks), config, fill=-1e30)
+        arrays["sinks"] = tpu_rows.per_row(finite_sinks(common.sinks), config, fill=HIDDEN)
     for name, scale in (("k_scale", common.k_scale), ("v_scale", common.v_scale)):
         if scale is not None:
             heads = jnp.broadcast_to(jnp.asarray(scale, jnp.float32).reshape(-1), (common.num_kv_heads,))
@@ -254,6 +279,7 @@ def _launch(
     pages: jax.Array,
     common: _Common,
     write: _Write | None,
+    trees: TokenTrees | None,
 ) -> _Result:
     """Results of the sequences with items in `work`; the rest is undefined."""
     num_tokens, is_decode = q.shape[0], config.queries == 1
@@ -264,6 +290,8 @@ def _launch(
     scalars.add("num_items", None, count[None])
     if write is not None:
         scalars.add("runs", None, write.runs)
+    for name, array in ({} if trees is None else tree_scalars(trees, config.mask, config.queries)).items():
+        scalars.add(name, None, array)
     inputs, outputs = _Operands([], [], []), _Operands([], [], [])
     if config.tables_in_hbm:
         inputs.add("tables", pl.BlockSpec(memory_space=pl.ANY), common.tables.entries)
@@ -366,7 +394,7 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig) -> None:
     rows: tuple[Any, ...] = ()
     if config.tables_in_hbm:
         rows = (refs.row, refs.row_arrived, refs.row_arrived.shape[0])
-    items = ItemTable(config, refs.items, refs.items.shape[0] // len(Field), refs.tables, *rows)
+    items = ItemTable(config, refs.items, refs.items.shape[0] // num_fields(config), refs.tables, *rows)
     kv = KVBlocks(config, items, refs.written if writes else refs.pages, refs.buffer, refs.arrived)
     ring = BlockRing(config, kv, refs.cursor)
     tile = _QueryTiles(config, kv, refs) if config.queries > 1 else None
@@ -411,6 +439,8 @@ def _tile_item(ring: BlockRing, attention: TileAttention, refs: Any, tile: _Quer
     config, item = ring.config, attention.item
     tile.fetch(item).wait()
     attention.load_queries()
+    if config.has_trees:
+        pl.when(ring.items.has_tree(item))(attention.load_trees)
     pl.when(item + 1 < num_items)(lambda: tile.fetch(item + 1).start())
     attention.reset()
     _attend_blocks(ring, attention)

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.ragged_paged_attention import online_softmax
-from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
-from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles, locate
+from pallas_kernels import online_softmax
+from pallas_kernels.online_softmax import SoftmaxState
+from pallas_kernels.paged_tiles import PagedTiles, locate
 from pallas_kernels.ragged_paged_attention.tile_walk import TileReader, TileWalk
 from pallas_kernels.varying import vary_like
 

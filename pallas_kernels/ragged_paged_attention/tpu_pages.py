@@ -5,6 +5,9 @@ Flow:    item table + block tables + pages in HBM -> [KVBlocks.start / wait] -> 
 A page is one DMA for each 128 lanes, which lie apart, since strided loads take 128. The buffer has one spare row a
 token where a token has an even number of rows, so that the stride of a head's load is odd: with a stride of 8 or 16 the
 compiler splits each load.
+
+Where tokens share rows of words (`layouts.tokens_per_row`), a page fills as many rows fewer; words of two tokens, taken
+for rows of 16-bit numbers, are theirs one below the other.
 """
 
 from __future__ import annotations
@@ -14,18 +17,20 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES, Copy, Ref, load_row, packing, recast
-from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
+from pallas_kernels.tpu.block_mask import kept_slots
+from pallas_kernels.tpu.items import ItemTable
+from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, elements, load_row, packing, recast
 
 
 def buffer_shape(config: TpuConfig, pages: jax.Array) -> tuple[int, ...]:
-    """Shape of the buffers for `pages` [pages, page_size, rows, packing, lanes]."""
+    """Shape of the buffers for `pages` [pages, page_size / tokens a row, rows, packing, lanes]."""
     rows, pack, lanes = pages.shape[2:]
-    return (config.buffers, lanes // LANES, config.block, rows | 1, pack, LANES)
+    return (config.buffers, lanes // LANES, config.block // config.tokens_per_row, rows | 1, pack, LANES)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class KVBlocks:
 
     config: TpuConfig
     items: ItemTable
-    pages: Ref  # HBM [num_pages, page_size, rows, packing, lanes]
+    pages: Ref  # HBM [num_pages, page_size / tokens a row, rows, packing, lanes]
     buffer: Ref  # VMEM, `buffer_shape`
     arrived: Ref  # DMA semaphores, one a buffer
 
@@ -61,9 +66,11 @@ class KVBlocks:
         value: int,  # 0: K, 1: V
         first: int,
         count: int,
-        kept: jax.Array | None = None,  # bool[count, lanes]; elements of others are zero
+        kept: jax.Array | None = None,  # bool[count, lanes]; elements of others are zero. Of shared rows: `kept_bits`
     ) -> jax.Array:
         """K or V of head `base + offset`, [count, lanes] in the dtype that matrix products take."""
+        if self.config.tokens_per_row > 1:
+            return self._load_shared(slot, value, first, count, kept)
         dtype, pushed_dtype, (base, offset) = self.buffer.dtype, self.config.pushed_dtype, head
         pack = packing(dtype)
         row, place = base * 2 // pack + (2 * offset + value) // pack, (2 * offset + value) % pack
@@ -80,9 +87,29 @@ class KVBlocks:
             pieces.append(x)
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
+    def kept_bits(self, item: jax.Array, block: jax.Array, first: int, count: int) -> jax.Array:
+        """uint32[count / 2, 128]: of rows that two tokens share, the bits of those that some row of the item sees."""
+        even = first + 2 * lax.broadcasted_iota(jnp.int32, (count // 2, LANES), 0)
+        halves = [
+            jnp.where(kept_slots(self.items, item, block, even + token), jnp.uint32(0xFFFF << 16 * token), 0)
+            for token in range(2)
+        ]
+        return halves[0] | halves[1]
+
+    def _load_shared(self, slot: jax.Array, value: int, first: int, count: int, kept: jax.Array | None) -> jax.Array:
+        """`load` of the one head where two tokens of 8 bits share a row of words."""
+        pieces = []
+        for piece in range(self.config.num_pieces):
+            words = load_row(self.buffer, (slot, piece), first // 2, count // 2, 0)
+            if kept is not None:
+                words = words & kept
+            numbers = elements(words >> (8 * value), jnp.dtype("uint16")).astype(jnp.uint8)
+            pieces.append(recast(numbers, self.buffer.dtype).astype(self.config.pushed_dtype))
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+
     def _window(self, slot: jax.Array, piece: int, page: jax.Array | int, count: jax.Array | int) -> Ref:
         """The part of the buffer that one piece of the lanes of `count` pages of a block fills."""
-        size = self.config.page_size
+        size = self.pages.shape[1]
         return self.buffer.at[slot, piece, pl.ds(page * size, count * size), pl.ds(0, self.pages.shape[2])]
 
     def _start_page(self, entry: jax.Array, j: jax.Array | int, slot: jax.Array) -> None:

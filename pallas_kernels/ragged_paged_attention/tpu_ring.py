@@ -20,10 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic import Ref
-from pallas_kernels.ragged_paged_attention.tpu_items import ItemTable
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field, TpuConfig
+from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
+from pallas_kernels.tpu.item_plan import Field
+from pallas_kernels.tpu.items import ItemTable
+from pallas_kernels.tpu.mosaic import Ref
 
 
 class Cursor(enum.IntEnum):

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic import LANES, SUBLANES, Ref, elements, joined, load_row, store_row
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref, elements, joined, load_row, store_row
 
 
 def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -2,15 +2,14 @@
 
 Flow:    queries and KV block in VMEM -> [BlockAttention.attend] -> m, l, acc in VMEM -> [finish] -> out, lse
 
-Logits are in base 2. A row's largest logit `m` stands in all 128 lanes and its weight `l` is a sum per lane, so that
-the loop needs neither a broadcast nor a sum over lanes. `m` starts above the score of a hidden key, so that a row that
-has seen nothing keeps weight 0; or at the sink, with weight 1.
+Logits are in base 2; `m` and `l`, a row's largest logit and its weight, are as `tpu.softmax` has them, a row a sublane.
+`m` starts above the score of a hidden key, so that a row that has seen nothing keeps weight 0; or at the sink, with
+weight 1.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,14 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic import LANES, packing
-from pallas_kernels.ragged_paged_attention.tpu_mask import BlockMask, block_mask
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
+from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, base2_logits, dot, spread
+from pallas_kernels.tpu.block_mask import BlockMask, block_mask
+from pallas_kernels.tpu.mosaic import LANES, packing
+from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
 
-HIDDEN = -1e30  # score of a key that a row does not see
-NOTHING = -1e29  # m of a row that has seen nothing: exp2(HIDDEN - NOTHING) is 0
-LOG2E = math.log2(math.e)
 _SHORT_PART = 256  # slots that decode attends of a masked block that has no more
 
 
@@ -70,8 +68,8 @@ class BlockAttention:
             refs.m[...] = jnp.full_like(refs.m, NOTHING)
             return
         sinks = refs.sinks[...] * LOG2E
-        refs.m[...] = jnp.maximum(sinks, NOTHING)
-        refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / LANES, 0.0)
+        refs.m[...] = sink_m(sinks)
+        refs.l[...] = sink_weight(sinks)
 
     def attend(self, slot: jax.Array, block: jax.Array | None, num_slots: jax.Array | None) -> None:
         """One block for all heads; `block` None: every row sees all of it.
@@ -106,13 +104,13 @@ class BlockAttention:
         """(product, float32[rows, lanes] results) of each product; leaves its LSE in `m` if that is wanted."""
         config, refs = self.config, self.refs
         for i in range(config.num_products):
-            total = jnp.broadcast_to(jnp.sum(refs.l[i], axis=1, keepdims=True), refs.m.shape[1:])
-            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            total = sums(refs.l[i])
+            factor = inverse(total)
             if config.has_v_scale:
                 factor = factor * refs.v_scale[i]
             if config.return_lse:
-                refs.m[i] = (refs.m[i] + jnp.log2(total)) * (1 / LOG2E)
-            yield i, self._own_columns(refs.acc[i]) * lanes_of(factor, config.lanes)
+                refs.m[i] = natural_lse(refs.m[i], total)
+            yield i, self._own_columns(refs.acc[i]) * spread(factor, config.lanes)
 
     def _heads(
         self, product: Product, part: Part, slot: jax.Array, value: int, kept: jax.Array | None = None
@@ -147,13 +145,12 @@ class BlockAttention:
         if mask is not None:
             s = jnp.where(mask.seen, s, HIDDEN)
         old = refs.m[i]
-        new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
+        new = largest(s, old)
         refs.m[i] = new
-        p = jnp.exp2(s - lanes_of(new, part.size))
-        shrink = jnp.exp2(old - new)
+        p, shrink = weights(s, old, new)
         v = self._values(product, part, slot, None if mask is None else mask.kept)  # here: later or sooner costs more
-        refs.l[i] = shrink * refs.l[i] + sum(p[:, n : n + LANES] for n in range(0, part.size, LANES))
-        acc = refs.acc[i] * lanes_of(shrink, config.columns)
+        refs.l[i] = add_weights(refs.l[i], shrink, p)
+        acc = refs.acc[i] * spread(shrink, config.columns)
         refs.acc[i] = acc + self._weighted(p.astype(config.compute_dtype), v)
 
     def _weighted(self, p: jax.Array, v: jax.Array) -> jax.Array:
@@ -165,7 +162,7 @@ class BlockAttention:
 
     def _mask(self, block: jax.Array, part: Part) -> BlockMask:
         config = self.config
-        return block_mask(
+        mask = block_mask(
             self.kv.items,
             self.item,
             block,
@@ -174,6 +171,9 @@ class BlockAttention:
             part=(config.rows, part.size),
             lanes=config.lanes,
         )
+        if config.tokens_per_row == 1:
+            return mask
+        return mask._replace(kept=self.kv.kept_bits(self.item, block, *part))
 
     def _own_columns(self, acc: jax.Array) -> jax.Array:
         """The results of each row with the V of its own head, [rows, lanes]."""
@@ -215,21 +215,3 @@ def _unrolled(config: TpuConfig, dtype: jnp.dtype) -> int:
         if config.num_products % n == 0 and n * config.heads * 2 % packing(dtype) == 0
     ]
     return max(fits, default=config.num_products)
-
-
-def base2_logits(s: jax.Array, sm_scale: float, soft_cap: float | None, k_scale: jax.Array | None) -> jax.Array:
-    """Logits, times log2(e), of raw scores [rows, keys]; `k_scale` float32[rows, 128], equal in all lanes."""
-    scale = sm_scale * LOG2E if soft_cap is None else sm_scale / soft_cap
-    s = s * (scale if k_scale is None else lanes_of(k_scale * scale, s.shape[1]))
-    return s if soft_cap is None else jnp.tanh(s) * (soft_cap * LOG2E)
-
-
-def lanes_of(x: jax.Array, count: int) -> jax.Array:
-    """x [rows, 128], equal in all lanes, as [rows, count]."""
-    return x if count == LANES else jnp.concatenate([x] * (count // LANES), axis=1)
-
-
-def dot(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
-    """`lax.dot_general` of blocks in their own precision, float32 in all its bits, summed in float32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

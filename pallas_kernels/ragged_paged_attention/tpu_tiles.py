@@ -26,12 +26,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES, SUBLANES
 from pallas_kernels.ragged_paged_attention import tpu_rows
-from pallas_kernels.ragged_paged_attention.tpu_mask import BlockMask, kept_slots, seen_slots
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
-from pallas_kernels.ragged_paged_attention.tpu_softmax import HIDDEN, LOG2E, NOTHING, Part, Product, dot, for_products
+from pallas_kernels.ragged_paged_attention.tpu_softmax import Part, Product, for_products
+from pallas_kernels.token_trees import MOST_TOKENS
+from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, dot, spread
+from pallas_kernels.tpu.block_mask import BlockMask, RowTrees, kept_slots, seen_slots
+from pallas_kernels.tpu.item_plan import Field
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES
+from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
 
 _ROWS_AHEAD = 1024  # whose scores are under way while a softmax is computed
 _CUT_PART = 256  # slots that are attended at once of blocks that need a mask
@@ -50,6 +54,8 @@ def scratch_shapes(config: TpuConfig) -> dict[str, Any]:
         "columns": pltpu.VMEM((products, depth, rows), dtype),
         "scores": pltpu.VMEM((_scores_ahead(config) + 1, config.part, rows), jnp.float32),
     }
+    for name in tree_names(config):
+        scratch[f"{name}_rows"] = pltpu.VMEM((1, rows), jnp.int32)
     if config.return_lse:
         scratch["lse_rows"] = pltpu.VMEM((products, rows, LANES), jnp.float32)
     return scratch
@@ -78,6 +84,17 @@ class TileAttention:
             refs.columns[head, : config.lanes] = high
             refs.columns[head, config.lanes :] = (x - high.astype(jnp.float32)).astype(high.dtype)
 
+    def load_trees(self) -> None:
+        """What each row sees of its sequence's new tokens, in the row's lane, of an item whose sequence has a tree."""
+        items, refs = self.kv.items, self.refs
+        skip = items.field(Field.SKIP, self.item)
+        first, token = items.field(Field.TOKEN, self.item) + skip, self._tokens() - skip
+        for name in tree_names(self.config):
+            scalars, rows = getattr(refs, name), jnp.zeros_like(token)
+            for n in range(min(self.config.queries, MOST_TOKENS)):
+                rows = jnp.where(token == n, scalars[first + n], rows)
+            getattr(refs, f"{name}_rows")[...] = rows
+
     def reset(self) -> None:
         """State of rows that have seen nothing, or only their sink."""
         refs = self.refs
@@ -87,8 +104,8 @@ class TileAttention:
             refs.m[...] = jnp.full_like(refs.m, NOTHING)
             return
         sinks = refs.sinks[...] * LOG2E
-        refs.m[...] = jnp.maximum(sinks, NOTHING)
-        refs.l[...] = jnp.where(sinks > NOTHING, 1.0 / SUBLANES, 0.0)
+        refs.m[...] = sink_m(sinks)
+        refs.l[...] = sink_weight(sinks, axis=0)
 
     def attend(self, slot: jax.Array, block: jax.Array | None, num_slots: jax.Array | None) -> None:
         """One block for all heads; `block` None: every row sees all of it.
@@ -108,13 +125,13 @@ class TileAttention:
         """(head, [rows, lanes] results in the queries' dtype) of each; leaves its LSE in `lse_rows` if wanted."""
         config, refs = self.config, self.refs
         for head in range(config.num_products):
-            total = jnp.broadcast_to(jnp.sum(refs.l[head], axis=0, keepdims=True), refs.l.shape[1:])
-            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            total = sums(refs.l[head], axis=0)
+            factor = inverse(total)
             if config.has_v_scale:
                 factor = factor * refs.v_scale[head]
             if config.return_lse:
-                refs.lse_rows[head] = sublanes_of((refs.m[head] + jnp.log2(total)) * (1 / LOG2E), LANES).T
-            out = refs.acc[head] * sublanes_of(factor, config.lanes)
+                refs.lse_rows[head] = spread(natural_lse(refs.m[head], total), LANES, 0).T
+            out = refs.acc[head] * spread(factor, config.lanes, 0)
             yield head, out.astype(refs.columns.dtype).T[: config.rows]
 
     def _attend_parts(self, slot: jax.Array, block: jax.Array | None, parts: list[Part]) -> None:
@@ -163,38 +180,43 @@ class TileAttention:
         if mask is not None:
             s = jnp.where(mask.seen, s, HIDDEN)
         old = refs.m[i]
-        new = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True))
+        new = largest(s, old, axis=0)
         refs.m[i] = new
-        p = jnp.exp2(s - sublanes_of(new, part.size))
-        shrink = jnp.exp2(old - new)
-        refs.l[i] = shrink * refs.l[i] + sum(p[n : n + SUBLANES] for n in range(0, part.size, SUBLANES))
+        p, shrink = weights(s, old, new, axis=0)
+        refs.l[i] = add_weights(refs.l[i], shrink, p, axis=0)
         v = self._load(product, part, slot, 1, None if mask is None else mask.kept)
         weighted = dot(v, p.astype(v.dtype), (((0,), (0,)), ((), ())))
-        refs.acc[i] = refs.acc[i] * sublanes_of(shrink, config.lanes) + weighted
+        refs.acc[i] = refs.acc[i] * spread(shrink, config.lanes, 0) + weighted
 
     def _scale(self, head: Any, count: int) -> Any:
         """What raw scores are multiplied by before the soft cap, or to be logits: a number, or float32[count, rows]."""
         config = self.config
         scale = config.sm_scale * LOG2E if config.soft_cap is None else config.sm_scale / config.soft_cap
-        return sublanes_of(self.refs.k_scale[head] * scale, count) if config.has_k_scale else scale
+        return spread(self.refs.k_scale[head] * scale, count, 0) if config.has_k_scale else scale
 
     def _mask(self, block: jax.Array, part: Part) -> BlockMask:
-        config, items = self.config, self.kv.items
-        row = lax.broadcasted_iota(jnp.int32, (1, config.padded_rows), 1)
-        token = (row & (config.queries * config.packing - 1)) >> (config.packing.bit_length() - 1)
+        config, items, token = self.config, self.kv.items, self._tokens()
         shape = (part.size, config.padded_rows)
+        trees = [getattr(self.refs, f"{name}_rows")[...] for name in tree_names(config)]
+        of_trees = RowTrees(trees[0], trees[1] if len(trees) > 1 else None) if trees else None
+        seen = seen_slots(items, self.item, block, token, first=part.first, part=shape, axis=0, trees=of_trees)
+        if config.tokens_per_row > 1:
+            return BlockMask(seen, self.kv.kept_bits(self.item, block, *part))
         slots = part.first + lax.broadcasted_iota(jnp.int32, (part.size, config.lanes), 0)
-        return BlockMask(
-            seen_slots(items, self.item, block, token, first=part.first, part=shape, axis=0),
-            kept_slots(items, self.item, block, slots),
-        )
+        return BlockMask(seen, kept_slots(items, self.item, block, slots))
+
+    def _tokens(self) -> jax.Array:
+        """int32[1, rows]: which token of the tile a row belongs to."""
+        row = lax.broadcasted_iota(jnp.int32, (1, self.config.padded_rows), 1)
+        return (row & (self.config.queries * self.config.packing - 1)) >> (self.config.packing.bit_length() - 1)
+
+
+def tree_names(config: TpuConfig) -> list[str]:
+    """Names of the scalars of `tree_scalars`."""
+    bounded = config.mask.sliding_window is not None or config.mask.attention_chunk_size is not None
+    return ["tree_bits", "tree_lower"][: 1 + bounded] if config.has_trees else []
 
 
 def _scores_ahead(config: TpuConfig) -> int:
     """Products whose scores are computed ahead: the more, the fewer rows there are for the matrix unit to work on."""
     return max(2, min(7, _ROWS_AHEAD // config.padded_rows))
-
-
-def sublanes_of(x: jax.Array, count: int) -> jax.Array:
-    """x [8, rows], equal in all sublanes, as [count, rows]."""
-    return x if count == SUBLANES else jnp.concatenate([x] * (count // SUBLANES), axis=0)

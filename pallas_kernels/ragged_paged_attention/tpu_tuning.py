@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.mosaic import LANES, chip_name
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.tpu_limits import SMALLEST_TILE
-from pallas_kernels.ragged_paged_attention.tpu_plan import seen_slots
+from pallas_kernels.checks import page_tokens
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tuning import TunedShape, sizes_for
+from pallas_kernels.tpu.item_plan import seen_slots
+from pallas_kernels.tpu.limits import SMALLEST_TILE
+from pallas_kernels.tpu.mosaic import LANES, chip_name
 
 
 class Tuning(NamedTuple):
@@ -35,7 +36,7 @@ def tuned(q: jax.Array, pages: jax.Array, num_kv_heads: int, mask: MaskRule, num
     """
     tuning = Tuning(**sizes_for(chip_name(), TunedShape.of(q, pages, num_kv_heads, mask), Tuning._fields))
     queries = tuning.queries or tile_queries(q.shape[1] // num_kv_heads, mask)
-    page_size = pages.shape[1]
+    page_size = page_tokens([pages], num_kv_heads)
 
     def within(block: int | None, queries: int) -> int | None:
         most = max(LANES, page_size, seen_slots(mask, queries, num_columns, page_size))

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.layouts import tokens_per_row
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.tuned import tuned_sizes
 
 OP = "ragged_paged_attention"
@@ -32,9 +33,11 @@ class TunedShape(NamedTuple):
 
     @classmethod
     def of(cls, q: jax.Array, pages: jax.Array, num_kv_heads: int, mask: MaskRule) -> TunedShape:
-        """Of a call; `pages` [pages, page_size, ...]."""
+        """Of a call; `pages`: the first array of an attention layout."""
+        packing = pages.shape[3] if pages.ndim == 5 else 1  # of split pages that is a head's dimension
+        page_size = pages.shape[1] * tokens_per_row(num_kv_heads, packing)
         return cls(
-            *(q.shape[1], num_kv_heads, q.shape[2], pages.shape[1]),
+            *(q.shape[1], num_kv_heads, q.shape[2], page_size),
             *(jnp.dtype(q.dtype).name, jnp.dtype(pages.dtype).name),
             *(mask.sliding_window, mask.attention_chunk_size),
         )

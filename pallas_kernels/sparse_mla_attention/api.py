@@ -23,7 +23,7 @@ from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
-from pallas_kernels.tpu_memory import with_room
+from pallas_kernels.tpu.memory import with_room
 
 
 def plan_work(
@@ -57,7 +57,6 @@ def plan_work(
     )
     options: dict[str, Any] = {
         "tokens_per_state": tokens_per_state or 1,
-        "entries": entries,
         "entry_page_size": 1 if compressed is None else compressed.page_size,
     }
     reasons = {"tpu": None, "gpu": kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries)}

@@ -4,8 +4,8 @@ Flow:    query tiles, two page arrays + TokenLists -> [attend_pieces] -> out, LS
 Source:  one softmax over two caches by lists of rows, as FlashMLA's sparse kernels (deepseek-ai/FlashMLA)
 
 Grid (C,): each thread block attends its pieces one after the other. As in mla_paged_attention, a warpgroup fetches and
-makes weights, two share the columns of the values. Per block of 64 rows of D numbers a tile reads 64 * D elements and
-does 2 * 64 * 64 * 2 * D flops, of which heads / 64 count.
+makes weights, two share the columns of the values. Per block of 64 rows of D numbers a tile reads these, each by a bulk
+copy of its own or, in fp8, by three, and does 2 * 64 * 64 * 2 * D flops, of which heads / 64 count.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mla_paged_attention.gpu_attend import give_share, store_columns, take_share
-from pallas_kernels.ragged_paged_attention.gpu_softmax import RowState, add_scores, row_sinks
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.handover import give_share, store_columns, take_share
+from pallas_kernels.gpu.softmax import RowState, add_scores, row_sinks
+from pallas_kernels.sparse_mla_attention.gpu_entries import RowFormat
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
-from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, CHUNK, RowBlocks
+from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, RowBlocks
 
 
 class TokenLists(NamedTuple):
@@ -36,10 +37,17 @@ class TokenLists(NamedTuple):
     num_picked: jax.Array | None = None  # int32[T] rows of each token's list of picks
 
 
+class Caches(NamedTuple):
+    """Where rows are gathered from."""
+
+    pages: jax.Array  # [pages, page_size, width] of windows
+    entry_pages: jax.Array  # [pages, page_size, width]
+    row_format: RowFormat  # of both
+
+
 def attend_pieces(
     q: jax.Array,  # [tiles, rows, D] rows a multiple of 8: heads
-    pages: jax.Array,  # [pages, page_size, D]
-    entry_pages: jax.Array,  # [pages, page_size, D]
+    caches: Caches,
     lists: TokenLists,
     sinks: jax.Array,  # float32[1 or Hq] natural-log logits, -inf: none
     scale: jax.Array,  # float32[1] sm_scale * log2(e)
@@ -48,41 +56,44 @@ def attend_pieces(
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [pieces, 64, D], natural-log LSE float32[pieces, 64]); 0 and -inf where a piece sees nothing."""
-    num_pieces, dim = lists.pieces.shape[0], q.shape[-1]
+    num_pieces, dim, row_format = lists.pieces.shape[0], q.shape[-1], caches.row_format
     outputs = [
-        jax.ShapeDtypeStruct((num_pieces, mosaic_gpu.ROWS, dim), out_dtype),
-        jax.ShapeDtypeStruct((num_pieces, mosaic_gpu.ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((num_pieces, mosaic.ROWS, dim), out_dtype),
+        jax.ShapeDtypeStruct((num_pieces, mosaic.ROWS), jnp.float32),
     ]
-    row = plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32)
+    row = plgpu.SMEM((mosaic.ROWS,), jnp.float32)
     scratch = {
-        "q_tile": mosaic_gpu.tiled((mosaic_gpu.ROWS, dim), q.dtype),
+        "q_tile": mosaic.tiled((mosaic.ROWS, dim), q.dtype),
         "lse_tile": row,
         "share": row,
         "q_full": plgpu.Barrier(),
         "done": plgpu.Barrier(),
         "stored": plgpu.Barrier(num_arrivals=ADDING),
-        **RowBlocks.scratch(dim, q.dtype),
+        **RowBlocks.scratch(row_format, dim, q.dtype),
     }
-    given = {name: array for name, array in lists._asdict().items() if array is not None}
-    names = ("q", "pages", "entry_pages", *given, "sinks", "scale", "out", "lse", *scratch)
+    inputs = {"q": q, **lists._asdict(), "sinks": sinks, "scale": scale}
+    inputs |= {name: row_format.views(getattr(caches, name)) for name in ("pages", "entry_pages")}
+    arrays, as_inputs = jax.tree.flatten(inputs)
+    memory, as_scratch = jax.tree.flatten(scratch)
 
     def body(*args: Any) -> None:
-        refs = SimpleNamespace(**dict(zip(names, args, strict=True)), heads=heads, parts=parts)
+        given, (out, lse), own = args[: len(arrays)], args[len(arrays) : -len(memory)], args[-len(memory) :]
+        named = jax.tree.unflatten(as_inputs, given) | jax.tree.unflatten(as_scratch, own)
+        refs = SimpleNamespace(**named, out=out, lse=lse, heads=heads, parts=parts)
         warpgroup = lax.axis_index("warpgroup")
-        row_blocks = RowBlocks.of(vars(refs), warpgroup)
+        row_blocks = RowBlocks.of(row_format, vars(refs), warpgroup)
         pl.when(warpgroup < ADDING)(lambda: _add_values(refs, row_blocks, warpgroup))
         pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, row_blocks))
 
-    run = mosaic_gpu.kernel(
+    run = mosaic.kernel(
         body,
         name=f"sparse_mla_h{q.shape[1]}",
         outputs=outputs,
-        scratch=list(scratch.values()),
+        scratch=memory,
         grid={"block": lists.blocks.shape[0]},
         num_warpgroups=ADDING + 1,
     )
-    by_row = [array.reshape(-1, dim // CHUNK, CHUNK) for array in (pages, entry_pages)]
-    out, lse = run(q, *by_row, *given.values(), sinks, scale)
+    out, lse = run(*arrays)
     return out, lse
 
 
@@ -95,7 +106,7 @@ def _range(refs: Any) -> tuple[jax.Array, jax.Array]:
 def _num_blocks(refs: Any, piece: jax.Array) -> jax.Array:
     """Blocks of a piece, up to the end of its token's list of picks."""
     end = refs.pieces[piece, Field.END]
-    if hasattr(refs, "num_picked"):
+    if refs.num_picked is not None:
         num_picked = refs.num_picked[lax.div(refs.pieces[piece, Field.TILE], jnp.int32(refs.parts))]
         last = refs.pieces[piece, Field.WINDOW_BLOCKS] + lax.div(num_picked + (BLOCK - 1), jnp.int32(BLOCK))
         end = lax.min(end, last)
@@ -118,7 +129,7 @@ def _make_weights(refs: Any, row_blocks: RowBlocks) -> None:
             def fetch_next() -> None:
                 pl.when(i + 1 < num_blocks)(lambda: row_blocks.fetch(piece, i + 1))
 
-            scores = mosaic_gpu.dot_transposed(refs.q_tile, row_blocks.take_keys(), fetch_next) * refs.scale[0]
+            scores = mosaic.dot_transposed(refs.q_tile, row_blocks.take_keys(), fetch_next) * refs.scale[0]
             scores = jnp.where(row_blocks.visible(piece, i), scores, -jnp.inf)
             before = state.m
             state, p = add_scores(state, scores, refs.q.dtype)
@@ -144,9 +155,9 @@ def _add_values(refs: Any, row_blocks: RowBlocks, warpgroup: jax.Array) -> None:
     def _(piece: jax.Array) -> None:
         def add_block(i: jax.Array, total: jax.Array) -> jax.Array:
             rows, weights, shrink = row_blocks.take_values(piece, i)
-            total = total * mosaic_gpu.spread(mosaic_gpu.load_per_row(shrink), columns)
-            return mosaic_gpu.dot_add(total, weights, rows.at[:, own])
+            total = total * mosaic.spread(mosaic.load_per_row(shrink), columns)
+            return mosaic.dot_add(total, weights, rows.at[:, own])
 
-        total = mosaic_gpu.matrix(jnp.zeros((mosaic_gpu.ROWS, columns), jnp.float32))
+        total = mosaic.matrix(jnp.zeros((mosaic.ROWS, columns), jnp.float32))
         total = lax.fori_loop(0, _num_blocks(refs, piece), add_block, total)
-        store_columns(refs.out, piece, warpgroup, total * mosaic_gpu.spread(take_share(refs), columns))
+        store_columns(refs.out, piece, warpgroup, total * mosaic.spread(take_share(refs), columns))

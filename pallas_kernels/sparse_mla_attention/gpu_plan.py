@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.gpu.shares import share_out
 from pallas_kernels.latent_pages import state_slots
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.ragged_paged_attention.gpu_shares import share_out
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
 
 BLOCK = 64  # rows that are attended at once
@@ -49,20 +49,13 @@ class SparseSizes(NamedTuple):
     """All that the work of a kind of layers depends on beside the step."""
 
     num_tokens: int
-    part_tokens: int  # that are attended at a time
     window: int  # slots
     num_columns: int  # of the compressed cache's tables; 0: the layers have their window only
     entry_page_size: int
     tokens_per_state: int
     num_picks: int | None  # of a token; None: it sees all entries
-    is_decoded: bool  # rows are copies of what the tables name, in that order
     head_parts: int  # tiles of a token
     num_blocks: int  # thread blocks that fewer tiles are split over
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of the tokens that are attended one after the other."""
-        return cdiv(self.num_tokens, self.part_tokens)
 
     @property
     def window_rows(self) -> int:
@@ -81,55 +74,56 @@ class SparseSizes(NamedTuple):
         return self.num_columns > 0 and self.num_picks is not None
 
 
-class Tokens(NamedTuple):
-    """Query tokens of one part."""
-
-    seq: jax.Array  # int32[t] row of the token's sequence
-    pos: jax.Array  # int32[t] its position, -1 for padding
-    slots: jax.Array  # int32[t, window] of its window, -1: none
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SparseWork:
-    """What the layers of a kind do in one step; `sizes` are static. Arrays of all parts but in `of_part`."""
+    """What the layers of a kind do in one step; `sizes` are static."""
 
-    seq: jax.Array  # int32[parts, t] row of each token's sequence
-    counts: jax.Array  # int32[parts, t] entries that a token may see
-    slots: jax.Array  # int32[parts, t, window rows] of windows in their cache, -1: none
-    rows: jax.Array  # int32[parts, n] all lists but those of picks
-    pieces: jax.Array  # int32[parts, pieces, fields]
-    blocks: jax.Array  # int32[parts, C, 2] first piece of each thread block, and one after its last
-    units: jax.Array | None  # int32[parts, t * head_parts, 2] as in Shares, where tokens are split into pieces
+    seq: jax.Array  # int32[T] row of each token's sequence
+    counts: jax.Array  # int32[T] entries that a token may see
+    rows: jax.Array  # int32[n] all lists but those of picks
+    pieces: jax.Array  # int32[pieces, fields]
+    blocks: jax.Array  # int32[C, 2] first piece of each thread block, and one after its last
+    units: jax.Array | None  # int32[T * head_parts, 2] as in Shares, where tokens are split into pieces
     sizes: SparseSizes = field(metadata={"static": True})
 
     @classmethod
     def of(cls, schedule: SparseSchedule, tables: jax.Array | None, sizes: SparseSizes) -> SparseWork:
         """The work of a step over compressed `tables` int32[S, Pc]."""
-        missing = sizes.num_parts * sizes.part_tokens - sizes.num_tokens
-
-        def by_part(x: jax.Array, nothing: int) -> jax.Array:
-            x = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)], constant_values=nothing)
-            return x.reshape(sizes.num_parts, sizes.part_tokens, *x.shape[1:])
-
-        tokens = Tokens(by_part(schedule.seq, 0), by_part(schedule.pos, -1), by_part(schedule.window_slots, -1))
-        if sizes.num_parts > 1:
-            return jax.vmap(lambda own: _work(own, tables, sizes))(tokens)
-        only = _work(jax.tree.map(lambda x: x[0], tokens), tables, sizes)
-        return jax.tree.map(lambda x: x[None], only)
-
-    def of_part(self, part: int) -> SparseWork:
-        """The work of one part."""
-        own: SparseWork = jax.tree.map(lambda x: x[part], self)
-        return own
+        token = jnp.arange(sizes.num_tokens, dtype=jnp.int32)
+        slots = _padded(schedule.window_slots, sizes.window_rows)
+        counts = schedule.num_entries(sizes.tokens_per_state)
+        rows = [slots.reshape(-1)]
+        window_blocks = -(-schedule.num_window_slots // BLOCK)
+        num, first_entry, num_entries = window_blocks, jnp.zeros_like(token), jnp.zeros_like(token)
+        if tables is not None and sizes.num_columns:
+            own, num_entries = token, jnp.where(counts > 0, sizes.num_picks or 0, 0)
+            if sizes.num_picks is None:
+                own, num_entries = schedule.seq, counts
+                rows.append(_all_entries(tables, sizes).reshape(-1))
+            first_entry = (0 if sizes.has_picks else slots.size) + own * sizes.entry_rows
+            num = num + -(-num_entries // BLOCK)
+        parts = sizes.head_parts
+        columns = jnp.stack([token * sizes.window_rows, first_entry, window_blocks, num_entries], axis=1)
+        tile = jnp.arange(sizes.num_tokens * parts, dtype=jnp.int32)
+        fixed, num = jnp.repeat(columns, parts, axis=0), jnp.repeat(num, parts)
+        if tile.shape[0] < sizes.num_blocks:
+            shares = share_out(num, sizes.num_blocks)
+            tile, first, end, fixed = shares.unit, shares.first, shares.end, fixed[shares.unit]
+            blocks, units = shares.blocks, shares.units
+        else:
+            first, end, units = jnp.zeros_like(num), num, None
+            blocks = jnp.stack([tile, tile + 1], axis=1)
+        pieces = jnp.concatenate([tile[:, None], fixed, first[:, None], end[:, None]], axis=1).astype(jnp.int32)
+        return cls(schedule.seq, counts, jnp.concatenate(rows), pieces, blocks, units, sizes)
 
     def num_picked(self, picks: jax.Array) -> jax.Array:
-        """int32[t] of one part: places of int32[t, K] `picks` up to the last that a token sees."""
+        """int32[T]: places of int32[T, K] `picks` up to the last that a token sees."""
         place = jnp.arange(picks.shape[1], dtype=jnp.int32)
         return lax.reduce(jnp.where(self._sees(picks), place + 1, 0), np.int32(0), lax.max, (1,))
 
     def picked_slots(self, tables: jax.Array, picks: jax.Array) -> jax.Array:
-        """int32[t, entry rows] of one part: slots of what int32[t, K] `picks` name and tokens see, or -1."""
+        """int32[T, entry rows]: slots of what int32[T, K] `picks` name and tokens see, or -1."""
         slots = state_slots(tables, self.sizes.entry_page_size, self.seq[:, None], jnp.maximum(picks, 0))
         return _padded(jnp.where(self._sees(picks), slots, -1), self.sizes.entry_rows)
 
@@ -137,52 +131,13 @@ class SparseWork:
         return (picks >= 0) & (picks < self.counts[:, None])
 
 
-def _work(tokens: Tokens, tables: jax.Array | None, sizes: SparseSizes) -> SparseWork:
-    """The work of one part."""
-    num_tokens = sizes.part_tokens
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    slots = _padded(tokens.slots, sizes.window_rows)
-    counts = (tokens.pos + 1) // sizes.tokens_per_state
-    rows = [numbered(slots) if sizes.is_decoded else slots.reshape(-1)]
-    window_blocks = -(-jnp.minimum(tokens.pos + 1, sizes.window) // BLOCK)
-    num, first_entry, num_entries = window_blocks, jnp.zeros_like(token), jnp.zeros_like(token)
-    if tables is not None and sizes.num_columns:
-        own, num_entries = token, jnp.where(counts > 0, sizes.num_picks or 0, 0)
-        if sizes.num_picks is None:
-            own, num_entries = tokens.seq, counts
-            rows.append(_all_entries(tables, sizes).reshape(-1))
-        first_entry = (0 if sizes.has_picks else slots.size) + own * sizes.entry_rows
-        num = num + -(-num_entries // BLOCK)
-    parts = sizes.head_parts
-    columns = jnp.stack([token * sizes.window_rows, first_entry, window_blocks, num_entries], axis=1)
-    tile = jnp.arange(num_tokens * parts, dtype=jnp.int32)
-    fixed, num = jnp.repeat(columns, parts, axis=0), jnp.repeat(num, parts)
-    if tile.shape[0] < sizes.num_blocks:
-        shares = share_out(num, sizes.num_blocks)
-        tile, first, end, fixed = shares.unit, shares.first, shares.end, fixed[shares.unit]
-        blocks, units = shares.blocks, shares.units
-    else:
-        first, end, units = jnp.zeros_like(num), num, None
-        blocks = jnp.stack([tile, tile + 1], axis=1)
-    pieces = jnp.concatenate([tile[:, None], fixed, first[:, None], end[:, None]], axis=1).astype(jnp.int32)
-    return SparseWork(tokens.seq, counts, slots, jnp.concatenate(rows), pieces, blocks, units, sizes)
-
-
 def _all_entries(tables: jax.Array, sizes: SparseSizes) -> jax.Array:
     """int32[S, entry rows], the list of each sequence."""
     num_entries = sizes.num_columns * sizes.entry_page_size
     entry, seq = jnp.arange(num_entries, dtype=jnp.int32), jnp.arange(tables.shape[0], dtype=jnp.int32)[:, None]
-    if sizes.is_decoded:
-        return _padded(seq * num_entries + entry, sizes.entry_rows)
     return _padded(state_slots(tables, sizes.entry_page_size, seq, entry), sizes.entry_rows)
 
 
 def _padded(rows: jax.Array, num: int) -> jax.Array:
     """Lists [lists, ...] of `num` rows."""
     return jnp.pad(rows, [(0, 0), (0, num - rows.shape[1])], constant_values=-1)
-
-
-def numbered(slots: jax.Array) -> jax.Array:
-    """int32[n]: places of slots int32[...] among all of them, -1 of those that are none."""
-    number = jnp.arange(slots.size, dtype=jnp.int32)
-    return jnp.where(slots.reshape(-1) >= 0, number, -1)

@@ -3,8 +3,8 @@
 Flow:    lists of rows + two page arrays -> [RowBlocks.fetch] -> stage -> block [64, D] -> [take_keys, take_values]
 
 A bulk copy of a single row cannot write the swizzled tiles that matrix products read. So rows arrive in a plain *stage*
-and the two warpgroups that add values, half of the rows each, move them through registers into the *block*; the stage
-is then free for the next rows, which arrive while this block is attended:
+and the two warpgroups that add values, half of the rows each, move them through registers into the *block*, out of
+fp8 by the way; the stage is then free for the next rows, which arrive while this block is attended:
 
     full     the bulk copies arrive; both adding warpgroups wait
     idle     both have attended the block before, which is overwritten next
@@ -30,11 +30,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.sparse_mla_attention.gpu_entries import RowFormat
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
 
 ADDING = 2  # warpgroups that move rows and add up values; one more fetches and makes weights
-CHUNK = mosaic_gpu.ROW_CHUNK  # numbers of a row that are moved at once
 _HALF = BLOCK // ADDING
 
 
@@ -42,11 +42,12 @@ _HALF = BLOCK // ADDING
 class RowBlocks:
     """References of one kernel."""
 
+    format: RowFormat  # of both caches
     rows: Any  # int32[n] lists of `TokenLists`, in global memory
     pieces: Any  # int32[pieces, fields]
-    pages: Any  # [rows of the window cache, D / 128, 128]
-    entry_pages: Any  # [rows of the compressed cache, D / 128, 128]
-    stage: Any  # [64, D / 128, 128] shared memory
+    pages: tuple[Any, ...]  # views of the window cache
+    entry_pages: tuple[Any, ...]  # views of the compressed cache
+    stage: tuple[Any, ...]  # 64 rows in shared memory
     block: Any  # [64, D]
     weights: Any  # [64, 64]
     shrink: Any  # float32[64] what sums so far are multiplied with
@@ -58,20 +59,21 @@ class RowBlocks:
     picked: Any = None  # int32[n] lists of picks, in global memory, where `rows` has those of windows alone
 
     @classmethod
-    def of(cls, references: dict[str, Any], warpgroup: Any) -> RowBlocks:
+    def of(cls, row_format: RowFormat, references: dict[str, Any], warpgroup: Any) -> RowBlocks:
         """Among a kernel's references by name."""
         names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in references.items() if name in names}, warpgroup=warpgroup)
+        own = {name: value for name, value in references.items() if name in names}
+        return cls(row_format, **own, warpgroup=warpgroup)
 
     @classmethod
-    def scratch(cls, dim: int, dtype: Any) -> dict[str, Any]:
+    def scratch(cls, row_format: RowFormat, dim: int, dtype: Any) -> dict[str, Any]:
         """Shared memory and barriers by field."""
         return {
-            "stage": plgpu.SMEM((BLOCK, dim // CHUNK, CHUNK), dtype),
-            "block": mosaic_gpu.tiled((BLOCK, dim), dtype),
-            "weights": mosaic_gpu.tiled((mosaic_gpu.ROWS, BLOCK), dtype),
-            "shrink": plgpu.SMEM((mosaic_gpu.ROWS,), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=BLOCK),
+            "stage": row_format.stage(BLOCK),
+            "block": mosaic.tiled((BLOCK, dim), dtype),
+            "weights": mosaic.tiled((mosaic.ROWS, BLOCK), dtype),
+            "shrink": plgpu.SMEM((mosaic.ROWS,), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=BLOCK * row_format.num_copies),
             "idle": plgpu.Barrier(num_arrivals=ADDING),
             "moved": plgpu.Barrier(num_arrivals=ADDING),
             "weighed": plgpu.Barrier(),
@@ -94,7 +96,7 @@ class RowBlocks:
         """Hands over the weights [64, 64] of a block, and what sums so far are multiplied with, float32[64]."""
         self.weights[...] = weights
         self.shrink[...] = shrink
-        mosaic_gpu.fence()
+        mosaic.fence()
         plgpu.barrier_arrive(self.weighed)
 
     def take_values(self, piece: jax.Array, i: jax.Array) -> tuple[Any, Any, Any]:
@@ -107,23 +109,25 @@ class RowBlocks:
             @pl.when(self.warpgroup == reader)
             def _(start: int = reader * _HALF) -> None:
                 half = pl.ds(start, _HALF)
-                rows = self._rows(piece, i, half, lambda x: mosaic_gpu.load(x, mosaic_gpu.PER_ROW_OF_CHUNKS))
-                seen = (rows >= 0) & (mosaic_gpu.chunk_row_index(_HALF) + start < self._count(piece, i))
-                for chunk in range(self.stage.shape[1]):
-                    values = mosaic_gpu.load(self.stage.at[half, chunk], mosaic_gpu.ROW_CHUNKS)
-                    keep = mosaic_gpu.spread(seen, CHUNK)
-                    self.block[half, pl.ds(chunk * CHUNK, CHUNK)] = jnp.where(keep, values, jnp.zeros_like(values))
+                self.format.move(self.stage, half, functools.partial(self._seen, piece, i, half), self.block)
 
-        mosaic_gpu.fence()
+        mosaic.fence()
         plgpu.barrier_arrive(self.moved)
         self.wait_weighed()
         return self.block, self.weights, self.shrink
 
     def visible(self, piece: jax.Array, i: jax.Array) -> jax.Array:
         """bool[64, 64], the same for all queries: which rows of a block are seen."""
-        rows = self._rows(piece, i, pl.ds(0, BLOCK), mosaic_gpu.load_per_column)
-        is_row = lax.broadcast_in_dim(rows, (mosaic_gpu.ROWS, BLOCK), [1]) >= 0
-        return is_row & (mosaic_gpu.column_index(mosaic_gpu.ROWS, BLOCK) < self._count(piece, i))
+        rows = self._rows(piece, i, pl.ds(0, BLOCK), mosaic.load_per_column)
+        is_row = lax.broadcast_in_dim(rows, (mosaic.ROWS, BLOCK), [1]) >= 0
+        return is_row & (mosaic.column_index(mosaic.ROWS, BLOCK) < self._count(piece, i))
+
+    def _seen(self, piece: jax.Array, i: jax.Array, part: pl.Slice, num_columns: int) -> jax.Array:
+        """bool[_HALF]: which rows of half a block are any, in the layout of `row_chunks(num_columns)`."""
+        layout = mosaic.row_chunks(num_columns).reduce(1)
+        rows = self._rows(piece, i, part, lambda x: mosaic.load(x, layout))
+        number = mosaic.chunk_row_index(_HALF, num_columns) + part.start
+        return (rows >= 0) & (number < self._count(piece, i))
 
     def _rows(self, piece: jax.Array, i: jax.Array, part: pl.Slice, load: Callable[[Any], jax.Array]) -> jax.Array:
         """int32 rows of a part of a piece's `i`-th block; negative: none."""
@@ -155,14 +159,14 @@ class RowBlocks:
         number, window = self.pieces[piece, Field.FIRST] + i, self.pieces[piece, Field.WINDOW_BLOCKS]
         return number, number < window, number - window
 
-    def _copy(self, pages: Any, lists: Any, first: jax.Array) -> None:
+    def _copy(self, pages: tuple[Any, ...], lists: Any, first: jax.Array) -> None:
         def row(number: int) -> jax.Array:
             return lax.max(lists[first + number], jnp.int32(0))
 
         def start(number: int, row: jax.Array) -> None:
-            plgpu.copy_gmem_to_smem(pages.at[row], self.stage.at[number], self.full)
+            self.format.copy(pages, row, self.stage, number, self.full)
 
-        mosaic_gpu.start_copies(BLOCK, start, row)
+        mosaic.start_copies(BLOCK, start, row)
 
     def wait_full(self) -> None:
         """Waits until the rows have arrived."""

@@ -10,26 +10,31 @@ window pages come from the step's schedule; only what a layer's indexer picks is
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tpu_entries
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.mosaic import LANES
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.tpu_limits import finite_sinks, lse_with_sinks
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention import tpu_picks, tpu_runs
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, WindowBlocks
-from pallas_kernels.sparse_mla_attention.tpu_attention import PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LARGEST_BLOCK, LaunchConfig, block_pages
-from pallas_kernels.token_blocks import MOST_ROWS, TILE_QUERIES, padded_heads, rows_from, rows_of_heads, rows_of_tables
-from pallas_kernels.tpu_entries import EntryReader
-from pallas_kernels.tpu_lse import by_head
-from pallas_kernels.tpu_states import StatePages
+from pallas_kernels.tpu.entries import EntryReader, reason_of_entries
+from pallas_kernels.tpu.latent_blocks import StatePages
+from pallas_kernels.tpu.limits import finite_sinks, lse_with_sinks
+from pallas_kernels.tpu.lse import by_head
+from pallas_kernels.tpu.mosaic import LANES
+from pallas_kernels.tpu.token_blocks import (
+    MOST_ROWS,
+    TILE_QUERIES,
+    padded_heads,
+    rows_from,
+    rows_of_heads,
+    rows_of_tables,
+)
 
 MOST_TOKENS = 16384  # of a call: their items and places take scalar memory
 MOST_WINDOW_PAGES = 65536  # of all items, in scalar memory
@@ -75,7 +80,7 @@ def reason_not_supported(
             most = tpu_picks.LARGEST_BUFFER_BYTES // (2 * 4 * compressed_pages[0].shape[-1])
             counts.append(("picked entries", topk_indices.shape[1], most))
     counts += [("states in a page", size, LARGEST_BLOCK) for _, size in caches]
-    reasons = [tpu_entries.reason_not_supported(entries, *cache) for cache in caches]
+    reasons = [reason_of_entries(entries, *cache) for cache in caches]
     if tokens_per_state & (tokens_per_state - 1):
         reasons.append(f"TPU kernels take tokens_per_state that are powers of two, got {tokens_per_state}")
     reasons += [f"TPU kernels take up to {most} {what}, got {count}" for what, count, most in counts if count > most]
@@ -148,9 +153,7 @@ class _Layer(NamedTuple):
     pages: jax.Array
     compressed: Compressed | None
 
-    def attend(
-        self, q: jax.Array, schedule: SparseSchedule, queries: int, sinks: jax.Array | None
-    ) -> dict[str, jax.Array]:
+    def attend(self, q: jax.Array, schedule: SparseSchedule, queries: int, sinks: jax.Array | None) -> dict[str, Any]:
         """`out` (and `lse`) of one chain, [T * heads, ...] (and [T, ...]), a chunk of tokens after the other."""
         items = schedule.decode if queries == 1 else schedule.tiles
         num_tokens, size = q.shape[0] // self.heads, self._chunk_tokens(q.shape[1])
@@ -163,7 +166,7 @@ class _Layer(NamedTuple):
         num_seqs = self.compressed.tables.shape[0]
         room = min(items.blocks.room, size, size // queries + num_seqs)
 
-        def chunk(c: jax.Array) -> dict[str, jax.Array]:
+        def chunk(c: jax.Array) -> dict[str, Any]:
             first = c * size
             return self._attend_chunk(
                 rows_from(q, first * self.heads, size * self.heads),
@@ -176,7 +179,7 @@ class _Layer(NamedTuple):
             )
 
         results = lax.map(chunk, jnp.arange(cdiv(num_tokens, size), dtype=jnp.int32))
-        return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
     def _chunk_tokens(self, lanes: int) -> int:
         """Tokens whose state between two passes takes at most `LARGEST_STATE_BYTES`."""
@@ -192,24 +195,23 @@ class _Layer(NamedTuple):
         begin: jax.Array,  # int32[] first token of the chain
         end: jax.Array,
         sinks: jax.Array | None,
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Any]:
         per_row = None if sinks is None else self._per_row(sinks, queries)
         window = self._config(queries, None)
         results = tpu_runs.run_pass(window, items, q, self.pages, None, None, per_row if window.finishes else None)
         compressed = self.compressed
         if compressed is None:
             return results
-        state = PassState(*(results[f"{name}_out"] for name in PassState._fields))
         if picks is None:
             config = self._config(queries, compressed)
             tables = rows_of_tables(compressed.tables)
-            return tpu_runs.run_pass(config, items, q, compressed.pages, tables, state, per_row)
+            return tpu_runs.run_pass(config, items, q, compressed.pages, tables, results["after"], per_row)
         config = self._config(1, compressed)
         shifts = tpu_picks.row_shifts(compressed.tables, config.cache)
         per_row = None if sinks is None else self._per_row(sinks, 1)
         span = jnp.stack([begin, jnp.maximum(end - begin, 0)])
         none = self._none(compressed, config)
-        return tpu_picks.pick_pass(config, span, picks, none, q, compressed.pages, shifts, state, per_row)
+        return tpu_picks.pick_pass(config, span, picks, none, q, compressed.pages, shifts, results["after"], per_row)
 
     def _picks(self, schedule: SparseSchedule, num_tokens: int) -> tpu_picks.Picks | None:
         """What the first tokens name; None where all entries are seen, or none."""
@@ -250,7 +252,6 @@ class _Layer(NamedTuple):
             tokens_per_state=1 if compressed is None else compressed.tokens_per_state,
             window=self.sliding_window if compressed is None else None,
             block_pages=block_pages(cache, most * page_size),
-            continues=compressed is not None,
             finishes=compressed is not None or self.compressed is None,
             return_lse=self.return_lse,
         )

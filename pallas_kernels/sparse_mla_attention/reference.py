@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import online_softmax
 from pallas_kernels.latent_entries import EntryFormat
 from pallas_kernels.latent_pages import EntryCache
-from pallas_kernels.ragged_paged_attention import online_softmax
-from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
+from pallas_kernels.online_softmax import SoftmaxState
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
 from pallas_kernels.token_places import EntryTiles, over_entries
 from pallas_kernels.varying import vary_like

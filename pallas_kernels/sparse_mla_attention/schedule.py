@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.latent_pages import state_slots
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.token_blocks import TILE_QUERIES, Field, TokenBlocks, both_kinds, rows_from
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.schedule import Batch
 from pallas_kernels.token_places import TokenPlaces
+from pallas_kernels.tpu.token_blocks import TILE_QUERIES, Field, TokenBlocks, both_kinds, rows_from
 
 
 class WindowBlocks(NamedTuple):

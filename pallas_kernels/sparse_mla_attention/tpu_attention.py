@@ -3,7 +3,7 @@
 Flow:    queries + vectors in VMEM -> [LatentAttention.update] -> PassState -> the next pass, or [finish] -> out, lse
 
 Rows are those of all heads of a block of tokens, heads innermost. Logits are in base 2; a row's largest logit `m`
-stands in all 128 lanes and its weight is a sum per lane, as in ragged_paged_attention. A pass leaves its state in
+stands in all 128 lanes and its weight is a sum per lane, as `tpu.softmax` has them. A pass leaves its state in
 HBM for the next one; sinks are one more logit of the last.
 """
 
@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic import LANES, Ref
-from pallas_kernels.ragged_paged_attention.tpu_softmax import HIDDEN, LOG2E, NOTHING, dot, lanes_of
-from pallas_kernels.token_blocks import MOST_ROWS
-from pallas_kernels.tpu_lse import heads_to_lanes
+from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, dot, spread
+from pallas_kernels.tpu.lse import heads_to_lanes
+from pallas_kernels.tpu.mosaic import LANES, Ref
+from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sums, weights
+from pallas_kernels.tpu.token_blocks import MOST_ROWS
 
 
 class PassState(NamedTuple):
@@ -87,32 +88,31 @@ class LatentAttention:
         s = dot(q, vectors, (((1,), (1,)), ((), ()))) * (self.scale * LOG2E)
         s = jnp.where(seen, s, HIDDEN)
         old = m[rows]
-        new = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
+        new = largest(s, old)
         m[rows] = new
-        p = jnp.exp2(s - lanes_of(new, s.shape[1]))
-        shrink = jnp.exp2(old - new)
-        weight[rows] = shrink * weight[rows] + sum(p[:, n : n + LANES] for n in range(0, s.shape[1], LANES))
+        p, shrink = weights(s, old, new)
+        weight[rows] = add_weights(weight[rows], shrink, p)
         weighted = dot(p.astype(vectors.dtype), vectors, (((1,), (0,)), ((), ())))
-        acc[rows] = acc[rows] * lanes_of(shrink, weighted.shape[1]) + weighted
+        acc[rows] = acc[rows] * spread(shrink, weighted.shape[1]) + weighted
 
     def finish(self, sinks: Ref | None, out: Ref, lse: Ref | None) -> None:
         """Writes results, and LSE [tokens, 1, 128] if that is wanted; `sinks` float32[chunk, 128] of a chunk's rows."""
 
         def one(first: Any, rows: Any) -> None:
             m = self.state.m[rows]
-            total = jnp.broadcast_to(jnp.sum(self.state.weight[rows], axis=1, keepdims=True), m.shape)
+            total = sums(self.state.weight[rows])
             shrink = None
             if sinks is not None:
                 top = jnp.maximum(m, sinks[...] * LOG2E)
                 shrink = jnp.exp2(m - top)
                 total = total * shrink + jnp.exp2(sinks[...] * LOG2E - top)
                 m = top
-            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            factor = inverse(total)
             factor = factor if shrink is None else factor * shrink
-            out[rows] = (self.state.acc[rows] * lanes_of(factor, out.shape[1])).astype(out.dtype)
+            out[rows] = (self.state.acc[rows] * spread(factor, out.shape[1])).astype(out.dtype)
             if lse is not None:
                 heads = self.num_rows // lse.shape[0]
-                value = ((m + jnp.log2(total)) * (1 / LOG2E)).reshape(-1, heads, LANES)
+                value = natural_lse(m, total).reshape(-1, heads, LANES)
                 lse[pl.ds(first // heads, value.shape[0])] = heads_to_lanes(value)
 
         self.over_chunks(one)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,12 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.mosaic import LANES, Copy, Ref, is_interpreted, load_piece
 from pallas_kernels.sparse_mla_attention.tpu_attention import LatentAttention, PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
-from pallas_kernels.tpu_call import IN_HBM, Operand, call
-from pallas_kernels.tpu_lse import lse_shape
-from pallas_kernels.tpu_states import StatePages, log2
+from pallas_kernels.tpu.call import IN_HBM, Operand, call
+from pallas_kernels.tpu.latent_blocks import StatePages, log2
+from pallas_kernels.tpu.lse import lse_shape
+from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, is_interpreted, load_piece
 
 LARGEST_BUFFER_BYTES = 24 << 20  # of VMEM, for the entries of two tokens
 PART = LANES  # entries that are attended at a time
@@ -74,8 +73,8 @@ def pick_pass(
     shifts: jax.Array,  # int32[S, 1, n] of `row_shifts`
     state: PassState,
     sinks: jax.Array | None,  # float32[chunk, 128]
-) -> dict[str, jax.Array]:
-    """`out` (and `lse`) of the launch's tokens; the rest is undefined."""
+) -> dict[str, Any]:
+    """`out` (and `lse`, else None) of the launch's tokens; the rest is undefined."""
     num_tokens, width = picks.entries.shape
     last = num_tokens - 1
 
@@ -92,40 +91,65 @@ def pick_pass(
         return pl.BlockSpec((1, 1, size), index, memory_space=pltpu.SMEM)
 
     by_part = picks.entries.reshape(num_tokens, -1, PART)
-    inputs = {
-        "rows": Operand(
-            picks.entries[:, None] >> log2(config.cache.places), in_smem(width, lambda *a: (own(*a), 0, 0))
-        ),
-        "shifts": Operand(shifts, in_smem(shifts.shape[2], lambda w, span, groups, seq: (seq[own(w, span)], 0, 0))),
-        "entries": Operand(by_part, pl.BlockSpec((1, *by_part.shape[1:]), lambda *a: (before(*a), 0, 0))),
-        "q": Operand(q, rows(q.shape[1])),
-        **{f"{name}_in": Operand(x, rows(x.shape[1])) for name, x in state._asdict().items()},
-    }
-    if sinks is not None:
-        inputs["sinks"] = Operand(sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0)))
-    inputs["pages"] = Operand(pages.reshape(-1, *pages.shape[2:]), IN_HBM)
-    outputs = {"out": Operand(jax.ShapeDtypeStruct(q.shape, q.dtype), rows(q.shape[1]))}
+    row = picks.entries[:, None] >> log2(config.cache.places)
+    of_seq = in_smem(shifts.shape[2], lambda w, span, groups, seq: (seq[own(w, span)], 0, 0))
+    lse = None
     if config.return_lse:
         shape = lse_shape(q.shape[0] // config.heads, config.heads)
         by_token = pl.BlockSpec((1, *shape[1:]), lambda *a: (before(*a), 0, 0))
-        outputs["lse"] = Operand(jax.ShapeDtypeStruct(shape, jnp.float32), by_token)
+        lse = Operand(jax.ShapeDtypeStruct(shape, jnp.float32), by_token)
     return call(
         lambda refs: _Step(config, none, refs).run(),
+        _Refs,
         name=f"sparse_picks_k{width}_h{config.heads}_p{config.cache.page_size}",
         grid=span[1] + 1,
         scalars={"span": span, "num_groups": picks.num_groups, "seq": picks.seq},
-        inputs=inputs,
-        outputs=outputs,
+        inputs={
+            "rows": Operand(row, in_smem(width, lambda *a: (own(*a), 0, 0))),
+            "shifts": Operand(shifts, of_seq),
+            "entries": Operand(by_part, pl.BlockSpec((1, *by_part.shape[1:]), lambda *a: (before(*a), 0, 0))),
+            "q": Operand(q, rows(q.shape[1])),
+            "before": PassState(*(Operand(x, rows(x.shape[1])) for x in state)),
+            "sinks": None if sinks is None else Operand(sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0))),
+            "pages": Operand(pages.reshape(-1, *pages.shape[2:]), IN_HBM),
+        },
+        outputs={"out": Operand(jax.ShapeDtypeStruct(q.shape, q.dtype), rows(q.shape[1])), "lse": lse},
         scratch={
-            **{f"buffer_{n}": pltpu.VMEM((1, width, *pages.shape[2:]), pages.dtype) for n in range(2)},
+            "buffers": _Buffers(*[pltpu.VMEM((1, width, *pages.shape[2:]), pages.dtype)] * 2),
             "vectors": pltpu.VMEM((PART, q.shape[1]), q.dtype),
-            "acc": pltpu.VMEM((config.heads, q.shape[1]), jnp.float32),
-            "weight": pltpu.VMEM((config.heads, LANES), jnp.float32),
-            "m": pltpu.VMEM((config.heads, LANES), jnp.float32),
+            "state": PassState(*(pltpu.VMEM((config.heads, n), jnp.float32) for n in (q.shape[1], LANES, LANES))),
             "arrived": pltpu.SemaphoreType.DMA((2,)),
         },
         vmem_limit_bytes=_VMEM_LIMIT_BYTES,
     )
+
+
+class _Buffers(NamedTuple):
+    """Two arrays, not one with a first axis: the compiler then sees that DMAs into one leave the other alone."""
+
+    even: Ref  # [1, K, packing, lanes] entries of every other step's token
+    odd: Ref
+
+
+class _Refs(NamedTuple):
+    """References of a step; but for `rows` and `shifts`, blocks are those of the token before."""
+
+    span: Ref  # SMEM int32[2] first token, number of tokens
+    num_groups: Ref  # SMEM int32[T] of `Picks`
+    seq: Ref  # SMEM int32[T]
+    rows: Ref  # SMEM int32[1, 1, K] the sequence's row of states that holds each entry
+    shifts: Ref  # SMEM int32[1, 1, n] of `row_shifts`
+    entries: Ref  # int32[1, parts, 128]
+    q: Ref  # [heads, lanes]
+    before: PassState  # what the window's pass left
+    sinks: Ref | None  # float32[heads, 128]
+    pages: Ref  # HBM [rows of all pages, packing, lanes]
+    out: Ref  # [heads, lanes]
+    lse: Ref | None  # float32[1, rows of heads, 128]
+    buffers: _Buffers
+    vectors: Ref  # [128, lanes] of a part's entries
+    state: PassState  # of the heads
+    arrived: Ref  # DMA semaphores, one a buffer
 
 
 @dataclass(frozen=True)
@@ -134,7 +158,7 @@ class _Step:
 
     config: LaunchConfig
     none: int
-    refs: SimpleNamespace
+    refs: _Refs
 
     def run(self) -> None:
         """Starts the DMAs of this step's token; attends the token before."""
@@ -159,8 +183,8 @@ class _Step:
 
         @pl.when(has_before)
         def _() -> None:
-            attention = LatentAttention(PassState(refs.acc, refs.weight, refs.m), self.config.scale)
-            attention.copy(PassState(refs.acc_in, refs.weight_in, refs.m_in), attention.state)
+            attention = LatentAttention(refs.state, self.config.scale)
+            attention.copy(refs.before, attention.state)
             window = self._buffer(1 - slot).at[0, pl.ds(0, before * _GROUP)]
             wait = pltpu.make_async_copy(window, window, refs.arrived.at[1 - slot]).wait  # for as many bytes as it has
             pl.when(before > 0)(wait)
@@ -176,11 +200,10 @@ class _Step:
 
             lax.fori_loop(0, both, start_and_attend, None)
             lax.fori_loop(both, num_parts, attend, None)
-            attention.finish(getattr(refs, "sinks", None), refs.out, getattr(refs, "lse", None))
+            attention.finish(refs.sinks, refs.out, refs.lse)
 
     def _buffer(self, slot: int) -> Ref:
-        """Two arrays, not one with a first axis: the compiler then sees that DMAs into one leave the other alone."""
-        return (self.refs.buffer_0, self.refs.buffer_1)[slot]
+        return self.refs.buffers[slot]
 
     def _start(self, first: jax.Array, count: int, slot: int) -> None:
         def one(j: jax.Array | int, carry: None) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.mosaic import LANES
-from pallas_kernels.tpu_states import StatePages
+from pallas_kernels.tpu.latent_blocks import StatePages
+from pallas_kernels.tpu.mosaic import LANES
 
 LARGEST_BLOCK = 512  # states
 
@@ -30,7 +30,6 @@ class LaunchConfig:
     tokens_per_state: int  # a power of two
     window: int | None  # tokens that a query sees; None: all entries of the compressed cache
     block_pages: int
-    continues: bool  # starts from the state of another pass
     finishes: bool  # leaves results, not a state
     return_lse: bool
 

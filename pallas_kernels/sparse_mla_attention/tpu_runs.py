@@ -11,8 +11,7 @@ state.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +19,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES, load_piece
 from pallas_kernels.sparse_mla_attention.schedule import WindowBlocks
 from pallas_kernels.sparse_mla_attention.tpu_attention import LatentAttention, PassState
 from pallas_kernels.sparse_mla_attention.tpu_plan import LaunchConfig
-from pallas_kernels.token_blocks import Field
-from pallas_kernels.tpu_call import IN_HBM, Operand, call
-from pallas_kernels.tpu_lse import lse_shape
-from pallas_kernels.tpu_states import Run, StateBlocks, log2
+from pallas_kernels.tpu.call import IN_HBM, Operand, call
+from pallas_kernels.tpu.latent_blocks import Run, StateBlocks, log2
+from pallas_kernels.tpu.lse import lse_shape
+from pallas_kernels.tpu.mosaic import LANES, Ref, load_piece
+from pallas_kernels.tpu.token_blocks import Field
 
 _VMEM_LIMIT_BYTES = 48 << 20
+
+
+class _Refs(NamedTuple):
+    """References of a step; rows are those of the item before, `config.num_rows` of them."""
+
+    items: Ref  # SMEM int32[fields * room] of `TokenBlocks`
+    window_pages: Ref | None  # SMEM int32[room * most] pages of each item's window; None: a pass over entries
+    q: Ref  # [rows, lanes]
+    table: Ref | None  # SMEM int32[1, 1, n] pages of the item's sequence; None: a pass over the window
+    next_table: Ref | None  # SMEM int32[1, 1, n] of the next item's
+    before: PassState | None  # what another pass left; None: this is the first
+    sinks: Ref | None  # float32[chunk, 128]
+    pages: Ref  # HBM [pages, rows, packing, lanes]
+    out: Ref | None  # [rows, lanes]; None: this pass leaves its state
+    lse: Ref | None  # float32[queries, rows of heads, 128]
+    after: PassState | None  # for the next pass
+    buffer: Ref  # [2, rows of a block, packing, lanes]
+    vectors: Ref  # [states of a block, lanes]
+    state: PassState  # of the rows
+    num_before: Ref  # SMEM int32[1]
+    arrived: Ref  # DMA semaphores, one a buffer
 
 
 def run_pass(
@@ -40,43 +60,40 @@ def run_pass(
     tables: jax.Array | None,  # int32[S, 1, n]: of compressed entries
     state: PassState | None,
     sinks: jax.Array | None,  # float32[chunk, 128]
-) -> dict[str, jax.Array]:
-    """`out` (and `lse`) or `acc`, `weight`, `m` of the items' tokens; the rest is undefined."""
-    scalars = {"items": items.blocks.table}
+) -> dict[str, Any]:
+    """`out` (and `lse`, else None), or `after` for the next pass, of the items' tokens; the rest is undefined."""
     blocks = items.blocks.specs(config.num_rows)
-    inputs = {"q": Operand(q, blocks(q.shape[1]))}
-    if tables is None:
-        scalars["window_pages"] = items.pages
-    else:
-        for name, ahead in (("table", 0), ("next_table", 1)):
-            inputs[name] = Operand(tables, items.blocks.row_spec(tables.shape[2], ahead))
-    if state is not None:
-        inputs |= {f"{name}_in": Operand(x, blocks(x.shape[1])) for name, x in state._asdict().items()}
-    if sinks is not None:
-        inputs["sinks"] = Operand(sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0)))
-    inputs["pages"] = Operand(pages, IN_HBM)
-    lanes = {"acc": q.shape[1], "weight": LANES, "m": LANES}
-    num_rows, by_token = q.shape[0], items.blocks.token_spec(config.queries, LANES)
+    table, next_table = (
+        None if tables is None else Operand(tables, items.blocks.row_spec(tables.shape[2], ahead)) for ahead in (0, 1)
+    )
+    lanes = PassState(acc=q.shape[1], weight=LANES, m=LANES)
+    out = lse = after = None
     if config.finishes:
-        shapes = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
+        out = Operand(jax.ShapeDtypeStruct(q.shape, q.dtype), blocks(q.shape[1]))
         if config.return_lse:
-            shapes["lse"] = jax.ShapeDtypeStruct(lse_shape(num_rows // config.heads, config.heads), jnp.float32)
+            shape = lse_shape(q.shape[0] // config.heads, config.heads)
+            lse = Operand(jax.ShapeDtypeStruct(shape, jnp.float32), items.blocks.token_spec(config.queries, LANES))
     else:
-        shapes = {f"{name}_out": jax.ShapeDtypeStruct((num_rows, n), jnp.float32) for name, n in lanes.items()}
+        after = PassState(*(Operand(jax.ShapeDtypeStruct((q.shape[0], n), jnp.float32), blocks(n)) for n in lanes))
     return call(
         lambda refs: _Step(config, items.blocks.room, refs).run(),
+        _Refs,
         name=f"sparse_run_q{config.queries}_b{config.block_states}_p{config.cache.page_size}",
         grid=items.blocks.num_items + 1,
-        scalars=scalars,
-        inputs=inputs,
-        outputs={
-            name: Operand(shape, by_token if name == "lse" else blocks(shape.shape[1]))
-            for name, shape in shapes.items()
+        scalars={"items": items.blocks.table, "window_pages": items.pages if tables is None else None},
+        inputs={
+            "q": Operand(q, blocks(q.shape[1])),
+            "table": table,
+            "next_table": next_table,
+            "before": None if state is None else PassState(*(Operand(x, blocks(x.shape[1])) for x in state)),
+            "sinks": None if sinks is None else Operand(sinks, pl.BlockSpec(sinks.shape, lambda *_: (0, 0))),
+            "pages": Operand(pages, IN_HBM),
         },
+        outputs={"out": out, "lse": lse, "after": after},
         scratch={
             "buffer": pltpu.VMEM((2, config.block_rows, *pages.shape[2:]), pages.dtype),
             "vectors": pltpu.VMEM((config.block_states, q.shape[1]), q.dtype),
-            **{name: pltpu.VMEM((config.num_rows, n), jnp.float32) for name, n in lanes.items()},
+            "state": PassState(*(pltpu.VMEM((config.num_rows, n), jnp.float32) for n in lanes)),
             "num_before": pltpu.SMEM((1,), jnp.int32),
             "arrived": pltpu.SemaphoreType.DMA((2,)),
         },
@@ -90,7 +107,7 @@ class _Step:
 
     config: LaunchConfig
     room: int
-    refs: SimpleNamespace
+    refs: _Refs
 
     def run(self) -> None:
         """Attends the item before; the first block of this step's item gets under way."""
@@ -107,17 +124,17 @@ class _Step:
 
     def _attend(self, item: jax.Array, has_next: jax.Array) -> None:
         refs, config = self.refs, self.config
-        attention = LatentAttention(PassState(refs.acc, refs.weight, refs.m), config.scale)
+        attention = LatentAttention(refs.state, config.scale)
         block = self._field(Field.BLOCK, item)
         begins = (item == 0) | (block != self._field(Field.BLOCK, jnp.maximum(item - 1, 0)))
         ends = ~has_next | (block != self._field(Field.BLOCK, jnp.minimum(item + 1, self.room - 1)))
 
         @pl.when(begins)
         def _() -> None:
-            if config.continues:
-                attention.copy(PassState(refs.acc_in, refs.weight_in, refs.m_in), attention.state)
-            else:
+            if refs.before is None:
                 attention.reset()
+            else:
+                attention.copy(refs.before, attention.state)
 
         run, blocks = self._run_of(item, is_next=False), self._blocks
 
@@ -130,10 +147,10 @@ class _Step:
 
         @pl.when(ends)
         def _() -> None:
-            if config.finishes:
-                attention.finish(getattr(refs, "sinks", None), refs.out, getattr(refs, "lse", None))
+            if refs.after is None:
+                attention.finish(refs.sinks, refs.out, refs.lse)
             else:
-                attention.copy(attention.state, PassState(refs.acc_out, refs.weight_out, refs.m_out))
+                attention.copy(attention.state, refs.after)
 
     def _field(self, field: Field, item: jax.Array | int) -> jax.Array:
         return self.refs.items[field * self.room + item]
@@ -142,12 +159,14 @@ class _Step:
         config, refs = self.config, self.refs
         pos, size = self._field(Field.POS, item), config.cache.page_size
         upper = self._upper(pos + self._field(Field.END, item) - 1)
-        if config.window is None:
-            table = refs.next_table if is_next else refs.table
+        table, window_pages = refs.next_table if is_next else refs.table, refs.window_pages
+        if table is not None:
             return Run(jnp.int32(0), upper, size, lambda j: table[0, 0, j])
+        assert config.window is not None
+        assert window_pages is not None
         lower = jnp.maximum(pos + self._field(Field.BEGIN, item) - config.window + 1, 0)
-        most = refs.window_pages.shape[0] // self.room
-        return Run(lower, upper, size, lambda j: refs.window_pages[item * most + j])
+        most = window_pages.shape[0] // self.room
+        return Run(lower, upper, size, lambda j: window_pages[item * most + j])
 
     def _upper(self, pos: jax.Array) -> jax.Array:
         """Last state that a token at `pos` sees."""

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import online_softmax
 from pallas_kernels.backends import XlaPath
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_pages import EntryCache
-from pallas_kernels.ragged_paged_attention import online_softmax
-from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
-from pallas_kernels.ragged_paged_attention.xla_attention import product_dtype
-from pallas_kernels.ragged_paged_attention.xla_tiles import product
+from pallas_kernels.online_softmax import SoftmaxState
 from pallas_kernels.sparse_mla_attention.reference import compressed_pass, window_pass
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
 from pallas_kernels.token_places import EntryTiles
+from pallas_kernels.xla.tiles import product
+from pallas_kernels.xla.walks import product_dtype
 
 _TILE_BYTES = 64 << 20
 _MOST_ENTRIES = 512

@@ -24,7 +24,7 @@ from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, t
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
-from pallas_kernels.tpu_memory import with_room
+from pallas_kernels.tpu.memory import with_room
 
 
 class SsmOutput(NamedTuple):

@@ -18,15 +18,15 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic_gpu
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.call import call
 from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.state_step import StateStep, StepArrays
 
@@ -54,7 +54,7 @@ def reason_not_supported(x: jax.Array, states: jax.Array, weight: jax.Array) -> 
         return f"GPU kernels take channels in multiples of {_CHANNELS}, got {x.shape[1]}"
     if weight.shape[1] > _MOST_TAPS:
         return f"GPU kernels take up to {_MOST_TAPS} taps, got {weight.shape[1]}"
-    return mosaic_gpu.reason_of_floats(x, states) or mosaic_gpu.reason_without_hopper()
+    return mosaic.reason_of_floats(x, states) or mosaic.reason_without_hopper()
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "piece"))
@@ -72,19 +72,27 @@ def causal_conv1d(
     table = pieces(StateStep.of(x.shape[0], arrays), x.shape[0], piece)
     taps = weight.T.astype(jnp.float32)
     offset = jnp.zeros(num_channels, jnp.float32) if bias is None else bias.astype(jnp.float32)
-    names = ("table", "x", "taps", "offset", "states", "out")
-
-    def body(*refs: Any) -> None:
-        _walk(SimpleNamespace(**dict(zip(names, refs, strict=True))), activation)
-
-    run = mosaic_gpu.kernel_in_place(
-        body,
+    results = call(
+        functools.partial(_walk, activation=activation),
+        _Refs,
         name=f"conv1d_w{num_taps}",
-        outputs=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
         grid={"piece": table.shape[0], "tile": num_channels // _CHANNELS},
+        inputs={"table": table, "x": x, "taps": taps, "offset": offset},
+        in_place={"states": states},
+        outputs={"out": jax.ShapeDtypeStruct(x.shape, x.dtype)},
     )
-    (out,), states = run(table, x, taps, offset, states)
-    return out, states
+    return results["out"], results["states"]
+
+
+class _Refs(NamedTuple):
+    """References in global memory."""
+
+    table: Any  # int32[room, fields + L - 1] of `pieces`
+    x: Any  # [T, C]
+    taps: Any  # float32[W, C]
+    offset: Any  # float32[C]
+    states: Any  # [pages, C, W - 1]
+    out: Any  # [T, C]
 
 
 def pieces(step: StateStep, num_tokens: int, piece: int) -> jax.Array:
@@ -111,7 +119,7 @@ def pieces(step: StateStep, num_tokens: int, piece: int) -> jax.Array:
     return jnp.stack([fields[field] for field in sorted(fields)], axis=1).astype(jnp.int32)
 
 
-def _walk(refs: Any, activation: str | None) -> None:
+def _walk(refs: _Refs, activation: str | None) -> None:
     """One tile of channels of one piece."""
     piece = lax.axis_index("piece")
     token, count, place, left, read, is_padding, write = (refs.table[piece, field] for field in Field)
@@ -119,7 +127,7 @@ def _walk(refs: Any, activation: str | None) -> None:
     before = refs.taps.shape[0] - 1
 
     def load(ref: Any) -> jax.Array:
-        return mosaic_gpu.load(ref, mosaic_gpu.ONE_PER_THREAD).astype(jnp.float32)
+        return mosaic.load(ref, mosaic.ONE_PER_THREAD).astype(jnp.float32)
 
     def inputs(end: jax.Array) -> tuple[jax.Array, ...]:
         """The last inputs among the tokens before `end`."""
@@ -140,7 +148,7 @@ def _walk(refs: Any, activation: str | None) -> None:
                 window = (*window, one)
                 y = _activated(_weighted(taps, window, offset), activation)
                 y = jnp.where(lax.broadcast(is_padding == 1, y.shape), jnp.zeros_like(y), y)
-                mosaic_gpu.store_plain(refs.out.at[at + n, channels], y.astype(refs.out.dtype))
+                mosaic.store_plain(refs.out.at[at + n, channels], y.astype(refs.out.dtype))
                 window = window[1:]
             return window
 
@@ -152,7 +160,7 @@ def _walk(refs: Any, activation: str | None) -> None:
 
         def store(page: jax.Array, state: tuple[jax.Array, ...]) -> None:
             for n, one in enumerate(state):
-                mosaic_gpu.store_plain(refs.states.at[page, channels, n], one.astype(refs.states.dtype))
+                mosaic.store_plain(refs.states.at[page, channels, n], one.astype(refs.states.dtype))
 
         @pl.when(write > 0)
         def _() -> None:

@@ -20,7 +20,6 @@ XLA makes the time steps and adds `d * x`: elementwise work on what it reads or 
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.gpu_states import over_tokens
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.call import call
+from pallas_kernels.gpu.recurrence import over_tokens
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.reference import add_skip, time_steps
 from pallas_kernels.state_step import StateStep, StepArrays
@@ -48,11 +48,11 @@ def reason_not_supported(x: jax.Array, states: jax.Array) -> str | None:
             f"GPU kernels take states in multiples of {_STATE_DIM_STEP} up to {_MOST_STATE_DIM} numbers, got "
             f"{state_dim}"
         )
-    step = mosaic_gpu.lane_rows_step(state_dim)
+    step = mosaic.lane_rows_step(state_dim)
     if rows % step:
         what = "channels" if x.ndim == 2 else "heads"
         return f"GPU kernels take {what} in multiples of {step} for states of {state_dim} numbers, got {rows}"
-    return mosaic_gpu.reason_of_floats(x, states) or mosaic_gpu.reason_without_hopper()
+    return mosaic.reason_of_floats(x, states) or mosaic.reason_without_hopper()
 
 
 @functools.partial(jax.jit, static_argnames="dt_limit")
@@ -83,19 +83,42 @@ def _scan(
     _, num_heads, num_rows, state_dim = states.shape
     most_tokens = _MOST_TOKENS if x.shape[0] > step.q_lens.shape[0] else 1
     tile = _Tile.of(num_rows, num_heads // b.shape[1], state_dim, dt.ndim == 3, b.dtype.itemsize, most_tokens)
-    names = ("starts", "q_lens", "read", "write", "x", "dt", "a", "b", "c", "states", "out")
-
-    def body(*refs: Any) -> None:
-        _walk(SimpleNamespace(**dict(zip(names, refs, strict=True))), tile)
-
-    run = mosaic_gpu.kernel_in_place(
-        body,
+    results = call(
+        functools.partial(_walk, tile=tile),
+        _Refs,
         name=f"scan{1 if tile.is_mamba1 else 2}_r{tile.rows}_t{tile.num_tokens}",
-        outputs=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
         grid={"seq": step.q_lens.shape[0], "head": num_heads, "tile": num_rows // tile.rows},
+        inputs={
+            "starts": step.starts,
+            "q_lens": step.q_lens,
+            "read": step.read,
+            "write": step.write,
+            "x": x,
+            "dt": dt,
+            "a": a,
+            "b": b,
+            "c": c,
+        },
+        in_place={"states": states},
+        outputs={"out": jax.ShapeDtypeStruct(x.shape, jnp.float32)},
     )
-    (out,), states = run(step.starts, step.q_lens, step.read, step.write, x, dt, a, b, c, states)
-    return out, states
+    return results["out"], results["states"]
+
+
+class _Refs(NamedTuple):
+    """References in global memory."""
+
+    starts: Any  # int32[S] first new token of each sequence
+    q_lens: Any  # int32[S]
+    read: Any  # int32[S] pages
+    write: Any  # int32[S, states kept of each] pages, 0: none
+    x: Any  # [T, H, P]
+    dt: Any  # float32[T, H]; Mamba 1: [T, 1, P]
+    a: Any  # float32[H]; Mamba 1: [1, P, N]
+    b: Any  # [T, G, N]
+    c: Any  # [T, G, N]
+    states: Any  # [pages, H, P, N]
+    out: Any  # float32[T, H, P]
 
 
 class _Tile(NamedTuple):
@@ -112,7 +135,7 @@ class _Tile(NamedTuple):
         cls, num_rows: int, heads_per_group: int, state_dim: int, is_mamba1: bool, itemsize: int, most_tokens: int
     ) -> _Tile:
         """The largest tile of whole layout steps that divides a head's rows and leaves registers for the inputs."""
-        step = mosaic_gpu.lane_rows_step(state_dim)
+        step = mosaic.lane_rows_step(state_dim)
         most = max(step, _TILE_NUMBERS[is_mamba1] // state_dim)
         rows = max(n for n in range(step, most + 1, step) if num_rows % n == 0)
         num_tokens = max(1, min(most_tokens, _INPUT_BYTES // (state_dim * itemsize)))
@@ -121,7 +144,7 @@ class _Tile(NamedTuple):
     @property
     def layout(self) -> Any:
         """Of the tile in registers."""
-        return mosaic_gpu.lane_rows(self.state_dim)
+        return mosaic.lane_rows(self.state_dim)
 
     def across(self, per_row: jax.Array) -> jax.Array:
         """A value per row as a matrix."""
@@ -144,7 +167,7 @@ class _Token(NamedTuple):
 class _Share(NamedTuple):
     """Which part of a step's tokens and states one thread block has."""
 
-    refs: Any
+    refs: _Refs
     tile: _Tile
     head: jax.Array
     rows: Any  # of the head
@@ -152,6 +175,11 @@ class _Share(NamedTuple):
     seq: jax.Array
     first: jax.Array  # token
     end: jax.Array
+
+    @property
+    def write(self) -> Any:
+        """Pages of the states that are kept."""
+        return self.refs.write
 
     @property
     def num_together(self) -> int:
@@ -165,25 +193,25 @@ class _Share(NamedTuple):
         group = lax.div(self.head, jnp.int32(self.tile.heads_per_group))
         own = (token, self.head, self.rows)
         return _Token(
-            x=mosaic_gpu.load(refs.x.at[own], layout.reduce(1)),
-            dt=mosaic_gpu.load(refs.dt.at[own], layout.reduce(1)) if self.tile.is_mamba1 else refs.dt[token, self.head],
-            b=mosaic_gpu.load(refs.b.at[token, group], layout.reduce(0)),
-            c=mosaic_gpu.load(refs.c.at[token, group], layout.reduce(0)),
+            x=mosaic.load(refs.x.at[own], layout.reduce(1)),
+            dt=mosaic.load(refs.dt.at[own], layout.reduce(1)) if self.tile.is_mamba1 else refs.dt[token, self.head],
+            b=mosaic.load(refs.b.at[token, group], layout.reduce(0)),
+            c=mosaic.load(refs.c.at[token, group], layout.reduce(0)),
         )
 
     def advance(self, token: jax.Array, state: jax.Array, inputs: _Token) -> jax.Array:
         """The state after a token, whose output it stores."""
         state, seen = _advance(self.tile, state, self.a, inputs)
-        mosaic_gpu.store_plain(self.refs.out.at[token, self.head, self.rows], seen)
+        mosaic.store_plain(self.refs.out.at[token, self.head, self.rows], seen)
         return state
 
     def store_state(self, page: jax.Array, state: jax.Array) -> None:
         """Stores a state in a page."""
         target = self.refs.states.at[page, self.head, self.rows]
-        mosaic_gpu.store_plain(target, state.astype(self.refs.states.dtype))
+        mosaic.store_plain(target, state.astype(self.refs.states.dtype))
 
 
-def _walk(refs: Any, tile: _Tile) -> None:
+def _walk(refs: _Refs, tile: _Tile) -> None:
     """One tile of one head of one sequence: its state over all new tokens. The last sequences, the long ones, first."""
     seq = refs.q_lens.shape[0] - 1 - lax.axis_index("seq")
     head = lax.axis_index("head")
@@ -192,8 +220,8 @@ def _walk(refs: Any, tile: _Tile) -> None:
 
     @pl.when(count > 0)
     def _() -> None:
-        state = mosaic_gpu.load(refs.states.at[refs.read[seq], head, rows], tile.layout).astype(jnp.float32)
-        a = mosaic_gpu.load(refs.a.at[head, rows], tile.layout) if tile.is_mamba1 else refs.a[head]
+        state = mosaic.load(refs.states.at[refs.read[seq], head, rows], tile.layout).astype(jnp.float32)
+        a = mosaic.load(refs.a.at[head, rows], tile.layout) if tile.is_mamba1 else refs.a[head]
         over_tokens(_Share(refs, tile, head, rows, a, seq, first, first + count), state)
 
 

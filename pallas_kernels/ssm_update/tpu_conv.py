@@ -13,6 +13,7 @@ W - 1 inputs before them, and multiplies shifted rows of those. Bytes: x and out
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES, SUBLANES, Ref, compiler_params
 from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.ssm_update.reference import ConvInputs
-from pallas_kernels.ssm_update.tpu_plan import Field, num_decode_tokens, plan_segments
 from pallas_kernels.state_step import StateStep, StepArrays
+from pallas_kernels.tpu.call import Operand, call
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref
+from pallas_kernels.tpu.segments import Field, num_decode_tokens, plan_segments
 
 _CHUNK = 256  # tokens
 _MOST_CHANNELS = 1024  # of a tile
@@ -104,39 +106,39 @@ def _segments(
         return table[Field.SEQ * room + i], 0, tile
 
     tokens = pl.BlockSpec((chunk, width), of_tokens)
-    return pl.pallas_call(
-        functools.partial(_kernel, room=room, activation=activation),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(num_channels // width, segments.num_segments),
-            in_specs=[
-                tokens,
-                pl.BlockSpec((1, SUBLANES, width), of_sequence),
-                pl.BlockSpec((num_taps, width), of_channels),
-                pl.BlockSpec((1, width), of_channels),
-            ],
-            out_specs=tokens,
-            scratch_shapes=[pltpu.VMEM((SUBLANES + chunk, width), jnp.float32)],
-        ),
-        out_shape=jax.ShapeDtypeStruct(inputs.new.shape, inputs.new.dtype),
-        compiler_params=compiler_params(32 << 20, grid_rank=2),
+    return call(
+        functools.partial(_segment, room=room, activation=activation),
+        _Refs,
         name=f"conv1d_c{chunk}",
-    )(segments.table, inputs.new, old, taps, offset[None])
+        grid=(num_channels // width, segments.num_segments),
+        scalars={"table": segments.table},
+        inputs={
+            "x": Operand(inputs.new, tokens),
+            "old": Operand(old, pl.BlockSpec((1, SUBLANES, width), of_sequence)),
+            "taps": Operand(taps, pl.BlockSpec((num_taps, width), of_channels)),
+            "offset": Operand(offset[None], pl.BlockSpec((1, width), of_channels)),
+        },
+        outputs={"out": Operand(jax.ShapeDtypeStruct(inputs.new.shape, inputs.new.dtype), tokens)},
+        scratch={"rows": pltpu.VMEM((SUBLANES + chunk, width), jnp.float32)},
+        vmem_limit_bytes=32 << 20,
+    )["out"]
 
 
-def _kernel(
-    table: Ref,
-    x: Ref,  # [chunk, width]
-    old: Ref,  # float32[1, 8, width] the inputs before the sequence, the last W - 1 rows
-    taps: Ref,  # float32[W, width]
-    offset: Ref,  # float32[1, width]
-    out: Ref,  # [chunk, width]
-    rows: Ref,  # float32[8 + chunk, width] inputs before the chunk, and of it
-    *,
-    room: int,
-    activation: str | None,
-) -> None:
+class _Refs(NamedTuple):
+    """References of a segment and a channel tile."""
+
+    table: Ref  # SMEM int32[fields * room] of `Segments`
+    x: Ref  # [chunk, width]
+    old: Ref  # float32[1, 8, width] the inputs before the sequence, the last W - 1 rows
+    taps: Ref  # float32[W, width]
+    offset: Ref  # float32[1, width]
+    out: Ref  # [chunk, width]
+    rows: Ref  # float32[8 + chunk, width] inputs before the chunk, and of it
+
+
+def _segment(refs: _Refs, *, room: int, activation: str | None) -> None:
     """One segment of one channel tile."""
+    table, x, old, taps, offset, out, rows = refs
     i, num_taps = pl.program_id(1), taps.shape[0]
     chunk = x.shape[0]
     first, end = table[Field.FIRST * room + i], table[Field.END * room + i]

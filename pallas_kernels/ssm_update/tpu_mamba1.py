@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES, SUBLANES, Ref, compiler_params
-from pallas_kernels.ssm_update.tpu_plan import Field, Segments
-from pallas_kernels.ssm_update.tpu_states import CarriedState
+from pallas_kernels.tpu.call import Operand, call
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref
+from pallas_kernels.tpu.segment_states import CarriedState, PageBuffers
+from pallas_kernels.tpu.segments import Field, Segments
 
 _ROWS = 16  # tokens spread at a time: a tile of bfloat16
 _UNROLLED = 8  # tokens
@@ -57,70 +59,60 @@ def scan(
     rates = jnp.pad(rates, [(0, 0), (0, padded_rows - rows), (0, 0)])
     room = segments.table.shape[0] // len(Field)
     tokens = pl.BlockSpec((chunk, num_channels), lambda i, table: (table[Field.CHUNK * room + i], 0))
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    scalars_spec = pl.BlockSpec(
+        (1, 1, scalars.shape[2]), lambda i, table: (table[Field.CHUNK * room + i], 0, 0), memory_space=pltpu.SMEM
+    )
     spread = pltpu.VMEM((chunk // _ROWS, _ROWS * padded_rows, LANES), jnp.float32)
-    page = pltpu.VMEM(states.shape[1:], states.dtype)
     x = jnp.pad(x, padding) if num_chunks == 1 else x
     dt = jnp.pad(dt, padding) if num_chunks == 1 else dt
-    out, written = pl.pallas_call(
-        functools.partial(_kernel, room=room),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(segments.num_segments,),
-            in_specs=[
-                tokens,
-                tokens,
-                pl.BlockSpec(
-                    (1, 1, scalars.shape[2]),
-                    lambda i, table: (table[Field.CHUNK * room + i], 0, 0),
-                    memory_space=pltpu.SMEM,
-                ),
-                pl.BlockSpec(rates.shape, lambda i, table: (0, 0, 0)),
-                in_hbm,
-            ],
-            out_specs=[tokens, in_hbm],
-            scratch_shapes=[
-                *[spread] * 3,
-                pltpu.VMEM((state_dim, padded_rows, LANES), jnp.float32),
-                page,
-                page,
-                pltpu.SemaphoreType.DMA,
-                pltpu.SemaphoreType.DMA,
-                pltpu.SMEM((1,), jnp.int32),
-            ],
-        ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(states.shape, states.dtype)],
-        input_output_aliases={5: 1},
-        compiler_params=compiler_params(48 << 20),
+    results = call(
+        functools.partial(_segment, room=room),
+        _Refs,
         name=f"scan_c{chunk}",
-    )(segments.table, x, dt, scalars, rates, states)
-    return out[:num_tokens], written
+        grid=segments.num_segments,
+        scalars={"table": segments.table},
+        inputs={
+            "x": Operand(x, tokens),
+            "dt": Operand(dt, tokens),
+            "scalars": Operand(scalars, scalars_spec),
+            "rates": Operand(rates, pl.BlockSpec(rates.shape, lambda i, table: (0, 0, 0))),
+        },
+        outputs={"out": Operand(jax.ShapeDtypeStruct(x.shape, x.dtype), tokens)},
+        in_place={"states": states},
+        scratch={
+            "inflow": spread,
+            "steps": spread,
+            "seen": spread,
+            "carry": pltpu.VMEM((state_dim, padded_rows, LANES), jnp.float32),
+            "buffers": PageBuffers.of(states),
+        },
+        vmem_limit_bytes=48 << 20,
+    )
+    return results["out"][:num_tokens], results["states"]
 
 
-def _kernel(
-    table: Ref,
-    x: Ref,  # [chunk, H]
-    dt: Ref,  # float32[chunk, H]
-    scalars: Ref,  # float32[1, 1, chunk * 2 * N] in SMEM: b and c of each token
-    rates: Ref,  # float32[N, rows, 128] a in base 2
-    _: Ref,
-    out: Ref,  # [chunk, H]
-    states: Ref,
-    inflow: Ref,  # float32[chunk / 16, 16 * rows, 128] dt * x, the rows of a token together
-    steps: Ref,  # of dt
-    seen: Ref,  # of the outputs
-    carry: Ref,  # float32[N, rows, 128]
-    coming: Ref,  # [N, H]
-    going: Ref,
-    arrived: Ref,
-    left: Ref,
-    stored: Ref,
-    *,
-    room: int,
-) -> None:
+class _Refs(NamedTuple):
+    """References of a segment."""
+
+    table: Ref  # SMEM int32[fields * room] of `Segments`
+    x: Ref  # [chunk, H]
+    dt: Ref  # float32[chunk, H]
+    scalars: Ref  # float32[1, 1, chunk * 2 * N] in SMEM: b and c of each token
+    rates: Ref  # float32[N, rows, 128] a in base 2
+    out: Ref  # [chunk, H]
+    states: Ref  # HBM [pages, N, H]
+    inflow: Ref  # float32[chunk / 16, 16 * rows, 128] dt * x, the rows of a token together
+    steps: Ref  # of dt
+    seen: Ref  # of the outputs
+    carry: Ref  # float32[N, rows, 128]
+    buffers: PageBuffers  # of [N, H]
+
+
+def _segment(refs: _Refs, *, room: int) -> None:
     """One segment."""
-    here, count = pl.program_id(0), pl.num_programs(0)
-    moves = CarriedState(table, room, states, coming, going, arrived, left, stored, here, count)
+    carry, scalars, rates = refs.carry, refs.scalars, refs.rates
+    moves = CarriedState.of_grid(refs.table, room, refs.states, refs.buffers)
+    coming, going = refs.buffers.coming, refs.buffers.going
 
     def take() -> None:
         for row, lanes in _rows_of(coming):
@@ -133,7 +125,7 @@ def _kernel(
         for row, lanes in _rows_of(going):
             going[:, lanes] = carry[:, row].astype(going.dtype)
 
-    pl.when(moves.begins_chunk)(lambda: _spread(x, dt, inflow, steps))
+    pl.when(moves.begins_chunk)(lambda: _spread(refs.x, refs.dt, refs.inflow, refs.steps))
     moves.begin(take, clear)
     first, end = moves.field(Field.FIRST), moves.field(Field.END)
     whole = pl.cdiv(first, _UNROLLED), jnp.maximum(lax.div(end, _UNROLLED), pl.cdiv(first, _UNROLLED))
@@ -145,13 +137,13 @@ def _kernel(
 
         def token(t: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             place = _place(t, g, carry.shape[1])
-            step, added = steps[place], inflow[place]
+            step, added = refs.steps[place], refs.inflow[place]
             after, total = [], jnp.zeros_like(step)
             for n in range(state_dim):
                 scalar = t * 2 * state_dim + n
                 after.append(jnp.exp2(step * rate[n]) * state[n] + added * scalars[0, 0, scalar])
                 total = total + after[n] * scalars[0, 0, scalar + state_dim]
-            seen[place] = total
+            refs.seen[place] = total
             return tuple(after)
 
         def tokens(n: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -168,7 +160,7 @@ def _kernel(
         return carried
 
     lax.fori_loop(0, carry.shape[1] // SUBLANES, channels, None)
-    _gather(seen, out, first, end)
+    _gather(refs.seen, refs.out, first, end)
     moves.end(give)
 
 

@@ -14,12 +14,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic import LANES, SUBLANES
 from pallas_kernels.ssm_update import tpu_decode, tpu_mamba1, tpu_ssd
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.reference import add_skip, scan_drafts, time_steps
-from pallas_kernels.ssm_update.tpu_plan import decode_pages, num_decode_tokens, plan_segments
 from pallas_kernels.state_step import StateStep, StepArrays
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES
+from pallas_kernels.tpu.segments import decode_pages, num_decode_tokens, plan_segments
 
 _MOST_VMEM_BYTES = 40 << 20
 

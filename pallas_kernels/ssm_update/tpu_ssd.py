@@ -27,10 +27,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mosaic import LANES, Ref, compiler_params
-from pallas_kernels.ssm_update.tpu_decode import largest_divisor, split
-from pallas_kernels.ssm_update.tpu_plan import Field, Segments
-from pallas_kernels.ssm_update.tpu_states import WholeState
+from pallas_kernels.ssm_update.tpu_decode import split
+from pallas_kernels.tpu.call import Operand, call
+from pallas_kernels.tpu.decode_states import largest_divisor
+from pallas_kernels.tpu.mosaic import LANES, Ref
+from pallas_kernels.tpu.segment_states import CarriedState, PageBuffers, WholeState
+from pallas_kernels.tpu.segments import Field, Segments
 
 CHUNK = LANES  # tokens
 _GRID = 4096.0
@@ -53,44 +55,40 @@ def ssd(
     dtype = jnp.bfloat16 if x.dtype == b.dtype == c.dtype == jnp.bfloat16 else jnp.float32
     padding = [(0, max(0, CHUNK - num_tokens)), (0, 0)]
     lanes = [(0, -num_heads % LANES)]
-    tokens = [
-        jnp.pad(x.reshape(num_tokens, -1), padding),
-        jnp.pad(dt, [padding[0], *lanes]),
-        *(jnp.pad(y.astype(dtype).reshape(num_tokens, -1), padding) for y in (b, c)),
-    ]
+    x_rows = jnp.pad(x.reshape(num_tokens, -1), padding)
+    steps = jnp.pad(dt, [padding[0], *lanes])
+    keys, queries = (jnp.pad(y.astype(dtype).reshape(num_tokens, -1), padding) for y in (b, c))
     room = segments.table.shape[0] // len(Field)
 
     def of_chunk(array: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((CHUNK, array.shape[1]), lambda i, table: (table[Field.CHUNK * room + i], 0))
 
-    scratch = WholeState.scratch(states) | {
-        "cum": pltpu.VMEM((1 if dtype == jnp.bfloat16 else 2, CHUNK, tokens[1].shape[1]), jnp.float32),
-        "rows": pltpu.VMEM((len(_Rows._fields), num_heads, 1, CHUNK), jnp.float32),
-        "scores": pltpu.VMEM((CHUNK, CHUNK), jnp.float32),
-    }
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    out, written = pl.pallas_call(
-        functools.partial(_kernel, names=tuple(scratch), room=room, num_groups=num_groups),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(segments.num_segments,),
-            in_specs=[
-                *(of_chunk(array) for array in tokens),
-                pl.BlockSpec((1, tokens[1].shape[1]), lambda i, table: (0, 0)),
-                in_hbm,
-            ],
-            out_specs=[of_chunk(tokens[0]), in_hbm],
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct(tokens[0].shape, x.dtype),
-            jax.ShapeDtypeStruct(states.shape, states.dtype),
-        ],
-        input_output_aliases={6: 1},
-        compiler_params=compiler_params(48 << 20),
+    rates = jnp.pad(a[None] * math.log2(math.e), [(0, 0), *lanes])
+    results = call(
+        functools.partial(_segment, room=room, num_groups=num_groups),
+        _Refs,
         name=f"ssd_h{_heads(num_heads // num_groups, head_dim)}",
-    )(segments.table, *tokens, jnp.pad(a[None] * math.log2(math.e), [(0, 0), *lanes]), states)
-    return out[:num_tokens].reshape(x.shape), written
+        grid=segments.num_segments,
+        scalars={"table": segments.table},
+        inputs={
+            "x": Operand(x_rows, of_chunk(x_rows)),
+            "dt": Operand(steps, of_chunk(steps)),
+            "b": Operand(keys, of_chunk(keys)),
+            "c": Operand(queries, of_chunk(queries)),
+            "a": Operand(rates, pl.BlockSpec((1, steps.shape[1]), lambda i, table: (0, 0))),
+        },
+        outputs={"out": Operand(jax.ShapeDtypeStruct(x_rows.shape, x.dtype), of_chunk(x_rows))},
+        in_place={"states": states},
+        scratch={
+            "carry": pltpu.VMEM(states.shape[1:], jnp.float32),
+            "buffers": PageBuffers.of(states),
+            "cum": pltpu.VMEM((1 if dtype == jnp.bfloat16 else 2, CHUNK, steps.shape[1]), jnp.float32),
+            "rows": pltpu.VMEM((len(_Rows._fields), num_heads, 1, CHUNK), jnp.float32),
+            "scores": pltpu.VMEM((CHUNK, CHUNK), jnp.float32),
+        },
+        vmem_limit_bytes=48 << 20,
+    )
+    return results["out"][:num_tokens].reshape(x.shape), results["states"]
 
 
 def heads_per_tile(head_dim: int) -> int:
@@ -113,39 +111,42 @@ class _Rows(NamedTuple):
     decay: Any  # exp2(cum[last]) in all lanes
 
 
-def _kernel(
-    table: Ref,
-    x: Ref,  # [128, H * P]
-    dt: Ref,  # float32[128, padded H]
-    b: Ref,  # [128, G * N]
-    c: Ref,
-    a: Ref,  # float32[1, padded H]
-    _: Ref,
-    out: Ref,  # [128, H * P]
-    states: Ref,
-    *scratch: Ref,
-    names: tuple[str, ...],
-    room: int,
-    num_groups: int,
-) -> None:
+class _Refs(NamedTuple):
+    """References of a segment."""
+
+    table: Ref  # SMEM int32[fields * room] of `Segments`
+    x: Ref  # [128, H * P]
+    dt: Ref  # float32[128, padded H]
+    b: Ref  # [128, G * N]
+    c: Ref  # [128, G * N]
+    a: Ref  # float32[1, padded H]
+    out: Ref  # [128, H * P]
+    states: Ref  # HBM [pages, H, P, N]
+    carry: Ref  # float32[H, P, N]
+    buffers: PageBuffers  # of [H, P, N]
+    cum: Ref  # float32[parts, 128, padded H] sums of dt * a
+    rows: Ref  # float32[fields of `_Rows`, H, 1, 128]
+    scores: Ref  # float32[128, 128] c . b of a group
+
+
+def _segment(refs: _Refs, *, room: int, num_groups: int) -> None:
     """One segment."""
-    refs = dict(zip(names, scratch, strict=True))
-    state = WholeState.of(table, room, states, refs)
+    state = WholeState(CarriedState.of_grid(refs.table, room, refs.states, refs.buffers), refs.carry)
     state.begin()
-    num_heads, head_dim, state_dim = state.carry.shape
+    num_heads, head_dim, state_dim = refs.carry.shape
     first, end = state.moves.field(Field.FIRST), state.moves.field(Field.END)
-    _prepare(dt, a, first, end, refs["cum"], refs["rows"], b.dtype == jnp.float32)
+    _prepare(refs, first, end)
     heads_per_group = num_heads // num_groups
     heads = _heads(heads_per_group, head_dim)
 
     def group(g: jax.Array, carried: None) -> None:
         lanes = pl.ds(pl.multiple_of(g * state_dim, LANES), state_dim)
-        keys = jnp.where(_inside(first, end, (CHUNK, state_dim)), b[:, lanes], jnp.zeros((), b.dtype))
-        queries = c[:, lanes]
-        refs["scores"][...] = _dot(queries, keys, 1, 1)
+        keys = jnp.where(_inside(first, end, (CHUNK, state_dim)), refs.b[:, lanes], jnp.zeros((), refs.b.dtype))
+        queries = refs.c[:, lanes]
+        refs.scores[...] = _dot(queries, keys, 1, 1)
 
         def some(n: jax.Array, carried: None) -> None:
-            _attend(g * heads_per_group + n * heads, heads, x, queries, keys, out, first, end, refs)
+            _attend(g * heads_per_group + n * heads, heads, queries, keys, first, end, refs)
             return carried
 
         return lax.fori_loop(0, heads_per_group // heads, some, carried)
@@ -154,17 +155,17 @@ def _kernel(
     state.end()
 
 
-def _prepare(dt: Ref, a: Ref, first: jax.Array, end: jax.Array, cum: Ref, rows: Ref, is_exact: bool) -> None:
+def _prepare(refs: _Refs, first: jax.Array, end: jax.Array) -> None:
     """Sums of `dt * a` over the segment's tokens, and what follows from them, for all heads.
 
     Differences of long sums lose what their terms are worth. The coarse parts of the terms are multiples of `1 / _GRID`
-    whose sums are exact, and the sums of the rest are small. `is_exact` keeps both apart for outputs, too.
+    whose sums are exact, and the sums of the rest are small. For float32 outputs both are kept apart.
     """
-    inside = _inside(first, end, dt.shape)
-    steps = jnp.where(inside, dt[...], 0.0)
+    inside = _inside(first, end, refs.dt.shape)
+    steps = jnp.where(inside, refs.dt[...], 0.0)
     token = lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 0)
     up_to = jnp.where(lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1) <= token, 1.0, 0.0)
-    exponents = steps * a[...]
+    exponents = steps * refs.a[...]
     coarse = jnp.floor(exponents * _GRID) / _GRID
     sums = [_dot(up_to, part, 1, 0) for part in (coarse, exponents - coarse)]
     rows_of = [jnp.transpose(part) for part in sums]  # [padded H, 128]
@@ -172,44 +173,42 @@ def _prepare(dt: Ref, a: Ref, first: jax.Array, end: jax.Array, cum: Ref, rows: 
     logs = jnp.log2(jnp.transpose(steps))
     fine = rows_of[1] - logs
     weights = jnp.exp2((total[0] - rows_of[0]) + (total[1] - fine))
-    if not is_exact:
+    if refs.b.dtype != jnp.float32:
         sums, rows_of = [sums[0] + sums[1]], [rows_of[0] + fine]
     for i, part in enumerate(sums):
-        cum[i] = part
+        refs.cum[i] = part
     values = _Rows(rows_of[0], fine, weights, jnp.exp2(total[0] + total[1]))
     for i, value in enumerate(values):
-        for head in range(rows.shape[1]):
-            rows[i, head] = value[head : head + 1]
+        for head in range(refs.rows.shape[1]):
+            refs.rows[i, head] = value[head : head + 1]
 
 
 def _attend(
     head: jax.Array,
     count: int,
-    x: Ref,
     queries: jax.Array,  # [128, N] c
     keys: jax.Array,  # [128, N] b, 0 outside the segment
-    out: Ref,
     first: jax.Array,
     end: jax.Array,
-    refs: dict[str, Ref],
+    refs: _Refs,
 ) -> None:
     """Outputs and states of `count` heads from `head` on."""
-    carry = refs["carry"]
+    x, out, carry = refs.x, refs.out, refs.carry
     _, head_dim, state_dim = carry.shape
     tile = heads_per_tile(head_dim)
     width = tile * head_dim
     sums = [  # these heads in the first lanes
-        pltpu.roll(refs["cum"][i], refs["cum"].shape[2] - head, 1) for i in range(refs["cum"].shape[0])
+        pltpu.roll(refs.cum[i], refs.cum.shape[2] - head, 1) for i in range(refs.cum.shape[0])
     ]
     inside = _inside(first, end, (CHUNK, width))
     started = lax.broadcasted_iota(jnp.int32, inside.shape, 0) >= first  # rows after `end` are written again
     for k in range(0, count, tile):
         columns = [[_column(part, k + h) for part in sums] for h in range(tile)]
-        rows = [_Rows(*(refs["rows"][i, head + k + h] for i in range(len(_Rows._fields)))) for h in range(tile)]
+        rows = [_Rows(*(refs.rows[i, head + k + h] for i in range(len(_Rows._fields)))) for h in range(tile)]
         lanes = pl.ds(pl.multiple_of((head + k) * head_dim, width), width)
         inputs = jnp.where(inside, x[:, lanes].astype(jnp.float32), 0.0)
         state = carry[pl.ds(head + k, tile)].reshape(width, state_dim)
-        y = _within(refs["scores"][...], inputs, columns, rows, head_dim, queries.dtype)
+        y = _within(refs.scores[...], inputs, columns, rows, head_dim, queries.dtype)
         y = y + _entry(columns, head_dim) * _dot(queries, state.astype(queries.dtype), 1, 1)
         y = jnp.where(started, y, out[:, lanes].astype(jnp.float32))
         out[:, lanes] = y.astype(out.dtype)

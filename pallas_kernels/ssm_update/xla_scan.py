@@ -28,8 +28,8 @@ from jax import lax
 
 from pallas_kernels.backends import XlaPath
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile, query_tiles
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.schedule import Batch, QueryTile, query_tiles
 from pallas_kernels.ssm_update import reference
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.reference import add_skip, scan_drafts, time_steps

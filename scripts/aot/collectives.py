@@ -1,6 +1,6 @@
 """What devices send each other in a compiled step, against what its mesh makes necessary.
 
-Flow:    text of an optimised module, mesh -> [collectives] -> arrays by opcode and mesh axis <- [expected_of_llama]
+Flow:    text of an optimised module, mesh -> [collectives] -> arrays by opcode and mesh axis <- [expected_of]
 
 XLA may combine several collectives into one of many operands, or start and end one apart, so arrays are counted and not
 operations: two all-reduces of one array each and one of both send the same.
@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _OPCODES = "all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
-_OPERATION = re.compile(rf"^\s*(?:ROOT )?%?[\w.-]+ = (?P<made>.*?) (?P<opcode>{_OPCODES})(?:-start)?\((?P<rest>.*)$")
+_OPERATION = re.compile(
+    rf"^\s*(?:ROOT )?%?[\w.-]+ = (?P<made>.*?) (?P<opcode>{_OPCODES})(?P<start>-start)?\((?P<rest>.*)$"
+)
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _OPERANDS = re.compile(
     r"^\(\([^()]*(?:\([^()]*\)[^()]*)*\), "
 )  # what the start of one makes names them before its results
+_NAMES_OPERAND = ("collective-permute", "all-gather")  # whose starts do so without a tuple of their own
 _BITS = re.compile(r"\d+")
 
 
@@ -53,6 +56,8 @@ def collectives(module: str, mesh_shape: Mapping[str, int]) -> Counter[Sent]:
             continue
         axis = _axis(match["rest"], mesh_shape)
         made = _ARRAY.findall(_OPERANDS.sub("(", match["made"]))
+        if match["start"] and match["opcode"] in _NAMES_OPERAND and not match["made"].startswith("(("):
+            made = made[1:2]  # (operand, result), of a permute two flags beside
         found.update(Sent(match["opcode"], axis, f"{dtype}[{shape}]") for dtype, shape in made)
     return found
 
@@ -97,35 +102,74 @@ def _groups(said: str) -> set[frozenset[int]] | None:
     return None
 
 
-def expected_of_llama(
+class LayerSends(NamedTuple):
+    """What one layer sends of a token."""
+
+    head_dim: int | None  # numbers that a head attends to, merged over context; None: it has no pages of tokens
+    sums: tuple[int, ...]  # rows of the hidden size in each sum over tensor
+    moved: tuple[int, ...] = ()  # channels, on all devices, that go to the devices of their heads
+
+
+def layers_of(config: Mapping[str, Any], num_layers: int) -> list[LayerSends]:
+    """The first layers of a Llama, Gemma 3, DeepSeek V3 or Qwen3-Next, from its config.json.
+
+    An attention layer sums behind its output projection. Heads of MLA attend to latents, whatever its values are. A
+    recurrent layer keeps the channels of queries, keys and values side by side, split evenly over the devices, so each
+    goes to the device of its head. A dense feed-forward sums once; experts once for the shared ones, and for the routed
+    ones every row of a token, before these are weighted.
+    """
+    text = config.get("text_config", config)
+    heads = text["num_attention_heads"]
+    head_dim = text.get("kv_lora_rank") or text.get("head_dim") or text["hidden_size"] // heads
+    kinds, interval = text.get("layer_types"), text.get("full_attention_interval")
+    layers = []
+    for layer in range(num_layers):
+        feed_forward: tuple[int, ...] = (1,)
+        if text.get("n_routed_experts", text.get("num_experts")) and layer >= text.get("first_k_dense_replace", 0):
+            feed_forward = (1, text["num_experts_per_tok"])
+        is_recurrent = kinds[layer] == "linear_attention" if kinds else bool(interval and (layer + 1) % interval)
+        if is_recurrent:
+            keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+            values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
+            layers.append(LayerSends(None, (1, *feed_forward), (keys, keys, values)))
+        else:
+            layers.append(LayerSends(head_dim, (1, *feed_forward)))
+    return layers
+
+
+def expected_of(
     config: Mapping[str, Any],  # its config.json
     *,
     num_layers: int,
     num_tokens: int,
     num_context: int,
     num_shards: int,
+    dtype: str = "bf16",
     joins_sums: bool = False,
 ) -> Counter[Sent]:
-    """What a step of a Llama sends over a mesh ("context", "tensor"), pages and weights in bfloat16.
+    """What a step sends over a mesh ("context", "tensor"), pages and weights of `dtype`.
 
-    A layer: over context, of T tokens and H = heads / num_shards, the maximum float32[T, H] and the sums float32[T, H]
-    and float32[T, H, D]; over tensor, behind o_proj and down_proj, the sum bfloat16[T, hidden]. Nothing beside: every
-    device has the whole vocabulary, and samples for itself. `joins_sums`: both sums are one row of numbers, as XLA for
-    GPUs has it.
+    An attention layer: over context, of T tokens and H = heads / num_shards, the maximum float32[T, H] and the sums
+    float32[T, H] and float32[T, H, D]. Over tensor what `layers_of` says: sums [T * rows, hidden], and channels
+    [T, channels / num_shards] that move. Nothing beside: every device has the whole vocabulary, and samples for itself.
+    `joins_sums`: both sums over context are one row of numbers, as XLA for GPUs has it.
     """
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    own_heads = heads // num_shards
+    text = config.get("text_config", config)
+    own_heads = text["num_attention_heads"] // num_shards
     rows = f"{num_tokens},{own_heads}"
     sent: Counter[Sent] = Counter()
-    if num_context > 1 and joins_sums:
-        sent[Sent("all-reduce", "context", f"f32[{rows}]")] = num_layers
-        sent[Sent("all-reduce", "context", f"f32[{num_tokens * own_heads * (head_dim + 1)}]")] = num_layers
-    elif num_context > 1:
-        sent[Sent("all-reduce", "context", f"f32[{rows}]")] = 2 * num_layers
-        sent[Sent("all-reduce", "context", f"f32[{rows},{head_dim}]")] = num_layers
-    if num_shards > 1:
-        sent[Sent("all-reduce", "tensor", f"bf16[{num_tokens},{hidden}]")] = 2 * num_layers
+    for head_dim, sums, moved in layers_of(config, num_layers):
+        if num_context > 1 and head_dim is not None:
+            sent[Sent("all-reduce", "context", f"f32[{rows}]")] += 1 if joins_sums else 2
+            values = f"{num_tokens * own_heads * (head_dim + 1)}" if joins_sums else f"{rows},{head_dim}"
+            sent[Sent("all-reduce", "context", f"f32[{values}]")] += 1
+        if num_shards > 1:
+            for num_rows in sums:
+                array = f"{dtype}[{num_tokens * num_rows},{text['hidden_size']}]"
+                sent[Sent("all-reduce", "tensor", array)] += 1
+            for channels in moved:
+                array = f"{dtype}[{num_tokens},{channels // num_shards}]"
+                sent[Sent("collective-permute", "tensor", array)] += 1
     return sent
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -17,30 +18,29 @@ from kvjax.core import BlockHasher, FullAttentionSpec, KVCacheConfig, KVCacheMan
 
 BLOCK_SIZE = 16
 VOCABULARY = 150_000
+NUM_PROMPTS = 4
 FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype="bfloat16")
 
 
-class LongPrompt:
+class LongPrompts:
     """Prompts of `num_tokens` + 1 tokens, whose first `num_tokens` fill blocks, in a pool that holds two of them.
 
     Taken in turn, a prompt is no longer cached when its turn comes, and the blocks that it gets hold older hashes.
+    `manager` and `requests` are kvjax's or vLLM's, which share the names that are called here.
     """
 
-    num_prompts = 4
-
-    def __init__(self, num_tokens: int) -> None:
-        rng, hasher = np.random.default_rng(0), BlockHasher(BLOCK_SIZE, seed="bench")
+    def __init__(self, manager: Any, requests: list[Any], num_tokens: int) -> None:
+        self.manager = manager
+        self.requests = requests
         self.num_tokens = num_tokens
-        self.manager = KVCacheManager(
-            KVCacheConfig.single_pool(2 * num_tokens // BLOCK_SIZE + 1, FULL), num_tokens + BLOCK_SIZE, BLOCK_SIZE
-        )
-        prompts = [rng.integers(0, VOCABULARY, num_tokens + 1).astype(np.int32) for _ in range(self.num_prompts)]
-        self.requests = [Request(f"r{i}", prompt, block_hasher=hasher) for i, prompt in enumerate(prompts)]
-        self.request = self.requests[0]
+
+    @property
+    def request(self) -> Any:
+        """The prompt whose turn it is."""
+        return self.requests[0]
 
     def next_prompt(self) -> None:
         self.requests.append(self.requests.pop(0))
-        self.request = self.requests[0]
 
     def allocate(self) -> None:
         if self.manager.allocate_slots(self.request, self.num_tokens) is None:
@@ -57,7 +57,15 @@ class LongPrompt:
             raise AssertionError("expected a hit of the whole prompt")
 
 
-class PlainLongPrompt:
+def long_prompts(num_tokens: int) -> LongPrompts:
+    rng, hasher = np.random.default_rng(0), BlockHasher(BLOCK_SIZE, seed="bench")
+    config = KVCacheConfig.single_pool(2 * num_tokens // BLOCK_SIZE + 1, FULL)
+    prompts = [rng.integers(0, VOCABULARY, num_tokens + 1).astype(np.int32) for _ in range(NUM_PROMPTS)]
+    requests = [Request(f"r{i}", prompt, block_hasher=hasher) for i, prompt in enumerate(prompts)]
+    return LongPrompts(KVCacheManager(config, num_tokens + BLOCK_SIZE, BLOCK_SIZE), requests, num_tokens)
+
+
+class PlainLongPrompts:
     """The same in the plain manager."""
 
     def __init__(self, num_tokens: int) -> None:
@@ -65,8 +73,7 @@ class PlainLongPrompt:
         self.num_tokens = num_tokens
         self.manager = PlainManager(2 * num_blocks + 1, [PlainGroup(b"\0", BLOCK_SIZE)])
         self.requests = [
-            PlainRequest(f"r{i}", num_tokens, [os.urandom(32) for _ in range(num_blocks)])
-            for i in range(LongPrompt.num_prompts)
+            PlainRequest(f"r{i}", num_tokens, [os.urandom(32) for _ in range(num_blocks)]) for i in range(NUM_PROMPTS)
         ]
         self.request = self.requests[0]
 
@@ -88,22 +95,25 @@ class PlainLongPrompt:
             raise AssertionError("expected a hit of the whole prompt")
 
 
-def allocate_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:
-    long = prompt(num_tokens)
+Prompts = Callable[[int], LongPrompts | PlainLongPrompts]
+
+
+def allocate_samples(prompts: Prompts, num_tokens: int) -> list[float]:
+    long = prompts(num_tokens)
     long.allocate()
 
     def replace() -> None:
         long.free()
         long.next_prompt()
 
-    for _ in range(LongPrompt.num_prompts):
+    for _ in range(NUM_PROMPTS):
         replace()
         long.allocate()
     return sample_us(long.allocate, 50, replace)
 
 
-def free_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:
-    long = prompt(num_tokens)
+def free_samples(prompts: Prompts, num_tokens: int) -> list[float]:
+    long = prompts(num_tokens)
     long.next_prompt()
 
     def replace() -> None:
@@ -113,14 +123,14 @@ def free_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: i
     return sample_us(long.free, 100, replace)
 
 
-def hit_samples(prompt: type[LongPrompt] | type[PlainLongPrompt], num_tokens: int) -> list[float]:
-    long = prompt(num_tokens)
+def hit_samples(prompts: Prompts, num_tokens: int) -> list[float]:
+    long = prompts(num_tokens)
     long.allocate()
     return sample_us(long.look_up, 100, long.renew_hashes)
 
 
 def case(name: str, samples: Callable[..., list[float]], num_tokens: int) -> BenchCase:
-    return BenchCase(name, partial(samples, LongPrompt, num_tokens), partial(samples, PlainLongPrompt, num_tokens))
+    return BenchCase(name, partial(samples, long_prompts, num_tokens), partial(samples, PlainLongPrompts, num_tokens))
 
 
 def cases() -> list[BenchCase]:

@@ -167,36 +167,11 @@ def admission_samples(num_tokens: int) -> list[float]:
     return sample_us(admit, admission.REPETITIONS)
 
 
-class LongPrompt:
-    """The prompts of `prompts.LongPrompt`."""
-
-    def __init__(self, num_tokens: int) -> None:
-        count = num_tokens // BLOCK_SIZE
-        self.num_tokens = num_tokens
-        self.manager = make_manager((prompts.FULL,), 2 * count + 1, num_tokens + BLOCK_SIZE)
-        self.requests = [
-            make_request(f"r{i}", [0] * (num_tokens + 1), random_hashes(count))
-            for i in range(prompts.LongPrompt.num_prompts)
-        ]
-        self.request = self.requests[0]
-
-    def next_prompt(self) -> None:
-        self.requests.append(self.requests.pop(0))
-        self.request = self.requests[0]
-
-    def allocate(self) -> None:
-        if self.manager.allocate_slots(self.request, self.num_tokens) is None:
-            raise AssertionError("the pool is too small")
-
-    def free(self) -> None:
-        self.manager.free(self.request)
-
-    def renew_hashes(self) -> None:
-        self.request.block_hashes[:] = [bytes(bytearray(block_hash)) for block_hash in self.request.block_hashes]
-
-    def look_up(self) -> None:
-        if self.manager.get_computed_blocks(self.request)[1] != self.num_tokens:
-            raise AssertionError("expected a hit of the whole prompt")
+def long_prompts(num_tokens: int) -> prompts.LongPrompts:
+    count = num_tokens // BLOCK_SIZE
+    manager = make_manager((prompts.FULL,), 2 * count + 1, num_tokens + BLOCK_SIZE)
+    requests = [make_request(f"r{i}", [0] * (num_tokens + 1), random_hashes(count)) for i in range(prompts.NUM_PROMPTS)]
+    return prompts.LongPrompts(manager, requests, num_tokens)
 
 
 def hash_samples(algorithm: str) -> list[float]:
@@ -248,7 +223,7 @@ def counterparts() -> dict[str, Callable[[], list[float]]]:
         for count in ((1_024, 4_096) if name == "full" else (1_024,))
     }
     long = {
-        f"{name}/{size}": partial(samples, LongPrompt, num_tokens)
+        f"{name}/{size}": partial(samples, long_prompts, num_tokens)
         for name, samples in (
             ("allocate", prompts.allocate_samples),
             ("prefix_hit", prompts.hit_samples),

@@ -17,7 +17,7 @@ from scripts.gpu_aot.fallback_cases import CASES, Case
 from scripts.gpu_aot.module_cost import Loop, ModuleCost
 from scripts.gpu_aot.target import A100, CARDS, prepare_environment
 
-_PAGE = {"attention": 16, "mla": 64}
+_PAGE = {"attention": 16, "mla": 64, "indexer": 64}
 
 
 class Built(NamedTuple):
@@ -35,9 +35,9 @@ def paged(case: Case) -> Built:
     """Attention over pages of keys and values: 8 KV heads of 128 numbers, as Llama 3 8B's."""
     import jax.numpy as jnp
 
+    from pallas_kernels.paged_tiles import PagedTiles
     from pallas_kernels.ragged_paged_attention import ragged_paged_attention
-    from pallas_kernels.ragged_paged_attention.paged_tiles import PagedTiles
-    from pallas_kernels.ragged_paged_attention.xla_tiles import TileQueries
+    from pallas_kernels.xla.tiles import TileQueries
     from scripts.aot.arguments import argument
 
     kv_heads, dim, page = 8, 128, _PAGE["attention"]
@@ -61,7 +61,7 @@ def latent(case: Case) -> Built:
 
     from pallas_kernels.latent_pages import LatentPages, LatentTiles
     from pallas_kernels.mla_paged_attention import mla_paged_attention
-    from pallas_kernels.ragged_paged_attention.xla_tiles import TileQueries
+    from pallas_kernels.xla.tiles import TileQueries
     from scripts.aot.arguments import argument
 
     latent_dim, rope_dim, page = 512, 64, _PAGE["mla"]
@@ -118,6 +118,40 @@ def delta(case: Case) -> Built:
     return Built(call, arguments, trips, named, 6 * num_seqs * state_numbers, donated=(1,))
 
 
+def indexer(case: Case) -> Built:
+    """Picks of DeepSeek V4 Flash's indexer: 64 heads of 128 numbers, keys in fp8, 512 of them."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.indexer_topk import xla_topk
+    from pallas_kernels.latent_entries import IndexFp8
+    from pallas_kernels.latent_pages import LatentPages
+    from pallas_kernels.schedule import Batch
+    from pallas_kernels.sparse_mla_attention.shapes import SHAPES
+    from scripts.aot.arguments import argument
+
+    (model,) = (shape for shape in SHAPES if shape.name == "deepseek-v4-flash")
+    entries, dim, ratio, page = IndexFp8(), model.index_dim, model.ratios[0], _PAGE["indexer"]
+    step, num_pages = _step(case, page * ratio)
+    num_tokens = sum(q_len for q_len, _ in case.lengths)
+    q = argument((num_tokens, model.num_index_heads, dim), case.dtype)
+    pages = argument((num_pages, page, entries.width(dim)), "int8")
+    keys = xla_topk.Keys(LatentPages(pages, page, entries.width(dim)), step[0], entries, dim)
+    q_lens, seq_lens = (jnp.asarray(x, jnp.int32) for x in zip(*case.lengths, strict=True))
+    batch = Batch(seq_lens, jnp.cumsum(q_lens) - q_lens, q_lens)
+    trips: dict[str, float] = {}
+    for walk in xla_topk.plan_walks(q, keys, batch, ratio, xla_topk.Limits()):
+        trips[f"{walk.name}/chunks"], trips[f"{walk.name}/trips"] = xla_topk.num_trips(walk, ratio)
+    sizes = {"topk": model.topk, "tokens_per_state": ratio, "entries": entries, "page_size": page}
+
+    def call(q: Any, weights: Any, pages: Any, step: Any) -> Any:
+        return xla_topk.indexer_topk(q, weights, (pages,), *step, **sizes)
+
+    arguments = (q, argument(q.shape[:2], "float32"), pages, step)
+    named = entries.width(dim) * _num_keys(case) // ratio
+    flops = 2 * model.num_index_heads * dim * _num_pairs(case) / ratio
+    return Built(call, arguments, trips, named, flops)
+
+
 def _step(case: Case, page: int) -> tuple[tuple[Any, ...], int]:
     """(shapes of block tables, lengths, first tokens and distribution; pages that the pool has)."""
     from scripts.aot.arguments import argument
@@ -142,10 +176,10 @@ def _trips(case: Case, queries: Any, cache: Any) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from pallas_kernels.ragged_paged_attention.mask import MaskRule
-    from pallas_kernels.ragged_paged_attention.schedule import Batch, QueryTile
-    from pallas_kernels.ragged_paged_attention.xla_attention import Step, plan_walks
-    from pallas_kernels.ragged_paged_attention.xla_tiles import Limits
+    from pallas_kernels.mask import MaskRule
+    from pallas_kernels.schedule import Batch, QueryTile
+    from pallas_kernels.xla.tiles import Limits
+    from pallas_kernels.xla.walks import Step, plan_walks
 
     q_lens, seq_lens = (jnp.asarray(x, jnp.int32) for x in zip(*case.lengths, strict=True))
     batch = Batch(seq_lens, jnp.cumsum(q_lens) - q_lens, q_lens)
@@ -183,7 +217,13 @@ def runs_of(loop: Loop, trips: dict[str, float]) -> float:
     raise ValueError(f"expected a loop of one of {sorted(trips)}, got {loop.scope}")
 
 
-BUILDERS: dict[str, Callable[[Case], Built]] = {"attention": paged, "mla": latent, "scan": scan, "delta": delta}
+BUILDERS: dict[str, Callable[[Case], Built]] = {
+    "attention": paged,
+    "mla": latent,
+    "scan": scan,
+    "delta": delta,
+    "indexer": indexer,
+}
 
 
 def record_of(case: Case) -> dict[str, Any]:

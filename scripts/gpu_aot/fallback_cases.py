@@ -45,5 +45,7 @@ CASES = (
         most_temporary_bytes=400 * MIB,
         most_times=26,
     ),
+    Case("indexer decode 64 x 32k", "indexer", ((64, 1, 32768),), most_times=12),
+    Case("indexer prefill 8k", "indexer", ((1, 8192, 8192),), most_launches=600, most_times=11),
 )
 SUBSET = ("decode 64 x 4k", "prefill 8k", "MLA decode 64 x 4k 16 heads", "Mamba 2 decode 64")  # what CI compiles

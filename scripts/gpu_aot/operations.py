@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import attention_layout
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
 from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.page_ops import copy_pages, scatter_pages, zero_pages
 from pallas_kernels.ragged_paged_attention import kernel_gpu
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts.aot import delta_case, sparse_attention_case, ssm_case
 from scripts.aot.arguments import argument

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from pallas_kernels.mosaic_gpu import card_name
+from pallas_kernels.gpu.mosaic import card_name
 from pallas_kernels.ragged_paged_attention import kernel_gpu
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES
 from scripts.gpu_aot.target import CARDS

@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.layouts import PageLayout, latent_layout
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from scripts.kernel_bench.case import BLOCK_ELEMENTS, Sizes, itemsize, repeated
 from scripts.kernel_bench.step import Rows, Step, rows_of
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.checks import page_tokens
 from scripts.kernel_bench.case import Arguments, BenchCase
 from scripts.kernel_bench.ops import ragged_paged_attention as attention
 from scripts.kernel_bench.platform import Rival
@@ -33,17 +34,21 @@ def rivals(case: BenchCase) -> Iterator[Rival]:
 
 def split_pages(setting: attention.Setting, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     """(K, V), [heads, pages, page_size, D] each, of packed pages."""
-    (packed,) = pages
-    flat = packed.reshape(*packed.shape[:2], -1, packed.shape[-1])
+    flat = _rows_of_tokens(setting, pages)
     heads = flat[:, :, : 2 * setting.num_kv_heads, : setting.shape.head_dim]
     return heads[:, :, 0::2].transpose(2, 0, 1, 3), heads[:, :, 1::2].transpose(2, 0, 1, 3)
 
 
 def _combined(setting: attention.Setting, arguments: Arguments) -> Arguments:
     """The packed pages with K and V of the heads on one axis."""
-    (packed,) = arguments.pages
-    flat = packed.reshape(*packed.shape[:2], -1, packed.shape[-1])
+    flat = _rows_of_tokens(setting, arguments.pages)
     return Arguments((flat[:, :, : 2 * setting.num_kv_heads],), arguments.rest)
+
+
+def _rows_of_tokens(setting: attention.Setting, pages: tuple[jax.Array, ...]) -> jax.Array:
+    """Packed pages as [pages, page_size, K0 V0 K1 V1 ... and padding, lanes]."""
+    (packed,) = pages
+    return packed.reshape(packed.shape[0], page_tokens(pages, setting.num_kv_heads), -1, packed.shape[-1])
 
 
 def _ragged(setting: attention.Setting) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.layouts import cdiv
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 
 # (query tokens, tokens of the sequence) of each sequence, one-token ones first.
 Rows = tuple[tuple[int, int], ...]

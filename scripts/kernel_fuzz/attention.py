@@ -13,18 +13,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.key_share import KeyShare
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
 from pallas_kernels.mla_paged_attention import kernel_tpu as mla_tpu
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on, hard_rows, one_of
+from scripts.kernel_fuzz.trials import PLAIN, Rows, checked, compiled_on, hard_rows, one_of
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_gpu import SMALL
+from tests.pallas_kernels.token_trees import random_trees
 
 _STEPS = 5  # of a compiled shape
 _SINKS = (2.0, -np.inf, 50.0, -3.0, np.inf, 3e38, -1e30, 1e4)
@@ -67,6 +69,15 @@ def random_options(rng: np.random.Generator, page_size: int, heads: int, dtype: 
     )
 
 
+def random_share(rng: np.random.Generator, page_size: int, platform: str) -> tuple[int, int, int] | None:
+    """(rank, ranks, successive tokens of each) of context parallelism, in one trial of four."""
+    if platform == "gpu" or rng.random() < 0.75:
+        return None
+    size = one_of(rng, [2, 4, 8] if platform == "tpu" else [2, 3, 5, 8])
+    interleave = one_of(rng, [n for n in range(1, page_size + 1) if page_size % n == 0])
+    return int(rng.integers(size)), size, interleave
+
+
 def static_of(options: Options) -> dict[str, Any]:
     """Keyword arguments of a kernel, but for its own."""
     given = {name: getattr(options, name) for name in ("sinks", "k_scale")}
@@ -100,36 +111,81 @@ def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
     q_dtype = one_of(rng, ["bfloat16", "float32"])
     if platform == "gpu":
         q_dtype = "float16" if kv_dtype == "float16" else "bfloat16"
+    layout = "tpu" if platform == "tpu" or (is_plain and rng.random() < 0.5) else "cpu"
+    page_size = cases.whole_rows(page_size, kv_heads, kv_dtype, layout)
+    held_by = random_share(rng, page_size, platform)
+    column = page_size * (held_by[1] if held_by else 1)  # tokens of all ranks
     shape = cases.Shape(
         num_tokens=one_of(rng, [1, 2, 7, 9, 17, 33, 40]),
         num_rows=int(rng.integers(1, 6)),
-        num_columns=-(-longest // page_size),
-        page_size=page_size,
+        num_columns=-(-longest // column),
+        page_size=column,
         num_q_heads=group * kv_heads,
         num_kv_heads=kv_heads,
         head_dim=one_of(rng, [64, 96, 128, 256] if platform == "gpu" else [64, 80, 128, 192, 256]),
         q_dtype=q_dtype,
         kv_dtype=kv_dtype,
-        platform="tpu" if platform == "tpu" or (is_plain and rng.random() < 0.5) else "cpu",
+        platform=layout,
     )
     options = random_options(rng, page_size, shape.num_q_heads, kv_dtype, one_of(rng, [None, (), (kv_heads,)]))
-    run = _compiled_ragged(rng, platform, shape, options)
+    options = _of_rank(options, held_by)
+    has_trees = platform != "gpu" and options.causal and rng.random() < 0.3
+    run = _compiled_ragged(rng, platform, shape, options, has_trees)
     exact = platform != "tpu" or "float32" in (q_dtype, kv_dtype)
 
     for _ in range(_STEPS):
-        rows = hard_rows(rng, shape.num_tokens, shape.num_rows, page_size, shape.num_columns * page_size, True)
+        rows = hard_rows(rng, shape.num_tokens, shape.num_rows, page_size, shape.num_columns * column, True)
         seed, shared = int(rng.integers(1 << 30)), int(rng.integers(0, 3))
 
         def check(rows: Any = rows, seed: int = seed, shared: int = shared) -> None:
             case = cases.make_case(seed, shape, rows, options, shared_columns=shared)
-            expected = case.expected(options)
-            assert_right(run(*case.arrays), expected, q_dtype, "float32" if exact else "bfloat16 weights")
+            trees = _trees(seed, rows, shape.num_tokens) if has_trees else None
+            given = case.of_rank(*held_by) if held_by else case
+            result = run(*given.arrays, *([trees] if has_trees else []))
+            assert_right(result, case.expected(options, trees), q_dtype, "float32" if exact else "bfloat16 weights")
 
         yield checked((shape, options, rows, shared), check)
 
 
+def _of_rank(options: Options, held_by: tuple[int, int, int] | None) -> Options:
+    """Options of a rank's part, which has no sinks."""
+    return Options(**{**vars(options), "held_by": held_by, "sinks": None}) if held_by else options
+
+
+def _rank_options(held_by: tuple[int, int, int] | None) -> dict[str, Any]:
+    """Those of an op."""
+    rank, size, interleave = held_by or (0, 1, 1)
+    return {"context_rank": rank, "context_size": size, "context_interleave": interleave}
+
+
+def _trees(seed: int, rows: Rows, num_tokens: int) -> np.ndarray:
+    """uint32[num_tokens]; a sequence of fewer tokens than queries has none."""
+    trees, start = random_trees(np.random.default_rng(seed), rows, num_tokens), 0
+    for q_len, seq_len in rows:
+        if seq_len < q_len:
+            trees[start : start + q_len] = 0
+        start += q_len
+    return trees
+
+
+def _compiled(
+    rng: np.random.Generator,
+    platform: str,
+    call: Callable[..., Any],
+    example: cases.Case | mla_cases.Case,
+    options: Options,
+    has_trees: bool,
+) -> Callable[..., Any]:
+    """`call` of a rank's arrays, and where new tokens may be trees of `tree_mask` after them."""
+    arrays = (example.of_rank(*options.held_by) if options.held_by else example).arrays
+    if not has_trees:
+        return compiled_on(platform, rng, call, *arrays)
+    trees = jnp.zeros(example.shape.num_tokens, jnp.uint32)
+    return compiled_on(platform, rng, lambda *given: call(*given[:-1], tree_mask=given[-1]), *arrays, trees)
+
+
 def _compiled_ragged(
-    rng: np.random.Generator, platform: str, shape: cases.Shape, options: Options
+    rng: np.random.Generator, platform: str, shape: cases.Shape, options: Options, has_trees: bool
 ) -> Callable[..., Any]:
     v_scale = None if options.v_scale is None else jnp.asarray(options.v_scale, jnp.float32)
     static = static_of(options) | {"num_kv_heads": shape.num_kv_heads, "v_scale": v_scale}
@@ -139,6 +195,7 @@ def _compiled_ragged(
         sizes = kernel_tpu.Tuning(queries=8, decode_block=block, tile_block=block, max_unrolled=one_of(rng, [1, 8]))
         tuning = one_of(rng, [sizes, sizes, kernel_tpu.Tuning()])
         in_hbm = bool(rng.random() < 0.3)
+        static["share"] = KeyShare(*options.held_by) if options.held_by else None
         call = partial(
             kernel_tpu.ragged_paged_attention, **static, return_lse=True, tuning=tuning, tables_in_hbm=in_hbm
         )
@@ -147,9 +204,10 @@ def _compiled_ragged(
         call = partial(kernel_gpu.ragged_paged_attention, **static, return_lse=True, tuning=tuning_gpu)
     else:
         options_of_mask = asdict(static.pop("mask"))
-        op = partial(ragged_paged_attention, **static, **options_of_mask, return_lse=True, backend=platform)
-        call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
-    return compiled_on(platform, rng, call, *cases.make_case(0, shape, []).arrays)
+        static |= options_of_mask | _rank_options(options.held_by)
+        op = partial(ragged_paged_attention, **static, return_lse=True, backend=platform)
+        call = lambda *arrays, **given: op(*arrays, **given)[:2]  # noqa: E731
+    return _compiled(rng, platform, call, cases.make_case(0, shape, []), options, has_trees)
 
 
 def mla(rng: np.random.Generator, platform: str) -> Iterator[str]:
@@ -159,47 +217,57 @@ def mla(rng: np.random.Generator, platform: str) -> Iterator[str]:
     dtype, longest = one_of(rng, dtypes), one_of(rng, [130, 300])
     dims = one_of(rng, [(128, 64), (256, 64)] if platform == "gpu" else [(24, 8), (192, 64), (256, 64)])
     layout = "cpu" if platform == "gpu" or (platform in PLAIN and rng.random() < 0.5) else "tpu"
+    held_by = random_share(rng, page_size, platform) if page_size % 4 == 0 else None
+    column = page_size * (held_by[1] if held_by else 1)  # tokens of all ranks
     shape = mla_cases.Shape(
         num_tokens=one_of(rng, [1, 2, 7, 9, 24, 33]),
         num_rows=int(rng.integers(1, 6)),
-        num_columns=-(-longest // page_size),
+        num_columns=-(-longest // column),
         num_q_heads=one_of(rng, [1, 3, 5, 16, 24]),
         rope_dim=dims[1],
         q_dtype="bfloat16" if platform == "gpu" else one_of(rng, ["bfloat16", "float32"]),
-        latent=LatentShape(sum(dims), page_size, dtype, layout),
+        latent=LatentShape(sum(dims), column, dtype, layout),
     )
     scaled = one_of(rng, [None, ()])
     options = random_options(rng, page_size, shape.num_q_heads, dtype, scaled)
     if dtype == "int8":
         options = Options(**{**vars(options), "sm_scale": 0.002})
     options = Options(**{**vars(options), "v_scale": options.k_scale})  # a latent is key and value
-    run = _compiled_mla(rng, platform, shape, options)
+    options = _of_rank(options, held_by)
+    has_trees = platform != "gpu" and options.causal and rng.random() < 0.3
+    run = _compiled_mla(rng, platform, shape, options, has_trees)
     for _ in range(_STEPS):
-        rows = hard_rows(rng, shape.num_tokens, shape.num_rows, page_size, shape.num_columns * page_size, True)
+        rows = hard_rows(rng, shape.num_tokens, shape.num_rows, page_size, shape.num_columns * column, True)
         seed, shared = int(rng.integers(1 << 30)), int(rng.integers(0, 3))
 
         def check(rows: Any = rows, seed: int = seed, shared: int = shared) -> None:
             case = mla_cases.make_case(seed, shape, rows, options, shared_columns=shared)
-            assert_right(run(*case.arrays), case.expected(options), shape.q_dtype, "float32")
+            trees = _trees(seed, rows, shape.num_tokens) if has_trees else None
+            given = case.of_rank(*held_by) if held_by else case
+            result = run(*given.arrays, *([trees] if has_trees else []))
+            assert_right(result, case.expected(options, trees), shape.q_dtype, "float32")
 
         yield checked((shape, options, rows, shared), check)
 
 
 def _compiled_mla(
-    rng: np.random.Generator, platform: str, shape: mla_cases.Shape, options: Options
+    rng: np.random.Generator, platform: str, shape: mla_cases.Shape, options: Options, has_trees: bool
 ) -> Callable[..., Any]:
-    static = static_of(options) | {"page_size": shape.latent.page_size}
+    ranks = options.held_by[1] if options.held_by else 1
+    static = static_of(options) | {"page_size": shape.latent.page_size // ranks}
     call: Callable[..., Any]
     if platform == "tpu":
         small = mla_tpu.Tuning(queries=8, units=2, decode_block=128, tile_block=128, decode_part=128, tile_part=128)
         sizes = [small, small._replace(units=1, chunk_rows=16), small._replace(units=4, decode_block=256)]
         tables = bool(rng.random() < 0.3)
         tuning = one_of(rng, sizes)
+        static["share"] = KeyShare(*options.held_by) if options.held_by else None
         call = partial(mla_tpu.mla_paged_attention, **static, return_lse=True, tuning=tuning, tables_in_hbm=tables)
     elif platform == "gpu":
         call = partial(mla_gpu.mla_paged_attention, **static, tuning=mla_gpu.Tuning(stages=2, num_blocks=3))
     else:
         options_of_mask = asdict(static.pop("mask"))
-        op = partial(mla_paged_attention, **static, **options_of_mask, return_lse=True, backend=platform)
-        call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
-    return compiled_on(platform, rng, call, *mla_cases.make_case(0, shape, [], options).arrays)
+        static |= options_of_mask | _rank_options(options.held_by)
+        op = partial(mla_paged_attention, **static, return_lse=True, backend=platform)
+        call = lambda *arrays, **given: op(*arrays, **given)[:2]  # noqa: E731
+    return _compiled(rng, platform, call, mla_cases.make_case(0, shape, [], options), options, has_trees)

@@ -18,10 +18,10 @@ from pallas_kernels.latent_write import latent_write
 from pallas_kernels.layouts import attention_layout
 from pallas_kernels.merge_states import merge_states
 from scripts.kernel_fuzz.trials import checked, compiled_on, one_of
-from tests.pallas_kernels.cases import as_bytes, assert_close, random_values
+from tests.pallas_kernels.cases import as_bytes, assert_close, random_values, whole_rows
 from tests.pallas_kernels.latent_cases import LatentShape, random_pages, unpacked
 from tests.pallas_kernels.merge_states.test_merge_states import HEADS, attend, random_parts
-from tests.pallas_kernels.oracle import LARGEST_SINK
+from tests.pallas_kernels.oracle import LARGEST_SINK, by_token
 from tests.pallas_kernels.page_ops import sweep as page_sweep
 from tests.pallas_kernels.page_ops.test_page_ops import all_four, expected
 
@@ -65,6 +65,7 @@ def kv(rng: np.random.Generator, platform: str) -> Iterator[str]:
     tokens, num_pages = one_of(rng, [1, 7, 70]), one_of(rng, [2, 9])
     new_dtype = one_of(rng, ["bfloat16", "float32"])
     layout = "tpu" if platform == "tpu" or rng.random() < 0.5 else "cpu"
+    page_size = whole_rows(page_size, heads, dtype, layout)
     arrays = attention_layout(
         num_kv_heads=heads, head_dim=dim, page_size=page_size, dtype=dtype, platform=layout
     ).arrays
@@ -96,9 +97,9 @@ def kv(rng: np.random.Generator, platform: str) -> Iterator[str]:
                 if len(want) == 2:
                     want[0][page, slot], want[1][page, slot] = rows
                     continue
-                token = np.zeros((np.prod(want[0].shape[2:4]), want[0].shape[4]), want[0].dtype)
+                token = by_token(want[0], heads)[page, slot]
+                token[:] = np.zeros((), token.dtype)
                 token[0 : 2 * heads : 2, :dim], token[1 : 2 * heads : 2, :dim] = rows
-                want[0][page, slot] = token.reshape(want[0].shape[2:])
             assert_same(run(*given), want)
 
         yield checked(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from pallas_kernels.ragged_paged_attention.tuning import TunedShape
 from pallas_kernels.tuned import Sizes

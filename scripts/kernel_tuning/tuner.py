@@ -113,5 +113,12 @@ def list_cases(options: argparse.Namespace, candidates_of: Callable[[Case], Iter
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """The cases that the options name."""
-    return cases(options.model or ("llama3-8b", "llama3-70b"), options.tp or (1, 8), options.page or (128, 16))
+    """The cases that the options name.
+
+    Raises:
+        SystemExit: there is no such case.
+    """
+    try:
+        return cases(options.model or ("llama3-8b", "llama3-70b"), options.tp or (1, 8), options.page or (128, 16))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from scripts.aot.cases import parse_case
 from scripts.tpu_aot.bundles import Kernel
 from scripts.tpu_aot.chips import CHIPS, Chip

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.latent_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import PageLayout, latent_layout
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_tpu as attention_kernel
 from pallas_kernels.mla_paged_attention.shapes import SHAPES
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from scripts.aot.arguments import argument
 
 # Slots of the pages by default: so many that XLA cannot keep the pages in VMEM, which it does with a small array.
@@ -65,6 +66,9 @@ class AttentionCase(LatentCase):
     scales: int = 0
     lse: int = 0
     hbm_tables: int = 0
+    trees: int = 0  # new tokens may be trees
+    ranks: int = 1  # of context parallelism; the longest sequence lies on all of them
+    interleave: int = 1
     queries: int = 0  # 0: by the shapes; as are the next ones
     units: int = 0
     decode_block: int = 0
@@ -83,15 +87,19 @@ class AttentionCase(LatentCase):
 def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The kernel itself, without the write of new states."""
     q = tuple(argument((case.tokens, case.heads, dim), case.q_dtype) for dim in (case.latent_dim, case.rope_dim))
-    columns = -(-case.context // case.page)
+    columns = -(-case.context // (case.page * case.ranks))
     step = tuple(argument(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,)))
     per_head = (
         argument((case.heads,), "float32") if case.sinks else None,
         argument((), "float32") if case.scales else None,
     )
+    options = (
+        argument((case.tokens,), "uint32") if case.trees else None,
+        argument((), "int32") if case.ranks > 1 else None,
+    )
     sizes = (case.queries, case.units, case.decode_block, case.tile_block, case.decode_part, case.tile_part)
 
-    def call(q: Any, pages: Any, step: Any, per_head: Any) -> Any:
+    def call(q: Any, pages: Any, step: Any, per_head: Any, options: Any) -> Any:
         return attention_kernel.mla_paged_attention(
             *q,
             pages,
@@ -103,11 +111,13 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             k_scale=per_head[1],
             page_size=case.page,
             return_lse=bool(case.lse),
+            tree_mask=options[0],
+            share=None if options[1] is None else KeyShare(options[1], case.ranks, case.interleave),
             tuning=attention_kernel.Tuning(*(size or None for size in sizes), case.chunk_rows, case.ahead),
             tables_in_hbm=True if case.hbm_tables else None,
         )
 
-    return call, (q, case.pages, step, per_head)
+    return call, (q, case.pages, step, per_head, options)
 
 
 OPERATIONS = {"latent_write": (LatentCase, write), "mla_attention": (AttentionCase, attention)}

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.key_share import KeyShare
 from pallas_kernels.kv_write import kernel_tpu as write_kernel
 from pallas_kernels.layouts import PageLayout, attention_layout
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.page_ops import kernel_tpu as page_kernels
 from pallas_kernels.ragged_paged_attention import kernel_tpu
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from scripts.aot import delta_case, ssm_case
 from scripts.aot.arguments import argument
@@ -68,6 +69,9 @@ class AttentionCase(PagedCase):
     causal: int = 1
     hbm_tables: int = 0
     write: int = 0  # new KV is written first
+    trees: int = 0  # new tokens may be trees
+    ranks: int = 1  # of context parallelism; the longest sequence lies on all of them
+    interleave: int = 1
     queries: int = 0  # 0: by the shapes
     decode_block: int = 0
     tile_block: int = 0
@@ -81,12 +85,12 @@ class AttentionCase(PagedCase):
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in HBM."""
-        return self.layout(1).page_bytes
+        return self.layout(self.page).page_bytes // self.page
 
 
 def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The kernel itself, without the write of new KV."""
-    columns = -(-case.context // case.page)
+    columns = -(-case.context // (case.page * case.ranks))
     q = argument((case.tokens, case.heads, case.head_dim), case.q_dtype)
     ints = [argument(shape, "int32") for shape in ((case.seqs, columns), (case.seqs,), (case.seqs + 1,), (3,))]
     new = argument((case.tokens, case.kv_heads, case.head_dim), "bfloat16")
@@ -94,8 +98,10 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
     per_head = [argument((case.heads,), "float32")] * bool(case.sinks)
     per_head += [argument((case.kv_heads,), "float32")] * 2 * bool(case.scales)
     sizes = kernel_tpu.Tuning(case.queries or None, case.decode_block or None, case.tile_block or None)
+    trees = argument((case.tokens,), "uint32") if case.trees else None
+    rank = argument((), "int32") if case.ranks > 1 else None
 
-    def call(q: Any, pages: Any, step: Any, new: Any, *per_head: Any) -> Any:
+    def call(q: Any, pages: Any, step: Any, new: Any, trees: Any, rank: Any, *per_head: Any) -> Any:
         given = list(per_head)
         return kernel_tpu.ragged_paged_attention(
             q,
@@ -109,13 +115,15 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             k_scale=given.pop(0) if case.scales else None,
             v_scale=given.pop(0) if case.scales else None,
             return_lse=bool(case.lse),
+            share=None if rank is None else KeyShare(rank, case.ranks, case.interleave),
+            tree_mask=trees,
             new_kv=new[:2] or None,
             slot_mapping=new[2] if new else None,
             tuning=None if case.tuned else sizes,
             tables_in_hbm=True if case.hbm_tables else None,
         )
 
-    return call, (q, case.pages, ints, given, *per_head)
+    return call, (q, case.pages, ints, given, trees, rank, *per_head)
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,10 @@ def attention_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
                 "sinks": int(shape.sinks),
             }
             given = [f"{name}={value}" for name, value in options.items() if value]
-            yield shape.name, [f"heads={heads[0]}", f"kv_heads={heads[1]}", *given]
+            settings = [f"heads={heads[0]}", f"kv_heads={heads[1]}", *given]
+            yield shape.name, settings
+            if heads[1] == 1:  # two tokens share words
+                yield f"{shape.name}, fp8", [*settings, "dtype=float8_e4m3fn"]
 
 
 def page_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
@@ -166,7 +177,10 @@ def page_shapes(num_shards: int) -> Iterator[tuple[str, list[str]]]:
     for shape in SHAPES:
         heads = _heads(shape, num_shards)
         if heads is not None:
-            yield shape.name, [f"kv_heads={heads[1]}", f"head_dim={shape.head_dim}"]
+            settings = [f"kv_heads={heads[1]}", f"head_dim={shape.head_dim}"]
+            yield shape.name, settings
+            if heads[1] == 1:
+                yield f"{shape.name}, fp8", [*settings, "dtype=float8_e4m3fn"]
 
 
 def _heads(shape: AttentionShape, num_shards: int) -> tuple[int, int] | None:

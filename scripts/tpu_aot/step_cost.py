@@ -18,9 +18,9 @@ from typing import TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch
-from pallas_kernels.ragged_paged_attention.tpu_plan import Field, plan_items
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.schedule import Batch
+from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items
 from scripts.tpu_aot.bundles import Kernel
 from scripts.tpu_aot.latency import Work
 from scripts.tpu_aot.score import BlockLoops, block_loops, executed_bundles, kernel_name, ring_of
@@ -44,6 +44,8 @@ class LaunchSizes:
     block: int
     table_stride: int = 0
     tables_in_hbm: bool = False
+    context: tuple[int, int] | None = None
+    has_trees: bool = False
 
     @property
     def block_pages(self) -> int:
@@ -117,6 +119,6 @@ def items_of(sizes: LaunchSizes, sequences: Sequences) -> list[Item]:
     seq_lens, q_lens = (jnp.asarray(column, jnp.int32) for column in zip(*sequences, strict=True))
     batch = Batch(seq_lens, jnp.cumsum(q_lens) - q_lens, q_lens)
     table, count = plan_items(batch, sizes, int(q_lens.sum()))
-    fields = np.asarray(table).reshape(len(Field), -1)[:, : int(count)]
+    fields = np.asarray(table).reshape(num_fields(sizes), -1)[:, : int(count)]
     columns = (fields[field].tolist() for field in (Field.NUM_FULL, Field.NUM_BLOCKS, Field.NUM_PAGES))
     return [Item(*item) for item in zip(*columns, strict=True)]

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device import (
@@ -36,7 +37,8 @@ from kvjax.device import (
 )
 from kvjax.device.batch import DeviceStates
 from kvjax.device.page_ops import copy_pages_padded, pad_ids, zero_pages_padded
-from kvjax.planning import plan_kv_cache
+from kvjax.device.rank_pages import RankStaging, gather_for_ranks, gather_rank_pages, scatter_rank_pages
+from kvjax.planning import Parallelism, plan_kv_cache
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.device.aliases import assert_in_place
 from tests.device.toy import HEAD_DIM, KV_HEADS, NUM_BLOCKS, Q_HEADS, VOCAB, ToyHost, ToyModel, sample, toy_config
@@ -131,6 +133,29 @@ def test_page_work_keeps_the_split_and_happens_in_place(name: str, platform: str
         assert (np.asarray(leaf[1]) == 7.0).all()
 
 
+def test_pages_of_a_data_rank_are_read_and_written_by_its_devices_alone() -> None:
+    """Ranks of two devices each: what rank 1 gives is its page, where it lies; what it takes changes no other page."""
+    placement = Placement.create(jax.make_mesh((2, 2), ("data", "tensor")))
+    pages = create_pages(toy_config(), placement)
+    count = pages.num_pages(0)
+    pages = jax.tree.map(lambda array: array + jnp.arange(2 * count, dtype=array.dtype)[:, None, None, None], pages)
+    before = jax.tree.map(np.array, pages.pools)
+    found = gather_rank_pages(pages, 0, 1, np.array([3, 2]))
+    for array, whole in zip(jax.tree.leaves(found), jax.tree.leaves(before[0]), strict=True):
+        assert array.devices() == set(jax.devices()[2:])
+        np.testing.assert_array_equal(np.asarray(array)[:2], whole[[count + 3, count + 2]])
+    staged = jax.tree.map(lambda array: -np.asarray(array), found)
+    values = RankStaging().put(staged, pages.shardings[0], 1)
+    pages = scatter_rank_pages(pages, 0, 1, np.array([5, 6]), values)
+    copies = gather_for_ranks(pages, 0, 1, np.array([5]))
+    pages = scatter_rank_pages(pages, 0, 1, np.array([7]), copies)
+    for array, whole in zip(jax.tree.leaves(pages.pools[0]), jax.tree.leaves(before[0]), strict=True):
+        whole[[count + 5, count + 6, count + 7]] = -whole[[count + 3, count + 2, count + 3]]
+        np.testing.assert_array_equal(np.asarray(array), whole)
+    with pytest.raises(ValueError, match="expected page ids in \\[1, "):
+        scatter_rank_pages(pages, 0, 1, np.array([0]), values)
+
+
 def test_weights_on_a_mesh_as_jax_makes_it_run() -> None:
     """A model whose owner placed it with Explicit axes runs as it does with Auto ones."""
     model, mesh = ToyModel(num_layers=2), jax.make_mesh((4,), ("tensor",))
@@ -173,6 +198,40 @@ def test_sinks_and_scales_go_with_their_heads(platform: str) -> None:
     expected = attend(PLACEMENTS["whole on one"])
     assert expected[:9].any(axis=(1, 2)).all()
     np.testing.assert_allclose(attend(PLACEMENTS["split over four"]), expected, atol=1e-5)
+
+
+def test_one_head_of_8_bits_a_device_takes_half_of_the_bytes() -> None:
+    """Two tokens share words of a device's one head: outputs of two steps are those of split pages on one device."""
+    sizes = {"block_size": 4, "num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
+    rng, four = np.random.default_rng(1), PLACEMENTS["split over four"]
+    steps = [[rng.integers(-3, 4, (16, n, HEAD_DIM)) for n in (Q_HEADS, KV_HEADS, KV_HEADS)] for _ in range(2)]
+
+    def config_of(dtype: str, platform: str, tensor: int) -> KVCacheConfig:
+        specs = {"layers.0": FullAttentionSpec(**sizes, dtype=dtype)}
+        sharing = {"platform": platform, "parallel": Parallelism(tensor=tensor)}
+        return plan_kv_cache(specs, num_blocks=16, max_model_len=32, max_in_flight_tokens=16, **sharing).config
+
+    def attend(config: KVCacheConfig, placement: Placement) -> list[np.ndarray]:
+        def step(pages: KVPages, batch: DeviceBatch, *qkv: jax.Array) -> tuple[jax.Array, KVPages]:
+            cache = PagedKVCache(pages, batch, config, placement)
+            return cache("layers.0", *qkv, AttentionOptions(sm_scale=0.3)), cache.pages
+
+        pages, host, outs = create_pages(config, placement), ToyHost(config), []
+        host.add(0, np.zeros(11, np.int32))
+        for count, qkv in zip((7, 4), steps, strict=True):
+            batch = DeviceBatch.from_plan(host.plan([0], [count]), BUCKET)
+            out, pages = jax.jit(step)(pages, batch, *(x.astype(np.float32) for x in qkv))
+            outs.append(np.asarray(out)[:count])
+        return outs
+
+    config = config_of("int8", "tpu", 4)
+    expected = attend(config_of("int8", "cpu", 1), PLACEMENTS["whole on one"])
+    for got, want in zip(attend(config, four), expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    pages = create_pages(config, four)
+    shards = {shard.data.shape for leaf in jax.tree.leaves(pages) for shard in leaf.addressable_shards}
+    assert shards == {(16, 2, 1, 4, 128)}
+    assert 2 * pages.num_bytes == create_pages(config_of("bfloat16", "tpu", 4), four).num_bytes
 
 
 def test_tpu_kernels_run_once_per_device() -> None:

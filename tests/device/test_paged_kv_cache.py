@@ -87,7 +87,7 @@ class StateSpec(KVCacheSpec):
     tokens_per_state = 1
     entry_shapes = ()
 
-    def page_layout(self, platform: str):
+    def page_layout(self, platform: str, num_shards: int = 1):
         raise AssertionError
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:

@@ -85,6 +85,16 @@ def test_every_device_holds_whole_heads(platform: str, dtype: str, kv_heads: int
             fake_placement(4).check_heads(spec, layout)
 
 
+def test_heads_of_8_bits_split_to_one_a_device() -> None:
+    """Pages laid out for four devices: two tokens of a head share its words."""
+    spec = FullAttentionSpec(block_size=4, num_kv_heads=4, head_size=8, dtype="float8_e4m3fn")
+    layout = spec.page_layout("tpu", 4)
+    assert layout.arrays[0].page_shape == (2, 4, 4, 128)
+    fake_placement(4).check_heads(spec, layout)
+    with pytest.raises(ValueError, match="4 KV heads of float8_e4m3fn pack 4 rows a word and do not split over 2"):
+        fake_placement(2).check_heads(spec, layout)
+
+
 def test_states_split_by_their_first_dimension() -> None:
     spec = MambaSpec(block_size=4, shapes=((8, 3), (6, 5)), dtypes=("float32",) * 2)
     fake_placement(2).check_heads(spec, spec.page_layout("cpu"))

@@ -270,10 +270,9 @@ def test_page_copies_come_before_zeroing_and_both_before_the_model(model: ToyMod
     host.request_table.num_computed_tokens[1] = 8
     host.allocate(1, 1)
     copies, zeros = [], []
-    for group_id in range(2):
-        table = host.block_tables(group_id)
-        zeros += table[0, :2].tolist()
-        copies += table[1, :2].tolist()
+    for tables in host.group_tables():
+        zeros += tables.entries[0, 0, :2].tolist()
+        copies += tables.entries[0, 1, :2].tolist()
     host.request_table.num_computed_tokens[1] = 8
     plan = host.plan(
         [1],

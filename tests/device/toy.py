@@ -14,6 +14,7 @@ from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.pool.page_edits import NO_COPIES, NO_PAGES, PageCopies
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, cdiv
+from kvjax.core.step.group_plans import GroupTables
 from kvjax.core.step.step_builder import build_step_plan
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device import AttentionOptions
@@ -147,14 +148,12 @@ class ToyHost:
         self._num_blocks = [np.zeros(self.num_rows, np.int64) for _ in range(groups)]
         self._free = [list(range(1, pool.num_blocks)) for pool in self.kv_cache_config.pools]
 
-    def block_tables(self, group_id: int) -> np.ndarray:
-        return self._tables[group_id]
-
-    def block_size(self, group_id: int) -> int:
-        return self.kv_cache_config.kv_cache_groups[group_id].kv_cache_spec.block_size
-
-    def num_blocks(self, group_id: int) -> np.ndarray:
-        return self._num_blocks[group_id]
+    def group_tables(self) -> list[GroupTables]:
+        groups = enumerate(self.kv_cache_config.kv_cache_groups)
+        return [
+            GroupTables((i,), group.kv_cache_spec.block_size, self._tables[i][None], self._num_blocks[i])
+            for i, group in groups
+        ]
 
     def take_page_copies(self) -> tuple[PageCopies, ...]:
         return (NO_COPIES,) * len(self.kv_cache_config.pools)

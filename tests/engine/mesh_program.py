@@ -1,9 +1,10 @@
 """Run by tests in a process of its own: an engine of a golden model on a mesh gives Hugging Face's greedy tokens.
 
-    python -m tests.engine.mesh_program FAMILY AXIS=SIZE ... [--auto] [--deviation WHAT]
+    python -m tests.engine.mesh_program FAMILY AXIS=SIZE ... [--auto] [--tiers] [--deviation WHAT]
 
 The pool holds two or three requests at once, so some are preempted; prompts come twice, so the second is found in the
-cache; every prompt is sampled twice, so one sample is forked from the other.
+cache; every prompt is sampled twice, so one sample is forked from the other. With `--tiers` an engine with tiers
+follows (`tiers_on_mesh`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax.sharding import AxisType
 from kvjax.device import join_processes
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.models import load_model
+from tests.engine.tiers_on_mesh import check_tiers
 from tests.models.families import FAMILIES, NUM_GREEDY_TOKENS, add_golden, drain, engine_config
 from tests.models.golden_models import goldens_of, model_folder
 
@@ -65,6 +67,7 @@ def main() -> None:
     parser.add_argument("family")
     parser.add_argument("axes", nargs="+")
     parser.add_argument("--auto", action="store_true")
+    parser.add_argument("--tiers", action="store_true")
     parser.add_argument("--deviation", choices=("settings", "requests"), help="of process 1 from the others")
     args = parser.parse_args()
     join_processes()
@@ -74,6 +77,8 @@ def main() -> None:
     if deviates == "requests":
         engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
     check(engine, args.family)
+    if args.tiers:
+        check_tiers(engine, args.family)
 
 
 if __name__ == "__main__":

@@ -31,18 +31,32 @@ def run(*arguments: str, num_processes: int = 1) -> None:
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("llama", ALL_AXES),
+        ("llama", (*ALL_AXES, "--tiers")),
         *[
             pytest.param(name, axes, marks=SWEEP)
             for name in FAMILIES
             for axes in (ALL_AXES, ("data=2",), ("context=4", "--auto"), ("tensor=4",), ("context=2", "tensor=2"))
-            if (name, axes) != ("llama", ALL_AXES)
+            if (name, axes) != ("llama", ALL_AXES)  # above, with tiers
         ],
         pytest.param("whisper", ("context=2", "tensor=2"), marks=SWEEP),
     ],
 )
 def test_a_mesh_gives_the_tokens_of_one_device(name: str, axes: tuple[str, ...]) -> None:
     run(name, *axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        pytest.param("llama", ("tensor=4",), marks=SWEEP),
+        pytest.param("gemma3", ("context=2", "tensor=2"), marks=SWEEP),
+        pytest.param("deepseek_v3", ("context=2",), marks=SWEEP),
+        pytest.param("qwen3_next", ("context=2", "tensor=2"), marks=SWEEP),
+        *[pytest.param(name, axes, marks=SWEEP) for name in FAMILIES for axes in (ALL_AXES, ("data=2",))],
+    ],
+)
+def test_host_and_disk_give_back_what_a_mesh_computed(name: str, axes: tuple[str, ...]) -> None:
+    run(name, *axes, "--tiers")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from kvjax.engine.rank_inputs import DeviceInputs
 from kvjax.engine.rank_loops import RankLoops, RankSteps, part_of
 from kvjax.engine.sampler_lines import LineWrite, SamplerSizes, SamplerWrites, TokenWrites
 from kvjax.engine.sampling_table import SamplingBatch, SamplingTable
-from kvjax.errors import UnknownRequestError
+from kvjax.errors import BlockStateError, UnknownRequestError
+from kvjax.metrics import KVCacheMetrics
 from tests.engine.fake_model import FakeEngine, expected_output, logprobs_of
+from tests.metrics.test_manager_metrics import value
 
 ROWS = 16  # of tokens that a rank's part of a step has
 
@@ -117,6 +119,40 @@ def test_one_manager_is_asked_for_in_vain() -> None:
         _ = Fleet.of(2).loops.manager
 
 
+def test_a_pin_is_held_by_the_rank_that_has_most_of_the_prompt() -> None:
+    """Managers of ranks number their pins alike; a pin says whose it is."""
+    fleet, prompt = Fleet.of(2, num_blocks=200), list(range(30))
+    fleet.add("other", [40] * 30, 5)
+    assert fleet.add("own", prompt, 5) == 1
+    fleet.run()
+    fleet.maker.add("pin", prompt, 1)
+    pin = fleet.loops.pin(fleet.maker.requests["pin"].request)
+    assert pin is not None
+    assert (pin.rank, pin.num_tokens > 0) == (1, True)
+    assert [manager.usage > 0 for manager in fleet.loops.managers] == [False, True]
+    fleet.loops.unpin(pin)
+    assert all(manager.usage == 0 for manager in fleet.loops.managers)
+    with pytest.raises(BlockStateError, match="expected a prefix that is pinned here"):
+        fleet.loops.unpin(pin)
+
+
+def test_metrics_of_ranks_are_their_sums() -> None:
+    fleet = Fleet.of(2, num_blocks=20)
+    metrics = KVCacheMetrics(fleet.loops.managers[0], other_ranks=fleet.loops.managers[1:])
+    for i in range(6):
+        fleet.add(f"r{i}", list(range(i, i + 12)), 6)
+    fleet.step()
+    metrics.observe()
+    pools = [manager.block_pools[0] for manager in fleet.loops.managers]
+    assert value(metrics.registry, "kv_cache_blocks", pool="0", state="free") == sum(
+        pool.num_free_blocks - pool.num_cached_free_blocks for pool in pools
+    )
+    held = sum(pool.num_blocks - 1 - pool.num_free_blocks for pool in pools)
+    assert value(metrics.registry, "kv_cache_blocks", pool="0", state="held") == held > 0
+    assert value(metrics.registry, "kv_cache_usage_perc") == max(manager.usage for manager in fleet.loops.managers)
+    assert value(metrics.registry, "kv_cache_evicted_blocks_total", pool="0") == 0
+
+
 def test_outputs_that_were_not_delivered_come_first_and_unfinished_requests_go_on() -> None:
     """Broken off between the ends of two ranks: what one handed over stays, the other computes it again."""
     fleet, prompts = Fleet.of(2), {"a": [1, 2, 3], "b": [4, 5]}
@@ -148,16 +184,14 @@ def test_outputs_that_were_not_delivered_come_first_and_unfinished_requests_go_o
 def test_parts_that_data_ranks_cannot_have_are_refused() -> None:
     placement: Any = SimpleNamespace(num_data=2, mesh=None)
     with pytest.raises(NotImplementedError, match="draft models do not work over 2 data ranks"):
-        check_parts(placement, True, False)
-    with pytest.raises(NotImplementedError, match="tiers do not work over 2 data ranks"):
-        check_parts(placement, False, True)
-    with pytest.raises(NotImplementedError, match="tiers do not work over 2 data ranks"):
-        Fleet.of(2).loops.scheduler.end_loads()
+        check_parts(placement, has_draft_model=True)
+    with pytest.raises(NotImplementedError, match="connectors of the caller's do not work over 2 data ranks"):
+        check_parts(placement, has_connector=True)
     devices = np.array([SimpleNamespace(process_index=i) for i in range(2)])
     placement = SimpleNamespace(num_data=1, mesh=SimpleNamespace(devices=devices))
     with pytest.raises(NotImplementedError, match="tiers do not work over several processes"):
-        check_parts(placement, False, True)
-    check_parts(placement, True, False)
+        check_parts(placement, has_tiers=True)
+    check_parts(placement, has_draft_model=True)
 
 
 def plan_of(fleet: Fleet, *prompts: list[int]) -> StepPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.layouts import attention_layout
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
-from tests.pallas_kernels.oracle import Options, attention, unpacked, visible_keys
+from tests.pallas_kernels.oracle import Options, attention, by_token, unpacked, visible_keys
 
 # Largest difference from the float64 oracle, relative to the largest value of the result, by dtype of q.
 # The last: of an LSE whose weights were rounded before they were summed.
@@ -50,6 +51,12 @@ class Shape:
     platform: str = "cpu"  # "tpu": packed pages
 
 
+def whole_rows(page_size: int, num_kv_heads: int, dtype: str, platform: str) -> int:
+    """`page_size`, or the next one where two tokens of a page share words."""
+    is_shared = platform == "tpu" and num_kv_heads == 1 and np.dtype(_NUMPY_DTYPES[dtype]).itemsize == 1
+    return page_size + page_size % 2 if is_shared else page_size
+
+
 @dataclass(frozen=True)
 class Case:
     """Arguments of one call, as numpy."""
@@ -69,11 +76,21 @@ class Case:
         rest = (self.block_tables, self.seq_lens, self.query_start_loc, self.distribution)
         return (jnp.asarray(self.q), pages, *(jnp.asarray(x) for x in rest))
 
-    def expected(self, options: Options) -> tuple[np.ndarray, np.ndarray]:
+    def of_rank(self, rank: int, size: int, interleave: int) -> Case:
+        """What a rank of context parallelism has, by the words of the contract; a page here is a column there."""
+        own = [t for t in range(self.shape.page_size) if t // interleave % size == rank]
+
+        def of_own(pages: np.ndarray) -> np.ndarray:
+            tokens = pages.reshape(pages.shape[0], self.shape.page_size, -1)[:, own]  # rows hold one token, or more
+            return tokens.reshape(pages.shape[0], pages.shape[1] // size, *pages.shape[2:])
+
+        return dataclasses.replace(self, pages=tuple(of_own(pages) for pages in self.pages))
+
+    def expected(self, options: Options, tree_mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) of the oracle."""
         k, v = unpacked(self.pages, self.shape.num_kv_heads, self.shape.head_dim)
         meta = (self.block_tables, self.seq_lens, self.query_start_loc, int(self.distribution[2]))
-        return attention(self.q, k, v, *meta, options)
+        return attention(self.q, k, v, *meta, options, tree_mask)
 
 
 def random_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -140,7 +157,8 @@ def make_case(
     for array in layout.arrays:
         values = random_values(rng, array.shape(num_pages), array.dtype)
         hidden = 127 if array.dtype == "int8" else np.nan
-        values[~seen] = np.array(hidden).astype(values.dtype)
+        slots = by_token(values, shape.num_kv_heads) if shape.platform == "tpu" else values
+        slots[~seen] = np.array(hidden).astype(values.dtype)
         values[0] = np.zeros((), values.dtype)
         pages.append(values)
     q_lens = [q for q, _ in rows] + [0] * (shape.num_rows - len(rows))

@@ -22,6 +22,7 @@ class Options:
     sinks: np.ndarray | None = field(default=None, compare=False)
     k_scale: np.ndarray | float | None = field(default=None, compare=False)
     v_scale: np.ndarray | float | None = field(default=None, compare=False)
+    held_by: tuple[int, int, int] | None = None  # rank, ranks, successive tokens of each: only its tokens count
 
 
 def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
@@ -43,11 +44,29 @@ def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
     return keys
 
 
+def by_token(pages: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """Packed pages as [pages, page_size, K and V of the heads, lanes], a view.
+
+    A row of 32-bit words is of one token, but where K and V of a token's one head fill half of it, of two.
+    """
+    tokens = 2 if (num_kv_heads, pages.shape[3]) == (1, 4) else 1
+    return pages.reshape(pages.shape[0], pages.shape[1] * tokens, -1, pages.shape[-1])
+
+
+def visible_keys_of_path(path: list[int], own: int, options: Options) -> list[int]:
+    """Slots that the last token of a path sees: of the `own` old tokens, and of the new ones on the path.
+
+    As if the path were the sequence: position after position, each in the slot that holds it.
+    """
+    slots = [*range(own), *(own + n for n in path)]
+    return [slots[k] for k in visible_keys(len(slots) - 1, len(slots), options)]
+
+
 def unpacked(pages: tuple[np.ndarray, ...], num_kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """K and V as float64[pages, page_size, Hkv, D] of either layout."""
     if len(pages) == 2:
         return pages[0].astype(np.float64), pages[1].astype(np.float64)
-    rows = pages[0].reshape(*pages[0].shape[:2], -1, pages[0].shape[-1]).astype(np.float64)
+    rows = by_token(pages[0], num_kv_heads).astype(np.float64)
     return (
         np.stack([rows[:, :, 2 * h, :head_dim] for h in range(num_kv_heads)], axis=2),
         np.stack([rows[:, :, 2 * h + 1, :head_dim] for h in range(num_kv_heads)], axis=2),
@@ -63,6 +82,7 @@ def attention(
     query_start_loc: np.ndarray,
     num_seqs: int,
     options: Options,
+    tree_mask: np.ndarray | None = None,  # uint32[T]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out float64[T, Hq, Dv], lse float64[T, Hq])."""
     num_tokens, num_q_heads, _ = q.shape
@@ -76,7 +96,12 @@ def attention(
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         for t in range(start, end):
             pos = int(seq_lens[s]) - (end - start) + (t - start)
-            keys = np.array(visible_keys(pos, int(seq_lens[s]), options), dtype=np.int64)
+            rank, size, interleave = options.held_by or (0, 1, 1)
+            seen = visible_keys(pos, int(seq_lens[s]), options)
+            if tree_mask is not None and tree_mask[t]:
+                path = [n for n in range(32) if int(tree_mask[t]) >> n & 1]
+                seen = visible_keys_of_path(path, int(seq_lens[s]) - (end - start), options)
+            keys = np.array([k for k in seen if k // interleave % size == rank], dtype=np.int64)
             if keys.size == 0:
                 continue
             at = (block_tables[s, keys // page_size], keys % page_size)

@@ -55,7 +55,6 @@ def test_split_pages(dtype: str, platform: str) -> None:
         ("bfloat16", 1, (1, 2)),
         ("bfloat16", 8, (8, 2)),
         ("float16", 3, (3, 2)),
-        ("float8_e4m3fn", 1, (1, 4)),  # K, V and two rows of padding
         ("float8_e5m2", 2, (1, 4)),
         ("int8", 3, (2, 4)),
     ],
@@ -71,6 +70,38 @@ def test_packed_pages(dtype: str, num_kv_heads: int, rows: tuple[int, int], head
     assert layout.page_bytes == math.prod((8, *rows, lanes)) * BYTES[dtype]
     assert rows[1] * dtype_bits(dtype) == 32
     assert 2 * num_kv_heads <= math.prod(rows) < 2 * num_kv_heads + rows[1]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(("num_kv_heads", "num_shards"), [(1, 1), (8, 8), (3, 3)])
+def test_two_tokens_share_the_words_of_one_head(dtype: str, num_kv_heads: int, num_shards: int) -> None:
+    """Where a device has one head of 8 bits, its pages take half of bfloat16's bytes."""
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": 128, "page_size": 16, "platform": "tpu"}
+    layout = attention_layout(**sizes, dtype=dtype, num_shards=num_shards)
+    (kv,) = layout.arrays
+    assert kv.shape(5) == (5, 8, num_kv_heads, 4, 128)
+    assert kv.axes == (TOKEN_AXIS, HEAD_AXIS, PACK_AXIS, DIM_AXIS)
+    assert (layout.kind, layout.page_size, layout.tokens_per_row) == ("packed", 16, 2)
+    assert layout.page_bytes == 16 * 256 * num_kv_heads
+    assert 2 * layout.page_bytes == attention_layout(**sizes, dtype="bfloat16", num_shards=num_shards).page_bytes
+
+
+def test_other_pages_do_not_depend_on_shards() -> None:
+    """Two heads of 8 bits or one of 16 fill words; heads that do not split stay as on one device."""
+    for heads, shards, dtype in ((8, 4, "int8"), (8, 8, "bfloat16"), (4, 4, "float32"), (6, 4, "int8")):
+        sizes = {"num_kv_heads": heads, "head_dim": 64, "page_size": 8, "dtype": dtype, "platform": "tpu"}
+        layout = attention_layout(**sizes, num_shards=shards)
+        assert layout == attention_layout(**sizes)
+        assert layout.tokens_per_row == 1
+    split = {"num_kv_heads": 4, "head_dim": 64, "page_size": 7, "dtype": "int8"}
+    assert attention_layout(**split, num_shards=4) == attention_layout(**split)
+
+
+def test_a_page_does_not_end_within_a_row() -> None:
+    with pytest.raises(NotImplementedError, match=r"one KV head of int8 hold 2 tokens a row .* multiple of 2, got 5"):
+        attention_layout(num_kv_heads=1, head_dim=64, page_size=5, dtype="int8", platform="tpu")
+    with pytest.raises(ValueError, match="expected num_shards >= 1, got 0"):
+        attention_layout(num_kv_heads=1, head_dim=64, page_size=8, dtype="int8", num_shards=0)
 
 
 def test_equal_layouts_are_equal_values() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import mosaic
+from pallas_kernels.tpu import mosaic
 
 
 def test_a_kernel_leaves_room_in_vmem(monkeypatch: pytest.MonkeyPatch) -> None:

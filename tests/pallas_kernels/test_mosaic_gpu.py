@@ -1,4 +1,4 @@
-"""pallas_kernels.mosaic_gpu: the card's multiprocessors, and grids that CUDA does not take."""
+"""pallas_kernels.gpu.mosaic: the card's multiprocessors, and grids that CUDA does not take."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.ragged_paged_attention.gpu_merge import merge_pieces
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.merge import merge_pieces
 
 
 def test_work_is_shared_by_the_multiprocessors_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 PCIe has 114; without a card kernels are compiled for those of an H100 SXM."""
-    assert mosaic_gpu.num_sms() == mosaic_gpu.NUM_SMS == 132
+    assert mosaic.num_sms() == mosaic.NUM_SMS == 132
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(core_count=114)])
-    assert mosaic_gpu.num_sms() == 114
+    assert mosaic.num_sms() == 114
 
 
 def test_a_merge_takes_more_units_than_a_cuda_grid_has_rows() -> None:
@@ -43,9 +43,9 @@ def test_a_merge_takes_more_units_than_a_cuda_grid_has_rows() -> None:
 def test_a_grid_that_cuda_does_not_take_is_refused() -> None:
     grid = {"rows": 65_536, "columns": 2}
     with pytest.raises(NotImplementedError, match="expected a grid of at most 65,535 along 'rows', got 65,536"):
-        mosaic_gpu.kernel(lambda *refs: None, name="x", outputs=[], grid=grid)
+        mosaic.kernel(lambda *refs: None, name="x", outputs=[], grid=grid)
     with pytest.raises(NotImplementedError, match="x: expected a grid"):
-        mosaic_gpu.kernel_in_place(lambda *refs: None, name="x", outputs=[], grid=grid)
+        mosaic.kernel_in_place(lambda *refs: None, name="x", outputs=[], grid=grid)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 18])
@@ -69,7 +69,7 @@ def test_every_copy_is_started_by_one_warp(count: int, monkeypatch: pytest.Monke
         assert found == 10 * number
         current[-1].append(("start", number))
 
-    mosaic_gpu.start_copies(count, start, place)
+    mosaic.start_copies(count, start, place)
     assert sorted(number for own in done for what, number in own if what == "start") == list(range(count))
     for own in done:
         assert [what for what, _ in own] == ["place"] * (len(own) // 2) + ["start"] * (len(own) // 2)

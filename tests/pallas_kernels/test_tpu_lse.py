@@ -15,8 +15,8 @@ from pallas_kernels.layouts import attention_layout, latent_layout
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 from pallas_kernels.sparse_mla_attention import sparse_mla_attention
-from pallas_kernels.tpu_lse import by_head, heads_to_lanes, lse_shape
-from pallas_kernels.tpu_memory import pallas_calls
+from pallas_kernels.tpu.lse import by_head, heads_to_lanes, lse_shape
+from pallas_kernels.tpu.memory import pallas_calls
 
 TOKENS, HEADS = 8192, 128
 

@@ -13,11 +13,11 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import mosaic, tpu_memory
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import attention_layout, latent_layout
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+from pallas_kernels.tpu import memory, mosaic
 
 
 def shapes(*sizes: tuple[tuple[int, ...], str]) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -133,7 +133,7 @@ def test_memory_is_counted() -> None:
             name="counted",
         )(scalars, x)
 
-    (launch,) = tpu_memory.launches_of(run, jnp.zeros(300, jnp.int32), jnp.zeros((64, 100)))
+    (launch,) = memory.launches_of(run, jnp.zeros(300, jnp.int32), jnp.zeros((64, 100)))
     assert launch == ("counted", 4 * (384 + 256), 2 * 2 * 16 * 128 * 4 + 3 * 2 * 128 * 2, 1 << 20)
 
 

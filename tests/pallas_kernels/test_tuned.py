@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import mosaic, mosaic_gpu
+from pallas_kernels.gpu import mosaic as gpu_mosaic
 from pallas_kernels.layouts import attention_layout
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, tpu_tuning, tuning
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tuning import TunedShape
+from pallas_kernels.tpu import mosaic
 from pallas_kernels.tuned import Table, key_of, read_table, tuned_sizes
 
 SHAPE = TunedShape(32, 8, 128, 128, "bfloat16", "bfloat16", None, None)
@@ -137,7 +138,7 @@ def test_the_gpu_kernel_takes_the_cards_sizes(monkeypatch: pytest.MonkeyPatch, t
     table = {**GOOD, "device": "h100", "by": "time", "entries": [{"shape": shape, "sizes": {"decode_stages": 3}}]}
     (tmp_path / "h100.json").write_text(json.dumps(table))
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
-    monkeypatch.setattr(mosaic_gpu, "card_name", lambda: "h100")
+    monkeypatch.setattr(gpu_mosaic, "card_name", lambda: "h100")
     q, k, v = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((9, 32, 128), (9, 16, 8, 128), (9, 16, 8, 64)))
     assert kernel_gpu.tuned(q, (k, k), 8, MaskRule()) == kernel_gpu.Tuning(decode_stages=3)
     assert kernel_gpu.tuned(q, (k, v), 8, MaskRule()) == kernel_gpu.Tuning()
@@ -151,13 +152,13 @@ def test_the_gpu_kernel_takes_the_cards_sizes(monkeypatch: pytest.MonkeyPatch, t
 def test_names_of_cards(monkeypatch: pytest.MonkeyPatch, kind: str, name: str | None) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
-    assert mosaic_gpu.card_name() == name
+    assert gpu_mosaic.card_name() == name
 
 
 def test_no_chip_here() -> None:
     if jax.default_backend() == "cpu":
         assert mosaic.chip_name() is None
-        assert mosaic_gpu.card_name() is None
+        assert gpu_mosaic.card_name() is None
 
 
 def test_keys_do_not_depend_on_order() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import mosaic
 from pallas_kernels.ragged_paged_attention import tpu_rows
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
+from pallas_kernels.tpu import mosaic
 from tests.pallas_kernels.cases import random_values
 from tests.pallas_kernels.word_views import WordRef, compile_path, from_words, namespace, packing_of, to_words
 
@@ -78,7 +78,7 @@ def test_keys_and_values_of_a_head(dtype: str, pushed: str, pieces: int, monkeyp
     rows = 2 * heads // pack
     x = numbers(3, (2, pieces, 32, rows | 1, pack, 128), dtype)
     compile_path(monkeypatch)
-    kv = KVBlocks(namespace(num_pieces=pieces, pushed_dtype=pushed), None, None, WordRef.of(x), None)  # type: ignore[arg-type]
+    kv = KVBlocks(namespace(num_pieces=pieces, pushed_dtype=pushed, tokens_per_row=1), None, None, WordRef.of(x), None)  # type: ignore[arg-type]
     kept = np.broadcast_to(np.arange(16)[:, None] % 3 != 0, (16, pieces * 128))
     for base, offset, value in ((0, 0, 0), (0, 3, 1), (4, 1, 0), (4, 3, 1)):
         column = 2 * (base + offset) + value
@@ -87,6 +87,35 @@ def test_keys_and_values_of_a_head(dtype: str, pushed: str, pieces: int, monkeyp
         same(kv.load(jnp.int32(1), (base, offset), value, 8, 16), expected)
         masked = kv.load(jnp.int32(1), (base, offset), value, 8, 16, jnp.asarray(kept))
         same(masked, np.where(kept, expected, np.zeros((), expected.dtype)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pushed"),
+    [
+        ("int8", "bfloat16"),
+        ("float8_e4m3fn", "bfloat16"),
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e5m2", "float8_e5m2"),
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_keys_and_values_of_tokens_that_share_words(
+    dtype: str, pushed: str, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K and V of one head in the order of the tokens; 0 where not kept, NaN in the other half of a word or not."""
+    tokens = numbers(4, (2, pieces, 64, 2, 128), dtype)  # K and V of 64 tokens
+    x = tokens.reshape(2, pieces, 32, 1, 4, 128)
+    compile_path(monkeypatch)
+    sizes = namespace(num_pieces=pieces, pushed_dtype=pushed, tokens_per_row=2)
+    kv = KVBlocks(sizes, None, None, WordRef.of(x), None)  # type: ignore[arg-type]
+    kept = np.arange(32) % 3 != 0
+    bits = np.where(kept[0::2], 0xFFFF, 0) | np.where(kept[1::2], 0xFFFF0000, 0)
+    bits = jnp.asarray(np.broadcast_to(bits.astype(np.uint32)[:, None], (16, 128)))
+    for value in (0, 1):
+        expected = np.concatenate(list(tokens[1, :, 16:48, value]), axis=1).astype(jnp.dtype(pushed))
+        same(kv.load(jnp.int32(1), (0, 0), value, 16, 32), expected)
+        masked = kv.load(jnp.int32(1), (0, 0), value, 16, 32, bits)
+        same(masked, np.where(kept[:, None], expected, np.zeros((), expected.dtype)))
 
 
 @pytest.mark.parametrize(("dtype", "group", "heads", "pieces"), [("bfloat16", 4, 2, 1), ("float32", 3, 2, 2)])

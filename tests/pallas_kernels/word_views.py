@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import mosaic
+from pallas_kernels.tpu import mosaic
 
 
 def packing_of(dtype: Any) -> int:

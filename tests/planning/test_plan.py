@@ -164,6 +164,18 @@ def test_tensor_parallelism_splits_heads_and_replicates_the_rest() -> None:
         plan_kv_cache(layers((4, full(8))), num_blocks=8, max_model_len=64, tensor_parallel=3)
 
 
+@pytest.mark.parametrize(("heads", "tensor"), [(1, 1), (8, 8), (2, 8)])
+def test_one_head_of_8_bits_a_device_takes_half_of_the_bytes(heads: int, tensor: int) -> None:
+    """On TPU, whether a layer has one head or its heads split to one; what is counted is what the arrays have."""
+    plans = {}
+    for dtype in ("bfloat16", "int8"):
+        specs = layers((3, full(heads, dtype=dtype)))
+        plans[dtype] = plan_kv_cache(specs, num_blocks=8, max_model_len=64, platform="tpu", tensor_parallel=tensor)
+    assert 2 * plans["int8"].used_bytes == plans["bfloat16"].used_bytes == 2 * 8 * 3 * 16 * 256
+    assert plans["int8"].config.pools[0].bytes_per_block == tensor * plans["int8"].pools[0].bytes_per_block
+    assert plans["int8"].groups[0].real_page_bytes == plans["int8"].groups[0].page_bytes
+
+
 def test_padding_of_tpu_pages_is_counted() -> None:
     narrow = layers((2, full(num_kv_heads=8, head_size=64)))
     plan = plan_kv_cache(narrow, num_blocks=8, max_model_len=64, platform="tpu")

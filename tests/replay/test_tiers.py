@@ -68,3 +68,19 @@ def test_batched_replay_with_time_for_transfers(write_through: bool) -> None:
         assert result.tier_stats.num_host_loads > 0
         first_token_s.append(sum(result.recorder.ttft_s))
     assert first_token_s[1] > first_token_s[0]
+
+
+def test_a_load_of_what_is_nowhere_fails_and_its_request_is_computed() -> None:
+    """Blocks that a pool evicted are on a slow way to a host that has room for a few of them when they are wanted."""
+    trace = [TraceRequest(1_000 * i, 512, 2, (i % 2,)) for i in range(3)]
+    tiers = ReplayTierConfig(host_blocks=4, host_bytes_per_s=1e3)
+    result = run_replay(trace, ReplayConfig(full(16), num_blocks=40, tiers=tiers))
+    assert result.is_complete
+    assert result.tier_stats is not None
+    assert (result.tier_stats.num_load_failures, result.tier_stats.num_loaded_tokens) == (1, 0)
+    recorder = result.recorder
+    assert (recorder.requests, len(recorder.ttft_s), recorder.output_tokens) == (3, 3, 6)
+    assert recorder.computed_tokens > 2 * 512 + 3
+    for pool in recorder.pools:
+        pool.check_invariants()
+        assert pool.num_free_blocks == pool.num_blocks - 1

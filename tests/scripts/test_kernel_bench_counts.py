@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gated_delta_rule.shapes import DeltaShape
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention.shapes import LatentShape
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import AttentionShape
 from pallas_kernels.ssm_update.shapes import SsmShape
 from scripts.kernel_bench.case import BenchCase, Sizes, Work

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention.shapes import SparseShape
 from scripts.kernel_bench.case import Sizes
 from scripts.kernel_bench.entries import Entries, entry_pages, entry_rows

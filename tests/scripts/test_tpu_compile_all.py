@@ -35,15 +35,18 @@ def test_every_op_has_cases_of_its_own_settings() -> None:
 
 
 def test_attention_is_compiled_at_every_shape_and_split() -> None:
+    """And where a shard has one KV head in fp8, too, of which two tokens share words."""
     cases = [parse_case(OPERATIONS["attention"][0], list(c.settings)) for c in shape_cases(["attention"])]
     found = [
-        (c.heads, c.kv_heads, c.head_dim, c.window or None, c.chunk or None, c.soft_cap or None, bool(c.sinks))
+        (c.dtype, c.heads, c.kv_heads, c.head_dim, c.window or None, c.chunk or None, c.soft_cap or None, bool(c.sinks))
         for c in cases
     ]
     for shape in SHAPES:
         masks = (shape.sliding_window, shape.attention_chunk_size, shape.soft_cap, shape.sinks)
         for num_shards in (1, 2, 4, 8):
-            assert found.count((*shape.per_shard(num_shards), shape.head_dim, *masks)) == 1
+            sizes = (*shape.per_shard(num_shards), shape.head_dim, *masks)
+            assert found.count(("bfloat16", *sizes)) == 1
+            assert found.count(("float8_e4m3fn", *sizes)) == (sizes[1] == 1)
 
 
 def test_settings_may_be_added_to_every_case() -> None:

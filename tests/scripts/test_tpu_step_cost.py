@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from scripts.tpu_aot.bundles import Kernel
 from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.latency import Ring

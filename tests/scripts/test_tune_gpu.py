@@ -181,3 +181,8 @@ def test_a_budget_begins_no_more_candidates_and_the_formula_stands(
 def test_the_list_says_how_many_candidates_a_case_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune_gpu.main([*ONE_CASE, "--list"]) == 0
     assert capsys.readouterr().out == f"{CASE.label}: {len(list(tune_gpu.candidates_of(CASE)))} candidates\n"
+
+
+def test_an_unknown_model_is_one_line() -> None:
+    with pytest.raises(SystemExit, match=r"error: expected a model out of .*got 'llama9'"):
+        tune_gpu.main(["h100", "--model", "llama9", "--list"])

@@ -42,6 +42,20 @@ def test_faults_cost_computation_alone(name: str, write_through: bool) -> None:
     world.drain()
 
 
+@pytest.mark.parametrize("fault_rate", [0.0, 0.1])
+@pytest.mark.parametrize("write_through", [False, True])
+def test_data_ranks_load_what_another_computed_and_nothing_else(write_through: bool, fault_rate: float) -> None:
+    """One host and one disk; a request finds units that its own rank has never computed."""
+    first = TieredWorld(SETUPS["pools"], 5, num_units=600, write_through=write_through, fault_rate=fault_rate)
+    second = TieredWorld(SETUPS["pools"], 5, first=first, write_through=write_through, fault_rate=fault_rate)
+    for _ in range(100):
+        first.step()
+        first.check_invariants()
+    assert min(first.num_foreign, second.num_foreign) > 2
+    assert (first.num_failed + second.num_failed > 0) == (fault_rate > 0)
+    first.drain()
+
+
 def test_no_room_on_the_host_is_no_error() -> None:
     world = TieredWorld(SETUPS["hybrid"], 3, num_units=3, fault_rate=0.02)
     for _ in range(60):

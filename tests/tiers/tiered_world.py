@@ -9,6 +9,8 @@ told, and each step does a random part of it, in any order that a real one might
     hang       a load never ends
     abort      a request ends while its load is in flight
     vanish     a unit is gone from the disk although the index says that it is there
+
+Worlds of several data ranks share host, disk, worker and chance.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from typing import Any
 import numpy as np
 
 from kvjax.core import KVCacheManager, Request
-from kvjax.tiers.connector import ConnectorOutput
+from kvjax.tiers.connector import ConnectorOutput, LoadResults
 from kvjax.tiers.host_store import HostStore
+from kvjax.tiers.rank_schedulers import RankTierSchedulers
 from kvjax.tiers.tier_scheduler import TierScheduler
+from kvjax.tiers.transit import UnitsInTransit
 from kvjax.tiers.units import LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitSizes
 from tests.core.manager.manager_lockstep import config_of
 from tests.core.manager.naive_manager import NaiveGroup
@@ -51,6 +55,7 @@ class Piece:
 
     load_id: int
     key: UnitKey
+    pages: dict[tuple[int, int], Content]  # of its rank
     page: tuple[int, int]
     content: Content | None  # None: it will fail
     hangs: bool
@@ -60,7 +65,8 @@ class ToyWorker:
     """Gathers at once, as the device's order has it; the rest happens when chance says so."""
 
     def __init__(self, world: TieredWorld) -> None:
-        self.world = world
+        self.world = world  # of rank 0
+        self.worlds = [world]
         self.slots: dict[tuple[int, int], Content] = {}  # of the host, by pool and slot
         self.arriving: list[tuple[StoreUnits, list[Content]]] = []
         self.pieces: list[Piece] = []
@@ -69,27 +75,28 @@ class ToyWorker:
 
     def start_load_kv(self, meta: TierMeta) -> None:
         world = self.world
-        pages, pools = world.pages, world.sizes.pool_of_group
+        pools = world.sizes.pool_of_group
         self.pieces = [piece for piece in self.pieces if piece.load_id not in meta.cancelled]
         copies = [
-            (copy.load_id, pools[copy.group_id], destination, pages[pools[copy.group_id], source])
+            (copy, destination, self.worlds[copy.rank].pages[pools[copy.group_id], source])
             for copy in meta.copies
             for source, destination in zip(copy.sources.tolist(), copy.destinations.tolist(), strict=True)
         ]
         for store in meta.stores:
+            pages = self.worlds[store.rank].pages
             self.arriving.append((store, [pages[pools[store.group_id], i] for i in store.block_ids.tolist()]))
-        for load_id, pool_id, destination, content in copies:
-            pages[pool_id, destination] = content
-            self.written[load_id] += 1
+        for copy, destination, content in copies:
+            self.worlds[copy.rank].pages[pools[copy.group_id], destination] = content
+            self.written[copy.load_id] += 1
         for load in meta.loads:
             self.take(load)
         for piece in [piece for piece in self.pieces if not piece.hangs and world.rng.random() < 0.7]:
             self.pieces.remove(piece)
             if piece.content is None:
                 self.failed.add(piece.load_id)
-                pages[piece.page] = (-1, ("half written",))
+                piece.pages[piece.page] = (-1, ("half written",))
             else:
-                pages[piece.page] = piece.content
+                piece.pages[piece.page] = piece.content
                 self.written[piece.load_id] += 1
 
     def take(self, load: LoadUnits) -> None:
@@ -103,11 +110,12 @@ class ToyWorker:
                 world.disk.index.discard(key)
             if world.plant("load"):
                 content = None
-            self.pieces.append(Piece(load.load_id, key, (pool_id, block_id), content, world.plant("hang")))
+            place, pages = (pool_id, block_id), self.worlds[load.rank].pages
+            self.pieces.append(Piece(load.load_id, key, pages, place, content, world.plant("hang")))
 
     def get_finished(self) -> ConnectorOutput:
         world, stored = self.world, []
-        while self.arriving and world.rng.random() < 0.6:
+        while self.arriving and world.rng.random() < 1 - 0.4 / len(self.worlds):
             store, contents = self.arriving.pop(0)
             stored.append(self.store(store, contents))
         written, failed = dict(self.written), frozenset(self.failed)
@@ -155,14 +163,26 @@ class TieredWorld:
         fault_rate: float = 0.0,
         disk_share: float = 0.5,
         write_through: bool = False,
+        first: TieredWorld | None = None,  # of rank 0, whose host and disk this one shares
         **options: Any,
     ) -> None:
-        self.groups, self.rng = groups, np.random.default_rng(seed)
+        first = self if first is None else first
+        self.first, self.groups = first, groups
         num_pools = 1 + max(group.pool for group in groups)
         config = config_of(list(groups), [num_blocks] * num_pools)
         self.sizes = UnitSizes.of(config)
-        self.host = HostStore([num_units] * num_pools, self.sizes, has_bytes=False)
-        self.disk, self.disk_share = ToyDisk(), disk_share
+        self.disk_share, self.fault_rate = disk_share, fault_rate
+        if first is self:
+            self.rng = np.random.default_rng(seed)
+            self.host = HostStore([num_units] * num_pools, self.sizes, has_bytes=False)
+            self.disk, self.transit = ToyDisk(), UnitsInTransit()
+            self.worker = ToyWorker(self)
+            self.faults: Counter[str] = Counter()
+        else:
+            self.rng, self.host, self.disk, self.transit = first.rng, first.host, first.disk, first.transit
+            self.worker, self.faults = first.worker, first.faults
+            self.worker.worlds.append(self)
+        self.rank = self.worker.worlds.index(self)
         self.now_s = 0.0
         self.tiers = TierScheduler(
             self.host,
@@ -170,17 +190,18 @@ class TieredWorld:
             self.sizes.pool_of_group,
             write_through=write_through,
             load_timeout_s=TIMEOUT_S,
-            clock=lambda: self.now_s,
+            clock=lambda: first.now_s,
+            rank=self.rank,
+            transit=self.transit,
         )
         self.manager = KVCacheManager(config, 48, 2, tier=self.tiers, **options)
         self.tiers.bind_kv_cache_manager(self.manager)
-        self.worker = ToyWorker(self)
         self.pages: dict[tuple[int, int], Content] = {}
         self.running: list[Request] = []
         self.loading: dict[str, Request] = {}
-        self.fault_rate = fault_rate
-        self.faults: Counter[str] = Counter()
+        self.computed: set[Content] = set()
         self.num_made = self.num_loaded = self.num_failed = 0
+        self.num_foreign = 0  # pages that were loaded and never computed here
 
     @property
     def num_faults(self) -> int:
@@ -192,42 +213,62 @@ class TieredWorld:
         self.faults[fault] += is_planted
         return is_planted
 
+    @property
+    def schedulers(self) -> TierScheduler | RankTierSchedulers:
+        """Of all ranks."""
+        worlds = self.worker.worlds
+        return self.tiers if len(worlds) == 1 else RankTierSchedulers([world.tiers for world in worlds])
+
     def step(self) -> None:
-        """Loads end, requests end and start, pages are computed."""
+        """Of all ranks: loads end, requests end and start, pages are computed."""
+        worlds = self.worker.worlds
         self.now_s += 1.0
+        for world in worlds:
+            world.end_some()
+        if self.disk.units and self.plant("vanish"):
+            self.disk.units.pop(next(iter(self.disk.units)))  # the index does not know
+        results = self.schedulers.update_connector_output(self.worker.get_finished())
+        for world in worlds:
+            world.start_some(results)
+        self.worker.start_load_kv(self.schedulers.build_connector_meta())
+        for world in worlds:
+            for request in world.running:
+                world.compute(request)
+        for world in worlds:
+            for request in world.running:
+                world.check(request)
+
+    def end_some(self) -> None:
+        """Requests end, and some are aborted while they load."""
         while self.running and self.rng.random() < 0.6:
             self.end(self.running.pop(int(self.rng.integers(len(self.running)))))
         for request in list(self.loading.values()):
             if self.plant("abort"):
                 self.end(self.loading.pop(request.request_id))
         self.manager.new_step_starts()
-        if self.disk.units and self.plant("vanish"):
-            self.disk.units.pop(next(iter(self.disk.units)))  # the index does not know
-        results = self.tiers.update_connector_output(self.worker.get_finished())
-        for request_id in results.loaded:
+
+    def start_some(self, results: LoadResults) -> None:
+        """What is loaded runs, what is not is computed, and another request comes."""
+        for request_id in filter(self.loading.__contains__, results.loaded):
             request = self.loading.pop(request_id)
             self.manager.cache_blocks(request, request.num_computed_tokens)
             self.num_loaded += 1
+            self.num_foreign += sum(content not in self.computed for _, _, content in self.own_pages(request))
             self.run(request)
-        for request_id in results.failed:
+        for request_id in filter(self.loading.__contains__, results.failed):
             request = self.loading.pop(request_id)
             self.manager.free(request)
             request.num_computed_tokens = 0
             self.num_failed += 1
             self.start(request)
         self.start(self.request())
-        self.worker.start_load_kv(self.tiers.build_connector_meta())
-        for request in self.running:
-            self.compute(request)
-        for request in self.running:
-            self.check(request)
 
     def request(self, salt: str | None = None) -> Request:
         self.num_made += 1
         tokens = self.rng.integers(0, 2, int(self.rng.integers(1, 30)))
         tokens[:12] = 0  # prompts begin alike
         salt = ("a", "b", None)[int(self.rng.integers(3))] if salt is None else salt
-        return Request(f"r{self.num_made}", tokens, cache_salt=salt, block_hasher=HASHER)
+        return Request(f"{self.rank}-{self.num_made}", tokens, cache_salt=salt, block_hasher=HASHER)
 
     def start(self, request: Request) -> None:
         """Loads or runs a request, if it fits."""
@@ -265,6 +306,7 @@ class TieredWorld:
         for place, column, content in self.own_pages(request):
             if (column + 1) * self.groups[content[0]].block_size > request.num_computed_tokens:
                 self.pages[place] = content
+                self.computed.add(content)
         request.num_computed_tokens = request.num_tokens
 
     def check(self, request: Request) -> None:
@@ -287,21 +329,23 @@ class TieredWorld:
         ]
 
     def check_invariants(self) -> None:
-        self.manager.check_invariants()
-        self.tiers.check_invariants()
+        for world in self.worker.worlds:
+            world.manager.check_invariants()
+        self.schedulers.check_invariants()
 
     def drain(self) -> None:
         """Ends all requests and transfers: then no block and no slot is held."""
-        self.fault_rate = 0.0
-        for request in [*self.running, *self.loading.values()]:
-            self.end(request)
-        self.running, self.loading = [], {}
+        for world in self.worker.worlds:
+            world.fault_rate = 0.0
+            for request in [*world.running, *world.loading.values()]:
+                world.end(request)
+            world.running, world.loading = [], {}
         self.worker.pieces.clear()
         for _ in range(40):
             self.now_s += 1.0
-            self.tiers.update_connector_output(self.worker.get_finished())
-            self.worker.start_load_kv(self.tiers.build_connector_meta())
+            self.schedulers.update_connector_output(self.worker.get_finished())
+            self.worker.start_load_kv(self.schedulers.build_connector_meta())
         self.check_invariants()
-        assert self.manager.usage == 0
-        assert self.tiers.num_loads == 0
+        assert all(world.manager.usage == 0 for world in self.worker.worlds)
+        assert self.schedulers.num_loads == 0
         assert self.host.num_held == 0

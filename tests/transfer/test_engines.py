@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+from kvjax.device import Placement
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
 from kvjax.errors import TransferError
 from kvjax.models import load_model
@@ -49,14 +52,23 @@ def drained(engine: LLMEngine) -> dict[str, GenerationResult]:
 class Pair:
     """Both engines of one model, in this process, and what they make of its goldens."""
 
-    def __init__(self, name: str, server: PageServer | None = None, client: PageClient | None = None) -> None:
-        model = load_model(model_folder(name), "float32")
+    def __init__(
+        self,
+        name: str,
+        server: PageServer | None = None,
+        client: PageClient | None = None,
+        meshes: Sequence[Mesh | None] = (None, None),  # of prefill and decode
+    ) -> None:
+        models = {mesh: load_model(model_folder(name), "float32", mesh) for mesh in set(meshes)}
+        first, second = (Placement.create(mesh) for mesh in meshes)
         self.goldens = {f"r{i}": golden for i, golden in enumerate(goldens_of(name))}
-        self.source = PrefillConnector(server or PageServer(), weights_version="1")
+        self.source = PrefillConnector(
+            server or PageServer(), placement=first, num_receivers=second.num_shards, weights_version="1"
+        )
         self.late_s = self.seconds_a_look = 0.0  # by which the decode side's clock is ahead, and gets ahead
-        self.target = DecodeConnector(client or PageClient(), weights_version="1", clock=self.clock)
-        self.prefill = LLMEngine(model, config_of(8), connector=self.source)
-        self.decode = LLMEngine(model, config_of(16), connector=self.target)
+        self.target = DecodeConnector(client or PageClient(), placement=second, weights_version="1", clock=self.clock)
+        self.prefill = LLMEngine(models[meshes[0]], config_of(8), mesh=meshes[0], connector=self.source)
+        self.decode = LLMEngine(models[meshes[1]], config_of(16), mesh=meshes[1], connector=self.target)
 
     def clock(self) -> float:
         self.late_s += self.seconds_a_look

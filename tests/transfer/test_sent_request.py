@@ -98,10 +98,3 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
     with pytest.raises(ValueError, match="expected 0 <= first < stop, got tokens 4 to 4"):
         RequestPages(request.tables, 4, 4)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(pages))
-
-
-@pytest.mark.parametrize("ranks", ["num_context", "num_data"])
-def test_pages_split_along_more_than_heads_are_refused(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placement, ranks, 2)  # there is one device here
-    with pytest.raises(NotImplementedError, match="expected pages that are split along heads alone"):
-        PageReader(config_of(specs(4), "cpu"), Placement.create())

@@ -66,9 +66,9 @@ class Dense:
 
 
 def nan_pages(config: KVCacheConfig, placement: Placement | None = None) -> KVPages:
-    """Pages of NaN, page 0 zero."""
+    """Pages of NaN, page 0 of every data rank zero."""
     pages = create_pages(config, placement)
-    return jax.tree.map(lambda array: array.at[1:].set(jnp.nan), pages)
+    return jax.tree.map(lambda array: array.at[np.flatnonzero(np.arange(len(array)) % NUM_PAGES)].set(jnp.nan), pages)
 
 
 def tables(layers: dict[str, KVCacheSpec], num_tokens: int, seed: int) -> tuple[np.ndarray, ...]:

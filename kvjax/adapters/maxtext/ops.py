@@ -4,7 +4,8 @@ Flow:    MaxText's projections, metadata -> [sharded_ragged_paged_attention] -> 
 Source:  AI-Hypercomputer/maxtext, layers/attentions.py; the signature is tpu-inference's `layers/common/
          attention_interface.py`, recorded as `sharded_ragged_paged_attention`
 
-Pages are `RPAv3Layout`'s, of heads of 64 numbers too.
+Pages are `RPAv3Layout`'s, of heads of 64 numbers too. One KV head of 8 bits is padded there to whole words, which
+kvjax's pages of one head are not: the kernel is called for the head and those that the padding has room for.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ def sharded_ragged_paged_attention(
             raise NotImplementedError(f"expected {name}=None, got {value}: pages of 8 bits are kvjax's kv_write's")
     if decode_query_size not in (None, 1):
         raise NotImplementedError(f"expected one query of a decoding request, got {decode_query_size}")
+    num_q_heads, num_kv_heads = q.shape[1], max(k.shape[1], kv_cache.shape[3] // 2)
+    if num_kv_heads > k.shape[1]:
+        q, k, v = (_with_heads(x, num_kv_heads // k.shape[1] * x.shape[1], 1) for x in (q, k, v))
+        attention_sink = None if attention_sink is None else _with_heads(attention_sink, q.shape[1], 0)
     slots = _slots(kv_lens, page_indices, cu_q_lens, distribution, q.shape[0], kv_cache.shape[1])
     result = ragged_paged_attention(
         q,
@@ -64,14 +69,19 @@ def sharded_ragged_paged_attention(
         distribution,
         new_kv=(k, v) if update_kv_cache else None,
         slot_mapping=slots if update_kv_cache else None,
-        num_kv_heads=k.shape[1],
+        num_kv_heads=num_kv_heads,
         sm_scale=sm_scale,
         causal=use_causal_mask,
         sliding_window=attention_chunk_size,
         soft_cap=attn_logits_soft_cap,
         sinks=attention_sink,
     )
-    return result.out, result.pages[0]
+    return result.out[:, :num_q_heads], result.pages[0]
+
+
+def _with_heads(x: jax.Array, num_heads: int, axis: int) -> jax.Array:
+    """Zeros for the heads of the padding."""
+    return jnp.pad(x, [(0, num_heads - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
 
 def _slots(

@@ -21,6 +21,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from kvjax.adapters.sglang_jax.free_group import FreeGroup
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.watch.kv_events import GroupInfo, KVEventLog
 from kvjax.errors import BlockStateError
@@ -55,8 +56,12 @@ class SlotAllocator:
         self._kvcache = kvcache
         self.event_logs = [KVEventLog() for _ in range(dp_size)] if event_logs is None else list(event_logs)
         self.pools = [self._empty_pool(rank) for rank in range(dp_size)]
-        self.is_not_in_free_group = True
-        self._waiting: list[list[np.ndarray]] = [[] for _ in range(dp_size)]
+        self._free_group = FreeGroup(dp_size)
+
+    @property
+    def is_not_in_free_group(self) -> bool:
+        """The stack's name for a group that is closed."""
+        return not self._free_group.is_open
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -177,8 +182,7 @@ class SlotAllocator:
             ValueError: a slot is none of the rank.
             BlockStateError: a page is free, or belongs to the prefix cache. In a group, at its end.
         """
-        if not self.is_not_in_free_group:
-            self._waiting[dp_rank].append(np.asarray(free_index))
+        if self._free_group.holds_back(free_index, dp_rank):
             return
         self.free_pages_of(self.owned_pages(free_index, dp_rank), dp_rank)
 
@@ -202,15 +206,11 @@ class SlotAllocator:
 
     def free_group_begin(self) -> None:
         """From here on `free` waits for `free_group_end`."""
-        self.is_not_in_free_group = False
+        self._free_group.is_open = True
 
     def free_group_end(self) -> None:
         """Frees what waits."""
-        self.is_not_in_free_group = True
-        waiting, self._waiting = self._waiting, [[] for _ in range(self.dp_size)]
-        for rank, slots in enumerate(waiting):
-            if slots:
-                self.free(np.concatenate(slots), rank)
+        self._free_group.end(self.free)
 
     def clear(self, dp_rank: int | None = None) -> None:
         """Frees and forgets every page of a rank, or of all."""
@@ -218,10 +218,9 @@ class SlotAllocator:
             emits = self.pools[rank].enable_kv_cache_events
             self.pools[rank] = self._empty_pool(rank)
             self.pools[rank].enable_kv_cache_events = emits
-            self._waiting[rank] = []
             if emits:
                 self.event_logs[rank].note_cleared()
-        self.is_not_in_free_group = True
+        self._free_group.clear(dp_rank)
 
     def backup_state(self) -> Any:
         """Refused: pages that were allocated since would stay with the prefix cache."""

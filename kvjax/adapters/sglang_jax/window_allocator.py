@@ -15,6 +15,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from kvjax.adapters.sglang_jax.free_group import FreeGroup
 from kvjax.adapters.sglang_jax.slot_allocator import SlotAllocator
 from kvjax.core.watch.kv_events import GroupInfo
 from kvjax.errors import BlockStateError
@@ -50,8 +51,12 @@ class WindowSlotAllocator:
         self.full_to_swa_index_mapping = self._mapping[0] if dp_size == 1 else self._mapping
         if kvcache is not None:
             kvcache.full_to_swa_index_mapping = self.full_to_swa_index_mapping
-        self.is_not_in_free_group = True
-        self._waiting: list[list[np.ndarray]] = [[] for _ in range(dp_size)]
+        self._free_group = FreeGroup(dp_size)
+
+    @property
+    def is_not_in_free_group(self) -> bool:
+        """The stack's name for a group that is closed."""
+        return not self._free_group.is_open
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -158,8 +163,7 @@ class WindowSlotAllocator:
 
     def free(self, free_index: npt.ArrayLike, dp_rank: int = 0) -> None:
         """As `SlotAllocator.free`, with their window pages."""
-        if not self.is_not_in_free_group:
-            self._waiting[dp_rank].append(np.asarray(free_index))
+        if self._free_group.holds_back(free_index, dp_rank):
             return
         pages = self.full_attn_allocator.owned_pages(free_index, dp_rank)
         self.full_attn_allocator.free_pages_of(pages, dp_rank)
@@ -196,15 +200,11 @@ class WindowSlotAllocator:
 
     def free_group_begin(self) -> None:
         """From here on `free` waits for `free_group_end`."""
-        self.is_not_in_free_group = False
+        self._free_group.is_open = True
 
     def free_group_end(self) -> None:
         """Frees what waits."""
-        self.is_not_in_free_group = True
-        waiting, self._waiting = self._waiting, [[] for _ in range(self.dp_size)]
-        for rank, slots in enumerate(waiting):
-            if slots:
-                self.free(np.concatenate(slots), rank)
+        self._free_group.end(self.free)
 
     def clear(self, dp_rank: int | None = None) -> None:
         """Frees and forgets every page of a rank, or of all."""
@@ -213,8 +213,7 @@ class WindowSlotAllocator:
         for rank in range(self.dp_size) if dp_rank is None else (dp_rank,):
             self._mapping[rank].fill(0)
             self._owner[rank].fill(0)
-            self._waiting[rank] = []
-        self.is_not_in_free_group = True
+        self._free_group.clear(dp_rank)
 
     def backup_state(self) -> Any:
         """Refused, as in the stack."""

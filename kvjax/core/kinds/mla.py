@@ -67,8 +67,11 @@ class LatentSpec(KVCacheSpec):
         num_bytes = self.states_per_block * self.head_size * dtype_bits(self.dtype) // 8
         return cdiv(num_bytes, self.page_alignment) * self.page_alignment
 
-    def page_layout(self, platform: str) -> PageLayout:
-        """The array that holds one layer's pages on `platform`; `page_alignment` is for stacks that lay out bytes."""
+    def page_layout(self, platform: str, num_shards: int = 1) -> PageLayout:
+        """The array that holds one layer's pages on `platform`, whole on each of `num_shards` devices.
+
+        `page_alignment` is for stacks that lay out bytes.
+        """
         return latent_layout(
             head_dim=self.head_size, page_size=self.states_per_block, dtype=self.dtype, platform=platform
         )

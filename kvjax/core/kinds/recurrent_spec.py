@@ -88,8 +88,11 @@ class RecurrentSpec(KVCacheSpec):
         """One state, or what its page is padded to."""
         return self.state_bytes if self.page_size_padded is None else self.page_size_padded
 
-    def page_layout(self, platform: str) -> PageLayout:
-        """Arrays that hold one layer's states; `page_size_padded` is for stacks that lay out bytes."""
+    def page_layout(self, platform: str, num_shards: int = 1) -> PageLayout:
+        """Arrays that hold one layer's states, over any `num_shards` devices.
+
+        `page_size_padded` is for stacks that lay out bytes.
+        """
         return recurrent_layout(shapes=self.state_shapes, dtypes=self.state_dtypes, platform=platform)
 
     def max_blocks_per_request(self, max_model_len: int, max_in_flight_tokens: int) -> int:

@@ -19,6 +19,7 @@ from kvjax.core.pool.block import KVCacheBlock
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.core.step.group_plans import GroupTables
 
 
 class ManagerReader:
@@ -53,6 +54,10 @@ class ManagerReader:
     def knows_tokens_in_flight(self) -> bool:
         """Whether `fork` can leave tokens out; not where a state holds all of them."""
         return all(manager.knows_tokens_in_flight for manager in self.groups.managers)
+
+    def group_tables(self) -> list[GroupTables]:
+        """The live block tables of all groups, those of one spec in one pool side by side: what plans are read from."""
+        return [GroupTables(m.group_ids, m.block_size, m.block_tables, m.num_blocks) for m in self.groups.managers]
 
     def block_tables(self, group_id: int) -> np.ndarray:  # int32[rows, columns]
         """The group's live block table: for reading only, and replaced when it grows."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.compressor_update import compressor_update
 from pallas_kernels.layouts import latent_layout
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES, SparseShape
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array, random_pages
 from scripts.kernel_bench.step import Rows, Step, words

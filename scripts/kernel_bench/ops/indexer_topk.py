@@ -15,7 +15,7 @@ import numpy as np
 
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.latent_entries import IndexFp8
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES, SparseShape
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array
 from scripts.kernel_bench.entries import KINDS, Entries, entry_bytes, entry_pages, entry_rows, stored_in

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layouts import latent_layout
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.mla_paged_attention.shapes import SHAPES, LatentShape
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array, random_pages
 from scripts.kernel_bench.shards import splits, with_most_shards
 from scripts.kernel_bench.step import Step, rows_of, words

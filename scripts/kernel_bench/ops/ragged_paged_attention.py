@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.layouts import attention_layout
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array, random_pages
 from scripts.kernel_bench.shards import splits, with_most_shards

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.latent_entries import EntryFormat, LatentFp8
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.sparse_mla_attention import plan, sparse_mla_attention
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES, SparseShape
 from scripts.kernel_bench.case import Arguments, BenchCase, Sizes, Work, itemsize, random_array

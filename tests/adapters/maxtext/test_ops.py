@@ -72,3 +72,19 @@ def test_what_the_op_cannot_do_is_refused(name: str) -> None:
     options = {"mesh": None, **options}
     with pytest.raises(NotImplementedError, match=told):
         sharded_ragged_paged_attention(options.pop("mesh"), *arguments(step, step.pages)[1], SM_SCALE, **options)
+
+
+def test_a_head_of_8_bits_lies_in_padded_words() -> None:
+    """tpu-inference pads one int8 head to whole words: the op writes and reads it as the same numbers in float32."""
+    rng, new, results = np.random.default_rng(0), 3, []
+    q, k, v = (rng.integers(-3, 4, (new, heads, 32)).astype(np.float32) for heads in (4, 1, 1))
+    old = [rng.integers(-3, 4, (3, 8, 1, 32)) for _ in range(2)]
+    step = [jnp.array(x, jnp.int32) for x in ([6], [2, 1], [0, new], [0, 0, 1])]
+    for dtype in ("float32", "int8"):
+        layout = RPAv3Layout(8, dtype, 1, 32)
+        cache = layout.pack(*(jnp.asarray(x, dtype) for x in old))
+        out, cache = OP(*map(jnp.asarray, (q, k, v)), cache, *step, jnp.ones(4), sm_scale=SM_SCALE)
+        results.append((out, *(x.astype(jnp.float32) for x in layout.unpack(cache))))
+        np.testing.assert_array_equal(results[-1][1][2, 3:6], k)
+    for exact, short in zip(*results, strict=True):
+        np.testing.assert_allclose(short, exact, atol=1e-5, rtol=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.core.step import step_builder
+from kvjax.core.step.group_plans import GroupTables
 from kvjax.core.step.step_builder import NO_UPDATE, build_step_plan, logits_requests
 from kvjax.core.step.step_plan import StepPlan, TableUpdate
 
@@ -94,6 +95,26 @@ def test_agrees_with_a_plan_made_request_by_request(seed: int) -> None:
     ones = [name for name in given if counts[int(name[1:])] == 1]
     assert plan.request_ids == (*ones, *(name for name in given if name not in ones))
     assert plan.distribution.tolist() == [len(ones), len(ones), len(rows)]
+
+
+def test_groups_of_one_spec_have_tables_of_their_own_wherever_they_stand() -> None:
+    """Window, full, window, another window: what a plan says of each is what its own table says."""
+    window = SlidingWindowSpec(block_size=4, sliding_window=9, **SIZES)
+    specs = (window, FullAttentionSpec(block_size=4, **SIZES), window, replace(window, sliding_window=5))
+    groups = tuple(KVCacheGroupSpec((f"layer{i}",), spec, 0) for i, spec in enumerate(specs))
+    config = KVCacheConfig((KVCachePoolSpec(200),), groups)
+    manager = KVCacheManager(config, max_model_len=200, hash_block_size=4, enable_caching=False)
+    rows = np.array([start(manager, f"r{i}", 21 + i, 20, 1 + i) for i in range(3)])
+    assert sorted(i for tables in manager.group_tables() for i in tables.group_ids) == [0, 1, 2, 3]
+    for order in ([0], [0, 1, 2]):
+        plan = build_step_plan(manager, rows[order], np.array([1, 2, 3])[order])
+        assert [group.kind for group in plan.groups] == [spec.kind for spec in specs]
+        for group_id, group in enumerate(plan.groups):
+            ids = np.array([manager.get_block_ids(name)[group_id][:6] for name in plan.request_ids])
+            assert group.block_tables[:, :6].tolist() == ids.tolist()
+            own = np.repeat(np.arange(len(order)), plan.num_new_tokens)
+            slots = ids[own, plan.positions // 4] * 4 + plan.positions % 4
+            assert group.slot_mapping.tolist() == slots.tolist()
 
 
 def arrays_of(value: object) -> list[np.ndarray]:
@@ -284,7 +305,8 @@ def test_a_new_kind_says_itself_what_its_pages_hold() -> None:
     tables.kv_cache_config = KVCacheConfig.single_pool(
         50, CounterSpec(block_size=4, **SIZES), CaptionSpec(block_size=4, **SIZES)
     )
-    tables.block_size = lambda group_id: 4
+    (own,) = tables.group_tables()
+    tables.group_tables = lambda: [own, own._replace(group_ids=(1,))]
     tables.request_table.num_encoder_tokens = np.array([3, 6])
     tables.request_table.num_computed_tokens = np.array([0, 19])
     tables.take_page_copies = tables.take_pages_to_zero = tuple
@@ -321,6 +343,7 @@ def test_a_step_without_requests_is_empty() -> None:
 
 def plain_tables(request_ids: list[str | None]) -> SimpleNamespace:
     """Two rows of 8 and 20 tokens in blocks of 4."""
+    entries = np.arange(1, 21, dtype=np.int32).reshape(1, 2, 10)
     return SimpleNamespace(
         kv_cache_config=KVCacheConfig.single_pool(50, FullAttentionSpec(block_size=4, **SIZES)),
         request_table=SimpleNamespace(
@@ -329,15 +352,13 @@ def plain_tables(request_ids: list[str | None]) -> SimpleNamespace:
             num_computed_tokens=np.array([0, 0]),
             request_ids=np.array(request_ids, np.object_),
         ),
-        block_tables=lambda group_id: np.arange(1, 21, dtype=np.int32).reshape(2, 10),
-        num_blocks=lambda group_id: np.array([2, 5]),
+        group_tables=lambda: [GroupTables((0,), 4, entries, np.array([2, 5]))],
     )
 
 
 def test_a_sampled_token_may_lie_behind_the_last_column_of_the_token_table() -> None:
     """Its place in the table is made when the host has seen it."""
     tables = plain_tables(["a", "b"])
-    tables.block_size = lambda group_id: 4
     tables.request_table.token_ids = np.full((2, 19), 7, np.int32)
     tables.request_table.num_tokens[:] = 19
     tables.request_table.num_computed_tokens[:] = 19
@@ -349,9 +370,8 @@ def test_a_sampled_token_may_lie_behind_the_last_column_of_the_token_table() -> 
 
 def test_tokens_of_a_null_block_have_no_slot() -> None:
     tables = plain_tables(["a", "b"])
-    tables.block_size = lambda group_id: 4
-    tables.block_tables = lambda group_id: np.array([[0, 1, 0], [2, 3, 4]], np.int32)
-    tables.num_blocks = lambda group_id: np.array([2, 3])
+    entries = np.array([[[0, 1, 0], [2, 3, 4]]], np.int32)
+    tables.group_tables = lambda: [GroupTables((0,), 4, entries, np.array([2, 3]))]
     plan = build_step_plan(tables, np.array([0]), np.array([8]), page_copies=(), pages_to_zero=())
     assert plan.groups[0].slot_mapping.tolist() == [-1] * 4 + [4, 5, 6, 7]
 

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.compressor_update import CompressorOutput, compressor_update, max_new_entries
+from pallas_kernels.compressor_update import CompressorOutput, compressor_update, max_new_entries, reference
 from pallas_kernels.layouts import cdiv, latent_layout
 from tests.pallas_kernels.cases import assert_close, random_values
 from tests.pallas_kernels.sparse_oracle import compressed
@@ -126,6 +127,16 @@ def test_entries_are_those_of_the_whole_sequence(ratio: int, overlap: bool, page
         steps = Steps(seed, ratio, overlap, page_size, platform)
         steps.step([7, 1, 0])
         steps.run([1, 2, 8, 12])
+
+
+def test_a_gpu_pools_more_entries_at_once() -> None:
+    """As many as their states may take memory, the last ones of a step with those before."""
+    op = jax.jit(functools.partial(compressor_update, overlap=True, page_size=4, backend="xla"))
+    steps = Steps(0, 4, True, 4, op=op)
+    steps.step([7, 1, 0])
+    steps.run([1, 12])
+    assert reference.entries_on_gpu(jnp.zeros((4, 1024)), True) == 1024
+    assert reference.entries_on_gpu(jnp.zeros((10_000, 1024)), True) == 16
 
 
 def test_room_for_entries() -> None:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu
 from pallas_kernels.gated_delta_rule import gated_delta_rule, gpu_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as MODELS
+from pallas_kernels.gpu import mosaic
 from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
@@ -153,7 +153,7 @@ def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -
         gated_delta_rule(*arguments, backend="gpu")
     expected = gated_delta_rule(*arguments, backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
         result = gated_delta_rule(*arguments)
     np.testing.assert_array_equal(result.out, expected.out)
@@ -173,5 +173,5 @@ def test_the_op_takes_the_kernel_on_a_gpu(shape: Shape, kernel: str, monkeypatch
     assert traced("gpu")
     assert not traced("auto")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     assert traced("auto")

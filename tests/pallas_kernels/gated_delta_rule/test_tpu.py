@@ -16,9 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.gated_delta_rule import gated_delta_rule, tpu_decode, tpu_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.gated_delta_rule.shapes import SHAPES as MODELS
-from pallas_kernels.ssm_update.tpu_decode import StateTiles
-from pallas_kernels.ssm_update.tpu_states import CarriedState
 from pallas_kernels.state_step import StepArrays
+from pallas_kernels.tpu.decode_states import StateTiles
+from pallas_kernels.tpu.segment_states import CarriedState
 from tests.pallas_kernels.gated_delta_rule.delta_cases import INPUTS, Arrays, Shape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 from tests.pallas_kernels.state_cases import Step
@@ -100,7 +100,7 @@ def test_a_race_planted_in_decoding_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _out_of_the_state_that_comes(self: CarriedState, page: Any) -> Any:
-    return pltpu.make_async_copy(self.coming, self.states.at[page], self.left)
+    return pltpu.make_async_copy(self.buffers.coming, self.states.at[page], self.buffers.left)
 
 
 @pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.indexer_topk.tpu_select import GROUP, LEAST, Selection, sort_keys
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
 from pallas_kernels.layouts import cdiv, latent_layout
-from pallas_kernels.mosaic import LANES
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
-from pallas_kernels.tpu_call import Operand, call
-from pallas_kernels.tpu_states import StateBlocks
+from pallas_kernels.tpu.call import Operand, call
+from pallas_kernels.tpu.latent_blocks import StateBlocks
+from pallas_kernels.tpu.mosaic import LANES
 from tests.pallas_kernels.indexer_topk.test_indexer_topk import DIM, check
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
@@ -63,10 +63,20 @@ ROWS, PLACES, TOPK = 2 * GROUP, 4, 200
 ENTRIES = np.arange(ROWS * LANES).reshape(-1, LANES, PLACES).swapaxes(1, 2).reshape(-1)
 
 
+class SelectionRefs(NamedTuple):
+    num_seen: Any  # SMEM int32[1]
+    scores: Any  # float32[ROWS, 128]
+    entries: Any  # int32[ROWS, 128]
+    out: Any  # int32[1, K padded]
+    keys: Any  # int32[ROWS, 128]
+    picked_keys: Any  # int32[K padded, 128]
+    picked_entries: Any  # int32[K padded, 128]
+
+
 def select(scores: jax.Array, num_seen: jax.Array) -> jax.Array:
     """int32[K] of float32[ROWS, 128] scores, of which the entries below `num_seen` int32[1] count."""
 
-    def body(refs: Any) -> None:
+    def body(refs: SelectionRefs) -> None:
         seen = refs.entries[...] < refs.num_seen[0]
         refs.keys[...] = jnp.where(seen, sort_keys(refs.scores[...]), LEAST)
         picked = refs.picked_keys, refs.picked_entries
@@ -81,6 +91,7 @@ def select(scores: jax.Array, num_seen: jax.Array) -> jax.Array:
     whole = pl.BlockSpec((ROWS, LANES), lambda *_: (0, 0))
     results = call(
         body,
+        SelectionRefs,
         name="select",
         grid=1,
         scalars={"num_seen": num_seen},

@@ -10,8 +10,9 @@ import numpy as np
 
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.layouts import KV_CACHE_DTYPES, attention_layout
-from tests.pallas_kernels.cases import random_values
+from tests.pallas_kernels.cases import random_values, whole_rows
 from tests.pallas_kernels.on_tpu import compile_on_tpu
+from tests.pallas_kernels.oracle import by_token
 from tests.pallas_kernels.sweeps import choices, naming
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -40,6 +41,8 @@ def tpu(seed: int) -> Iterator[None]:
     """Bit for bit what the reference writes, four lists of slots a choice."""
     for number, choice in choices(FACTORS, seed):
         rng = np.random.default_rng(number)
+        page_size = whole_rows(choice["page_size"], choice["heads"], choice["dtype"], "tpu")
+        choice = {**choice, "page_size": page_size}
         (array,) = attention_layout(
             num_kv_heads=choice["heads"],
             head_dim=choice["dim"],
@@ -66,7 +69,8 @@ def tpu(seed: int) -> Iterator[None]:
                 slots = np.asarray(arguments[-1])
                 slots = slots[slots >= choice["page_size"]]
                 written = np.divmod(slots, choice["page_size"])
-                values[written] = np.asarray(write(*arguments, backend="reference")[0])[written]
+                reference = np.asarray(write(*arguments, backend="reference")[0])
+                by_token(values, choice["heads"])[written] = by_token(reference, choice["heads"])[written]
                 np.testing.assert_array_equal(run(*arguments)[0].view(np.uint8), values.view(np.uint8))
             yield
 

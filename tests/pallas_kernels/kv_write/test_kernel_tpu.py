@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dma_runs import copy_runs
 from pallas_kernels.kv_write import kernel_tpu, kv_write
 from pallas_kernels.layouts import KV_CACHE_DTYPES, attention_layout
+from pallas_kernels.tpu.dma_runs import copy_runs
 from tests.pallas_kernels.cases import random_values
 from tests.pallas_kernels.on_tpu import compile_on_tpu, tpu_device
 

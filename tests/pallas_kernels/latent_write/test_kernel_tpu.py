@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
-from pallas_kernels.latent_write import kernel_tpu, latent_write
+from pallas_kernels.latent_write import latent_write
 from pallas_kernels.layouts import latent_layout
+from pallas_kernels.tpu import word_rows
 from tests.pallas_kernels.cases import random_values
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 
@@ -47,7 +48,7 @@ CASES: dict[str, tuple[str, int, int, EntryFormat]] = {
 @pytest.mark.parametrize("name", [*CASES])
 def test_equals_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, over several chunks of rows; words that two states share, whole or not, among them."""
-    monkeypatch.setattr(kernel_tpu, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(word_rows, "CHUNK_ROWS", 16)
     jax.clear_caches()
     dtype, page_size, dim, entries = CASES[name]
     width = entries.width(dim)
@@ -70,9 +71,9 @@ def test_equals_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_states_of_one_row_go_together() -> None:
     """Slots 8 and 9 lie in one row of words though they come apart; a run ends with its page."""
     slots = jnp.array([9, 12, -1, 10, 13, 8, 14, 3], jnp.int32)
-    plan = kernel_tpu.plan_rows(slots, page_size=4, rows_per_page=2, packing=2, chunk=8)
+    plan = word_rows.plan_rows(slots, page_size=4, rows_per_page=2, places=2, chunk=8)
     assert plan.num_rows == 4
-    assert plan.states[:5].tolist() == [[5, 0], [3, -1], [1, 4], [6, -1], [-1, -1]]
+    assert plan.entries[:5].tolist() == [[5, 0], [3, -1], [1, 4], [6, -1], [-1, -1]]
     table = np.asarray(plan.runs)
     assert table[-1] == 2
     assert table[:-1].reshape(3, 8)[:, :2].tolist() == [[0, 2], [4, 6], [2, 2]]
@@ -81,14 +82,14 @@ def test_states_of_one_row_go_together() -> None:
 @pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")
 def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Old rows that still arrive while they are merged with new ones."""
-    copy_all = kernel_tpu.copy_all
+    copy_all = word_rows.copy_all
 
     def still_reading(table: Any, make_copy: Any, *, first: Any, size: int) -> None:
         copy_all(table, make_copy, first=first, size=size)
         again = make_copy(*(table[first + i * size] for i in range(3)))
         again.wait() if make_copy.__name__ == "write" else again.start()
 
-    monkeypatch.setattr(kernel_tpu, "copy_all", still_reading)
+    monkeypatch.setattr(word_rows, "copy_all", still_reading)
     jax.clear_caches()
     arguments = (jnp.ones((8, 24), jnp.bfloat16), (jnp.zeros((3, 2, 2, 128), jnp.bfloat16),))
     slots = jnp.array([-1, 5, *[-1] * 6], jnp.int32)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, mla_paged_attention
 from pallas_kernels.mla_paged_attention.gpu_latents import LatentRing
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Case, Shape, make_case
@@ -142,7 +142,7 @@ def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -
     call = functools.partial(mla_paged_attention, *case.arrays, sm_scale=0.1, page_size=shape.latent.page_size)
     expected = call(backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
         result = call()
     np.testing.assert_array_equal(np.asarray(result.out), np.asarray(expected.out))

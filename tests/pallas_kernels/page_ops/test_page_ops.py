@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.dma_runs import copy_all, copy_runs
 from pallas_kernels.page_ops import copy_pages, gather_pages, kernel_tpu, scatter_pages, zero_pages
+from pallas_kernels.tpu.dma_runs import copy_all, copy_runs
 from tests.pallas_kernels.cases import as_bytes, random_values
 from tests.pallas_kernels.on_tpu import compile_on_tpu
 

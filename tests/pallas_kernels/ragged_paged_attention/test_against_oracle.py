@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.cases import Shape, assert_matches_oracle, every_level, make_case, pairwise
+from tests.pallas_kernels.cases import Shape, assert_matches_oracle, every_level, make_case, pairwise, whole_rows
 from tests.pallas_kernels.oracle import Options
 
 MASKS: tuple[dict[str, Any], ...] = (
@@ -89,6 +90,8 @@ def shape_and_options(choice: dict[str, Any], seed: int) -> tuple[Shape, Options
         head_dim_v=None if cache.get("platform") == "tpu" else dims[1],
         q_dtype=choice["q_dtype"],
     )
+    page_size = whole_rows(shape.page_size, num_kv_heads, shape.kv_dtype, shape.platform)
+    shape = dataclasses.replace(shape, page_size=page_size)
     small = 1 / 64 if shape.kv_dtype == "int8" else 1.0  # int8 pages hold values 64 times larger
     scale_shape = {None: None, "scalar": (), "per_head": (num_kv_heads,)}[choice["scales"]]
     k_scale, v_scale = (

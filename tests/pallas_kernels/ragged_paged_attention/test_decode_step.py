@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import ragged_paged_attention as ragged
 from pallas_kernels.decode_step import DecodeStep
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from tests.pallas_kernels.cases import Case, Shape, assert_close, make_case
 from tests.pallas_kernels.oracle import Options
 

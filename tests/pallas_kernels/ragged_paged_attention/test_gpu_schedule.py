@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.gpu.shares import share_out
 from pallas_kernels.ragged_paged_attention import MaskRule, kernel_gpu, plan, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule
-from pallas_kernels.ragged_paged_attention.gpu_shares import share_out
 from tests.pallas_kernels.cases import Shape, assert_close, make_case
 from tests.pallas_kernels.on_gpu import compile_on_gpu
 from tests.pallas_kernels.oracle import Options

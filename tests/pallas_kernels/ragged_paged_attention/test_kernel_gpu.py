@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.kv import KVRing
+from pallas_kernels.gpu.plan import Field, GpuConfig, Keys, plan_decode
+from pallas_kernels.gpu.tiles import TileShape
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.gpu_kv import KVRing
-from pallas_kernels.ragged_paged_attention.gpu_plan import Field, GpuConfig, Keys, plan_decode
 from pallas_kernels.ragged_paged_attention.gpu_prefill import Split
-from pallas_kernels.ragged_paged_attention.gpu_tiles import TileShape
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from tests.pallas_kernels.cases import Case, Shape, as_bytes, assert_close, make_case, random_values
 from tests.pallas_kernels.on_gpu import compile_on_gpu, gpu_device
 from tests.pallas_kernels.oracle import Options
@@ -181,7 +181,7 @@ def test_a_scale_of_keys_may_be_negative() -> None:
 
 def test_who_fetches_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 128 slots wherever registers suffice; the first of two warpgroups fetches few, large pages."""
-    monkeypatch.setattr(mosaic_gpu, "MOVES_REGISTERS", False)
+    monkeypatch.setattr(mosaic, "MOVES_REGISTERS", False)
     assert Split.of(64, 64, 16) == Split.of(96, 96, 32) == Split(fetches_apart=True, block=128)
     assert Split.of(128, 128, 16) == Split.of(192, 128, 64) == Split(fetches_apart=True, block=64)
     assert (
@@ -191,7 +191,7 @@ def test_who_fetches_follows_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> 
         == Split(False, 128)
     )
     assert Split.of(256, 256, 64) == Split(fetches_apart=False, block=64)
-    monkeypatch.setattr(mosaic_gpu, "MOVES_REGISTERS", True)
+    monkeypatch.setattr(mosaic, "MOVES_REGISTERS", True)
     assert Split.of(128, 128, 16) == Split.of(128, 128, 64) == Split(fetches_apart=True, block=128)
 
 
@@ -288,7 +288,7 @@ def test_what_the_kernels_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) 
         ragged_paged_attention(*case.arrays, **arguments, backend="gpu")
     expected = ragged_paged_attention(*case.arrays, **arguments, backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
         result = ragged_paged_attention(*case.arrays, **arguments)
     np.testing.assert_array_equal(np.asarray(result.out), np.asarray(expected.out))
@@ -298,9 +298,9 @@ def test_what_the_kernels_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_other_cards_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="10.0")])
-    assert mosaic_gpu.reason_without_hopper() == "GPU kernels need compute capability 9.0 (Hopper), got 10.0"
+    assert mosaic.reason_without_hopper() == "GPU kernels need compute capability 9.0 (Hopper), got 10.0"
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
-    assert mosaic_gpu.reason_without_hopper() is None
+    assert mosaic.reason_without_hopper() is None
 
 
 def test_the_op_writes_new_kv_and_attends(monkeypatch: pytest.MonkeyPatch) -> None:

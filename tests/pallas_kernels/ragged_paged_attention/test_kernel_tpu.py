@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_tpu, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_tuning import tile_queries, tile_rows
 from tests.pallas_kernels.cases import Case, Shape, assert_close, every_level, make_case, pairwise, random_values

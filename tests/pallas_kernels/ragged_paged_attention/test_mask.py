@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
+from pallas_kernels.mask import MaskRule
 from tests.pallas_kernels.oracle import Options, visible_keys
 
 RULES = [

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention import online_softmax
-from pallas_kernels.ragged_paged_attention.online_softmax import SoftmaxState
+from pallas_kernels import online_softmax
+from pallas_kernels.online_softmax import SoftmaxState
 
 NUM_ROWS, KEYS, DIM = 5, 12, 4
 

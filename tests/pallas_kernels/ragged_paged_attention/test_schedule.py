@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention.mask import MaskRule
-from pallas_kernels.ragged_paged_attention.schedule import Batch, Schedule, make_schedule
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.schedule import Batch, Schedule, make_schedule
 from tests.pallas_kernels.cases import Shape, random_rows
 
 SHAPE = Shape(num_tokens=50, num_rows=6, num_columns=40, page_size=4)

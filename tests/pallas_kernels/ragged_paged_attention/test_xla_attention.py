@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla_attention
-from pallas_kernels.ragged_paged_attention.xla_lanes import Lanes
-from pallas_kernels.ragged_paged_attention.xla_tiles import Limits
+from pallas_kernels.xla.lanes import Lanes
+from pallas_kernels.xla.tiles import Limits
 from scripts.kernel_fuzz.attention import assert_right, static_of
 from tests.pallas_kernels.cases import Shape, every_level, make_case, pairwise, random_values
 from tests.pallas_kernels.oracle import Options

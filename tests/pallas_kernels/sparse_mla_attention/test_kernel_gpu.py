@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.latent_entries import LatentFp8, Plain
+from pallas_kernels.gpu import mosaic
+from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.sparse_mla_attention import kernel_gpu, plan, plan_work, sparse_mla_attention
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
 from pallas_kernels.sparse_mla_attention.gpu_rows import RowBlocks
@@ -37,6 +37,7 @@ ROWS = [(1, 5), (0, 0), (1, 240), (4, 90)]  # padding, a sequence of length 0, l
 FP8: dict[str, Any] = {
     "entries": LatentFp8(64, 64),
     "latent": LatentShape(LatentFp8(64, 64).width(128), 16, "int8"),
+    "entry_page_size": 8,
 }
 CASES: dict[str, tuple[dict[str, Any], bool, kernel_gpu.Tuning]] = {
     "window": ({"num_q_heads": 66, "num_tokens": 3, "num_rows": 3}, True, WHOLE),
@@ -137,13 +138,6 @@ def test_equals_the_oracle(name: str) -> None:
     assert_right(run, make_case(1, shape, ROWS[: shape.num_rows]), sinks)
 
 
-def test_fp8_entries_of_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of three tokens, the last with padding that no step has."""
-    monkeypatch.setattr(kernel_gpu, "_MOST_DECODED", 3)
-    shape = shape_of({"ratio": 1, "topk": 20, "window": 9, **FP8})
-    assert_right(compiled(shape, None, WHOLE), make_case(3, shape, ROWS), None)
-
-
 def test_an_empty_step() -> None:
     """Padding alone: 0 and -inf, whole and in pieces."""
     for tuning in (SPLIT, WHOLE):
@@ -197,7 +191,7 @@ def test_pieces_have_every_row_once(parts: int, kind: str, num_blocks: int) -> N
     of_tables = None if tables is None else jnp.asarray(tables)
     sizes = {"num_picks": num_picks, "tokens_per_state": ratio or 1, "entry_page_size": shape.entry_page_size}
     tuning = kernel_gpu.Tuning(num_blocks)
-    work = kernel_gpu.plan(schedule, q, of_tables, **sizes, entries=Plain(), tuning=tuning).of_part(0)
+    work = kernel_gpu.plan(schedule, q, of_tables, **sizes, tuning=tuning)
     lists, lengths = work.rows, np.full(8, 1 << 30)
     if indices is not None and of_tables is not None:
         picked = work.picked_slots(of_tables, indices)
@@ -229,7 +223,7 @@ def test_pieces_have_every_row_once(parts: int, kind: str, num_blocks: int) -> N
 
 def test_work_of_a_step_is_that_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned once and handed to a layer that picks entries: what the oracle says."""
-    monkeypatch.setattr(mosaic_gpu, "num_sms", lambda: 1)
+    monkeypatch.setattr(mosaic, "num_sms", lambda: 1)
     shape = shape_of({"ratio": 1, "topk": 9, "window": 9, "num_tokens": 2, "num_rows": 2, "num_q_heads": 2})
     case = make_case(6, shape, [(1, 5), (1, 40)])
 
@@ -279,9 +273,25 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"q_dtype": "float32"}, "take bfloat16 or float16 queries, got float32"),
     "mixed": ({"latent": LatentShape(128, 16, "float16")}, "take pages of bfloat16 as the queries, got float16"),
     "entries": ({**FP8, "q_dtype": "float16"}, "take bfloat16 queries over entries in fp8, got float16"),
+    "groups": (
+        {**FP8, "entries": LatentFp8(64, 32), "latent": LatentShape(LatentFp8(64, 32).width(128), 16, "int8")},
+        "take entries with a scale for 64 numbers and 64 or 128 rotary ones, got LatentFp8",
+    ),
+    "odd bytes": (
+        {**FP8, "latent": LatentShape(LatentFp8(64, 64).width(128), 1, "int8")},
+        "take pages of a multiple of 16 bytes with entries in fp8, got 13,192",
+    ),
     "dim": ({"dim": 192}, "up to 512 numbers in steps of 128, got 192"),
     "large": ({"dim": 640}, "up to 512 numbers in steps of 128, got 640"),
 }
+
+
+def test_more_bytes_than_int32_counts_are_refused() -> None:
+    """Of entries in fp8, whose place in memory is counted in bytes."""
+    pages = jax.ShapeDtypeStruct((1 << 17, 64, 584), jnp.int8)
+    q = jax.ShapeDtypeStruct((1, 64, 512), jnp.bfloat16)
+    reason = kernel_gpu.reason_not_supported(q, (pages,), None, LatentFp8(64, 64))  # type: ignore[arg-type]
+    assert reason == "GPU kernels take less than 2 GiB of pages with entries in fp8, got 4,898,947,072 bytes"
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -295,7 +305,7 @@ def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -
         run(backend="gpu")
     expected = run(backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
         result = run()
     np.testing.assert_array_equal(np.asarray(result.out), np.asarray(expected.out))

@@ -15,8 +15,8 @@ from pallas_kernels.latent_entries import LatentFp8
 from pallas_kernels.layouts import latent_layout
 from pallas_kernels.sparse_mla_attention import kernel_tpu, sparse_mla_attention, tpu_picks
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
-from pallas_kernels.tpu_memory import pallas_calls
-from pallas_kernels.tpu_states import StateBlocks
+from pallas_kernels.tpu.latent_blocks import StateBlocks
+from pallas_kernels.tpu.memory import pallas_calls
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu
+from pallas_kernels.gpu import mosaic
 from pallas_kernels.ssm_update import causal_conv1d, gpu_conv
 from pallas_kernels.ssm_update.arguments import Convolution
 from pallas_kernels.ssm_update.gpu_conv import Field
@@ -140,7 +140,7 @@ def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -
         causal_conv1d(*arguments, backend="gpu")
     expected = causal_conv1d(*arguments, backend="reference")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     with pytest.warns(RuntimeWarning, match="the reference runs instead"):
         result = causal_conv1d(*arguments)
     np.testing.assert_array_equal(result.out, expected.out)
@@ -158,5 +158,5 @@ def test_the_op_takes_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert traced("gpu")
     assert not traced("auto")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     assert traced("auto")

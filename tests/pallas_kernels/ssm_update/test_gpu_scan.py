@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu
+from pallas_kernels.gpu import mosaic
 from pallas_kernels.ssm_update import gpu_scan, selective_scan
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
@@ -146,7 +146,7 @@ def test_auto_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = refused("numbers")
     expected = selective_scan(*arguments, backend="xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
         result = selective_scan(*arguments)
     np.testing.assert_array_equal(result.out, expected.out)
@@ -167,5 +167,5 @@ def test_the_op_takes_the_kernel_on_a_gpu(shape: Shape, kernel: str, monkeypatch
     assert traced("gpu")
     assert not traced("auto")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(mosaic_gpu, "reason_without_hopper", lambda: None)
+    monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
     assert traced("auto")

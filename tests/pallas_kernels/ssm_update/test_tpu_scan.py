@@ -17,9 +17,9 @@ from pallas_kernels.ssm_update import selective_scan, tpu_decode, tpu_mamba1, tp
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.shapes import SHAPES as MODELS
 from pallas_kernels.ssm_update.shapes import SsmShape
-from pallas_kernels.ssm_update.tpu_decode import StateTiles
-from pallas_kernels.ssm_update.tpu_states import CarriedState
 from pallas_kernels.state_step import StepArrays
+from pallas_kernels.tpu.decode_states import StateTiles
+from pallas_kernels.tpu.segment_states import CarriedState
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
 from tests.pallas_kernels.ssm_update.test_selective_scan import Shape
@@ -119,7 +119,7 @@ def _into_the_tile_in_use(self: StateTiles, step: Any, b: Any, page: Any) -> Any
 
 
 def _out_of_the_state_that_comes(self: CarriedState, page: Any) -> Any:
-    return pltpu.make_async_copy(self.coming, self.states.at[page], self.left)
+    return pltpu.make_async_copy(self.buffers.coming, self.states.at[page], self.buffers.left)
 
 
 @pytest.mark.skipif(tpu_device() is not None, reason="races are seen by the interpreter only")

@@ -1,0 +1,1 @@
+"""What the GPU kernels of all families share."""

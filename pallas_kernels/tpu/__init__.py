@@ -1,0 +1,1 @@
+"""What the TPU kernels of all families share."""

@@ -1,0 +1,182 @@
+"""The mask rule over a KV block of a TPU kernel: slots numbered from the block's first, against bounds of the item.
+
+Flow:    scalars of an item + tokens of its rows -> [block_mask] -> who sees which key, and which keys anyone sees
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mask import MaskRule
+from pallas_kernels.token_trees import MOST_TOKENS, TokenTrees
+from pallas_kernels.tpu.item_plan import Field, ItemSizes
+from pallas_kernels.tpu.items import ItemTable
+
+
+class RowTrees(NamedTuple):
+    """Of rows of queries whose sequence has a tree; int32 in the shape of the rows' tokens."""
+
+    bits: jax.Array  # as in TokenTrees
+    lower: jax.Array | None  # likewise; None: there is neither window nor chunk
+
+
+class BlockMask(NamedTuple):
+    """Of one part of a block."""
+
+    seen: jax.Array  # bool[rows, part] the row sees the key
+    kept: jax.Array  # bool[part, lanes] some row of the item sees the key
+
+
+def tree_scalars(trees: TokenTrees, mask: MaskRule, queries: int) -> dict[str, jax.Array]:
+    """`RowTrees` by name as int32[T and more] in scalar memory, with room for a tile behind the last token."""
+    arrays = {"tree_bits": trees.bits}
+    if mask.sliding_window is not None or mask.attention_chunk_size is not None:
+        arrays["tree_lower"] = trees.lower
+    return {name: jnp.pad(array, (0, queries + MOST_TOKENS)) for name, array in arrays.items()}
+
+
+def block_mask(
+    items: ItemTable,
+    item: jax.Array,
+    block: jax.Array,
+    token: jax.Array | None,  # int32[rows, 1] of the item's tile; None: all rows are its one token
+    *,
+    first: int,  # slot of the block
+    part: tuple[int, int],  # (rows, slots)
+    lanes: int,
+) -> BlockMask:
+    """Of slots `first ... first + slots` of a block."""
+    down = first + lax.broadcasted_iota(jnp.int32, (part[1], lanes), 0)
+    return BlockMask(
+        seen_slots(items, item, block, token, first=first, part=part), kept_slots(items, item, block, down)
+    )
+
+
+def seen_slots(
+    items: ItemTable,
+    item: jax.Array,
+    block: jax.Array,
+    token: jax.Array | None,
+    *,
+    first: int,
+    part: tuple[int, int],
+    axis: int = 1,
+    trees: RowTrees | None = None,  # read where the item has a tree
+) -> jax.Array:
+    """`BlockMask.seen`; arguments as there. `axis`: of the slots; 0: `part` is (slots, rows), `token` [1, rows]."""
+    lower, upper = _row_bounds(items, item, token, None if trees is None else trees.lower)
+    if token is not None and _rows_share_a_key(items.sizes):
+        return _seen_with_sinks(items, item, block, lower, upper, first=first, num_slots=part[axis], axis=axis)
+    across = first + lax.broadcasted_iota(jnp.int32, part, axis)
+    seen = _within(items, item, block, across, lower, upper)
+    return seen if trees is None else _of_trees(items, item, block, across, seen, upper, trees.bits)
+
+
+def kept_slots(items: ItemTable, item: jax.Array, block: jax.Array, slot: jax.Array) -> jax.Array:
+    """Whether any row of the item sees slots `slot` of a block, int32 of any shape."""
+    return _within(items, item, block, slot, items.field(Field.LOWER, item), items.field(Field.UPPER, item))
+
+
+def _within(
+    items: ItemTable, item: jax.Array, block: jax.Array, slot: jax.Array, lower: jax.Array, upper: jax.Array
+) -> jax.Array:
+    """A slot's number is the key's in its sequence's pages less `_start`, sink pages apart."""
+    start = _start(items, item, block)
+    return _visible(items.sizes.mask, slot, lower - start, upper - start, _num_sinks(items, item, block))
+
+
+def _start(items: ItemTable, item: jax.Array, block: jax.Array) -> jax.Array:
+    return block * items.sizes.block + items.field(Field.SHIFT, item) * items.sizes.page_size
+
+
+def _num_sinks(items: ItemTable, item: jax.Array, block: jax.Array) -> jax.Array:
+    """Slots before this one hold sink tokens."""
+    return _held(items, item, items.sizes.mask.num_sink_tokens) - block * items.sizes.block
+
+
+def _held(items: ItemTable, item: jax.Array, end: Any) -> Any:
+    """How many of the first `end` tokens of a sequence the pages hold."""
+    share = items.share(item)
+    return end if share is None else share.count(end)
+
+
+def _of_trees(
+    items: ItemTable,
+    item: jax.Array,
+    block: jax.Array,
+    slot: jax.Array,  # int32[slots, rows] or the other way round
+    seen: jax.Array,  # bool by the mask rule
+    upper: jax.Array,
+    bits: jax.Array,
+) -> jax.Array:
+    """`seen`, and of the step's own tokens those that the rows' bits name."""
+    start, share, own = _start(items, item, block), items.share(item), items.field(Field.OWN, item)
+    key = slot + start
+    number = (key if share is None else share.position(key)) - own
+    is_named = (lax.shift_right_logical(*jnp.broadcast_arrays(bits, number & (MOST_TOKENS - 1))) & 1) == 1
+    return ((number < 0) & seen) | ((number >= 0) & is_named & (key <= upper))
+
+
+def _rows_share_a_key(sizes: ItemSizes) -> bool:
+    """Whether the mask has sink tokens, and all rows of an item see the first key of its last row's window."""
+    mask = sizes.mask
+    is_window = mask.sliding_window is not None and mask.attention_chunk_size is None and mask.causal
+    is_whole = sizes.context is None and not sizes.has_trees
+    return bool(mask.num_sink_tokens) and is_window and is_whole and sizes.queries <= (mask.sliding_window or 0)
+
+
+def _seen_with_sinks(
+    items: ItemTable,
+    item: jax.Array,
+    block: jax.Array,
+    lower: jax.Array,
+    upper: jax.Array,
+    *,
+    first: int,
+    num_slots: int,
+    axis: int,
+) -> jax.Array:
+    """`seen_slots` where `_rows_share_a_key`, by two comparisons an element instead of three.
+
+    Sink tokens before the last row's window take the number of that window's first key, which all rows see.
+    """
+    start = _start(items, item, block)
+    shared = items.field(Field.UPPER, item) - (items.sizes.mask.sliding_window or 0) + 1 - start
+    num_sinks = _num_sinks(items, item, block)
+    slot = first + lax.broadcasted_iota(jnp.int32, (num_slots, 1) if axis == 0 else (1, num_slots), axis)
+    slot = jnp.where(slot < jnp.minimum(num_sinks, shared), shared, slot)
+    return (slot >= lower - start) & (slot <= upper - start)
+
+
+def _visible(mask: MaskRule, slot: jax.Array, lower: jax.Array, upper: jax.Array, num_sinks: jax.Array) -> jax.Array:
+    if mask.sliding_window is None and mask.attention_chunk_size is None:
+        return slot <= upper
+    inside = slot >= lower
+    if mask.num_sink_tokens:
+        inside = inside | (slot < num_sinks)
+    return inside & (slot <= upper)
+
+
+def _row_bounds(
+    items: ItemTable, item: jax.Array, token: jax.Array | None, of_trees: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(first, last) key of the pages that each row sees, sink tokens apart: scalars or int32[rows, 1] as `token`."""
+    mask = items.sizes.mask
+    lower, upper = items.field(Field.LOWER, item), items.field(Field.UPPER, item)
+    if token is None:
+        return lower, upper
+    pos = items.field(Field.POS, item) + token
+    row_lower = jnp.zeros_like(pos)
+    if mask.sliding_window is not None:
+        row_lower = jnp.maximum(row_lower, pos - mask.sliding_window + 1)
+    if mask.attention_chunk_size is not None:  # no longer than a chunk, a tile crosses at most one border
+        border = items.field(Field.BORDER, item)
+        row_lower = jnp.maximum(row_lower, jnp.where(pos >= border, border, border - mask.attention_chunk_size))
+    if of_trees is not None:
+        row_lower = jnp.where(items.has_tree(item), of_trees, row_lower)
+    row_upper = jnp.minimum(_held(items, item, pos + 1) - 1, upper) if mask.causal else jnp.full_like(pos, upper)
+    return _held(items, item, row_lower), row_upper

@@ -1,0 +1,1 @@
+"""What the vectorised XLA paths of all families share."""
