@@ -44,6 +44,7 @@ ALLOWED = {
     "kvjax.tiers": (*HOST, "xxhash", "kvjax.tiers"),
     "kvjax.tiers.tiers": (*HOST, "kvjax.device", "kvjax.tiers"),
     "kvjax.tiers.tier_worker": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),
+    "kvjax.tiers.process_tiers": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),
     "kvjax.transfer": (
         *HOST,
         "jax",
