@@ -29,7 +29,7 @@ def check_process_tiers(engine: LLMEngine, name: str, folder: Path) -> None:
     """Greedy tokens with tiers are Hugging Face's: after eviction, after a restart, and where one process fails."""
     config = disk_config(name, folder)
     first = with_tiers(engine, config)
-    stats = generate(first, name, num_rounds=2)
+    stats = generate(first, name, num_rounds=3)
     assert stats.num_host_loads > 0
     assert stats.num_load_failures == 0
     first.save_cache()

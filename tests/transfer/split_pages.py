@@ -100,7 +100,8 @@ def shard_at(pages: KVPages, placement: Placement, at: dict[str, int]) -> list[n
 @pytest.mark.parametrize(
     ("name", "platform", "dtype"),
     [
-        ("two ranks", "cpu", "float32"),
+        ("two ranks", "tpu", "bfloat16"),
+        pytest.param("two ranks", "cpu", "float32", marks=pytest.mark.sweep),
         pytest.param("all", "cpu", "float32", marks=pytest.mark.sweep),
         pytest.param("all", "tpu", "bfloat16", marks=pytest.mark.sweep),
         pytest.param("context", "cpu", "float32", marks=pytest.mark.sweep),
