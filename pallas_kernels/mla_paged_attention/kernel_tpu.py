@@ -17,7 +17,6 @@ unit waiting. Flops: 2 * queries * Hq * (Dl + Dr + Dl) per key.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -33,9 +32,11 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention.tpu_attention import StepAttention
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, buffer_shape
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit, Walk, padded_heads, whole_lanes
+from pallas_kernels.mla_paged_attention.tpu_refs import Refs
 from pallas_kernels.token_trees import MOST_TOKENS, TokenTrees, trees_of_step
 from pallas_kernels.tpu.base2 import HIDDEN
 from pallas_kernels.tpu.block_mask import tree_scalars
+from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items, seen_slots
 from pallas_kernels.tpu.items import ItemTable
 from pallas_kernels.tpu.limits import (
@@ -46,7 +47,7 @@ from pallas_kernels.tpu.limits import (
     reason_of_sizes,
 )
 from pallas_kernels.tpu.lse import by_head, lse_shape
-from pallas_kernels.tpu.mosaic import LANES, Copy, compiler_params
+from pallas_kernels.tpu.mosaic import LANES, Copy
 
 _VMEM_LIMIT_BYTES = 64 << 20
 
@@ -197,7 +198,7 @@ def _query_rows(q_nope: jax.Array, q_pe: jax.Array, config: LatentConfig) -> jax
     return jnp.pad(q, [(0, size - old) for size, old in zip(sizes, q.shape, strict=True)])
 
 
-def _per_row_arrays(config: LatentConfig, sinks: jax.Array | None, k_scale: jax.Array | None) -> dict[str, jax.Array]:
+def _per_row_operands(config: LatentConfig, sinks: jax.Array | None, k_scale: jax.Array | None) -> dict[str, Operand]:
     """Arrays float32[rows, 128] by name: a number for each row, in every lane."""
     arrays = {}
     if sinks is not None:
@@ -206,7 +207,7 @@ def _per_row_arrays(config: LatentConfig, sinks: jax.Array | None, k_scale: jax.
         arrays["sinks"] = jnp.broadcast_to(jnp.tile(heads, config.chunk)[:, None], (config.rows, LANES))
     if k_scale is not None:
         arrays["k_scale"] = jnp.broadcast_to(jnp.asarray(k_scale, jnp.float32), (config.rows, LANES))
-    return arrays
+    return {name: Operand(x, pl.BlockSpec(memory_space=pltpu.VMEM)) for name, x in arrays.items()}
 
 
 def _launch(
@@ -223,44 +224,36 @@ def _launch(
     num_tokens, (items, num_items) = q.shape[0], work
     fields = items.reshape(num_fields(config), -1)
     num_steps = -(-jnp.sum(fields[Field.NUM_BLOCKS], dtype=jnp.int32) // config.units)
-    scalars = {"fields": items, "counts": jnp.stack([num_items, num_steps]).astype(jnp.int32)}
+    scalars: dict[str, Any] = {"fields": items, "counts": jnp.stack([num_items, num_steps]).astype(jnp.int32)}
     if trees is not None and config.has_trees:
-        scalars |= tree_scalars(trees, config.mask, config.queries)
-    inputs = {"q": q, "pages": pages}
+        scalars["trees"] = tree_scalars(trees, config.mask, config.queries)
+    inputs = {"q": Operand(q, IN_HBM), "pages": Operand(pages, IN_HBM)}
     if config.tables_in_hbm:
-        inputs["tables"] = tables
+        inputs["tables"] = Operand(tables, IN_HBM)
     else:
         scalars["tables"] = tables
-    per_row = _per_row_arrays(config, sinks, k_scale)
-    outputs = {"out": jax.ShapeDtypeStruct((num_tokens, config.heads, config.value_lanes), q.dtype)}
+    out = jax.ShapeDtypeStruct((num_tokens, config.heads, config.value_lanes), q.dtype)
+    outputs = {"out": Operand(out, IN_HBM)}
     if config.return_lse:
-        outputs["lse"] = jax.ShapeDtypeStruct(lse_shape(num_tokens, config.heads), jnp.float32)
-    scratch = _scratch(config, pages)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+        lse = jax.ShapeDtypeStruct(lse_shape(num_tokens, config.heads), jnp.float32)
+        outputs["lse"] = Operand(lse, IN_HBM)
     kind = f"q{config.queries}_h{config.heads}_u{config.units}"
-    results = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            names=(*scalars, *inputs, *per_row, *outputs, *scratch),
-            config=config,
-            room=fields.shape[1],
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(1,),
-            in_specs=[anywhere] * len(inputs) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(per_row),
-            out_specs=[anywhere] * len(outputs),
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=list(outputs.values()),
-        compiler_params=compiler_params(_VMEM_LIMIT_BYTES),
+    results = call(
+        functools.partial(_kernel, config=config, room=fields.shape[1]),
+        Refs,
         name=f"mla_{kind}_b{config.block}_p{config.page_size}",
-    )(*scalars.values(), *inputs.values(), *per_row.values())
-    return results[0], results[1] if config.return_lse else None
+        grid=1,
+        scalars=scalars,
+        inputs={**inputs, **_per_row_operands(config, sinks, k_scale)},
+        outputs=outputs,
+        scratch=_scratch(config, pages),
+        vmem_limit_bytes=_VMEM_LIMIT_BYTES,
+    )
+    return results["out"], results.get("lse")
 
 
 def _scratch(config: LatentConfig, pages: jax.Array) -> dict[str, Any]:
-    """Scratch references by name."""
+    """Scratch of `Refs` by name."""
     dtype = jnp.dtype(config.compute_dtype)
     state = (config.units, config.num_chunks, config.rows)
     tile = (config.units, config.queries, config.heads)
@@ -283,11 +276,9 @@ def _scratch(config: LatentConfig, pages: jax.Array) -> dict[str, Any]:
     return scratch
 
 
-def _kernel(*args: Any, names: tuple[str, ...], config: LatentConfig, room: int) -> None:
+def _kernel(refs: Refs, *, config: LatentConfig, room: int) -> None:
     """All steps of a launch."""
-    refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
-    row, row_arrived = (refs.row, refs.row_arrived) if config.tables_in_hbm else (None, None)
-    items = ItemTable(config, refs.fields, room, refs.tables, row, row_arrived, config.num_rows)
+    items = ItemTable(config, refs.fields, room, refs.tables, refs.row, refs.row_arrived, config.num_rows)
     walk = Walk(config, items, refs.counts[0], refs.q.shape[0])
     num_steps = refs.counts[1]
     moves = _Moves(config, walk, refs, LatentBlocks(config, items, refs.pages, refs.buffer, refs.arrived))
@@ -332,7 +323,7 @@ class _Moves(NamedTuple):
 
     config: LatentConfig
     walk: Walk
-    refs: Any
+    refs: Refs
     blocks: LatentBlocks
 
     def start(self, step: Step, slot: jax.Array, is_real: jax.Array) -> None:

@@ -12,7 +12,7 @@ Logits are in base 2, the state is as `tpu.softmax` has it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, MaskOf
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Walk
+from pallas_kernels.mla_paged_attention.tpu_refs import Refs
 from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, base2_logits, dot, spread
 from pallas_kernels.tpu.block_mask import RowTrees, kept_slots, seen_slots
 from pallas_kernels.tpu.item_plan import Field
@@ -39,12 +40,12 @@ class _Work(NamedTuple):
 
 @dataclass(frozen=True)
 class StepAttention:
-    """One step's attention; `refs` are the kernel's references by name."""
+    """One step's attention."""
 
     config: LatentConfig
     walk: Walk
     blocks: LatentBlocks
-    refs: Any
+    refs: Refs
     step: Step
     slot: jax.Array  # buffer of its blocks
 
@@ -127,10 +128,11 @@ class StepAttention:
         items = self.walk.items
         block = items.block(*unit)[0]
         first = work.part * config.part
-        part, trees = (config.rows, config.part), self._trees(work) if config.has_trees else None
-        return seen_slots(items, unit.item, block, token, first=first, part=part, trees=trees)
+        part, trees = (config.rows, config.part), self.refs.trees
+        own_trees = None if trees is None else self._trees(work, trees)
+        return seen_slots(items, unit.item, block, token, first=first, part=part, trees=own_trees)
 
-    def _trees(self, work: _Work) -> RowTrees:
+    def _trees(self, work: _Work, trees: RowTrees) -> RowTrees:
         """What the rows of a chunk see of their sequence's new tokens, where it has a tree."""
         config, item = self.config, self.step.units[work.unit].item
         first = self.walk.items.field(Field.TOKEN, item) + work.chunk * config.chunk
@@ -139,8 +141,8 @@ class StepAttention:
             tokens = [jnp.full((config.heads, 1), scalars[first + n], jnp.int32) for n in range(config.chunk)]
             return tokens[0] if config.chunk == 1 else jnp.concatenate(tokens)
 
-        lower = of_rows(self.refs.tree_lower) if hasattr(self.refs, "tree_lower") else None
-        return RowTrees(of_rows(self.refs.tree_bits), lower)
+        lower = None if trees.lower is None else of_rows(trees.lower)
+        return RowTrees(of_rows(trees.bits), lower)
 
     def _kept(self, work: _Work) -> MaskOf:
         """Whether anyone sees a key."""

@@ -22,7 +22,6 @@ from the page of the first visible key on, never from position 0. Flops: 4 * que
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +40,7 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import tpu_rows, tpu_tiles
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks, buffer_shape
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig, block_slots, ring_buffers
+from pallas_kernels.ragged_paged_attention.tpu_refs import Refs, TileRefs
 from pallas_kernels.ragged_paged_attention.tpu_ring import BlockRing, Cursor
 from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, head_trips
 from pallas_kernels.ragged_paged_attention.tpu_tiles import TileAttention
@@ -49,6 +49,7 @@ from pallas_kernels.schedule import Batch
 from pallas_kernels.token_trees import MOST_TOKENS, TokenTrees, trees_of_step
 from pallas_kernels.tpu.base2 import HIDDEN
 from pallas_kernels.tpu.block_mask import tree_scalars
+from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items
 from pallas_kernels.tpu.items import ItemTable
 from pallas_kernels.tpu.limits import (
@@ -59,7 +60,7 @@ from pallas_kernels.tpu.limits import (
     reason_of_sizes,
 )
 from pallas_kernels.tpu.lse import by_head, heads_to_lanes, lse_shape
-from pallas_kernels.tpu.mosaic import LANES, Copy, chip_name, compiler_params, matrix_unit_lanes
+from pallas_kernels.tpu.mosaic import LANES, Copy, Ref, chip_name, matrix_unit_lanes
 
 MOST_FUSED_TOKENS = 8192  # whose KV the decode launch writes: 96 KiB of scalar memory
 _PAIR_BYTES = 12 << 20  # of VMEM, for two KV blocks at most
@@ -246,7 +247,7 @@ def _fit(x: jax.Array, num_tokens: int) -> jax.Array:
     return jnp.pad(x, [(0, num_tokens - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
 
-def _per_row_arrays(common: _Common, config: TpuConfig) -> dict[str, jax.Array]:
+def _per_row_operands(common: _Common, config: TpuConfig) -> dict[str, Operand]:
     """Arrays of `tpu_rows.per_row` by name."""
     arrays = {}
     if common.sinks is not None:
@@ -255,21 +256,7 @@ def _per_row_arrays(common: _Common, config: TpuConfig) -> dict[str, jax.Array]:
         if scale is not None:
             heads = jnp.broadcast_to(jnp.asarray(scale, jnp.float32).reshape(-1), (common.num_kv_heads,))
             arrays[name] = tpu_rows.per_row(jnp.repeat(heads, common.group), config, fill=0.0)
-    return arrays
-
-
-class _Operands(NamedTuple):
-    """Names, specs and values or shapes of a kernel's references."""
-
-    names: list[str]
-    specs: list[Any]
-    values: list[Any]
-
-    def add(self, name: str, spec: Any, value: Any) -> None:
-        """One more reference."""
-        self.names.append(name)
-        self.specs.append(spec)
-        self.values.append(value)
+    return {name: Operand(x, pl.BlockSpec(x.shape, lambda w, *_: (0, 0, 0))) for name, x in arrays.items()}
 
 
 def _launch(
@@ -285,56 +272,40 @@ def _launch(
     num_tokens, is_decode = q.shape[0], config.queries == 1
     items, count = work
     q_rows = (tpu_rows.decode_queries if is_decode else tpu_rows.tile_queries)(q, config)
-    scalars = _Operands([], [], [])
-    scalars.add("items", None, items)
-    scalars.add("num_items", None, count[None])
+    scalars: dict[str, Any] = {"items": items, "num_items": count[None]}
+    inputs, scratch = {"q": _rows(q_rows, config), **_per_row_operands(common, config)}, _scratch(config, q_rows, pages)
     if write is not None:
-        scalars.add("runs", None, write.runs)
-    for name, array in ({} if trees is None else tree_scalars(trees, config.mask, config.queries)).items():
-        scalars.add(name, None, array)
-    inputs, outputs = _Operands([], [], []), _Operands([], [], [])
-    if config.tables_in_hbm:
-        inputs.add("tables", pl.BlockSpec(memory_space=pl.ANY), common.tables.entries)
-    else:
-        scalars.add("tables", None, common.tables.entries)
-    inputs.add("q", _rows_spec(q_rows, config), q_rows)
-    for name, array in _per_row_arrays(common, config).items():
-        inputs.add(name, pl.BlockSpec(array.shape, lambda w, *_: (0, 0, 0)), array)
-    if write is not None:
-        inputs.add("new_rows", pl.BlockSpec(memory_space=pl.ANY), write.rows)
-    inputs.add("pages", pl.BlockSpec(memory_space=pl.ANY), pages)
-    out_shape = (*q_rows.shape[:3], config.lanes) if is_decode else q_rows.shape
-    out = jax.ShapeDtypeStruct(out_shape, q_rows.dtype)
-    outputs.add("out", _rows_spec(out, config), out)
-    if config.return_lse:
-        lse = jax.ShapeDtypeStruct(lse_shape(num_tokens, tpu_rows.lse_rows(config)), jnp.float32)
-        outputs.add("lse", _rows_spec(lse, config), lse)
-    aliases = {}
-    if write is not None:
-        aliases = {len(scalars.names) + len(inputs.names) - 1: len(outputs.names)}
-        outputs.add("written", pl.BlockSpec(memory_space=pl.ANY), jax.ShapeDtypeStruct(pages.shape, pages.dtype))
-    scratch = _scratch(config, q_rows, pages)
-    if write is not None:
+        scalars["runs"] = write.runs
+        inputs["new_rows"] = Operand(write.rows, IN_HBM)
         scratch["rows_arrived"] = pltpu.SemaphoreType.DMA
-    # The first step runs even where there is nothing to attend: it writes.
-    num_steps = 1 if config.step_items is None else jnp.maximum(pl.cdiv(count, config.step_items), 1)
-    results = pl.pallas_call(
-        functools.partial(_kernel, names=(*scalars.names, *inputs.names, *outputs.names, *scratch), config=config),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars.names),
-            grid=(num_steps,),
-            in_specs=inputs.specs,
-            out_specs=outputs.specs,
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=outputs.values,
-        input_output_aliases=aliases,
-        compiler_params=compiler_params(_VMEM_LIMIT_BYTES[1 if is_decode else 2]),
+    if trees is not None:
+        scalars["trees"] = tree_scalars(trees, config.mask, config.queries)
+    if config.tables_in_hbm:
+        inputs = {"tables": Operand(common.tables.entries, IN_HBM), **inputs}
+    else:
+        scalars["tables"] = common.tables.entries
+    if write is None:
+        inputs["pages"] = Operand(pages, IN_HBM)
+    out_shape = (*q_rows.shape[:3], config.lanes) if is_decode else q_rows.shape
+    outputs = {"out": _rows(jax.ShapeDtypeStruct(out_shape, q_rows.dtype), config)}
+    if config.return_lse:
+        shape = lse_shape(num_tokens, tpu_rows.lse_rows(config))
+        outputs["lse"] = _rows(jax.ShapeDtypeStruct(shape, jnp.float32), config)
+    results = call(
+        functools.partial(_kernel, config=config, writes=write is not None),
+        Refs,
         name=f"rpa_q{config.queries}_b{config.block}_p{config.page_size}_t{head_trips(config, pages.dtype)}"
         f"_n{config.buffers}",
-    )(*scalars.values, *inputs.values)
-    by_name = dict(zip(outputs.names, results, strict=True))
-    return _Result(*_per_head(config, by_name["out"], by_name.get("lse")), by_name.get("written"))
+        # The first step runs even where there is nothing to attend: it writes.
+        grid=1 if config.step_items is None else jnp.maximum(pl.cdiv(count, config.step_items), 1),
+        scalars=scalars,
+        inputs=inputs,
+        outputs=outputs,
+        scratch=scratch,
+        in_place={} if write is None else {"pages": pages},
+        vmem_limit_bytes=_VMEM_LIMIT_BYTES[1 if is_decode else 2],
+    )
+    return _Result(*_per_head(config, results["out"], results.get("lse")), results.get("pages"))
 
 
 def _per_head(config: TpuConfig, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -351,17 +322,16 @@ def _per_head(config: TpuConfig, out: jax.Array, lse: jax.Array | None) -> tuple
     return tpu_rows.tile_results(out, config), lse
 
 
-def _rows_spec(array: Any, config: TpuConfig) -> pl.BlockSpec:
+def _rows(value: Any, config: TpuConfig) -> Operand:
     """Decode: tokens of the step's items, whose numbers are theirs. Tiles: in HBM, moved by the kernel."""
     if config.step_items is None:
-        return pl.BlockSpec(memory_space=pl.ANY)
-    zeros = (0,) * (len(array.shape) - 1)
-    return pl.BlockSpec((config.step_items, *array.shape[1:]), lambda w, *_: (w, *zeros))
+        return Operand(value, IN_HBM)
+    zeros = (0,) * (len(value.shape) - 1)
+    return Operand(value, pl.BlockSpec((config.step_items, *value.shape[1:]), lambda w, *_: (w, *zeros)))
 
 
 def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str, Any]:
-    """Scratch references by name."""
-    shape = (config.num_products, config.rows)
+    """Scratch of `Refs` by name."""
     scratch: dict[str, Any] = {
         "buffer": pltpu.VMEM(buffer_shape(config, pages), pages.dtype),
         "arrived": pltpu.SemaphoreType.DMA((config.buffers,)),
@@ -371,42 +341,35 @@ def _scratch(config: TpuConfig, q_rows: jax.Array, pages: jax.Array) -> dict[str
         num_rows = max(2, min(config.buffers + 1, _ROW_BYTES // (4 * config.table_stride)))
         scratch["row"] = pltpu.SMEM((num_rows * config.table_stride,), jnp.int32)
         scratch["row_arrived"] = pltpu.SemaphoreType.DMA((num_rows,))
-    if config.queries == 1:
-        scratch["m"] = pltpu.VMEM((*shape, LANES), jnp.float32)
-        scratch["l"] = pltpu.VMEM((*shape, LANES), jnp.float32)
-        scratch["acc"] = pltpu.VMEM((*shape, config.columns), jnp.float32)
-    else:
-        tile = (config.queries, *q_rows.shape[1:])
-        scratch |= tpu_tiles.scratch_shapes(config)
-        scratch["q_tile"] = pltpu.VMEM(tile, q_rows.dtype)
-        scratch["q_arrived"] = pltpu.SemaphoreType.DMA
-        scratch["out_tile"] = pltpu.VMEM(tile, q_rows.dtype)
-        if config.return_lse:
-            scratch["lse_tile"] = pltpu.VMEM(lse_shape(config.queries, tpu_rows.lse_rows(config)), jnp.float32)
-        scratch["left"] = pltpu.SemaphoreType.DMA
-    return scratch
+    if config.queries > 1:
+        return scratch | tpu_tiles.state_shapes(config) | {"tile": tpu_tiles.scratch_shapes(config, q_rows)}
+    shape = (config.num_products, config.rows)
+    return scratch | {
+        "m": pltpu.VMEM((*shape, LANES), jnp.float32),
+        "l": pltpu.VMEM((*shape, LANES), jnp.float32),
+        "acc": pltpu.VMEM((*shape, config.columns), jnp.float32),
+        "tile": None,
+    }
 
 
-def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig) -> None:
+def _kernel(refs: Refs, *, config: TpuConfig, writes: bool) -> None:
     """The items of one step of the grid."""
-    refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
-    writes = "written" in names
     rows: tuple[Any, ...] = ()
     if config.tables_in_hbm:
         rows = (refs.row, refs.row_arrived, refs.row_arrived.shape[0])
     items = ItemTable(config, refs.items, refs.items.shape[0] // num_fields(config), refs.tables, *rows)
-    kv = KVBlocks(config, items, refs.written if writes else refs.pages, refs.buffer, refs.arrived)
+    kv = KVBlocks(config, items, refs.pages, refs.buffer, refs.arrived)
     ring = BlockRing(config, kv, refs.cursor)
-    tile = _QueryTiles(config, kv, refs) if config.queries > 1 else None
+    tiles = None if refs.tile is None else _QueryTiles(config, kv, refs, refs.tile)
     num_items = refs.num_items[0]
 
     @pl.when(pl.program_id(0) == 0)
     def _() -> None:
         if writes:
-            copy_rows(refs.runs, refs.new_rows, refs.written, refs.rows_arrived)
+            copy_rows(refs.runs, refs.new_rows, refs.pages, refs.rows_arrived)
         ring.fill()
-        if tile is not None:
-            pl.when(num_items > 0)(lambda: tile.fetch(jnp.int32(0)).start())
+        if tiles is not None:
+            pl.when(num_items > 0)(lambda: tiles.fetch(jnp.int32(0)).start())
 
     if config.step_items is None:
         first, end = jnp.int32(0), num_items
@@ -415,16 +378,16 @@ def _kernel(*args: Any, names: tuple[str, ...], config: TpuConfig) -> None:
         end = jnp.minimum(first + config.step_items, num_items)
 
     def attend(item: jax.Array, carry: None) -> None:
-        if tile is None:
+        if tiles is None:
             _decode_item(ring, BlockAttention(config, kv, refs, item, item - first), refs)
         else:
-            _tile_item(ring, TileAttention(config, kv, refs, item), refs, tile, num_items)
+            _tile_item(ring, TileAttention(config, kv, refs, tiles.tile, item), tiles, num_items)
         return carry
 
     lax.fori_loop(first, end, attend, None)
 
 
-def _decode_item(ring: BlockRing, attention: BlockAttention, refs: Any) -> None:
+def _decode_item(ring: BlockRing, attention: BlockAttention, refs: Refs) -> None:
     """An item of one query token, whose queries and results the grid's pipeline moves."""
     attention.reset()
     _attend_blocks(ring, attention)
@@ -434,23 +397,23 @@ def _decode_item(ring: BlockRing, attention: BlockAttention, refs: Any) -> None:
         refs.lse[pl.ds(attention.place, 1)] = heads_to_lanes(refs.m[...].reshape(1, -1, LANES))
 
 
-def _tile_item(ring: BlockRing, attention: TileAttention, refs: Any, tile: _QueryTiles, num_items: jax.Array) -> None:
+def _tile_item(ring: BlockRing, attention: TileAttention, tiles: _QueryTiles, num_items: jax.Array) -> None:
     """An item of several query tokens."""
-    config, item = ring.config, attention.item
-    tile.fetch(item).wait()
+    config, item, tile = ring.config, attention.item, attention.tile
+    tiles.fetch(item).wait()
     attention.load_queries()
     if config.has_trees:
         pl.when(ring.items.has_tree(item))(attention.load_trees)
-    pl.when(item + 1 < num_items)(lambda: tile.fetch(item + 1).start())
+    pl.when(item + 1 < num_items)(lambda: tiles.fetch(item + 1).start())
     attention.reset()
     _attend_blocks(ring, attention)
-    pl.when(item > 0)(lambda: tile.wait_for_results(item - 1))
+    pl.when(item > 0)(lambda: tiles.wait_for_results(item - 1))
     for i, out in attention.finish():
-        tpu_rows.pack_head(out, i, refs.out_tile, config)
+        tpu_rows.pack_head(out, i, tile.out, config)
     if config.return_lse:
-        tpu_rows.pack_lse(refs.lse_rows, refs.lse_tile, config)
-    tile.start_results(item)
-    pl.when(item + 1 == num_items)(lambda: tile.wait_for_results(item))
+        tpu_rows.pack_lse(tile.lse_rows, tile.lse, config)
+    tiles.start_results(item)
+    pl.when(item + 1 == num_items)(lambda: tiles.wait_for_results(item))
 
 
 def _attend_blocks(ring: BlockRing, attention: BlockAttention | TileAttention) -> None:
@@ -497,13 +460,14 @@ class _QueryTiles(NamedTuple):
 
     config: TpuConfig
     kv: KVBlocks
-    refs: Any
+    refs: Refs
+    tile: TileRefs
 
     def fetch(self, item: jax.Array) -> Copy:
         """The copy of an item's queries into VMEM."""
         token = self.kv.items.field(Field.TOKEN, item)
         source = self.refs.q.at[pl.ds(token, self.config.queries)]
-        return pltpu.make_async_copy(source, self.refs.q_tile, self.refs.q_arrived)
+        return pltpu.make_async_copy(source, self.tile.q, self.tile.q_arrived)
 
     def start_results(self, item: jax.Array) -> None:
         """Starts the copies of an item's own rows to HBM."""
@@ -518,10 +482,10 @@ class _QueryTiles(NamedTuple):
     def _results(self, item: jax.Array) -> list[Copy]:
         skip, count = self.kv.items.field(Field.SKIP, item), self.kv.items.field(Field.NUM_QUERIES, item)
         token = self.kv.items.field(Field.TOKEN, item) + skip
-        pairs = [(self.refs.out_tile, self.refs.out)]
+        pairs: list[tuple[Ref, Ref]] = [(self.tile.out, self.refs.out)]
         if self.config.return_lse:
-            pairs.append((self.refs.lse_tile, self.refs.lse))
+            pairs.append((self.tile.lse, self.refs.lse))
         return [
-            pltpu.make_async_copy(tile.at[pl.ds(skip, count)], target.at[pl.ds(token, count)], self.refs.left)
-            for tile, target in pairs
+            pltpu.make_async_copy(results.at[pl.ds(skip, count)], target.at[pl.ds(token, count)], self.tile.left)
+            for results, target in pairs
         ]

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
+from pallas_kernels.ragged_paged_attention.tpu_refs import Refs
 from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, base2_logits, dot, spread
 from pallas_kernels.tpu.block_mask import BlockMask, block_mask
 from pallas_kernels.tpu.mosaic import LANES, packing
@@ -50,11 +51,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """One item's attention; `refs` are the kernel's references by name."""
+    """One item's attention."""
 
     config: TpuConfig
     kv: KVBlocks
-    refs: Any
+    refs: Refs
     item: jax.Array
     place: jax.Array  # of its token among those of the step of the grid
 

@@ -29,11 +29,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.ragged_paged_attention import tpu_rows
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
+from pallas_kernels.ragged_paged_attention.tpu_refs import Refs, TileRefs
 from pallas_kernels.ragged_paged_attention.tpu_softmax import Part, Product, for_products
 from pallas_kernels.token_trees import MOST_TOKENS
 from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, dot, spread
-from pallas_kernels.tpu.block_mask import BlockMask, RowTrees, kept_slots, seen_slots
+from pallas_kernels.tpu.block_mask import BlockMask, RowTrees, has_lower, kept_slots, seen_slots
 from pallas_kernels.tpu.item_plan import Field
+from pallas_kernels.tpu.lse import lse_shape
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES
 from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
 
@@ -41,59 +43,83 @@ _ROWS_AHEAD = 1024  # whose scores are under way while a softmax is computed
 _CUT_PART = 256  # slots that are attended at once of blocks that need a mask
 
 
-def scratch_shapes(config: TpuConfig) -> dict[str, Any]:
-    """Scratch references by name."""
+def state_shapes(config: TpuConfig) -> dict[str, Any]:
+    """m, l and acc."""
     rows, products = config.padded_rows, config.num_products
-    dtype = jnp.dtype(config.compute_dtype)
-    depth = config.lanes * (2 if config.scales_queries else 1)
-    scratch = {
+    return {
         "m": pltpu.VMEM((products, SUBLANES, rows), jnp.float32),
         "l": pltpu.VMEM((products, SUBLANES, rows), jnp.float32),
         "acc": pltpu.VMEM((products, config.lanes, rows), jnp.float32),
-        "rows": pltpu.VMEM((rows, config.lanes), dtype),
-        "columns": pltpu.VMEM((products, depth, rows), dtype),
-        "scores": pltpu.VMEM((_scores_ahead(config) + 1, config.part, rows), jnp.float32),
     }
-    for name in tree_names(config):
-        scratch[f"{name}_rows"] = pltpu.VMEM((1, rows), jnp.int32)
+
+
+def scratch_shapes(config: TpuConfig, q_rows: jax.Array) -> TileRefs:
+    """Of a tile; `q_rows`: all queries as `tpu_rows.tile_queries` has them."""
+    rows, products = config.padded_rows, config.num_products
+    dtype = jnp.dtype(config.compute_dtype)
+    depth = config.lanes * (2 if config.scales_queries else 1)
+    tile = pltpu.VMEM((config.queries, *q_rows.shape[1:]), q_rows.dtype)
+    lse_rows, lse = None, None
     if config.return_lse:
-        scratch["lse_rows"] = pltpu.VMEM((products, rows, LANES), jnp.float32)
-    return scratch
+        lse_rows = pltpu.VMEM((products, rows, LANES), jnp.float32)
+        lse = pltpu.VMEM(lse_shape(config.queries, tpu_rows.lse_rows(config)), jnp.float32)
+    return TileRefs(
+        rows=pltpu.VMEM((rows, config.lanes), dtype),
+        columns=pltpu.VMEM((products, depth, rows), dtype),
+        scores=pltpu.VMEM((_scores_ahead(config) + 1, config.part, rows), jnp.float32),
+        trees=_tree_rows(config),
+        lse_rows=lse_rows,
+        q=tile,
+        q_arrived=pltpu.SemaphoreType.DMA,
+        out=tile,
+        lse=lse,
+        left=pltpu.SemaphoreType.DMA,
+    )
+
+
+def _tree_rows(config: TpuConfig) -> RowTrees | None:
+    if not config.has_trees:
+        return None
+    rows = pltpu.VMEM((1, config.padded_rows), jnp.int32)
+    return RowTrees(rows, rows if has_lower(config.mask) else None)
 
 
 @dataclass(frozen=True)
 class TileAttention:
-    """One item's attention; `refs` are the kernel's references by name. A product is a KV head."""
+    """One item's attention. A product is a KV head."""
 
     config: TpuConfig
     kv: KVBlocks
-    refs: Any
+    refs: Refs
+    tile: TileRefs
     item: jax.Array
 
     def load_queries(self) -> None:
         """The queries of the tile that has arrived, rows in lanes."""
-        config, refs = self.config, self.refs
+        config, tile = self.config, self.tile
         for head in range(config.num_products):
-            tpu_rows.unpack_head(refs.q_tile, head, refs.rows, config)
-            x = refs.rows[...].T
+            tpu_rows.unpack_head(tile.q, head, tile.rows, config)
+            x = tile.rows[...].T
             if not config.scales_queries:
-                refs.columns[head] = x
+                tile.columns[head] = x
                 continue
             x = x.astype(jnp.float32) * self._scale(head, config.lanes)
-            high = x.astype(refs.columns.dtype)
-            refs.columns[head, : config.lanes] = high
-            refs.columns[head, config.lanes :] = (x - high.astype(jnp.float32)).astype(high.dtype)
+            high = x.astype(tile.columns.dtype)
+            tile.columns[head, : config.lanes] = high
+            tile.columns[head, config.lanes :] = (x - high.astype(jnp.float32)).astype(high.dtype)
 
     def load_trees(self) -> None:
         """What each row sees of its sequence's new tokens, in the row's lane, of an item whose sequence has a tree."""
         items, refs = self.kv.items, self.refs
         skip = items.field(Field.SKIP, self.item)
         first, token = items.field(Field.TOKEN, self.item) + skip, self._tokens() - skip
-        for name in tree_names(self.config):
-            scalars, rows = getattr(refs, name), jnp.zeros_like(token)
+        for scalars, target in zip(refs.trees or (), self.tile.trees or (), strict=True):
+            if scalars is None:
+                continue
+            rows = jnp.zeros_like(token)
             for n in range(min(self.config.queries, MOST_TOKENS)):
                 rows = jnp.where(token == n, scalars[first + n], rows)
-            getattr(refs, f"{name}_rows")[...] = rows
+            target[...] = rows
 
     def reset(self) -> None:
         """State of rows that have seen nothing, or only their sink."""
@@ -130,9 +156,9 @@ class TileAttention:
             if config.has_v_scale:
                 factor = factor * refs.v_scale[head]
             if config.return_lse:
-                refs.lse_rows[head] = spread(natural_lse(refs.m[head], total), LANES, 0).T
+                self.tile.lse_rows[head] = spread(natural_lse(refs.m[head], total), LANES, 0).T
             out = refs.acc[head] * spread(factor, config.lanes, 0)
-            yield head, out.astype(refs.columns.dtype).T[: config.rows]
+            yield head, out.astype(self.tile.columns.dtype).T[: config.rows]
 
     def _attend_parts(self, slot: jax.Array, block: jax.Array | None, parts: list[Part]) -> None:
         masks = {part: None if block is None else self._mask(block, part) for part in parts}
@@ -148,7 +174,7 @@ class TileAttention:
         self, work: list[tuple[Product, Part]], slot: jax.Array
     ) -> Iterator[tuple[Product, Part, jax.Array]]:
         """(product, part, scores); the next ones are computed before the last are used."""
-        buffers, ahead = self.refs.scores, _scores_ahead(self.config)
+        buffers, ahead = self.tile.scores, _scores_ahead(self.config)
         for n in range(len(work) + ahead):
             if n < len(work):
                 product, part = work[n]
@@ -162,7 +188,7 @@ class TileAttention:
         k = self._load(product, part, slot, 0)
         if self.config.scales_queries:
             k = jnp.concatenate([k, k], axis=1)
-        return dot(k, self.refs.columns[product.index], (((1,), (0,)), ((), ())))
+        return dot(k, self.tile.columns[product.index], (((1,), (0,)), ((), ())))
 
     def _load(
         self, product: Product, part: Part, slot: jax.Array, value: int, kept: jax.Array | None = None
@@ -197,9 +223,10 @@ class TileAttention:
     def _mask(self, block: jax.Array, part: Part) -> BlockMask:
         config, items, token = self.config, self.kv.items, self._tokens()
         shape = (part.size, config.padded_rows)
-        trees = [getattr(self.refs, f"{name}_rows")[...] for name in tree_names(config)]
-        of_trees = RowTrees(trees[0], trees[1] if len(trees) > 1 else None) if trees else None
-        seen = seen_slots(items, self.item, block, token, first=part.first, part=shape, axis=0, trees=of_trees)
+        refs, trees = self.tile.trees, None
+        if refs is not None:
+            trees = RowTrees(refs.bits[...], None if refs.lower is None else refs.lower[...])
+        seen = seen_slots(items, self.item, block, token, first=part.first, part=shape, axis=0, trees=trees)
         if config.tokens_per_row > 1:
             return BlockMask(seen, self.kv.kept_bits(self.item, block, *part))
         slots = part.first + lax.broadcasted_iota(jnp.int32, (part.size, config.lanes), 0)
@@ -209,12 +236,6 @@ class TileAttention:
         """int32[1, rows]: which token of the tile a row belongs to."""
         row = lax.broadcasted_iota(jnp.int32, (1, self.config.padded_rows), 1)
         return (row & (self.config.queries * self.config.packing - 1)) >> (self.config.packing.bit_length() - 1)
-
-
-def tree_names(config: TpuConfig) -> list[str]:
-    """Names of the scalars of `tree_scalars`."""
-    bounded = config.mask.sliding_window is not None or config.mask.attention_chunk_size is not None
-    return ["tree_bits", "tree_lower"][: 1 + bounded] if config.has_trees else []
 
 
 def _scores_ahead(config: TpuConfig) -> int:

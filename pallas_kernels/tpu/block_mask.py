@@ -18,10 +18,10 @@ from pallas_kernels.tpu.items import ItemTable
 
 
 class RowTrees(NamedTuple):
-    """Of rows of queries whose sequence has a tree; int32 in the shape of the rows' tokens."""
+    """Of rows of queries whose sequence has a tree; int32 in the shape of the rows' tokens, or references to them."""
 
-    bits: jax.Array  # as in TokenTrees
-    lower: jax.Array | None  # likewise; None: there is neither window nor chunk
+    bits: Any  # as in TokenTrees
+    lower: Any | None  # likewise; None: there is neither window nor chunk
 
 
 class BlockMask(NamedTuple):
@@ -31,12 +31,15 @@ class BlockMask(NamedTuple):
     kept: jax.Array  # bool[part, lanes] some row of the item sees the key
 
 
-def tree_scalars(trees: TokenTrees, mask: MaskRule, queries: int) -> dict[str, jax.Array]:
-    """`RowTrees` by name as int32[T and more] in scalar memory, with room for a tile behind the last token."""
-    arrays = {"tree_bits": trees.bits}
-    if mask.sliding_window is not None or mask.attention_chunk_size is not None:
-        arrays["tree_lower"] = trees.lower
-    return {name: jnp.pad(array, (0, queries + MOST_TOKENS)) for name, array in arrays.items()}
+def tree_scalars(trees: TokenTrees, mask: MaskRule, queries: int) -> RowTrees:
+    """Of all tokens, int32[T and more] for scalar memory, with room for a tile behind the last token."""
+    room = (0, queries + MOST_TOKENS)
+    return RowTrees(jnp.pad(trees.bits, room), jnp.pad(trees.lower, room) if has_lower(mask) else None)
+
+
+def has_lower(mask: MaskRule) -> bool:
+    """Whether `RowTrees.lower` is there."""
+    return mask.sliding_window is not None or mask.attention_chunk_size is not None
 
 
 def block_mask(
