@@ -117,7 +117,8 @@ class StepPrograms:
         ) -> tuple[list[jax.Array], Any]:
             batch, sampling = inputs.unpack(buffer, own)
             own_pages = jax.tree.unflatten(self._page_tree, pages)
-            new_pages, rest = self._update(weights, own_pages, batch, sampling, previous, embeds, sampler_state)
+            with jax.sharding.use_abstract_mesh(self._replicated.mesh.abstract_mesh):
+                new_pages, rest = self._update(weights, own_pages, batch, sampling, previous, embeds, sampler_state)
             return jax.tree.leaves(new_pages), rest
 
         return step
