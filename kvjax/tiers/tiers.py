@@ -178,12 +178,11 @@ class Tiers:
 
 
 def identity_of(
-    kv_cache_config: KVCacheConfig, hasher: BlockHasher, weights: str, num_context: int = 1, share: str = "whole"
+    kv_cache_config: KVCacheConfig, hasher: BlockHasher, weights: str, num_context: int = 1
 ) -> dict[str, str]:
     """What units on disk are of: those of others are of no use, whatever their hashes.
 
-    How devices split the heads is no part of it where a unit has them all, in one order; `share` says what of units
-    the folder has.
+    How devices split the heads is no part of it: a unit has them all, in one order, but for parts of several processes.
     """
     layers = [(group.layer_names, group.kv_cache_spec, group.layer_specs) for group in kv_cache_config.kv_cache_groups]
     layout = [pool.columns for pool in kv_cache_config.pools]
@@ -196,7 +195,6 @@ def identity_of(
         "hashes": f"{hasher.algorithm}, blocks of {hasher.block_size}, seed {none_hash}",
         "tokens": "in order" if num_context == 1 else f"interleaved over {num_context} context ranks",
         "weights": weights,
-        **({} if share == "whole" else {"share": share}),
     }
 
 

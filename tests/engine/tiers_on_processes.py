@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,16 @@ def _lose_files(engine: LLMEngine, name: str, config: TierConfig) -> None:
 
 
 def _refuse_another_mesh(engine: LLMEngine, tiers: TierConfig) -> None:
-    """Parts of other shape are of no use."""
+    """Parts of other shape are of no use: where one process has some, all raise."""
     mesh = engine._runner.placement.mesh
     if mesh.axis_names != ("context",):
         return
+    assert tiers.disk_folder is not None
+    if jax.process_index() == 1:
+        shutil.rmtree(Path(tiers.disk_folder) / "ranks-0-part-1")
     blocks = engine.config.block_size * mesh.size
     config = dataclasses.replace(engine.config, tiers=tiers, block_size=blocks)
-    with pytest.raises(ValueError, match=r"is of another cache: .*share 'part"):
+    with pytest.raises(ValueError, match=r"process 0 cannot open its disk: .* is of another cache: .*share 'part"):
         LLMEngine(engine.model, config, mesh=Mesh(mesh.devices, ("tensor",)))
 
 
