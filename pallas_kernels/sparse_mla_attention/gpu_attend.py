@@ -24,17 +24,7 @@ from pallas_kernels.gpu.handover import give_share, store_columns, take_share
 from pallas_kernels.gpu.softmax import RowState, add_scores, row_sinks
 from pallas_kernels.sparse_mla_attention.gpu_entries import RowFormat
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
-from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, RowBlocks, RowLists, RowMemory
-
-
-class TokenLists(NamedTuple):
-    """What the tokens of a launch see, and who attends them; as in `SparseWork` but for the lists of picks."""
-
-    rows: jax.Array  # int32[n]
-    pieces: jax.Array  # int32[pieces, fields]
-    blocks: jax.Array  # int32[C, 2]
-    picked: jax.Array | None = None  # int32[n] lists of picks; None: `rows` has all lists
-    num_picked: jax.Array | None = None  # int32[T] rows of each token's list of picks
+from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, RowBlocks, RowMemory, TokenLists
 
 
 class Caches(NamedTuple):
@@ -61,7 +51,7 @@ def attend_pieces(
 
     def body(refs: _Refs) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        row_blocks = RowBlocks(row_format, refs.lists, refs.row_memory, warpgroup)
+        row_blocks = RowBlocks(row_format, refs.lists, refs.pages, refs.entry_pages, refs.row_memory, warpgroup)
         pl.when(warpgroup < ADDING)(lambda: _add_values(refs, parts, row_blocks, warpgroup))
         pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, heads, parts, row_blocks))
 
@@ -72,17 +62,11 @@ def attend_pieces(
         grid={"block": lists.blocks.shape[0]},
         inputs={
             "q": q,
-            "lists": RowLists(
-                lists.rows,
-                lists.pieces,
-                lists.picked,
-                row_format.views(caches.pages),
-                row_format.views(caches.entry_pages),
-            ),
-            "blocks": lists.blocks,
-            "num_picked": lists.num_picked,
+            "lists": lists,
             "sinks": sinks,
             "scale": scale,
+            "pages": row_format.views(caches.pages),
+            "entry_pages": row_format.views(caches.entry_pages),
         },
         outputs={
             "out": jax.ShapeDtypeStruct((num_pieces, mosaic.ROWS, dim), out_dtype),
@@ -106,11 +90,11 @@ class _Refs(NamedTuple):
     """References of a thread block."""
 
     q: Any  # [tiles, rows, D]
-    lists: RowLists
-    blocks: Any  # int32[C, 2]
-    num_picked: Any | None  # int32[T]
+    lists: TokenLists
     sinks: Any  # float32[1 or Hq]
     scale: Any  # float32[1]
+    pages: tuple[Any, ...]  # views of the window cache
+    entry_pages: tuple[Any, ...]  # views of the compressed cache
     out: Any  # [pieces, 64, D]
     lse: Any  # float32[pieces, 64]
     q_tile: Any  # [64, D]
@@ -125,14 +109,14 @@ class _Refs(NamedTuple):
 def _range(refs: _Refs) -> tuple[jax.Array, jax.Array]:
     """This thread block's pieces: first, and one after the last."""
     block = lax.axis_index("block")
-    return refs.blocks[block, 0], refs.blocks[block, 1]
+    return refs.lists.blocks[block, 0], refs.lists.blocks[block, 1]
 
 
 def _num_blocks(refs: _Refs, parts: int, piece: jax.Array) -> jax.Array:
     """Blocks of a piece, up to the end of its token's list of picks."""
     end = refs.lists.pieces[piece, Field.END]
-    if refs.num_picked is not None:
-        num_picked = refs.num_picked[lax.div(refs.lists.pieces[piece, Field.TILE], jnp.int32(parts))]
+    if refs.lists.num_picked is not None:
+        num_picked = refs.lists.num_picked[lax.div(refs.lists.pieces[piece, Field.TILE], jnp.int32(parts))]
         last = refs.lists.pieces[piece, Field.WINDOW_BLOCKS] + lax.div(num_picked + (BLOCK - 1), jnp.int32(BLOCK))
         end = lax.min(end, last)
     return lax.max(end - refs.lists.pieces[piece, Field.FIRST], jnp.int32(0))

@@ -65,14 +65,17 @@ class RowMemory(NamedTuple):
         )
 
 
-class RowLists(NamedTuple):
-    """In global memory: what a launch attends."""
+class TokenLists(NamedTuple):
+    """What the tokens of a launch see, and who attends them; as in `SparseWork` but for the lists of picks.
 
-    rows: Any  # int32[n] lists of `TokenLists`
+    Arrays, or references to them.
+    """
+
+    rows: Any  # int32[n]
     pieces: Any  # int32[pieces, fields]
-    picked: Any | None  # int32[n] lists of picks, where `rows` has those of windows alone
-    pages: tuple[Any, ...]  # views of the window cache
-    entry_pages: tuple[Any, ...]  # views of the compressed cache
+    blocks: Any  # int32[C, 2]
+    picked: Any | None = None  # int32[n] lists of picks; None: `rows` has all lists
+    num_picked: Any | None = None  # int32[T] rows of each token's list of picks
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ class RowBlocks:
     """References of one kernel."""
 
     format: RowFormat  # of both caches
-    lists: RowLists
+    lists: TokenLists
+    pages: tuple[Any, ...]  # views of the window cache
+    entry_pages: tuple[Any, ...]  # views of the compressed cache
     memory: RowMemory
     warpgroup: Any  # int32[] this one
 
@@ -89,8 +94,8 @@ class RowBlocks:
         first, in_window = self._place(piece, i)
 
         entries = self.lists.rows if self.lists.picked is None else self.lists.picked
-        pl.when(in_window)(functools.partial(self._copy, self.lists.pages, self.lists.rows, first))
-        pl.when(jnp.logical_not(in_window))(functools.partial(self._copy, self.lists.entry_pages, entries, first))
+        pl.when(in_window)(functools.partial(self._copy, self.pages, self.lists.rows, first))
+        pl.when(jnp.logical_not(in_window))(functools.partial(self._copy, self.entry_pages, entries, first))
 
     def take_keys(self) -> Any:
         """The next block [64, D], ready for the product of scores; call `give_weights` when done with it."""
