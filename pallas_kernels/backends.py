@@ -50,8 +50,8 @@ def resolve_backend(
     """The backend that runs `op` when the caller asks for `backend`.
 
     `kernels` names the platforms that have a kernel, each with what of this call it cannot do, in words, or None;
-    `xla` is given by ops that have a path in vectorised XLA. "triton" among `kernels` is what a GPU runs that the kernel
-    of "gpu" does not serve.
+    `xla` is given by ops that have a path in vectorised XLA. Where `kernels` has "triton", a GPU runs that if the kernel
+    of "gpu" cannot.
 
     Raises:
         ValueError: `backend` names none.

@@ -98,14 +98,17 @@ def scan(case: Case) -> Built:
     from scripts.aot import ssm_case
 
     num_seqs, num_tokens = len(case.lengths), sum(q_len for q_len, _ in case.lengths)
-    call, arguments = ssm_case.scan(ssm_case.SsmCase(tokens=num_tokens, seqs=num_seqs, dtype=case.dtype), "xla")
-    x, states = arguments[:2]
+    call, arguments = ssm_case.scan(ssm_case.SsmCase(tokens=num_tokens, seqs=num_seqs, dtype=case.dtype), case.backend)
+    x, states, _, _, b = arguments[:5]
     single = sum(q_len == 1 for q_len, _ in case.lengths)
     many = [q_len for q_len, _ in case.lengths if q_len > 1]
     trips = xla_scan.num_trips(states.shape, num_seqs, num_tokens, single, many)
     state_numbers = math.prod(states.shape[1:])
     named = 2 * num_seqs * state_numbers * states.dtype.itemsize + 2 * x.size * jnp.dtype(case.dtype).itemsize
-    return Built(call, arguments, trips, named, 4 * num_tokens * state_numbers, donated=(1,))
+    num_many, num_heads = sum(many), states.shape[1]
+    per_token = 2 * math.prod(x.shape[1:]) * x.dtype.itemsize + num_heads * (4 + 2 * b.shape[-1] * b.dtype.itemsize)
+    kernels = {"scan_sequences": num_many * per_token + 2 * len(many) * state_numbers * states.dtype.itemsize}
+    return Built(call, arguments, trips, named, 4 * num_tokens * state_numbers, donated=(1,), kernels=kernels)
 
 
 def delta(case: Case) -> Built:
