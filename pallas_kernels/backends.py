@@ -50,8 +50,7 @@ def resolve_backend(
     """The backend that runs `op` when the caller asks for `backend`.
 
     `kernels` names the platforms that have a kernel, each with what of this call it cannot do, in words, or None;
-    `xla` is given by ops that have a path in vectorised XLA. Where `kernels` has "triton", a GPU runs that if the kernel
-    of "gpu" cannot.
+    `xla` is given by ops that have a path in vectorised XLA; where `kernels` has "triton", a GPU runs that before it.
 
     Raises:
         ValueError: `backend` names none.

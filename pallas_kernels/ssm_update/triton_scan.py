@@ -32,7 +32,7 @@ from pallas_kernels.triton.call import LEAST, call, load, power_from, product, r
 class Sizes:
     """How much a program has at a time."""
 
-    tokens: int = 64  # of a tile: a power of two, at least 16
+    tokens: int = 32  # of a tile: a power of two, at least 16
     num_warps: int = 8
 
 

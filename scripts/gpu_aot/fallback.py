@@ -99,7 +99,7 @@ def scan(case: Case) -> Built:
 
     num_seqs, num_tokens = len(case.lengths), sum(q_len for q_len, _ in case.lengths)
     call, arguments = ssm_case.scan(ssm_case.SsmCase(tokens=num_tokens, seqs=num_seqs, dtype=case.dtype), case.backend)
-    x, states, _, _, b = arguments[:5]
+    x, states, (_, b, _) = arguments[:3]
     single = sum(q_len == 1 for q_len, _ in case.lengths)
     many = [q_len for q_len, _ in case.lengths if q_len > 1]
     trips = xla_scan.num_trips(states.shape, num_seqs, num_tokens, single, many)
@@ -131,7 +131,7 @@ def indexer(case: Case) -> Built:
     """Picks of DeepSeek V4 Flash's indexer: 64 heads of 128 numbers, keys in fp8, 512 of them."""
     import jax.numpy as jnp
 
-    from pallas_kernels.indexer_topk import xla_topk
+    from pallas_kernels.indexer_topk import indexer_topk, xla_topk
     from pallas_kernels.latent_entries import IndexFp8
     from pallas_kernels.latent_pages import LatentPages
     from pallas_kernels.schedule import Batch
@@ -148,17 +148,35 @@ def indexer(case: Case) -> Built:
     q_lens, seq_lens = (jnp.asarray(x, jnp.int32) for x in zip(*case.lengths, strict=True))
     batch = Batch(seq_lens, jnp.cumsum(q_lens) - q_lens, q_lens)
     trips: dict[str, float] = {}
-    for walk in xla_topk.plan_walks(q, keys, batch, ratio, xla_topk.Limits()):
+    kernels: dict[str, float] = {}
+    for walk in xla_topk.plan_walks(q, keys, batch, ratio, xla_topk.Limits(), case.backend == "triton"):
         trips[f"{walk.name}/chunks"], trips[f"{walk.name}/trips"] = xla_topk.num_trips(walk, ratio)
+        kernels[f"{walk.name}/score_tiles"] = _scored(walk, model.num_index_heads, dim, entries.width(dim), ratio)
     sizes = {"topk": model.topk, "tokens_per_state": ratio, "entries": entries, "page_size": page}
 
     def call(q: Any, weights: Any, pages: Any, step: Any) -> Any:
-        return xla_topk.indexer_topk(q, weights, (pages,), *step, **sizes)
+        return indexer_topk(q, weights, (pages,), *step, **sizes, backend=case.backend)
 
     arguments = (q, argument(q.shape[:2], "float32"), pages, step)
     named = entries.width(dim) * _num_keys(case) // ratio
     flops = 2 * model.num_index_heads * dim * _num_pairs(case) / ratio
-    return Built(call, arguments, trips, named, flops)
+    return Built(call, arguments, trips, named, flops, kernels=kernels)
+
+
+def _scored(walk: Any, num_heads: int, dim: int, key_bytes: int, ratio: int) -> float:
+    """Bytes that a launch of the kernel of scores moves, on average."""
+    import numpy as np
+
+    from pallas_kernels.indexer_topk.triton_scores import BLOCK
+
+    last_pos = np.asarray(walk.tiles.last_pos, np.int64)
+    most = (last_pos + 1) // ratio
+    num_queries = np.where(last_pos >= 0, last_pos - np.asarray(walk.tiles.first_pos, np.int64) + 1, 0)
+    q_bytes = num_heads * (2 * dim + 4)
+    num_chunks = max(1, -(-int(walk.num_tiles) // walk.sizes.num_tiles))
+    scores = num_chunks * walk.sizes.num_tiles * walk.sizes.queries * -(-walk.sizes.num_entries // BLOCK) * BLOCK
+    read = (most * (key_bytes + 4)).sum() + (num_queries * -(-most // BLOCK)).sum() * q_bytes
+    return float(read + 4 * scores) / num_chunks
 
 
 def _step(case: Case, page: int) -> tuple[tuple[Any, ...], int]:
