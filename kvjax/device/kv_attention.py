@@ -16,6 +16,7 @@ from kvjax.device import context_ranks
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.layer_step import WHOLE, LayerStep
 from kvjax.device.pages import Column
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.ragged_paged_attention import MaskRule, plan, ragged_paged_attention
 
 
@@ -71,6 +72,28 @@ def attend_kv(
     attend_on_each = layer.per_device(attend, in_specs, (heads, page_specs))
     out, pages = attend_on_each(q, k, v, layer.pages, per_head, layer.tables, layer.group.slot_mapping, schedule)
     return out, pages
+
+
+def write_kv(layer: LayerStep, k: jax.Array, v: jax.Array, options: AttentionOptions) -> Column:
+    """The layer's pages with K and V [T, num_kv_heads, head_dim] of the step, on one context rank.
+
+    Raises:
+        ValueError: shapes are not the spec's.
+        NotImplementedError: the layer's pages do not hold K and V.
+    """
+    k, v, k_scale, v_scale = (_repeated(layer, x) for x in (k, v, options.k_scale, options.v_scale))
+    _check(layer, k, k, v)
+
+    def write(k, v, pages, scales, slot_mapping):  # type: ignore[no-untyped-def]
+        return kv_write(k, v, pages, slot_mapping, **scales, backend=layer.backend)
+
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    heads, scale_specs = layer.heads(3, 1), {name: layer.per_head(x) for name, x in scales.items()}
+    in_specs = (heads, heads, layer.page_specs, scale_specs, layer.by_rank)
+    written: Column = layer.per_device(write, in_specs, layer.page_specs)(
+        k, v, layer.pages, scales, layer.group.slot_mapping
+    )
+    return written
 
 
 def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRule) -> Any:
@@ -130,4 +153,4 @@ def _check(layer: LayerStep, q: jax.Array, k: jax.Array | None, v: jax.Array | N
     return num_kv_heads
 
 
-__all__ = ["attend_kv", "kv_schedule"]
+__all__ = ["attend_kv", "kv_schedule", "write_kv"]
