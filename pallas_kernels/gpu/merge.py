@@ -9,8 +9,7 @@ results of a step's other tokens stand, so that no launch sorts the two by token
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.call import call
 from pallas_kernels.gpu.softmax import LOG2_E, capped_sink, of_head
 from pallas_kernels.layouts import cdiv
 
@@ -50,30 +49,48 @@ def merge_pieces(
     num_kv_heads, num_q_heads = heads or (v_scale.shape[0], sinks.shape[0])
     num_seqs, group = units.shape[0] // num_kv_heads, num_q_heads // num_kv_heads
     row_shape, lse_shape = (num_q_heads, head_dim_v), jax.ShapeDtypeStruct((num_seqs, num_q_heads), jnp.float32)
-    grid = {"head": group, "unit": units.shape[0]}
-    inputs = (units, *pieces, sinks, v_scale)
-    names = ("units", "piece_out", "piece_lse", "sinks", "v_scale")
-
-    def run_with(*names: str) -> Any:
-        return lambda *args: _merge(SimpleNamespace(**dict(zip(names, args, strict=True))), num_kv_heads, group)
-
+    tokens, in_place = (None, {}) if into is None else (into[0], {"out": into[1]})
+    outputs = {"lse": lse_shape}
     if into is None:
-        outputs = [jax.ShapeDtypeStruct((num_seqs, *row_shape), out_dtype), lse_shape]
-        body = run_with(*names, "out", "lse")
-        out, lse = mosaic.kernel(body, name="rpa_merge_pieces", outputs=outputs, grid=grid)(*inputs)
-        return out, lse
-    body = run_with(*names, "tokens", "out", "lse")
-    merge = mosaic.kernel_in_place(body, name="rpa_merge_into", outputs=[lse_shape], grid=grid)
-    (lse,), out = merge(*inputs, *into)
-    return out, lse
+        outputs = {"out": jax.ShapeDtypeStruct((num_seqs, *row_shape), out_dtype), **outputs}
+    results = call(
+        lambda refs: _merge(refs, num_kv_heads, group),
+        _Refs,
+        name="rpa_merge_pieces" if into is None else "rpa_merge_into",
+        grid={"head": group, "unit": units.shape[0]},
+        inputs={
+            "units": units,
+            "piece_out": pieces[0],
+            "piece_lse": pieces[1],
+            "sinks": sinks,
+            "v_scale": v_scale,
+            "tokens": tokens,
+        },
+        outputs=outputs,
+        in_place=in_place,
+    )
+    return results["out"], results["lse"]
 
 
-def _merge(refs: Any, num_kv_heads: int, group: int) -> None:
+class _Refs(NamedTuple):
+    """References of a thread block."""
+
+    units: Any  # int32[S * Hkv, 2]
+    piece_out: Any  # float32[pieces, rows, padded Dv]
+    piece_lse: Any  # float32[pieces, rows]
+    sinks: Any  # float32[Hq or 1]
+    v_scale: Any  # float32[Hkv or 1]
+    tokens: Any | None  # int32[S]
+    out: Any  # [S or T, Hq, Dv]
+    lse: Any  # float32[S, Hq]
+
+
+def _merge(refs: _Refs, num_kv_heads: int, group: int) -> None:
     """One query head of one unit."""
     unit, row = lax.axis_index("unit"), lax.axis_index("head")
     head, seq = lax.rem(unit, jnp.int32(num_kv_heads)), lax.div(unit, jnp.int32(num_kv_heads))
     q_head = head * group + row
-    if not hasattr(refs, "tokens"):
+    if refs.tokens is None:
         _merge_row(refs, unit, head, q_head, row, seq, seq)
         return
     token = refs.tokens[seq]
@@ -81,7 +98,7 @@ def _merge(refs: Any, num_kv_heads: int, group: int) -> None:
 
 
 def _merge_row(
-    refs: Any, unit: jax.Array, head: jax.Array, q_head: jax.Array, row: jax.Array, seq: jax.Array, token: jax.Array
+    refs: _Refs, unit: jax.Array, head: jax.Array, q_head: jax.Array, row: jax.Array, seq: jax.Array, token: jax.Array
 ) -> None:
     """Natural-log units throughout, so that no finite sink overflows."""
     columns = refs.piece_out.shape[-1]

@@ -11,8 +11,7 @@ group / 64 count: bound by memory.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic
-from pallas_kernels.gpu.kv import KVRing
+from pallas_kernels.gpu.call import call
+from pallas_kernels.gpu.kv import KVRing, RingMemory
 from pallas_kernels.gpu.merge import padded_columns
 from pallas_kernels.gpu.plan import DecodePlan, Field, GpuConfig, Keys
 from pallas_kernels.gpu.softmax import Reader, RowBounds, RowState, attend, of_head
@@ -54,51 +54,77 @@ def decode_pieces(
     rows = q.reshape(num_seqs * config.num_kv_heads, config.group, config.head_dim)
     rows = jnp.pad(rows, [(0, 0), (0, config.padded_group - config.group), (0, 0)])
     num_pieces, columns = plan.pieces.shape[0], out_columns(config.head_dim_v)
-    outputs = [
-        jax.ShapeDtypeStruct((num_pieces, config.padded_group, padded_columns(config.head_dim_v)), jnp.float32),
-        jax.ShapeDtypeStruct((num_pieces, config.padded_group), jnp.float32),
-    ]
     query_barrier = plgpu.Barrier(num_barriers=_QUERY_STAGES)
-    scratch = {
-        "q_tile": mosaic.tiled((_QUERY_STAGES, mosaic.ROWS, config.head_dim), config.compute_dtype),
-        "out_tile": mosaic.tiled((mosaic.ROWS, columns), jnp.float32),
-        "lse_tile": plgpu.SMEM((mosaic.ROWS,), jnp.float32),
-        "q_full": query_barrier,
-        "q_free": query_barrier,
-        **KVRing.scratch(config, num_readers=1),
-    }
-    names = ("q", "k_pages", "v_pages", "tables", "pieces", "blocks", "scales", "out", "lse", *scratch)
 
-    def body(*args: Any) -> None:
-        refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
-        ring = KVRing.of(config, vars(refs))
+    def body(refs: _Refs) -> None:
+        ring = KVRing(config, refs.tables, refs.k_pages, refs.v_pages, refs.ring)
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == _ATTENDING)(lambda: _attend_pieces(refs, ring))
         pl.when(warpgroup == _FETCHING)(lambda: _fetch_pieces(refs, ring))
 
-    run = mosaic.kernel(
+    out_shape = (num_pieces, config.padded_group, padded_columns(config.head_dim_v))
+    results = call(
         body,
+        _Refs,
         name=f"rpa_decode_p{config.page_size}_b{config.block}",
-        outputs=outputs,
-        scratch=list(scratch.values()),
         grid={"block": plan.blocks.shape[0]},
+        inputs={
+            "q": rows,
+            "k_pages": pages[0],
+            "v_pages": pages[1],
+            "tables": block_tables,
+            "pieces": plan.pieces,
+            "blocks": plan.blocks,
+            "scales": scales,
+        },
+        outputs={
+            "out": jax.ShapeDtypeStruct(out_shape, jnp.float32),
+            "lse": jax.ShapeDtypeStruct(out_shape[:2], jnp.float32),
+        },
+        scratch={
+            "q_tile": mosaic.tiled((_QUERY_STAGES, mosaic.ROWS, config.head_dim), config.compute_dtype),
+            "out_tile": mosaic.tiled((mosaic.ROWS, columns), jnp.float32),
+            "lse_tile": plgpu.SMEM((mosaic.ROWS,), jnp.float32),
+            "q_full": query_barrier,
+            "q_free": query_barrier,
+            "ring": RingMemory.of(config, num_readers=1),
+        },
         num_warpgroups=2,
     )
-    out, lse = run(rows, *pages, block_tables, plan.pieces, plan.blocks, scales)
-    return out, lse
+    return results["out"], results["lse"]
 
 
-def _piece_range(refs: Any) -> tuple[jax.Array, jax.Array]:
+class _Refs(NamedTuple):
+    """References of a thread block."""
+
+    q: Any  # [S * Hkv, padded group, D]
+    k_pages: Any  # [pages, page_size, Hkv, D]
+    v_pages: Any  # [pages, page_size, Hkv, Dv]
+    tables: Any  # int32[S, P]
+    pieces: Any  # int32[pieces, fields] of `DecodePlan`
+    blocks: Any  # int32[C, 2] of `DecodePlan`
+    scales: Any  # float32[1 or Hkv]
+    out: Any  # float32[pieces, padded group, padded Dv]
+    lse: Any  # float32[pieces, padded group]
+    q_tile: Any  # [stages, 64, D]
+    out_tile: Any  # float32[64, columns]
+    lse_tile: Any  # float32[64]
+    q_full: Any  # barriers: the queries of a stage have arrived
+    q_free: Any  # barriers: they have been read
+    ring: RingMemory
+
+
+def _piece_range(refs: _Refs) -> tuple[jax.Array, jax.Array]:
     """This thread block's pieces: first, and one after the last."""
     block = lax.axis_index("block")
     return refs.blocks[block, 0], refs.blocks[block, 1]
 
 
-def _keys(refs: Any, piece: jax.Array) -> Keys:
+def _keys(refs: _Refs, piece: jax.Array) -> Keys:
     return Keys(*(refs.pieces[piece, field] for field in Field if field >= Field.FIRST))
 
 
-def _fetch_pieces(refs: Any, ring: KVRing) -> None:
+def _fetch_pieces(refs: _Refs, ring: KVRing) -> None:
     """The fetching warpgroup: queries and KV blocks of all pieces."""
     first, end = _piece_range(refs)
     heads, group = ring.config.num_kv_heads, ring.config.padded_group
@@ -125,7 +151,7 @@ def _fetch_pieces(refs: Any, ring: KVRing) -> None:
         plgpu.barrier_wait(refs.q_free.at[lax.rem(i, jnp.int32(_QUERY_STAGES))])
 
 
-def _attend_pieces(refs: Any, ring: KVRing) -> None:
+def _attend_pieces(refs: _Refs, ring: KVRing) -> None:
     """The attending warpgroup: softmax over the blocks of each piece, results to global memory."""
     first, end = _piece_range(refs)
 
@@ -152,7 +178,7 @@ def _attend_pieces(refs: Any, ring: KVRing) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store(refs: Any, config: GpuConfig, piece: jax.Array, state: RowState) -> None:
+def _store(refs: _Refs, config: GpuConfig, piece: jax.Array, state: RowState) -> None:
     """Stores the rows in use of a piece, a part of the columns at a time."""
     out, lse = state.finish()
     columns, rows = out_columns(config.head_dim_v), pl.ds(0, config.padded_group)
