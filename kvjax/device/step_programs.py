@@ -23,8 +23,8 @@ from kvjax.device.placement import Placement
 from kvjax.device.step_chain import StepChain
 from kvjax.device.step_cuts import cut_step
 
-# (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state, whether the last layer may differ from
-# the others) -> (pages, what else the step leaves)
+# (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state, whether the last layer may differ)
+# -> (pages, what else the step leaves)
 Update: TypeAlias = Callable[..., tuple[KVPages, Any]]
 CompilerOptions: TypeAlias = Mapping[str, bool | int | float | str]  # XLA's, by name, as of `jax.jit`
 

@@ -340,9 +340,7 @@ class UpdateStep:
         """The step as jax traces it, once per bucket; `may_narrow`: the last layer may differ from the others."""
         model = self._weights.model(weights)
         narrows = may_narrow and batch.given is None  # scores are of all tokens
-        cache = PagedKVCache(
-            pages, batch, self.kv_cache_config, self.placement, narrows=narrows, backend=self._backend
-        )
+        cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, narrows=narrows, backend=self._backend)
         inputs = {} if embeds is None else {"embeds": (embeds, batch.embed_index)}
         token_ids = _token_ids(batch, previous)
         if self.placement.num_data > 1:
