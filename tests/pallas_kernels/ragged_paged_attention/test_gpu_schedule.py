@@ -137,9 +137,16 @@ def test_a_plan_is_for_its_sizes() -> None:
 
 
 def test_only_steps_of_decoding_are_planned_as_such() -> None:
-    """As many tokens as sequences, and where lengths are known, one for each."""
+    """As many tokens as sequences, or a multiple, and where lengths are known, no more for any."""
     q, pages, *step = make_case(0, SHAPE, [(1, 9), (3, 5)]).arrays
-    with pytest.raises(ValueError, match="expected as many tokens as sequences with is_decode=True, got 24 and 4"):
+    with pytest.raises(
+        ValueError, match="expected as many tokens as sequences with is_decode=True, or a multiple, got 22 and 4"
+    ):
+        plan(q[:22], pages, *step, MASK, is_decode=True, backend="gpu")
+    q, pages, *step = make_case(0, SHAPE, [(1, 9), (7, 9)]).arrays
+    with pytest.raises(
+        ValueError, match="at most 6 queries of every sequence with is_decode=True and 24 tokens, got query"
+    ):
         plan(q, pages, *step, MASK, is_decode=True, backend="gpu")
     q, pages, *step = make_case(0, DECODE, [(1, 9), (3, 5)]).arrays
     with pytest.raises(ValueError, match="expected one query of every sequence with is_decode=True, got query_start"):
