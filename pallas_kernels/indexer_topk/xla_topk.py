@@ -191,8 +191,8 @@ def _walked(
             heads = q.astype(product_dtype(q.dtype, _number_dtype(keys)))
             scores = triton_scores.score_tiles(heads, weights, behind, own.seq, own.token, counts)
         else:
-            of_token = (x.at[token].get(mode="clip") for x in (q, weights))
-            scores = _scores(*of_token, keys, own.seq, counts, sizes)
+            own_q, own_weights = (x.at[token].get(mode="clip") for x in (q, weights))
+            scores = _scores(own_q, own_weights, keys, own.seq, counts, sizes)
         return picks.at[token].set(_best(scores, picks.shape[1]), mode="drop")
 
     with jax.named_scope("chunks"):

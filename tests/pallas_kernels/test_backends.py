@@ -71,8 +71,8 @@ def test_a_gpu_takes_triton_before_xla_where_the_op_has_it(monkeypatch: pytest.M
     """With one warning of its cost; a call that it cannot do goes to XLA."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     said = (
-        r"op_of_triton: it rains; a kernel in Triton runs instead, with about 2 passes over the KV that its tables name, "
-        r"at most 0.5 GB: 1 ms a call at 1 TB/s of memory bandwidth \(backend='triton' silences this\)"
+        r"op_of_triton: it rains; a kernel in Triton runs instead, with about 2 passes over the KV that its tables "
+        r"name, at most 0.5 GB: 1 ms a call at 1 TB/s of memory bandwidth \(backend='triton' silences this\)"
     )
     with pytest.warns(RuntimeWarning, match=said):
         assert resolve_backend("op_of_triton", "auto", {"gpu": "it rains", "triton": None}, PATH) == "triton"
