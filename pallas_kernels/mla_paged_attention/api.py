@@ -30,6 +30,7 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.token_trees import NO_TREES
 from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.walks import path_over
 
 
@@ -141,7 +142,8 @@ def mla_paged_attention(
         out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_tpu)
     elif chosen == "gpu":
         out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, schedule=schedule)
-    elif chosen == "xla":
+    elif chosen in ("xla", "triton"):
+        of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None
         out, lse = xla_attention.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain)
     else:
         of_plain["is_decode"] = is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
@@ -162,4 +164,5 @@ def _reasons(
     return {
         "tpu": kernel_tpu.reason_not_supported(latent, mask, share),
         "gpu": of_options or kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
+        "triton": triton.reason_not_supported((latent.array,)),
     }

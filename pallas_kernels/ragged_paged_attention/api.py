@@ -25,6 +25,7 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.token_trees import NO_TREES
 from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.walks import path_over
 
 
@@ -159,7 +160,8 @@ def ragged_paged_attention(
         pages = pages if written is None else (written,)
     elif chosen == "gpu":
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse, schedule=schedule)
-    elif chosen == "xla":
+    elif chosen in ("xla", "triton"):
+        of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None
         out, lse = xla_attention.ragged_paged_attention(*arguments, **of_plain)
     else:
         is_decode = is_decode_step(validate.OP, schedule, q.shape[0], backend)
@@ -180,4 +182,5 @@ def _reasons(
     return {
         "tpu": kernel_tpu.reason_not_supported(pages, mask, num_kv_heads, share),
         "gpu": of_options or kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
+        "triton": triton.reason_not_supported(pages, is_split=len(pages) == 2),
     }

@@ -1,4 +1,4 @@
-"""What the path in vectorised XLA is measured at: steps, cards, and what each may cost at most."""
+"""What GPUs without kernels of their own are measured at: steps, cards, and what each may cost at most."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Case:
     card: str = "a100"
     dtype: str = "bfloat16"
     heads: int = 32
+    backend: str = "triton"  # or "xla"
     most_launches: int = 400
     most_temporary_bytes: int = 256 * MIB
     most_times: float = 4.0  # as long as what no path can do without: what the tables name read once, or the products

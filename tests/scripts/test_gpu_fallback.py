@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scripts import gpu_compile_all, gpu_fallback
-from scripts.gpu_aot.fallback import runs_of
+from scripts.gpu_aot.fallback import moved_by, runs_of
 from scripts.gpu_aot.fallback_cases import CASES, MIB, SUBSET
 from scripts.gpu_aot.module_cost import Loop, ModuleCost, shape_bytes
 
@@ -87,6 +87,21 @@ def test_a_loop_that_nobody_knows_is_an_error() -> None:
     """Its trips are not guessed."""
     with pytest.raises(ValueError, match=r"expected a loop of one of \['short/trips'\], got jit\(f\)/other/while"):
         runs_of(Loop("jit(f)/other/while", None), {"short/trips": 1})
+
+
+def test_a_kernel_in_triton_moves_what_its_author_says() -> None:
+    """Found by all parts of its name; one that nobody knows is an error."""
+    kernels = {"short/attend": 3.0, "long/attend": 5.0}
+    line = '  ROOT %a.1 = f32[4]{0} custom-call(%b), custom_call_target="__gpu$xla.gpu.triton", '
+    text = (
+        f'ENTRY %main (b: f32[4]) -> f32[4] {{\n{line}metadata={{op_name="jit(f)/long/cond/attend/pallas_call"}}\n}}\n'
+    )
+    cost = ModuleCost(text, lambda loop: 0, lambda scope: moved_by(scope, kernels)).total()
+    assert (cost.launches, cost.num_bytes) == (1, 5.0)
+    with pytest.raises(ValueError, match=r"expected a kernel of one of \['long/attend', 'short/attend'\], got jit"):
+        moved_by("jit(f)/other/attend", kernels)
+    with pytest.raises(ValueError, match="expected no kernel in Triton, got jit"):
+        ModuleCost(text, lambda loop: 0).total()
 
 
 def test_ci_fails_above_the_bars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
