@@ -263,6 +263,8 @@ class TierWorker:
         self, group_id: int, block_hashes: Sequence[BlockHash], arrays: Sequence[jax.Array], slots: np.ndarray
     ) -> np.ndarray:  # bool[n]
         """By a thread: units into slots of the host, and on to the disk; which of them are somewhere."""
+        if not arrays:  # this process has no part of them
+            return np.ones(slots.size, bool)
         pages = [_as_bytes(np.asarray(array))[: slots.size] for array in arrays]
         on_host = slots >= 0
         buffers = self._host.buffers[self._sizes.pool_of_group[group_id]]
@@ -333,7 +335,7 @@ class TierWorker:
                 np.take(self._host.buffers[pool_id][i], units.slots, axis=0, out=staged[i][:num_units], mode="clip")
             elif i < num_arrays and is_on_host.any():
                 staged[i][:num_units][is_on_host] = self._host.buffers[pool_id][i][units.slots[is_on_host]]
-        if not is_on_host.all():
+        if num_arrays and not is_on_host.all():
             self._read_from_disk(units, np.flatnonzero(~is_on_host), staged[:num_arrays])
         return self._parts.put(staged, count, shapes, shardings, units.rank)
 

@@ -119,6 +119,8 @@ def _fail_in_one_process(engine: LLMEngine, name: str) -> None:
     """Loads that fail in process 1 fail in all, at the same step."""
     engine = with_tiers(engine, TierConfig(host_bytes=HOST))
     generate(engine, name)
+    engine.sleep()
+    engine.wake()
 
     def fail(*args: Any) -> None:
         raise OSError("planted")
