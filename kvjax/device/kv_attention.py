@@ -81,8 +81,9 @@ def write_kv(layer: LayerStep, k: jax.Array, v: jax.Array, options: AttentionOpt
         ValueError: shapes are not the spec's.
         NotImplementedError: the layer's pages do not hold K and V.
     """
-    k, v, k_scale, v_scale = (_repeated(layer, x) for x in (k, v, options.k_scale, options.v_scale))
-    _check(layer, k, k, v)
+    own_k, own_v, k_scale, v_scale = (_repeated(layer, x) for x in (k, v, options.k_scale, options.v_scale))
+    assert own_k is not None  # as k is not
+    _check(layer, own_k, own_k, own_v)
 
     def write(k, v, pages, scales, slot_mapping):  # type: ignore[no-untyped-def]
         return kv_write(k, v, pages, slot_mapping, **scales, backend=layer.backend)
@@ -91,7 +92,7 @@ def write_kv(layer: LayerStep, k: jax.Array, v: jax.Array, options: AttentionOpt
     heads, scale_specs = layer.heads(3, 1), {name: layer.per_head(x) for name, x in scales.items()}
     in_specs = (heads, heads, layer.page_specs, scale_specs, layer.by_rank)
     written: Column = layer.per_device(write, in_specs, layer.page_specs)(
-        k, v, layer.pages, scales, layer.group.slot_mapping
+        own_k, own_v, layer.pages, scales, layer.group.slot_mapping
     )
     return written
 
