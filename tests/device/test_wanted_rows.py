@@ -124,7 +124,10 @@ class AsksForAll(nnx.Module):
         return self.model.logits(hidden)
 
 
-@pytest.mark.parametrize("config", [llama_dict(), gemma3_dict()], ids=["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(llama_dict(), id="llama"), pytest.param(gemma3_dict(), id="gemma3", marks=pytest.mark.sweep)],
+)
 def test_logits_and_pages_of_a_model_are_those_of_one_that_asks_for_all(config: dict) -> None:
     parsed = ModelConfig.from_dict(config)
     model = build_model(parsed, dtype="float32", rngs=nnx.Rngs(0))
