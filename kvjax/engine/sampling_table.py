@@ -27,7 +27,11 @@ class SamplingBatch(NamedTuple):
 
 
 class SamplingTable:
-    """Sampling parameters by row of the request table; rows grow by doubling. Costs a few gathers a step."""
+    """Sampling parameters by row of the request table; rows grow by doubling.
+
+    A step costs a few gathers, unless it is of the same array of rows as the step before and no request has started
+    since: then its lines are those of that step.
+    """
 
     def __init__(self, num_rows: int = 16, sizes: SamplerSizes | None = None) -> None:
         """A table of `num_rows` rows at first; without `sizes` no request asks anything of the sampler's state."""
@@ -40,6 +44,8 @@ class SamplingTable:
             line=np.zeros(num_rows, np.int32),
         )
         self._lines = None if sizes is None else SamplerLines(sizes)
+        self._rows: np.ndarray | None = None  # of the newest step, while its lines are still those of the columns
+        self._batch = self._columns
 
     def start(self, request: EngineRequest) -> None:
         """`request` runs in its row from here on."""
@@ -50,6 +56,7 @@ class SamplingTable:
         """Makes `params` those of the request that owns `row`; `seed` is the one that it really uses."""
         while row >= self._columns.seed.size:
             self._columns = SamplingBatch(*(np.tile(column, 2) for column in self._columns))
+        self._rows = None
         self._columns.temperature[row] = params.temperature
         self._columns.top_p[row] = params.top_p
         self._columns.top_k[row] = params.top_k
@@ -58,13 +65,16 @@ class SamplingTable:
 
     def batch(
         self,
-        rows: np.ndarray,  # int64[N] rows that sample, in the order of the step's logits
+        rows: np.ndarray,  # int64[N] rows that sample, in the order of the step's logits; kept: do not write to it
         positions: np.ndarray,  # int[N]
     ) -> SamplingBatch:
-        """The lines of `rows` in fresh arrays."""
-        temperature, top_p, top_k, seed, _, line = self._columns
-        places = np.array(positions, np.int32)
-        return SamplingBatch(temperature[rows], top_p[rows], top_k[rows], seed[rows], places, line[rows])
+        """The lines of `rows`, read-only but for `position`."""
+        if rows is not self._rows:
+            self._batch = SamplingBatch(*[column[rows] for column in self._columns])
+            for column in self._batch:
+                column.flags.writeable = False
+            self._rows = rows
+        return self._batch._replace(position=np.array(positions, np.int32))
 
     def empty_batch(self) -> SamplingBatch:
         """Lines of no rows: an example of a step's inputs, to compile for."""

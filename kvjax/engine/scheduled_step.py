@@ -91,12 +91,13 @@ class NextStep:
         rows: np.ndarray,  # int64[n]
         num_new_tokens: np.ndarray,  # int64[n]
         num_left: np.ndarray,  # int64[n] tokens until the next is sampled
+        num_tokens: int,  # sum of the new tokens
     ) -> None:
         """Adds requests to the step."""
         self.rows.append(rows)
         self.num_new_tokens.append(num_new_tokens)
         self.samples.append(num_new_tokens == num_left)
-        self.budget -= int(num_new_tokens.sum())
+        self.budget -= num_tokens
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows, new tokens and whether they sample, in the order in which they were taken."""

@@ -320,21 +320,24 @@ class Scheduler:
             rows = self._rows[start:] if start else self._rows
             num_left = self._num_left(rows)
             num_new_tokens = self._shares.of_running(self._by_row.requests, rows, num_left, next_step.budget)
-            active = num_new_tokens.nonzero()[0]
-            if active.size < rows.size:
+            active = None  # places of those that compute anything; None: all do
+            if np.count_nonzero(num_new_tokens) < rows.size:
+                active = num_new_tokens.nonzero()[0]
                 rows, num_new_tokens, num_left = rows[active], num_new_tokens[active], num_left[active]
-            one_each = int(num_new_tokens.sum()) == rows.size  # none is 0: a number is checked faster than an array
+            num_tokens = int(np.add.reduce(num_new_tokens))
+            one_each = num_tokens == rows.size  # none is 0: a number is checked faster than an array
             result = self._manager.plan_step(
                 rows, 1 if one_each else num_new_tokens, num_in_flight_tokens=self._flights.num_unread(rows)
             )
             for group, update in zip(self._manager.kv_cache_config.kv_cache_groups, result.new_blocks, strict=True):
                 num_released[group.pool_id] += update.block_ids.size
             if result.num_planned == rows.size:
-                next_step.take(rows, num_new_tokens, num_left)
+                next_step.take(rows, num_new_tokens, num_left, num_tokens)
                 break
             planned = slice(0, result.num_planned)
-            next_step.take(rows[planned], num_new_tokens[planned], num_left[planned])
-            start += int(active[result.num_planned])
+            num_tokens = int(np.add.reduce(num_new_tokens[planned]))
+            next_step.take(rows[planned], num_new_tokens[planned], num_left[planned], num_tokens)
+            start += result.num_planned if active is None else int(active[result.num_planned])
             for pool_id, pool in enumerate(pools):  # what the preemption frees is no release
                 num_released[pool_id] += pool.num_free_blocks
             self.preempt_last()
@@ -379,7 +382,7 @@ class Scheduler:
             request.num_computed_tokens = num_hit
             self._admission.note_misses(engine_request)
             self._start_running(engine_request, num_hit)
-            next_step.take(np.array([request.row]), np.array([num_new_tokens]), np.array([num_left]))
+            next_step.take(np.array([request.row]), np.array([num_new_tokens]), np.array([num_left]), num_new_tokens)
             next_step.admitted.append(engine_request)
             next_step.num_queried_tokens += request.num_tokens
             next_step.num_hit_tokens += num_hit

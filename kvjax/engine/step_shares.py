@@ -85,7 +85,7 @@ class StepShares:
 
 def _first_come(num_tokens: np.ndarray, budget: int) -> np.ndarray:  # int64[n]
     """`num_tokens`, cut so that they sum to at most `budget`, first come first served."""
-    if int(num_tokens.sum()) <= budget:
+    if int(np.add.reduce(num_tokens)) <= budget:
         return num_tokens
     before = np.cumsum(num_tokens) - num_tokens
     return np.clip(budget - before, 0, num_tokens)

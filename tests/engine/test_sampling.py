@@ -120,3 +120,24 @@ def test_log_probabilities_are_the_models(logits: np.ndarray) -> None:
 def test_values_out_of_range_are_refused(kwargs: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**kwargs)  # type: ignore[arg-type]
+
+
+def test_lines_are_those_of_the_newest_requests_whichever_array_of_rows_asks() -> None:
+    """The model: parameters in a dict by row. A step asks with the array of the step before, or an equal one."""
+    rng, table, model = np.random.default_rng(0), SamplingTable(num_rows=4), {}
+    rows = np.arange(3)
+    for step in range(60):
+        if step < 3 or rng.random() < 0.4:
+            row = step if step < 3 else int(rng.integers(3))
+            params = SamplingParams(temperature=float(rng.random()), top_k=int(rng.integers(9)))
+            table.set(row, params, seed=step)
+            model[row] = (params, step)
+        if step < 3:
+            continue
+        rows = rng.permutation(3) if rng.random() < 0.4 else rows.copy() if rng.random() < 0.4 else rows
+        batch = table.batch(rows, np.arange(3) + step)
+        wanted = [model[row] for row in rows.tolist()]
+        assert batch.seed.tolist() == [seed for _, seed in wanted]
+        assert batch.top_k.tolist() == [params.top_k for params, _ in wanted]
+        np.testing.assert_array_equal(batch.temperature, np.array([p.temperature for p, _ in wanted], np.float32))
+        assert batch.position.tolist() == [step, step + 1, step + 2]

@@ -46,8 +46,8 @@ class StepsInFlight:
 
     def num_left(self, rows: np.ndarray) -> np.ndarray:  # int64[n]
         """Tokens of each row that are to be computed, pending ones included."""
-        left: np.ndarray = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows] + self.num_pending(rows)
-        return left
+        left: np.ndarray = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
+        return left + self.num_pending(rows) if self._steps else left
 
     def token_source(self, rows: np.ndarray) -> np.ndarray | None:  # int32[n]
         """Where each row's newest token is among those that the newest step samples; -1: the host knows it.
