@@ -66,7 +66,7 @@ def plan(
         return DecodeStep(q.shape[0])
     if chosen != "gpu":
         return None
-    options = {"mask": mask, "num_kv_heads": num_kv_heads, "is_decode": is_decode}
+    options: dict[str, Any] = {"mask": mask, "num_kv_heads": num_kv_heads, "is_decode": is_decode}
     return kernel_gpu.plan(q, pages, *step[1:], **options, tree_mask=tree_mask)
 
 
@@ -159,8 +159,8 @@ def ragged_paged_attention(
         out, lse, written = kernel(*arguments, **of_tpu)
         pages = pages if written is None else (written,)
     elif chosen == "gpu":
-        of_gpu = {"return_lse": return_lse, "tree_mask": tree_mask, "schedule": schedule}
-        out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, **of_gpu)
+        of_gpu = options | {"return_lse": return_lse, "tree_mask": tree_mask, "schedule": schedule}
+        out, lse = kernel_gpu.ragged_paged_attention(*arguments, **of_gpu)
     elif chosen == "xla":
         out, lse = xla_attention.ragged_paged_attention(*arguments, **of_plain)
     else:
