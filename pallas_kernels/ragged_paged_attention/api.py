@@ -23,7 +23,6 @@ from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
-from pallas_kernels.token_trees import NO_TREES
 from pallas_kernels.tpu.memory import with_room
 from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.walks import path_over
@@ -40,6 +39,7 @@ def plan(
     *,
     num_kv_heads: int | None = None,
     is_decode: bool = False,  # every sequence has at most T / S queries, known when the step is traced
+    tree_mask: Any = None,  # uint32[T] of layers that are given one
     backend: str = "auto",
 ) -> Any:
     """What the backend computes from a step's lengths alone: `schedule` of every layer with these shapes and this mask.
@@ -60,13 +60,15 @@ def plan(
     page_size = page_tokens(pages, num_kv_heads)
     attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step, sees_all=mask.sees_all)
     attention_checks.check_decode(validate.OP, q.shape[0], query_start_loc, distribution, is_decode)
+    attention_checks.check_trees(validate.OP, tree_mask, q.shape[0], mask, query_start_loc, distribution)
     xla = path_over(block_tables, pages)
     chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
     if chosen == "reference" and is_decode and q.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q.shape[0])
     if chosen != "gpu":
         return None
-    return kernel_gpu.plan(q, pages, *step[1:], mask=mask, num_kv_heads=num_kv_heads, is_decode=is_decode)
+    options: dict[str, Any] = {"mask": mask, "num_kv_heads": num_kv_heads, "is_decode": is_decode}
+    return kernel_gpu.plan(q, pages, *step[1:], **options, tree_mask=tree_mask)
 
 
 def ragged_paged_attention(
@@ -135,9 +137,7 @@ def ragged_paged_attention(
     attention_checks.check_trees(validate.OP, tree_mask, q.shape[0], mask, query_start_loc, distribution)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
     xla = path_over(block_tables, pages)
-    chosen = resolve_backend(
-        validate.OP, backend, _reasons(q, pages, mask, num_kv_heads, share, tree_mask is not None), xla
-    )
+    chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads, share), xla)
     options: dict[str, Any] = {
         "mask": mask,
         "num_kv_heads": num_kv_heads,
@@ -160,7 +160,8 @@ def ragged_paged_attention(
         out, lse, written = kernel(*arguments, **of_tpu)
         pages = pages if written is None else (written,)
     elif chosen == "gpu":
-        out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse, schedule=schedule)
+        of_gpu = options | {"return_lse": return_lse, "tree_mask": tree_mask, "schedule": schedule}
+        out, lse = kernel_gpu.ragged_paged_attention(*arguments, **of_gpu)
     elif chosen in ("xla", "triton"):
         of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None
         out, lse = xla_attention.ragged_paged_attention(*arguments, **of_plain)
@@ -176,12 +177,10 @@ def _reasons(
     mask: MaskRule,
     num_kv_heads: int,
     share: KeyShare | None = None,
-    has_trees: bool = False,
 ) -> dict[str, str | None]:
     """Platforms with a kernel, each with what of a call it cannot do."""
-    of_options = NO_TREES if has_trees else NO_SHARES if share is not None else None
     return {
         "tpu": kernel_tpu.reason_not_supported(pages, mask, num_kv_heads, share),
-        "gpu": of_options or kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
+        "gpu": (None if share is None else NO_SHARES) or kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
         "triton": triton.reason_not_supported(pages, is_split=len(pages) == 2),
     }

@@ -130,7 +130,7 @@ def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
     )
     options = random_options(rng, page_size, shape.num_q_heads, kv_dtype, one_of(rng, [None, (), (kv_heads,)]))
     options = _of_rank(options, held_by)
-    has_trees = platform != "gpu" and options.causal and rng.random() < 0.3
+    has_trees = options.causal and rng.random() < 0.3
     run = _compiled_ragged(rng, platform, shape, options, has_trees)
     exact = platform != "tpu" or "float32" in (q_dtype, kv_dtype)
 

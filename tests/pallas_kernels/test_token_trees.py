@@ -196,6 +196,8 @@ def test_what_is_no_tree_is_refused(change: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("backend", ["gpu"])
 def test_kernels_without_trees_say_so(backend: str) -> None:
-    case = make_case(0, SHAPE, ROWS)
+    shape = mla_cases.Shape()
+    case = mla_cases.make_case(0, shape, [(1, 5)], Options())
+    trees = np.zeros(shape.num_tokens, np.uint32)
     with pytest.raises(NotImplementedError, match="the kernel has no tree_mask"):
-        ragged_paged_attention(*case.arrays, sm_scale=1.0, tree_mask=np.zeros(24, np.uint32), backend=backend)
+        mla_paged_attention(*case.arrays, sm_scale=1.0, tree_mask=trees, backend=backend)
