@@ -4,10 +4,10 @@
 
 Cases, cards and bars: scripts/gpu_aot/fallback_cases.py. Of a call: *launches* of kernels, loops counted as often as
 the step's lengths make them run; *temporaries* that XLA allocates; *moved*, the bytes that all kernels read and write,
-of one in Triton what its programs do;
-*named*, those of the pages that the tables name (of states: read and written, and of inputs and outputs). Time on
-paper: bytes over the card's bandwidth, or products over its peak where they take longer; *least* that of what is named,
-moved once. `--check` fails where a case is above its bars. Where it runs: see scripts/gpu_compile.py.
+of one in Triton what its programs do; *named*, those of the pages that the tables name (of states: read and written,
+and of inputs and outputs). Time on paper: bytes over the card's bandwidth, or products over its peak where they take
+longer; *least* that of what is named, moved once. Of kernels in Triton: registers a thread, bytes of spills loaded.
+`--check` fails where a case is above its bars. Where it runs: see scripts/gpu_compile.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.gpu_aot.fallback_cases import CASES, MIB, SUBSET, Case
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = "{:34} {:5} {:>9} {:>12} {:>9} {:>9} {:>9} {:>9} {:>6}"
+ROW = "{:34} {:5} {:>9} {:>12} {:>9} {:>9} {:>9} {:>9} {:>6}  {}"
 
 
 def chosen(subset: bool) -> list[Case]:
@@ -57,6 +57,7 @@ def problems(case: Case, record: dict[str, Any]) -> list[str]:
         "launches": case.most_launches,
         "temporary_bytes": case.most_temporary_bytes,
         "times": case.most_times,
+        "spill_bytes": case.most_spill_bytes,
     }
     return [
         f"{case.name}: expected at most {most} {name}, got {record[name]:.4g}"
@@ -77,12 +78,26 @@ def row(record: dict[str, Any]) -> str:
         f"{record['paper_ms']:.2f} ms",
         f"{record['least_ms']:.2f} ms",
         f"{record['times']:.1f}",
+        ", ".join(f"{name} {registers}/{spills}" for name, (registers, spills) in record["kernels"].items()),
     )
 
 
 def report(cases: Sequence[Case]) -> tuple[list[dict[str, Any]], list[str]]:
     """Compiles and prints; (records, what is above bars)."""
-    print(ROW.format("case", "card", "launches", "temporaries", "moved", "named", "on paper", "least", "times"))
+    print(
+        ROW.format(
+            "case",
+            "card",
+            "launches",
+            "temporaries",
+            "moved",
+            "named",
+            "on paper",
+            "least",
+            "times",
+            "registers/spills",
+        )
+    )
     records, wrong = [], []
     for case in cases:
         record = compile_case(case)

@@ -9,14 +9,20 @@ lengths, by the code that the op itself runs.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
+import os
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from scripts.gpu_aot.fallback_cases import CASES, Case
 from scripts.gpu_aot.module_cost import Loop, ModuleCost
+from scripts.gpu_aot.resources import Usage, parse_ptxas
 from scripts.gpu_aot.target import A100, CARDS, prepare_environment
 
 _PAGE = {"attention": 16, "mla": 64, "indexer": 64}
@@ -306,7 +312,23 @@ BUILDERS: dict[str, Callable[[Case], Built]] = {
 }
 
 
-def record_of(case: Case) -> dict[str, Any]:
+def usages(dump: Path, names: Iterable[str]) -> dict[str, Usage]:
+    """What ptxas says of the kernels in Triton called `names`, by the names that XLA gives them, of a dump of XLA's."""
+    packages = importlib.util.find_spec("nvidia")
+    roots = (packages and packages.submodule_search_locations) or []
+    ptxas = next(path for root in roots for path in Path(root).glob("*/bin/ptxas"))
+    found: dict[str, Usage] = {}
+    for path in sorted(dump.glob("*.ptx")):
+        ptx = path.read_text()
+        entry, target = re.search(r"\.entry (\w+?)(__\d+)?\(", ptx), re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+        if entry and target and entry[1] in names:
+            command = [ptxas, "-v", f"-arch={target[1]}", path, "-o", os.devnull]
+            log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            found |= {usage.kernel: usage for usage in parse_ptxas(log)}
+    return found
+
+
+def record_of(case: Case, dump: Path) -> dict[str, Any]:
     """Compiles a case; what it costs on its card, and what it may."""
     import jax
     from jax.experimental import topologies
@@ -321,12 +343,15 @@ def record_of(case: Case) -> dict[str, Any]:
         compiled = jax.jit(built.call, donate_argnums=built.donated).lower(*arguments).compile()
     counts = functools.partial(runs_of, trips=built.trips), functools.partial(moved_by, kernels=built.kernels)
     cost = ModuleCost(compiled.as_text(), *counts).total()
+    in_triton = usages(dump, {name.split("/")[-1] for name in built.kernels})
     peak = card.matrix_flops if case.dtype == "bfloat16" else card.vector_flops
     least_s = max(built.named_bytes / card.bytes_per_s, built.flops / peak)
     return {
         "case": case.name,
         "card": case.card,
         "launches": round(cost.launches),
+        "kernels": {name: (usage.registers, usage.spill_load_bytes) for name, usage in in_triton.items()},
+        "spill_bytes": max((usage.spill_load_bytes for usage in in_triton.values()), default=0),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "bytes": round(cost.num_bytes),
         "named_bytes": built.named_bytes,
@@ -338,5 +363,6 @@ def record_of(case: Case) -> dict[str, Any]:
 
 if __name__ == "__main__":
     prepare_environment(sys.argv[2])
+    os.environ["XLA_FLAGS"] += f" --xla_dump_to={sys.argv[2]} --xla_dump_emitter_re=.*"
     (asked,) = (case for case in CASES if case.name == sys.argv[1])
-    print(json.dumps(record_of(asked)))
+    print(json.dumps(record_of(asked, Path(sys.argv[2]))))

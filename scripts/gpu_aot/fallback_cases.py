@@ -20,6 +20,7 @@ class Case:
     backend: str = "triton"  # or "xla"
     most_launches: int = 120
     most_temporary_bytes: int = 256 * MIB
+    most_spill_bytes: int = 128  # of a thread of a kernel in Triton, loaded back
     most_times: float = 4.0  # as long as what no path can do without: what the tables name read once, or the products
 
     @property

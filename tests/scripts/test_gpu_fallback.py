@@ -115,13 +115,15 @@ def test_ci_fails_above_the_bars(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         "paper_ms": 3.0,
         "least_ms": 1.0,
         "times": 3.0,
+        "kernels": {"attend": (128, 0)},
+        "spill_bytes": 0,
     }
     above: dict[str, Any] = {}
     monkeypatch.setattr(gpu_fallback, "compile_case", lambda case: within | {"case": case.name} | above)
     monkeypatch.setattr(gpu_compile_all, "cases", lambda subset: [])
     assert gpu_fallback.main(["--check"]) == 0
     assert gpu_compile_all.main(["--subset"]) == 0
-    for name, value in (("launches", 10_000), ("temporary_bytes", 500 * MIB), ("times", 100.0)):
+    for name, value in (("launches", 10_000), ("temporary_bytes", 500 * MIB), ("times", 100.0), ("spill_bytes", 999)):
         above = {name: value}
         assert gpu_fallback.main([]) == 0
         assert gpu_fallback.main(["--check", "--subset"]) == 1

@@ -26,7 +26,7 @@ STEPS: tuple[Any, ...] = ((0, None), (2, [(1, 1), (0, 0), (1, 160), (17, 130), (
         pytest.param(LatentShape(DIM + 4, 64, "int8"), IndexFp8(), 128, 1, "float32", marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.parametrize("backend", ["xla", "triton"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("triton", marks=pytest.mark.sweep)])
 def test_random_steps(
     latent: LatentShape, entries: EntryFormat, ratio: int, topk: int, q_dtype: str, backend: str
 ) -> None:
@@ -48,3 +48,9 @@ def test_whatever_is_done_at_a_time(limits: Limits) -> None:
     op = functools.partial(by_limits, limits=limits)
     for seed, rows in STEPS:
         check(seed, LatentShape(DIM, 4), Plain(), 1, 20, rows, op=op)
+
+
+def test_scores_in_triton_of_fp8_keys() -> None:
+    """The kernel, interpreted, beside its sweep above."""
+    op = functools.partial(indexer_topk, backend="triton")
+    check(2, LatentShape(DIM + 4, 3, "int8"), IndexFp8(), 1, 140, STEPS[1][1], op=op, q_dtype="bfloat16")

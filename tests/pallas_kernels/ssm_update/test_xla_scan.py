@@ -12,7 +12,6 @@ import pytest
 from pallas_kernels.ssm_update import selective_scan, xla_scan
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.running_sums import RunningSums
-from pallas_kernels.ssm_update.triton_scan import Sizes
 from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.ssm_update.test_selective_scan import MAMBA1, NUM_PAGES, NUM_ROWS, Shape
 from tests.pallas_kernels.state_cases import on_device
@@ -27,14 +26,16 @@ LENGTHS = ([1, 1, 1, 0, 1], [1, 1, 0, 30, 8], [3, 0, 16, 4, 17], [40], [])
         (Shape(head_dim=3, groups=1, num_tokens=40, num_kept=4, dtype="bfloat16"), {"tile_tokens": 16}),
         (Shape(head_dim=4, groups=6, num_tokens=40, state_dtype="bfloat16", limit=(0.1, 2.0)), {}),
         (MAMBA1, {}),
-        (Shape(head_dim=3, groups=2, num_tokens=40), {"by_triton": Sizes(tokens=16)}),
-        (Shape(head_dim=4, groups=1, num_tokens=40, dtype="bfloat16", state_dtype="bfloat16"), {"by_triton": Sizes()}),
-        (Shape(head_dim=3, groups=6, num_tokens=40, num_kept=4, limit=(0.1, 2.0)), {"by_triton": Sizes(tokens=16)}),
     ],
     ids=str,
 )
-def test_random_steps(shape: Shape, sizes: dict[str, Any]) -> None:
+def test_random_steps(shape: Shape, sizes: dict[str, int]) -> None:
     """Decode, several tiles and trips, mixed, drafts with pages of their own, lengths 0 and 1, no sequence."""
+    assert_random_steps(shape, sizes)
+
+
+def assert_random_steps(shape: Shape, sizes: dict[str, Any]) -> None:
+    """Steps of `LENGTHS`, with what is done at a time."""
     run = jax.jit(functools.partial(xla_scan.selective_scan, dt_limit=shape.limit, **sizes))
     for seed, q_lens in enumerate(LENGTHS):
         arrays, step = shape.make(np.random.default_rng(seed), q_lens, NUM_ROWS, NUM_PAGES)
