@@ -203,7 +203,7 @@ def plot(path: Path, results: Results, replicas: int, hosts: Sequence[int], disk
     FigureCanvasSVG(figure)
     figure.suptitle(
         f"{replicas} replicas of {MODEL} that share a disk: {results.num_requests:,} requests, "
-        f"{_gib(results.memory // GIB)} of cache on each device"
+        f"{_gib(results.memory // GIB)} of cache in each"
     )
     for axis, (title, unit, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         lines = {disk: [value(results.of(replicas, host=host, disk=disk)) for host in hosts] for disk in disks}

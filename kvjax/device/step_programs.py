@@ -3,6 +3,8 @@
 Flow:    weights, KVPages, DeviceBatch, sampling inputs -> [StepPrograms] -> KVPages, what else the step leaves
 Source:  ARCHITECTURE.md, "Buckets"
 
+A step over several devices is traced under their mesh, which a model may ask for (`jax.sharding.get_abstract_mesh`).
+
 A call costs the host by its arrays and by the nodes of its trees, so weights and pages are flat tuples and all small
 numpy inputs one buffer (`PackedInputs`). There is a program for each layout of the inputs, so for each bucket; of a
 model with many layers alike it is a chain of programs (`cut_step`), each of which is compiled once.
@@ -11,6 +13,7 @@ model with many layers alike it is a chain of programs (`cut_step`), each of whi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -118,8 +121,8 @@ class StepPrograms:
         ) -> tuple[list[jax.Array], Any]:
             batch, sampling = inputs.unpack(buffer, own)
             own_pages = jax.tree.unflatten(self._page_tree, pages)
-            of_step = (batch, sampling, previous, embeds, sampler_state)
-            with jax.sharding.use_abstract_mesh(self._replicated.mesh.abstract_mesh):
+            mesh, of_step = self._replicated.mesh, (batch, sampling, previous, embeds, sampler_state)
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size > 1 else nullcontext():
                 new_pages, rest = self._update(weights, own_pages, *of_step, may_narrow)
             return jax.tree.leaves(new_pages), rest
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+JOINED_BYTES = 30 << 20  # most that XLA for GPUs joins into one all-reduce by default
 _OPCODES = "all-reduce|all-gather|all-to-all|ragged-all-to-all|reduce-scatter|collective-permute|collective-broadcast"
 _OPERATION = re.compile(
     rf"^\s*(?:ROOT )?%?[\w.-]+ = (?P<made>.*?) (?P<opcode>{_OPCODES})(?P<start>-start)?\((?P<rest>.*)$"
@@ -152,7 +153,7 @@ def expected_of(
     An attention layer: over context, of T tokens and H = heads / num_shards, the maximum float32[T, H] and the sums
     float32[T, H] and float32[T, H, D]. Over tensor what `layers_of` says: sums [T, hidden], and channels
     [T, channels / num_shards] that move. Nothing beside: every device has the whole vocabulary, and samples for itself.
-    `joins_sums`: both sums over context are one row of numbers, as XLA for GPUs has it.
+    `joins_sums`: both sums over context are one row of numbers where they are small, as XLA for GPUs has it.
     """
     text = config.get("text_config", config)
     own_heads = text["num_attention_heads"] // num_shards
@@ -160,8 +161,10 @@ def expected_of(
     sent: Counter[Sent] = Counter()
     for head_dim, num_sums, moved in layers_of(config, num_layers):
         if num_context > 1 and head_dim is not None:
-            sent[Sent("all-reduce", "context", f"f32[{rows}]")] += 1 if joins_sums else 2
-            values = f"{num_tokens * own_heads * (head_dim + 1)}" if joins_sums else f"{rows},{head_dim}"
+            count = num_tokens * own_heads * (head_dim + 1)
+            is_joined = joins_sums and 4 * count <= JOINED_BYTES
+            sent[Sent("all-reduce", "context", f"f32[{rows}]")] += 1 if is_joined else 2
+            values = f"{count}" if is_joined else f"{rows},{head_dim}"
             sent[Sent("all-reduce", "context", f"f32[{values}]")] += 1
         if num_shards > 1:
             sent[Sent("all-reduce", "tensor", f"{dtype}[{num_tokens},{text['hidden_size']}]")] += num_sums

@@ -68,6 +68,9 @@ def test_latents_experts_and_recurrent_layers_send_what_they_have() -> None:
     sent = expected_of(deepseek, num_layers=2, num_tokens=64, num_context=2, num_shards=2)
     assert bytes_over(sent, "context") == 2 * (2 * 64 * 64 + 64 * 64 * 512) * 4
     assert bytes_over(sent, "tensor") == (2 + 3) * 64 * 7168 * 2
+    sizes = {"num_layers": 1, "num_context": 2, "num_shards": 2, "joins_sums": True}
+    assert Sent("all-reduce", "context", "f32[256,64,512]") in expected_of(deepseek, num_tokens=256, **sizes)
+    assert Sent("all-reduce", "context", "f32[2101248]") in expected_of(deepseek, num_tokens=64, **sizes)
     hybrid = {
         "num_attention_heads": 16,
         "head_dim": 256,
