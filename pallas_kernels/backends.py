@@ -1,9 +1,9 @@
 """Which implementation an op runs.
 
 Backends: "reference" (plain jnp, any platform), "xla" (plain jnp too, vectorised for an accelerator; the reference of
-ops that need no other), "tpu" and "gpu" (Pallas kernels). "auto" takes the platform's kernel where there is one and it
-can do what is asked; else on a GPU "xla" where the op has it, else the reference: silently on CPU, with one warning
-elsewhere.
+ops that need no other), "tpu" and "gpu" (Pallas kernels), "triton" (Pallas kernels for GPUs that "gpu" does not serve;
+"xla" of ops that have none). "auto" takes the platform's kernel where there is one and it can do what is asked; else on
+a GPU "triton" or "xla" where the op has it, else the reference: silently on CPU, with one warning elsewhere.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ from typing import NamedTuple
 
 import jax
 
-BACKENDS = ("auto", "reference", "xla", "tpu", "gpu")
-_PLATFORMS = ("tpu", "gpu")
+BACKENDS = ("auto", "reference", "xla", "tpu", "gpu", "triton")
+_BY_NAME = ("tpu", "gpu", "triton")  # those that say what they cannot do
+_PATHS = MappingProxyType({"xla": "vectorised XLA runs", "triton": "a kernel in Triton runs"})
 _NONE: Mapping[str, str | None] = MappingProxyType({})
 
 
 class XlaPath(NamedTuple):
-    """What an op's vectorised XLA costs on a GPU: so many passes over the bytes that the step names."""
+    """What an op costs on a GPU without a kernel of "gpu": so many passes over the bytes that the step names."""
 
     passes: int
     num_bytes: int  # at most, as the shapes have it
     what: str  # they are of
+    triton_passes: int = 2  # of a Triton kernel, where the op has one
+    backend: str = "xla"
+
+    @property
+    def by_triton(self) -> XlaPath:
+        """What the op's Triton kernel costs."""
+        return self._replace(passes=self.triton_passes, backend="triton")
 
     def __str__(self) -> str:
         milliseconds = self.passes * self.num_bytes / 1e9
@@ -42,7 +50,7 @@ def resolve_backend(
     """The backend that runs `op` when the caller asks for `backend`.
 
     `kernels` names the platforms that have a kernel, each with what of this call it cannot do, in words, or None;
-    `xla` is given by ops that have a path in vectorised XLA.
+    `xla` is given by ops that have a path in vectorised XLA; where `kernels` has "triton", a GPU runs that before it.
 
     Raises:
         ValueError: `backend` names none.
@@ -50,7 +58,9 @@ def resolve_backend(
     """
     if backend not in BACKENDS:
         raise ValueError(f"{op}: expected backend out of {BACKENDS}, got {backend!r}")
-    if backend in _PLATFORMS:
+    if backend == "triton" and backend not in kernels:
+        backend = "xla"
+    if backend in _BY_NAME:
         reason = _reason(backend, kernels)
         return backend if reason is None else fall_back(op, backend, reason)
     if backend == "xla":
@@ -59,19 +69,24 @@ def resolve_backend(
     if backend == "reference" or platform == "cpu":
         return "reference"
     reason = _reason(platform, kernels)
-    return platform if reason is None else fall_back(op, backend, reason, xla if platform == "gpu" else None)
+    if reason is None:
+        return platform
+    if platform == "gpu" and xla is not None and _reason("triton", kernels) is None:
+        return fall_back(op, backend, reason, xla.by_triton)
+    return fall_back(op, backend, reason, xla if platform == "gpu" else None)
 
 
 def fall_back(op: str, backend: str, reason: str, xla: XlaPath | None = None) -> str:
-    """ "xla" if there is such a path, else the reference, with a warning, where `backend` is "auto".
+    """The backend of `xla` if there is such a path, else the reference, with a warning, where `backend` is "auto".
 
     Raises:
         NotImplementedError: `backend` is a platform.
     """
-    if backend in _PLATFORMS:
+    if backend in _BY_NAME:
         raise NotImplementedError(f"{op}: {reason}; use backend='auto' or 'reference'")
-    chosen = "reference" if xla is None else "xla"
-    path = "the reference runs instead" if xla is None else f"vectorised XLA runs instead, with {xla}"
+    chosen, path = "reference", "the reference runs instead"
+    if xla is not None:
+        chosen, path = xla.backend, f"{_PATHS[xla.backend]} instead, with {xla}"
     for _ in _once(op, reason):
         warnings.warn(f"{op}: {reason}; {path} (backend={chosen!r} silences this)", RuntimeWarning, stacklevel=4)
     return chosen

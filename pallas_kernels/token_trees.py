@@ -68,7 +68,13 @@ class TokenTrees(NamedTuple):
 
     def visible(self, mask: MaskRule, key: jax.Array, token: jax.Array, slot: jax.Array) -> jax.Array:
         """Whether query `token`, in slot `slot` of its sequence, sees the key in slot `key`; int32, broadcast."""
-        own, bits, lower = (x.at[token].get(mode="clip") for x in self)
+        return self.sees(mask, key, slot, *(x.at[token].get(mode="clip") for x in self))
+
+    @staticmethod
+    def sees(
+        mask: MaskRule, key: jax.Array, slot: jax.Array, own: jax.Array, bits: jax.Array, lower: jax.Array
+    ) -> jax.Array:
+        """As `visible`, of queries whose fields are these."""
         lower = jnp.where(own < NO_TREE, lower, mask.lower(slot))
         is_named = (lax.shift_right_logical(*jnp.broadcast_arrays(bits, (key - own) & (MOST_TOKENS - 1))) & 1) == 1
         return jnp.where(key >= own, is_named & (key <= slot), mask.within(key, lower, slot))

@@ -59,10 +59,10 @@ class Bench:
             weights="bench",
             max_bytes_in_flight=in_flight_bytes,
         )
-        self.tiers = Tiers(host, config, BlockHasher(16))
+        self.tiers = Tiers.of_process(host, config, BlockHasher(16))
         self.tiers.worker.close()
         memory_only = TierConfig(host_bytes=host.host_bytes, max_bytes_in_flight=in_flight_bytes)
-        self.worker = Tiers(memory_only, config, BlockHasher(16)).worker
+        self.worker = Tiers.of_process(memory_only, config, BlockHasher(16)).worker
         self.pages: KVPages = jax.tree.map(lambda array: array + 1.0, create_pages(config))
         self.hashes = tuple(BlockHash(i.to_bytes(32, "big")) for i in range(num_units))
         rng = np.random.default_rng(0)

@@ -36,6 +36,7 @@ from kvjax.replay.fleet_report import side_values, time_values
 MODEL, BLOCK_SIZE, ROUTER = "llama-3-8b", 512, "prefix"
 GIB = 2**30
 DISK_COLORS = ("#4a5568", "#2b6cb0", "#2f855a", "#c05621")
+DISK_MARKERS = "osD^"
 FIRST, SECOND, GAP = "time_to_first_token_seconds", "time_to_second_token_seconds", "inter_token_seconds"
 
 
@@ -85,12 +86,17 @@ class Results:
     """Results by case, in a file."""
 
     def __init__(self, path: Path, trace: Sequence[TraceRequest], memory: int) -> None:
-        self._path, self._trace, self._memory = path, trace, memory
+        self._path, self._trace, self.memory = path, trace, memory
         self._known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    @property
+    def num_requests(self) -> int:
+        """Of the trace."""
+        return len(self._trace)
 
     def of(self, replicas: int, **options: Any) -> dict[str, Any]:
         """The case's, run if it is not there yet."""
-        case = Case(replicas, self._memory, **options)
+        case = Case(replicas, self.memory, **options)
         key = f"{len(self._trace)} requests, {' '.join(f'{name}={value}' for name, value in asdict(case).items())}"
         if key not in self._known:
             print(f"running {key}", file=sys.stderr)
@@ -181,31 +187,39 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plot(path: Path, results: Results, replicas: int, hosts: Sequence[int], disks: Sequence[int]) -> None:
-    """SVG of the first table: hit rate and mean first-token time by host size, a line for each disk."""
+    """SVG of the first table: hit rate and first-token times by host size, a line for each disk."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     rate: Callable[[dict[str, Any]], float] = lambda found: 100 * found["token_hit_rate"]  # noqa: E731
+    seconds = "seconds (axis does not begin at 0)"
     panels = (
-        ("prompt tokens found, %", rate),
-        ("first token, mean, s", lambda found: found[FIRST]["mean"]),
-        ("first token, 90 %, s", lambda found: found[FIRST]["p90"]),
+        ("Prompt tokens found in a cache", "% of all prompt tokens", rate),
+        ("Time to first token, mean", seconds, lambda found: found[FIRST]["mean"]),
+        ("Time to first token, 90th percentile", seconds, lambda found: found[FIRST]["p90"]),
     )
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
     FigureCanvasSVG(figure)
-    for axis, (title, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for color, disk in zip(DISK_COLORS, disks, strict=False):
-            line = [value(results.of(replicas, host=host, disk=disk)) for host in hosts]
-            label = f"disk for all: {_gib(disk)}"
-            axis.plot(range(len(hosts)), line, marker="o", markersize=4, color=color, label=label)
-        axis.set(title=title, xlabel="host memory of each replica, GiB")
+    figure.suptitle(
+        f"{replicas} replicas of {MODEL} that share a disk: {results.num_requests:,} requests, "
+        f"{_gib(results.memory // GIB)} of cache on each device"
+    )
+    for axis, (title, unit, value) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        lines = {disk: [value(results.of(replicas, host=host, disk=disk)) for host in hosts] for disk in disks}
+        for color, marker, (disk, line) in zip(DISK_COLORS, DISK_MARKERS, lines.items(), strict=False):
+            label = f"shared disk: {_gib(disk)}"
+            axis.plot(range(len(hosts)), line, marker=marker, markersize=6, color=color, label=label)
+        axis.set_title(title, fontsize=11)
+        axis.set(xlabel="host memory of each replica, GiB", ylabel=unit)
         axis.set_xticks(range(len(hosts)), [f"{host:,}" for host in hosts])
-        axis.set_ylim(bottom=0)
+        values = [x for line in lines.values() for x in line]
+        axis.set_ylim(0 if value is rate else 0.9 * min(values), 1.05 * max(values))
         axis.grid(alpha=0.3)
     ceiling = 100 * results.of(replicas, host=hosts[0], disk=disks[0])["infinite_token_hit_rate"]
-    figure.axes[0].axhline(ceiling, linestyle=":", color="#a0aec0", label="infinite cache")
-    figure.axes[0].legend(fontsize=8)
+    figure.axes[0].axhline(ceiling, linestyle=":", color="#4a5568", label="one infinite cache for all")
+    figure.axes[0].set_ylim(0, 1.1 * ceiling)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(disks) + 1)
     with rc_context({"svg.hashsalt": "kvjax"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
 

@@ -44,6 +44,8 @@ ALLOWED = {
     "kvjax.tiers": (*HOST, "xxhash", "kvjax.tiers"),
     "kvjax.tiers.tiers": (*HOST, "kvjax.device", "kvjax.tiers"),
     "kvjax.tiers.tier_worker": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),
+    "kvjax.tiers.homes": (*HOST, "jax", "kvjax.device", "kvjax.tiers"),
+    "kvjax.tiers.process_tiers": (*HOST, "kvjax.device", "kvjax.tiers"),
     "kvjax.transfer": (
         *HOST,
         "jax",

@@ -35,7 +35,8 @@ def attend_kv(
         ValueError: shapes are not the spec's, or the options look further back than the layer's group keeps.
         NotImplementedError: the layer's pages do not hold K and V.
     """
-    k, v, k_scale, v_scale = (_repeated(layer, x) for x in (k, v, options.k_scale, options.v_scale))
+    given = (k, v, options.k_scale, options.v_scale)
+    k, v, k_scale, v_scale = (None if x is None else _repeated(layer, x) for x in given)
     num_kv_heads = _check(layer, q, k, v)
     layer.check_visible(options)
     num_sink_tokens = _num_sink_tokens(layer, options)
@@ -81,18 +82,18 @@ def write_kv(layer: LayerStep, k: jax.Array, v: jax.Array, options: AttentionOpt
         ValueError: shapes are not the spec's.
         NotImplementedError: the layer's pages do not hold K and V.
     """
-    own_k, own_v, k_scale, v_scale = (_repeated(layer, x) for x in (k, v, options.k_scale, options.v_scale))
-    assert own_k is not None  # as k is not
-    _check(layer, own_k, own_k, own_v)
+    k, v = _repeated(layer, k), _repeated(layer, v)
+    _check(layer, k, k, v)
 
     def write(k, v, pages, scales, slot_mapping):  # type: ignore[no-untyped-def]
         return kv_write(k, v, pages, slot_mapping, **scales, backend=layer.backend)
 
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    given = {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    scales = {name: None if x is None else _repeated(layer, x) for name, x in given.items()}
     heads, scale_specs = layer.heads(3, 1), {name: layer.per_head(x) for name, x in scales.items()}
     in_specs = (heads, heads, layer.page_specs, scale_specs, layer.by_rank)
     written: Column = layer.per_device(write, in_specs, layer.page_specs)(
-        own_k, own_v, layer.pages, scales, layer.group.slot_mapping
+        k, v, layer.pages, scales, layer.group.slot_mapping
     )
     return written
 
@@ -114,11 +115,11 @@ def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRul
     return layer.planned(("kv", shapes, mask), make)
 
 
-def _repeated(layer: LayerStep, x: jax.Array | None) -> jax.Array | None:
+def _repeated(layer: LayerStep, x: jax.Array) -> jax.Array:
     """K, V or a scale with each head once for every device that has it; as it is where heads are not replicated."""
     num_shards = layer.placement.num_shards
     shapes = layer.spec.entry_shapes
-    if x is None or x.ndim == 0 or num_shards == 1 or not shapes or shapes[0][0] != num_shards:
+    if x.ndim == 0 or num_shards == 1 or not shapes or shapes[0][0] != num_shards:
         return x
     axis = 1 if x.ndim == 3 else 0
     return x if num_shards % x.shape[axis] else jnp.repeat(x, num_shards // x.shape[axis], axis=axis)

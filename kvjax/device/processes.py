@@ -13,6 +13,7 @@ The board needs no device, so it works where a collective would wait for a proce
 from __future__ import annotations
 
 import os
+from collections import deque
 from typing import Any
 
 import jax
@@ -65,20 +66,33 @@ class ProcessBoard:
         self.index, self.num_processes = jax.process_index(), jax.process_count()
         number = self._client.key_value_increment(f"kvjax/boards/{self.index}", 1)
         self._prefix = f"kvjax/board/{number}"
-        self._last_key: str | None = None  # of the exchange before: all have read it once this one is over
+        self._posted: deque[str] = deque()  # own keys that somebody may still read
 
     def exchange(self, topic: str, text: str) -> list[str]:
-        """The texts of all processes on a topic, by process; a topic comes once.
+        """The texts of all processes on a topic, by process: `post`, then `collect`.
+
+        Raises:
+            DivergenceError: a process puts nothing up on it.
+        """
+        self.post(topic, text)
+        return self.collect(topic)
+
+    def post(self, topic: str, text: str) -> None:
+        """Puts a text up; waits for nobody. A topic comes once, and all processes post the same topics in one order."""
+        key = f"{self._prefix}/{topic}/{self.index}"
+        self._client.key_value_set(key, text)
+        self._posted.append(key)
+
+    def collect(self, topic: str) -> list[str]:
+        """The texts of all processes on a topic, by process, once all have posted theirs; before the next `post`.
 
         Raises:
             DivergenceError: a process puts nothing up on it.
         """
         own = f"{self._prefix}/{topic}/{self.index}"
-        self._client.key_value_set(own, text)
         texts = [self._read(topic, process) for process in range(self.num_processes)]
-        if self._last_key is not None:
-            self._client.key_value_delete(self._last_key)
-        self._last_key = own
+        while self._posted[0] != own:  # all have posted this topic, so they have read those before it
+            self._client.key_value_delete(self._posted.popleft())
         return texts
 
     def _read(self, topic: str, process: int) -> str:

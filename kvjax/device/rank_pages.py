@@ -91,14 +91,21 @@ class RankStaging:
         if num_ranks_of(jax.tree.leaves(shardings)[0]) == 1:
             return jax.device_put(arrays, shardings)
         own = jax.device_put(arrays, jax.tree.map(lambda sharding: sharding_of_rank(sharding, rank), shardings))
-        return jax.tree.map(self._among_ranks, own, shardings)
 
-    def _among_ranks(self, own: jax.Array, sharding: NamedSharding) -> jax.Array:
-        shape = (own.shape[0] * num_ranks_of(sharding), *own.shape[1:])
-        parts = {shard.device: shard.data for shard in own.addressable_shards}
+        def among_ranks(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+            shape = (array.shape[0] * num_ranks_of(sharding), *array.shape[1:])
+            parts = {shard.device: shard.data for shard in array.addressable_shards}
+            return self.among_ranks(parts, shape, array.dtype, sharding)
+
+        return jax.tree.map(among_ranks, own, shardings)
+
+    def among_ranks(
+        self, parts: dict[jax.Device, jax.Array], shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+    ) -> jax.Array:
+        """An array of all ranks made of what some devices of this process hold; `parts` gets zeros for the others."""
         local = sharding.shard_shape(shape)
         for device in sharding.addressable_devices - parts.keys():
-            parts[device] = self._zeros_on(device, local, own.dtype)
+            parts[device] = self._zeros_on(device, local, dtype)
         return jax.make_array_from_single_device_arrays(shape, sharding, list(parts.values()))
 
     def _zeros_on(self, device: jax.Device, shape: tuple[int, ...], dtype: Any) -> jax.Array:

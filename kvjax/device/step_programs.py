@@ -23,8 +23,8 @@ from kvjax.device.placement import Placement
 from kvjax.device.step_chain import StepChain
 from kvjax.device.step_cuts import cut_step
 
-# (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state, whether the last layer may differ)
-# -> (pages, what else the step leaves)
+# (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state, whether the last layer may differ
+# from the others) -> (pages, what else the step leaves)
 Update: TypeAlias = Callable[..., tuple[KVPages, Any]]
 CompilerOptions: TypeAlias = Mapping[str, bool | int | float | str]  # XLA's, by name, as of `jax.jit`
 
@@ -119,7 +119,8 @@ class StepPrograms:
             batch, sampling = inputs.unpack(buffer, own)
             own_pages = jax.tree.unflatten(self._page_tree, pages)
             of_step = (batch, sampling, previous, embeds, sampler_state)
-            new_pages, rest = self._update(weights, own_pages, *of_step, may_narrow)
+            with jax.sharding.use_abstract_mesh(self._replicated.mesh.abstract_mesh):
+                new_pages, rest = self._update(weights, own_pages, *of_step, may_narrow)
             return jax.tree.leaves(new_pages), rest
 
         return step

@@ -24,6 +24,7 @@ from kvjax.engine.host_loop import HostStep
 from kvjax.engine.rank_loops import RankSteps
 from kvjax.errors import DivergenceError
 from kvjax.models.config import ModelConfig
+from kvjax.tiers.units import NOTHING, TierMeta
 
 TIMEOUT_S = 600.0  # for the slowest: a process may compile while another waits
 
@@ -46,6 +47,7 @@ class Agreement:
         self._interval = interval
         self._lines: list[str] = []  # of the steps since the last comparison
         self._num_steps = 0
+        self._transfers = hashlib.blake2b(digest_size=8)  # all that were planned
         self._failure: DivergenceError | None = None
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
@@ -64,6 +66,12 @@ class Agreement:
                     f"expected the same settings on all processes, got on process {process} {'; '.join(others)}"
                 )
 
+    def note_transfers(self, metadata: Sequence[TierMeta]) -> None:
+        """Remembers what tiers are to do before the next step."""
+        for one in metadata:
+            if one is not NOTHING:
+                self._transfers.update(one.digest())
+
     def note(self, step: HostStep | RankSteps) -> None:
         """Remembers a step that is about to be dispatched, and compares when it is time.
 
@@ -73,7 +81,7 @@ class Agreement:
         if self._failure is not None:
             raise self._failure
         self._num_steps += 1
-        self._lines.append(describe(step))
+        self._lines.append(f"{describe(step)}, transfers so far {self._transfers.hexdigest()}")
         if self._num_steps % self._interval == 0:
             try:
                 self._compare()

@@ -153,7 +153,10 @@ class EngineCore:
             loop.scheduler.end_loads(*connector.scheduler.update_connector_output(connector.worker.get_finished()))
         step = loop.begin_step()
         if connector is not None:
-            runner.pages = connector.worker.start_load_kv(runner.pages, connector.scheduler.build_connector_meta())
+            metadata = connector.scheduler.build_connector_meta()
+            if self._agreement is not None:
+                self._agreement.note_transfers(metadata)
+            runner.pages = connector.worker.start_load_kv(runner.pages, metadata)
         if step is not None:
             if self._agreement is not None:
                 self._agreement.note(step)

@@ -53,7 +53,7 @@ from kvjax.engine.token_stream import StreamInbox, TokenStream
 from kvjax.errors import UnknownRequestError
 from kvjax.models import LoadedModel, StreamingWindow, load_model
 from kvjax.tiers.connector import KVConnector
-from kvjax.tiers.tiers import Tiers
+from kvjax.tiers.process_tiers import make_tiers
 
 
 class LLMEngine(EngineLifeCycle):
@@ -112,7 +112,6 @@ class LLMEngine(EngineLifeCycle):
         check_parts(
             placement,
             has_draft_model=draft_model is not None,
-            has_tiers=config.tiers is not None,
             has_connector=connector is not None,
         )
         agreement = None
@@ -134,8 +133,7 @@ class LLMEngine(EngineLifeCycle):
         if config.tiers is not None:
             if connector is not None:
                 raise ValueError("expected config.tiers or a connector, got both")
-            num_context, num_ranks = placement.num_context, placement.num_data
-            self.connector = Tiers(config.tiers, self.plan.config, hasher, num_context=num_context, num_ranks=num_ranks)
+            self.connector = make_tiers(config.tiers, self.plan.config, hasher, placement)
         num_best = min(config.max_logprobs, model.config.vocab_size)
         self._clock = clock
         runner = self.runner_type(

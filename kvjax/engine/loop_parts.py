@@ -70,15 +70,16 @@ class LoopParts:
         )
 
 
-def check_parts(
-    placement: Placement, *, has_draft_model: bool = False, has_tiers: bool = False, has_connector: bool = False
-) -> None:
+def check_parts(placement: Placement, *, has_draft_model: bool = False, has_connector: bool = False) -> None:
     """Raises NotImplementedError where data ranks or several processes cannot have a part of an engine."""
-    if placement.num_data > 1 and (has_draft_model or has_connector):
-        part = "draft models" if has_draft_model else "connectors of the caller's"
-        raise NotImplementedError(f"{part} do not work over {placement.num_data} data ranks; run an engine on each")
-    if (has_tiers or has_connector) and spans_processes(placement.mesh):
-        raise NotImplementedError("tiers do not work over several processes, where loads would end at other steps")
+    if placement.num_data > 1 and has_draft_model:
+        raise NotImplementedError(
+            f"draft models do not work over {placement.num_data} data ranks; run an engine on each"
+        )
+    if has_connector and spans_processes(placement.mesh):
+        raise NotImplementedError(
+            "connectors of the caller's do not work over several processes, where loads would end at other steps"
+        )
 
 
 __all__ = ["LoopParts", "check_parts"]

@@ -48,8 +48,8 @@ class StepConnector(Protocol):
     def build_connector_meta(self) -> Any:
         """What the worker is to do before the next step; the same thing is asked for once."""
 
-    def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
-        """Takes note of what the worker did; whose loads have ended."""
+    def update_connector_output(self, output: Any) -> LoadResults:
+        """Takes note of what the worker did, as `get_finished` says it; whose loads have ended."""
 
 
 class SchedulerConnector(StepConnector, Protocol):
@@ -89,8 +89,8 @@ class WorkerConnector(Protocol):
     def start_load_kv(self, pages: Any, metadata: Any) -> Any:
         """Reads pages that are to be kept, then writes those that have arrived; the pages. Waits for nothing."""
 
-    def get_finished(self) -> ConnectorOutput:
-        """What has happened since the last call."""
+    def get_finished(self) -> Any:
+        """What has happened since the last call: a `ConnectorOutput`, where there is one worker."""
 
     def wait(self) -> None:
         """Waits until there is something to report, or nothing to wait for."""

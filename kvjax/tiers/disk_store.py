@@ -154,6 +154,14 @@ class DiskStore:
         self._index.update(found)
         self._index.intersection_update(found)
 
+    def names_by_age(self) -> list[str]:
+        """Names of all units, those used longest ago first."""
+        aged = []
+        for entry in self._entries():
+            with suppress(FileNotFoundError):
+                aged.append((entry.stat().st_mtime_ns, entry.name))
+        return [name for _, name in sorted(aged)]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all units, by the count that all processes keep."""
@@ -303,4 +311,4 @@ def _write_counter(file: int, num_bytes: int) -> None:
     os.pwrite(file, COUNTER.pack(num_bytes), 0)
 
 
-__all__ = ["DiskStore", "check_identity", "name_of"]
+__all__ = ["KEPT_SHARE", "DiskStore", "check_identity", "name_of"]

@@ -8,6 +8,9 @@ scattered into their pages before the next step. Nothing here waits, but for wha
 `max_bytes_in_flight`, and in `wait`.
 
 Where the platform has host memory that the device copies to by itself ("pinned_host"), gathered pages go there.
+
+A `Pace` says what of all this counts as done. Over several processes that is the same for all of them at every step,
+and each moves its own parts of the pages.
 """
 
 from __future__ import annotations
@@ -26,32 +29,37 @@ from kvjax.core import BlockHash
 from kvjax.device import KVPages
 from kvjax.device.aligned import aligned_empty
 from kvjax.device.page_ops import PAGE_COUNTS, SKIP, gather_pages_padded, pad_ids, scatter_pages_padded
+from kvjax.device.page_parts import PageParts, WholePages
 from kvjax.device.pages import Column
-from kvjax.device.rank_pages import RankStaging, gather_for_ranks, gather_rank_pages, scatter_rank_pages
+from kvjax.device.rank_pages import gather_for_ranks, scatter_rank_pages
 from kvjax.errors import TierDataError
 from kvjax.tiers.connector import ConnectorOutput
 from kvjax.tiers.disk_store import DiskStore
 from kvjax.tiers.host_store import HostStore
+from kvjax.tiers.pace import OwnPace, Pace, PieceState
 from kvjax.tiers.stats import TierStats
 from kvjax.tiers.units import LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitSizes
 
 PIECE_BYTES = 1 << 23  # of one gather or scatter, where that is not less than the shortest declared length
 PINNED = "pinned_host"
+LOOK_S = 1.0  # most that `wait` waits for threads, since a load may hang
 PAUSE_S = 0.0005  # between looks at arrays that are on their way, in `wait`
 
 
 class _Arriving(NamedTuple):
     """Pages on their way from the device."""
 
+    turn: int
     group_id: int
     block_hashes: tuple[BlockHash, ...]
-    arrays: tuple[jax.Array, ...]  # [padded count, *page_shape]
+    arrays: tuple[jax.Array, ...]  # [padded count, ...]
     num_bytes: int
 
 
 class _Writing(NamedTuple):
     """Pages that a thread brings to the host's slots."""
 
+    turn: int
     group_id: int
     block_hashes: tuple[BlockHash, ...]
     slots: np.ndarray  # int32[n]
@@ -62,6 +70,7 @@ class _Writing(NamedTuple):
 class _Staged(NamedTuple):
     """Pages that a thread brings to the device."""
 
+    number: int  # as the pace has it
     load_id: int
     pool_id: int
     rank: int
@@ -82,17 +91,20 @@ class TierWorker:
         max_bytes_in_flight: int | None = None,  # None: as `TierConfig` says
         memory_kind: str | None = None,  # to gather into; None: "pinned_host" on accelerators that have it
         stats: TierStats | None = None,
+        parts: PageParts | None = None,  # what of the pages this process keeps; None: all
+        pace: Pace | None = None,  # None: that of one process
     ) -> None:
         self.stats = TierStats() if stats is None else stats
         self._host = host
         self._disk = disk
         self._sizes = sizes
-        default = 1 << 24 if jax.default_backend() == "cpu" else 1 << 28
+        default = 1 << 22 if jax.default_backend() == "cpu" else 1 << 28
         self._most_bytes = default if max_bytes_in_flight is None else max_bytes_in_flight
         self._memory_kind = memory_kind
         self._threads = ThreadPoolExecutor(num_threads, "kvjax-tier")
         self._disk_threads = ThreadPoolExecutor(num_threads, "kvjax-disk")
-        self._staging = RankStaging()
+        self._parts = WholePages() if parts is None else parts
+        self._pace = OwnPace() if pace is None else pace
         self._to_disk: deque[tuple[Future[Any], int]] = deque()  # writes in flight and their bytes; threads append
         self._start()
 
@@ -105,6 +117,7 @@ class TierWorker:
         self._written: dict[int, int] = {}  # load -> pages since the last report
         self._failed: set[int] = set()  # loads
         self._bytes_in_flight = 0
+        self._turn = 0
 
     @property
     def has_work(self) -> bool:
@@ -126,7 +139,7 @@ class TierWorker:
         copies = []
         for load_id, group_id, sources, destinations, rank in metadata.copies:
             pool_id = self._sizes.pool_of_group[group_id]
-            for part in self._parts(sources.size, group_id):
+            for part in self._pieces(sources.size, group_id):
                 values = gather_for_ranks(pages, pool_id, rank, sources[part])
                 copies.append((load_id, pool_id, rank, destinations[part], values))
         for store in metadata.stores:
@@ -140,10 +153,11 @@ class TierWorker:
 
     def get_finished(self) -> ConnectorOutput:
         """What has happened since the last call."""
-        while self._arriving and are_ready(self._arriving[0].arrays):
+        pace, self._turn = self._pace, self._pace.begin_turn()
+        while self._arriving and pace.has_arrived(self._arriving[0].turn, is_ready=are_ready(self._arriving[0].arrays)):
             self._write(self._arriving.popleft())
         finished, self._stored = self._stored, []
-        while self._writing and self._writing[0].is_good.done():
+        while self._writing and pace.has_ended(self._writing[0].turn, is_done=self._writing[0].is_good.done()):
             finished.append(self._ended(self._writing.popleft()))
         pending = frozenset(staged.load_id for staged in self._staged)
         self._cancelled &= pending
@@ -171,7 +185,8 @@ class TierWorker:
                     return
                 time.sleep(PAUSE_S)
             elif futures:
-                wait_for_futures(futures, return_when=FIRST_COMPLETED)
+                wait_for_futures(futures, LOOK_S, return_when=FIRST_COMPLETED)
+                return
             else:
                 return
 
@@ -187,6 +202,7 @@ class TierWorker:
         """Forgets all that is in flight, once its threads have ended."""
         futures: list[Future[Any]] = [writing.is_good for writing in self._writing]
         wait_for_futures(futures + [staged.values for staged in self._staged])
+        self._pace.reset()
         self._start()
 
     def close(self) -> None:
@@ -199,12 +215,12 @@ class TierWorker:
     def _gather(self, pages: KVPages, store: StoreUnits) -> None:
         pool_id = self._sizes.pool_of_group[store.group_id]
         num_arrays = self._sizes.num_arrays_of_group[store.group_id]
-        for part in self._parts(store.block_ids.size, store.group_id):
+        for part in self._pieces(store.block_ids.size, store.group_id):
             ids = store.block_ids[part]
-            gathered = jax.tree.leaves(gather_rank_pages(pages, pool_id, store.rank, ids))[:num_arrays]
+            gathered = self._parts.gather(pages, pool_id, store.rank, ids)[:num_arrays]
             arrays = tuple(self._to_host(array) for array in gathered)
             num_bytes = self._sizes.unit_bytes(store.group_id) * ids.size
-            self._arriving.append(_Arriving(store.group_id, store.block_hashes[part], arrays, num_bytes))
+            self._arriving.append(_Arriving(self._turn, store.group_id, store.block_hashes[part], arrays, num_bytes))
             self._bytes_in_flight += num_bytes
             while self._bytes_in_flight > self._most_bytes and (self._arriving or self._writing):
                 self._end_oldest()
@@ -227,7 +243,7 @@ class TierWorker:
             self._write(self._arriving.popleft(), _run_here)
         self._stored.append(self._ended(self._writing.popleft()))
 
-    def _parts(self, count: int, group_id: int) -> Iterable[slice]:
+    def _pieces(self, count: int, group_id: int) -> Iterable[slice]:
         """Units of one group in pieces of a declared length: small ones overlap, and their memory is used again."""
         fit = PIECE_BYTES // max(self._sizes.unit_bytes(group_id), 1)
         most = max([length for length in PAGE_COUNTS if length <= fit], default=min(PAGE_COUNTS))
@@ -235,18 +251,20 @@ class TierWorker:
 
     def _write(self, arriving: _Arriving, submit: Callable[..., Future[np.ndarray]] | None = None) -> None:
         """Has a thread, or `submit`, write pages that are there, or will be, into slots of the host."""
-        group_id, block_hashes, arrays, num_bytes = arriving
+        _, group_id, block_hashes, arrays, num_bytes = arriving
         taken = self._host.take(group_id, len(block_hashes))
         slots = np.full(len(block_hashes), -1, np.int32)
         slots[: taken.size] = taken
         submit = self._threads.submit if submit is None else submit
         is_good = submit(self._write_units, group_id, block_hashes, arrays, slots)
-        self._writing.append(_Writing(group_id, block_hashes, slots, is_good, num_bytes))
+        self._writing.append(_Writing(self._turn, group_id, block_hashes, slots, is_good, num_bytes))
 
     def _write_units(
         self, group_id: int, block_hashes: Sequence[BlockHash], arrays: Sequence[jax.Array], slots: np.ndarray
     ) -> np.ndarray:  # bool[n]
         """By a thread: units into slots of the host, and on to the disk; which of them are somewhere."""
+        if not arrays:  # this process has no part of them
+            return np.ones(slots.size, bool)
         pages = [_as_bytes(np.asarray(array))[: slots.size] for array in arrays]
         on_host = slots >= 0
         buffers = self._host.buffers[self._sizes.pool_of_group[group_id]]
@@ -260,6 +278,7 @@ class TierWorker:
             num_bytes = sum(page.nbytes for page in pages)
             if sum(count for future, count in list(self._to_disk) if not future.done()) > self._most_bytes:
                 self.stats.num_disk_skips += slots.size
+                self._pace.lose(keys)
             else:
                 self._to_disk.append((self._disk_threads.submit(self._write_to_disk, keys, pages), num_bytes))
             return on_host
@@ -268,9 +287,10 @@ class TierWorker:
     def _write_to_disk(self, keys: Sequence[UnitKey], pages: Sequence[np.ndarray]) -> np.ndarray:  # bool[n]
         assert self._disk is not None
         self._disk.refresh(max_age_s=1.0)
-        return np.array(
-            [self._disk.put(key, np.concatenate([page[i] for page in pages])) for i, key in enumerate(keys)], bool
-        )
+        put = [self._disk.put(key, np.concatenate([page[i] for page in pages])) for i, key in enumerate(keys)]
+        is_there = np.array(put, bool)
+        self._pace.lose([keys[i] for i in np.flatnonzero(~is_there).tolist()])
+        return is_there
 
     def _ended(self, writing: _Writing) -> StoredUnits:
         self._bytes_in_flight -= writing.num_bytes
@@ -278,6 +298,8 @@ class TierWorker:
             is_good = writing.is_good.result()
         except Exception:  # the step that computed the pages failed, or there is no memory
             is_good = np.zeros(writing.slots.size, bool)
+        keys = [UnitKey(writing.group_id, block_hash) for block_hash in writing.block_hashes]
+        is_good = self._pace.end_store(keys, writing.slots, is_good)
         return StoredUnits(writing.group_id, writing.block_hashes, writing.slots, is_good)
 
     # -- up ---------------------------------------------------------------------------------------------------------
@@ -285,12 +307,13 @@ class TierWorker:
     def _stage(self, pages: KVPages, load: LoadUnits) -> None:
         pool_id = self._sizes.pool_of_group[load.group_id]
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), pages.pools[pool_id])
-        for part in self._parts(load.slots.size, load.group_id):
+        for part in self._pieces(load.slots.size, load.group_id):
             units = load._replace(
                 block_hashes=load.block_hashes[part], slots=load.slots[part], destinations=load.destinations[part]
             )
             values = self._threads.submit(self._read_units, units, shapes, pages.shardings[pool_id])
-            self._staged.append(_Staged(load.load_id, pool_id, load.rank, units.destinations, values))
+            number = self._pace.watch(values, _keys_of(units, units.slots < 0))
+            self._staged.append(_Staged(number, load.load_id, pool_id, load.rank, units.destinations, values))
 
     def _read_units(self, units: LoadUnits, shapes: Any, shardings: Any) -> tuple[Column, ...]:
         """By a thread: units from the host and the disk, on the devices as `scatter_rank_pages` takes them.
@@ -303,6 +326,7 @@ class TierWorker:
         pool_id = self._sizes.pool_of_group[units.group_id]
         is_on_host = units.slots >= 0
         num_units = units.slots.size
+        self._pace.check_readable(_keys_of(units, is_on_host))
         staged = []
         for i, size in enumerate(self._sizes.arrays_of_pool[pool_id]):
             staged.append(aligned_empty((count, size)))
@@ -311,14 +335,12 @@ class TierWorker:
                 np.take(self._host.buffers[pool_id][i], units.slots, axis=0, out=staged[i][:num_units], mode="clip")
             elif i < num_arrays and is_on_host.any():
                 staged[i][:num_units][is_on_host] = self._host.buffers[pool_id][i][units.slots[is_on_host]]
-        if not is_on_host.all():
+        if num_arrays and not is_on_host.all():
             self._read_from_disk(units, np.flatnonzero(~is_on_host), staged[:num_arrays])
-        leaves, tree = jax.tree.flatten(shapes)
-        arrays = [page.view(leaf.dtype).reshape(count, *leaf.shape) for page, leaf in zip(staged, leaves, strict=True)]
-        return self._staging.put(jax.tree.unflatten(tree, arrays), shardings, units.rank)
+        return self._parts.put(staged, count, shapes, shardings, units.rank)
 
     def _read_from_disk(self, units: LoadUnits, places: np.ndarray, staged: Sequence[np.ndarray]) -> None:
-        unit = np.empty(self._sizes.unit_bytes(units.group_id), np.uint8)
+        unit = np.empty(sum(page.shape[1] for page in staged), np.uint8)
         for place in places.tolist():
             key = UnitKey(units.group_id, units.block_hashes[place])
             if self._disk is None:
@@ -333,24 +355,24 @@ class TierWorker:
         """Writes what is on the device by now, and forgets what failed or was cancelled."""
         left: deque[_Staged] = deque()
         for staged in self._staged:
-            if not staged.values.done():
+            state, load_id = self._pace.state_of(staged.number, staged.values), staged.load_id
+            if state in (PieceState.ON_ITS_WAY, PieceState.LATE):
                 left.append(staged)
+            if state is PieceState.ON_ITS_WAY or load_id in self._cancelled:
                 continue
-            load_id = staged.load_id
-            if load_id in self._cancelled:
-                continue
-            try:
-                values = staged.values.result()
-            except Exception:
+            if state is not PieceState.THERE:
                 self._failed.add(load_id)
                 continue
-            if not are_ready(jax.tree.leaves(values)):
-                left.append(staged)
-                continue
+            values = staged.values.result()
             pages = scatter_rank_pages(pages, staged.pool_id, staged.rank, staged.destinations, values)
             self._written[load_id] = self._written.get(load_id, 0) + staged.destinations.size
         self._staged = left
         return pages
+
+
+def _keys_of(units: LoadUnits, chosen: np.ndarray) -> list[UnitKey]:  # bool[n]
+    """The units that are chosen."""
+    return [UnitKey(units.group_id, units.block_hashes[i]) for i in np.flatnonzero(chosen).tolist()]
 
 
 def _run_here(function: Callable[..., np.ndarray], *args: Any) -> Future[np.ndarray]:

@@ -1,6 +1,6 @@
 """The tiers of one engine: a host store, a disk store where there is one, and both sides of their connector.
 
-Flow:    TierConfig, KVCacheConfig -> [Tiers] -> KVCacheManager(tier=), Scheduler, EngineCore
+Flow:    TierConfig, TierShare -> [Tiers] -> KVCacheManager(tier=), Scheduler, EngineCore
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from kvjax.core import BlockHasher
 from kvjax.core.spec import KVCacheConfig
 from kvjax.device import KVPages
+from kvjax.device.page_parts import PageParts, WholePages
 from kvjax.tiers.config import TierConfig
 from kvjax.tiers.connector import RankConnector
 from kvjax.tiers.disk_store import DiskStore
 from kvjax.tiers.host_store import HostStore
+from kvjax.tiers.pace import OwnPace, Pace
 from kvjax.tiers.rank_schedulers import RankTierSchedulers
 from kvjax.tiers.stats import TierStats
-from kvjax.tiers.tier_scheduler import TierScheduler
+from kvjax.tiers.tier_scheduler import DiskIndex, TierScheduler
 from kvjax.tiers.tier_worker import TierWorker
 from kvjax.tiers.transit import UnitsInTransit
 from kvjax.tiers.units import UnitSizes
@@ -36,52 +38,85 @@ class RankTier:
         return self.scheduler
 
 
-class Tiers:
-    """A `KVConnector`. Owned by the engine's thread; `close` ends its threads."""
+@dataclass(frozen=True)
+class TierShare:
+    """What one set of tiers keeps, of whose pages, and when it counts as done."""
 
-    def __init__(
-        self,
+    ranks: tuple[int, ...]  # data ranks that share both tiers
+    sizes: UnitSizes
+    num_units: tuple[int, ...]  # of the host, per pool
+    disk: DiskStore | None
+    index: DiskIndex | None  # what is looked up of the disk
+    parts: PageParts
+    pace: Pace
+    load_timeout_s: float
+    stats: TierStats
+
+    @classmethod
+    def whole(
+        cls,
         config: TierConfig,
         kv_cache_config: KVCacheConfig,
         hasher: BlockHasher,
         *,
         num_context: int = 1,
         num_ranks: int = 1,
+    ) -> TierShare:
+        """Of one process: all pages of all ranks.
+
+        Raises:
+            ValueError: as `DiskStore`. Nothing is allocated.
+        """
+        stats, disk = TierStats(), None
+        if config.disk_folder is not None and config.disk_bytes is not None:
+            identity = identity_of(kv_cache_config, hasher, config.weights or "", num_context)
+            disk = DiskStore(config.disk_folder, config.disk_bytes, identity, stats)
+        sizes = UnitSizes.of(kv_cache_config)
+        return cls(
+            ranks=tuple(range(num_ranks)),
+            sizes=sizes,
+            num_units=sizes.units_in(config.host_bytes),
+            disk=disk,
+            index=disk,
+            parts=WholePages(),
+            pace=OwnPace(),
+            load_timeout_s=config.load_timeout_s,
+            stats=stats,
+        )
+
+
+class Tiers:
+    """A `KVConnector`. Owned by the engine's thread; `close` ends its threads."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        share: TierShare,
+        *,
         memory_kind: str | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Empty host memory, and the disk as it is.
-
-        `num_context` devices share the tokens of every page; `num_ranks` data ranks, each of pools of its own, share
-        both tiers.
-
-        Raises:
-            ValueError: the folder holds units of another layout, of tokens in another order, of other hashes or other
-                weights. Nothing is allocated.
-        """
-        self.stats = TierStats()
-        self.disk: DiskStore | None = None
-        if config.disk_folder is not None and config.disk_bytes is not None:
-            identity = identity_of(kv_cache_config, hasher, config.weights or "", num_context)
-            self.disk = DiskStore(config.disk_folder, config.disk_bytes, identity, self.stats)
-        sizes = UnitSizes.of(kv_cache_config)
-        self.host = HostStore(sizes.units_in(config.host_bytes), sizes, config.eviction_policy)
+        """Empty host memory, and the disk as it is."""
+        self.ranks = share.ranks
+        self.stats, self.disk, sizes = share.stats, share.disk, share.sizes
+        self.host = HostStore(share.num_units, sizes, config.eviction_policy)
         transit = UnitsInTransit()
-        self._by_rank = [
-            TierScheduler(
+        self._by_rank = {
+            rank: TierScheduler(
                 self.host,
-                self.disk,
+                share.index,
                 sizes.pool_of_group,
                 write_through=config.write_through,
-                load_timeout_s=config.load_timeout_s,
+                load_timeout_s=share.load_timeout_s,
                 stats=self.stats,
                 rank=rank,
                 transit=transit,
                 **({} if clock is None else {"clock": clock}),
             )
-            for rank in range(num_ranks)
-        ]
-        self.scheduler = self._by_rank[0] if num_ranks == 1 else RankTierSchedulers(self._by_rank)
+            for rank in share.ranks
+        }
+        schedulers = list(self._by_rank.values())
+        self.scheduler = schedulers[0] if len(schedulers) == 1 else RankTierSchedulers(schedulers)
         self.worker = TierWorker(
             self.host,
             self.disk,
@@ -90,7 +125,31 @@ class Tiers:
             max_bytes_in_flight=config.max_bytes_in_flight,
             memory_kind=memory_kind,
             stats=self.stats,
+            parts=share.parts,
+            pace=share.pace,
         )
+
+    @classmethod
+    def of_process(
+        cls,
+        config: TierConfig,
+        kv_cache_config: KVCacheConfig,
+        hasher: BlockHasher,
+        *,
+        num_context: int = 1,
+        num_ranks: int = 1,
+    ) -> Tiers:
+        """Those of one process.
+
+        `num_context` devices share the tokens of every page; `num_ranks` data ranks, each of pools of its own, share
+        both tiers.
+
+        Raises:
+            ValueError: the folder holds units of another layout, of tokens in another order, of other hashes or other
+                weights. Nothing is allocated.
+        """
+        ranks = {"num_context": num_context, "num_ranks": num_ranks}
+        return cls(config, TierShare.whole(config, kv_cache_config, hasher, **ranks))
 
     def of_rank(self, rank: int) -> RankConnector:
         """The scheduler's side of one data rank."""
@@ -123,7 +182,7 @@ def identity_of(
 ) -> dict[str, str]:
     """What units on disk are of: those of others are of no use, whatever their hashes.
 
-    How devices split the heads is no part of it: a unit has them all, in one order.
+    How devices split the heads is no part of it: a unit has them all, in one order, but for parts of several processes.
     """
     layers = [(group.layer_names, group.kv_cache_spec, group.layer_specs) for group in kv_cache_config.kv_cache_groups]
     layout = [pool.columns for pool in kv_cache_config.pools]
@@ -139,4 +198,4 @@ def identity_of(
     }
 
 
-__all__ = ["Tiers", "identity_of"]
+__all__ = ["TierShare", "Tiers", "identity_of"]

@@ -8,7 +8,10 @@ its block hash, which covers all tokens before it, the salt, the adapter and the
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -72,39 +75,66 @@ class TierMeta:
     loads: tuple[LoadUnits, ...] = ()
     cancelled: tuple[int, ...] = ()  # loads that may write no more
 
+    def digest(self) -> bytes:
+        """A hash of all of it."""
+        found = hashlib.blake2b(digest_size=16)
+        units: tuple[tuple[object, ...], ...] = (*self.stores, *self.copies, *self.loads, self.cancelled)
+        for one in units:
+            for value in one:
+                found.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        return found.digest()
+
 
 NOTHING = TierMeta()
 
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Which pool each group is in, and the bytes of a unit: a page in each array of the group's columns."""
+    """Which pool each group is in, and the bytes of a unit: a page in each array of the group's columns.
+
+    Where several processes share the pages, arrays are the parts of them that one process has, and `bytes_of_group`
+    what the process with most of a unit has: by this all of them cut and count alike.
+    """
 
     pool_of_group: tuple[int, ...]
     arrays_of_pool: tuple[tuple[int, ...], ...]  # bytes of a page in each array, columns in order
     num_arrays_of_group: tuple[int, ...]  # the first of its pool's
     blocks_of_pool: tuple[int, ...]
+    bytes_of_group: tuple[int, ...]  # of one unit
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> UnitSizes:
         """Sizes of a deployment; without arrays where its pools have no columns."""
-        pools = config.pools
+
+        def page_bytes(pool_id: int, column: int, array: int) -> list[int]:
+            return [config.pools[pool_id].columns[column].arrays[array].page_bytes]
+
+        return cls.of_parts(config, page_bytes)
+
+    @classmethod
+    def of_parts(cls, config: KVCacheConfig, part_bytes: Callable[[int, int, int], Sequence[int]]) -> UnitSizes:
+        """Sizes where `part_bytes(pool, column, array)` are kept of a page, one after another."""
+        arrays = [
+            [
+                [part_bytes(pool_id, place, i) for i in range(len(column.arrays))]
+                for place, column in enumerate(pool.columns)
+            ]
+            for pool_id, pool in enumerate(config.pools)
+        ]
+        own = [
+            list(chain(*chain(*arrays[group.pool_id][: len(group.layer_names)]))) for group in config.kv_cache_groups
+        ]
         return cls(
             pool_of_group=tuple(group.pool_id for group in config.kv_cache_groups),
-            arrays_of_pool=tuple(
-                tuple(array.page_bytes for column in pool.columns for array in column.arrays) for pool in pools
-            ),
-            num_arrays_of_group=tuple(
-                sum(len(column.arrays) for column in pools[group.pool_id].columns[: len(group.layer_names)])
-                for group in config.kv_cache_groups
-            ),
-            blocks_of_pool=tuple(pool.num_blocks for pool in pools),
+            arrays_of_pool=tuple(tuple(chain(*chain(*columns))) for columns in arrays),
+            num_arrays_of_group=tuple(map(len, own)),
+            blocks_of_pool=tuple(pool.num_blocks for pool in config.pools),
+            bytes_of_group=tuple(map(sum, own)),
         )
 
     def unit_bytes(self, group_id: int) -> int:
         """Bytes of one unit of a group."""
-        arrays = self.arrays_of_pool[self.pool_of_group[group_id]]
-        return sum(arrays[: self.num_arrays_of_group[group_id]])
+        return self.bytes_of_group[group_id]
 
     def units_in(self, num_bytes: int) -> tuple[int, ...]:
         """Units of each pool that so many bytes hold, in the proportions of the pools."""

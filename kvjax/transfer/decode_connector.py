@@ -23,7 +23,7 @@ from kvjax.errors import TransferError
 from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector
 from kvjax.transfer.no_tier import NoTier
 from kvjax.transfer.peers import Arrival, PageClient, Ticket
-from kvjax.transfer.request_span import RequestPages, request_pages
+from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
 from kvjax.transfer.sent_request import PageWriter
 
 PAUSE_S = 5e-4  # between looks at arrivals, in `wait`
@@ -64,7 +64,7 @@ class _Report:
 
 
 class DecodeConnector:
-    """A `KVConnector`, both sides in one. Owned by the engine's thread; nothing here waits, but `wait`."""
+    """A `KVConnector`, both sides in one, but for `DecodeRank`. Owned by the engine's thread; only `wait` waits."""
 
     def __init__(
         self,
@@ -76,15 +76,14 @@ class DecodeConnector:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout_s`: after which a load that was asked for has failed; `placement`: of this engine's pages."""
-        self.tier = NoTier()
         self.scheduler = self.worker = self
         self.num_failed = 0  # loads, since the start
         self._client, self._timeout_s, self._clock = client, timeout_s, clock
         self._placement = Placement.create() if placement is None else placement
+        self._ranks = [DecodeRank(self, rank) for rank in range(self._placement.num_data)]
         self._weights_version = weights_version
         self._tickets: dict[str, Ticket] = {}
         self._num_loads = 0
-        self._manager: KVCacheManager | None = None
         self._start()
 
     def _start(self) -> None:
@@ -106,55 +105,40 @@ class DecodeConnector:
         self._writer.check(ticket.header)
         self._tickets[request_id] = ticket
 
-    # -- SchedulerConnector -----------------------------------------------------------------------------------------
+    # -- StepConnector, of all data ranks -----------------------------------------------------------------------------
 
-    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Writes into this manager's blocks from here on; nothing is in flight."""
+    def bind(self, manager: KVCacheManager) -> None:
+        """A rank's manager is there: all ranks' are of one layout, and nothing is in flight."""
         self._start()
-        self._manager = manager
         self._writer = PageWriter(manager.kv_cache_config, self._placement, weights_version=self._weights_version)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """The tokens of the request's ticket behind its hit."""
-        ticket = self._tickets.get(request.request_id)
-        if ticket is None or self._manager is None:
-            return 0, False
-        num_tokens = ticket.header.stop - num_computed_tokens
-        groups = range(len(self._manager.kv_cache_config.kv_cache_groups))
-        is_at_block = all(num_computed_tokens % self._manager.block_size(group_id) == 0 for group_id in groups)
-        if num_tokens <= 0 or ticket.header.stop >= request.num_tokens or not is_at_block:
-            del self._tickets[request.request_id]
-            return 0, False
-        return num_tokens, True
+    def ticket_of(self, request_id: str) -> Ticket | None:
+        """What is expected for a request."""
+        return self._tickets.get(request_id)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Asks for the request's tokens with the next metadata."""
-        ticket = self._tickets.pop(request.request_id, None)
-        if not num_external_tokens or ticket is None or self._manager is None:
-            return
-        stop = ticket.header.stop
-        pages = request_pages(self._manager, request.row, stop - num_external_tokens, stop)
-        for table, pool in zip(pages.tables, self._manager.groups.pool_of_group, strict=True):
-            pool.page_edits.on_filled(table[table > 0].tolist())
+    def drop_ticket(self, request_id: str) -> None:
+        """The request is computed here, or has ended."""
+        self._tickets.pop(request_id, None)
+
+    def start_load(self, request_id: str, pages: RequestPages) -> None:
+        """Asks for a request's tokens with the next metadata."""
+        ticket = self._tickets.pop(request_id)
         load_id, self._num_loads = self._num_loads, self._num_loads + 1
-        self._load_of[request.request_id] = load_id
+        self._load_of[request_id] = load_id
         self._starts.append(_Load(load_id, ticket, pages))
+
+    def cancel_load(self, request_id: str) -> None:
+        """The request's load, if any, writes nothing more."""
+        load_id = self._load_of.pop(request_id, None)
+        if load_id is not None:
+            self._starts = [load for load in self._starts if load.load_id != load_id]
+            self._cancelled.append(load_id)
 
     def build_connector_meta(self) -> DecodeMeta:
         """Loads to start and to drop."""
         meta = DecodeMeta(tuple(self._starts), tuple(self._cancelled))
         self._starts, self._cancelled = [], []
         return meta
-
-    def request_finished(self, request: Request) -> None:
-        """Its load, if any, writes nothing more; its ticket is void."""
-        self._tickets.pop(request.request_id, None)
-        load_id = self._load_of.pop(request.request_id, None)
-        if load_id is not None:
-            self._starts = [load for load in self._starts if load.load_id != load_id]
-            self._cancelled.append(load_id)
 
     def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
         """Whose loads have ended. A load that the worker neither has nor reports is lost, and failed."""
@@ -215,8 +199,13 @@ class DecodeConnector:
     # -- KVConnector ------------------------------------------------------------------------------------------------
 
     def of_rank(self, rank: int) -> RankConnector:
-        """Itself: there is one data rank."""
-        return self
+        """The scheduler's side of one data rank.
+
+        Raises:
+            ValueError: the placement has fewer.
+        """
+        check_rank(rank, self._placement)
+        return self._ranks[rank]
 
     def reset(self, *, forget: bool = True) -> None:
         """Drops all that is in flight; tickets of requests that were not admitted stay."""
@@ -236,4 +225,58 @@ class DecodeConnector:
         return self._writer.write(pages, pulling.pages, sent)
 
 
-__all__ = ["DecodeConnector", "DecodeMeta"]
+class DecodeRank:
+    """A `RankConnector` and its `SchedulerConnector`: requests of one data rank, whose entries go to its pages."""
+
+    def __init__(self, connector: DecodeConnector, rank: int) -> None:
+        self.tier = NoTier()
+        self.scheduler = self
+        self._connector, self._rank = connector, rank
+        self._manager: KVCacheManager | None = None
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Writes into this manager's blocks from here on; nothing is in flight."""
+        self._manager = manager
+        self._connector.bind(manager)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """The tokens of the request's ticket behind its hit."""
+        ticket = self._connector.ticket_of(request.request_id)
+        if ticket is None or self._manager is None:
+            return 0, False
+        num_tokens = ticket.header.stop - num_computed_tokens
+        groups = range(len(self._manager.kv_cache_config.kv_cache_groups))
+        is_at_block = all(num_computed_tokens % self._manager.block_size(group_id) == 0 for group_id in groups)
+        if num_tokens <= 0 or ticket.header.stop >= request.num_tokens or not is_at_block:
+            self._connector.drop_ticket(request.request_id)
+            return 0, False
+        return num_tokens, True
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Asks for the request's tokens, whose blocks it has."""
+        ticket = self._connector.ticket_of(request.request_id)
+        if not num_external_tokens or ticket is None or self._manager is None:
+            return
+        stop = ticket.header.stop
+        pages = request_pages(self._manager, request.row, stop - num_external_tokens, stop, self._rank)
+        for table, pool in zip(pages.tables, self._manager.groups.pool_of_group, strict=True):
+            pool.page_edits.on_filled(table[table > 0].tolist())
+        self._connector.start_load(request.request_id, pages)
+
+    def request_finished(self, request: Request) -> None:
+        """Its load, if any, writes nothing more; its ticket is void."""
+        self._connector.drop_ticket(request.request_id)
+        self._connector.cancel_load(request.request_id)
+
+    def build_connector_meta(self) -> DecodeMeta:
+        """As of the connector."""
+        return self._connector.build_connector_meta()
+
+    def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
+        """As of the connector."""
+        return self._connector.update_connector_output(output)
+
+
+__all__ = ["DecodeConnector", "DecodeMeta", "DecodeRank"]

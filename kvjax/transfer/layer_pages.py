@@ -28,7 +28,7 @@ from kvjax.device.placement import Placement, per_device
 from kvjax.device.rank_pages import ids_among_ranks
 from kvjax.transfer.entries import Arrays, pack_entries, unpack_pages
 from pallas_kernels import page_ops
-from pallas_kernels.layouts import HEAD_AXIS, PageLayout
+from pallas_kernels.layouts import HEAD_AXIS, TOKEN_AXIS, ArrayLayout, PageLayout
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,15 @@ class LayerPages:
 
     @property
     def local_layout(self) -> PageLayout:
-        """What one device holds of the entries of a page."""
-        return replace(self.layout, page_size=self.layout.page_size // self.num_context)
+        """What one device holds of the entries of a page; with the heads of all."""
+
+        def own(array: ArrayLayout) -> ArrayLayout:
+            sizes = zip(array.axes, array.page_shape, strict=True)
+            shape = tuple(size // self.num_context if axis == TOKEN_AXIS else size for axis, size in sizes)
+            return replace(array, page_shape=shape)
+
+        arrays = tuple(map(own, self.layout.arrays))
+        return replace(self.layout, page_size=self.layout.page_size // self.num_context, arrays=arrays)
 
     @property
     def entries_per_page(self) -> int:

@@ -17,7 +17,7 @@ from kvjax.device import KVPages, Placement
 from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector
 from kvjax.transfer.no_tier import NoTier
 from kvjax.transfer.peers import PageServer, Ticket
-from kvjax.transfer.request_span import RequestPages, request_pages
+from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
 from kvjax.transfer.sent_request import PageReader
 
 
@@ -29,7 +29,7 @@ class _Ended(NamedTuple):
 
 
 class PrefillConnector:
-    """A `KVConnector`, both sides in one. Owned by the engine's thread.
+    """A `KVConnector`, both sides in one, but for `PrefillRank`. Owned by the engine's thread.
 
     Of a request with prompt p that generated tokens t, the KV of all but the last of p + t is offered: a decode engine
     that gets p + t as its prompt has one token to compute. With recurrent layers a request that ended by a token, and
@@ -45,15 +45,13 @@ class PrefillConnector:
         weights_version: str = "",
     ) -> None:
         """`num_receivers`: parts that the decode side's KV heads are split into; `placement`: of the engine's pages."""
-        self.tier = NoTier()
         self.scheduler = self.worker = self
         self._server, self._num_receivers = server, num_receivers
         self._placement = Placement.create() if placement is None else placement
+        self._ranks = [PrefillRank(self, rank) for rank in range(self._placement.num_data)]
         self._weights_version = weights_version
-        self._manager: KVCacheManager | None = None
         self._tickets: dict[str, Ticket] = {}
         self._ended: list[_Ended] = []
-        self._has_states = False
 
     def take_ticket(self, request_id: str) -> Ticket:
         """The ticket of a request that ended before the last step; it is forgotten here.
@@ -65,34 +63,7 @@ class PrefillConnector:
             raise KeyError(f"request {request_id!r} has no ticket; run a step() after its end")
         return self._tickets.pop(request_id)
 
-    # -- SchedulerConnector -----------------------------------------------------------------------------------------
-
-    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Reads this manager's tables from here on."""
-        self._manager, self._ended = manager, []
-        config = manager.kv_cache_config
-        self._reader = PageReader(config, self._placement, weights_version=self._weights_version)
-        groups = config.kv_cache_groups
-        self._has_states = any(group.kv_cache_spec.state_pages is not None for group in groups)
-
-    def get_num_new_matched_tokens(
-        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Nothing is loaded here."""
-        return 0, False
-
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Nothing is loaded here."""
-
-    def request_finished(self, request: Request) -> None:
-        """Notes the pages of the request's tokens, but for its last one, which no step has computed."""
-        num_tokens = request.num_tokens - 1
-        if self._manager is None or request.row < 0 or not 0 < num_tokens <= request.num_computed_tokens:
-            return  # it never ran, or ended in its prompt
-        if request.num_computed_tokens > num_tokens and self._has_states:
-            return  # a step in flight moves the state on
-        pages = request_pages(self._manager, request.row, 0, num_tokens)
-        self._ended.append(_Ended(request.request_id, pages))
+    # -- StepConnector, of all data ranks -----------------------------------------------------------------------------
 
     def build_connector_meta(self) -> Sequence[_Ended]:
         """The requests that ended since the last step."""
@@ -102,6 +73,15 @@ class PrefillConnector:
     def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
         """Nothing is loaded here."""
         return LoadResults((), ())
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """A rank's manager is there: all ranks' are of one layout, and nothing is in flight."""
+        self._ended = []
+        self._reader = PageReader(manager.kv_cache_config, self._placement, weights_version=self._weights_version)
+
+    def add_ended(self, request_id: str, pages: RequestPages) -> None:
+        """A request's pages are to be read before the next step."""
+        self._ended.append(_Ended(request_id, pages))
 
     # -- WorkerConnector --------------------------------------------------------------------------------------------
 
@@ -130,8 +110,13 @@ class PrefillConnector:
     # -- KVConnector ------------------------------------------------------------------------------------------------
 
     def of_rank(self, rank: int) -> RankConnector:
-        """Itself: there is one data rank."""
-        return self
+        """The scheduler's side of one data rank.
+
+        Raises:
+            ValueError: the placement has fewer.
+        """
+        check_rank(rank, self._placement)
+        return self._ranks[rank]
 
     def reset(self, *, forget: bool = True) -> None:
         """Requests that ended and were not read are lost with the pages; tickets stay."""
@@ -141,4 +126,49 @@ class PrefillConnector:
         """Nothing to end: offers last as long as the process."""
 
 
-__all__ = ["PrefillConnector"]
+class PrefillRank:
+    """A `RankConnector` and its `SchedulerConnector`."""
+
+    def __init__(self, connector: PrefillConnector, rank: int) -> None:
+        self.tier = NoTier()
+        self.scheduler = self
+        self._connector, self._rank = connector, rank
+        self._manager: KVCacheManager | None = None
+        self._has_states = False
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Reads this manager's tables from here on."""
+        self._manager = manager
+        groups = manager.kv_cache_config.kv_cache_groups
+        self._has_states = any(group.kv_cache_spec.state_pages is not None for group in groups)
+        self._connector.bind(manager)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Nothing is loaded here."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Nothing is loaded here."""
+
+    def request_finished(self, request: Request) -> None:
+        """Notes the pages of the request's tokens, but for its last one, which no step has computed."""
+        num_tokens = request.num_tokens - 1
+        if self._manager is None or request.row < 0 or not 0 < num_tokens <= request.num_computed_tokens:
+            return  # it never ran, or ended in its prompt
+        if request.num_computed_tokens > num_tokens and self._has_states:
+            return  # a step in flight moves the state on
+        pages = request_pages(self._manager, request.row, 0, num_tokens, self._rank)
+        self._connector.add_ended(request.request_id, pages)
+
+    def build_connector_meta(self) -> Sequence[_Ended]:
+        """As of the connector."""
+        return self._connector.build_connector_meta()
+
+    def update_connector_output(self, output: ConnectorOutput) -> LoadResults:
+        """As of the connector."""
+        return self._connector.update_connector_output(output)
+
+
+__all__ = ["PrefillConnector", "PrefillRank"]

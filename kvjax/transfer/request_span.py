@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from kvjax.device import Placement
 
 
 class RequestTables(Protocol):
@@ -52,6 +53,15 @@ def request_pages(manager: RequestTables, row: int, first: int, stop: int, rank:
     """The tables of the request in `row` of a data rank's manager, whose first `stop` tokens have blocks."""
     groups = enumerate(manager.kv_cache_config.kv_cache_groups)
     return RequestPages(tuple(_table(manager, i, group, row, stop) for i, group in groups), first, stop, rank)
+
+
+def check_rank(rank: int, placement: Placement) -> None:
+    """Raises ValueError unless an engine's data rank is one of the placement that its connector was given."""
+    if rank >= placement.num_data:
+        raise ValueError(
+            f"expected the placement of the engine's pages, got one of {placement.num_data} data ranks; give the "
+            "connector placement=Placement.create(mesh)"
+        )
 
 
 def check_tables(kv_cache_config: KVCacheConfig, request: RequestPages, num_ranks: int) -> None:

@@ -17,6 +17,7 @@ from pallas_kernels.gpu import mosaic
 def give_share(refs: Any, piece: jax.Array, has_given: jax.Array, share: jax.Array, lse: jax.Array) -> None:
     """Hands over what the sums of a piece are multiplied with at its end, float32[64], and stores its LSE.
 
+    `refs`: `lse` in global memory, `share` and `lse_tile` float32[64] in shared memory, barriers `done` and `stored`.
     `has_given`: whether this warpgroup has handed over one before, which the adding ones must have read.
     """
     pl.when(has_given)(lambda: plgpu.barrier_wait(refs.stored))

@@ -14,8 +14,8 @@ while the last ones of a tile are attended. Pages beyond a run are replaced by t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,15 +53,10 @@ def block_parts(config: GpuConfig, head_dim: int) -> list[tuple[pl.Slice, pl.Sli
     ]
 
 
-@dataclass(frozen=True)
-class KVRing:
-    """References of one kernel."""
+class RingMemory(NamedTuple):
+    """Shared memory and barriers of a ring."""
 
-    config: GpuConfig
-    tables: Any  # int32[S, P] block tables, in global memory
-    k_pages: Any  # [pages, page_size, Hkv, D]
-    v_pages: Any  # [pages, page_size, Hkv, Dv]
-    k: Any  # [stages, block, D] shared memory
+    k: Any  # [stages, block, D]
     v: Any  # [stages, block, Dv]
     k_full: Any
     v_full: Any
@@ -70,34 +65,40 @@ class KVRing:
     k_converted: Any = None  # [block, D] in the compute dtype, where pages hold 8-bit values
     v_converted: Any = None
     changed: Any = None  # where two warpgroups attend: both have done their part of a change to shared memory
-    reader: Any = 0  # which of the attending warpgroups this is
 
     @classmethod
-    def of(cls, config: GpuConfig, references: dict[str, Any], reader: Any = 0) -> KVRing:
-        """The ring among a kernel's references by name, for one warpgroup."""
-        names = {field.name for field in fields(cls)}
-        return cls(config, **{name: value for name, value in references.items() if name in names}, reader=reader)
-
-    @classmethod
-    def scratch(cls, config: GpuConfig, num_readers: int) -> dict[str, Any]:
-        """Shared memory and barriers by field, for `num_readers` attending warpgroups."""
+    def of(cls, config: GpuConfig, num_readers: int) -> RingMemory:
+        """Scratch for `num_readers` attending warpgroups."""
         ring = (config.stages, config.block)
         full = plgpu.Barrier(num_arrivals=config.num_copies, num_barriers=config.stages)
         free = plgpu.Barrier(num_arrivals=num_readers, num_barriers=config.stages)
-        scratch = {
-            "k": mosaic.tiled((*ring, config.head_dim), config.page_dtype),
-            "v": mosaic.tiled((*ring, config.head_dim_v), config.page_dtype),
-            "k_full": full,
-            "v_full": full,
-            "k_free": free,
-            "v_free": free,
-        }
+        k_converted, v_converted = None, None
         if config.is_converted:
-            scratch["k_converted"] = mosaic.tiled((config.block, config.head_dim), config.compute_dtype)
-            scratch["v_converted"] = mosaic.tiled((config.block, config.head_dim_v), config.compute_dtype)
-        if num_readers > 1:
-            scratch["changed"] = plgpu.Barrier(num_arrivals=num_readers)
-        return scratch
+            k_converted = mosaic.tiled((config.block, config.head_dim), config.compute_dtype)
+            v_converted = mosaic.tiled((config.block, config.head_dim_v), config.compute_dtype)
+        return cls(
+            k=mosaic.tiled((*ring, config.head_dim), config.page_dtype),
+            v=mosaic.tiled((*ring, config.head_dim_v), config.page_dtype),
+            k_full=full,
+            v_full=full,
+            k_free=free,
+            v_free=free,
+            k_converted=k_converted,
+            v_converted=v_converted,
+            changed=plgpu.Barrier(num_arrivals=num_readers) if num_readers > 1 else None,
+        )
+
+
+@dataclass(frozen=True)
+class KVRing:
+    """References of one kernel."""
+
+    config: GpuConfig
+    tables: Any  # int32[S, P] block tables, in global memory
+    k_pages: Any  # [pages, page_size, Hkv, D]
+    v_pages: Any  # [pages, page_size, Hkv, Dv]
+    memory: RingMemory
+    reader: Any = 0  # which of the attending warpgroups this is
 
     def slot(self, step: jax.Array) -> jax.Array:
         """Place of a step in the ring."""
@@ -111,11 +112,11 @@ class KVRing:
 
     def fetch_k(self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]]) -> None:
         """Starts the copies of K of a block, from `copy_sources`."""
-        self._fetch(step, head, sources, self.k_pages, self.k, self.k_full, self.k_free)
+        self._fetch(step, head, sources, self.k_pages, self.memory.k, self.memory.k_full, self.memory.k_free)
 
     def fetch_v(self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]]) -> None:
         """Starts the copies of V of a block, from `copy_sources`."""
-        self._fetch(step, head, sources, self.v_pages, self.v, self.v_full, self.v_free)
+        self._fetch(step, head, sources, self.v_pages, self.memory.v, self.memory.v_full, self.memory.v_free)
 
     def _fetch(
         self, step: jax.Array, head: jax.Array, sources: list[tuple[jax.Array, Any]],
@@ -136,8 +137,8 @@ class KVRing:
 
         @pl.loop(lax.max(num_steps - self.config.stages, jnp.int32(0)), num_steps)
         def _(step: jax.Array) -> None:
-            self.wait_free(self.k_free, self.slot(step))
-            self.wait_free(self.v_free, self.slot(step))
+            self.wait_free(self.memory.k_free, self.slot(step))
+            self.wait_free(self.memory.v_free, self.slot(step))
 
     def wait_free(self, free: Any, slot: jax.Array) -> None:
         """Waits until a slot has been read."""
@@ -150,19 +151,21 @@ class KVRing:
     def take_k(self, step: jax.Array) -> Any:
         """K [block, D] of a step, ready for a product; call `release_k` when done with it."""
         slot = self.slot(step)
-        self.wait_full(self.k_full, slot)
+        self.wait_full(self.memory.k_full, slot)
         if not self.config.is_converted:
-            return self.k.at[slot]
+            return self.memory.k.at[slot]
 
         def convert(part: tuple[pl.Slice, pl.Slice]) -> None:
-            self.k_converted[part] = mosaic.load_matrix(self.k.at[(slot, *part)], self.config.compute_dtype)
+            self.memory.k_converted[part] = mosaic.load_matrix(
+                self.memory.k.at[(slot, *part)], self.config.compute_dtype
+            )
 
         self._change(convert, self.config.head_dim)
-        return self.k_converted
+        return self.memory.k_converted
 
     def release_k(self, step: jax.Array) -> None:
         """Says that this warpgroup has read K of a step."""
-        plgpu.barrier_arrive(self.k_free.at[self.slot(step)])
+        plgpu.barrier_arrive(self.memory.k_free.at[self.slot(step)])
 
     def take_v(self, step: jax.Array, seen: Any) -> Any:
         """V [block, Dv] of a step, ready for a product; call `release_v` when done with it.
@@ -171,13 +174,13 @@ class KVRing:
         since what stands there may be NaN. None: all are seen.
         """
         slot = self.slot(step)
-        self.wait_full(self.v_full, slot)
+        self.wait_full(self.memory.v_full, slot)
         if not self.config.is_converted and seen is None:
-            return self.v.at[slot]
-        target = self.v_converted if self.config.is_converted else self.v.at[slot]
+            return self.memory.v.at[slot]
+        target = self.memory.v_converted if self.config.is_converted else self.memory.v.at[slot]
 
         def convert(part: tuple[pl.Slice, pl.Slice]) -> None:
-            values = mosaic.load_matrix(self.v.at[(slot, *part)], self.config.compute_dtype)
+            values = mosaic.load_matrix(self.memory.v.at[(slot, *part)], self.config.compute_dtype)
             if seen is not None:
                 keep = mosaic.spread(seen(part[0].start), values.shape[1])
                 values = jnp.where(keep, values, jnp.zeros_like(values))
@@ -188,7 +191,7 @@ class KVRing:
 
     def release_v(self, step: jax.Array) -> None:
         """Says that this warpgroup has read V of a step."""
-        plgpu.barrier_arrive(self.v_free.at[self.slot(step)])
+        plgpu.barrier_arrive(self.memory.v_free.at[self.slot(step)])
 
     def _change(self, convert: Callable[[tuple[pl.Slice, pl.Slice]], None], head_dim: int) -> None:
         """`convert` for every part of a block; two attending warpgroups do half each and wait for each other.
@@ -197,7 +200,7 @@ class KVRing:
         is after its product with this K, and the other way about.
         """
         parts = block_parts(self.config, head_dim)
-        if self.changed is None:
+        if self.memory.changed is None:
             for part in parts:
                 convert(part)
             mosaic.fence()
@@ -210,9 +213,9 @@ class KVRing:
                     convert(part)
 
         mosaic.fence()
-        plgpu.barrier_arrive(self.changed)
+        plgpu.barrier_arrive(self.memory.changed)
         self.wait_changed()
 
     def wait_changed(self) -> None:
         """Waits until both attending warpgroups have done their part of a change."""
-        plgpu.barrier_wait(self.changed)
+        plgpu.barrier_wait(self.memory.changed)

@@ -8,15 +8,24 @@ Axis names: as ragged_paged_attention; Hi index heads (64 in DeepSeek V4), Di th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.indexer_topk import kernel_tpu, reference, validate, xla_topk
+from pallas_kernels.indexer_topk import kernel_tpu, reference, triton_scores, validate, xla_topk
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.tpu.memory import with_room
 from pallas_kernels.xla.walks import path_over
+
+_RUNS: dict[str, Callable[..., jax.Array]] = {
+    "reference": reference.indexer_topk,
+    "tpu": kernel_tpu.indexer_topk,
+    "xla": xla_topk.indexer_topk,
+    "triton": functools.partial(xla_topk.indexer_topk, by_triton=True),
+}
 
 
 def indexer_topk(
@@ -50,8 +59,8 @@ def indexer_topk(
     options["page_size"] = latent.page_size
     reason = kernel_tpu.reason_not_supported(q, tuple(pages), block_tables, **options)
     path = path_over(block_tables, tuple(pages), "index keys")
-    chosen = resolve_backend(validate.OP, backend, {"tpu": reason}, path)
+    reasons = {"tpu": reason, "triton": triton_scores.reason_not_supported(entries)}
+    chosen = resolve_backend(validate.OP, backend, reasons, path)
     arguments = (q, weights, tuple(pages), *step)
     chosen = with_room(validate.OP, backend, chosen, kernel_tpu.indexer_topk, *arguments, **options)
-    run = {"tpu": kernel_tpu.indexer_topk, "xla": xla_topk.indexer_topk}.get(chosen, reference.indexer_topk)
-    return run(*arguments, **options)
+    return _RUNS[chosen](*arguments, **options)

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.latent_entries import EntryFormat
+from pallas_kernels.indexer_topk import triton_scores
+from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.mask import MaskRule
@@ -78,6 +79,13 @@ class Sizes:
         trip_pages = min(num_columns, max(1, limits.trip_bytes // (num_tiles * page_bytes)))
         return cls(queries, num_tiles, trip_pages, page_size, num_columns)
 
+    @classmethod
+    def of_scores(cls, q: jax.Array, queries: int, room: int, keys: Keys, limits: Limits) -> Sizes:
+        """As `of`, where logits stay out of memory: all entries are one trip."""
+        page_size, num_columns = keys.latent.page_size, keys.block_tables.shape[1]
+        num_tiles = min(room, max(1, limits.scores_bytes // (4 * queries * num_columns * page_size)))
+        return cls(queries, num_tiles, num_columns, page_size, num_columns)
+
     @property
     def trip_entries(self) -> int:
         """Entries of a tile that a trip scores."""
@@ -89,7 +97,7 @@ class Sizes:
         return cdiv(self.num_columns, self.trip_pages) * self.trip_entries
 
 
-@functools.partial(jax.jit, static_argnames=("topk", "tokens_per_state", "entries", "page_size", "limits"))
+@functools.partial(jax.jit, static_argnames=("topk", "tokens_per_state", "entries", "page_size", "limits", "by_triton"))
 def indexer_topk(
     q: jax.Array,  # [T, Hi, Di]
     weights: jax.Array,  # [T, Hi]
@@ -104,15 +112,16 @@ def indexer_topk(
     entries: EntryFormat,
     page_size: int,
     limits: Limits = Limits(),
+    by_triton: bool = False,  # scores by a kernel in Triton
 ) -> jax.Array:
     """int32[T, topk] as `pallas_kernels.indexer_topk.indexer_topk`."""
     keys = Keys(LatentPages(pages[0], page_size, entries.width(q.shape[-1])), block_tables, entries, q.shape[-1])
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     picks = jnp.full((q.shape[0], topk), -1, jnp.int32)
     picks = vary_like(picks, q, weights, *pages, *batch, block_tables)
-    for walk in plan_walks(q, keys, batch, tokens_per_state, limits):
+    for walk in plan_walks(q, keys, batch, tokens_per_state, limits, by_triton):
         with jax.named_scope(walk.name):
-            picks = _walked(picks, q, weights, keys, walk, tokens_per_state)
+            picks = _walked(picks, q, weights, keys, walk, tokens_per_state, by_triton)
     return picks
 
 
@@ -125,7 +134,9 @@ class Walk(NamedTuple):
     sizes: Sizes
 
 
-def plan_walks(q: jax.Array, keys: Keys, batch: Batch, tokens_per_state: int, limits: Limits) -> list[Walk]:
+def plan_walks(
+    q: jax.Array, keys: Keys, batch: Batch, tokens_per_state: int, limits: Limits, by_triton: bool = False
+) -> list[Walk]:
     """The walks of a step: over sequences of few queries, and over query tiles of the others if it can have any."""
     num_tokens, num_seqs = q.shape[0], keys.block_tables.shape[0]
     few = few_queries(num_tokens, num_seqs, _TILE_QUERIES)
@@ -137,7 +148,7 @@ def plan_walks(q: jax.Array, keys: Keys, batch: Batch, tokens_per_state: int, li
     walks = []
     for name, queries, is_own, room in parts:
         own = batch._replace(q_lens=jnp.where(is_own, batch.q_lens, 0))
-        sizes = Sizes.of(q, queries, room, keys, limits)
+        sizes = (Sizes.of_scores if by_triton else Sizes.of)(q, queries, room, keys, limits)
         room = cdiv(room, sizes.num_tiles) * sizes.num_tiles
         column_tokens = sizes.page_size * tokens_per_state
         tiles, count = query_tiles(own, MaskRule(), room=room, queries=queries, page_size=column_tokens)
@@ -155,7 +166,13 @@ def num_trips(walk: Walk, tokens_per_state: int) -> tuple[int, int]:
 
 
 def _walked(
-    picks: jax.Array, q: jax.Array, weights: jax.Array, keys: Keys, walk: Walk, tokens_per_state: int
+    picks: jax.Array,
+    q: jax.Array,
+    weights: jax.Array,
+    keys: Keys,
+    walk: Walk,
+    tokens_per_state: int,
+    by_triton: bool,
 ) -> jax.Array:
     """`picks` with those of the walk's tokens."""
     sizes = walk.sizes
@@ -167,11 +184,24 @@ def _walked(
         is_real = pos <= own.last_pos[:, None]
         token = jnp.where(is_real, own.token[:, None] + place, q.shape[0])
         counts = jnp.where(is_real, (pos + 1) // tokens_per_state, 0)
-        scores = _scores(q.at[token].get(mode="clip"), weights.at[token].get(mode="clip"), keys, own.seq, counts, sizes)
+        if by_triton:
+            array = keys.latent.array
+            rows = array.reshape(array.shape[0], -1, array.shape[-1])
+            behind = triton_scores.Entries(rows, keys.block_tables, keys.latent.page_size, keys.entries)
+            heads = q.astype(product_dtype(q.dtype, _number_dtype(keys)))
+            scores = triton_scores.score_tiles(heads, weights, behind, own.seq, own.token, counts)
+        else:
+            own_q, own_weights = (x.at[token].get(mode="clip") for x in (q, weights))
+            scores = _scores(own_q, own_weights, keys, own.seq, counts, sizes)
         return picks.at[token].set(_best(scores, picks.shape[1]), mode="drop")
 
     with jax.named_scope("chunks"):
         return lax.fori_loop(0, -(-walk.num_tiles // sizes.num_tiles), chunk, picks)
+
+
+def _number_dtype(keys: Keys) -> jnp.dtype:
+    """Of the numbers of a key before its scale."""
+    return keys.latent.array.dtype if keys.entries == Plain() else jnp.dtype(jnp.float8_e4m3fn)
 
 
 def _scores(

@@ -30,6 +30,7 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.token_trees import NO_TREES
 from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.walks import path_over
 
 
@@ -44,7 +45,7 @@ def plan(
     mask: MaskRule,  # what the layers' options say
     *,
     page_size: int | None = None,
-    is_decode: bool = False,  # every sequence of the step decodes, known when the step is traced; T is S
+    is_decode: bool = False,  # every sequence has at most T / S queries, known when the step is traced
     backend: str = "auto",
 ) -> Any:
     """As `ragged_paged_attention.plan`, of layers that attend over latents.
@@ -60,7 +61,7 @@ def plan(
     attention_checks.check_decode(validate.OP, q_nope.shape[0], query_start_loc, distribution, is_decode)
     xla = path_over(block_tables, tuple(pages))
     chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla)
-    if chosen == "reference" and is_decode:
+    if chosen == "reference" and is_decode and q_nope.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q_nope.shape[0])
     if chosen != "gpu":
         return None
@@ -141,7 +142,8 @@ def mla_paged_attention(
         out, lse = kernel_tpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_tpu)
     elif chosen == "gpu":
         out, lse = kernel_gpu.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **options, schedule=schedule)
-    elif chosen == "xla":
+    elif chosen in ("xla", "triton"):
+        of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None
         out, lse = xla_attention.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain)
     else:
         of_plain["is_decode"] = is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
@@ -162,4 +164,5 @@ def _reasons(
     return {
         "tpu": kernel_tpu.reason_not_supported(latent, mask, share),
         "gpu": of_options or kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
+        "triton": triton.reason_not_supported((latent.array,)),
     }

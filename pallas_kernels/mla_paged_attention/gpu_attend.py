@@ -13,8 +13,7 @@ place of the block's rotated keys, which only its own product reads. Per block o
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.call import call
 from pallas_kernels.gpu.handover import give_share, store_columns, take_share
 from pallas_kernels.gpu.plan import Field, GpuConfig, Keys
 from pallas_kernels.gpu.softmax import (
@@ -33,10 +33,8 @@ from pallas_kernels.gpu.softmax import (
     seen_by_any,
     weigh,
 )
-from pallas_kernels.mla_paged_attention.gpu_latents import ADDING, LatentRing
+from pallas_kernels.mla_paged_attention.gpu_latents import ADDING, LatentMemory, LatentRing
 from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule
-
-POS, SEQ_LEN = len(Field), len(Field) + 1  # columns of a piece beyond `Field`: of the tile's first query
 
 
 def fixed_bytes(head_dim: int) -> int:
@@ -62,66 +60,91 @@ def attend_pieces(
     num_tokens = 1 if work.queries is None else work.sizes.tile.tokens
     num_tiles = work.pieces.shape[0] - work.num_split
     shape = (mosaic.ROWS, config.head_dim_v)
-    outputs = [
-        jax.ShapeDtypeStruct((work.num_split, *shape), jnp.float32),
-        jax.ShapeDtypeStruct((work.pieces.shape[0], mosaic.ROWS), jnp.float32),
-    ]
+    row, tile_out = plgpu.SMEM((mosaic.ROWS,), jnp.float32), None
     if num_tiles:
-        outputs.append(jax.ShapeDtypeStruct((num_tiles, *shape), out_dtype))
-    row = plgpu.SMEM((mosaic.ROWS,), jnp.float32)
-    scratch = {
-        "q_tile": mosaic.tiled((mosaic.ROWS, config.head_dim), config.compute_dtype),
-        "lse_tile": row,
-        "share": row,
-        "q_full": plgpu.Barrier(),
-        "done": plgpu.Barrier(),
-        "stored": plgpu.Barrier(num_arrivals=ADDING),
-        **LatentRing.scratch(config),
-    }
-    results = ("out", "lse", "tile_out")[: len(outputs)]
-    names = ("q", "pages", "tables", "pieces", "tiles", "blocks", "scale", "sinks", *results, *scratch)
+        tile_out = jax.ShapeDtypeStruct((num_tiles, *shape), out_dtype)
 
-    def body(*args: Any) -> None:
-        refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
+    def body(refs: _Refs) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        ring = LatentRing.of(config, vars(refs), warpgroup)
+        ring = LatentRing(config, refs.tables, refs.pages, refs.ring, warpgroup)
         pl.when(warpgroup < ADDING)(lambda: _add_values(refs, ring, work.sizes.num_blocks, warpgroup))
         pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, ring, num_tokens, work.sizes.num_blocks))
 
-    run = mosaic.kernel(
+    results = call(
         body,
+        _Refs,
         name=f"mla_p{config.page_size}_t{num_tokens}",
-        outputs=outputs,
-        scratch=list(scratch.values()),
         grid={"block": work.blocks.shape[0]},
+        inputs={
+            "q": q,
+            "pages": pages,
+            "tables": block_tables,
+            "pieces": work.pieces,
+            "tiles": work.tiles,
+            "blocks": work.blocks,
+            "scale": scale,
+            "sinks": sinks,
+        },
+        outputs={
+            "out": jax.ShapeDtypeStruct((work.num_split, *shape), jnp.float32),
+            "lse": jax.ShapeDtypeStruct((work.pieces.shape[0], mosaic.ROWS), jnp.float32),
+            "tile_out": tile_out,
+        },
+        scratch={
+            "q_tile": mosaic.tiled((mosaic.ROWS, config.head_dim), config.compute_dtype),
+            "lse_tile": row,
+            "share": row,
+            "q_full": plgpu.Barrier(),
+            "done": plgpu.Barrier(),
+            "stored": plgpu.Barrier(num_arrivals=ADDING),
+            "ring": LatentMemory.of(config),
+        },
         num_warpgroups=ADDING + 1,
     )
-    out, lse, *of_tiles = run(q, pages, block_tables, work.pieces, work.tiles, work.blocks, scale, sinks)
-    return out, lse, of_tiles[0] if of_tiles else None
+    return results["out"], results["lse"], results["tile_out"]
 
 
-def _range(refs: Any) -> tuple[jax.Array, jax.Array]:
+class _Refs(NamedTuple):
+    """References of a thread block."""
+
+    q: Any  # [U, rows, D]
+    pages: Any  # [pages, page_size, D]
+    tables: Any  # int32[S, P]
+    pieces: Any  # int32[pieces, fields]
+    tiles: Any  # int32[pieces]
+    blocks: Any  # int32[C, 2]
+    scale: Any  # float32[1]
+    sinks: Any  # float32[1 or Hq]
+    out: Any  # float32[split pieces, 64, Dl]
+    lse: Any  # float32[pieces, 64]
+    tile_out: Any | None  # [other pieces, 64, Dl]
+    q_tile: Any  # [64, D]
+    lse_tile: Any  # float32[64], as is the next one
+    share: Any
+    q_full: Any  # barrier: the queries have arrived; the next two are those of `handover`
+    done: Any
+    stored: Any
+    ring: LatentMemory
+
+
+def _range(refs: _Refs) -> tuple[jax.Array, jax.Array]:
     """This thread block's pieces: first, and one after the last."""
     block = lax.axis_index("block")
     return refs.blocks[block, 0], refs.blocks[block, 1]
 
 
-def _keys(refs: Any, piece: jax.Array) -> Keys:
-    return Keys(*(refs.pieces[piece, field] for field in Field if field >= Field.FIRST))
-
-
-def _make_weights(refs: Any, ring: LatentRing, num_tokens: int, num_split_blocks: int) -> None:
+def _make_weights(refs: _Refs, ring: LatentRing, num_tokens: int, num_split_blocks: int) -> None:
     """The warpgroup that fetches, and makes scores and weights, of all pieces."""
     first, end = _range(refs)
     config, ahead = ring.config, ring.config.stages - 1
     scale = refs.scale[0] * config.score_factor
 
     def weigh_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
-        keys = _keys(refs, piece)
+        keys = Keys.of_piece(refs.pieces, piece)
 
         def fetch(i: Any) -> None:
             """Starts the copies of the piece's `i`-th block."""
-            own = _keys(refs, piece)
+            own = Keys.of_piece(refs.pieces, piece)
             seq = refs.pieces[piece, Field.SEQ]
             pl.when(i < own.num_blocks)(lambda: ring.fetch(step + i, seq, own, own.block(i)))
 
@@ -132,7 +155,7 @@ def _make_weights(refs: Any, ring: LatentRing, num_tokens: int, num_split_blocks
         plgpu.barrier_wait(refs.q_full)
 
         def attend_block(i: jax.Array, state: RowState, bounds: RowBounds | None) -> RowState:
-            keys = _keys(refs, piece)
+            keys = Keys.of_piece(refs.pieces, piece)
             latents = ring.take_keys(step + i)
             # The slot to fill is that of the block before, whose values the others add without waiting for this one.
             products = mosaic.dot_transposed(refs.q_tile, latents, meanwhile=lambda: fetch(i + ahead))
@@ -160,10 +183,10 @@ def _make_weights(refs: Any, ring: LatentRing, num_tokens: int, num_split_blocks
 
 
 def _finish(
-    refs: Any, config: GpuConfig, piece: jax.Array, state: RowState, num_split_blocks: int
+    refs: _Refs, config: GpuConfig, piece: jax.Array, state: RowState, num_split_blocks: int
 ) -> tuple[jax.Array, jax.Array]:
     """(what the sums of a piece are multiplied with, LSE), with sinks where its keys are not split."""
-    if not hasattr(refs, "tile_out"):
+    if refs.tile_out is None:
         return state.finish_weight()
     largest = jnp.where(_is_split(num_split_blocks), -jnp.inf, LARGEST)
     return state.finish_weight_with_sinks(row_sinks(refs.sinks, refs.pieces[piece, Field.HEAD], config.group, largest))
@@ -174,7 +197,7 @@ def _is_split(num_split_blocks: int) -> jax.Array:
     return lax.axis_index("block") < num_split_blocks
 
 
-def _add_values(refs: Any, ring: LatentRing, num_split_blocks: int, warpgroup: jax.Array) -> None:
+def _add_values(refs: _Refs, ring: LatentRing, num_split_blocks: int, warpgroup: jax.Array) -> None:
     """One of the warpgroups that add up values: its columns of all pieces."""
     first, end = _range(refs)
     config = ring.config
@@ -182,10 +205,10 @@ def _add_values(refs: Any, ring: LatentRing, num_split_blocks: int, warpgroup: j
     own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
 
     def add_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
-        keys = _keys(refs, piece)
+        keys = Keys.of_piece(refs.pieces, piece)
 
         def add_block(i: jax.Array, total: jax.Array, is_cut: bool) -> jax.Array:
-            keys = _keys(refs, piece)
+            keys = Keys.of_piece(refs.pieces, piece)
             seen = seen_by_any(config, keys, keys.block(i) * config.block) if is_cut else None
             latents, weights, shrink = ring.take_values(step + i, seen)
             total = total * mosaic.spread(mosaic.load_per_row(shrink), columns)
@@ -203,21 +226,21 @@ def _add_values(refs: Any, ring: LatentRing, num_split_blocks: int, warpgroup: j
     lax.fori_loop(first, end, add_piece, jnp.int32(0))
 
 
-def _bounds(refs: Any, config: GpuConfig, piece: jax.Array, num_tokens: int) -> RowBounds:
+def _bounds(refs: _Refs, config: GpuConfig, piece: jax.Array, num_tokens: int) -> RowBounds:
     """What each row sees; rows beyond the tile's see what its last token does."""
     if num_tokens == 1:
-        keys = _keys(refs, piece)
+        keys = Keys.of_piece(refs.pieces, piece)
         return RowBounds(keys.lower, keys.upper)
     token = lax.div(mosaic.row_index(mosaic.ROWS), jnp.int32(config.group))
-    pos = lax.min(token, jnp.int32(num_tokens - 1)) + refs.pieces[piece, POS]
-    return RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.pieces[piece, SEQ_LEN]))
+    pos = lax.min(token, jnp.int32(num_tokens - 1)) + refs.pieces[piece, Field.POS]
+    return RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.pieces[piece, Field.SEQ_LEN]))
 
 
-def _store_columns(refs: Any, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, num_split_blocks: int) -> None:
+def _store_columns(refs: _Refs, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, num_split_blocks: int) -> None:
     """Stores a warpgroup's columns with pieces of their kind."""
-    if not hasattr(refs, "tile_out"):
+    if refs.tile_out is None:
         store_columns(refs.out, piece, warpgroup, out)
         return
-    is_split = _is_split(num_split_blocks)
-    pl.when(~is_split)(lambda: store_columns(refs.tile_out, piece - refs.out.shape[0], warpgroup, out))
+    is_split, tile_out = _is_split(num_split_blocks), refs.tile_out
+    pl.when(~is_split)(lambda: store_columns(tile_out, piece - refs.out.shape[0], warpgroup, out))
     pl.when(is_split)(lambda: store_columns(refs.out, piece, warpgroup, out))

@@ -17,8 +17,8 @@ it has given; they wait for each other only at the start of a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,37 @@ from pallas_kernels.gpu.plan import GpuConfig, Keys
 ADDING = 2  # warpgroups
 
 
+class LatentMemory(NamedTuple):
+    """Shared memory and barriers of a ring."""
+
+    latents: Any  # [stages, block, D]
+    shrink: Any  # float32[stages, 64] what sums so far are multiplied with at a step
+    full: Any
+    weighed: Any
+    free: Any
+    converted: Any = None  # [block, D] in the compute dtype, where pages hold 8-bit values
+    changed: Any = None
+    idle: Any = None
+
+    @classmethod
+    def of(cls, config: GpuConfig) -> LatentMemory:
+        """Scratch."""
+        converted, adding = None, None
+        if config.is_converted:
+            converted = mosaic.tiled((config.block, config.head_dim), config.compute_dtype)
+            adding = plgpu.Barrier(num_arrivals=ADDING)
+        return cls(
+            latents=mosaic.tiled((config.stages, config.block, config.head_dim), config.page_dtype),
+            shrink=plgpu.SMEM((config.stages, mosaic.ROWS), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=config.num_copies, num_barriers=config.stages),
+            weighed=plgpu.Barrier(num_barriers=config.stages),
+            free=plgpu.Barrier(num_arrivals=ADDING, num_barriers=config.stages),
+            converted=converted,
+            changed=adding,
+            idle=adding,
+        )
+
+
 @dataclass(frozen=True)
 class LatentRing:
     """References of one kernel."""
@@ -40,38 +71,8 @@ class LatentRing:
     config: GpuConfig
     tables: Any  # int32[S, P] block tables, in global memory
     pages: Any  # [pages, page_size, D]
-    latents: Any  # [stages, block, D] shared memory
-    shrink: Any  # float32[stages, 64] what sums so far are multiplied with at a step
-    full: Any
-    weighed: Any
-    free: Any
+    memory: LatentMemory
     warpgroup: Any  # int32[] this one: the adding ones come first
-    converted: Any = None  # [block, D] in the compute dtype, where pages hold 8-bit values
-    changed: Any = None
-    idle: Any = None
-
-    @classmethod
-    def of(cls, config: GpuConfig, references: dict[str, Any], warpgroup: Any) -> LatentRing:
-        """The ring among a kernel's references by name, for one warpgroup."""
-        names = {field.name for field in fields(cls)}
-        own = {name: value for name, value in references.items() if name in names}
-        return cls(config, **own, warpgroup=warpgroup)
-
-    @classmethod
-    def scratch(cls, config: GpuConfig) -> dict[str, Any]:
-        """Shared memory and barriers by field."""
-        scratch = {
-            "latents": mosaic.tiled((config.stages, config.block, config.head_dim), config.page_dtype),
-            "shrink": plgpu.SMEM((config.stages, mosaic.ROWS), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=config.num_copies, num_barriers=config.stages),
-            "weighed": plgpu.Barrier(num_barriers=config.stages),
-            "free": plgpu.Barrier(num_arrivals=ADDING, num_barriers=config.stages),
-        }
-        if config.is_converted:
-            scratch["converted"] = mosaic.tiled((config.block, config.head_dim), config.compute_dtype)
-            scratch["changed"] = plgpu.Barrier(num_arrivals=ADDING)
-            scratch["idle"] = plgpu.Barrier(num_arrivals=ADDING)
-        return scratch
 
     def fetch(self, step: jax.Array, seq: jax.Array, keys: Keys, block: jax.Array) -> None:
         """Starts the copies of a block of one sequence, once its slot is free."""
@@ -81,8 +82,8 @@ class LatentRing:
 
         def start(number: int, _: Any) -> None:
             page, offset = sources[number]
-            target = self.latents.at[slot, pl.ds(number * copy, copy)]
-            plgpu.copy_gmem_to_smem(self.pages.at[page, pl.ds(offset, copy)], target, self.full.at[slot])
+            target = self.memory.latents.at[slot, pl.ds(number * copy, copy)]
+            plgpu.copy_gmem_to_smem(self.pages.at[page, pl.ds(offset, copy)], target, self.memory.full.at[slot])
 
         mosaic.start_copies(len(sources), start)
 
@@ -91,17 +92,17 @@ class LatentRing:
         slot = self.slot(step)
         self.wait_full(slot)
         if not self.config.is_converted:
-            return self.latents.at[slot]
+            return self.memory.latents.at[slot]
         self.wait_changed()
-        return self.converted
+        return self.memory.converted
 
     def give_weights(self, step: jax.Array, weights: jax.Array, shrink: jax.Array) -> None:
         """Hands over the weights [64, block] of a step, and what sums so far are multiplied with, float32[64]."""
         slot = self.slot(step)
         self._weights(slot)[...] = weights
-        self.shrink[slot] = shrink
+        self.memory.shrink[slot] = shrink
         mosaic.fence()
-        plgpu.barrier_arrive(self.weighed.at[slot])
+        plgpu.barrier_arrive(self.memory.weighed.at[slot])
 
     def take_values(self, step: jax.Array, seen: Any) -> tuple[Any, Any, Any]:
         """(block [block, D], weights [64, block], `shrink`) of a step; call `release` when done with them.
@@ -112,27 +113,31 @@ class LatentRing:
         slot = self.slot(step)
         self.wait_full(slot)
         if self.config.is_converted:
-            plgpu.barrier_arrive(self.idle)
+            plgpu.barrier_arrive(self.memory.idle)
             self.wait_idle()
             parts = block_parts(self.config, self.config.head_dim)
-            self._change(self.converted, slot, seen, [parts[reader::ADDING] for reader in range(ADDING)])
-            plgpu.barrier_arrive(self.changed)
+            self._change(self.memory.converted, slot, seen, [parts[reader::ADDING] for reader in range(ADDING)])
+            plgpu.barrier_arrive(self.memory.changed)
         self.wait_weighed(slot)
-        block = self.converted if self.config.is_converted else self.latents.at[slot]
+        block = self.memory.converted if self.config.is_converted else self.memory.latents.at[slot]
         if not self.config.is_converted and seen is not None:
             parts = block_parts(self.config, self.config.head_dim_v)
             half = len(parts) // ADDING
             self._change(block, slot, seen, [parts[:half], parts[half:]])
-        return block, self._weights(slot), self.shrink.at[slot]
+        return block, self._weights(slot), self.memory.shrink.at[slot]
 
     def release(self, step: jax.Array) -> None:
         """Says that this warpgroup has read the block of a step."""
-        plgpu.barrier_arrive(self.free.at[self.slot(step)])
+        plgpu.barrier_arrive(self.memory.free.at[self.slot(step)])
 
     def _weights(self, slot: jax.Array) -> Any:
         """Where a block's weights stand: a tile of rotated keys, which nobody reads after the product of scores."""
         columns = pl.ds(self.config.head_dim_v, self.config.block)
-        return self.converted.at[:, columns] if self.config.is_converted else self.latents.at[slot, :, columns]
+        return (
+            self.memory.converted.at[:, columns]
+            if self.config.is_converted
+            else self.memory.latents.at[slot, :, columns]
+        )
 
     def _change(self, target: Any, slot: jax.Array, seen: Any, parts: list[list[tuple[pl.Slice, pl.Slice]]]) -> None:
         """Each adding warpgroup's parts of a block to `target`: converted, unseen slots as 0."""
@@ -141,7 +146,7 @@ class LatentRing:
             @pl.when(self.warpgroup == warpgroup)
             def _(own: list[tuple[pl.Slice, pl.Slice]] = own) -> None:
                 for part in own:
-                    values = mosaic.load_matrix(self.latents.at[(slot, *part)], self.config.compute_dtype)
+                    values = mosaic.load_matrix(self.memory.latents.at[(slot, *part)], self.config.compute_dtype)
                     if seen is not None:
                         keep = mosaic.spread(seen(part[0].start), values.shape[1])
                         values = jnp.where(keep, values, jnp.zeros_like(values))
@@ -162,20 +167,20 @@ class LatentRing:
 
     def wait_free(self, slot: jax.Array) -> None:
         """Waits until a slot has been read."""
-        plgpu.barrier_wait(self.free.at[slot])
+        plgpu.barrier_wait(self.memory.free.at[slot])
 
     def wait_full(self, slot: jax.Array) -> None:
         """Waits until the copies into a slot have arrived."""
-        plgpu.barrier_wait(self.full.at[slot])
+        plgpu.barrier_wait(self.memory.full.at[slot])
 
     def wait_weighed(self, slot: jax.Array) -> None:
         """Waits until the weights of a slot's block have been made."""
-        plgpu.barrier_wait(self.weighed.at[slot])
+        plgpu.barrier_wait(self.memory.weighed.at[slot])
 
     def wait_changed(self) -> None:
         """Waits until both adding warpgroups have converted their half of a block."""
-        plgpu.barrier_wait(self.changed)
+        plgpu.barrier_wait(self.memory.changed)
 
     def wait_idle(self) -> None:
         """Waits until both adding warpgroups have read the converted block before."""
-        plgpu.barrier_wait(self.idle)
+        plgpu.barrier_wait(self.memory.idle)

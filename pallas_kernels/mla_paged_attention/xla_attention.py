@@ -18,11 +18,12 @@ from pallas_kernels.latent_pages import LatentPages, LatentTiles
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch
 from pallas_kernels.token_trees import trees_of_step
+from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.tiles import Limits, TileQueries
 from pallas_kernels.xla.walks import Step, attend_step, per_head, product_dtype
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "limits"))
+@functools.partial(jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "limits", "by_triton"))
 def mla_paged_attention(
     q_nope: jax.Array,  # [T, Hq, Dl]
     q_pe: jax.Array,  # [T, Hq, Dr]
@@ -41,6 +42,7 @@ def mla_paged_attention(
     share: KeyShare | None = None,
     tree_mask: jax.Array | None = None,  # uint32[T]
     limits: Limits = Limits(),  # noqa: B008
+    by_triton: triton.Limits | None = None,  # kernels in Triton, not plain XLA
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq]) as `AttentionOutput` says."""
     q = jnp.concatenate([q_nope, q_pe], axis=-1)
@@ -49,5 +51,12 @@ def mla_paged_attention(
     queries = TileQueries(q.astype(product_dtype(q.dtype, pages[0].dtype))[:, None], sm_scale * scale, soft_cap)
     trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
     step = Step(queries, cache, mask, sinks, scale, q_nope.dtype, limits, trees)
-    out, lse = attend_step(step, Batch.of_step(seq_lens, query_start_loc, distribution))
+    batch = Batch.of_step(seq_lens, query_start_loc, distribution)
+    if by_triton is not None:
+        array = pages[0]
+        out, lse = triton.attend_step(
+            step, batch, (array.reshape(array.shape[0], -1, 1, array.shape[-1]), None), by_triton
+        )
+    else:
+        out, lse = attend_step(step, batch)
     return out[:, 0], lse[:, 0]

@@ -25,6 +25,7 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
 from pallas_kernels.token_trees import NO_TREES
 from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.walks import path_over
 
 
@@ -38,14 +39,15 @@ def plan(
     mask: MaskRule,  # what the layers' options say
     *,
     num_kv_heads: int | None = None,
-    is_decode: bool = False,  # every sequence of the step decodes, known when the step is traced; T is S
+    is_decode: bool = False,  # every sequence has at most T / S queries, known when the step is traced
     backend: str = "auto",
 ) -> Any:
     """What the backend computes from a step's lengths alone: `schedule` of every layer with these shapes and this mask.
 
     None where the backend has nothing to plan: the TPU kernel, and the reference unless all decode. To be made once a
     step, outside of loops over layers, since XLA hoists nothing out of a scan. A step planned with `is_decode` compiles
-    to no prefill; its token i is the query of sequence i.
+    to no prefill: of as many tokens as sequences, where token i is the query of sequence i, and on GPUs of up to eight
+    tokens a sequence, as steps with drafts have, if those and the heads of a KV head fill no more than 64 rows.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, or with `is_decode` there are not as many tokens as sequences
@@ -60,7 +62,7 @@ def plan(
     attention_checks.check_decode(validate.OP, q.shape[0], query_start_loc, distribution, is_decode)
     xla = path_over(block_tables, pages)
     chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
-    if chosen == "reference" and is_decode:
+    if chosen == "reference" and is_decode and q.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q.shape[0])
     if chosen != "gpu":
         return None
@@ -159,7 +161,8 @@ def ragged_paged_attention(
         pages = pages if written is None else (written,)
     elif chosen == "gpu":
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **options, return_lse=return_lse, schedule=schedule)
-    elif chosen == "xla":
+    elif chosen in ("xla", "triton"):
+        of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None
         out, lse = xla_attention.ragged_paged_attention(*arguments, **of_plain)
     else:
         is_decode = is_decode_step(validate.OP, schedule, q.shape[0], backend)
@@ -180,4 +183,5 @@ def _reasons(
     return {
         "tpu": kernel_tpu.reason_not_supported(pages, mask, num_kv_heads, share),
         "gpu": of_options or kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
+        "triton": triton.reason_not_supported(pages, is_split=len(pages) == 2),
     }

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic
-from pallas_kernels.gpu.kv import KVRing, copy_sources
+from pallas_kernels.gpu.call import call
+from pallas_kernels.gpu.kv import KVRing, RingMemory, copy_sources
 from pallas_kernels.gpu.plan import LARGEST_FLOAT16, GpuConfig, Keys, block_slots
 from pallas_kernels.gpu.softmax import (
     Reader,
@@ -92,27 +92,11 @@ def prefill_tiles(
     num_tokens, num_q_heads, _ = q.shape
     shape = TileShape.of(config.group)
     num_parts = num_q_heads // shape.heads
-    outputs = [
-        jax.ShapeDtypeStruct((num_tokens, num_q_heads, config.head_dim_v), q.dtype),
-        jax.ShapeDtypeStruct((tiles.shape[0], num_parts, WARPGROUPS, mosaic.ROWS), jnp.float32),
-    ]
     rows = (WARPGROUPS, mosaic.ROWS)
-    scratch = {
-        "q_tile": mosaic.tiled((*rows, config.head_dim), config.compute_dtype),
-        "plain": plgpu.SMEM((*rows, plain_columns(config.head_dim, config.head_dim_v)), q.dtype),
-        "lse_tile": plgpu.SMEM(rows, jnp.float32),
-        **{f"q_full_{n}": plgpu.Barrier(num_arrivals=len(shape.pieces(n))) for n in range(WARPGROUPS)},
-        "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        **KVRing.scratch(config, num_readers=WARPGROUPS),
-    }
-    names = (
-        "q", "k_pages", "v_pages", "tables", "tiles", "scales", "sinks", "v_scale", "out", "lse", *scratch,
-    )  # fmt: skip
 
-    def body(*args: Any) -> None:
-        refs = SimpleNamespace(**dict(zip(names, args, strict=True)))
+    def body(refs: _Refs) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        ring = KVRing.of(config, vars(refs), reader=warpgroup)
+        ring = KVRing(config, refs.tables, refs.k_pages, refs.v_pages, refs.ring, reader=warpgroup)
         tile = jnp.int32(tiles.shape[0] - 1) - lax.axis_index("tile")
 
         @pl.when(refs.tiles[tile, TileField.NUM_QUERIES] > 0)
@@ -122,16 +106,57 @@ def prefill_tiles(
             if fetches_apart:
                 pl.when(warpgroup == _FETCHING)(lambda: _fetch_tile(refs, ring, shape, tile))
 
-    run = mosaic.kernel(
+    results = call(
         body,
+        _Refs,
         name=f"rpa_prefill_p{config.page_size}_b{config.block}",
-        outputs=outputs,
-        scratch=list(scratch.values()),
         grid={"tile": tiles.shape[0], "part": num_parts},
+        inputs={
+            "q": q,
+            "k_pages": pages[0],
+            "v_pages": pages[1],
+            "tables": block_tables,
+            "tiles": tiles,
+            "scales": scales,
+            "sinks": sinks,
+            "v_scale": v_scale,
+        },
+        outputs={
+            "out": jax.ShapeDtypeStruct((num_tokens, num_q_heads, config.head_dim_v), q.dtype),
+            "lse": jax.ShapeDtypeStruct((tiles.shape[0], num_parts, *rows), jnp.float32),
+        },
+        scratch={
+            "q_tile": mosaic.tiled((*rows, config.head_dim), config.compute_dtype),
+            "plain": plgpu.SMEM((*rows, plain_columns(config.head_dim, config.head_dim_v)), q.dtype),
+            "lse_tile": plgpu.SMEM(rows, jnp.float32),
+            "q_full": [plgpu.Barrier(num_arrivals=len(shape.pieces(n))) for n in range(WARPGROUPS)],
+            "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            "ring": RingMemory.of(config, num_readers=WARPGROUPS),
+        },
         num_warpgroups=WARPGROUPS + fetches_apart,
     )
-    out, lse = run(q, *pages, block_tables, tiles, scales, sinks, v_scale)
-    return out, lse.reshape(tiles.shape[0], num_parts, TILE_ROWS)
+    return results["out"], results["lse"].reshape(tiles.shape[0], num_parts, TILE_ROWS)
+
+
+class _Refs(NamedTuple):
+    """References of a thread block."""
+
+    q: Any  # [T, Hq, D]
+    k_pages: Any  # [pages, page_size, Hkv, D]
+    v_pages: Any  # [pages, page_size, Hkv, Dv]
+    tables: Any  # int32[S, P]
+    tiles: Any  # int32[tiles, fields]
+    scales: Any  # float32[1 or Hkv]
+    sinks: Any  # float32[1 or Hq]
+    v_scale: Any  # float32[1 or Hkv]
+    out: Any  # [T, Hq, Dv]
+    lse: Any  # float32[tiles, parts, warpgroups, 64]
+    q_tile: Any  # [warpgroups, 64, D]
+    plain: Any  # [warpgroups, 64, columns] queries on their way in, results on their way out
+    lse_tile: Any  # float32[warpgroups, 64]
+    q_full: list[Any]  # barrier of each warpgroup: its queries have arrived
+    turn: Any  # barrier of `Turns`
+    ring: RingMemory
 
 
 def _heads(config: GpuConfig, shape: TileShape) -> tuple[jax.Array, jax.Array]:
@@ -140,11 +165,11 @@ def _heads(config: GpuConfig, shape: TileShape) -> tuple[jax.Array, jax.Array]:
     return lax.div(first, jnp.int32(config.group)), first
 
 
-def _keys(refs: Any, tile: jax.Array) -> Keys:
+def _keys(refs: _Refs, tile: jax.Array) -> Keys:
     return Keys(*(refs.tiles[tile, TileField.KEYS + i] for i in range(len(Keys._fields))))
 
 
-def _fetch_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array) -> None:
+def _fetch_tile(refs: _Refs, ring: KVRing, shape: TileShape, tile: jax.Array) -> None:
     """The fetching warpgroup: KV blocks of the tile."""
     plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
     keys, seq, head = _keys(refs, tile), refs.tiles[tile, TileField.SEQ], _heads(ring.config, shape)[0]
@@ -157,7 +182,7 @@ def _fetch_tile(refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array) -> N
 
 
 def _attend_tile(
-    refs: Any, ring: KVRing, shape: TileShape, tile: jax.Array, warpgroup: jax.Array, fetches_apart: bool
+    refs: _Refs, ring: KVRing, shape: TileShape, tile: jax.Array, warpgroup: jax.Array, fetches_apart: bool
 ) -> None:
     """One of the attending warpgroups: its rows of the tile."""
     config = ring.config
@@ -215,7 +240,7 @@ def _attend_tile(
     _store(refs, shape, tile, first_q_head, warpgroup, out * of_head(refs.v_scale, head), lse)
 
 
-def _row_sinks(refs: Any, shape: TileShape, first_q_head: jax.Array, warpgroup: jax.Array) -> jax.Array:
+def _row_sinks(refs: _Refs, shape: TileShape, first_q_head: jax.Array, warpgroup: jax.Array) -> jax.Array:
     """The sink of each row's query head."""
     row = mosaic.row_index(mosaic.ROWS) + warpgroup * mosaic.ROWS
     sinks = mosaic.per_row(jnp.full((mosaic.ROWS,), -jnp.inf, jnp.float32))
@@ -225,7 +250,7 @@ def _row_sinks(refs: Any, shape: TileShape, first_q_head: jax.Array, warpgroup: 
 
 
 def _load_queries(
-    refs: Any, config: GpuConfig, shape: TileShape, token: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array,
+    refs: _Refs, config: GpuConfig, shape: TileShape, token: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array,
     sign: jax.Array,
 ) -> None:  # fmt: skip
     """Queries of one warpgroup times `sign`, by way of untiled memory: tiled copies begin at every eighth token."""
@@ -235,7 +260,7 @@ def _load_queries(
 
             @pl.when(warpgroup == number)
             def _(number: int = number, start: int = start) -> None:
-                full = getattr(refs, f"q_full_{number}")
+                full = refs.q_full[number]
                 for piece in shape.pieces(number):
                     tokens, part = pl.ds(token + piece.token, piece.num_rows), pl.ds(start, columns)
                     source = refs.q.at[tokens, first_q_head + piece.head, part]
@@ -250,7 +275,7 @@ def _load_queries(
 
 
 def _store(
-    refs: Any, shape: TileShape, tile: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array, out: Any, lse: Any
+    refs: _Refs, shape: TileShape, tile: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array, out: Any, lse: Any
 ) -> None:
     """Stores the rows of one warpgroup, a part of the columns at a time."""
     columns = refs.plain.shape[-1]
@@ -270,7 +295,7 @@ def _store(
 
 
 def _store_pieces(
-    refs: Any, shape: TileShape, tile: jax.Array, first_q_head: jax.Array, warpgroup: int, columns: Any
+    refs: _Refs, shape: TileShape, tile: jax.Array, first_q_head: jax.Array, warpgroup: int, columns: Any
 ) -> None:
     """Starts the copies of the tile's own tokens to where they stand in `out`."""
     token, skip = refs.tiles[tile, TileField.TOKEN], refs.tiles[tile, TileField.SKIP]

@@ -14,11 +14,12 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.paged_tiles import PagedTiles
 from pallas_kernels.schedule import Batch
 from pallas_kernels.token_trees import trees_of_step
+from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.tiles import Limits, TileQueries
 from pallas_kernels.xla.walks import Step, attend_step, per_head, product_dtype
 
 
-@functools.partial(jax.jit, static_argnames=("mask", "num_kv_heads", "sm_scale", "soft_cap", "limits"))
+@functools.partial(jax.jit, static_argnames=("mask", "num_kv_heads", "sm_scale", "soft_cap", "limits", "by_triton"))
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
     pages: tuple[jax.Array, ...],
@@ -37,6 +38,7 @@ def ragged_paged_attention(
     share: KeyShare | None = None,
     tree_mask: jax.Array | None = None,  # uint32[T]
     limits: Limits = Limits(),  # noqa: B008
+    by_triton: triton.Limits | None = None,  # kernels in Triton, not plain XLA
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     num_tokens, _, head_dim = q.shape
@@ -47,5 +49,8 @@ def ragged_paged_attention(
     queries = TileQueries(heads, scale, soft_cap)
     trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
     step = Step(queries, cache, mask, sinks, per_head(v_scale, num_kv_heads), q.dtype, limits, trees)
-    out, lse = attend_step(step, batch)
+    if by_triton is not None:
+        out, lse = triton.attend_step(step, batch, (pages[0], pages[1]), by_triton)
+    else:
+        out, lse = attend_step(step, batch)
     return out.reshape(num_tokens, q.shape[1], -1), lse.reshape(q.shape[:2])

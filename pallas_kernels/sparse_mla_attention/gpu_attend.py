@@ -10,7 +10,6 @@ copy of its own or, in fp8, by three, and does 2 * 64 * 64 * 2 * D flops, of whi
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,21 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu.call import call
 from pallas_kernels.gpu.handover import give_share, store_columns, take_share
 from pallas_kernels.gpu.softmax import RowState, add_scores, row_sinks
 from pallas_kernels.sparse_mla_attention.gpu_entries import RowFormat
 from pallas_kernels.sparse_mla_attention.gpu_plan import BLOCK, Field
-from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, RowBlocks
-
-
-class TokenLists(NamedTuple):
-    """What the tokens of a launch see, and who attends them; as in `SparseWork` but for the lists of picks."""
-
-    rows: jax.Array  # int32[n]
-    pieces: jax.Array  # int32[pieces, fields]
-    blocks: jax.Array  # int32[C, 2]
-    picked: jax.Array | None = None  # int32[n] lists of picks; None: `rows` has all lists
-    num_picked: jax.Array | None = None  # int32[T] rows of each token's list of picks
+from pallas_kernels.sparse_mla_attention.gpu_rows import ADDING, RowBlocks, RowMemory, TokenLists
 
 
 class Caches(NamedTuple):
@@ -57,71 +47,90 @@ def attend_pieces(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [pieces, 64, D], natural-log LSE float32[pieces, 64]); 0 and -inf where a piece sees nothing."""
     num_pieces, dim, row_format = lists.pieces.shape[0], q.shape[-1], caches.row_format
-    outputs = [
-        jax.ShapeDtypeStruct((num_pieces, mosaic.ROWS, dim), out_dtype),
-        jax.ShapeDtypeStruct((num_pieces, mosaic.ROWS), jnp.float32),
-    ]
     row = plgpu.SMEM((mosaic.ROWS,), jnp.float32)
-    scratch = {
-        "q_tile": mosaic.tiled((mosaic.ROWS, dim), q.dtype),
-        "lse_tile": row,
-        "share": row,
-        "q_full": plgpu.Barrier(),
-        "done": plgpu.Barrier(),
-        "stored": plgpu.Barrier(num_arrivals=ADDING),
-        **RowBlocks.scratch(row_format, dim, q.dtype),
-    }
-    inputs = {"q": q, **lists._asdict(), "sinks": sinks, "scale": scale}
-    inputs |= {name: row_format.views(getattr(caches, name)) for name in ("pages", "entry_pages")}
-    arrays, as_inputs = jax.tree.flatten(inputs)
-    memory, as_scratch = jax.tree.flatten(scratch)
 
-    def body(*args: Any) -> None:
-        given, (out, lse), own = args[: len(arrays)], args[len(arrays) : -len(memory)], args[-len(memory) :]
-        named = jax.tree.unflatten(as_inputs, given) | jax.tree.unflatten(as_scratch, own)
-        refs = SimpleNamespace(**named, out=out, lse=lse, heads=heads, parts=parts)
+    def body(refs: _Refs) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        row_blocks = RowBlocks.of(row_format, vars(refs), warpgroup)
-        pl.when(warpgroup < ADDING)(lambda: _add_values(refs, row_blocks, warpgroup))
-        pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, row_blocks))
+        row_blocks = RowBlocks(row_format, refs.lists, refs.pages, refs.entry_pages, refs.row_memory, warpgroup)
+        pl.when(warpgroup < ADDING)(lambda: _add_values(refs, parts, row_blocks, warpgroup))
+        pl.when(warpgroup == ADDING)(lambda: _make_weights(refs, heads, parts, row_blocks))
 
-    run = mosaic.kernel(
+    results = call(
         body,
+        _Refs,
         name=f"sparse_mla_h{q.shape[1]}",
-        outputs=outputs,
-        scratch=memory,
         grid={"block": lists.blocks.shape[0]},
+        inputs={
+            "q": q,
+            "lists": lists,
+            "sinks": sinks,
+            "scale": scale,
+            "pages": row_format.views(caches.pages),
+            "entry_pages": row_format.views(caches.entry_pages),
+        },
+        outputs={
+            "out": jax.ShapeDtypeStruct((num_pieces, mosaic.ROWS, dim), out_dtype),
+            "lse": jax.ShapeDtypeStruct((num_pieces, mosaic.ROWS), jnp.float32),
+        },
+        scratch={
+            "q_tile": mosaic.tiled((mosaic.ROWS, dim), q.dtype),
+            "lse_tile": row,
+            "share": row,
+            "q_full": plgpu.Barrier(),
+            "done": plgpu.Barrier(),
+            "stored": plgpu.Barrier(num_arrivals=ADDING),
+            "row_memory": RowMemory.of(row_format, dim, q.dtype),
+        },
         num_warpgroups=ADDING + 1,
     )
-    out, lse = run(*arrays)
-    return out, lse
+    return results["out"], results["lse"]
 
 
-def _range(refs: Any) -> tuple[jax.Array, jax.Array]:
+class _Refs(NamedTuple):
+    """References of a thread block."""
+
+    q: Any  # [tiles, rows, D]
+    lists: TokenLists
+    sinks: Any  # float32[1 or Hq]
+    scale: Any  # float32[1]
+    pages: tuple[Any, ...]  # views of the window cache
+    entry_pages: tuple[Any, ...]  # views of the compressed cache
+    out: Any  # [pieces, 64, D]
+    lse: Any  # float32[pieces, 64]
+    q_tile: Any  # [64, D]
+    lse_tile: Any  # float32[64], as is the next one
+    share: Any
+    q_full: Any  # barrier: the queries have arrived; the next two are those of `handover`
+    done: Any
+    stored: Any
+    row_memory: RowMemory
+
+
+def _range(refs: _Refs) -> tuple[jax.Array, jax.Array]:
     """This thread block's pieces: first, and one after the last."""
     block = lax.axis_index("block")
-    return refs.blocks[block, 0], refs.blocks[block, 1]
+    return refs.lists.blocks[block, 0], refs.lists.blocks[block, 1]
 
 
-def _num_blocks(refs: Any, piece: jax.Array) -> jax.Array:
+def _num_blocks(refs: _Refs, parts: int, piece: jax.Array) -> jax.Array:
     """Blocks of a piece, up to the end of its token's list of picks."""
-    end = refs.pieces[piece, Field.END]
-    if refs.num_picked is not None:
-        num_picked = refs.num_picked[lax.div(refs.pieces[piece, Field.TILE], jnp.int32(refs.parts))]
-        last = refs.pieces[piece, Field.WINDOW_BLOCKS] + lax.div(num_picked + (BLOCK - 1), jnp.int32(BLOCK))
+    end = refs.lists.pieces[piece, Field.END]
+    if refs.lists.num_picked is not None:
+        num_picked = refs.lists.num_picked[lax.div(refs.lists.pieces[piece, Field.TILE], jnp.int32(parts))]
+        last = refs.lists.pieces[piece, Field.WINDOW_BLOCKS] + lax.div(num_picked + (BLOCK - 1), jnp.int32(BLOCK))
         end = lax.min(end, last)
-    return lax.max(end - refs.pieces[piece, Field.FIRST], jnp.int32(0))
+    return lax.max(end - refs.lists.pieces[piece, Field.FIRST], jnp.int32(0))
 
 
-def _make_weights(refs: Any, row_blocks: RowBlocks) -> None:
+def _make_weights(refs: _Refs, heads: int, parts: int, row_blocks: RowBlocks) -> None:
     """The warpgroup that fetches, and makes scores and weights, of all pieces."""
     first, end = _range(refs)
 
     @pl.loop(first, end)
     def _(piece: jax.Array) -> None:
         target = refs.q_tile.at[pl.ds(0, refs.q.shape[1])]
-        plgpu.copy_gmem_to_smem(refs.q.at[refs.pieces[piece, Field.TILE]], target, refs.q_full)
-        num_blocks = _num_blocks(refs, piece)
+        plgpu.copy_gmem_to_smem(refs.q.at[refs.lists.pieces[piece, Field.TILE]], target, refs.q_full)
+        num_blocks = _num_blocks(refs, parts, piece)
         pl.when(num_blocks > 0)(lambda: row_blocks.fetch(piece, jnp.int32(0)))
         plgpu.barrier_wait(refs.q_full)
 
@@ -137,15 +146,15 @@ def _make_weights(refs: Any, row_blocks: RowBlocks) -> None:
             return state
 
         state = lax.fori_loop(0, num_blocks, attend_block, RowState.empty(None))
-        part = lax.rem(refs.pieces[piece, Field.TILE], jnp.int32(refs.parts))
-        sinks = row_sinks(refs.sinks, part, refs.heads)
+        part = lax.rem(refs.lists.pieces[piece, Field.TILE], jnp.int32(parts))
+        sinks = row_sinks(refs.sinks, part, heads)
         give_share(refs, piece, piece > first, *state.finish_weight_with_sinks(sinks))
 
     pl.when(end > first)(lambda: plgpu.barrier_wait(refs.stored))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _add_values(refs: Any, row_blocks: RowBlocks, warpgroup: jax.Array) -> None:
+def _add_values(refs: _Refs, parts: int, row_blocks: RowBlocks, warpgroup: jax.Array) -> None:
     """One of the warpgroups that move rows and add up values: its columns of all pieces."""
     first, end = _range(refs)
     columns = refs.q.shape[-1] // ADDING
@@ -159,5 +168,5 @@ def _add_values(refs: Any, row_blocks: RowBlocks, warpgroup: jax.Array) -> None:
             return mosaic.dot_add(total, weights, rows.at[:, own])
 
         total = mosaic.matrix(jnp.zeros((mosaic.ROWS, columns), jnp.float32))
-        total = lax.fori_loop(0, _num_blocks(refs, piece), add_block, total)
+        total = lax.fori_loop(0, _num_blocks(refs, parts, piece), add_block, total)
         store_columns(refs.out, piece, warpgroup, total * mosaic.spread(take_share(refs), columns))

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +38,10 @@ ADDING = 2  # warpgroups that move rows and add up values; one more fetches and 
 _HALF = BLOCK // ADDING
 
 
-@dataclass(frozen=True)
-class RowBlocks:
-    """References of one kernel."""
+class RowMemory(NamedTuple):
+    """Shared memory and barriers of `RowBlocks`."""
 
-    format: RowFormat  # of both caches
-    rows: Any  # int32[n] lists of `TokenLists`, in global memory
-    pieces: Any  # int32[pieces, fields]
-    pages: tuple[Any, ...]  # views of the window cache
-    entry_pages: tuple[Any, ...]  # views of the compressed cache
-    stage: tuple[Any, ...]  # 64 rows in shared memory
+    stage: tuple[Any, ...]  # 64 rows
     block: Any  # [64, D]
     weights: Any  # [64, 64]
     shrink: Any  # float32[64] what sums so far are multiplied with
@@ -55,66 +49,84 @@ class RowBlocks:
     idle: Any
     moved: Any
     weighed: Any
+
+    @classmethod
+    def of(cls, row_format: RowFormat, dim: int, dtype: Any) -> RowMemory:
+        """Scratch."""
+        return cls(
+            stage=row_format.stage(BLOCK),
+            block=mosaic.tiled((BLOCK, dim), dtype),
+            weights=mosaic.tiled((mosaic.ROWS, BLOCK), dtype),
+            shrink=plgpu.SMEM((mosaic.ROWS,), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=BLOCK * row_format.num_copies),
+            idle=plgpu.Barrier(num_arrivals=ADDING),
+            moved=plgpu.Barrier(num_arrivals=ADDING),
+            weighed=plgpu.Barrier(),
+        )
+
+
+class TokenLists(NamedTuple):
+    """What the tokens of a launch see, and who attends them; as in `SparseWork` but for the lists of picks.
+
+    Arrays, or references to them.
+    """
+
+    rows: Any  # int32[n]
+    pieces: Any  # int32[pieces, fields]
+    blocks: Any  # int32[C, 2]
+    picked: Any | None = None  # int32[n] lists of picks; None: `rows` has all lists
+    num_picked: Any | None = None  # int32[T] rows of each token's list of picks
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """References of one kernel."""
+
+    format: RowFormat  # of both caches
+    lists: TokenLists
+    pages: tuple[Any, ...]  # views of the window cache
+    entry_pages: tuple[Any, ...]  # views of the compressed cache
+    memory: RowMemory
     warpgroup: Any  # int32[] this one
-    picked: Any = None  # int32[n] lists of picks, in global memory, where `rows` has those of windows alone
-
-    @classmethod
-    def of(cls, row_format: RowFormat, references: dict[str, Any], warpgroup: Any) -> RowBlocks:
-        """Among a kernel's references by name."""
-        names = {field.name for field in fields(cls)}
-        own = {name: value for name, value in references.items() if name in names}
-        return cls(row_format, **own, warpgroup=warpgroup)
-
-    @classmethod
-    def scratch(cls, row_format: RowFormat, dim: int, dtype: Any) -> dict[str, Any]:
-        """Shared memory and barriers by field."""
-        return {
-            "stage": row_format.stage(BLOCK),
-            "block": mosaic.tiled((BLOCK, dim), dtype),
-            "weights": mosaic.tiled((mosaic.ROWS, BLOCK), dtype),
-            "shrink": plgpu.SMEM((mosaic.ROWS,), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=BLOCK * row_format.num_copies),
-            "idle": plgpu.Barrier(num_arrivals=ADDING),
-            "moved": plgpu.Barrier(num_arrivals=ADDING),
-            "weighed": plgpu.Barrier(),
-        }
 
     def fetch(self, piece: jax.Array, i: jax.Array) -> None:
         """Starts the copies of a piece's `i`-th block, once the stage is free: the block before has been taken."""
         first, in_window = self._place(piece, i)
 
-        entries = self.rows if self.picked is None else self.picked
-        pl.when(in_window)(functools.partial(self._copy, self.pages, self.rows, first))
+        entries = self.lists.rows if self.lists.picked is None else self.lists.picked
+        pl.when(in_window)(functools.partial(self._copy, self.pages, self.lists.rows, first))
         pl.when(jnp.logical_not(in_window))(functools.partial(self._copy, self.entry_pages, entries, first))
 
     def take_keys(self) -> Any:
         """The next block [64, D], ready for the product of scores; call `give_weights` when done with it."""
         self.wait_moved()
-        return self.block
+        return self.memory.block
 
     def give_weights(self, weights: jax.Array, shrink: jax.Array) -> None:
         """Hands over the weights [64, 64] of a block, and what sums so far are multiplied with, float32[64]."""
-        self.weights[...] = weights
-        self.shrink[...] = shrink
+        self.memory.weights[...] = weights
+        self.memory.shrink[...] = shrink
         mosaic.fence()
-        plgpu.barrier_arrive(self.weighed)
+        plgpu.barrier_arrive(self.memory.weighed)
 
     def take_values(self, piece: jax.Array, i: jax.Array) -> tuple[Any, Any, Any]:
         """(block [64, D], weights [64, 64], `shrink`) of a piece's `i`-th block, until this warpgroup takes more."""
         self.wait_full()
-        plgpu.barrier_arrive(self.idle)
+        plgpu.barrier_arrive(self.memory.idle)
         self.wait_idle()
         for reader in range(ADDING):
 
             @pl.when(self.warpgroup == reader)
             def _(start: int = reader * _HALF) -> None:
                 half = pl.ds(start, _HALF)
-                self.format.move(self.stage, half, functools.partial(self._seen, piece, i, half), self.block)
+                self.format.move(
+                    self.memory.stage, half, functools.partial(self._seen, piece, i, half), self.memory.block
+                )
 
         mosaic.fence()
-        plgpu.barrier_arrive(self.moved)
+        plgpu.barrier_arrive(self.memory.moved)
         self.wait_weighed()
-        return self.block, self.weights, self.shrink
+        return self.memory.block, self.memory.weights, self.memory.shrink
 
     def visible(self, piece: jax.Array, i: jax.Array) -> jax.Array:
         """bool[64, 64], the same for all queries: which rows of a block are seen."""
@@ -136,27 +148,27 @@ class RowBlocks:
         def of(lists: Any, first: jax.Array) -> jax.Array:
             return load(lists.at[pl.ds(first + part.start, part.size)])
 
-        if self.picked is None:
-            return of(self.rows, first)
-        window = of(self.rows, jnp.where(in_window, first, 0))
-        picked = of(self.picked, jnp.where(in_window, 0, first))
+        if self.lists.picked is None:
+            return of(self.lists.rows, first)
+        window = of(self.lists.rows, jnp.where(in_window, first, 0))
+        picked = of(self.lists.picked, jnp.where(in_window, 0, first))
         return picked + (window - picked) * in_window.astype(jnp.int32)
 
     def _place(self, piece: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(where the rows of a piece's `i`-th block begin, whether they are the window's)."""
         number, in_window, number_of_entries = self._number(piece, i)
-        window = self.pieces[piece, Field.WINDOW] + number * BLOCK
-        entries = self.pieces[piece, Field.ENTRIES] + number_of_entries * BLOCK
+        window = self.lists.pieces[piece, Field.WINDOW] + number * BLOCK
+        entries = self.lists.pieces[piece, Field.ENTRIES] + number_of_entries * BLOCK
         return pl.multiple_of(jnp.where(in_window, window, entries), BLOCK), in_window
 
     def _count(self, piece: jax.Array, i: jax.Array) -> jax.Array:
         """Rows of a block before the end of its list; those of a window end with its -1."""
         _, in_window, number = self._number(piece, i)
-        return jnp.where(in_window, BLOCK, self.pieces[piece, Field.NUM_ENTRIES] - number * BLOCK)
+        return jnp.where(in_window, BLOCK, self.lists.pieces[piece, Field.NUM_ENTRIES] - number * BLOCK)
 
     def _number(self, piece: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(number of a block, whether it is the window's, its number among those of the entries)."""
-        number, window = self.pieces[piece, Field.FIRST] + i, self.pieces[piece, Field.WINDOW_BLOCKS]
+        number, window = self.lists.pieces[piece, Field.FIRST] + i, self.lists.pieces[piece, Field.WINDOW_BLOCKS]
         return number, number < window, number - window
 
     def _copy(self, pages: tuple[Any, ...], lists: Any, first: jax.Array) -> None:
@@ -164,22 +176,22 @@ class RowBlocks:
             return lax.max(lists[first + number], jnp.int32(0))
 
         def start(number: int, row: jax.Array) -> None:
-            self.format.copy(pages, row, self.stage, number, self.full)
+            self.format.copy(pages, row, self.memory.stage, number, self.memory.full)
 
         mosaic.start_copies(BLOCK, start, row)
 
     def wait_full(self) -> None:
         """Waits until the rows have arrived."""
-        plgpu.barrier_wait(self.full)
+        plgpu.barrier_wait(self.memory.full)
 
     def wait_idle(self) -> None:
         """Waits until both warpgroups have attended the block before."""
-        plgpu.barrier_wait(self.idle)
+        plgpu.barrier_wait(self.memory.idle)
 
     def wait_moved(self) -> None:
         """Waits until both warpgroups have moved their half."""
-        plgpu.barrier_wait(self.moved)
+        plgpu.barrier_wait(self.memory.moved)
 
     def wait_weighed(self) -> None:
         """Waits until the weights of the block have been made."""
-        plgpu.barrier_wait(self.weighed)
+        plgpu.barrier_wait(self.memory.weighed)

@@ -19,9 +19,10 @@ from pallas_kernels.gpu.merge import merge_pieces
 from pallas_kernels.gpu.softmax import LOG2_E, as_sinks
 from pallas_kernels.gpu.tiles import padded_rows, tile_shape
 from pallas_kernels.latent_entries import EntryFormat, LatentFp8
-from pallas_kernels.sparse_mla_attention.gpu_attend import Caches, TokenLists, attend_pieces
+from pallas_kernels.sparse_mla_attention.gpu_attend import Caches, attend_pieces
 from pallas_kernels.sparse_mla_attention.gpu_entries import PLAIN_COLUMNS, reason_of_entries, row_format
 from pallas_kernels.sparse_mla_attention.gpu_plan import SparseSizes, SparseWork
+from pallas_kernels.sparse_mla_attention.gpu_rows import TokenLists
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule
 from pallas_kernels.sparse_mla_attention.validate import OP
 

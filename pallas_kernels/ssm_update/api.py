@@ -15,12 +15,14 @@ Axis names: T new tokens (padded), S sequences (padded), L states kept of a sequ
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
-from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, validate, xla_scan
+from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, triton_scan, validate, xla_scan
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
@@ -39,11 +41,12 @@ _CONVS = {
     "tpu": tpu_conv.causal_conv1d,
     "gpu": gpu_conv.causal_conv1d,
 }
-_SCANS = {
+_SCANS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "reference": reference.selective_scan,
     "xla": xla_scan.selective_scan,
     "tpu": tpu_scan.selective_scan,
     "gpu": gpu_scan.selective_scan,
+    "triton": functools.partial(xla_scan.selective_scan, by_triton=triton_scan.Sizes()),
 }
 
 
@@ -122,6 +125,7 @@ def selective_scan(
     reasons = {
         "tpu": tpu_scan.reason_not_supported(x, states, b),
         "gpu": gpu_scan.reason_not_supported(x, states),
+        "triton": triton_scan.reason_not_supported(x),
     }
     chosen = resolve_backend(validate.SCAN, backend, reasons, xla_scan.path_over(states, state_read.shape[0]))
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)

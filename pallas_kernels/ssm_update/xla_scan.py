@@ -32,19 +32,20 @@ from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch, QueryTile, query_tiles
 from pallas_kernels.ssm_update import reference
 from pallas_kernels.ssm_update.arguments import Scan
-from pallas_kernels.ssm_update.reference import add_skip, scan_drafts, time_steps
+from pallas_kernels.ssm_update.reference import scan_drafts, time_steps
+from pallas_kernels.ssm_update.running_sums import RunningSums
+from pallas_kernels.ssm_update.triton_scan import Sizes, scan_sequences
 from pallas_kernels.state_step import StateStep, StepArrays, with_states
 from pallas_kernels.varying import vary_like
 
 _TRIP_BYTES = 32 << 20  # of states, or of a tile's weights
 _TILE_TOKENS = 256
-_MOST_LOG, _UNITS = 110.0, 65536.0
 
 
 def path_over(states: jax.Array, num_seqs: int) -> XlaPath:
     """What a call costs: states are read, written, and read and written in their pages; and all inputs."""
     state_bytes = math.prod(states.shape[1:]) * states.dtype.itemsize
-    return XlaPath(5, num_seqs * state_bytes, "the states of its sequences")
+    return XlaPath(5, num_seqs * state_bytes, "the states of its sequences", triton_passes=5)
 
 
 class Tokens(NamedTuple):
@@ -65,7 +66,20 @@ class Tokens(NamedTuple):
         return Tokens(*map(take, self))
 
 
-@functools.partial(jax.jit, static_argnames=("dt_limit", "tile_tokens", "trip_bytes"))
+class Weights(NamedTuple):
+    """Those of the heads."""
+
+    a: jax.Array  # float32[H]
+    d: jax.Array | None  # [H]
+
+    def with_skip(self, seen: jax.Array, x: jax.Array) -> jax.Array:
+        """`seen + d * x` in the dtype of inputs x [..., H, P], of float32 `seen` of that shape."""
+        if self.d is not None:
+            seen = seen + self.d.astype(jnp.float32)[:, None] * x.astype(jnp.float32)
+        return seen.astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("dt_limit", "tile_tokens", "trip_bytes", "by_triton"))
 def selective_scan(
     arguments: Scan,
     states: jax.Array,
@@ -74,6 +88,7 @@ def selective_scan(
     dt_limit: tuple[float, float],
     tile_tokens: int = _TILE_TOKENS,
     trip_bytes: int = _TRIP_BYTES,
+    by_triton: Sizes | None = None,  # a kernel in Triton for sequences of several tokens
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
     x, dt, a, b, c, d, dt_bias = arguments
@@ -82,23 +97,26 @@ def selective_scan(
     step = StateStep.of(x.shape[0], arrays)
     a = a.astype(jnp.float32)
     tokens = Tokens(x, time_steps(dt, dt_bias, dt_limit), b, c)
-    out = vary_like(jnp.zeros(x.shape, jnp.float32), *tokens, states, *step)
+    weights = Weights(a, d)
+    out = vary_like(jnp.zeros_like(x), *tokens, states, *step)
     if step.write.shape[1] > 1:
         of_drafts, drafts, states = scan_drafts(x, tokens.dt, a, b, c, states, step)
-        out = jnp.where(of_drafts[:, None, None], drafts, out)
+        out = jnp.where(of_drafts[:, None, None], weights.with_skip(drafts, x), out)
     step = step.without_drafts()
     with jax.named_scope("single"):
-        out, states = _single_tokens(out, states, tokens, a, step, trip_bytes)
-    if x.shape[0] > 1:
+        out, states = _single_tokens(out, states, tokens, weights, step, trip_bytes)
+    if x.shape[0] > 1 and by_triton is not None:
+        out, states = scan_sequences(*tokens, a, d, step, out, states, by_triton)
+    elif x.shape[0] > 1:
         with jax.named_scope("tiles"):
-            out, states = _tiles(out, states, tokens, a, step, min(tile_tokens, x.shape[0]), trip_bytes)
-    return add_skip(out, x, d, step), states
+            out, states = _tiles(out, states, tokens, weights, step, min(tile_tokens, x.shape[0]), trip_bytes)
+    return out, states
 
 
 def _single_tokens(
-    out: jax.Array, states: jax.Array, tokens: Tokens, a: jax.Array, step: StateStep, trip_bytes: int
+    out: jax.Array, states: jax.Array, tokens: Tokens, weights: Weights, step: StateStep, trip_bytes: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`out` float32[T, H, P] and `states` after the sequences of one token."""
+    """`out` [T, H, P] and `states` after the sequences of one token."""
     num_tokens, num_heads, _ = tokens.x.shape
     num_seqs = step.q_lens.shape[0]
     size = _sequences_of_trip(states.shape, num_seqs, trip_bytes)
@@ -114,8 +132,8 @@ def _single_tokens(
         b, c = (_by_head(y, num_heads) for y in (b, c))  # [n, H, N]
         before = states[jnp.where(is_real, step.read[seq], 0)].astype(jnp.float32)
         inflow = (dt[..., None] * x.astype(jnp.float32))[..., None] * b[:, :, None]
-        after = lax.optimization_barrier(jnp.exp(dt * a)[..., None, None] * before + inflow)
-        seen = jnp.sum(after * c[:, :, None], axis=-1)
+        after = lax.optimization_barrier(jnp.exp(dt * weights.a)[..., None, None] * before + inflow)
+        seen = weights.with_skip(jnp.sum(after * c[:, :, None], axis=-1), x)
         out = out.at[jnp.where(is_real, step.starts[seq], num_tokens)].set(seen, mode="drop")
         return out, with_states(states, jnp.where(is_real, step.last_write[seq], 0), after)
 
@@ -149,7 +167,7 @@ def num_trips(
 
 
 def _tiles(
-    out: jax.Array, states: jax.Array, tokens: Tokens, a: jax.Array, step: StateStep, size: int, trip_bytes: int
+    out: jax.Array, states: jax.Array, tokens: Tokens, weights: Weights, step: StateStep, size: int, trip_bytes: int
 ) -> tuple[jax.Array, jax.Array]:
     """`out` and `states` after the sequences of several tokens, in tiles of `size`."""
     num_tokens, num_seqs = tokens.x.shape[0], step.q_lens.shape[0]
@@ -170,9 +188,9 @@ def _tiles(
         given = tokens.at(own.token[:, None] + jnp.arange(size, dtype=jnp.int32), is_real)
         read = jnp.where(is_tile & is_first, step.read[own.seq], 0)
         write = jnp.where(is_tile & is_last, step.last_write[own.seq], 0)
-        seen, states, state = _advance(given, a, Ends(is_first, read, write), states, state)
+        seen, states, state = _advance(given, weights.a, Ends(is_first, read, write), states, state)
         token = jnp.where(is_real, own.token[:, None] + jnp.arange(size, dtype=jnp.int32), num_tokens)
-        return out.at[token].set(seen, mode="drop"), states, state
+        return out.at[token].set(weights.with_skip(seen, given.x), mode="drop"), states, state
 
     carry = vary_like(carry, *tokens, *step)
     out, states, _ = lax.fori_loop(0, -(-count // together), trip, carry)
@@ -219,44 +237,6 @@ def _advance(
     (states, state), before = lax.scan(pass_on, (states, state), (ends, entry[:, :, -1], inflow))
     from_before = _product("ntgk,nghpk->ntghp", c, before.reshape(*grouped, *before.shape[2:])).reshape(x.shape)
     return inside + jnp.moveaxis(entry, 1, 2)[..., None] * from_before, states, state
-
-
-class RunningSums(NamedTuple):
-    """Sums of the logarithms of decays from the start of a tile, whose differences are exact.
-
-    A sum in the thousands leaves float32 few digits for what comes after it. Each addend is split into a whole number
-    of 2 ** -16, of which integers are summed, and a rest so small that its sum loses nothing that counts. Addends are
-    cut to +-`_MOST_LOG`, beyond which their exponential is 0 or infinite: `_TILE_TOKENS` of them fit in an int32.
-    """
-
-    whole: jax.Array  # int32[..., Q] in units of 2 ** -16
-    rest: jax.Array  # float32[..., Q]
-
-    @classmethod
-    def of(cls, logs: jax.Array) -> RunningSums:
-        """Of float32[..., Q] addends."""
-        logs = jnp.clip(logs, -_MOST_LOG, _MOST_LOG)
-        whole = jnp.floor(logs * _UNITS)
-        rest = jnp.cumsum(logs - whole / _UNITS, axis=-1)
-        return cls(jnp.cumsum(whole.astype(jnp.int32), axis=-1, dtype=jnp.int32), rest)
-
-    def decays(self) -> jax.Array:
-        """float32[..., t, s] `exp` of the sum from s + 1 to t for s <= t, else 0."""
-        token = jnp.arange(self.rest.shape[-1])
-        decay = _exp(self.whole[..., None] - self.whole[..., None, :], self.rest[..., None] - self.rest[..., None, :])
-        return jnp.where(token[:, None] >= token, decay, 0.0)
-
-    def since_start(self) -> jax.Array:
-        """float32[..., t] `exp` of the sum up to t."""
-        return _exp(self.whole, self.rest)
-
-    def until_end(self) -> jax.Array:
-        """float32[..., s] `exp` of the sum from s + 1 on."""
-        return _exp(self.whole[..., -1:] - self.whole, self.rest[..., -1:] - self.rest)
-
-
-def _exp(whole: jax.Array, rest: jax.Array) -> jax.Array:
-    return jnp.exp(whole.astype(jnp.float32) / _UNITS + rest)
 
 
 def _by_head(x: jax.Array, num_heads: int) -> jax.Array:

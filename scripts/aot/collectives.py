@@ -106,7 +106,7 @@ class LayerSends(NamedTuple):
     """What one layer sends of a token."""
 
     head_dim: int | None  # numbers that a head attends to, merged over context; None: it has no pages of tokens
-    sums: tuple[int, ...]  # rows of the hidden size in each sum over tensor
+    num_sums: int  # over tensor, of one row of the hidden size
     moved: tuple[int, ...] = ()  # channels, on all devices, that go to the devices of their heads
 
 
@@ -115,8 +115,8 @@ def layers_of(config: Mapping[str, Any], num_layers: int) -> list[LayerSends]:
 
     An attention layer sums behind its output projection. Heads of MLA attend to latents, whatever its values are. A
     recurrent layer keeps the channels of queries, keys and values side by side, split evenly over the devices, so each
-    goes to the device of its head. A dense feed-forward sums once; experts once for the shared ones, and for the routed
-    ones every row of a token, before these are weighted.
+    goes to the device of its head. A dense feed-forward sums once; experts once for the shared ones, and once for the
+    routed ones, whose rows each device adds up before.
     """
     text = config.get("text_config", config)
     heads = text["num_attention_heads"]
@@ -124,16 +124,16 @@ def layers_of(config: Mapping[str, Any], num_layers: int) -> list[LayerSends]:
     kinds, interval = text.get("layer_types"), text.get("full_attention_interval")
     layers = []
     for layer in range(num_layers):
-        feed_forward: tuple[int, ...] = (1,)
+        num_sums = 2
         if text.get("n_routed_experts", text.get("num_experts")) and layer >= text.get("first_k_dense_replace", 0):
-            feed_forward = (1, text["num_experts_per_tok"])
+            num_sums = 3
         is_recurrent = kinds[layer] == "linear_attention" if kinds else bool(interval and (layer + 1) % interval)
         if is_recurrent:
             keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
             values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
-            layers.append(LayerSends(None, (1, *feed_forward), (keys, keys, values)))
+            layers.append(LayerSends(None, num_sums, (keys, keys, values)))
         else:
-            layers.append(LayerSends(head_dim, (1, *feed_forward)))
+            layers.append(LayerSends(head_dim, num_sums))
     return layers
 
 
@@ -150,7 +150,7 @@ def expected_of(
     """What a step sends over a mesh ("context", "tensor"), pages and weights of `dtype`.
 
     An attention layer: over context, of T tokens and H = heads / num_shards, the maximum float32[T, H] and the sums
-    float32[T, H] and float32[T, H, D]. Over tensor what `layers_of` says: sums [T * rows, hidden], and channels
+    float32[T, H] and float32[T, H, D]. Over tensor what `layers_of` says: sums [T, hidden], and channels
     [T, channels / num_shards] that move. Nothing beside: every device has the whole vocabulary, and samples for itself.
     `joins_sums`: both sums over context are one row of numbers, as XLA for GPUs has it.
     """
@@ -158,15 +158,13 @@ def expected_of(
     own_heads = text["num_attention_heads"] // num_shards
     rows = f"{num_tokens},{own_heads}"
     sent: Counter[Sent] = Counter()
-    for head_dim, sums, moved in layers_of(config, num_layers):
+    for head_dim, num_sums, moved in layers_of(config, num_layers):
         if num_context > 1 and head_dim is not None:
             sent[Sent("all-reduce", "context", f"f32[{rows}]")] += 1 if joins_sums else 2
             values = f"{num_tokens * own_heads * (head_dim + 1)}" if joins_sums else f"{rows},{head_dim}"
             sent[Sent("all-reduce", "context", f"f32[{values}]")] += 1
         if num_shards > 1:
-            for num_rows in sums:
-                array = f"{dtype}[{num_tokens * num_rows},{text['hidden_size']}]"
-                sent[Sent("all-reduce", "tensor", array)] += 1
+            sent[Sent("all-reduce", "tensor", f"{dtype}[{num_tokens},{text['hidden_size']}]")] += num_sums
             for channels in moved:
                 array = f"{dtype}[{num_tokens},{channels // num_shards}]"
                 sent[Sent("collective-permute", "tensor", array)] += 1

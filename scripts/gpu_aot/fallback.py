@@ -1,8 +1,9 @@
-"""The process that compiles one case of the path in vectorised XLA: python -m scripts.gpu_aot.fallback NAME -> JSON.
+"""The process that compiles one case of GPUs without kernels: python -m scripts.gpu_aot.fallback NAME -> JSON.
 
-Flow:    case -> op with backend="xla", lengths of its step -> compiled for a card -> launches, bytes, temporaries
+Flow:    case -> op in Triton or XLA, lengths of its step -> compiled for a card -> launches, bytes, temporaries
 
-How often loops run that end where the step does is computed from its lengths, by the code that the op itself runs.
+How often loops run that end where the step does, and what kernels in Triton read and write, is computed from its
+lengths, by the code that the op itself runs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from scripts.gpu_aot.fallback_cases import CASES, Case
@@ -29,6 +31,7 @@ class Built(NamedTuple):
     named_bytes: int  # of pages that the step's tables name, or of states that it reads and writes
     flops: float
     donated: tuple[int, ...] = ()
+    kernels: Mapping[str, float] = MappingProxyType({})  # bytes that kernels in Triton move, by parts of their scope
 
 
 def paged(case: Case) -> Built:
@@ -46,13 +49,14 @@ def paged(case: Case) -> Built:
     q = argument((num_tokens, case.heads, dim), case.dtype)
     pages = (argument((num_pages, page, kv_heads, dim), case.dtype),) * 2
     by_head = argument((num_tokens, kv_heads, case.heads // kv_heads, dim), case.dtype)
-    trips = _trips(case, TileQueries(by_head, None, None), PagedTiles(pages, step[0], kv_heads, dim))
+    walked = _walked(case, TileQueries(by_head, None, None), PagedTiles(pages, step[0], kv_heads, dim))
 
     def call(q: Any, pages: Any, step: Any) -> Any:
-        return ragged_paged_attention(q, pages, *step, sm_scale=dim**-0.5, return_lse=True, backend="xla")[:2]
+        return ragged_paged_attention(q, pages, *step, sm_scale=dim**-0.5, return_lse=True, backend=case.backend)[:2]
 
     key_bytes = 2 * kv_heads * dim * jnp.dtype(case.dtype).itemsize
-    return Built(call, (q, pages, step), trips, key_bytes * _num_keys(case), 4 * case.heads * dim * _num_pairs(case))
+    flops = 4 * case.heads * dim * _num_pairs(case)
+    return Built(call, (q, pages, step), _trips(*walked), key_bytes * _num_keys(case), flops, kernels=_moved(*walked))
 
 
 def latent(case: Case) -> Built:
@@ -72,14 +76,16 @@ def latent(case: Case) -> Built:
     pages = argument((num_pages, page, dim), case.dtype)
     by_head = argument((num_tokens, 1, case.heads, dim), case.dtype)
     cache = LatentTiles(LatentPages(pages, page, dim), step[0], latent_dim)
-    trips = _trips(case, TileQueries(by_head, None, None), cache)
+    walked = _walked(case, TileQueries(by_head, None, None), cache)
 
     def call(q_nope: Any, q_pe: Any, page: Any, step: Any) -> Any:
-        return mla_paged_attention(q_nope, q_pe, (page,), *step, sm_scale=0.1, return_lse=True, backend="xla")[:2]
+        sizes: dict[str, Any] = {"sm_scale": 0.1, "return_lse": True, "backend": case.backend}
+        return mla_paged_attention(q_nope, q_pe, (page,), *step, **sizes)[:2]
 
     key_bytes = dim * jnp.dtype(case.dtype).itemsize
     flops = 2 * case.heads * (dim + latent_dim) * _num_pairs(case)
-    return Built(call, (*queries, pages, step), trips, key_bytes * _num_keys(case), flops)
+    named_bytes = key_bytes * _num_keys(case)
+    return Built(call, (*queries, pages, step), _trips(*walked), named_bytes, flops, kernels=_moved(*walked))
 
 
 def scan(case: Case) -> Built:
@@ -92,14 +98,17 @@ def scan(case: Case) -> Built:
     from scripts.aot import ssm_case
 
     num_seqs, num_tokens = len(case.lengths), sum(q_len for q_len, _ in case.lengths)
-    call, arguments = ssm_case.scan(ssm_case.SsmCase(tokens=num_tokens, seqs=num_seqs, dtype=case.dtype), "xla")
-    x, states = arguments[:2]
+    call, arguments = ssm_case.scan(ssm_case.SsmCase(tokens=num_tokens, seqs=num_seqs, dtype=case.dtype), case.backend)
+    x, states, (_, b, _) = arguments[:3]
     single = sum(q_len == 1 for q_len, _ in case.lengths)
     many = [q_len for q_len, _ in case.lengths if q_len > 1]
     trips = xla_scan.num_trips(states.shape, num_seqs, num_tokens, single, many)
     state_numbers = math.prod(states.shape[1:])
     named = 2 * num_seqs * state_numbers * states.dtype.itemsize + 2 * x.size * jnp.dtype(case.dtype).itemsize
-    return Built(call, arguments, trips, named, 4 * num_tokens * state_numbers, donated=(1,))
+    num_many, num_heads = sum(many), states.shape[1]
+    per_token = 2 * math.prod(x.shape[1:]) * x.dtype.itemsize + num_heads * (4 + 2 * b.shape[-1] * b.dtype.itemsize)
+    kernels = {"scan_sequences": num_many * per_token + 2 * len(many) * state_numbers * states.dtype.itemsize}
+    return Built(call, arguments, trips, named, 4 * num_tokens * state_numbers, donated=(1,), kernels=kernels)
 
 
 def delta(case: Case) -> Built:
@@ -122,7 +131,7 @@ def indexer(case: Case) -> Built:
     """Picks of DeepSeek V4 Flash's indexer: 64 heads of 128 numbers, keys in fp8, 512 of them."""
     import jax.numpy as jnp
 
-    from pallas_kernels.indexer_topk import xla_topk
+    from pallas_kernels.indexer_topk import indexer_topk, xla_topk
     from pallas_kernels.latent_entries import IndexFp8
     from pallas_kernels.latent_pages import LatentPages
     from pallas_kernels.schedule import Batch
@@ -139,17 +148,35 @@ def indexer(case: Case) -> Built:
     q_lens, seq_lens = (jnp.asarray(x, jnp.int32) for x in zip(*case.lengths, strict=True))
     batch = Batch(seq_lens, jnp.cumsum(q_lens) - q_lens, q_lens)
     trips: dict[str, float] = {}
-    for walk in xla_topk.plan_walks(q, keys, batch, ratio, xla_topk.Limits()):
+    kernels: dict[str, float] = {}
+    for walk in xla_topk.plan_walks(q, keys, batch, ratio, xla_topk.Limits(), case.backend == "triton"):
         trips[f"{walk.name}/chunks"], trips[f"{walk.name}/trips"] = xla_topk.num_trips(walk, ratio)
+        kernels[f"{walk.name}/score_tiles"] = _scored(walk, model.num_index_heads, dim, entries.width(dim), ratio)
     sizes = {"topk": model.topk, "tokens_per_state": ratio, "entries": entries, "page_size": page}
 
     def call(q: Any, weights: Any, pages: Any, step: Any) -> Any:
-        return xla_topk.indexer_topk(q, weights, (pages,), *step, **sizes)
+        return indexer_topk(q, weights, (pages,), *step, **sizes, backend=case.backend)
 
     arguments = (q, argument(q.shape[:2], "float32"), pages, step)
     named = entries.width(dim) * _num_keys(case) // ratio
     flops = 2 * model.num_index_heads * dim * _num_pairs(case) / ratio
-    return Built(call, arguments, trips, named, flops)
+    return Built(call, arguments, trips, named, flops, kernels=kernels)
+
+
+def _scored(walk: Any, num_heads: int, dim: int, key_bytes: int, ratio: int) -> float:
+    """Bytes that a launch of the kernel of scores moves, on average."""
+    import numpy as np
+
+    from pallas_kernels.indexer_topk.triton_scores import BLOCK
+
+    last_pos = np.asarray(walk.tiles.last_pos, np.int64)
+    most = (last_pos + 1) // ratio
+    num_queries = np.where(last_pos >= 0, last_pos - np.asarray(walk.tiles.first_pos, np.int64) + 1, 0)
+    q_bytes = num_heads * (2 * dim + 4)
+    num_chunks = max(1, -(-int(walk.num_tiles) // walk.sizes.num_tiles))
+    scores = num_chunks * walk.sizes.num_tiles * walk.sizes.queries * -(-walk.sizes.num_entries // BLOCK) * BLOCK
+    read = (most * (key_bytes + 4)).sum() + (num_queries * -(-most // BLOCK)).sum() * q_bytes
+    return float(read + 4 * scores) / num_chunks
 
 
 def _step(case: Case, page: int) -> tuple[tuple[Any, ...], int]:
@@ -171,19 +198,28 @@ def _num_pairs(case: Case) -> int:
     return sum(q_len * (2 * seq_len - q_len + 1) // 2 for q_len, seq_len in case.lengths)
 
 
-def _trips(case: Case, queries: Any, cache: Any) -> dict[str, float]:
-    """Runs of the loops of attention."""
+def _walked(case: Case, queries: Any, cache: Any) -> tuple[Any, Any]:
+    """(what the walks of attention share, its sequences)."""
     import jax.numpy as jnp
-    import numpy as np
 
     from pallas_kernels.mask import MaskRule
-    from pallas_kernels.schedule import Batch, QueryTile
+    from pallas_kernels.schedule import Batch
     from pallas_kernels.xla.tiles import Limits
-    from pallas_kernels.xla.walks import Step, plan_walks
+    from pallas_kernels.xla.walks import Step
 
     q_lens, seq_lens = (jnp.asarray(x, jnp.int32) for x in zip(*case.lengths, strict=True))
     batch = Batch(seq_lens, jnp.cumsum(q_lens) - q_lens, q_lens)
-    step = Step(queries, cache, MaskRule(), None, jnp.ones(1), jnp.dtype(case.dtype), Limits())
+    return Step(queries, cache, MaskRule(), None, jnp.ones(1), jnp.dtype(case.dtype), Limits()), batch
+
+
+def _trips(step: Any, batch: Any) -> dict[str, float]:
+    """Runs of the loops of attention in XLA."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels.schedule import QueryTile
+    from pallas_kernels.xla.walks import plan_walks
+
     found: dict[str, float] = {}
     for walk in plan_walks(step, batch):
         size = walk.sizes.num_tiles
@@ -200,6 +236,50 @@ def _trips(case: Case, queries: Any, cache: Any) -> dict[str, float]:
             f"{walk.name}/merge": sum(spans),
         }
     return found
+
+
+def _moved(step: Any, batch: Any) -> dict[str, float]:
+    """Bytes that the kernels of attention in Triton move: what programs read again counts again."""
+    import numpy as np
+
+    from pallas_kernels.triton.walks import plan_walks
+
+    num_kv_heads, group, dim = step.queries.q.shape[1:]
+    cache, itemsize, dim_v = step.cache, step.queries.q.dtype.itemsize, step.cache.head_dim_v
+    dims = dim if cache.values_are_keys else dim + dim_v
+    found: dict[str, float] = {}
+    for walk in plan_walks(step, batch):
+        sizes, tiles = walk.sizes, walk.tiles
+        parts = -(-group // sizes.heads)
+        keys = np.asarray(tiles.num_pages, np.int64) * cache.page_size
+        per_key = parts * num_kv_heads * (dims * cache.pages[0].dtype.itemsize + 4)  # 4: the page's number
+        num_queries = np.maximum(np.asarray(tiles.last_pos - tiles.first_pos, np.int64) + 1, 0) * (keys > 0)
+        q_bytes = num_kv_heads * group * dim * itemsize
+        result_bytes = num_kv_heads * group * (dim_v * itemsize + 4)
+        read = float((keys * per_key).sum())
+        if sizes.num_lanes is None:
+            found[f"{walk.name}/attend_whole"] = read + float(num_queries.sum()) * (q_bytes + result_bytes)
+            continue
+        ends = np.cumsum(-(-keys // sizes.keys))
+        share, starts = max(1, -(-int(ends[-1]) // sizes.num_lanes)), ends - -(-keys // sizes.keys)
+        num_pieces = np.where(ends > starts, (ends - 1) // share + 1 - starts // share, 0)
+        piece_bytes = float(num_pieces.sum()) * parts * num_kv_heads * sizes.rows * 4 * (dim_v + 2)
+        found[f"{walk.name}/attend_lanes"] = read + float((num_pieces * num_queries).sum()) * q_bytes + piece_bytes
+        found[f"{walk.name}/merge_pieces"] = piece_bytes + float(num_queries.sum()) * result_bytes
+    return found
+
+
+def moved_by(scope: str, kernels: Mapping[str, float]) -> float:
+    """Bytes that the kernel in Triton of a scope moves.
+
+    Raises:
+        ValueError: `kernels` has none whose parts are all in the scope.
+    """
+    parts = scope.split("/")
+    for name, num_bytes in kernels.items():
+        if all(part in parts for part in name.split("/")):
+            return num_bytes
+    raise ValueError(f"expected a kernel of one of {sorted(kernels)}, got {scope}")
 
 
 def runs_of(loop: Loop, trips: dict[str, float]) -> float:
@@ -239,7 +319,8 @@ def record_of(case: Case) -> dict[str, Any]:
     arguments = jax.tree.map(lambda a: on_card(a.shape, a.dtype), built.arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(built.call, donate_argnums=built.donated).lower(*arguments).compile()
-    cost = ModuleCost(compiled.as_text(), lambda loop: runs_of(loop, built.trips)).total()
+    counts = functools.partial(runs_of, trips=built.trips), functools.partial(moved_by, kernels=built.kernels)
+    cost = ModuleCost(compiled.as_text(), *counts).total()
     peak = card.matrix_flops if case.dtype == "bfloat16" else card.vector_flops
     least_s = max(built.named_bytes / card.bytes_per_s, built.flops / peak)
     return {

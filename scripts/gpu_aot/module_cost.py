@@ -2,8 +2,9 @@
 
 Flow:    text of a compiled module, how often its loops run -> [ModuleCost] -> launches, bytes
 
-A kernel reads its operands and writes its results. Of an operand that it only gathers or slices it reads as much as it
-takes; into one that it scatters or updates in place it writes as much as it puts there. Caches are not modelled.
+A kernel reads its operands and writes its results; of one in Triton its author says how much. Of an operand that it
+only gathers or slices it reads as much as it takes; into one that it scatters or updates in place it writes as much as
+it puts there. Caches are not modelled.
 """
 
 from __future__ import annotations
@@ -67,14 +68,26 @@ class Loop(NamedTuple):
 
 
 Trips = Callable[[Loop], float]  # how often a loop's body runs in all, of one that the compiler cannot tell
+Kernels = Callable[[str], float]  # bytes that a kernel in Triton moves, by its scope
+_TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
+
+
+def no_kernels(scope: str) -> float:
+    """Of modules that have none.
+
+    Raises:
+        ValueError: it has one.
+    """
+    raise ValueError(f"expected no kernel in Triton, got {scope}")
 
 
 class ModuleCost:
     """The computations of a module."""
 
-    def __init__(self, text: str, trips: Trips) -> None:
+    def __init__(self, text: str, trips: Trips, kernels: Kernels = no_kernels) -> None:
         self._computations: dict[str, list[Instruction]] = {}
         self._trips = trips
+        self._kernels = kernels
         self._entry = ""
         self._parse(text)
 
@@ -111,6 +124,8 @@ class ModuleCost:
                 cost = cost.plus(max((self._computation(branch, times) for branch in branches), key=lambda c: c[1]))
             elif instruction.op == "call" or instruction.op.endswith("-start"):
                 cost = cost.plus(self._computation(instruction.called("(?:to_apply|calls)"), times))
+            elif instruction.op == "custom-call" and _TRITON in instruction.line:
+                cost = cost.plus(Cost(1, self._kernels(instruction.scope)), times)
             elif instruction.op not in _FREE and not instruction.op.endswith("-done"):
                 operands = [shapes[x] for x in instruction.operands if x in shapes]
                 cost = cost.plus(Cost(1, self._kernel_bytes(instruction, operands)), times)

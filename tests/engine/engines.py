@@ -67,6 +67,7 @@ def assert_greedy_is_golden(engine: LLMEngine, name: str, order: list[int] | Non
 
 def assert_no_leak(engine: LLMEngine) -> None:
     engine.check_invariants()
-    assert engine.manager.usage == 0
     assert engine.num_unfinished == 0
-    assert len(engine.manager.request_table) == 0
+    for manager in engine.managers:
+        assert manager.usage == 0
+        assert len(manager.request_table) == 0

@@ -1,16 +1,17 @@
 """Run by tests in a process of its own: an engine of a golden model on a mesh gives Hugging Face's greedy tokens.
 
-    python -m tests.engine.mesh_program FAMILY AXIS=SIZE ... [--auto] [--tiers] [--deviation WHAT]
+    python -m tests.engine.mesh_program FAMILY AXIS=SIZE ... [--auto] [--tiers FOLDER] [--deviation WHAT]
 
 The pool holds two or three requests at once, so some are preempted; prompts come twice, so the second is found in the
 cache; every prompt is sampled twice, so one sample is forked from the other. With `--tiers` an engine with tiers
-follows (`tiers_on_mesh`).
+follows (`tiers_on_mesh`, `tiers_on_processes`); with `--restarted` there are units in the folder of a run before.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 import jax
 from jax.sharding import AxisType
@@ -19,6 +20,7 @@ from kvjax.device import join_processes
 from kvjax.engine import LLMEngine, SamplingParams
 from kvjax.models import load_model
 from tests.engine.tiers_on_mesh import check_tiers
+from tests.engine.tiers_on_processes import check_process_tiers, check_restarted
 from tests.models.families import FAMILIES, NUM_GREEDY_TOKENS, add_golden, drain, engine_config
 from tests.models.golden_models import goldens_of, model_folder
 
@@ -67,7 +69,8 @@ def main() -> None:
     parser.add_argument("family")
     parser.add_argument("axes", nargs="+")
     parser.add_argument("--auto", action="store_true")
-    parser.add_argument("--tiers", action="store_true")
+    parser.add_argument("--tiers", type=Path, metavar="FOLDER", help="empty")
+    parser.add_argument("--restarted", action="store_true")
     parser.add_argument("--deviation", choices=("settings", "requests"), help="of process 1 from the others")
     args = parser.parse_args()
     join_processes()
@@ -76,9 +79,14 @@ def main() -> None:
     engine = make_engine(args.family, axes, is_auto=args.auto, max_num_seqs=5 if deviates == "settings" else 4)
     if deviates == "requests":
         engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
+    if args.restarted:
+        check_restarted(engine, args.family, args.tiers)
+        return
     check(engine, args.family)
-    if args.tiers:
-        check_tiers(engine, args.family)
+    if args.tiers is not None and jax.process_count() > 1:
+        check_process_tiers(engine, args.family, args.tiers)
+    elif args.tiers is not None:
+        check_tiers(engine, args.family, args.tiers)
 
 
 if __name__ == "__main__":

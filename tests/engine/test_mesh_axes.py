@@ -16,10 +16,11 @@ FAMILIES = ("llama", "gemma3", "deepseek_v3", "qwen3_next")
 ALL_AXES = ("data=2", "context=2", "tensor=2")
 
 
-def run(*arguments: str, num_processes: int = 1) -> None:
-    """`mesh_program` on as many devices as the axes need, shared by so many processes."""
+def run(*arguments: str, num_processes: int = 1, folder: Path | None = None) -> None:
+    """`mesh_program` on as many devices as the axes need, shared by so many processes; `folder` follows "--tiers"."""
     num_devices = math.prod(int(axis.split("=")[1]) for axis in arguments if "=" in axis)
-    program = [sys.executable, "-m", "tests.engine.mesh_program", *arguments]
+    told = [f"--tiers={folder}" if argument == "--tiers" else argument for argument in arguments]
+    program = [sys.executable, "-m", "tests.engine.mesh_program", *told]
     if num_processes > 1:
         launch = [str(ROOT / "scripts" / "launch_local.sh"), str(num_processes), str(num_devices // num_processes)]
         program = [*launch, "--", *program]
@@ -41,8 +42,8 @@ def run(*arguments: str, num_processes: int = 1) -> None:
         pytest.param("whisper", ("context=2", "tensor=2"), marks=SWEEP),
     ],
 )
-def test_a_mesh_gives_the_tokens_of_one_device(name: str, axes: tuple[str, ...]) -> None:
-    run(name, *axes)
+def test_a_mesh_gives_the_tokens_of_one_device(name: str, axes: tuple[str, ...], tmp_path: Path) -> None:
+    run(name, *axes, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +56,8 @@ def test_a_mesh_gives_the_tokens_of_one_device(name: str, axes: tuple[str, ...])
         *[pytest.param(name, axes, marks=SWEEP) for name in FAMILIES for axes in (ALL_AXES, ("data=2",))],
     ],
 )
-def test_host_and_disk_give_back_what_a_mesh_computed(name: str, axes: tuple[str, ...]) -> None:
-    run(name, *axes, "--tiers")
+def test_host_and_disk_give_back_what_a_mesh_computed(name: str, axes: tuple[str, ...], tmp_path: Path) -> None:
+    run(name, *axes, "--tiers", folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +65,19 @@ def test_host_and_disk_give_back_what_a_mesh_computed(name: str, axes: tuple[str
     [
         ("llama", ("context=2",)),
         *[pytest.param(name, ALL_AXES, marks=SWEEP) for name in FAMILIES],
+        pytest.param("gemma3", ("tensor=2", "data=2"), marks=SWEEP),  # each process has half of both data ranks
+        pytest.param("llama", ("tensor=4",), marks=SWEEP),
+        pytest.param("deepseek_v3", ("context=2", "tensor=2"), marks=SWEEP),
     ],
 )
-def test_two_processes_give_the_tokens_of_one(name: str, axes: tuple[str, ...]) -> None:
-    run(name, *axes, num_processes=2)
+def test_two_processes_with_tiers_give_the_tokens_of_one(name: str, axes: tuple[str, ...], tmp_path: Path) -> None:
+    run(name, *axes, "--tiers", num_processes=2, folder=tmp_path)
+
+
+@pytest.mark.sweep
+def test_two_processes_find_what_two_before_them_left_on_disk(tmp_path: Path) -> None:
+    for more in ((), ("--restarted",)):
+        run("llama", "context=2", "--tiers", *more, num_processes=2, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

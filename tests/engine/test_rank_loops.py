@@ -185,12 +185,10 @@ def test_parts_that_data_ranks_cannot_have_are_refused() -> None:
     placement: Any = SimpleNamespace(num_data=2, mesh=None)
     with pytest.raises(NotImplementedError, match="draft models do not work over 2 data ranks"):
         check_parts(placement, has_draft_model=True)
-    with pytest.raises(NotImplementedError, match="connectors of the caller's do not work over 2 data ranks"):
-        check_parts(placement, has_connector=True)
     devices = np.array([SimpleNamespace(process_index=i) for i in range(2)])
     placement = SimpleNamespace(num_data=1, mesh=SimpleNamespace(devices=devices))
-    with pytest.raises(NotImplementedError, match="tiers do not work over several processes"):
-        check_parts(placement, has_tiers=True)
+    with pytest.raises(NotImplementedError, match="connectors of the caller's do not work over several processes"):
+        check_parts(placement, has_connector=True)
     check_parts(placement, has_draft_model=True)
 
 

@@ -6,7 +6,7 @@ Run by `mesh_program` on its engine's compiled steps.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -22,24 +22,23 @@ NUM_TOKENS = 4
 HOST = 1 << 24
 
 
-def check_tiers(engine: LLMEngine, name: str) -> None:
+def check_tiers(engine: LLMEngine, name: str, folder: Path) -> None:
     """Greedy tokens with tiers are Hugging Face's: after eviction, after a restart, and with loads that fail."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = TierConfig(host_bytes=HOST, disk_folder=folder, disk_bytes=HOST, weights=name, write_through=True)
-        first = _with_tiers(engine, config)
-        _generate(first, name, num_rounds=3)
-        assert isinstance(first.connector, Tiers)
-        assert first.connector.stats.num_host_loads > 0
-        first.save_cache()
-        first.connector.close()
-        second = _with_tiers(engine, config)
-        _generate(second, name)
-        assert isinstance(second.connector, Tiers)
-        stats = second.connector.stats
-        assert stats.num_disk_loads > 0
-        assert (stats.num_load_failures, stats.num_disk_errors) == (0, 0)
-        second.connector.close()
-        _open_on_one_device(engine, name, config)
+    config = TierConfig(host_bytes=HOST, disk_folder=str(folder), disk_bytes=HOST, weights=name, write_through=True)
+    first = _with_tiers(engine, config)
+    _generate(first, name, num_rounds=3)
+    assert isinstance(first.connector, Tiers)
+    assert first.connector.stats.num_host_loads > 0
+    first.save_cache()
+    first.connector.close()
+    second = _with_tiers(engine, config)
+    _generate(second, name)
+    assert isinstance(second.connector, Tiers)
+    stats = second.connector.stats
+    assert stats.num_disk_loads > 0
+    assert (stats.num_load_failures, stats.num_disk_errors) == (0, 0)
+    second.connector.close()
+    _open_on_one_device(engine, name, config)
     third = _with_tiers(engine, TierConfig(host_bytes=HOST))
     _generate(third, name)
     third.sleep()

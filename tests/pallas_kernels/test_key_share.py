@@ -42,6 +42,7 @@ def test_positions_of_all_ranks_are_all_positions(interleave: int) -> None:
     [
         ("reference", 2, 1, Options(sliding_window=5, num_sink_tokens=3, soft_cap=2.0)),
         ("xla", 4, 2, Options(sliding_window=11)),
+        ("triton", 4, 2, Options(sliding_window=11)),
         pytest.param("reference", 4, 2, Options(attention_chunk_size=8), marks=pytest.mark.sweep),
         pytest.param("reference", 3, 1, Options(), marks=pytest.mark.sweep),
         pytest.param("xla", 2, 1, Options(), marks=pytest.mark.sweep),
@@ -79,7 +80,9 @@ def test_merged_parts_are_attention_over_all_tokens(backend: str, size: int, int
         assert_close(merged, expected, "float32", "out")
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("xla", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "backend", ["reference", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("xla", "triton"))]
+)
 def test_merged_parts_of_latents_are_attention_over_all(backend: str) -> None:
     options, size = Options(), 2
     shape = mla_cases.Shape(num_columns=5, latent=LatentShape(page_size=4 * size))

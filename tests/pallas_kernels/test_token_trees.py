@@ -37,7 +37,7 @@ MASKS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(("mask", "backend"), [(MASKS[2], "reference"), (MASKS[4], "xla")])
+@pytest.mark.parametrize(("mask", "backend"), [(MASKS[2], "reference"), (MASKS[4], "xla"), (MASKS[4], "triton")])
 def test_queries_see_their_paths(mask: dict[str, Any], backend: str) -> None:
     """Chains, stars, trees and what is no path, beside sequences without one."""
     _assert_paths(mask, backend, SHAPE, ROWS, 0)
@@ -45,7 +45,7 @@ def test_queries_see_their_paths(mask: dict[str, Any], backend: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("backend", ["reference", "xla"])
+@pytest.mark.parametrize("backend", ["reference", "xla", "triton"])
 def test_queries_see_their_paths_under_every_mask(mask: dict[str, Any], backend: str) -> None:
     for seed in range(3):
         _assert_paths(mask, backend, LONG, LONG_ROWS, seed)
@@ -55,7 +55,7 @@ def _assert_paths(mask: dict[str, Any], backend: str, shape: Shape, rows: list[t
     options = Options(**mask)
     case = make_case(seed, shape, rows, options)
     trees = random_trees(np.random.default_rng(seed), rows, shape.num_tokens)
-    result = (run_xla if backend == "xla" else run_reference)(case, options, trees)
+    result = run_reference(case, options, trees) if backend == "reference" else run_by(backend, case, options, trees)
     out, lse = case.expected(options, trees)
     assert_close(result.out, out, "float32", "out")
     assert_close(result.lse, lse, "float32", "lse")
@@ -65,9 +65,9 @@ def run_reference(case: cases.Case, options: Options, trees: np.ndarray) -> Any:
     return cases.run(case, options, tree_mask=jnp.asarray(trees))
 
 
-def run_xla(case: cases.Case, options: Options, trees: np.ndarray) -> Any:
+def run_by(backend: str, case: cases.Case, options: Options, trees: np.ndarray) -> Any:
     static = {name: getattr(options, name) for name in ("sm_scale", "sliding_window", "attention_chunk_size")}
-    static |= {"num_sink_tokens": options.num_sink_tokens, "return_lse": True, "backend": "xla"}
+    static |= {"num_sink_tokens": options.num_sink_tokens, "return_lse": True, "backend": backend}
     return ragged_paged_attention(*case.arrays, tree_mask=jnp.asarray(trees), **static)
 
 

@@ -56,7 +56,7 @@ def test_a_layer_sends_its_softmax_states_over_context_and_its_sums_over_tensor(
 
 
 def test_latents_experts_and_recurrent_layers_send_what_they_have() -> None:
-    """MLA: 512 numbers of a latent a head; routed experts: a row for each of a token's; states: no softmax."""
+    """MLA: 512 numbers of a latent a head; routed experts: one row a token more; states: no softmax."""
     deepseek = {
         "num_attention_heads": 128,
         "hidden_size": 7168,
@@ -67,7 +67,7 @@ def test_latents_experts_and_recurrent_layers_send_what_they_have() -> None:
     }
     sent = expected_of(deepseek, num_layers=2, num_tokens=64, num_context=2, num_shards=2)
     assert bytes_over(sent, "context") == 2 * (2 * 64 * 64 + 64 * 64 * 512) * 4
-    assert bytes_over(sent, "tensor") == (4 + 8) * 64 * 7168 * 2
+    assert bytes_over(sent, "tensor") == (2 + 3) * 64 * 7168 * 2
     hybrid = {
         "num_attention_heads": 16,
         "head_dim": 256,

@@ -16,7 +16,7 @@ HASHER = BlockHasher(4)
 
 def make_tiers(folder: Path, platform: str = "cpu", num_context: int = 1, weights: str = "w") -> Tiers:
     config = TierConfig(disk_folder=str(folder), disk_bytes=1 << 20, weights=weights)
-    return Tiers(config, config_of(specs(8), platform), HASHER, num_context=num_context)
+    return Tiers.of_process(config, config_of(specs(8), platform), HASHER, num_context=num_context)
 
 
 def test_a_folder_is_refused_by_what_differs(tmp_path: Path) -> None:

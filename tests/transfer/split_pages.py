@@ -17,6 +17,7 @@ from kvjax.transfer import PageReader, PageWriter, RequestPages
 from kvjax.transfer.peers import cut, joined
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.latent_write import latent_write
+from tests.transfer.test_engines import NUM_TOKENS as NUM_TOKENS_DECODED
 from tests.transfer.test_engines import Pair, drained
 from tests.transfer.worlds import Dense, config_of, nan_pages, specs, tables, written
 
@@ -100,7 +101,8 @@ def shard_at(pages: KVPages, placement: Placement, at: dict[str, int]) -> list[n
 @pytest.mark.parametrize(
     ("name", "platform", "dtype"),
     [
-        ("two ranks", "cpu", "float32"),
+        ("two ranks", "tpu", "bfloat16"),
+        pytest.param("two ranks", "cpu", "float32", marks=pytest.mark.sweep),
         pytest.param("all", "cpu", "float32", marks=pytest.mark.sweep),
         pytest.param("all", "tpu", "bfloat16", marks=pytest.mark.sweep),
         pytest.param("context", "cpu", "float32", marks=pytest.mark.sweep),
@@ -143,18 +145,37 @@ def test_every_device_gets_and_gives_its_tokens_heads_and_requests(name: str, pl
             np.testing.assert_array_equal(np.asarray(whole), np.asarray(array))
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
-def test_engines_of_other_meshes_give_the_tokens_of_one(name: str) -> None:
-    """Prompts are computed on two context ranks of two devices, and decoded on two devices that split the heads."""
-    pair = Pair(name, meshes=(jax.make_mesh((2, 2), ("context", "tensor")), jax.make_mesh((2,), ("tensor",))))
+@pytest.mark.parametrize(
+    ("name", "sender", "receiver"),
+    [
+        ("llama", {"data": 2}, {"data": 2}),
+        *[
+            pytest.param(name, sender, receiver, marks=pytest.mark.sweep)
+            for name in ("gemma3", "deepseek_v3")
+            for sender, receiver in (
+                ({"context": 2, "tensor": 2}, {"tensor": 2}),
+                ({"data": 2, "context": 2}, {"data": 4}),
+                ({"tensor": 2}, {"data": 2, "context": 2, "tensor": 2}),
+            )
+        ],
+    ],
+)
+def test_engines_of_other_meshes_give_the_tokens_of_one(
+    name: str, sender: dict[str, int], receiver: dict[str, int]
+) -> None:
+    """Prompts are computed on one mesh and decoded on another, each by the data rank that admits the request."""
+    pair = Pair(name, meshes=[jax.make_mesh(tuple(axes.values()), tuple(axes)) for axes in (sender, receiver)])
     pair.compute_prompts()
     for request_id, golden in pair.goldens.items():
         pair.target.expect(request_id, pair.source.take_ticket(request_id))
         pair.add(request_id, golden)
+    pair.decode.step()
+    num_used = [len(manager.request_table) > 0 for manager in pair.decode.managers]
+    assert sum(num_used) == min(receiver.get("data", 1), len(pair.goldens))
     results = drained(pair.decode)
     pair.assert_golden(results)
-    assert sum(step.num_new_tokens for step in pair.decode.step_stats) == 8 * len(results)
+    assert pair.target.num_failed == 0
+    assert sum(step.num_new_tokens for step in pair.decode.step_stats) == NUM_TOKENS_DECODED * len(results)
 
 
 def test_a_rank_that_there_is_not_is_refused() -> None:

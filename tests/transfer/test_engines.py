@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,6 +129,13 @@ def test_what_one_computes_the_other_decodes(name: str) -> None:
     pair.add("r0", pair.goldens["r0"])
     pair.assert_golden(drained(pair.decode))
     assert pair.target.num_failed == len(pair.goldens) - 1
+
+
+def test_a_connector_of_another_mesh_is_refused() -> None:
+    peer: Any = FaultyPeer(0)
+    for connector in (PrefillConnector(peer), DecodeConnector(peer)):
+        with pytest.raises(ValueError, match=r"got one of 1 data ranks; give the connector placement"):
+            connector.of_rank(1)
 
 
 class FaultyPeer:

@@ -6,6 +6,8 @@ Source:  transformers' modeling_gpt_oss.py, with whose outputs it agrees; arXiv 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +16,7 @@ from kvjax.models.configs.gpt_oss import GptOssConfig
 from kvjax.models.layers.attention import Attention
 from kvjax.models.layers.blocks import PreNormBlock
 from kvjax.models.layers.decoder import Decoder
-from kvjax.models.layers.experts import choose_experts, run_experts
+from kvjax.models.layers.experts import ExpertParam, choose_experts, run_experts
 from kvjax.models.layers.make import Make
 
 
@@ -37,14 +39,23 @@ class GptOssExperts(nnx.Module):
     def __call__(self, hidden: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:  # -> [T, d]
         """As `run_experts`."""
 
-        def compute(rows: jax.Array, sizes: jax.Array, expert_of_row: jax.Array) -> jax.Array:
-            both = jax.lax.ragged_dot(rows, self.gate_up_proj[...], sizes) + self.gate_up_proj_bias[...][expert_of_row]
+        def compute(
+            params: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array, expert_of_row: jax.Array
+        ) -> jax.Array:
+            gate_up, gate_up_bias, down = params
+            both = jax.lax.ragged_dot(rows, gate_up, sizes) + gate_up_bias[expert_of_row]
             gate = jnp.minimum(both[:, ::2], self.limit)
             up = jnp.clip(both[:, 1::2], -self.limit, self.limit)
             inner = (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
-            return jax.lax.ragged_dot(inner, self.down_proj[...], sizes) + self.down_proj_bias[...][expert_of_row]
+            return jax.lax.ragged_dot(inner, down, sizes)
 
-        return run_experts(hidden, weights, experts, self.down_proj.shape[0], compute)
+        params = [
+            ExpertParam(self.gate_up_proj[...], 2),
+            ExpertParam(self.gate_up_proj_bias[...], 1),
+            ExpertParam(self.down_proj[...], 1),
+        ]
+        bias = jnp.einsum("tk,tkd->td", weights, self.down_proj_bias[...][experts].astype(jnp.float32))
+        return run_experts(hidden, weights, experts, params, compute) + bias.astype(hidden.dtype)
 
 
 class GptOssFeedForward(nnx.Module):

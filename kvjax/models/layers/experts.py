@@ -3,17 +3,21 @@
 Flow:    hidden[T, d] -> [choose_experts] -> weights, experts [T, k] -> [Experts] -> hidden[T, d]
 Source:  Mixtral (arXiv 2401.04088); scores and groups of DeepSeek V3 (arXiv 2412.19437, section 2.1.2)
 
-Tokens are sorted by expert, so that every expert multiplies its own rows once (`jax.lax.ragged_dot`).
+Tokens are sorted by expert, so that every expert multiplies its own rows once (`jax.lax.ragged_dot`). XLA would sum
+over devices behind each projection, k rows a token; here every device first adds up its parts of a token's rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
+from kvjax.device.placement import DATA_AXIS, TENSOR_AXIS
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.layers.feed_forward import ACTIVATIONS, gated
 from kvjax.models.layers.make import Make
@@ -68,26 +72,67 @@ def _in_top_groups(ranked: jax.Array, config: ExpertsConfig) -> jax.Array:  # fl
     return jnp.where(is_chosen[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
+class ExpertParam(NamedTuple):
+    """A parameter of all experts, and its dimension that devices split as `param_splits` has it; None: whole."""
+
+    values: jax.Array
+    dim: int | None
+
+
 def run_experts(
     hidden: jax.Array,  # [T, d]
     weights: jax.Array,  # float32[T, k]
     experts: jax.Array,  # int32[T, k]
-    num_experts: int,
-    compute: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    params: Sequence[ExpertParam],
+    compute: Callable[..., jax.Array],
 ) -> jax.Array:  # [T, d]
     """The weighted sum of what each token's experts make of it.
 
-    `compute(rows[T * k, d], group_sizes[E], experts[T * k])` gets the rows of expert 0, then those of expert 1, and so
-    on, and gives [T * k, d].
+    `compute(params, rows[T * k, d], group_sizes[E], experts[T * k])` gets the rows of expert 0, then those of expert 1,
+    and so on, and gives [T * k, d]. On a mesh that a step is traced for, each device computes what its part of the
+    params adds to its tokens, and the devices sum one row a token.
     """
-    num_tokens, top_k = experts.shape
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
-    out = compute(hidden[order // top_k], sizes, flat[order])
-    weighted = out.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
-    back = jnp.argsort(order, stable=True)
-    return weighted[back].reshape(num_tokens, top_k, -1).sum(axis=1).astype(hidden.dtype)
+    num_experts = params[0].values.shape[0]
+
+    def run(params: Sequence[jax.Array], hidden: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+        num_tokens, top_k = experts.shape
+        flat = experts.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        sizes = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+        out = compute(params, hidden[order // top_k], sizes, flat[order])
+        weighted = out.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+        back = jnp.argsort(order, stable=True)
+        return weighted[back].reshape(num_tokens, top_k, -1).sum(axis=1).astype(hidden.dtype)
+
+    return split_experts(run, params, hidden, weights, experts)
+
+
+def split_experts(
+    run: Callable[..., jax.Array],
+    params: Sequence[ExpertParam],
+    *tokens: jax.Array,  # [T, ...]
+) -> jax.Array:  # [T, d]
+    """`run(params, *tokens)` on the devices of the mesh that is traced for: a part of params and of tokens each."""
+    values = [param.values for param in params]
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return run(values, *tokens)
+    sizes = {axis: mesh.shape[axis] for axis in (TENSOR_AXIS, DATA_AXIS) if axis in mesh.axis_names}
+    is_split = TENSOR_AXIS in sizes and all(
+        param.values.shape[param.dim] % sizes[TENSOR_AXIS] == 0 for param in params if param.dim is not None
+    )
+    data = DATA_AXIS if DATA_AXIS in sizes and tokens[0].shape[0] % sizes[DATA_AXIS] == 0 else None
+
+    def spec(param: ExpertParam) -> PartitionSpec:
+        return PartitionSpec() if param.dim is None or not is_split else PartitionSpec(*[None] * param.dim, TENSOR_AXIS)
+
+    def own(values: Sequence[jax.Array], *tokens: jax.Array) -> jax.Array:
+        out = run(values, *tokens)
+        return jax.lax.psum(out, TENSOR_AXIS) if is_split else out
+
+    rows = PartitionSpec(data)
+    specs = (list(map(spec, params)), *(rows,) * len(tokens))
+    return jax.shard_map(own, in_specs=specs, out_specs=rows, check_vma=False)(values, *tokens)
 
 
 class Experts(nnx.Module):
@@ -137,12 +182,15 @@ class Experts(nnx.Module):
     def __call__(self, hidden: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:  # -> [T, d]
         """As `run_experts`."""
 
-        def compute(rows: jax.Array, sizes: jax.Array, expert_of_row: jax.Array) -> jax.Array:
+        def compute(
+            params: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array, expert_of_row: jax.Array
+        ) -> jax.Array:
             del expert_of_row
-            gate, up = (jax.lax.ragged_dot(rows, param[...], sizes) for param in (self.gate, self.up))
-            return jax.lax.ragged_dot(gated(gate, up, self.activation, self.limit), self.down[...], sizes)
+            gate, up = (jax.lax.ragged_dot(rows, param, sizes) for param in params[:2])
+            return jax.lax.ragged_dot(gated(gate, up, self.activation, self.limit), params[2], sizes)
 
-        return run_experts(hidden, weights, experts, self.num_experts, compute)
+        params = [ExpertParam(self.gate[...], 2), ExpertParam(self.up[...], 2), ExpertParam(self.down[...], 1)]
+        return run_experts(hidden, weights, experts, params, compute)
 
 
 class PlainExperts(nnx.Module):
@@ -170,12 +218,16 @@ class PlainExperts(nnx.Module):
     def __call__(self, hidden: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:  # -> [T, d]
         """As `run_experts`."""
 
-        def compute(rows: jax.Array, sizes: jax.Array, expert_of_row: jax.Array) -> jax.Array:
+        def compute(
+            params: Sequence[jax.Array], rows: jax.Array, sizes: jax.Array, expert_of_row: jax.Array
+        ) -> jax.Array:
             del expert_of_row
-            up = ACTIVATIONS[self.activation](jax.lax.ragged_dot(rows, self.up[...], sizes))
-            return jax.lax.ragged_dot(up, self.down[...], sizes)
+            up = ACTIVATIONS[self.activation](jax.lax.ragged_dot(rows, params[0], sizes))
+            return jax.lax.ragged_dot(up, params[1], sizes)
 
-        return run_experts(hidden, weights, experts, self.num_experts, compute)
+        return run_experts(
+            hidden, weights, experts, [ExpertParam(self.up[...], 2), ExpertParam(self.down[...], 1)], compute
+        )
 
 
 class Router(nnx.Module):

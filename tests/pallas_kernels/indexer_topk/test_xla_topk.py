@@ -26,9 +26,12 @@ STEPS: tuple[Any, ...] = ((0, None), (2, [(1, 1), (0, 0), (1, 160), (17, 130), (
         pytest.param(LatentShape(DIM + 4, 64, "int8"), IndexFp8(), 128, 1, "float32", marks=pytest.mark.sweep),
     ],
 )
-def test_random_steps(latent: LatentShape, entries: EntryFormat, ratio: int, topk: int, q_dtype: str) -> None:
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_random_steps(
+    latent: LatentShape, entries: EntryFormat, ratio: int, topk: int, q_dtype: str, backend: str
+) -> None:
     """More entries than are asked for and fewer; lengths 0 and 1; equal scores go to the smaller entry."""
-    op = functools.partial(indexer_topk, backend="xla")
+    op = functools.partial(indexer_topk, backend=backend)
     for seed, rows in STEPS:
         check(seed, latent, entries, ratio, topk, rows, op=op, q_dtype=q_dtype)
 

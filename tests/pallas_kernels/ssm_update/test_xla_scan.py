@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from pallas_kernels.ssm_update import selective_scan, xla_scan
 from pallas_kernels.ssm_update.arguments import Scan
+from pallas_kernels.ssm_update.running_sums import RunningSums
+from pallas_kernels.ssm_update.triton_scan import Sizes
 from pallas_kernels.state_step import StepArrays
 from tests.pallas_kernels.ssm_update.test_selective_scan import MAMBA1, NUM_PAGES, NUM_ROWS, Shape
 from tests.pallas_kernels.state_cases import on_device
@@ -24,10 +27,13 @@ LENGTHS = ([1, 1, 1, 0, 1], [1, 1, 0, 30, 8], [3, 0, 16, 4, 17], [40], [])
         (Shape(head_dim=3, groups=1, num_tokens=40, num_kept=4, dtype="bfloat16"), {"tile_tokens": 16}),
         (Shape(head_dim=4, groups=6, num_tokens=40, state_dtype="bfloat16", limit=(0.1, 2.0)), {}),
         (MAMBA1, {}),
+        (Shape(head_dim=3, groups=2, num_tokens=40), {"by_triton": Sizes(tokens=16)}),
+        (Shape(head_dim=4, groups=1, num_tokens=40, dtype="bfloat16", state_dtype="bfloat16"), {"by_triton": Sizes()}),
+        (Shape(head_dim=3, groups=6, num_tokens=40, num_kept=4, limit=(0.1, 2.0)), {"by_triton": Sizes(tokens=16)}),
     ],
     ids=str,
 )
-def test_random_steps(shape: Shape, sizes: dict[str, int]) -> None:
+def test_random_steps(shape: Shape, sizes: dict[str, Any]) -> None:
     """Decode, several tiles and trips, mixed, drafts with pages of their own, lengths 0 and 1, no sequence."""
     run = jax.jit(functools.partial(xla_scan.selective_scan, dt_limit=shape.limit, **sizes))
     for seed, q_lens in enumerate(LENGTHS):
@@ -37,7 +43,8 @@ def test_random_steps(shape: Shape, sizes: dict[str, int]) -> None:
         shape.assert_right(result, arrays, step)
 
 
-def test_long_decays_are_exact() -> None:
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_long_decays_are_exact(backend: str) -> None:
     """Sums of time steps in the thousands within a tile: what little survives is right to float32."""
     shape = Shape(head_dim=3, groups=2, num_tokens=40, limit=(20.0, 200.0))
     arrays, step = shape.make(np.random.default_rng(7), [40], NUM_ROWS, NUM_PAGES)
@@ -45,7 +52,7 @@ def test_long_decays_are_exact() -> None:
     names = ("x", "states", "dt", "a", "b", "c")
     options = {name: arrays[name] for name in ("d", "dt_bias") if name in arrays}
     given = (*(arrays[name] for name in names), *on_device(step))
-    shape.assert_right(selective_scan(*given, **options, dt_limit=shape.limit, backend="xla"), arrays, step)
+    shape.assert_right(selective_scan(*given, **options, dt_limit=shape.limit, backend=backend), arrays, step)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -56,7 +63,7 @@ def test_decays_after_a_great_one_keep_their_digits(seed: int) -> None:
     logs[rng.integers(0, 128, 5)] = -rng.uniform(1e2, 1e4, 5)
     sums = np.cumsum(logs.astype(np.float64))
     expected = np.where(np.tri(256, dtype=bool), np.exp(np.minimum(sums[:, None] - sums, 0.0)), 0.0)
-    found = xla_scan.RunningSums.of(logs)
+    found = RunningSums.of(logs)
     np.testing.assert_allclose(found.decays(), expected, rtol=2e-6, atol=1e-37)
     np.testing.assert_allclose(found.since_start(), np.exp(sums), rtol=2e-6, atol=1e-37)
     np.testing.assert_allclose(found.until_end(), np.exp(sums[-1] - sums), rtol=2e-6, atol=1e-37)

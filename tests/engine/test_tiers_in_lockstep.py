@@ -1,0 +1,150 @@
+"""Two engines as two processes would have them, whose threads and disks have other luck: they plan the same steps.
+
+Each has all of the pages, and a `CommonPace`; what a thread does takes other times in each, and fails in one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.core import BlockHasher
+from kvjax.device import KVPages
+from kvjax.engine import LLMEngine
+from kvjax.engine.agreement import describe
+from kvjax.engine.host_loop import HostStep
+from kvjax.engine.rank_loops import RankSteps
+from kvjax.tiers.common_index import CommonIndex
+from kvjax.tiers.common_pace import CommonPace
+from kvjax.tiers.config import TierConfig
+from kvjax.tiers.connector import RankConnector
+from kvjax.tiers.process_tiers import HomeSchedulers, HomeWorkers
+from kvjax.tiers.reports import Reports
+from kvjax.tiers.tiers import Tiers, TierShare
+from kvjax.tiers.units import TierMeta
+from tests.engine.engines import assert_no_leak
+from tests.engine.test_tiers import GREEDY, compiled, config_of
+from tests.models.golden_models import goldens_of
+from tests.tiers.fake_board import FakeBoard
+
+TIMEOUT_S = 0.2  # where threads hang
+
+
+class Connector:
+    """A `KVConnector` as of one process of several, of which each has all of the pages."""
+
+    def __init__(self, config: TierConfig, board: FakeBoard, timeout_s: float) -> None:
+        plan = compiled("gemma3").plan
+        hasher = BlockHasher(8, compiled("gemma3").config.hash_algorithm, seed="0")
+        share = TierShare.whole(config, plan.config, hasher)
+        self.reports = Reports(board, timeout_s=timeout_s, tells_losses=share.disk is not None)
+        index = None
+        if share.disk is not None and config.disk_bytes is not None:
+            index = CommonIndex(config.disk_bytes, share.sizes.bytes_of_group)
+        pace = CommonPace(self.reports, index)
+        self.tiers = Tiers(config, dataclasses.replace(share, index=index, pace=pace, load_timeout_s=1e9))
+        self.worker = HomeWorkers([self.tiers], self.reports)
+        self.scheduler = HomeSchedulers([self.tiers])
+
+    def of_rank(self, rank: int) -> RankConnector:
+        return self.tiers.of_rank(rank)
+
+    def save_all(self, pages: KVPages) -> KVPages:
+        return self.tiers.save_all(pages)
+
+    def reset(self, *, forget: bool = True) -> None:
+        self.tiers.reset(forget=forget)
+
+    def close(self) -> None:
+        self.tiers.close()
+
+
+class Steps:
+    """In place of an `Agreement`: what was planned."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def note_transfers(self, metadata: Sequence[TierMeta]) -> None:
+        self.log.append([one.digest() for one in metadata])
+
+    def note(self, step: HostStep | RankSteps) -> None:
+        self.log.append(describe(step))
+
+
+def with_luck(rng: np.random.Generator, function: Callable[..., Any], fault_rate: float) -> Callable[..., Any]:
+    """`function`, which a thread runs: sooner or later, well or not."""
+
+    def run(*args: Any) -> Any:
+        seconds, luck = rng.exponential(0.002), rng.random()
+        time.sleep(2 * TIMEOUT_S if luck > 1 - fault_rate / 4 else seconds)
+        if luck < fault_rate:
+            raise OSError("planted")
+        return function(*args)
+
+    return run
+
+
+def make_engine(board: FakeBoard, tiers: TierConfig, seed: int, fault_rate: float) -> tuple[LLMEngine, Connector]:
+    like = compiled("gemma3")
+    connector = Connector(tiers, board, TIMEOUT_S if fault_rate else 60.0)
+    engine = LLMEngine(like.model, config_of("gemma3"), like=like, connector=connector)
+    rng = np.random.default_rng((seed, board.index))
+    worker = connector.tiers.worker
+    for name in ("_read_units", "_write_units"):
+        setattr(worker, name, with_luck(rng, getattr(worker, name), fault_rate))
+    return engine, connector
+
+
+@pytest.mark.parametrize(
+    ("seed", "host_bytes", "fault_rate", "has_disk"),
+    [
+        (1, 1 << 20, 0.15, True),
+        pytest.param(0, 1 << 24, 0.0, False, marks=pytest.mark.sweep),
+        *[
+            pytest.param(seed, (0, 1 << 18, 1 << 22)[seed % 3], 0.2 * (seed % 2), True, marks=pytest.mark.sweep)
+            for seed in range(2, 14)
+        ],
+    ],
+)
+def test_engines_of_other_luck_plan_the_same_steps(
+    seed: int, host_bytes: int, fault_rate: float, has_disk: bool, tmp_path: Path
+) -> None:
+    folders = [tmp_path / str(i) for i in range(2)]
+    common = {"host_bytes": host_bytes, "write_through": bool(seed % 2)}
+    disks = [{"disk_folder": str(one), "disk_bytes": 1 << 21, "weights": "g"} if has_disk else {} for one in folders]
+    pairs = [
+        make_engine(board, TierConfig(**common, **disk), seed, fault_rate)
+        for board, disk in zip(FakeBoard.of(2), disks, strict=True)
+    ]
+    engines, logs = [engine for engine, _ in pairs], [Steps(), Steps()]
+    for engine, log in zip(engines, logs, strict=True):
+        engine._core._agreement = log  # type: ignore[assignment]
+    goldens = goldens_of("gemma3")
+    order = np.random.default_rng(seed).integers(len(goldens), size=12)
+    expected = {f"r{i}": goldens[choice].greedy[: GREEDY.max_tokens].tolist() for i, choice in enumerate(order)}
+    for engine in engines:
+        for i, choice in enumerate(order):
+            engine.add_request(goldens[choice].prompt, GREEDY, request_id=f"r{i}")
+    found: list[dict[str, list[int]]] = [{}, {}]
+    while any(engine.has_work for engine in engines):
+        for engine, own in zip(engines, found, strict=True):
+            own |= {one.request_id: one.output_token_ids.tolist() for one in engine.step().results.values()}
+    assert found == [expected, expected]
+    assert logs[0].log == logs[1].log
+    for engine, connector in pairs:
+        assert_no_leak(engine)
+        connector.tiers.flush()
+        connector.scheduler.check_invariants()
+        assert connector.tiers.host.num_held == 0
+    first, second = (connector.tiers for _, connector in pairs)
+    assert first.host.keys() == second.host.keys()
+    stats = first.stats
+    assert stats.num_host_loads + stats.num_disk_loads > 0
+    assert (stats.num_load_failures > 0) == (fault_rate > 0)
