@@ -43,12 +43,20 @@ def check_decode(
     if not is_decode:
         return
     num_seqs = query_start_loc.shape[0] - 1
-    if num_tokens != num_seqs:
+    if num_tokens < num_seqs or num_tokens % num_seqs:
         raise ValueError(
-            f"{op}: expected as many tokens as sequences with is_decode=True, got {num_tokens} and {num_seqs}"
+            f"{op}: expected as many tokens as sequences with is_decode=True, or a multiple, got {num_tokens} and "
+            f"{num_seqs}"
         )
-    known = checks.concrete(query_start_loc, distribution)
-    if known is not None:
+    known, most = checks.concrete(query_start_loc, distribution), num_tokens // num_seqs
+    if known is not None and most > 1:
+        starts, ends = known
+        if (np.diff(starts[: ends[2] + 1]) > most).any():
+            raise ValueError(
+                f"{op}: expected at most {most} queries of every sequence with is_decode=True and {num_tokens} tokens, "
+                f"got query_start_loc {starts}"
+            )
+    elif known is not None:
         starts, ends = known
         if ends[0] != ends[2] or (starts[: ends[2] + 1] != np.arange(ends[2] + 1)).any():
             raise ValueError(

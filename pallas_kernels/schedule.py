@@ -39,6 +39,15 @@ class Batch(NamedTuple):
             blind = jnp.where(self.seq_lens > 0, 0, blind)
         return Batch(self.seq_lens, self.starts + blind, self.q_lens - blind)
 
+    def positions(self, mask: MaskRule) -> tuple[jax.Array, jax.Array]:
+        """int32[S] each, position of the first and of the last query token of a sequence; a last one of -1: none.
+
+        Where every query sees every key a sequence may have more queries than keys; they then stand at 0, 1, ...
+        """
+        first = self.seq_lens - self.q_lens
+        first = jnp.maximum(first, 0) if mask.sees_all else first
+        return first, jnp.where(self.q_lens > 0, first + self.q_lens - 1, -1)
+
     def covers(self, num_tokens: int) -> jax.Array:
         """bool[num_tokens]: whether a token is a query of one of the sequences."""
         token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]

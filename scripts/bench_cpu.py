@@ -6,10 +6,10 @@ Flow:    models, prompts -> kvjax LLMEngine and Hugging Face in turns -> [bench_
 
 Both take the same float32 weights and the same prompts of one length, greedy, all requests at once, each in a process
 pinned to one core. Times are process times. A run asks each engine for one new token of every prompt (prefill), then
-for all of them; what the rest takes is decode. `demo+lookup` drafts by prompt lookup. Rows of tokens are compared; two
-that part are a near tie where Hugging Face's two best logits are within 1e-3 there. The interpreter of `--hf-python`
-needs torch and transformers; without them kvjax runs alone. With `--onednn` XLA hands kvjax's products to oneDNN, which
-torch uses too; programs compiled so cannot be kept in jax's persistent cache.
+for all of them; what the rest takes is decode. `demo+lookup` drafts by prompt lookup, where it may pay. Rows of
+tokens are compared; two that part are a near tie where Hugging Face's two best logits are within 1e-3 there. The
+interpreter of `--hf-python` needs torch and transformers; without them kvjax runs alone. With `--onednn` XLA hands
+kvjax's products to oneDNN, which torch uses too; programs compiled so cannot be kept in jax's persistent cache.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Sizes:
     new: int  # tokens
     chunk: int  # most tokens of a step
     drafts: int  # of a request and step, where the engine looks prompts up
+    least_gain: float = 0.0  # of drafts: `SpeculativeConfig.least_gain`
     onednn: bool = False  # whether XLA hands products to oneDNN
 
 
@@ -199,7 +200,7 @@ def make_engine(folder: Path, sizes: Sizes, *, lookup: bool) -> tuple[Generate, 
         max_num_batched_tokens=max(sizes.chunk, sizes.batch),
         enable_prefix_caching=False,  # every run computes every prompt, as the baseline does
         max_buckets=8,
-        speculative=SpeculativeConfig(num_drafts=sizes.drafts) if lookup else None,
+        speculative=SpeculativeConfig(num_drafts=sizes.drafts, least_gain=sizes.least_gain) if lookup else None,
         compiler_options=ONEDNN if sizes.onednn else None,
     )
     engine = LLMEngine.from_folder(folder, config, dtype="float32")
@@ -280,6 +281,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=64, help="new tokens of each (default %(default)s)")
     parser.add_argument("--chunk", type=int, default=512, help="most tokens of a step (default %(default)s)")
     parser.add_argument("--drafts", type=int, default=4, help="most drafts of prompt lookup (default %(default)s)")
+    parser.add_argument(
+        "--least-gain", type=float, default=0.3, help="right drafts a request that a step expects (default %(default)s)"
+    )
     parser.add_argument("--onednn", action="store_true", help="products by oneDNN (default: by XLA's own choice)")
     parser.add_argument(
         "--core", type=int, default=max(range(os.cpu_count() or 1)), help="the core (default: the last)"
@@ -296,7 +300,15 @@ def main(arguments: list[str] | None = None) -> int:
     from kvjax.demo import demo_model_path
     from kvjax.errors import MissingExtraError
 
-    sizes = Sizes(options.batch, options.prompt, options.new, options.chunk, options.drafts, options.onednn)
+    sizes = Sizes(
+        options.batch,
+        options.prompt,
+        options.new,
+        options.chunk,
+        options.drafts,
+        options.least_gain,
+        options.onednn,
+    )
     python = options.hf_python
     print(f"{'model':14} {'part':8} {'kvjax tok/s':>14} {'HF tok/s':>14} {'ratio':>9}", flush=True)
     results = []

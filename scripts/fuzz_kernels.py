@@ -6,10 +6,10 @@
 
 Flow:    op, platform, seed, number -> trial of scripts/kernel_fuzz -> cases -> [fuzz_kernels] -> a line a pair
 
-Platforms: `reference` (plain jnp), `xla` (the same, vectorised for GPUs without kernels), `tpu` and `gpu` (Pallas
-kernels: compiled where there is a chip, else interpreted on CPU, some trials with races watched). A wrong case is told
-with the command that repeats its trial; the exit status is then 1. So it is where a trial hangs for longer than --hang
-seconds.
+Platforms: `reference` (plain jnp), `xla` (the same, vectorised for GPUs without kernels), `tpu`, `gpu` and `triton`
+(Pallas kernels: compiled where there is a chip, else interpreted on CPU, of `tpu` and `gpu` some with races watched). A
+wrong case is told with the command that repeats its trial; the exit status is then 1. So it is where a trial hangs for
+longer than --hang seconds.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ import numpy as np
 from scripts.kernel_fuzz import attention, moves, sparse, states
 from scripts.kernel_fuzz.trials import Trial
 
-_ALL = ("reference", "xla", "tpu", "gpu")
+_MOST = ("reference", "xla", "tpu", "gpu")
+_ALL = (*_MOST, "triton")
 OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that have a kernel of it
     "ragged_paged_attention": (attention.ragged, _ALL),
     "mla_paged_attention": (attention.mla, _ALL),
-    "sparse_mla_attention": (sparse.sparse, _ALL),
-    "indexer_topk": (sparse.indexer, ("reference", "xla", "tpu")),
+    "sparse_mla_attention": (sparse.sparse, _MOST),
+    "indexer_topk": (sparse.indexer, ("reference", "xla", "tpu", "triton")),
     "compressor_update": (sparse.compressor, ("reference", "xla", "tpu")),
     "causal_conv1d": (states.convolution, ("reference", "tpu", "gpu")),
     "selective_scan": (states.scan, _ALL),
-    "gated_delta_rule": (states.delta, _ALL),
+    "gated_delta_rule": (states.delta, _MOST),
     "kv_write": (moves.kv, ("reference", "tpu")),
     "latent_write": (moves.latent, ("reference", "tpu")),
     "merge_states": (moves.merge, ("reference",)),

@@ -44,6 +44,7 @@ FEATURES = (
     "head_dim=192",
     "head_dim=256",
     "head_dim=256 dtype=float8_e4m3fn",
+    *(f"tokens=256 {sizes}" for sizes in ("", "head_dim=64", "head_dim=256", "dtype=float8_e4m3fn", "window=128")),
 )
 LATENT_FEATURES = ("page=16 window=1024 soft_cap=30", "dtype=float8_e4m3fn", "dtype=int8 tp=8", "q_dtype=float16 tp=8")
 SPARSE_FEATURES = ("fp8=0", "fp8=0 ratio=0", "ratio=128", "tokens=64", "tokens=8192")
@@ -70,6 +71,8 @@ LAYERS = (
     "sinks=1 scales=1",
     "head_dim=64 window=128 sinks=1 heads=64",
     "heads=32 kv_heads=4",
+    "queries=4",
+    "queries=8 scan=0 sinks=1",
     "op=mla heads=128 page=64",
     "op=mla heads=16 page=64",
     "op=mla heads=128 page=64 scan=0",

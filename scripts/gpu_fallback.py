@@ -1,9 +1,10 @@
-"""What GPUs run whose kernels cannot take a call: vectorised XLA, compiled without a card; launches, memory, bytes.
+"""What GPUs run whose kernels cannot take a call, in Triton or XLA, compiled without a card: launches, memory, bytes.
 
     python scripts/gpu_fallback.py [--case "decode 64 x 4k"] [--subset] [--check] [--json FILE]
 
 Cases, cards and bars: scripts/gpu_aot/fallback_cases.py. Of a call: *launches* of kernels, loops counted as often as
-the step's lengths make them run; *temporaries* that XLA allocates; *moved*, the bytes that all kernels read and write;
+the step's lengths make them run; *temporaries* that XLA allocates; *moved*, the bytes that all kernels read and write,
+of one in Triton what its programs do;
 *named*, those of the pages that the tables name (of states: read and written, and of inputs and outputs). Time on
 paper: bytes over the card's bandwidth, or products over its peak where they take longer; *least* that of what is named,
 moved once. `--check` fails where a case is above its bars. Where it runs: see scripts/gpu_compile.py.
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.gpu_aot.fallback_cases import CASES, MIB, SUBSET, Case
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = "{:30} {:5} {:>9} {:>12} {:>9} {:>9} {:>9} {:>9} {:>6}"
+ROW = "{:34} {:5} {:>9} {:>12} {:>9} {:>9} {:>9} {:>9} {:>6}"
 
 
 def chosen(subset: bool) -> list[Case]:

@@ -16,6 +16,7 @@ from kvjax.device import context_ranks
 from kvjax.device.attention_options import AttentionOptions
 from kvjax.device.layer_step import WHOLE, LayerStep
 from kvjax.device.pages import Column
+from pallas_kernels.kv_write import kv_write
 from pallas_kernels.ragged_paged_attention import MaskRule, plan, ragged_paged_attention
 
 
@@ -34,7 +35,8 @@ def attend_kv(
         ValueError: shapes are not the spec's, or the options look further back than the layer's group keeps.
         NotImplementedError: the layer's pages do not hold K and V.
     """
-    k, v, k_scale, v_scale = (_repeated(layer, x) for x in (k, v, options.k_scale, options.v_scale))
+    given = (k, v, options.k_scale, options.v_scale)
+    k, v, k_scale, v_scale = (None if x is None else _repeated(layer, x) for x in given)
     num_kv_heads = _check(layer, q, k, v)
     layer.check_visible(options)
     num_sink_tokens = _num_sink_tokens(layer, options)
@@ -73,6 +75,29 @@ def attend_kv(
     return out, pages
 
 
+def write_kv(layer: LayerStep, k: jax.Array, v: jax.Array, options: AttentionOptions) -> Column:
+    """The layer's pages with K and V [T, num_kv_heads, head_dim] of the step, on one context rank.
+
+    Raises:
+        ValueError: shapes are not the spec's.
+        NotImplementedError: the layer's pages do not hold K and V.
+    """
+    k, v = _repeated(layer, k), _repeated(layer, v)
+    _check(layer, k, k, v)
+
+    def write(k, v, pages, scales, slot_mapping):  # type: ignore[no-untyped-def]
+        return kv_write(k, v, pages, slot_mapping, **scales, backend=layer.backend)
+
+    given = {"k_scale": options.k_scale, "v_scale": options.v_scale}
+    scales = {name: None if x is None else _repeated(layer, x) for name, x in given.items()}
+    heads, scale_specs = layer.heads(3, 1), {name: layer.per_head(x) for name, x in scales.items()}
+    in_specs = (heads, heads, layer.page_specs, scale_specs, layer.by_rank)
+    written: Column = layer.per_device(write, in_specs, layer.page_specs)(
+        k, v, layer.pages, scales, layer.group.slot_mapping
+    )
+    return written
+
+
 def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRule) -> Any:
     """The plan of the step for the layers of the group with such queries, pages and mask, on each device alike."""
     num_shards = layer.placement.num_shards
@@ -90,11 +115,11 @@ def kv_schedule(layer: LayerStep, q: jax.Array, num_kv_heads: int, mask: MaskRul
     return layer.planned(("kv", shapes, mask), make)
 
 
-def _repeated(layer: LayerStep, x: jax.Array | None) -> jax.Array | None:
+def _repeated(layer: LayerStep, x: jax.Array) -> jax.Array:
     """K, V or a scale with each head once for every device that has it; as it is where heads are not replicated."""
     num_shards = layer.placement.num_shards
     shapes = layer.spec.entry_shapes
-    if x is None or x.ndim == 0 or num_shards == 1 or not shapes or shapes[0][0] != num_shards:
+    if x.ndim == 0 or num_shards == 1 or not shapes or shapes[0][0] != num_shards:
         return x
     axis = 1 if x.ndim == 3 else 0
     return x if num_shards % x.shape[axis] else jnp.repeat(x, num_shards // x.shape[axis], axis=axis)
@@ -130,4 +155,4 @@ def _check(layer: LayerStep, q: jax.Array, k: jax.Array | None, v: jax.Array | N
     return num_kv_heads
 
 
-__all__ = ["attend_kv", "kv_schedule"]
+__all__ = ["attend_kv", "kv_schedule", "write_kv"]

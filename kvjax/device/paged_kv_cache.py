@@ -20,6 +20,7 @@ Source:  the layer's group and column come from KVCacheConfig.layer_index
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,13 +32,14 @@ from kvjax.device.batch import DeviceBatch
 from kvjax.device.compressed_attention import attend_compressed, check_window, pick_entries
 from kvjax.device.cross_attention import attend_cross
 from kvjax.device.entry_compressor import FinishEntries, check_entries, make_entries, write_entries
-from kvjax.device.kv_attention import attend_kv
+from kvjax.device.kv_attention import attend_kv, write_kv
 from kvjax.device.latent_attention import attend_latent
 from kvjax.device.layer_marks import mark_pages
 from kvjax.device.layer_step import LayerStep
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import Placement
 from kvjax.device.state_update import RecurrentStep, StateUpdate, check_states, update_states
+from kvjax.device.wanted_rows import of_wanted, wanted_rows
 
 
 class PagedKVCache:
@@ -56,13 +58,18 @@ class PagedKVCache:
         kv_cache_config: KVCacheConfig,
         placement: Placement | None = None,
         *,
+        narrows: bool = False,
         backend: str = "auto",
     ) -> None:
+        """With `narrows` the caller takes hidden states of the `wanted` tokens alone."""
         self.pages = pages
         self._batch = jax.tree.map(jnp.asarray, batch)
         self._config = kv_cache_config
         self._placement = Placement.create() if placement is None else placement
         self._backend = backend
+        self.wanted: jax.Array | None = None  # int32[N] fewer than T tokens whose hidden states are of use; None: all
+        if narrows and self._placement.num_data == self._placement.num_context == 1:
+            self.wanted = wanted_rows(self._batch)
         self._attended: set[str] = set()
         self._updated: dict[str, set[int]] = {}  # recurrent layer -> arrays of its states that are those of this step
         self._owners = dict(kv_cache_config.shared_layers)  # layer without pages of its own -> the layer it reads
@@ -82,14 +89,15 @@ class PagedKVCache:
     def __call__(
         self,
         layer_name: str,
-        q: jax.Array,  # [T, num_q_heads, head_dim]
+        q: jax.Array,  # [T, num_q_heads, head_dim], or [N, ...] of the `wanted` tokens, where there are any
         k: jax.Array | None,  # [T, num_kv_heads, head_dim]; None: the layer reads another's pages
         v: jax.Array | None,  # [T, num_kv_heads, head_dim_v], likewise
         options: AttentionOptions,
-    ) -> jax.Array:  # [T, num_q_heads, head_dim_v]
+    ) -> jax.Array:  # [T, num_q_heads, head_dim_v], or [N, ...]
         """Writes the layer's K and V of this step, then attends over all that its requests have in the cache.
 
-        A layer of `shared_layers` comes without K and V, after the layer whose pages it reads.
+        A layer of `shared_layers` comes without K and V, after the layer whose pages it reads. In its last layer a
+        model may ask for the `wanted` tokens alone, and give no other hidden states.
 
         Raises:
             ValueError: the layer is unknown or attended before, shapes are not its spec's, the options look further
@@ -98,6 +106,10 @@ class PagedKVCache:
         """
         layer = self._layer(layer_name)
         self._check_writes(layer_name, "K and V", k, v)
+        if self.wanted is not None and q.shape[0] == self.wanted.shape[0]:
+            if k is not None and v is not None:
+                layer = replace(layer, pages=write_kv(layer, k, v, options))
+            layer, k, v = of_wanted(layer, self.wanted), None, None
         return self._ran(layer_name, *attend_kv(layer, q, k, v, options))
 
     def mark_layer(self) -> None:

@@ -26,7 +26,8 @@ from kvjax.device.placement import Placement
 from kvjax.device.step_chain import StepChain
 from kvjax.device.step_cuts import cut_step
 
-# (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state) -> (pages, what else the step leaves)
+# (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state, whether the last layer may differ
+# from the others) -> (pages, what else the step leaves)
 Update: TypeAlias = Callable[..., tuple[KVPages, Any]]
 CompilerOptions: TypeAlias = Mapping[str, bool | int | float | str]  # XLA's, by name, as of `jax.jit`
 
@@ -96,17 +97,17 @@ class StepPrograms:
         if found is None:
             inputs = PackedInputs(shapes)
             found = _Program(
-                self._traced(inputs),
+                self._traced(inputs, may_narrow=True),
+                self._traced(inputs, may_narrow=False) if self._may_cut else None,
                 inputs,
                 self._page_shardings,
                 self._replicated,
-                self._may_cut,
                 self._compiler_options,
             )
             self.by_shapes[shapes] = found
         return found
 
-    def _traced(self, inputs: PackedInputs) -> Callable[..., tuple[list[jax.Array], Any]]:
+    def _traced(self, inputs: PackedInputs, *, may_narrow: bool) -> Callable[..., tuple[list[jax.Array], Any]]:
         """The step of one layout as jax traces it, once."""
 
         def step(
@@ -120,9 +121,9 @@ class StepPrograms:
         ) -> tuple[list[jax.Array], Any]:
             batch, sampling = inputs.unpack(buffer, own)
             own_pages = jax.tree.unflatten(self._page_tree, pages)
-            mesh = self._replicated.mesh
+            of_step, mesh = (batch, sampling, previous, embeds, sampler_state), self._replicated.mesh
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size > 1 else nullcontext():
-                new_pages, rest = self._update(weights, own_pages, batch, sampling, previous, embeds, sampler_state)
+                new_pages, rest = self._update(weights, own_pages, *of_step, may_narrow)
             return jax.tree.leaves(new_pages), rest
 
         return step
@@ -134,25 +135,25 @@ class _Program:
     def __init__(
         self,
         step: Callable[..., Any],
+        step_alike: Callable[..., Any] | None,  # the step to be cut, in which the last layer is like others; None: none
         inputs: PackedInputs,
         page_shardings: tuple[Any, ...],
         replicated: Any,
-        may_cut: bool,
         compiler_options: dict[str, Any] | None,
     ) -> None:
         self.inputs = inputs
         self._compiler_options = compiler_options
-        self._may_cut = may_cut
         self._page_shardings = page_shardings
         self._replicated = replicated
         pages = list(page_shardings)
-        self._whole = jax.jit(
-            step,
-            donate_argnums=1,
-            in_shardings=(None, pages, *(replicated,) * 5),
-            out_shardings=(pages, replicated),
-            compiler_options=compiler_options,
-        )
+        options: dict[str, Any] = {
+            "donate_argnums": 1,
+            "in_shardings": (None, pages, *(replicated,) * 5),
+            "out_shardings": (pages, replicated),
+            "compiler_options": compiler_options,
+        }
+        self._whole = jax.jit(step, **options)
+        self._alike = None if step_alike is None else jax.jit(step_alike, **options)
         self._chain: StepChain | None = None
         self.run: Callable[..., Any] = self._first_run
 
@@ -173,9 +174,9 @@ class _Program:
         return self.run(*arguments)
 
     def _cut(self, arguments: Sequence[Any]) -> StepChain | None:
-        if not self._may_cut:
+        if self._alike is None:
             return None
-        traced = self._whole.trace(*arguments)
+        traced = self._alike.trace(*arguments)
         weights, pages, _, own, _, *others = arguments
         first_page, num_inputs = len(weights), 2 + len(own)  # the buffer and the previous tokens
         first_input = first_page + len(pages)

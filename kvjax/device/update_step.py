@@ -335,10 +335,12 @@ class UpdateStep:
         previous: jax.Array,
         embeds: jax.Array | None,
         sampler_state: Any,
+        may_narrow: bool,
     ) -> tuple[KVPages, _Outputs]:
-        """The step as jax traces it, once per bucket."""
+        """The step as jax traces it, once per bucket; `may_narrow`: the last layer may differ from the others."""
         model = self._weights.model(weights)
-        cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, backend=self._backend)
+        narrows = may_narrow and batch.given is None  # scores are of all tokens
+        cache = PagedKVCache(pages, batch, self.kv_cache_config, self.placement, narrows=narrows, backend=self._backend)
         inputs = {} if embeds is None else {"embeds": (embeds, batch.embed_index)}
         token_ids = _token_ids(batch, previous)
         if self.placement.num_data > 1:
@@ -346,7 +348,8 @@ class UpdateStep:
         hidden = model(token_ids, batch.positions, cache, **inputs)
         if cache.unused_layers:
             raise ValueError(f"the model did not attend in layers {cache.unused_layers} of the cache config")
-        logits = model.logits(hidden[batch.logits_indices])
+        is_narrowed = cache.wanted is not None and hidden.shape[0] == cache.wanted.shape[0]
+        logits = model.logits(hidden if is_narrowed else hidden[batch.logits_indices])
         tokens, extras = jnp.zeros(logits.shape[0], jnp.int32), None
         if self._sample_fn is not None:
             given = (sampling,) if sampler_state is None else (sampling, sampler_state)

@@ -8,7 +8,7 @@ where: at its newest earlier occurrence. Drafts are the tokens behind that. Wher
 on with themselves, as an overlapping copy does.
 
 A wrong draft costs its share of a step. So a row has at most one draft more than twice those that were right the last
-time, and one at first.
+time, and one at first; and a step has no drafts where few are expected to be right (`DraftGate`).
 
 Every row has a hash table per size. A slot is the head of a chain of nodes, one for each distinct n-gram, which is the
 place where the n-gram first ended; the node keeps where it ended last. Indexing a token looks its n-grams up, so the
@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.engine.draft_gate import DraftGate
 from kvjax.engine.engine_request import EngineRequest
 from kvjax.engine.sampling_table import SamplingTable
 from kvjax.engine.speculation import Drafts, SpeculativeConfig
@@ -53,6 +54,7 @@ class PromptLookup:
         longest, shortest = config.ngram_sizes
         self._table = table
         self._num_drafts = config.num_drafts
+        self._gate = DraftGate(config.least_gain)
         self._sizes = np.arange(longest, shortest - 1, -1)  # int64[G], the largest first
         self._factors = np.cumprod(np.full(longest, _MIX))[:, None]  # one for each place in an n-gram
         self._num_slots = min(1 << (2 * max_model_len - 1).bit_length(), MAX_SLOTS)
@@ -72,6 +74,7 @@ class PromptLookup:
         self._heads[:, row] = NONE
         self._num_indexed[row] = 0
         self._most[row] = 1
+        self._gate.start(row)
 
     def stop(self, request: EngineRequest) -> None:
         """Nothing: the row is forgotten when another request starts in it."""
@@ -79,15 +82,17 @@ class PromptLookup:
     def settle(self, rows: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray) -> None:
         """As `Drafter.settle`. New tokens are found in the table."""
         self._most[rows] = np.minimum(1 + 2 * num_accepted, self._num_drafts)
+        self._gate.settle(rows, self._table.num_tokens[rows], num_drafts, num_accepted)
 
     @property
     def device_tokens(self) -> None:
         """None: the host has all drafts."""
 
     def count(self, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:  # int64[n] each
-        """As many as each row can use where one of its last n-grams stood in it before, else 0."""
+        """As many as each row can use where one of its last n-grams stood in it before, else 0; or none of any."""
         self._index(rows)
-        return np.where((self._found[:, rows] >= 0).any(axis=0), np.minimum(limits, self._most[rows]), 0)
+        counts = np.where((self._found[:, rows] >= 0).any(axis=0), np.minimum(limits, self._most[rows]), 0)
+        return self._gate.opened(rows, self._table.num_tokens[rows], counts)
 
     def propose(self, rows: np.ndarray, counts: np.ndarray, sampling: SamplingTable) -> Drafts:
         """What followed the newest earlier occurrence of each row's longest n-gram."""
@@ -207,6 +212,7 @@ class PromptLookup:
         heads = np.zeros((self._sizes.size, num_rows, self._num_slots), np.int32)
         heads[:, :old_rows] = self._heads
         self._heads = heads
+        self._gate.reserve(num_rows)
         self._num_indexed = np.append(self._num_indexed, np.zeros(num_rows - old_rows, np.int64))
         self._most = np.append(self._most, np.zeros(num_rows - old_rows, np.int64))
         self._found = np.pad(self._found, ((0, 0), (0, num_rows - old_rows)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from pallas_kernels.gpu.shares import share_out
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.mask import MaskRule
+from pallas_kernels.schedule import Batch
 
 MIN_GROUP_ROWS = 8  # rows of a tile in shared memory come in eights
 MIN_STAGES = 2
@@ -42,6 +43,8 @@ class Field(enum.IntEnum):
     SINK_PAGES = 8  # pages of the run before its contiguous part
     SHIFT = 9  # column of a page of the contiguous part, less its number in the run
     NUM_PAGES = 10
+    POS = 11  # position of the first query
+    SEQ_LEN = 12
 
 
 class Keys(NamedTuple):
@@ -75,6 +78,11 @@ class Keys(NamedTuple):
         rest = i - num_whole
         cut = jnp.where(rest < num_before, self.first + rest, after + rest - num_before)
         return jnp.where(i < num_whole, lax.max(self.first, self.whole) + i, cut)
+
+    @classmethod
+    def of_piece(cls, pieces: Any, piece: jax.Array) -> Keys:
+        """Of a row of a table of `Field`."""
+        return cls(*(pieces[piece, Field.FIRST + i] for i in range(len(cls._fields))))
 
     @classmethod
     def of_tiles(
@@ -115,12 +123,13 @@ class GpuConfig:
     compute_dtype: str  # of the matrix products' operands: bfloat16 or float16
     block: int  # slots of a KV block, a multiple of 64
     stages: int  # KV blocks on their way or in use
+    queries: int = 1  # most tokens of a sequence that share a tile of decoding
     score_factor: float = 1.0  # what products are multiplied with, beside the scale of the keys
 
     @property
-    def padded_group(self) -> int:
-        """Query heads per KV head in shared memory."""
-        return cdiv(self.group, MIN_GROUP_ROWS) * MIN_GROUP_ROWS
+    def padded_rows(self) -> int:
+        """Rows of a tile of decoding in shared memory: query heads per KV head, of each of its tokens."""
+        return cdiv(self.queries * self.group, MIN_GROUP_ROWS) * MIN_GROUP_ROWS
 
     @property
     def is_converted(self) -> bool:
@@ -187,20 +196,17 @@ class DecodePlan(NamedTuple):
 
 
 def plan_decode(
-    seq_lens: jax.Array,  # int32[S]
-    num_decode: jax.Array,  # int32[] sequences that decode: the first ones
-    q_lens: jax.Array,  # int32[S]
+    batch: Batch,  # of the sequences that decode: others have no queries in it
     config: GpuConfig,
     num_blocks: int,
 ) -> DecodePlan:
-    """The work list of the sequences that decode; those without a query, and all others, have no work."""
-    num_seqs, heads = seq_lens.shape[0], config.num_kv_heads
-    seq = jnp.arange(num_seqs, dtype=jnp.int32)
-    pos = jnp.where((seq < num_decode) & (q_lens > 0), seq_lens - 1, -1)
-    keys = Keys.of_tiles(config.mask, pos, pos, seq_lens, config.page_size, config.block)
+    """The work list of the sequences that decode; those without a query have no work."""
+    seq_lens, heads = batch.seq_lens, config.num_kv_heads
+    first, last = batch.positions(config.mask)
+    keys = Keys.of_tiles(config.mask, first, last, seq_lens, config.page_size, config.block)
     shares = share_out(keys.end, num_blocks, repeats=heads)
     unit = shares.unit
-    of_seq = jnp.stack(keys, axis=1)[unit // heads]
+    of_seq = jnp.stack([*keys, first, seq_lens], axis=1)[unit // heads]
     own = jnp.stack([unit // heads, unit % heads, shares.first, shares.end], axis=1)
     pieces = jnp.concatenate([own, of_seq[:, 2:]], axis=1).astype(jnp.int32)
     return DecodePlan(pieces, shares.blocks, shares.units)

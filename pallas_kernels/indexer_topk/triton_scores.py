@@ -108,7 +108,7 @@ def _run(page_size: int, entries: EntryFormat, *arrays: Any) -> None:
         store(refs.scores, (tile, i, entry), jnp.full(BLOCK, -jnp.inf, jnp.float32))
         return carry
 
-    num_scored = jnp.where(first < refs.most[tile], num_queries, 0)
+    num_scored = num_queries * jnp.clip(refs.most[tile] - first, 0, 1)
     lax.fori_loop(0, num_scored, score, jnp.int32(0))
     lax.fori_loop(num_scored, num_queries, nothing, jnp.int32(0))
 

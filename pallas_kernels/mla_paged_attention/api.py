@@ -45,7 +45,7 @@ def plan(
     mask: MaskRule,  # what the layers' options say
     *,
     page_size: int | None = None,
-    is_decode: bool = False,  # every sequence of the step decodes, known when the step is traced; T is S
+    is_decode: bool = False,  # every sequence has at most T / S queries, known when the step is traced
     backend: str = "auto",
 ) -> Any:
     """As `ragged_paged_attention.plan`, of layers that attend over latents.
@@ -61,7 +61,7 @@ def plan(
     attention_checks.check_decode(validate.OP, q_nope.shape[0], query_start_loc, distribution, is_decode)
     xla = path_over(block_tables, tuple(pages))
     chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla)
-    if chosen == "reference" and is_decode:
+    if chosen == "reference" and is_decode and q_nope.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q_nope.shape[0])
     if chosen != "gpu":
         return None

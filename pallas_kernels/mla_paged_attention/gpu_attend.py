@@ -36,8 +36,6 @@ from pallas_kernels.gpu.softmax import (
 from pallas_kernels.mla_paged_attention.gpu_latents import ADDING, LatentMemory, LatentRing
 from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule
 
-POS, SEQ_LEN = len(Field), len(Field) + 1  # columns of a piece beyond `Field`: of the tile's first query
-
 
 def fixed_bytes(head_dim: int) -> int:
     """Shared memory apart from latents: queries, values per row, barriers and gaps before aligned arrays."""
@@ -135,10 +133,6 @@ def _range(refs: _Refs) -> tuple[jax.Array, jax.Array]:
     return refs.blocks[block, 0], refs.blocks[block, 1]
 
 
-def _keys(refs: _Refs, piece: jax.Array) -> Keys:
-    return Keys(*(refs.pieces[piece, field] for field in Field if field >= Field.FIRST))
-
-
 def _make_weights(refs: _Refs, ring: LatentRing, num_tokens: int, num_split_blocks: int) -> None:
     """The warpgroup that fetches, and makes scores and weights, of all pieces."""
     first, end = _range(refs)
@@ -146,11 +140,11 @@ def _make_weights(refs: _Refs, ring: LatentRing, num_tokens: int, num_split_bloc
     scale = refs.scale[0] * config.score_factor
 
     def weigh_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
-        keys = _keys(refs, piece)
+        keys = Keys.of_piece(refs.pieces, piece)
 
         def fetch(i: Any) -> None:
             """Starts the copies of the piece's `i`-th block."""
-            own = _keys(refs, piece)
+            own = Keys.of_piece(refs.pieces, piece)
             seq = refs.pieces[piece, Field.SEQ]
             pl.when(i < own.num_blocks)(lambda: ring.fetch(step + i, seq, own, own.block(i)))
 
@@ -161,7 +155,7 @@ def _make_weights(refs: _Refs, ring: LatentRing, num_tokens: int, num_split_bloc
         plgpu.barrier_wait(refs.q_full)
 
         def attend_block(i: jax.Array, state: RowState, bounds: RowBounds | None) -> RowState:
-            keys = _keys(refs, piece)
+            keys = Keys.of_piece(refs.pieces, piece)
             latents = ring.take_keys(step + i)
             # The slot to fill is that of the block before, whose values the others add without waiting for this one.
             products = mosaic.dot_transposed(refs.q_tile, latents, meanwhile=lambda: fetch(i + ahead))
@@ -211,10 +205,10 @@ def _add_values(refs: _Refs, ring: LatentRing, num_split_blocks: int, warpgroup:
     own = pl.ds(pl.multiple_of(warpgroup * columns, columns), columns)
 
     def add_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
-        keys = _keys(refs, piece)
+        keys = Keys.of_piece(refs.pieces, piece)
 
         def add_block(i: jax.Array, total: jax.Array, is_cut: bool) -> jax.Array:
-            keys = _keys(refs, piece)
+            keys = Keys.of_piece(refs.pieces, piece)
             seen = seen_by_any(config, keys, keys.block(i) * config.block) if is_cut else None
             latents, weights, shrink = ring.take_values(step + i, seen)
             total = total * mosaic.spread(mosaic.load_per_row(shrink), columns)
@@ -235,11 +229,11 @@ def _add_values(refs: _Refs, ring: LatentRing, num_split_blocks: int, warpgroup:
 def _bounds(refs: _Refs, config: GpuConfig, piece: jax.Array, num_tokens: int) -> RowBounds:
     """What each row sees; rows beyond the tile's see what its last token does."""
     if num_tokens == 1:
-        keys = _keys(refs, piece)
+        keys = Keys.of_piece(refs.pieces, piece)
         return RowBounds(keys.lower, keys.upper)
     token = lax.div(mosaic.row_index(mosaic.ROWS), jnp.int32(config.group))
-    pos = lax.min(token, jnp.int32(num_tokens - 1)) + refs.pieces[piece, POS]
-    return RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.pieces[piece, SEQ_LEN]))
+    pos = lax.min(token, jnp.int32(num_tokens - 1)) + refs.pieces[piece, Field.POS]
+    return RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.pieces[piece, Field.SEQ_LEN]))
 
 
 def _store_columns(refs: _Refs, piece: jax.Array, warpgroup: jax.Array, out: jax.Array, num_split_blocks: int) -> None:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launches
-from pallas_kernels.gpu.plan import GpuConfig, Keys, plan_decode
+from pallas_kernels.gpu.plan import Field, GpuConfig, Keys, plan_decode
 from pallas_kernels.gpu.tiles import TileField, TileShape, plan_tiles
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch
@@ -57,7 +57,7 @@ class QueryTiles:
 class LatentSchedule:
     """The plan of one step; `sizes` are static."""
 
-    pieces: jax.Array  # int32[pieces, fields of a piece, POS, SEQ_LEN]
+    pieces: jax.Array  # int32[pieces, fields]
     tiles: jax.Array  # int32[pieces] query tile of each
     blocks: jax.Array  # int32[thread blocks, 2] first piece of each, and one after its last
     units: jax.Array  # int32[S * parts, 2] as in Shares
@@ -81,10 +81,9 @@ class LatentSchedule:
         """The schedule of a step."""
         decoding, others = launches.split(seq_lens, query_start_loc, distribution, sizes.mask)
         decode_config = replace(config, num_kv_heads=sizes.parts)
-        plan = plan_decode(seq_lens, distribution[0], decoding.q_lens, decode_config, sizes.num_blocks)
-        lens = seq_lens[plan.pieces[:, 0]]
-        pieces = jnp.concatenate([plan.pieces, jnp.stack([lens - 1, lens], axis=1)], axis=1)
-        tiles = plan.pieces[:, 0] * sizes.parts + plan.pieces[:, 1]
+        plan = plan_decode(decoding, decode_config, sizes.num_blocks)
+        pieces = plan.pieces
+        tiles = pieces[:, Field.SEQ] * sizes.parts + pieces[:, Field.HEAD]
         if sizes.is_decode:
             return cls(pieces, tiles, plan.blocks, plan.units, None, sizes)
         table = plan_tiles(others, config, sizes.tile, max(sizes.num_tokens, sizes.tile.tokens))

@@ -72,12 +72,13 @@ def plan(
     *,
     mask: MaskRule,
     page_size: int,
-    is_decode: bool,  # every sequence decodes, and T is S
+    is_decode: bool,  # every sequence has at most T / S queries; of a plan where that is one
     tuning: Tuning = Tuning(),  # noqa: B008
 ) -> LatentSchedule:
     """The schedule of a step for all layers with these shapes and this mask."""
     config = _config(q_nope, q_pe, latent_pages, mask, 1.0, None, page_size)
-    sizes = _sizes(config, tuning, q_nope.shape[0], seq_lens.shape[0])._replace(is_decode=is_decode)
+    num_tokens, num_seqs = q_nope.shape[0], seq_lens.shape[0]
+    sizes = _sizes(config, tuning, num_tokens, num_seqs)._replace(is_decode=is_decode and num_tokens == num_seqs)
     return LatentSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
 
 

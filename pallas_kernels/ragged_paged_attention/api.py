@@ -39,14 +39,15 @@ def plan(
     mask: MaskRule,  # what the layers' options say
     *,
     num_kv_heads: int | None = None,
-    is_decode: bool = False,  # every sequence of the step decodes, known when the step is traced; T is S
+    is_decode: bool = False,  # every sequence has at most T / S queries, known when the step is traced
     backend: str = "auto",
 ) -> Any:
     """What the backend computes from a step's lengths alone: `schedule` of every layer with these shapes and this mask.
 
     None where the backend has nothing to plan: the TPU kernel, and the reference unless all decode. To be made once a
     step, outside of loops over layers, since XLA hoists nothing out of a scan. A step planned with `is_decode` compiles
-    to no prefill; its token i is the query of sequence i.
+    to no prefill: of as many tokens as sequences, where token i is the query of sequence i, and on GPUs of up to eight
+    tokens a sequence, as steps with drafts have, if those and the heads of a KV head fill no more than 64 rows.
 
     Raises:
         ValueError: shapes, dtypes or options do not fit, or with `is_decode` there are not as many tokens as sequences
@@ -61,7 +62,7 @@ def plan(
     attention_checks.check_decode(validate.OP, q.shape[0], query_start_loc, distribution, is_decode)
     xla = path_over(block_tables, pages)
     chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
-    if chosen == "reference" and is_decode:
+    if chosen == "reference" and is_decode and q.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q.shape[0])
     if chosen != "gpu":
         return None

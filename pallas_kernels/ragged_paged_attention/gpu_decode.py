@@ -1,12 +1,12 @@
-"""Decoding on the GPU: one query token per sequence, split KV over a work list.
+"""Decoding on the GPU: one query token per sequence or a few, split KV over a work list.
 
 Flow:    q, pages, tables + DecodePlan -> [decode_pieces] -> out, LSE per piece -> gpu.merge
 Source:  split KV as Flash-Decoding and FlashMLA's scheduler (deepseek-ai/FlashMLA), by the project's own plan
 
-Grid (C,): each thread block attends its pieces one after the other. A warpgroup fetches queries and
-KV blocks, the other attends. The query heads of a KV head fill the rows of a tensor-core tile of 64; only rows in use
-are stored. Per KV block of n slots it reads n * (D + Dv) elements and does 2 * 64 * n * (D + Dv) flops, of which
-group / 64 count: bound by memory.
+Grid (C,): each thread block attends its pieces one after the other. A warpgroup fetches queries and KV blocks, the
+other attends. The query heads of a KV head, of each token in turn, fill the rows of a tensor-core tile of 64; only rows
+in use are stored. Per KV block of n slots it reads n * (D + Dv) elements and does 2 * 64 * n * (D + Dv) flops, of which
+tokens * group / 64 count: bound by memory. Rows differ in what they see only in blocks that the mask cuts.
 """
 
 from __future__ import annotations
@@ -42,17 +42,20 @@ def fixed_bytes(head_dim: int, head_dim_v: int) -> int:
 
 
 def decode_pieces(
-    q: jax.Array,  # [S, Hq, D] in the compute dtype
+    q: jax.Array,  # [S * tokens, Hq, D] in the compute dtype, `config.queries` tokens of each sequence
     pages: tuple[jax.Array, jax.Array],
     block_tables: jax.Array,  # int32[S, P]
     plan: DecodePlan,
     scales: jax.Array,  # float32[1 or Hkv] of the keys
     config: GpuConfig,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out float32[pieces, padded group, padded Dv], natural-log LSE float32[pieces, padded group]) of each piece."""
-    num_seqs = q.shape[0]
-    rows = q.reshape(num_seqs * config.num_kv_heads, config.group, config.head_dim)
-    rows = jnp.pad(rows, [(0, 0), (0, config.padded_group - config.group), (0, 0)])
+    """(out float32[pieces, rows, padded Dv], natural-log LSE float32[pieces, rows]) of each piece.
+
+    Row `token * group + head`, and padding. Rows of tokens that a sequence does not have are undefined.
+    """
+    by_token = q.reshape(-1, config.queries, config.num_kv_heads, config.group, config.head_dim)
+    rows = by_token.swapaxes(1, 2).reshape(-1, config.queries * config.group, config.head_dim)
+    rows = jnp.pad(rows, [(0, 0), (0, config.padded_rows - rows.shape[1]), (0, 0)])
     num_pieces, columns = plan.pieces.shape[0], out_columns(config.head_dim_v)
     query_barrier = plgpu.Barrier(num_barriers=_QUERY_STAGES)
 
@@ -62,7 +65,7 @@ def decode_pieces(
         pl.when(warpgroup == _ATTENDING)(lambda: _attend_pieces(refs, ring))
         pl.when(warpgroup == _FETCHING)(lambda: _fetch_pieces(refs, ring))
 
-    out_shape = (num_pieces, config.padded_group, padded_columns(config.head_dim_v))
+    out_shape = (num_pieces, config.padded_rows, padded_columns(config.head_dim_v))
     results = call(
         body,
         _Refs,
@@ -97,15 +100,15 @@ def decode_pieces(
 class _Refs(NamedTuple):
     """References of a thread block."""
 
-    q: Any  # [S * Hkv, padded group, D]
+    q: Any  # [S * Hkv, rows, D]
     k_pages: Any  # [pages, page_size, Hkv, D]
     v_pages: Any  # [pages, page_size, Hkv, Dv]
     tables: Any  # int32[S, P]
     pieces: Any  # int32[pieces, fields] of `DecodePlan`
     blocks: Any  # int32[C, 2] of `DecodePlan`
     scales: Any  # float32[1 or Hkv]
-    out: Any  # float32[pieces, padded group, padded Dv]
-    lse: Any  # float32[pieces, padded group]
+    out: Any  # float32[pieces, rows, padded Dv]
+    lse: Any  # float32[pieces, rows]
     q_tile: Any  # [stages, 64, D]
     out_tile: Any  # float32[64, columns]
     lse_tile: Any  # float32[64]
@@ -120,21 +123,28 @@ def _piece_range(refs: _Refs) -> tuple[jax.Array, jax.Array]:
     return refs.blocks[block, 0], refs.blocks[block, 1]
 
 
-def _keys(refs: _Refs, piece: jax.Array) -> Keys:
-    return Keys(*(refs.pieces[piece, field] for field in Field if field >= Field.FIRST))
+def _bounds(refs: _Refs, config: GpuConfig, piece: jax.Array, keys: Keys) -> RowBounds:
+    """Of each row's token: those before position 0 see nothing."""
+    if config.queries == 1:
+        return RowBounds(keys.lower, keys.upper)
+    token = lax.div(mosaic.row_index(mosaic.ROWS), jnp.int32(config.group))
+    pos = token + refs.pieces[piece, Field.POS]
+    upper = config.mask.upper(pos, refs.pieces[piece, Field.SEQ_LEN])
+    return RowBounds(config.mask.lower(pos), upper if config.mask.causal else jnp.where(pos < 0, -1, upper))
 
 
 def _fetch_pieces(refs: _Refs, ring: KVRing) -> None:
     """The fetching warpgroup: queries and KV blocks of all pieces."""
     first, end = _piece_range(refs)
-    heads, group = ring.config.num_kv_heads, ring.config.padded_group
+    heads, rows = ring.config.num_kv_heads, ring.config.padded_rows
 
     def fetch_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
-        seq, head, keys = refs.pieces[piece, Field.SEQ], refs.pieces[piece, Field.HEAD], _keys(refs, piece)
+        seq, head = refs.pieces[piece, Field.SEQ], refs.pieces[piece, Field.HEAD]
+        keys = Keys.of_piece(refs.pieces, piece)
         i = piece - first
         slot = lax.rem(i, jnp.int32(_QUERY_STAGES))
         pl.when(i >= _QUERY_STAGES)(lambda: plgpu.barrier_wait(refs.q_free.at[slot]))
-        queries = refs.q_tile.at[slot, pl.ds(0, group)]
+        queries = refs.q_tile.at[slot, pl.ds(0, rows)]
         plgpu.copy_gmem_to_smem(refs.q.at[seq * heads + head], queries, refs.q_full.at[slot])
 
         @pl.loop(jnp.int32(0), keys.num_blocks)
@@ -156,7 +166,7 @@ def _attend_pieces(refs: _Refs, ring: KVRing) -> None:
     first, end = _piece_range(refs)
 
     def attend_piece(piece: jax.Array, step: jax.Array) -> jax.Array:
-        keys = _keys(refs, piece)
+        keys = Keys.of_piece(refs.pieces, piece)
         scale = of_head(refs.scales, refs.pieces[piece, Field.HEAD]) * ring.config.score_factor
         slot = lax.rem(piece - first, jnp.int32(_QUERY_STAGES))
         plgpu.barrier_wait(refs.q_full.at[slot])
@@ -166,7 +176,7 @@ def _attend_pieces(refs: _Refs, ring: KVRing) -> None:
             return attend(state, reader, keys, None, i, step + i)
 
         def cut(i: jax.Array, state: RowState) -> RowState:
-            return attend(state, reader, keys, RowBounds(keys.lower, keys.upper), i, step + i)
+            return attend(state, reader, keys, _bounds(refs, ring.config, piece, keys), i, step + i)
 
         state = lax.fori_loop(0, keys.num_whole, whole, RowState.empty(ring.config.head_dim_v))
         state = lax.fori_loop(keys.num_whole, keys.num_blocks, cut, state)
@@ -181,7 +191,7 @@ def _attend_pieces(refs: _Refs, ring: KVRing) -> None:
 def _store(refs: _Refs, config: GpuConfig, piece: jax.Array, state: RowState) -> None:
     """Stores the rows in use of a piece, a part of the columns at a time."""
     out, lse = state.finish()
-    columns, rows = out_columns(config.head_dim_v), pl.ds(0, config.padded_group)
+    columns, rows = out_columns(config.head_dim_v), pl.ds(0, config.padded_rows)
     for start in range(0, config.head_dim_v, columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         refs.out_tile[...] = out[:, start : start + columns]

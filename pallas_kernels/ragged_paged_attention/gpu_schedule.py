@@ -2,8 +2,12 @@
 
 Flow:    lengths of the step + PlanSizes -> [GpuSchedule.of], once a step -> the launches of every layer
 
-A step of which the host knows that every sequence decodes has no tiles: its layers compile to no prefill. Its tokens
-are its sequences, one each, in order.
+A sequence *decodes* if it has few queries, at most `PlanSizes.queries`: one, or in a step with drafts as many as each
+sequence of its shape can have. A step of which the host knows that every sequence decodes has no tiles: its layers
+compile to no prefill. Where that is one query each, its tokens are its sequences, in order.
+
+    slot     0  1  2  3  4  5      `queries` of each sequence, two here
+    token    0  -  1  2  -  -      sequences of 1, 2 and no queries
 
 Tiles cover every token that does not decode, whether it sees a key or not, so that padding gives 0 and -inf without a
 launch of its own: tokens of no sequence are one more sequence, without keys.
@@ -17,10 +21,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gpu.mosaic import ROWS
 from pallas_kernels.gpu.plan import DecodePlan, GpuConfig, plan_decode
 from pallas_kernels.gpu.tiles import TileShape, plan_tiles
 from pallas_kernels.mask import MaskRule
-from pallas_kernels.schedule import Batch
+from pallas_kernels.schedule import Batch, few_queries
 
 
 class PlanSizes(NamedTuple):
@@ -31,11 +36,17 @@ class PlanSizes(NamedTuple):
     num_tokens: int  # of the array of queries
     num_seqs: int
     units: int  # of a sequence that decodes: KV heads, or parts of the query heads
+    queries: int  # most tokens of a sequence that decodes
     decode_block: int  # slots of a KV block
     num_blocks: int  # thread blocks that share the work of decoding
     tile: TileShape
     tile_block: int  # slots of a KV block
     is_decode: bool  # every sequence of the step decodes
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether tokens are sequences, in order."""
+        return self.is_decode and self.queries == 1
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +55,8 @@ class GpuSchedule:
     """The plan of one step; `sizes` are static."""
 
     decode: DecodePlan
-    tokens: jax.Array | None  # int32[S] query token of each sequence that decodes, -1: it does not; None: its number
+    tokens: jax.Array | None  # int32[S * queries] query token of each slot, -1: none; None: its number
+    slots: jax.Array | None  # int32[T] slot of each token, -1: none; None: its number, or there are tiles
     tiles: jax.Array | None  # int32[tiles, fields] of `plan_tiles`; None: every sequence decodes
     sizes: PlanSizes = field(metadata={"static": True})
 
@@ -59,18 +71,37 @@ class GpuSchedule:
     ) -> GpuSchedule:
         """The schedule of a step."""
         batch = Batch.of_step(seq_lens, query_start_loc, distribution)
-        decode_config = replace(config, block=sizes.decode_block)
-        decode = plan_decode(seq_lens, distribution[0], batch.q_lens, decode_config, sizes.num_blocks)
+        num_decode = distribution[2] if sizes.queries > 1 else distribution[0]
+        decodes = (jnp.arange(sizes.num_seqs, dtype=jnp.int32) < num_decode) & (batch.q_lens <= sizes.queries)
+        decoding = batch._replace(q_lens=jnp.where(decodes, batch.q_lens, 0))
+        decode_config = replace(config, block=sizes.decode_block, queries=sizes.queries)
+        decode = plan_decode(decoding, decode_config, sizes.num_blocks)
+        if sizes.is_plain_decode:
+            return cls(decode, None, None, None, sizes)
+        place = jnp.arange(sizes.queries, dtype=jnp.int32)
+        tokens = jnp.where(place < decoding.q_lens[:, None], batch.starts[:, None] + place, -1).reshape(-1)
         if sizes.is_decode:
-            return cls(decode, None, None, sizes)
-        decodes = jnp.arange(sizes.num_seqs, dtype=jnp.int32) < distribution[0]
-        tokens = jnp.where(decodes & (batch.q_lens > 0), batch.starts, -1)
+            return cls(decode, tokens, _slots(decoding, sizes), None, sizes)
         end = query_start_loc[distribution[2]]
         others = Batch(
             jnp.append(seq_lens, 0),
             jnp.append(batch.starts, end),
-            jnp.append(jnp.where(decodes, 0, batch.q_lens), jnp.maximum(sizes.num_tokens - end, 0)),
+            jnp.append(batch.q_lens - decoding.q_lens, jnp.maximum(sizes.num_tokens - end, 0)),
         )
         tile_config = replace(config, block=sizes.tile_block)
         num_tokens = max(sizes.num_tokens, sizes.tile.tokens)
-        return cls(decode, tokens, plan_tiles(others, tile_config, sizes.tile, num_tokens), sizes)
+        return cls(decode, tokens, None, plan_tiles(others, tile_config, sizes.tile, num_tokens), sizes)
+
+
+def most_queries(num_tokens: int, num_seqs: int, group: int) -> int:
+    """`PlanSizes.queries` of a step of these shapes: as `few_queries`, if the rows of all of them fit in a tile."""
+    return few_queries(num_tokens, num_seqs, max(ROWS // group, 1))
+
+
+def _slots(decoding: Batch, sizes: PlanSizes) -> jax.Array:
+    """int32[T] slot of each token, -1: it is of no sequence."""
+    token = jnp.arange(sizes.num_tokens, dtype=jnp.int32)[:, None]
+    place = token - decoding.starts
+    is_own = (place >= 0) & (place < decoding.q_lens)
+    slot = jnp.arange(sizes.num_seqs, dtype=jnp.int32) * sizes.queries + place
+    return jnp.max(jnp.where(is_own, slot, -1), axis=1)

@@ -3,7 +3,8 @@
 Flow:    lengths of the step -> [plan] -> GpuSchedule;  the op's arguments + GpuSchedule -> [ragged_paged_attention]
          -> decode_pieces, prefill_tiles, merge_pieces
 
-Two launches share a step: sequences that decode, and tiles of all others. Either finds no work in a step that has none,
+Two launches share a step: sequences that decode, of one query each or, in steps with drafts, of a few, and tiles of all
+others. Either finds no work in a step that has none,
 and a step that is planned as one in which all decode has no second. The merge of what decoded puts its results between
 those of the tiles. All that depends on the step's lengths is in the plan, so a layer is these launches, and one that
 brings the queries that decode in the shape of tiles.
@@ -34,7 +35,7 @@ from pallas_kernels.gpu.tiles import TileField, TileShape
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.planned_sizes import check_planned
 from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
-from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule, PlanSizes
+from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule, PlanSizes, most_queries
 from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape, sizes_for
 
 
@@ -86,13 +87,15 @@ def plan(
     *,
     mask: MaskRule,
     num_kv_heads: int,
-    is_decode: bool,  # every sequence decodes, and T is S
+    is_decode: bool,  # every sequence has at most T / S queries
     tuning: Tuning | None = None,
 ) -> GpuSchedule:
     """The schedule of a step for all layers with these shapes and this mask."""
     tuning = tuning or tuned(q, pages, num_kv_heads, mask)
     config = _config(q, pages, mask, 1.0, None)
-    sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])._replace(is_decode=is_decode)
+    sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])
+    is_few = q.shape[0] <= sizes.queries * seq_lens.shape[0]  # else a tile has no room for so many
+    sizes = sizes._replace(is_decode=is_decode and is_few)
     return GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
 
 
@@ -136,10 +139,10 @@ def ragged_paged_attention(
         config=config,
         tuning=tuning,
     )
+    own = q if planned.tokens is None else q[jnp.maximum(planned.tokens, 0)]
     if planned.tokens is None or planned.tiles is None:
-        return _decode(layer, q, planned, q.dtype, into=None)
+        return _decode(layer, own, planned, q.dtype, into=None)
     tiled, row_lse = _prefill(layer, q, planned.tiles)
-    own = q[jnp.maximum(planned.tokens, 0)]
     out, lse = _decode(layer, own, planned, q.dtype, into=(planned.tokens, tiled))
     num_tokens = q.shape[0]
     if not return_lse:
@@ -196,6 +199,7 @@ def _sizes(config: GpuConfig, tuning: Tuning, num_tokens: int, num_seqs: int) ->
         num_tokens=num_tokens,
         num_seqs=num_seqs,
         units=config.num_kv_heads,
+        queries=most_queries(num_tokens, num_seqs, config.group),
         decode_block=tuning.decode_block or config.block,
         num_blocks=tuning.num_blocks or mosaic.num_sms(),
         tile=TileShape.of(config.group),
@@ -213,18 +217,20 @@ def _split(config: GpuConfig, tuning: Tuning) -> gpu_prefill.Split:
 
 def _decode(
     layer: _Layer,
-    q: jax.Array,  # [S, Hq, D] the query of each sequence that decodes
+    q: jax.Array,  # [S * queries, Hq, D] by slot
     planned: GpuSchedule,
     dtype: Any,  # of the results
     into: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [S, Hq, Dv], lse float32[S, Hq]): 0 and -inf for sequences that do not decode; `into` as `merge_pieces`."""
+    """(out [S * queries or T, Hq, Dv], lse float32[S * queries or T, Hq]) as `merge_pieces`: by slot, or by token."""
     fixed = gpu_decode.fixed_bytes(layer.config.head_dim, layer.config.head_dim_v)
     config = layer.ring_config(fixed, planned.sizes.decode_block, layer.tuning.decode_stages)
+    config = replace(config, queries=planned.sizes.queries)
     rows = to_compute_dtype(q, config)
     pieces = gpu_decode.decode_pieces(rows, layer.pages, layer.block_tables, planned.decode, layer.k_scale, config)
     arguments = (pieces, planned.decode.units, layer.sinks, layer.v_scale, config.head_dim_v, dtype)
-    return merge_pieces(*arguments, heads=(config.num_kv_heads, q.shape[1]), into=into)
+    heads = (config.num_kv_heads, q.shape[1])
+    return merge_pieces(*arguments, heads=heads, queries=config.queries, slots=planned.slots, into=into)
 
 
 def _prefill(layer: _Layer, q: jax.Array, tiles: jax.Array) -> tuple[jax.Array, jax.Array]:

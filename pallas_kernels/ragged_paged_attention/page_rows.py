@@ -7,8 +7,8 @@ it with the query, and one reads V and sums the weighted values of a page, whose
 for CPU compiles both to loops over vectors that load from the pages themselves. Work items are single pages, many at a
 time, so that only pages that are seen cost anything.
 
-The passes are made once for each query row of a KV head, so this is for one row. Barriers keep XLA from
-merging the passes with others, which would no longer run over vectors.
+The passes are made once for each query row of a KV head, so this is for one row or two: the second finds the page in
+the cache. Barriers keep XLA from merging the passes with others, which would no longer run over vectors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.paged_tiles import PagedTiles, locate
 from pallas_kernels.ragged_paged_attention.tile_walk import TileReader, TileWalk
 from pallas_kernels.varying import vary_like
 
-MOST_ROWS = 1  # query rows of a KV head
+MOST_ROWS = 2  # query rows of a KV head
 _MOST_SLOTS = 32  # of a page: each is a term of the expression that sums values
 _TRIP_BYTES = 2**19  # of K times q at a time: it stays in a core's cache
 _CLIP = "promise_in_bounds"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -41,7 +41,7 @@ _CONVS = {
     "tpu": tpu_conv.causal_conv1d,
     "gpu": gpu_conv.causal_conv1d,
 }
-_SCANS: dict[str, Callable[..., Any]] = {
+_SCANS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "reference": reference.selective_scan,
     "xla": xla_scan.selective_scan,
     "tpu": tpu_scan.selective_scan,

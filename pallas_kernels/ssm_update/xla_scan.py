@@ -45,7 +45,7 @@ _TILE_TOKENS = 256
 def path_over(states: jax.Array, num_seqs: int) -> XlaPath:
     """What a call costs: states are read, written, and read and written in their pages; and all inputs."""
     state_bytes = math.prod(states.shape[1:]) * states.dtype.itemsize
-    return XlaPath(5, num_seqs * state_bytes, "the states of its sequences")
+    return XlaPath(5, num_seqs * state_bytes, "the states of its sequences", triton_passes=5)
 
 
 class Tokens(NamedTuple):

@@ -18,7 +18,7 @@ class Case:
     dtype: str = "bfloat16"
     heads: int = 32
     backend: str = "triton"  # or "xla"
-    most_launches: int = 400
+    most_launches: int = 120
     most_temporary_bytes: int = 256 * MIB
     most_times: float = 4.0  # as long as what no path can do without: what the tables name read once, or the products
 
@@ -30,23 +30,19 @@ class Case:
 
 CASES = (
     Case("decode 64 x 4k", "attention", ((64, 1, 4096),)),
-    Case("decode 64 x 4k float32", "attention", ((64, 1, 4096),), card="h100", dtype="float32", most_launches=700),
+    Case("decode 64 x 4k float32", "attention", ((64, 1, 4096),), card="h100", dtype="float32"),
     Case("decode 1 x 128k", "attention", ((1, 1, 131072),)),
     Case("decode 1 x 128k and 63 x 256", "attention", ((1, 1, 131072), (63, 1, 256))),
-    Case("prefill 8k", "attention", ((1, 8192, 8192),), most_launches=2500, most_times=11),
-    Case("MLA decode 64 x 4k 16 heads", "mla", ((64, 1, 4096),), heads=16, most_times=4.7),
-    Case("MLA decode 64 x 4k 128 heads", "mla", ((64, 1, 4096),), heads=128, most_times=6.5),
+    Case("prefill 8k", "attention", ((1, 8192, 8192),)),
+    Case("prefill 8k float32", "attention", ((1, 8192, 8192),), card="h100", dtype="float32"),
+    Case("MLA decode 64 x 4k 16 heads", "mla", ((64, 1, 4096),), heads=16),
+    Case("MLA decode 64 x 4k 128 heads", "mla", ((64, 1, 4096),), heads=128),
     Case("Mamba 2 decode 64", "scan", ((64, 1, 1),)),
-    Case("gated delta decode 64", "delta", ((64, 1, 1),)),
-    Case(
-        "Mamba 2 prefill 8k",
-        "scan",
-        ((1, 8192, 8192),),
-        most_launches=500,
-        most_temporary_bytes=400 * MIB,
-        most_times=26,
-    ),
-    Case("indexer decode 64 x 32k", "indexer", ((64, 1, 32768),), most_times=12),
-    Case("indexer prefill 8k", "indexer", ((1, 8192, 8192),), most_launches=600, most_times=11),
+    Case("Mamba 2 prefill 8k", "scan", ((1, 8192, 8192),)),
+    Case("gated delta decode 64", "delta", ((64, 1, 1),), backend="xla"),
+    Case("indexer decode 64 x 32k", "indexer", ((64, 1, 32768),)),
+    Case("indexer prefill 8k", "indexer", ((1, 8192, 8192),)),
+    Case("decode 64 x 4k in XLA", "attention", ((64, 1, 4096),), backend="xla", most_launches=400),
+    Case("MLA decode 64 x 4k 16 heads in XLA", "mla", ((64, 1, 4096),), heads=16, backend="xla", most_times=4.7),
 )
-SUBSET = ("decode 64 x 4k", "prefill 8k", "MLA decode 64 x 4k 16 heads", "Mamba 2 decode 64")  # what CI compiles
+SUBSET = ("decode 64 x 4k", "prefill 8k", "MLA decode 64 x 4k 16 heads", "Mamba 2 prefill 8k")  # what CI compiles

@@ -46,6 +46,7 @@ class LayersCase:
     sinks: int = 0
     scales: int = 0  # pages of 8 bits, with scales
     seqs: int = 64
+    queries: int = 1  # of each sequence in the step in which all decode
     tokens: int = 512  # of the mixed step
     context: int = 4096
     num_pages: int = 4099
@@ -158,7 +159,7 @@ def layers(case: LayersCase) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if case.op not in kinds:
         raise ValueError(f"expected op out of {sorted(kinds)}, got {case.op!r}")
     kind = kinds[case.op](case)
-    num_tokens = {"decode": case.seqs, "mixed": case.tokens}
+    num_tokens = {"decode": case.seqs * case.queries, "mixed": case.tokens}
 
     def layer(hidden: Any, pages: Any, step: Any, schedule: Any, weights: Any) -> tuple[Any, Any]:
         slots, *tables = step

@@ -111,7 +111,8 @@ def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
     q_dtype = one_of(rng, ["bfloat16", "float32"])
     if platform == "gpu":
         q_dtype = "float16" if kv_dtype == "float16" else "bfloat16"
-    layout = "tpu" if platform == "tpu" or (is_plain and rng.random() < 0.5) else "cpu"
+    is_packed = platform == "tpu" or (platform in ("reference", "xla") and rng.random() < 0.5)
+    layout = "tpu" if is_packed else "cpu"
     page_size = cases.whole_rows(page_size, kv_heads, kv_dtype, layout)
     held_by = random_share(rng, page_size, platform)
     column = page_size * (held_by[1] if held_by else 1)  # tokens of all ranks

@@ -17,6 +17,7 @@ from pallas_kernels.gated_delta_rule import reference as delta_reference
 from pallas_kernels.gated_delta_rule.arguments import Inputs, Options
 from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, xla_scan
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
+from pallas_kernels.ssm_update.triton_scan import Sizes
 from pallas_kernels.state_step import StepArrays
 from scripts.kernel_fuzz.trials import checked, compiled_on, hard_counts, one_of
 from tests.pallas_kernels.gated_delta_rule import delta_cases
@@ -26,7 +27,7 @@ from tests.pallas_kernels.state_cases import on_device
 
 _STEPS = 3
 _CONVOLUTIONS: dict[str, Any] = {"reference": reference, "tpu": tpu_conv, "gpu": gpu_conv}
-_SCANS: dict[str, Any] = {"reference": reference, "xla": xla_scan, "tpu": tpu_scan, "gpu": gpu_scan}
+_SCANS: dict[str, Any] = {"reference": reference, "xla": xla_scan, "tpu": tpu_scan, "gpu": gpu_scan, "triton": xla_scan}
 _RULES: dict[str, Any] = {"reference": delta_reference, "xla": xla_rule, "tpu": tpu_rule, "gpu": gpu_rule}
 
 
@@ -84,11 +85,12 @@ def _scan_shape(rng: np.random.Generator, platform: str) -> ScanShape:
 def scan(rng: np.random.Generator, platform: str) -> Iterator[str]:
     """Steps of one shape of selective_scan."""
     shape = _scan_shape(rng, platform)
+    own: dict[str, Any] = {"by_triton": Sizes(one_of(rng, [16, 32]))} if platform == "triton" else {}
 
     def call(arrays: Any, step: Any) -> Any:
         given = Scan(*(arrays[name] for name in Scan._fields))
-        module = _SCANS[platform]
-        return module.selective_scan(given, arrays["states"], StepArrays(*step).by_column(), dt_limit=shape.limit)
+        module, steps = _SCANS[platform], StepArrays(*step).by_column()
+        return module.selective_scan(given, arrays["states"], steps, dt_limit=shape.limit, **own)
 
     rows, pages = 6, 16
     arrays, step = shape.make(rng, [], rows, pages)

@@ -20,7 +20,7 @@ from tests.pallas_kernels.on_tpu import compile_on_tpu
 Trial: TypeAlias = Callable[[np.random.Generator, str], Iterator[str]]
 Rows: TypeAlias = list[tuple[int, int]]  # (query length, sequence length)
 
-PLAIN = ("reference", "xla")  # platforms that are no kernels
+PLAIN = ("reference", "xla", "triton")  # platforms that take pages of any size
 _RACES_WATCHED = 0.2  # of the trials: it doubles the time of an interpreted kernel
 
 
@@ -32,7 +32,7 @@ def one_of(rng: np.random.Generator, levels: Sequence[Any]) -> Any:
 def compiled_on(
     platform: str, rng: np.random.Generator, function: Callable[..., Any], *arguments: Any
 ) -> Callable[..., Any]:
-    """`function` for arguments of these shapes on "reference", "xla", "tpu" or "gpu"; calls give numpy arrays."""
+    """`function` for arguments of these shapes on a platform of scripts/fuzz_kernels.py; calls give numpy arrays."""
     watch = bool(rng.random() < _RACES_WATCHED)
     if platform == "tpu":
         return compile_on_tpu(function, *arguments, watch_races=watch)

@@ -67,6 +67,27 @@ def test_a_gpu_without_a_kernel_runs_xla_and_says_once_what_it_costs(monkeypatch
         assert resolve_backend("op_of_xla", "xla", {"gpu": "it rains"}, PATH) == "xla"
 
 
+def test_a_gpu_takes_triton_before_xla_where_the_op_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one warning of its cost; a call that it cannot do goes to XLA."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    said = (
+        r"op_of_triton: it rains; a kernel in Triton runs instead, with about 2 passes over the KV that its tables "
+        r"name, at most 0.5 GB: 1 ms a call at 1 TB/s of memory bandwidth \(backend='triton' silences this\)"
+    )
+    with pytest.warns(RuntimeWarning, match=said):
+        assert resolve_backend("op_of_triton", "auto", {"gpu": "it rains", "triton": None}, PATH) == "triton"
+    with pytest.warns(RuntimeWarning, match="op_of_both: it rains; vectorised XLA runs instead"):
+        assert resolve_backend("op_of_both", "auto", {"gpu": "it rains", "triton": "it snows"}, PATH) == "xla"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_backend("op_of_triton", "triton", {"gpu": "it rains", "triton": None}, PATH) == "triton"
+        assert resolve_backend("op_of_triton", "auto", {"gpu": None, "triton": None}, PATH) == "gpu"
+        assert resolve_backend("op", "triton", {"gpu": "it rains"}, PATH) == "xla"
+        assert resolve_backend("op", "triton", {"gpu": "it rains"}) == "reference"
+    with pytest.raises(NotImplementedError, match="op: it snows; use backend='auto' or 'reference'"):
+        resolve_backend("op", "triton", {"triton": "it snows"}, PATH)
+
+
 def test_a_tpu_runs_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path is for GPUs: elsewhere calls that kernels cannot take run the reference."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")

@@ -78,6 +78,7 @@ class Gemma4Block(nnx.Module):
     """Attention, the feed-forward part and the layer's own inputs, one after another; all of it scaled."""
 
     tensor_names: ClassVar[Mapping[str, str]] = {"feed_forward": "", "per_layer": ""}
+    narrows: ClassVar[bool] = True
 
     def __init__(self, config: Gemma4Config, layer: int, make: Make) -> None:
         self.self_attn = Attention(config, layer, make)
@@ -89,10 +90,11 @@ class Gemma4Block(nnx.Module):
 
     def __call__(self, hidden: jax.Array, step: ForwardStep, own: jax.Array | None) -> jax.Array:
         """Hidden states [T, d] after the layer, whose own inputs are `own` [T, p]."""
-        hidden = hidden + self.post_attention_layernorm(self.self_attn(self.input_layernorm(hidden), step))
+        attended = self.self_attn(self.input_layernorm(hidden), step)
+        hidden = step.wanted(hidden) + self.post_attention_layernorm(step.wanted(attended))
         hidden = hidden + self.feed_forward(hidden)
         if self.per_layer is not None and own is not None:
-            hidden = hidden + self.per_layer(hidden, own)
+            hidden = hidden + self.per_layer(hidden, step.wanted(own))
         return hidden * self.layer_scalar[...][None]
 
 

@@ -7,6 +7,7 @@ Source:  transformers' modeling_granitemoehybrid.py, with whose outputs it agree
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 from flax import nnx
@@ -63,6 +64,8 @@ class GraniteExperts(nnx.Module):
 class GraniteBlock(nnx.Module):
     """Attention or Mamba, then experts and a shared part, each behind a norm and scaled."""
 
+    narrows: ClassVar[bool] = True
+
     def __init__(self, config: GraniteMoeHybridConfig, layer: int, make: Make) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
         self.is_recurrent = config.layer_types[layer] == RECURRENT
@@ -79,7 +82,8 @@ class GraniteBlock(nnx.Module):
     def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:
         """Hidden states [T, d] after the layer."""
         mixer = self.mamba if self.is_recurrent else self.self_attn
-        hidden = hidden + mixer(self.input_layernorm(hidden), step) * self.scale
+        mixed = mixer(self.input_layernorm(hidden), step)
+        hidden = step.wanted(hidden) + step.wanted(mixed) * self.scale
         normed = self.post_attention_layernorm(hidden)
         out = self.shared_mlp(normed)
         if self.block_sparse_moe is not None:

@@ -50,6 +50,8 @@ class LatentExperts(nnx.Module):
 class MixerBlock(nnx.Module):
     """One part behind a norm: Mamba, attention, a dense part or experts."""
 
+    narrows: ClassVar[bool] = True
+
     def __init__(self, config: NemotronHConfig, layer: int, make: Make) -> None:
         size, eps, kind = config.hidden_size, config.rms_norm_eps, config.layer_types[layer]
         self.norm = make.norm(size, eps=eps)
@@ -67,8 +69,10 @@ class MixerBlock(nnx.Module):
 
     def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:
         """Hidden states [T, d] after the layer."""
-        normed = self.norm(hidden)
-        return hidden + (self.mixer(normed, step) if self.has_cache else self.mixer(normed))
+        if not self.has_cache:
+            hidden = step.wanted(hidden)
+            return hidden + self.mixer(self.norm(hidden))
+        return step.wanted(hidden) + step.wanted(self.mixer(self.norm(hidden), step))
 
 
 class NemotronHDecoder(Decoder):

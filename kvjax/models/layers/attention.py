@@ -53,16 +53,17 @@ class Attention(nnx.Module):
         """Sinks, as query heads."""
         return {"sinks": (0, self.sinks.shape[0])} if self.has_sinks else {}
 
-    def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:  # [T, d] -> [T, d]
-        """Attention over the layer's cache, the step's own tokens included."""
-        q = self._placed(self._heads(self.q_proj(hidden)), self.q_norm, step)
+    def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:  # [T, d] -> [T, d] or [N, d]
+        """Attention over the layer's cache, the step's own tokens included; of the wanted tokens."""
+        asking = step.wanted(hidden)
+        q = self._placed(self._heads(self.q_proj(asking)), self.q_norm, step)
         k, v = self._keys_and_values(hidden, step) if self.writes else (None, None)
         options = self.options
         if self.has_sinks:
             options = replace(options, sinks=self.sinks[...].astype(jnp.float32))
         out = step.cache(self.layer_name, q, k, v, options)
-        out = out.reshape(hidden.shape[0], -1)
-        return self.o_proj(out if self.gate_proj is None else out * jax.nn.sigmoid(self.gate_proj(hidden)))
+        out = out.reshape(asking.shape[0], -1)
+        return self.o_proj(out if self.gate_proj is None else out * jax.nn.sigmoid(self.gate_proj(asking)))
 
     def _keys_and_values(self, hidden: jax.Array, step: ForwardStep) -> tuple[jax.Array, jax.Array]:
         """What the layer writes: [T, Hkv, D] each."""
@@ -75,11 +76,15 @@ class Attention(nnx.Module):
     def _heads(self, projected: jax.Array) -> jax.Array:  # [T, H * D] -> [T, H, D]
         return projected.reshape(projected.shape[0], -1, self.head_dim)
 
-    def _placed(self, x: jax.Array, norm: RMSNorm | None, step: ForwardStep) -> jax.Array:  # [T, H, D] -> [T, H, D]
+    def _placed(self, x: jax.Array, norm: RMSNorm | None, step: ForwardStep) -> jax.Array:  # [T or N, H, D]
         """Normed and rotated, where the layer does either."""
         if norm is not None:
             x = norm(x)
-        return x if self.rope is None else apply_rope(x, step.rope_tables(self.rope, self.head_dim))
+        if self.rope is None:
+            return x
+        cos, sin = step.rope_tables(self.rope, self.head_dim)
+        is_whole = x.shape[0] == cos.shape[0]
+        return apply_rope(x, (cos, sin) if is_whole else (step.wanted(cos), step.wanted(sin)))
 
 
 def attention_options(config: AttentionDecoderConfig, layer: int) -> AttentionOptions:

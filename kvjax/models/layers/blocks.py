@@ -1,11 +1,15 @@
 """How norms and residuals stand around a layer's two parts.
 
+A block that `narrows` gives the `wanted` rows of a step alone, once the step says that it is the last; what it calls
+for attention may give these or all.
+
 Flow:    hidden[T, d], step -> [PreNormBlock | SandwichNormBlock] -> hidden[T, d]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 from flax import nnx
@@ -17,6 +21,8 @@ from kvjax.models.layers.make import Make
 
 class PreNormBlock(nnx.Module):
     """A norm before attention and one before the feed-forward part (Llama and most others)."""
+
+    narrows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -34,13 +40,16 @@ class PreNormBlock(nnx.Module):
         )
 
     def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:
-        """Hidden states [T, d] after the layer."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), step)
+        """Hidden states [T, d] after the layer, of the wanted rows in the last."""
+        attended = self.self_attn(self.input_layernorm(hidden), step)
+        hidden = step.wanted(hidden) + step.wanted(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class SandwichNormBlock(nnx.Module):
     """Norms before and after attention, before and after the feed-forward part (Gemma 2 and 3)."""
+
+    narrows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -59,7 +68,7 @@ class SandwichNormBlock(nnx.Module):
         self.post_feedforward_layernorm = make.norm(config.hidden_size, **norm)
 
     def __call__(self, hidden: jax.Array, step: ForwardStep) -> jax.Array:
-        """Hidden states [T, d] after the layer."""
+        """Hidden states [T, d] after the layer, of the wanted rows in the last."""
         attended = self.self_attn(self.input_layernorm(hidden), step)
-        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = step.wanted(hidden) + self.post_attention_layernorm(step.wanted(attended))
         return hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))

@@ -60,12 +60,17 @@ class Decoder(LanguageModel):
         token_ids: jax.Array,  # int32[T]
         positions: jax.Array,  # int32[T], or [3, T] for multimodal positions
         cache: Any,  # kvjax.device.PagedKVCache; DenseAttention for layers that only attend
-    ) -> jax.Array:  # [T, d]
-        """Normed hidden states of the last layer; padding tokens give values that mean nothing."""
+    ) -> jax.Array:  # [T, d], or [N, d]
+        """Normed hidden states of the last layer; padding tokens give values that mean nothing.
+
+        Where the cache says that it has a use for N < T of them, and the last layer `narrows`, they are [N, d].
+        """
         step = self.forward_step(token_ids, positions, cache)
         hidden = self.expand(self.embed(token_ids))
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers, start=1):
             step.mark_layer()
+            if i == len(self.layers):
+                step.narrow(layer)
             hidden = layer(hidden, step)
         step.mark_layer()
         return self.norm(self.collapse(hidden))
@@ -74,8 +79,9 @@ class Decoder(LanguageModel):
         """Scores of the next token, scaled, after the final soft cap if the model has one."""
         config = self.config
         if config.tie_word_embeddings:
-            # The table first: XLA for CPU reads the first operand as it lies and packs the other
-            scores = (self.embed_tokens.embedding[...] @ hidden.T).T
+            # The table first: XLA for CPU reads the first operand as it lies and packs the other. Behind a barrier,
+            # since a product that writes its result transposed is slower than one and a transposition.
+            scores = jax.lax.optimization_barrier(self.embed_tokens.embedding[...] @ hidden.T).T
         else:
             scores = self.lm_head(hidden)
         scores = scores.astype(jnp.float32)

@@ -41,11 +41,21 @@ class ForwardStep:
     positions: jax.Array  # int32[T], or [3, T] for multimodal positions
     cache: Any  # a Cache; recurrent and other kinds of layers call further methods
     max_model_len: int
+    rows: jax.Array | None = None  # int32[N] tokens whose hidden states are wanted, in the last layer; None: all
     _tables: dict[tuple[RopeConfig, int], RopeTables] = field(default_factory=dict)
 
     def mark_layer(self) -> None:
         """Tells a serving cache that a layer begins, or that all have ended."""
         mark_layer(self.cache)
+
+    def narrow(self, layer: Any) -> None:
+        """Says that `layer` is the last: one that `narrows` leaves out what no later step and no logits need."""
+        if getattr(layer, "narrows", False):
+            self.rows = getattr(self.cache, "wanted", None)
+
+    def wanted(self, x: jax.Array) -> jax.Array:  # [T, ...] -> [N, ...]
+        """The wanted rows of `x`, or `x` as it is where all are wanted, or it has these alone."""
+        return x if self.rows is None or x.shape[0] != self.token_ids.shape[0] else x[self.rows]
 
     def rope_tables(self, rope: RopeConfig, head_dim: int) -> RopeTables:
         """Cosines and sines of the step's positions, made once."""

@@ -39,8 +39,10 @@ class PerLayerDecoder(Decoder):
         if self.config.per_layer_size:
             own_inputs = list(self.per_layer_inputs(token_ids, embedded))
         hidden = self.expand(embedded)
-        for layer, own in zip(self.layers, own_inputs, strict=True):
+        for i, (layer, own) in enumerate(zip(self.layers, own_inputs, strict=True), start=1):
             step.mark_layer()
+            if i == len(self.layers):
+                step.narrow(layer)
             hidden = layer(hidden, step, own)
         step.mark_layer()
         return self.norm(self.collapse(hidden))

@@ -25,11 +25,12 @@ SHAPE = Shape(
     q_dtype="bfloat16", kv_dtype="bfloat16",
 )  # fmt: skip
 DECODE = replace(SHAPE, num_tokens=4)
+FEW = replace(SHAPE, num_tokens=12)
 MASK = MaskRule(sliding_window=70)
 OPTIONS = Options(sliding_window=70, sinks=np.array([0.5, -1.0, 2.0, -np.inf]), k_scale=0.7, v_scale=1.3)
 # What a layer may do beside kernels: bring queries into the shape of tiles.
 MOVES = {
-    *("reshape", "convert_element_type", "pad", "slice", "broadcast_in_dim", "gather"),
+    *("reshape", "convert_element_type", "pad", "slice", "broadcast_in_dim", "gather", "transpose"),
     *("add", "lt", "max", "select_n"),  # of indices in the gather
     *("new_ref", "freeze"),  # around the merge, which writes in place
 }
@@ -113,7 +114,7 @@ def layer_equations(shape: Shape, *, is_decode: bool) -> list[Any]:
     return list(equations(jax.make_jaxpr(layer)(q, pages, schedule, *scalars, *step).jaxpr))
 
 
-@pytest.mark.parametrize(("shape", "is_decode", "num_kernels"), [(DECODE, True, 2), (SHAPE, False, 3)])
+@pytest.mark.parametrize(("shape", "is_decode", "num_kernels"), [(DECODE, True, 2), (FEW, True, 2), (SHAPE, False, 3)])
 def test_a_planned_layer_is_kernels_and_moves(shape: Shape, is_decode: bool, num_kernels: int) -> None:
     """No sum, sort or comparison of lengths, and where all decode no prefill; compiled: `gpu_compile.py layers`."""
     found = layer_equations(shape, is_decode=is_decode)
@@ -137,9 +138,12 @@ def test_a_plan_is_for_its_sizes() -> None:
 
 
 def test_only_steps_of_decoding_are_planned_as_such() -> None:
-    """As many tokens as sequences, and where lengths are known, one for each."""
+    """As many tokens as sequences, or a multiple, and where lengths are known, no more for any."""
     q, pages, *step = make_case(0, SHAPE, [(1, 9), (3, 5)]).arrays
-    with pytest.raises(ValueError, match="expected as many tokens as sequences with is_decode=True, got 24 and 4"):
+    with pytest.raises(ValueError, match="with is_decode=True, or a multiple, got 22 and 4"):
+        plan(q[:22], pages, *step, MASK, is_decode=True, backend="gpu")
+    q, pages, *step = make_case(0, SHAPE, [(1, 9), (7, 9)]).arrays
+    with pytest.raises(ValueError, match=r"at most 6 queries of every sequence .* and 24 tokens, got query"):
         plan(q, pages, *step, MASK, is_decode=True, backend="gpu")
     q, pages, *step = make_case(0, DECODE, [(1, 9), (3, 5)]).arrays
     with pytest.raises(ValueError, match="expected one query of every sequence with is_decode=True, got query_start"):

@@ -21,6 +21,7 @@ from pallas_kernels.gpu.tiles import TileShape
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import kernel_gpu, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.gpu_prefill import Split
+from pallas_kernels.schedule import Batch
 from tests.pallas_kernels.cases import Case, Shape, as_bytes, assert_close, make_case, random_values
 from tests.pallas_kernels.on_gpu import compile_on_gpu, gpu_device
 from tests.pallas_kernels.oracle import Options
@@ -238,12 +239,13 @@ def test_blocks_are_whole_where_they_say_so(mask: MaskRule, page_size: int) -> N
 def test_the_plan_gives_every_block_to_one_piece(num_blocks: int) -> None:
     """Each block of each unit once; shares that differ by less than a block; a unit's pieces are its own."""
     config = GpuConfig(MaskRule(sliding_window=300), None, 2, 1, 64, 64, 16, "bfloat16", "bfloat16", 64, 2)
-    plan = jax.jit(plan_decode, static_argnums=(3, 4))
+    plan = jax.jit(plan_decode, static_argnums=(1, 2))
     for seed in range(20):
         rng = np.random.default_rng(seed)
         lens = rng.integers(1, 500, 5).astype(np.int32)
         q_lens = rng.integers(0, 2, 5).astype(np.int32)
-        pieces, blocks, units = (np.asarray(x) for x in plan(lens, 4, q_lens, config, num_blocks))
+        batch = Batch(lens, np.zeros_like(lens), np.where(np.arange(5) < 4, q_lens, 0).astype(np.int32))
+        pieces, blocks, units = (np.asarray(x) for x in plan(batch, config, num_blocks))
         done = [[] for _ in units]
         shares = []
         for first, end in blocks:
