@@ -40,8 +40,8 @@ def check_process_tiers(engine: LLMEngine, name: str, folder: Path) -> None:
     assert stats.num_disk_loads > 0
     assert (stats.num_load_failures, stats.num_disk_errors) == (0, 0)
     connector_of(second).close()
-    _lose_files(engine, name, config)
-    _refuse_another_mesh(engine, config)
+    _refuse_another_mesh(engine, _copied(config, "of another mesh"))
+    _lose_files(engine, name, _copied(config, "with losses"))
     _fail_in_one_process(engine, name)
 
 
@@ -61,6 +61,16 @@ def disk_config(name: str, folder: Path) -> TierConfig:
 def with_tiers(engine: LLMEngine, tiers: TierConfig) -> LLMEngine:
     config = dataclasses.replace(engine.config, tiers=tiers, steps_between_checks=4)
     return LLMEngine(engine.model, config, mesh=engine._runner.placement.mesh, like=engine)
+
+
+def _copied(config: TierConfig, name: str) -> TierConfig:
+    """Settings of a copy of the folder, made by process 0."""
+    assert config.disk_folder is not None
+    copy = Path(config.disk_folder) / name
+    if jax.process_index() == 0:
+        shutil.copytree(config.disk_folder, copy, ignore=lambda *_: {name, "of another mesh"})
+    ProcessBoard(60.0).exchange("copied", name)
+    return dataclasses.replace(config, disk_folder=str(copy))
 
 
 def connector_of(engine: LLMEngine) -> ProcessTiers:
@@ -107,7 +117,7 @@ def _refuse_another_mesh(engine: LLMEngine, tiers: TierConfig) -> None:
     if mesh.axis_names != ("context",):
         return
     assert tiers.disk_folder is not None
-    if jax.process_index() == 1:
+    if jax.process_index() == 1:  # whose own folder is empty then
         shutil.rmtree(Path(tiers.disk_folder) / "ranks-0-part-1")
     blocks = engine.config.block_size * mesh.size
     config = dataclasses.replace(engine.config, tiers=tiers, block_size=blocks)
