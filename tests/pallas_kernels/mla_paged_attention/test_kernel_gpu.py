@@ -133,17 +133,17 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_the_kernel_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """backend="gpu" refuses; "auto" on a GPU warns once and gives what vectorised XLA gives."""
+    """backend="gpu" refuses; "auto" on a GPU warns once and gives what Triton gives."""
     change, latent, message = BAD[name]
     shape = replace(TINY, **change, latent=replace(LATENT, **latent))
     case = make_case(12, shape, [(3, 9)], Options())
     with pytest.raises(NotImplementedError, match=f"mla_paged_attention: .*{message}"):
         mla_paged_attention(*case.arrays, sm_scale=0.1, page_size=shape.latent.page_size, backend="gpu")
     call = functools.partial(mla_paged_attention, *case.arrays, sm_scale=0.1, page_size=shape.latent.page_size)
-    expected = call(backend="xla")
+    expected = call(backend="triton")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
-    with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
+    with pytest.warns(RuntimeWarning, match="a kernel in Triton runs instead"):
         result = call()
     np.testing.assert_array_equal(np.asarray(result.out), np.asarray(expected.out))
     call()  # no second warning

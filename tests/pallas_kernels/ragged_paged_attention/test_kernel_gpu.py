@@ -281,17 +281,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_the_kernels_cannot_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """backend="gpu" refuses; "auto" on a GPU warns once and gives what vectorised XLA gives."""
+    """backend="gpu" refuses; "auto" on a GPU warns once and gives what Triton gives, or XLA over packed pages."""
     change, message = BAD[name]
+    backend, path = ("xla", "vectorised XLA") if name == "packed" else ("triton", "a kernel in Triton")
     shape = replace(SHAPE, **{"num_tokens": 8, "num_q_heads": 4, "num_kv_heads": 2, **change})
     case = make_case(12, shape, [(1, 5), (3, 9)])
     arguments = {"sm_scale": 0.1, "num_kv_heads": 2}
     with pytest.raises(NotImplementedError, match=f"ragged_paged_attention: .*{message}"):
         ragged_paged_attention(*case.arrays, **arguments, backend="gpu")
-    expected = ragged_paged_attention(*case.arrays, **arguments, backend="xla")
+    expected = ragged_paged_attention(*case.arrays, **arguments, backend=backend)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(mosaic, "reason_without_hopper", lambda: None)
-    with pytest.warns(RuntimeWarning, match="vectorised XLA runs instead"):
+    with pytest.warns(RuntimeWarning, match=f"{path} runs instead"):
         result = ragged_paged_attention(*case.arrays, **arguments)
     np.testing.assert_array_equal(np.asarray(result.out), np.asarray(expected.out))
     ragged_paged_attention(*case.arrays, **arguments)  # no second warning
