@@ -24,7 +24,7 @@ class TierConfig:
 
     `eviction_policy` is the host's: "lru", "slru" or "cost". `num_threads` copy bytes and as many read and write files.
     At most `max_bytes_in_flight` are on their way to the host, and as many on their way to disk: beyond that steps
-    wait for the host, and the disk is passed over. None: 256 MiB, or 4 on a CPU, whose device memory is the host's. A
+    wait for the host, and the disk is passed over. None: 256 MiB, or 8 on a CPU, whose device memory is the host's. A
     load that takes longer than `load_timeout_s` is given up: its tokens are computed.
 
     Raises:

@@ -98,7 +98,7 @@ class TierWorker:
         self._host = host
         self._disk = disk
         self._sizes = sizes
-        default = 1 << 22 if jax.default_backend() == "cpu" else 1 << 28
+        default = 1 << 23 if jax.default_backend() == "cpu" else 1 << 28
         self._most_bytes = default if max_bytes_in_flight is None else max_bytes_in_flight
         self._memory_kind = memory_kind
         self._threads = ThreadPoolExecutor(num_threads, "kvjax-tier")
