@@ -99,7 +99,7 @@ def _pool(ratio: int, overlap: bool, page_size: int, *arrays: Any) -> None:
         return new_top, weight, total * shrink + jnp.sum(weights * kv, axis=0)
 
     nothing = jnp.zeros(columns, jnp.float32)
-    num_tiles = jnp.where(entry >= 0, cdiv(num_states, tokens), 0)
+    num_tiles = cdiv(num_states, tokens) * jnp.clip(entry + 1, 0, 1)
     _, weight, total = lax.fori_loop(0, num_tiles, add, (nothing - jnp.inf, nothing, nothing))
     pooled = jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
     store(refs.entries, (number, column), pooled, column < dim)
