@@ -28,15 +28,16 @@ SHAPE = Shape(
     num_tokens=20, num_rows=4, num_columns=18, num_q_heads=6, rope_dim=64, q_dtype="bfloat16",
     latent=LatentShape(head_dim=192, page_size=16, dtype="bfloat16"),
 )  # fmt: skip
-RAGGED = [(5, 270), (1, 5), (3, 70)]  # pieces that end within a sequence; a mask that cuts several blocks
-BLIND = [(2, 140), (5, 3), (4, 129)]  # queries before position 0
+RAGGED = [(5, 140), (1, 5), (3, 70)]  # pieces that end within a sequence; a mask that cuts several blocks
+BLIND = [(2, 270), (5, 3), (4, 129)]  # queries before position 0
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one tile a sequence": ({}, {}),
-    "three tiles a sequence, window, sink tokens": (
+    "three tiles a sequence": ({"num_q_heads": 24}, {}),
+    "window, sink tokens, soft cap, sinks": (
         {"num_q_heads": 24},
         {"sliding_window": 70, "num_sink_tokens": 19, "soft_cap": 1.5},
     ),
-    "a tile a query and half of the heads, chunk": (
+    "a tile a query and half of the heads, chunk, sinks": (
         {"num_q_heads": 66, "num_tokens": 12, "num_rows": 3},
         {"attention_chunk_size": 66},
     ),
@@ -84,31 +85,39 @@ def assert_right(run: Callable[..., Any], seed: int, shape: Shape, rows: Rows, o
     assert_close(result[1], lse, "float32", "lse")
 
 
+STEPS = [RAGGED, pytest.param(BLIND, marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("rows", STEPS, ids=["ragged", "blind"])
 @pytest.mark.parametrize(
     "name",
-    [name if name.startswith("three") else pytest.param(name, marks=pytest.mark.sweep) for name in FEATURES],
+    [name if name == "three tiles a sequence" else pytest.param(name, marks=pytest.mark.sweep) for name in FEATURES],
 )
-def test_a_step_of_few_queries_equals_the_oracle(name: str) -> None:
+def test_a_step_of_few_queries_equals_the_oracle(name: str, rows: Rows) -> None:
     """Ragged, with fewer sequences than rows, padding behind them; queries before position 0 see nothing."""
     change, mask = FEATURES[name]
     shape = replace(SHAPE, **change)
     most = shape.num_tokens // shape.num_rows
-    sinks = np.linspace(-1, 2, shape.num_q_heads)
+    sinks = np.linspace(-1, 2, shape.num_q_heads) if "sinks" in name else None
     options = Options(**({"sm_scale": 0.1} | mask), sinks=sinks, k_scale=0.7, v_scale=0.7)
-    run = planned(shape, options, is_decode=True)
-    for seed, rows in enumerate((RAGGED, BLIND)):
-        own = [(min(q_len, most), length) for q_len, length in rows]
-        assert_right(run, seed, shape, own, options)
+    own = [(min(q_len, most), length) for q_len, length in rows]
+    assert_right(planned(shape, options, is_decode=True), len(rows), shape, own, options)
 
 
+MIXED = [
+    [(0, 7), (5, 70), (9, 40)],  # a row without queries, a tile behind those that decode
+    pytest.param([(1, 130), (12, 40), (3, 70), (1, 66)], marks=pytest.mark.sweep),
+    pytest.param(RAGGED, marks=pytest.mark.sweep),
+]
+
+
+@pytest.mark.parametrize("rows", MIXED, ids=str)
 @pytest.mark.parametrize("num_heads", [24, pytest.param(6, marks=pytest.mark.sweep)])
-def test_few_queries_among_longer_sequences_equal_the_oracle(num_heads: int) -> None:
-    """A row without queries, tiles behind those that decode; also a step of few alone."""
+def test_few_queries_among_longer_sequences_equal_the_oracle(num_heads: int, rows: Rows) -> None:
+    """Also a step of few alone, planned as one that may be mixed."""
     shape = replace(SHAPE, num_q_heads=num_heads, num_tokens=23)
     options = Options(sm_scale=0.1, sliding_window=70)
-    run = planned(shape, options, is_decode=False)
-    for seed, rows in enumerate(([(0, 7), (5, 133), (9, 40)], [(1, 130), (12, 40), (3, 70), (1, 66)], RAGGED)):
-        assert_right(run, seed, shape, rows, options)
+    assert_right(planned(shape, options, is_decode=False), 0, shape, rows, options)
 
 
 def test_as_many_queries_as_pieces_may_be() -> None:
