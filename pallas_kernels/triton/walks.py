@@ -88,7 +88,7 @@ def plan_walks(step: Step, batch: Batch, limits: Limits = Limits()) -> list[Walk
         keys, width = min(limits.most_keys, 32 if is_wide else 64), num_kv_heads * cdiv(group, heads)
         fills = name == "long" and room * width >= limits.programs
         lanes = None if fills or table_keys <= limits.few_tiles * keys else max(1, limits.programs // width)
-        num_warps = 8 if queries * heads * dim >= 64 * 128 else 4
+        num_warps = 8 if queries * heads * dim * step.queries.q.dtype.itemsize >= 64 * 128 * 2 else 4
         sizes = Sizes(queries, heads, keys, lanes, num_warps, num_stages=2)
         walks.append(Walk(name, tiles, sizes))
     return walks
