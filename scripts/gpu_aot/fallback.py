@@ -170,12 +170,12 @@ def indexer(case: Case) -> Built:
 
 
 def compressor(case: Case) -> Built:
-    """States and entries of four tokens of DeepSeek V4 Flash's compressor: 1,024 numbers of KV and of scores a token."""
+    """States of DeepSeek V4 Flash's compressor, 1,024 numbers of KV and of scores a token, and entries of four."""
     from pallas_kernels.compressor_update import compressor_update, max_new_entries
     from pallas_kernels.sparse_mla_attention.shapes import SHAPES
     from scripts.aot.arguments import argument
-    from scripts.kernel_bench.ops.compressor_update import Compressor, work
     from scripts.kernel_bench.case import Sizes
+    from scripts.kernel_bench.ops.compressor_update import Compressor, work
 
     (model,) = (shape for shape in SHAPES if shape.name == "deepseek-v4-flash")
     own = Compressor(model.ratios[0], model.dim)
