@@ -247,7 +247,7 @@ def _attend_tile(
 
 
 def _row_sinks(refs: _Refs, shape: TileShape, first_q_head: jax.Array, warpgroup: jax.Array) -> jax.Array:
-    """The sink of each row's query head, eight loaded at a time: beside the sums of a tile there is room for no more."""
+    """The sink of each row's query head, few loaded at a time: beside the sums of a tile there is room for no more."""
     row = mosaic.row_index(mosaic.ROWS) + warpgroup * mosaic.ROWS
     sinks = mosaic.per_row(jnp.full((mosaic.ROWS,), -jnp.inf, jnp.float32))
     for head in range(shape.heads):
