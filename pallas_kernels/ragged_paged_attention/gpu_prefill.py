@@ -42,6 +42,7 @@ from pallas_kernels.gpu.tiles import TILE_ROWS, WARPGROUPS, TileField, TileShape
 
 _FETCHING = WARPGROUPS  # the warpgroup after those that attend, if it is one of its own
 _FETCHING_REGISTERS, _ATTENDING_REGISTERS = 40, 232
+_SINKS_AT_ONCE = 8
 
 
 def plain_columns(head_dim: int, head_dim_v: int) -> int:
@@ -246,10 +247,12 @@ def _attend_tile(
 
 
 def _row_sinks(refs: _Refs, shape: TileShape, first_q_head: jax.Array, warpgroup: jax.Array) -> jax.Array:
-    """The sink of each row's query head."""
+    """The sink of each row's query head, few loaded at a time: beside the sums of a tile there is room for no more."""
     row = mosaic.row_index(mosaic.ROWS) + warpgroup * mosaic.ROWS
     sinks = mosaic.per_row(jnp.full((mosaic.ROWS,), -jnp.inf, jnp.float32))
     for head in range(shape.heads):
+        if head and head % _SINKS_AT_ONCE == 0:
+            first_q_head, sinks = lax.optimization_barrier((first_q_head, sinks))
         sinks = jnp.where(row >= head * shape.tokens, capped_sink(of_head(refs.sinks, first_q_head + head)), sinks)
     return sinks
 
