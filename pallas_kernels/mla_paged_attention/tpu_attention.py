@@ -26,7 +26,7 @@ from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, base2_logits, dot, 
 from pallas_kernels.tpu.block_mask import RowTrees, kept_slots, seen_slots
 from pallas_kernels.tpu.item_plan import Field
 from pallas_kernels.tpu.lse import heads_to_lanes
-from pallas_kernels.tpu.mosaic import LANES, Ref
+from pallas_kernels.tpu.mosaic import LANES, Ref, matrix_unit_lanes
 from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
 
 
@@ -84,12 +84,12 @@ class StepAttention:
         return x.reshape(self.config.chunk, self.config.heads, x.shape[1])
 
     def _scores(self, work: _Work) -> jax.Array:
-        """float32[rows, part]; decoding a sum of products over 128 lanes each, as `tpu_softmax` makes them."""
+        """float32[rows, part]; decoding, on units wider than 128, a sum of products over 128 lanes each, see `tpu_softmax`."""
         config = self.config
         first = self.walk.place(self.step, self.step.units[work.unit]) + work.chunk * config.chunk
         q = self.refs.q_tile[self.step.slot, pl.ds(first, config.chunk)].reshape(config.rows, config.lanes)
         k = self.blocks.keys(self.slot, work.unit, work.part)
-        depth = LANES if config.queries == 1 else config.lanes
+        depth = LANES if config.queries == 1 and matrix_unit_lanes() > LANES else config.lanes
         pieces = [slice(n, n + depth) for n in range(0, config.lanes, depth)]
         scores = [dot(q[:, piece], k[:, piece], (((1,), (1,)), ((), ()))) for piece in pieces]
         return sum(scores[1:], scores[0])
