@@ -84,7 +84,7 @@ class StepAttention:
         return x.reshape(self.config.chunk, self.config.heads, x.shape[1])
 
     def _scores(self, work: _Work) -> jax.Array:
-        """float32[rows, part]; decoding, on units wider than 128, a sum of products over 128 lanes each, see `tpu_softmax`."""
+        """float32[rows, part]; decoding on wide units a sum of products over 128 lanes each, see `tpu_softmax`."""
         config = self.config
         first = self.walk.place(self.step, self.step.units[work.unit]) + work.chunk * config.chunk
         q = self.refs.q_tile[self.step.slot, pl.ds(first, config.chunk)].reshape(config.rows, config.lanes)
