@@ -1,4 +1,4 @@
-"""Compiles the headline cases of the TPU attention kernel with the newest libtpu, against the committed figures.
+"""Compiles the headline cases of the TPU attention kernels with the newest libtpu, against the committed figures.
 
     python scripts/tpu_headlines.py                        what CI runs: about a minute
     python scripts/tpu_headlines.py --libtpu previous      another compiler
@@ -44,11 +44,11 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     committed, headlines = read(options.file)
 
-    def compile_case(case: tuple[str, tuple[str, ...]]) -> Compilation | CompilationError | ValueError:
-        chip, settings = case
+    def compile_case(case: tuple[str, str, tuple[str, ...]]) -> Compilation | CompilationError | ValueError:
+        chip, op, settings = case
         try:
             return compile_and_dump(
-                chip, "attention", list(settings), kernels="rpa_.*", timeout_s=options.timeout, libtpu=libtpu
+                chip, op, list(settings), kernels="(rpa|mla)_.*", timeout_s=options.timeout, libtpu=libtpu
             )
         except (CompilationError, ValueError) as error:  # ValueError: dumps that cannot be read
             return error

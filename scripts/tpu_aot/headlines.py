@@ -1,11 +1,11 @@
-"""Headline figures of the attention kernel: committed ones, and what the compiler says of them.
+"""Headline figures of the attention kernels: committed ones, and what the compiler says of them.
 
 Flow:    headlines.json -> [read] -> Headline ... -> compilations, one for equal cases -> [measure] -> Outcome ...
 
 A figure is what a case had when it was committed: it fails where it is exceeded. Its bar is what it is to reach, and
-stands beside it. Units: *bundles* of a full block of 512 tokens; *us* of a decoding sequence of so many tokens, by the
-model of scripts/tpu_aot/latency.py at 1 us; *of HBM*, the same over the time that HBM needs for its KV; *k bundles* of
-a whole prefill; *bytes* of a token in HBM.
+stands beside it. Units: *bundles* of a full block, per 512 tokens; *us a step*, of many full ones, by the model of
+scripts/tpu_aot/latency.py at 1 us; *us* of a decoding sequence of so many tokens, by the same; *of HBM*, that over the
+time that HBM needs for its KV; *k bundles* of a whole prefill; *bytes* of a token in HBM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts.tpu_aot.score import block_scores, kernel_name
 from scripts.tpu_aot.step_cost import launch_work
 
 FILE = Path(__file__).with_name("headlines.json")
-_DIGITS = {"bundles": 0, "us": 2, "of HBM": 2, "k bundles": 0, "bytes": 0}
+_DIGITS = {"bundles": 0, "us a step": 2, "us": 2, "of HBM": 2, "k bundles": 0, "bytes": 0}
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,18 @@ class Headline:
 
     name: str
     chip: str
-    settings: tuple[str, ...]  # of an attention case
+    settings: tuple[str, ...]  # of the op's case
     unit: str
     tokens: int  # of the sequence; 512 of a block
     figure: float  # committed
     bar: float | None  # to be reached; None: there is none
     rivals: dict[str, float]  # their figures, by scripts/tpu_race.py
+    op: str = "attention"
 
     @property
-    def case(self) -> tuple[str, tuple[str, ...]]:
+    def case(self) -> tuple[str, str, tuple[str, ...]]:
         """What is compiled for it."""
-        return self.chip, self.settings
+        return self.chip, self.op, self.settings
 
     def text(self, figure: float) -> str:
         """A figure in its unit's digits."""
@@ -106,6 +107,11 @@ def _full_block(headline: Headline, compilation: Compilation) -> float:
     return full.bundles * headline.tokens / full.block_tokens
 
 
+def _microseconds_of_step(headline: Headline, compilation: Compilation) -> float:
+    full, _ = block_scores(_kernel(headline, compilation, is_decode=True), _chip(headline), _token_bytes(compilation))
+    return full.seconds(_chip(headline), USUAL_LATENCY_S) * 1e6
+
+
 def _microseconds(headline: Headline, compilation: Compilation) -> float:
     return _decode(headline, compilation).seconds(_chip(headline), USUAL_LATENCY_S) * 1e6
 
@@ -127,6 +133,7 @@ def _bytes(headline: Headline, compilation: Compilation) -> float:
 
 _UNITS: dict[str, Callable[[Headline, Compilation], float]] = {
     "bundles": _full_block,
+    "us a step": _microseconds_of_step,
     "us": _microseconds,
     "of HBM": _of_hbm,
     "k bundles": _prefill,

@@ -13,7 +13,7 @@ from scripts.tpu_aot.chips import CHIPS
 from scripts.tpu_aot.compiler import Compilation, CompilationError
 from scripts.tpu_aot.headlines import Headline, Outcome, measure, read, write
 from scripts.tpu_aot.libtpu import Release
-from scripts.tpu_aot.operations import AttentionCase
+from scripts.tpu_aot.operations import OPERATIONS
 from tests.scripts.tpu_listing import PRODUCT, START, WAIT, kernel, loop
 
 BLOCK = loop(START, WAIT, PRODUCT, 592)  # 600 bundles
@@ -30,6 +30,7 @@ def headline(unit: str, tokens: int, figure: float = 0.0, bar: float | None = No
     ("unit", "tokens", "expected"),
     [
         ("bundles", 512, 300),  # a full block of 1,024
+        ("us a step", 1024, 1.14),  # 4 MiB
         ("us", 256, round(max(900 / 2.2e3, (1 + 0.28417 + 900 / 2.2e3) / 4) + 0.005, 2)),
         ("of HBM", 8192, 1.0),
         ("k bundles", 32, 1),  # a tile: 100 and a masked block of 800, rounded up
@@ -68,7 +69,7 @@ def test_the_committed_figures_are_whole() -> None:
     assert len({(head.case, head.unit, head.tokens) for head in headlines}) == len(headlines)
     for head in headlines:
         assert head.chip in CHIPS
-        parse_case(AttentionCase, list(head.settings))
+        parse_case(OPERATIONS[head.op][0], list(head.settings))
         assert float(head.text(head.figure).replace(",", "")) == head.figure
 
 
