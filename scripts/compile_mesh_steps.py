@@ -3,10 +3,10 @@
     python scripts/compile_mesh_steps.py                    v6e 2x2 and v7x 2x2, about a minute
     python scripts/compile_mesh_steps.py --chip h100        four cards of one host, with jax's CUDA plugin
 
-The first layers of Llama 3 8B, or of another `--model`: tokens of pages over two context ranks, heads over the other
-axis. Each step compiles in a process of its own (`scripts/tpu_aot/engine_step.py`). Needs libtpu (kvjax[tpu-aot]). Exit
-status: 0, or 1 where a step does not compile, pages are copied or not aliased, or arrays are sent other than
-`scripts/aot/collectives.py` says.
+Two layers of Llama 3 8B, or of another `--model`, one of each kind that it has: tokens of pages over two context ranks,
+heads over the other axis. Each step compiles in a process of its own (`scripts/tpu_aot/engine_step.py`). Needs libtpu
+(kvjax[tpu-aot]). Exit status: 0, or 1 where a step does not compile, pages are copied or not aliased, or arrays are
+sent other than `scripts/aot/collectives.py` says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.aot.collectives import Sent, bytes_over, expected_of
+from scripts.aot.collectives import Sent, bytes_over, expected_of, layers_of
 from scripts.tpu_aot.chips import ENVIRONMENT
 from scripts.tpu_aot.compiler import ROOT
 
@@ -42,8 +42,7 @@ def compile_step(chip: str, options: argparse.Namespace) -> dict[str, Any]:
         "scripts.tpu_aot.engine_step",
         chip,
         options.model,
-        "--layers",
-        str(options.layers),
+        *(["--each-kind"] if options.layers is None else ["--layers", str(options.layers)]),
     ]
     command += ["--tokens", str(options.tokens), "--shards", str(TENSOR[chip]), "--context", str(NUM_CONTEXT)]
     environment = os.environ | ENVIRONMENT | (_GPU_FLAGS if chip in _CARDS else {})
@@ -62,9 +61,9 @@ def table(sent: Counter[Sent], expected: Counter[Sent]) -> list[str]:
     lines = []
     for each in sorted(sent | expected):
         verdict = "" if sent[each] == expected[each] else f"   expected {expected[each]}"
-        name = f"{each.opcode:12} {each.axis:8} {each.array:18}"
+        name = f"{each.opcode:18} {each.axis:10} {each.array:18}"
         lines.append(f"  {sent[each]:3} x {name} {each.num_bytes:10,} bytes{verdict}")
-    for axis in sorted({each.axis for each in sent | expected}):
+    for axis in sorted({each.axis.split()[0] for each in sent | expected}):
         lines.append(
             f"  {axis}: {bytes_over(sent, axis):,} bytes a step, by the formula {bytes_over(expected, axis):,}"
         )
@@ -78,14 +77,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", action="append", choices=sorted(TENSOR), help="repeatable; default: v6e and v7x")
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
-    parser.add_argument("--layers", type=int, default=2, help="of the model")
+    parser.add_argument("--layers", type=int, help="the model's first (default: two, one of each kind it has)")
     parser.add_argument("--tokens", type=int, default=256, help="of the step; 8: each of eight sequences decodes")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one step")
     options = parser.parse_args(arguments)
-    config = json.loads((engine_step.MODELS / f"{options.model}.json").read_text())
+    config = engine_step.config_of(options.model, options.layers)
+    layers = layers_of(config, config.get("text_config", config)["num_hidden_layers"])
     status = 0
     releases = f"libtpu {_release('libtpu')}, jax {version('jax')}"
-    print(f"{releases}, {options.model}, {options.layers} layers, {options.tokens} tokens")
+    print(f"{releases}, {options.model}, {options.tokens} tokens, {len(layers)} layers: {'; '.join(map(str, layers))}")
     for chip in options.chip or ["v6e", "v7x"]:
         report = compile_step(chip, options)
         mesh = f"{chip}, context {NUM_CONTEXT} x tensor {TENSOR[chip]}"
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
         sent = Counter({Sent(*each): count for *each, count in report["collectives"]})
         expected = expected_of(
             config,
-            num_layers=options.layers,
+            num_layers=len(layers),
             num_tokens=options.tokens,
             num_context=NUM_CONTEXT,
             num_shards=TENSOR[chip],

@@ -8,6 +8,8 @@ Source:  JAX's CPU backend makes an array of a host array without a copy where i
 from __future__ import annotations
 
 import math
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,4 +26,36 @@ def aligned_empty(shape: Sequence[int], dtype: npt.DTypeLike = np.uint8) -> np.n
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
-__all__ = ["ALIGNMENT", "aligned_empty"]
+class RecycledMemory:
+    """Aligned arrays whose memory serves again once neither host nor device refers to it; any thread may ask.
+
+    Memory that is new costs a page fault for each 4 KiB that is written, as much as a copy of those bytes.
+    """
+
+    def __init__(self, most_idle_bytes: int) -> None:
+        self._most_idle_bytes = most_idle_bytes
+        self._idle: defaultdict[int, deque[memoryview]] = defaultdict(deque)  # by bytes
+        self._idle_bytes = 0  # about: threads add and subtract without a lock
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike = np.uint8) -> np.ndarray:
+        """As `aligned_empty`."""
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if not num_bytes:
+            return np.empty(shape, dtype)
+        try:
+            memory = self._idle[num_bytes].pop()
+            self._idle_bytes -= num_bytes
+        except IndexError:
+            memory = aligned_empty((num_bytes,)).data
+        # Views of an array on a memoryview refer to that array, whatever they are views of: it lives as long as they.
+        array = np.frombuffer(memory, np.uint8)
+        weakref.finalize(array, self._recycle, memory).atexit = False
+        return array.view(dtype).reshape(shape)
+
+    def _recycle(self, memory: memoryview) -> None:
+        if self._idle_bytes + memory.nbytes <= self._most_idle_bytes:
+            self._idle_bytes += memory.nbytes
+            self._idle[memory.nbytes].append(memory)
+
+
+__all__ = ["ALIGNMENT", "RecycledMemory", "aligned_empty"]

@@ -41,8 +41,8 @@ def gather_rank_pages(
     Raises:
         ValueError: as `gather_pages`.
     """
-    values = gather_for_ranks(pages, pool_id, rank, page_ids, page_counts)
-    return jax.tree.map(lambda array: part_of_rank(array, rank, pages.num_ranks), values)
+    values, num_ranks = gather_for_ranks(pages, pool_id, rank, page_ids, page_counts), pages.num_ranks
+    return values if num_ranks == 1 else jax.tree.map(lambda array: part_of_rank(array, rank, num_ranks), values)
 
 
 def gather_for_ranks(
@@ -124,6 +124,8 @@ def ids_among_ranks(
         ValueError: there are more ids than the largest length.
     """
     own = pad_ids(page_ids, page_counts)
+    if num_ranks == 1:
+        return own
     ids = np.full((num_ranks, own.size), SKIP, np.int32)
     ids[rank] = own
     return ids.reshape(-1)

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvjax.core import BlockHash
 from kvjax.device import KVPages
-from kvjax.device.aligned import aligned_empty
+from kvjax.device.aligned import RecycledMemory
 from kvjax.device.page_ops import PAGE_COUNTS, SKIP, gather_pages_padded, pad_ids, scatter_pages_padded
 from kvjax.device.page_parts import PageParts, WholePages
 from kvjax.device.pages import Column
@@ -41,6 +41,7 @@ from kvjax.tiers.stats import TierStats
 from kvjax.tiers.units import LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitSizes
 
 PIECE_BYTES = 1 << 23  # of one gather or scatter, where that is not less than the shortest declared length
+IDLE_BYTES = 1 << 26  # most memory of pieces on their way up that is kept for later ones
 PINNED = "pinned_host"
 LOOK_S = 1.0  # most that `wait` waits for threads, since a load may hang
 PAUSE_S = 0.0005  # between looks at arrays that are on their way, in `wait`
@@ -101,10 +102,12 @@ class TierWorker:
         default = 1 << 23 if jax.default_backend() == "cpu" else 1 << 28
         self._most_bytes = default if max_bytes_in_flight is None else max_bytes_in_flight
         self._memory_kind = memory_kind
+        self._is_apart = True  # the device's memory, from the host's
         self._threads = ThreadPoolExecutor(num_threads, "kvjax-tier")
         self._disk_threads = ThreadPoolExecutor(num_threads, "kvjax-disk")
         self._parts = WholePages() if parts is None else parts
         self._pace = OwnPace() if pace is None else pace
+        self._memory = RecycledMemory(IDLE_BYTES)
         self._to_disk: deque[tuple[Future[Any], int]] = deque()  # writes in flight and their bytes; threads append
         self._start()
 
@@ -229,12 +232,14 @@ class TierWorker:
         """Starts the copy to the host."""
         if self._memory_kind is None:
             device = next(iter(array.devices()))
+            self._is_apart = device.platform != "cpu"
             kinds = {memory.kind for memory in device.addressable_memories()}
             self._memory_kind = PINNED if device.platform != "cpu" and PINNED in kinds else ""
         kind = self._memory_kind
         if kind:
             return jax.device_put(array, array.sharding.with_memory_kind(kind))
-        array.copy_to_host_async()
+        if self._is_apart:
+            array.copy_to_host_async()
         return array
 
     def _end_oldest(self) -> None:
@@ -254,7 +259,7 @@ class TierWorker:
         _, group_id, block_hashes, arrays, num_bytes = arriving
         taken = self._host.take(group_id, len(block_hashes))
         slots = np.full(len(block_hashes), -1, np.int32)
-        slots[: taken.size] = taken
+        slots[: taken.size] = np.sort(taken)  # any slot serves; neighbours are copied to at once
         submit = self._threads.submit if submit is None else submit
         is_good = submit(self._write_units, group_id, block_hashes, arrays, slots)
         self._writing.append(_Writing(self._turn, group_id, block_hashes, slots, is_good, num_bytes))
@@ -267,14 +272,15 @@ class TierWorker:
             return np.ones(slots.size, bool)
         pages = [_as_bytes(np.asarray(array))[: slots.size] for array in arrays]
         on_host = slots >= 0
+        all_on_host = bool(on_host.all())
         buffers = self._host.buffers[self._sizes.pool_of_group[group_id]]
-        if on_host.any():
-            for buffer, page in zip(buffers, pages, strict=False):
-                buffer[slots[on_host]] = page if on_host.all() else page[on_host]
+        rows = _rows(slots[on_host])
+        for buffer, page in zip(buffers, pages, strict=False):
+            buffer[rows] = page if all_on_host else page[on_host]
         if self._disk is None:
             return on_host
         keys = [UnitKey(group_id, block_hash) for block_hash in block_hashes]
-        if on_host.all():
+        if all_on_host:
             num_bytes = sum(page.nbytes for page in pages)
             if sum(count for future, count in list(self._to_disk) if not future.done()) > self._most_bytes:
                 self.stats.num_disk_skips += slots.size
@@ -329,7 +335,7 @@ class TierWorker:
         self._pace.check_readable(_keys_of(units, is_on_host))
         staged = []
         for i, size in enumerate(self._sizes.arrays_of_pool[pool_id]):
-            staged.append(aligned_empty((count, size)))
+            staged.append(self._memory.empty((count, size)))
             staged[i][num_units if i < num_arrays else 0 :] = 0
             if i < num_arrays and is_on_host.all():
                 np.take(self._host.buffers[pool_id][i], units.slots, axis=0, out=staged[i][:num_units], mode="clip")
@@ -388,6 +394,13 @@ def _run_here(function: Callable[..., np.ndarray], *args: Any) -> Future[np.ndar
 def are_ready(arrays: Sequence[Any]) -> bool:
     """Whether the device, or the copy to the host, is done with all of them."""
     return all(array.is_ready() for array in arrays)
+
+
+def _rows(slots: np.ndarray) -> np.ndarray | slice:  # int32[n]
+    """An index of these rows; a slice, which numpy copies faster, where they follow one another."""
+    if slots.size and (np.diff(slots) == 1).all():
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return slots
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:  # uint8[n, bytes of a page]

@@ -8,10 +8,11 @@ operations: two all-reduces of one array each and one of both send the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,9 @@ class Sent(NamedTuple):
     """One array of a collective, as one device gets it."""
 
     opcode: str
-    axis: str  # of the mesh, several joined by "+"; what the module says where it is neither
+    axis: (
+        str  # of the mesh, several joined by "+"; of a permute with "0>1", from where to where; else as the module says
+    )
     array: str  # "f32[256,16]"
 
     @property
@@ -41,9 +44,12 @@ class Sent(NamedTuple):
         """Bytes of the array on one device."""
         match = _ARRAY.fullmatch(self.array)
         assert match is not None  # as it was made
-        bits = _BITS.search(match[1])
-        sizes = [int(size) for size in match[2].split(",") if size]
-        return math.prod(sizes) * (8 if bits is None else int(bits[0])) // 8
+        return math.prod(int(size) for size in match[2].split(",") if size) * _bytes_of(match[1])
+
+
+def _bytes_of(dtype: str) -> int:  # "bf16"; one of less than a byte counts as one
+    bits = _BITS.search(dtype)
+    return 1 if bits is None else max(int(bits[0]) // 8, 1)
 
 
 def collectives(module: str, mesh_shape: Mapping[str, int]) -> Counter[Sent]:
@@ -55,18 +61,40 @@ def collectives(module: str, mesh_shape: Mapping[str, int]) -> Counter[Sent]:
     for line in module.splitlines():
         if (match := _OPERATION.match(line)) is None:
             continue
-        axis = _axis(match["rest"], mesh_shape)
+        axes = _axes(match["opcode"], match["rest"], mesh_shape)
         made = _ARRAY.findall(_OPERANDS.sub("(", match["made"]))
         if match["start"] and match["opcode"] in _NAMES_OPERAND and not match["made"].startswith("(("):
             made = made[1:2]  # (operand, result), of a permute two flags beside
-        found.update(Sent(match["opcode"], axis, f"{dtype}[{shape}]") for dtype, shape in made)
+        found.update(Sent(match["opcode"], axis, f"{dtype}[{shape}]") for axis in axes for dtype, shape in made)
     return found
 
 
-def _axis(rest: str, mesh_shape: Mapping[str, int]) -> str:
-    """The axes along which the devices of each group lie, or what the operation says."""
+def _axes(opcode: str, rest: str, mesh_shape: Mapping[str, int]) -> list[str]:
+    """Axes along which the devices of each group lie, or those of a permute's moves; else what the operation says."""
     match = re.search(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)", rest)
     said = match[1] if match is not None else "every device"
+    if opcode == "collective-permute":
+        return _moves(said, mesh_shape) or [said]
+    return [_axis(said, mesh_shape)]
+
+
+def _moves(said: str, mesh_shape: Mapping[str, int]) -> list[str]:
+    """ "tensor 0>1" of each move along one axis that all devices make which differ in others only; else none."""
+    pairs = [tuple(map(int, pair.split(","))) for pair in re.findall(r"\{(\d+,\d+)\}", said)]
+    sizes, names = tuple(mesh_shape.values()), list(mesh_shape)
+    found: Counter[str] = Counter()
+    for pair in pairs:
+        source, target = (np.unravel_index(device, sizes) for device in pair)
+        along = [i for i in range(len(sizes)) if source[i] != target[i]]
+        if len(along) != 1:
+            return []
+        found[f"{names[along[0]]} {source[along[0]]}>{target[along[0]]}"] += 1
+    others = {name: math.prod(sizes) // size for name, size in mesh_shape.items()}
+    return list(found) if all(count == others[move.split()[0]] for move, count in found.items()) else []
+
+
+def _axis(said: str, mesh_shape: Mapping[str, int]) -> str:
+    """The axes along which the devices of each group lie, or what the operation says."""
     groups = _groups(said)
     devices = np.arange(math.prod(mesh_shape.values())).reshape(*mesh_shape.values())
     names = list(mesh_shape)
@@ -107,8 +135,13 @@ class LayerSends(NamedTuple):
     """What one layer sends of a token."""
 
     head_dim: int | None  # numbers that a head attends to, merged over context; None: it has no pages of tokens
-    num_sums: int  # over tensor, of one row of the hidden size
-    moved: tuple[int, ...] = ()  # channels, on all devices, that go to the devices of their heads
+    has_experts: bool = False
+    gates_shared: bool = False  # what the shared experts sum up is weighed, then added to what the routed ones do
+    channels: tuple[int, ...] = ()  # of queries, keys and values side by side, that go to the devices of their heads
+
+    def __str__(self) -> str:
+        mixer = "recurrent" if self.head_dim is None else "attention"
+        return f"{mixer} and {'experts' if self.has_experts else 'feed-forward'}"
 
 
 def layers_of(config: Mapping[str, Any], num_layers: int) -> list[LayerSends]:
@@ -125,16 +158,16 @@ def layers_of(config: Mapping[str, Any], num_layers: int) -> list[LayerSends]:
     kinds, interval = text.get("layer_types"), text.get("full_attention_interval")
     layers = []
     for layer in range(num_layers):
-        num_sums = 2
-        if text.get("n_routed_experts", text.get("num_experts")) and layer >= text.get("first_k_dense_replace", 0):
-            num_sums = 3
+        num_experts, num_dense = text.get("n_routed_experts", text.get("num_experts")), "first_k_dense_replace"
+        has_experts = bool(num_experts) and layer >= text.get(num_dense, 0)
+        gates_shared = has_experts and "shared_expert_intermediate_size" in text
         is_recurrent = kinds[layer] == "linear_attention" if kinds else bool(interval and (layer + 1) % interval)
         if is_recurrent:
             keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
             values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
-            layers.append(LayerSends(None, num_sums, (keys, keys, values)))
+            layers.append(LayerSends(None, has_experts, gates_shared, (keys, keys, values)))
         else:
-            layers.append(LayerSends(head_dim, num_sums))
+            layers.append(LayerSends(head_dim, has_experts, gates_shared))
     return layers
 
 
@@ -151,15 +184,17 @@ def expected_of(
     """What a step sends over a mesh ("context", "tensor"), pages and weights of `dtype`.
 
     An attention layer: over context, of T tokens and H = heads / num_shards, the maximum float32[T, H] and the sums
-    float32[T, H] and float32[T, H, D]. Over tensor what `layers_of` says: sums [T, hidden], and channels
-    [T, channels / num_shards] that move. Nothing beside: every device has the whole vocabulary, and samples for itself.
-    `joins_sums`: both sums over context are one row of numbers where they are small, as XLA for GPUs has it.
+    float32[T, H] and float32[T, H, D]. Over tensor what `layers_of` says: sums [T, hidden], and channels [T, n] that
+    move. Nothing beside: every device has the whole vocabulary, and samples for itself. `joins_sums`, as XLA for GPUs
+    does: sums that do not wait for each other, both over context or of both kinds of experts, are one row of numbers
+    where they are small; and where both kinds of experts are only added, each device adds its parts first.
     """
     text = config.get("text_config", config)
     own_heads = text["num_attention_heads"] // num_shards
     rows = f"{num_tokens},{own_heads}"
     sent: Counter[Sent] = Counter()
-    for head_dim, num_sums, moved in layers_of(config, num_layers):
+    for layer in layers_of(config, num_layers):
+        head_dim = layer.head_dim
         if num_context > 1 and head_dim is not None:
             count = num_tokens * own_heads * (head_dim + 1)
             is_joined = joins_sums and 4 * count <= JOINED_BYTES
@@ -167,13 +202,38 @@ def expected_of(
             values = f"{count}" if is_joined else f"{rows},{head_dim}"
             sent[Sent("all-reduce", "context", f"f32[{values}]")] += 1
         if num_shards > 1:
-            sent[Sent("all-reduce", "tensor", f"{dtype}[{num_tokens},{text['hidden_size']}]")] += num_sums
-            for channels in moved:
-                array = f"{dtype}[{num_tokens},{channels // num_shards}]"
-                sent[Sent("collective-permute", "tensor", array)] += 1
+            shapes = _sums_of(layer, (num_tokens, text["hidden_size"]), dtype, joins_sums=joins_sums)
+            sent.update(Sent("all-reduce", "tensor", f"{dtype}[{shape}]") for shape in shapes)
+            for source, target, width in moves_of(layer.channels, num_shards):
+                move = f"tensor {source}>{target}"
+                sent[Sent("collective-permute", move, f"{dtype}[{num_tokens},{width}]")] += 1
     return sent
 
 
+def _sums_of(layer: LayerSends, rows: tuple[int, int], dtype: str, *, joins_sums: bool) -> list[str]:
+    """Shapes of a layer's sums over tensor of rows [T, hidden]: behind attention, and of the one or both others."""
+    whole, count = f"{rows[0]},{rows[1]}", 2 * math.prod(rows)
+    if not layer.has_experts or (joins_sums and not layer.gates_shared):
+        return [whole] * 2
+    is_joined = joins_sums and count * _bytes_of(dtype) <= JOINED_BYTES
+    return [whole, f"{count}"] if is_joined else [whole] * 3
+
+
+def moves_of(channels: Sequence[int], num_shards: int) -> list[tuple[int, int, int]]:  # (source, target, channels)
+    """What moves where tensors' channels stand side by side, split evenly, and each device wants those of its heads."""
+    held, moves, start = sum(channels) // num_shards, [], 0
+    for width in channels:
+        own = width // num_shards
+        bounds = {start + own * i for i in range(num_shards + 1)} | {held * i for i in range(num_shards)}
+        ordered = sorted(bound for bound in bounds if start <= bound <= start + width)
+        for first, end in itertools.pairwise(ordered):
+            source, target = first // held, (first - start) // own
+            if source != target:
+                moves.append((source, target, end - first))
+        start += width
+    return moves
+
+
 def bytes_over(sent: Counter[Sent], axis: str) -> int:
-    """Bytes of all arrays sent over one axis."""
-    return sum(count * each.num_bytes for each, count in sent.items() if each.axis == axis)
+    """Bytes of all arrays sent over one axis; of permutes those of every move."""
+    return sum(count * each.num_bytes for each, count in sent.items() if each.axis.split()[0] == axis)

@@ -11,6 +11,7 @@ made: all arguments are shapes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -103,6 +104,26 @@ def first_layers(data: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return {name: value for name, value in whole.items() if name != "quantization_config"}
 
 
+def one_of_each_kind(data: dict[str, Any]) -> dict[str, Any]:
+    """A config.json's object of two layers: one dense and one of experts, recurrent and full, sliding and full.
+
+    The layers are the model's own; only how many there are of each kind is not.
+    """
+    text = data.get("text_config", data)
+    kinds = {"first_k_dense_replace": 1, "full_attention_interval": 2}
+    changed: dict[str, Any] = {name: count for name, count in kinds.items() if name in text}
+    if "sliding_window" in text:
+        changed["layer_types"] = ["sliding_attention", "full_attention"]
+    text = first_layers(text, 2) | changed
+    return data | {"text_config": text} if "text_config" in data else text
+
+
+def config_of(model: str, num_layers: int | None) -> dict[str, Any]:
+    """The config.json's object of a model's first layers, or of one of each kind."""
+    data = json.loads((MODELS / f"{model}.json").read_text())
+    return one_of_each_kind(data) if num_layers is None else first_layers(data, num_layers)
+
+
 def described(chip: str, count: int) -> tuple[str, list[Any]]:
     """The platform, and `count` devices, of a TPU of four chips, or of one process with as many cards."""
     from jax.experimental import topologies
@@ -119,7 +140,7 @@ def compile_step(
     chip: str,
     model: str,
     *,
-    num_layers: int,
+    num_layers: int | None,
     num_shards: int,
     num_tokens: int,
     num_blocks: int,
@@ -130,6 +151,7 @@ def compile_step(
 
     Heads and weights are split over `num_shards` chips, and with `num_context` > 1 the tokens of pages over so many;
     kernels then are those that the chip's own process would choose. `chip` may be a card, where jax has its compiler.
+    `num_layers` None: one of each kind.
     """
     from unittest import mock
 
@@ -146,7 +168,7 @@ def compile_step(
     from kvjax.models.sharding import param_sharding
     from kvjax.planning import Parallelism, plan_kv_cache
 
-    config = ModelConfig.from_dict(first_layers(json.loads((MODELS / f"{model}.json").read_text()), num_layers))
+    config = ModelConfig.from_dict(config_of(model, num_layers))
     splits = config.splits_cache(num_shards)
     platform, devices = described(chip, num_context * num_shards)
     plan = plan_kv_cache(
@@ -192,7 +214,11 @@ def compile_step(
     pages = page_shapes(plan.config, placement)
     rows = np.zeros(1, np.int64)
     sampling = SamplingTable().batch(rows, rows)
-    with jax.set_mesh(mesh), mock.patch("jax.default_backend", return_value=platform):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(mock.patch("jax.default_backend", return_value=platform))
+        if platform == "gpu":  # kernels ask for the card's compute capability
+            stack.enter_context(mock.patch("jax.devices", return_value=devices))
         programs = step.compiled_programs(pages, bucket, sampling=sampling, embeds=embeds)
         report: dict[str, Any] = chain_report(programs, pages)
         sent = sum((collectives(program.as_text(), mesh.shape) for program in programs), Counter())
@@ -219,6 +245,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("chip", choices=sorted([*CHIPS, *CARDS]))
     parser.add_argument("model", help="a name of configs/models")
     parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument("--each-kind", action="store_true", help="two layers, one of each kind that the model has")
     parser.add_argument("--shards", type=int, default=4, help="chips")
     parser.add_argument("--context", type=int, default=1, help="times so many chips, which share the tokens of a page")
     parser.add_argument("--tokens", type=int, default=256, help="of the step")
@@ -230,7 +257,7 @@ def main(arguments: list[str]) -> int:
     report = compile_step(
         options.chip,
         options.model,
-        num_layers=options.layers,
+        num_layers=None if options.each_kind else options.layers,
         num_shards=options.shards,
         num_tokens=options.tokens,
         num_blocks=options.blocks,

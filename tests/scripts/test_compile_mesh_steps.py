@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.aot.collectives import Sent, bytes_over, collectives, expected_of
+from kvjax.models import ModelConfig
+from scripts.aot.collectives import Sent, bytes_over, collectives, expected_of, layers_of, moves_of
 from scripts.compile_mesh_steps import main, table
+from scripts.tpu_aot.engine_step import config_of
 from tests.scripts.needs_libtpu import needs_libtpu
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +35,7 @@ SENT = Counter(
         Sent("all-reduce", "context", "f32[2]"): 1,
         Sent("all-reduce", "context", "f32[256,16,128]"): 1,
         Sent("all-reduce", "tensor", "bf16[256,4096]"): 1,
-        Sent("collective-permute", "tensor", "bf16[256,1024]"): 1,
+        Sent("collective-permute", "tensor 0>1", "bf16[256,1024]"): 1,
         Sent("all-gather", "tensor", "bf16[16,4]"): 1,
     }
 )
@@ -71,6 +73,8 @@ def test_latents_experts_and_recurrent_layers_send_what_they_have() -> None:
     sizes = {"num_layers": 1, "num_context": 2, "num_shards": 2, "joins_sums": True}
     assert Sent("all-reduce", "context", "f32[256,64,512]") in expected_of(deepseek, num_tokens=256, **sizes)
     assert Sent("all-reduce", "context", "f32[2101248]") in expected_of(deepseek, num_tokens=64, **sizes)
+    sent = expected_of(deepseek, num_layers=2, num_tokens=64, num_context=2, num_shards=2, joins_sums=True)
+    assert bytes_over(sent, "tensor") == (2 + 2) * 64 * 7168 * 2
     hybrid = {
         "num_attention_heads": 16,
         "head_dim": 256,
@@ -84,6 +88,36 @@ def test_latents_experts_and_recurrent_layers_send_what_they_have() -> None:
     sent = expected_of(hybrid, num_layers=2, num_tokens=64, num_context=2, num_shards=2)
     assert bytes_over(sent, "context") == (2 * 64 * 8 + 64 * 8 * 256) * 4
     assert bytes_over(sent, "tensor") == (4 * 64 * 2048 + 64 * (1024 + 1024 + 2048)) * 2
+    gated = hybrid | {"num_experts": 512, "shared_expert_intermediate_size": 512}
+    sent = expected_of(gated, num_layers=2, num_tokens=64, num_context=2, num_shards=2, joins_sums=True)
+    assert sent[Sent("all-reduce", "tensor", f"bf16[{2 * 64 * 2048}]")] == 2
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("channels", [(16, 16, 32), (32, 32, 32), (8, 8, 48)])
+def test_every_channel_moves_to_the_device_of_its_head(channels: tuple[int, ...], num_shards: int) -> None:
+    """Channel by channel: who holds it, and whose head it is of."""
+    held, moves, start = sum(channels) // num_shards, Counter[tuple[int, int]](), 0
+    for width in channels:
+        for i in range(width):
+            moves[(start + i) // held, i // (width // num_shards)] += 1
+        start += width
+    expected = {pair: count for pair, count in moves.items() if pair[0] != pair[1]}
+    found = Counter[tuple[int, int]]()
+    for source, target, count in moves_of(channels, num_shards):
+        found[source, target] += count
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gemma-3-27b", "deepseek-v3", "qwen3-next-80b-a3b"])
+def test_two_layers_are_one_of_each_kind(name: str) -> None:
+    config = config_of(name, None)
+    specs = ModelConfig.from_dict(config).kv_cache_specs(64, "bfloat16")
+    assert len(specs) == 2
+    whole = ModelConfig.from_dict(config_of(name, 62)).kv_cache_specs(64, "bfloat16")
+    assert {type(spec) for spec in specs.values()} == {type(spec) for spec in whole.values()}
+    kinds = {"deepseek-v3": ["attention and feed-forward", "attention and experts"]}
+    assert name not in kinds or [str(layer) for layer in layers_of(config, 2)] == kinds[name]
 
 
 @pytest.mark.parametrize(
