@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
             num_tokens=options.tokens,
             num_context=NUM_CONTEXT,
             num_shards=TENSOR[chip],
-            joins_sums=chip in _CARDS,
+            compiler="gpu" if chip in _CARDS else "tpu",
         )
         print(
             f"{mesh}: {report['aliased_arrays']} of {report['page_arrays']} page arrays aliased, "

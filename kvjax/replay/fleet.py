@@ -15,6 +15,7 @@ from time import perf_counter
 
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.planning import KVCachePlan
+from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
@@ -28,7 +29,7 @@ from kvjax.tiers.stats import TierStats
 
 
 @dataclass(frozen=True)
-class FleetResult:
+class FleetResult(ReplayExtent):
     """What a replay over several replicas found."""
 
     router: str  # of kvjax.routing.ROUTERS
@@ -36,15 +37,6 @@ class FleetResult:
     plan: KVCachePlan  # likewise
     recorders: tuple[Recorder, ...]  # by replica
     tier_stats: tuple[TierStats, ...]  # likewise; none without tiers
-    num_requests: int  # of the trace
-    num_done: int  # of them, those that ended or were refused
-    virtual_seconds: float
-    wall_seconds: float
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the replay went to the trace's end; else it was stopped between two steps."""
-        return self.num_done == self.num_requests
 
 
 def run_fleet(

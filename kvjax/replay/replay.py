@@ -26,6 +26,7 @@ from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
 from kvjax.replay.batching import BatchedReplay, BatchingConfig
 from kvjax.replay.belady import BeladyPolicy, LookAhead
 from kvjax.replay.clock import VirtualClock
+from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
@@ -75,7 +76,7 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True)
-class ReplayResult:
+class ReplayResult(ReplayExtent):
     """What a replay found."""
 
     config: ReplayConfig
@@ -83,15 +84,6 @@ class ReplayResult:
     recorder: Recorder
     residencies: tuple[KVCacheEvictionEvent, ...]  # of the sampled blocks whose contents went
     tier_stats: TierStats | None  # None: no tiers
-    num_requests: int  # of the trace
-    num_done: int  # of them, those that ended or were refused
-    virtual_seconds: float
-    wall_seconds: float
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the replay went to the trace's end; else it was stopped between two steps."""
-        return self.num_done == self.num_requests
 
 
 def run_replay(

@@ -19,6 +19,7 @@ from time import perf_counter
 
 from kvjax.planning import KVCachePlan
 from kvjax.replay.clock import VirtualClock
+from kvjax.replay.extent import ReplayExtent
 from kvjax.replay.fleet import DoneCount, deployment_of
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prefilled_kv import PrefilledKV, TransferConfig
@@ -46,7 +47,7 @@ class SplitConfig:
 
 
 @dataclass(frozen=True)
-class SplitResult:
+class SplitResult(ReplayExtent):
     """What a replay with prefill and decode apart found."""
 
     router: str  # of kvjax.routing.ROUTERS, on each side
@@ -59,15 +60,6 @@ class SplitResult:
     sent_bytes: int
     sent_tokens: int
     num_transfers: int
-    num_requests: int  # of the trace
-    num_done: int  # of them, those that ended or were refused
-    virtual_seconds: float
-    wall_seconds: float
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the replay went to the trace's end; else it was stopped between two steps."""
-        return self.num_done == self.num_requests
 
 
 def run_split(

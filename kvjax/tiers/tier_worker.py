@@ -102,7 +102,6 @@ class TierWorker:
         default = 1 << 23 if jax.default_backend() == "cpu" else 1 << 28
         self._most_bytes = default if max_bytes_in_flight is None else max_bytes_in_flight
         self._memory_kind = memory_kind
-        self._is_apart = True  # the device's memory, from the host's
         self._threads = ThreadPoolExecutor(num_threads, "kvjax-tier")
         self._disk_threads = ThreadPoolExecutor(num_threads, "kvjax-disk")
         self._parts = WholePages() if parts is None else parts
@@ -221,26 +220,27 @@ class TierWorker:
         for part in self._pieces(store.block_ids.size, store.group_id):
             ids = store.block_ids[part]
             gathered = self._parts.gather(pages, pool_id, store.rank, ids)[:num_arrays]
-            arrays = tuple(self._to_host(array) for array in gathered)
+            arrays = self._to_host(gathered)
             num_bytes = self._sizes.unit_bytes(store.group_id) * ids.size
             self._arriving.append(_Arriving(self._turn, store.group_id, store.block_hashes[part], arrays, num_bytes))
             self._bytes_in_flight += num_bytes
             while self._bytes_in_flight > self._most_bytes and (self._arriving or self._writing):
                 self._end_oldest()
 
-    def _to_host(self, array: jax.Array) -> jax.Array:
-        """Starts the copy to the host."""
+    def _to_host(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Starts the copies to the host; a CPU's arrays are there."""
+        if not arrays:
+            return ()
+        device = next(iter(arrays[0].devices()))
         if self._memory_kind is None:
-            device = next(iter(array.devices()))
-            self._is_apart = device.platform != "cpu"
             kinds = {memory.kind for memory in device.addressable_memories()}
             self._memory_kind = PINNED if device.platform != "cpu" and PINNED in kinds else ""
-        kind = self._memory_kind
-        if kind:
-            return jax.device_put(array, array.sharding.with_memory_kind(kind))
-        if self._is_apart:
-            array.copy_to_host_async()
-        return array
+        if kind := self._memory_kind:
+            return tuple(jax.device_put(array, array.sharding.with_memory_kind(kind)) for array in arrays)
+        if device.platform != "cpu":
+            for array in arrays:
+                array.copy_to_host_async()
+        return tuple(arrays)
 
     def _end_oldest(self) -> None:
         """Waits for the oldest store in flight; what no thread has begun is done here, since this one has to wait."""
@@ -397,14 +397,14 @@ def are_ready(arrays: Sequence[Any]) -> bool:
 
 
 def _rows(slots: np.ndarray) -> np.ndarray | slice:  # int32[n]
-    """An index of these rows; a slice, which numpy copies faster, where they follow one another."""
-    if slots.size and (np.diff(slots) == 1).all():
+    """An index of these rows, which ascend; a slice, which numpy copies faster, where they follow one another."""
+    if slots.size and slots[-1] - slots[0] == slots.size - 1:
         return slice(int(slots[0]), int(slots[-1]) + 1)
     return slots
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:  # uint8[n, bytes of a page]
-    return np.ascontiguousarray(array).reshape(array.shape[0], -1).view(np.uint8)
+    return array.reshape(array.shape[0], -1).view(np.uint8)
 
 
 __all__ = ["TierWorker"]

@@ -179,15 +179,17 @@ def expected_of(
     num_context: int,
     num_shards: int,
     dtype: str = "bf16",
-    joins_sums: bool = False,
+    compiler: str = "tpu",
 ) -> Counter[Sent]:
     """What a step sends over a mesh ("context", "tensor"), pages and weights of `dtype`.
 
     An attention layer: over context, of T tokens and H = heads / num_shards, the maximum float32[T, H] and the sums
     float32[T, H] and float32[T, H, D]. Over tensor what `layers_of` says: sums [T, hidden], and channels [T, n] that
-    move. Nothing beside: every device has the whole vocabulary, and samples for itself. `joins_sums`, as XLA for GPUs
-    does: sums that do not wait for each other, both over context or of both kinds of experts, are one row of numbers
-    where they are small; and where both kinds of experts are only added, each device adds its parts first.
+    move. Nothing beside: every device has the whole vocabulary, and samples for itself.
+
+    `compiler`, XLA's for "cpu", "tpu" or "gpu": but on a CPU each device adds its parts of both kinds of experts first,
+    where nothing stands between. On a GPU sums that do not wait for each other, both over context or of both kinds of
+    experts, are one row of numbers where they are small.
     """
     text = config.get("text_config", config)
     own_heads = text["num_attention_heads"] // num_shards
@@ -197,12 +199,12 @@ def expected_of(
         head_dim = layer.head_dim
         if num_context > 1 and head_dim is not None:
             count = num_tokens * own_heads * (head_dim + 1)
-            is_joined = joins_sums and 4 * count <= JOINED_BYTES
+            is_joined = compiler == "gpu" and 4 * count <= JOINED_BYTES
             sent[Sent("all-reduce", "context", f"f32[{rows}]")] += 1 if is_joined else 2
             values = f"{count}" if is_joined else f"{rows},{head_dim}"
             sent[Sent("all-reduce", "context", f"f32[{values}]")] += 1
         if num_shards > 1:
-            shapes = _sums_of(layer, (num_tokens, text["hidden_size"]), dtype, joins_sums=joins_sums)
+            shapes = _sums_of(layer, (num_tokens, text["hidden_size"]), dtype, compiler)
             sent.update(Sent("all-reduce", "tensor", f"{dtype}[{shape}]") for shape in shapes)
             for source, target, width in moves_of(layer.channels, num_shards):
                 move = f"tensor {source}>{target}"
@@ -210,12 +212,12 @@ def expected_of(
     return sent
 
 
-def _sums_of(layer: LayerSends, rows: tuple[int, int], dtype: str, *, joins_sums: bool) -> list[str]:
+def _sums_of(layer: LayerSends, rows: tuple[int, int], dtype: str, compiler: str) -> list[str]:
     """Shapes of a layer's sums over tensor of rows [T, hidden]: behind attention, and of the one or both others."""
     whole, count = f"{rows[0]},{rows[1]}", 2 * math.prod(rows)
-    if not layer.has_experts or (joins_sums and not layer.gates_shared):
+    if not layer.has_experts or (compiler != "cpu" and not layer.gates_shared):
         return [whole] * 2
-    is_joined = joins_sums and count * _bytes_of(dtype) <= JOINED_BYTES
+    is_joined = compiler == "gpu" and count * _bytes_of(dtype) <= JOINED_BYTES
     return [whole, f"{count}"] if is_joined else [whole] * 3
 
 

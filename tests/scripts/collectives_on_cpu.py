@@ -40,6 +40,7 @@ def check(name: str) -> None:
             num_context=2,
             num_shards=2,
             dtype="f32",
+            compiler="cpu",
         )
         assert sent == expected, (name, sent - expected, expected - sent)
         print(name, bucket, {axis: bytes_over(sent, axis) for axis in mesh.shape})

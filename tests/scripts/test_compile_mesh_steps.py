@@ -52,7 +52,7 @@ def test_a_layer_sends_its_softmax_states_over_context_and_its_sums_over_tensor(
     sent = expected_of(LLAMA, num_layers=2, num_tokens=256, num_context=2, num_shards=2)
     assert bytes_over(sent, "context") == 2 * (2 * 256 * 16 + 256 * 16 * 128) * 4
     assert bytes_over(sent, "tensor") == 2 * 2 * 256 * 4096 * 2
-    joined = expected_of(LLAMA, num_layers=2, num_tokens=256, num_context=2, num_shards=2, joins_sums=True)
+    joined = expected_of(LLAMA, num_layers=2, num_tokens=256, num_context=2, num_shards=2, compiler="gpu")
     assert [bytes_over(joined, axis) for axis in MESH] == [bytes_over(sent, axis) for axis in MESH]
     assert not expected_of(LLAMA, num_layers=2, num_tokens=256, num_context=1, num_shards=1)
 
@@ -69,11 +69,13 @@ def test_latents_experts_and_recurrent_layers_send_what_they_have() -> None:
     }
     sent = expected_of(deepseek, num_layers=2, num_tokens=64, num_context=2, num_shards=2)
     assert bytes_over(sent, "context") == 2 * (2 * 64 * 64 + 64 * 64 * 512) * 4
+    assert bytes_over(sent, "tensor") == (2 + 2) * 64 * 7168 * 2
+    sent = expected_of(deepseek, num_layers=2, num_tokens=64, num_context=2, num_shards=2, compiler="cpu")
     assert bytes_over(sent, "tensor") == (2 + 3) * 64 * 7168 * 2
-    sizes = {"num_layers": 1, "num_context": 2, "num_shards": 2, "joins_sums": True}
+    sizes = {"num_layers": 1, "num_context": 2, "num_shards": 2, "compiler": "gpu"}
     assert Sent("all-reduce", "context", "f32[256,64,512]") in expected_of(deepseek, num_tokens=256, **sizes)
     assert Sent("all-reduce", "context", "f32[2101248]") in expected_of(deepseek, num_tokens=64, **sizes)
-    sent = expected_of(deepseek, num_layers=2, num_tokens=64, num_context=2, num_shards=2, joins_sums=True)
+    sent = expected_of(deepseek, num_layers=2, num_tokens=64, num_context=2, num_shards=2, compiler="gpu")
     assert bytes_over(sent, "tensor") == (2 + 2) * 64 * 7168 * 2
     hybrid = {
         "num_attention_heads": 16,
@@ -89,7 +91,7 @@ def test_latents_experts_and_recurrent_layers_send_what_they_have() -> None:
     assert bytes_over(sent, "context") == (2 * 64 * 8 + 64 * 8 * 256) * 4
     assert bytes_over(sent, "tensor") == (4 * 64 * 2048 + 64 * (1024 + 1024 + 2048)) * 2
     gated = hybrid | {"num_experts": 512, "shared_expert_intermediate_size": 512}
-    sent = expected_of(gated, num_layers=2, num_tokens=64, num_context=2, num_shards=2, joins_sums=True)
+    sent = expected_of(gated, num_layers=2, num_tokens=64, num_context=2, num_shards=2, compiler="gpu")
     assert sent[Sent("all-reduce", "tensor", f"bf16[{2 * 64 * 2048}]")] == 2
 
 
