@@ -62,9 +62,9 @@ def test_random_steps(latent: LatentShape, entries: EntryFormat, ratio: int, top
 def test_items_may_have_more_blocks_than_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """And fewer, one after the other, some of them none: a ring of four goes round."""
     monkeypatch.setattr(kernel_tpu, "_BUFFERS", 4)
-    monkeypatch.setattr(test_indexer_topk, "MAX_LEN", 700)
+    monkeypatch.setattr(test_indexer_topk, "MAX_LEN", 640)
     jax.clear_caches()
-    rows = [(1, 640), (1, 20), (1, 300), (5, 5), (2, 690)]
+    rows = [(1, 640), (1, 20), (0, 0), (2, 300)]
     check(0, LatentShape(DIM, 8, "float32", "tpu"), Plain(), 1, 7, rows, op=tpu_op())
     jax.clear_caches()
 

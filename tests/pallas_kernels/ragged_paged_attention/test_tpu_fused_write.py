@@ -98,6 +98,7 @@ def check(run: Callable[..., Any], name: str, options: Options) -> None:
     assert_right((out, lse), written, options)
 
 
+@pytest.mark.sweep
 def test_every_sequence_sees_what_the_step_writes_with_tables_in_hbm() -> None:
     """With sink tokens, whose pages lie before the window's."""
     options = Options(sliding_window=400, num_sink_tokens=20)
