@@ -166,7 +166,7 @@ def query_tiles(
     return QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run), ends[-1]
 
 
-_MOST_FEW = 8
+MOST_FEW = 8  # queries of a sequence of few
 
 
 def few_queries(num_tokens: int, num_seqs: int, queries: int) -> int:
@@ -176,4 +176,4 @@ def few_queries(num_tokens: int, num_seqs: int, queries: int) -> int:
     in that of a step with k drafts.
     """
     share = num_tokens // num_seqs
-    return min(queries, share if 1 <= share <= _MOST_FEW else 1)
+    return min(queries, share if 1 <= share <= MOST_FEW else 1)

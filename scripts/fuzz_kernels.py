@@ -43,7 +43,7 @@ OPS: dict[str, tuple[Trial, tuple[str, ...]]] = {  # op -> trial, platforms that
     "mla_paged_attention": (attention.mla, _ALL),
     "sparse_mla_attention": (sparse.sparse, _MOST),
     "indexer_topk": (sparse.indexer, ("reference", "xla", "tpu", "triton")),
-    "compressor_update": (sparse.compressor, ("reference", "xla", "tpu")),
+    "compressor_update": (sparse.compressor, ("reference", "xla", "tpu", "triton")),
     "causal_conv1d": (states.convolution, ("reference", "tpu", "gpu")),
     "selective_scan": (states.scan, _ALL),
     "gated_delta_rule": (states.delta, _MOST),

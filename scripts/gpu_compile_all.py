@@ -76,6 +76,8 @@ LAYERS = (
     "op=mla heads=128 page=64",
     "op=mla heads=16 page=64",
     "op=mla heads=128 page=64 scan=0",
+    "op=mla heads=128 page=64 queries=4",
+    "op=mla heads=16 page=64 queries=4",
     "op=mla heads=128 page=64 sinks=1",
     "op=mla heads=16 page=64 sinks=1 scan=0",
     "op=sparse heads=64 page=64 sinks=1 scan=0",

@@ -42,14 +42,15 @@ HEADER = _COLUMNS.format("case", "part", "sizes", "how", "registers", "spills", 
 
 
 def candidates_of(_: Case) -> Iterator[Sizes]:
-    """The formula; blocks and stages, the same of both parts; prefill with and without a warpgroup that only fetches;
-    more thread blocks than the card has multiprocessors."""
+    """The formula; blocks and stages, the same of both parts; prefill with and without a warpgroup that only fetches,
+    and with a thread block a multiprocessor; decoding with more thread blocks than the card has multiprocessors."""
     decode = [{"decode_block": block, "decode_stages": stages} for block, stages in RING_SIZES]
     prefill = [
         {"prefill_block": block, "prefill_stages": stages, "prefill_warpgroups": warpgroups}
         for warpgroups in PREFILL_WARPGROUPS
         for block, stages in RING_SIZES
     ]
+    prefill.append({"prefill_blocks": NUM_SMS})
     yield from candidates([*decode, {"num_blocks": 2 * NUM_SMS}], prefill)
 
 

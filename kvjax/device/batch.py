@@ -84,7 +84,7 @@ class DeviceBatch:
     embed_index: Array | None = None  # int32[T] -1: a token, else a row of vectors; None: the model takes none
     given: Array | None = None  # int32[T] the token behind each that is scored, -1: none; None: the step scores none
     logits_starts: Array | None = None  # int32[S + 1] rows of logits of each sampling request; None: each has one
-    is_decode: bool = field(default=False, metadata={"static": True})  # every request has one token: T is S
+    is_decode: bool = field(default=False, metadata={"static": True})  # every request has at most T / S tokens
 
     @classmethod
     def from_plan(
@@ -101,9 +101,10 @@ class DeviceBatch:
         Raises:
             ValueError: the plan does not fit the bucket, or `embed_index` or `given` are not of its tokens.
         """
-        sizes = plan_sizes(plan)
-        if not bucket.fits(*sizes) or (not bucket.is_mixed and plan.distribution[0] != plan.num_requests):
-            raise ValueError(f"a step of {sizes} (tokens, requests, columns, drafts) does not fit {bucket}")
+        sizes, longest = plan_sizes(plan), longest_request(plan)
+        if not bucket.fits(*sizes, longest):
+            what = f"{sizes} (tokens, requests, columns, drafts) and {longest} tokens of a request"
+            raise ValueError(f"a step of {what} does not fit {bucket}")
         for name, values in (("embed_index", embed_index), ("given", given)):
             if values is not None and values.shape != (plan.num_tokens,):
                 raise ValueError(f"expected {name} [{plan.num_tokens}], got {list(values.shape)}")
@@ -186,13 +187,18 @@ def plan_sizes(plan: StepPlan) -> tuple[int, int, int, int]:
     return plan.num_tokens, requests, max(columns, 1), drafts
 
 
+def longest_request(plan: StepPlan) -> int:
+    """Tokens of the request that has the most."""
+    return 1 if plan.num_tokens == plan.num_requests else int(plan.num_new_tokens.max(initial=0))
+
+
 def pick_bucket(plan: StepPlan, buckets: Buckets) -> Bucket:
     """The smallest declared bucket that `plan` fits.
 
     Raises:
         ValueError: none fits; the message names the limits.
     """
-    return buckets.pick(*plan_sizes(plan))
+    return buckets.pick(*plan_sizes(plan), longest_request(plan))
 
 
 def padded(values: np.ndarray, length: int, fill: int = 0) -> np.ndarray:

@@ -7,8 +7,9 @@ A product of three ladders would be hundreds of programs. The list is two short 
 token a request, so T = S, and with drafts also T = S * (1 + drafts)) over S and P, and mixed steps over T and P with S
 as large as it can be.
 
-A bucket that is not mixed has steps in which every request has one token. Its program knows: kernels that run apart for
-those that decode and for others compile to the first alone (GPU), and such a step takes it before a smaller mixed one.
+A bucket that is not mixed has steps in which every request decodes: one token, and with drafts at most as many more.
+Its program knows: kernels that run apart for those that decode and for others compile to the first alone (GPU), and
+such a step takes it before a smaller mixed one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvjax.core.spec import cdiv
+from pallas_kernels.schedule import MOST_FEW
 
 MAX_BUCKETS = 24
 
@@ -37,7 +39,7 @@ _LADDER_LENGTHS = (
 class Bucket:
     """Padded sizes of one compiled step: T tokens, S requests, P columns of every block table, drafts of a request.
 
-    One that is not mixed is for steps of one token a request, and has as many of both.
+    One that is not mixed is for steps of at most `1 + num_drafts` tokens a request, and has as many for each.
     """
 
     num_tokens: int
@@ -50,22 +52,31 @@ class Bucket:
         for name, least in (("num_tokens", 1), ("num_requests", 1), ("num_columns", 1), ("num_drafts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"expected {name} >= {least}, got {getattr(self, name)}")
-        if not self.is_mixed and (self.num_tokens != self.num_requests or self.num_drafts):
-            raise ValueError(f"expected one token a request in a bucket that is not mixed, got {self}")
+        if not self.is_mixed and self.num_tokens != self.num_requests * (1 + self.num_drafts):
+            raise ValueError(f"expected one token a request, and its drafts, in a bucket that is not mixed, got {self}")
 
     @property
     def num_logits(self) -> int:
         """N, rows of logits: one for each request and each draft, as far as there are tokens."""
         return min(self.num_tokens, self.num_requests * (1 + self.num_drafts)) if self.num_drafts else self.num_requests
 
-    def fits(self, num_tokens: int, num_requests: int, num_columns: int, num_drafts: int = 0) -> bool:
+    def fits(
+        self,
+        num_tokens: int,
+        num_requests: int,
+        num_columns: int,
+        num_drafts: int = 0,
+        longest: int | None = None,  # tokens of the request that has the most; None: as many as there can be
+    ) -> bool:
         """Whether a step of these sizes can be padded to this bucket."""
+        if longest is None:
+            longest = num_tokens - num_requests + 1
         return (
             num_tokens <= self.num_tokens
             and num_requests <= self.num_requests
             and num_columns <= self.num_columns
             and num_drafts <= self.num_drafts
-            and (self.is_mixed or num_tokens == num_requests)
+            and (self.is_mixed or longest <= 1 + self.num_drafts)
         )
 
 
@@ -98,12 +109,13 @@ class Buckets:
         max_buckets: int = MAX_BUCKETS,
         num_drafts: int = 0,
         decode_apart: bool = False,
+        drafts_apart: bool = False,
     ) -> Buckets:
         """At most `max_buckets` shapes; a step of at most these limits fits the last, the largest.
 
         `num_drafts`: the most drafts of a request in a step. Every shape has rows of logits for so many, but for
-        decode steps in which nobody has a draft. `decode_apart`: decode steps have buckets that are not mixed, for
-        attention that then compiles to no prefill.
+        decode steps in which nobody has a draft. `decode_apart`: decode steps without drafts have buckets that are not
+        mixed, for attention that then compiles to no prefill; `drafts_apart`: those with drafts too, if these are few.
 
         Raises:
             ValueError: a limit is below 1, or `num_drafts` below 0.
@@ -125,8 +137,9 @@ class Buckets:
         drafts = sorted({0, num_drafts})  # of decode steps
         a, b, c, d = next(lengths for lengths in _LADDER_LENGTHS if _count(lengths, len(drafts)) <= max_buckets)
         most = max_num_batched_tokens
+        apart = {k: drafts_apart and k < MOST_FEW if k else decode_apart for k in drafts}
         decode = [
-            Bucket(min(s * (1 + k), most), s, p, k, is_mixed=bool(k) or not decode_apart)
+            Bucket(min(s * (1 + k), most), s, p, k, is_mixed=not apart[k] or s * (1 + k) > most)
             for s in _ladder(seqs, a)
             for p in _ladder(columns, b)
             for k in drafts
@@ -150,22 +163,26 @@ class Buckets:
         return max(bucket.num_drafts for bucket in self.steps)
 
     def pick(
-        self, num_tokens: int, num_requests: int, num_columns: int, num_drafts: int = 0, *, may_decode: bool = True
+        self,
+        num_tokens: int,
+        num_requests: int,
+        num_columns: int,
+        num_drafts: int = 0,
+        longest: int | None = None,  # tokens of the request that has the most; None: as many as there can be
     ) -> Bucket:
         """The smallest bucket that fits: fewest tokens, then requests, columns and drafts of a request.
 
-        As many tokens as requests are one each, unless told otherwise: such a step takes a bucket that is not mixed if
-        one fits.
+        A step that fits a bucket that is not mixed takes the smallest such.
 
         Raises:
             ValueError: none fits.
         """
-        if may_decode and num_tokens == num_requests and self._has_decode:
-            for bucket in self.steps:
-                if not bucket.is_mixed and bucket.fits(num_tokens, num_requests, num_columns, num_drafts):
-                    return bucket
+        sizes = (num_tokens, num_requests, num_columns, num_drafts, longest)
+        for bucket in self.steps if self._has_decode else ():
+            if not bucket.is_mixed and bucket.fits(*sizes):
+                return bucket
         for bucket in self.steps:
-            if (may_decode or bucket.is_mixed) and bucket.fits(num_tokens, num_requests, num_columns, num_drafts):
+            if bucket.fits(*sizes):
                 return bucket
         with_drafts = f" with {num_drafts} drafts of a request" if num_drafts else ""
         raise ValueError(
@@ -176,8 +193,8 @@ class Buckets:
 
     def _declared(self) -> str:
         def drafts(bucket: Bucket) -> str:
-            kind = "" if bucket.is_mixed else " of one token a request"
-            return f" with {bucket.num_drafts} drafts" if bucket.num_drafts else kind
+            kind = "" if bucket.is_mixed else " of decoding"
+            return f"{kind} with {bucket.num_drafts} drafts" if bucket.num_drafts else kind
 
         return ", ".join(f"{b.num_tokens}x{b.num_requests}x{b.num_columns}{drafts(b)}" for b in self.steps)
 

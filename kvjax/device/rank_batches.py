@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from kvjax.core.step.step_plan import StepPlan
-from kvjax.device.batch import DeviceBatch, DeviceGroup, plan_sizes
+from kvjax.device.batch import DeviceBatch, DeviceGroup, longest_request, plan_sizes
 from kvjax.device.buckets import Bucket, Buckets
 
 
@@ -29,8 +29,8 @@ def pick_bucket_of_ranks(plans: Sequence[StepPlan | None], buckets: Buckets) -> 
         ValueError: none fits; the message names the limits.
     """
     known = [plan for plan in plans if plan is not None]
-    sizes = map(max, zip(*map(plan_sizes, known), strict=True))
-    return buckets.pick(*sizes, may_decode=all(plan.distribution[0] == plan.num_requests for plan in known))
+    tokens, requests, columns, drafts = map(max, zip(*map(plan_sizes, known), strict=True))
+    return buckets.pick(tokens, requests, columns, drafts, max(map(longest_request, known)))
 
 
 def join_batches(batches: Sequence[DeviceBatch], num_previous: int) -> DeviceBatch:

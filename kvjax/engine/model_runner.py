@@ -218,6 +218,7 @@ class ModelRunner:
             max_buckets=config.max_buckets,
             num_drafts=config.num_drafts,
             decode_apart=decodes_apart(),
+            drafts_apart=jax.default_backend() == "gpu",
         )
         return make_update_step(
             model.module,
@@ -287,7 +288,7 @@ def check_limits_of_like(own: Any, like: Any, names: Sequence[str]) -> None:
 
 
 def decodes_apart() -> bool:
-    """Whether attention here compiles steps of decoding alone to less than mixed ones, as its `plan` is told."""
+    """Whether attention here compiles steps of one token a request to less than mixed ones, as its `plan` is told."""
     return jax.default_backend() in ("cpu", "gpu")
 
 

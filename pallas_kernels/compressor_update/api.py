@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels.backends import XlaPath, resolve_backend
-from pallas_kernels.compressor_update import kernel_tpu, reference, validate
+from pallas_kernels.compressor_update import kernel_tpu, reference, triton_pool, validate
 from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.triton.call import reason_without_triton
 
 
 class CompressorOutput(NamedTuple):
@@ -63,12 +64,15 @@ def compressor_update(
     room = max_new_entries(kv.shape[0], block_tables.shape[0], position_bias.shape[0])
     options: dict[str, Any] = {"overlap": overlap, "page_size": page_size, "room": room}
     reason = kernel_tpu.reason_not_supported(kv, pages, position_bias, **options)
-    path = XlaPath(3, room * reference.entry_bytes(position_bias, overlap), "the states that its entries pool")
-    chosen = resolve_backend(validate.OP, backend, {"tpu": reason}, path)
+    num_bytes = room * reference.entry_bytes(position_bias, overlap)
+    path = XlaPath(3, num_bytes, "the states that its entries pool", triton_passes=1)
+    chosen = resolve_backend(validate.OP, backend, {"tpu": reason, "triton": reason_without_triton()}, path)
     arguments = (kv, scores, tuple(pages), *step, slot_mapping, position_bias)
     chosen = with_room(validate.OP, backend, chosen, kernel_tpu.compressor_update, *arguments, **options)
     if chosen == "tpu":
         return CompressorOutput(*kernel_tpu.compressor_update(*arguments, **options))
+    if chosen == "triton":
+        return CompressorOutput(*triton_pool.compressor_update(*arguments, **options))
     if chosen == "xla":
         options["at_once"] = reference.entries_on_gpu(position_bias, overlap)
     return CompressorOutput(*reference.compressor_update(*arguments, **options))

@@ -213,13 +213,25 @@ def plan_decode(
     trees: TokenTrees | None = None,
 ) -> DecodePlan:
     """The work list of the sequences that decode; those without a query have no work."""
-    seq_lens, heads = batch.seq_lens, config.num_kv_heads
     first, last = batch.positions(config.mask)
     own = None if trees is None else trees.own.at[batch.starts].get(mode="clip")
+    return plan_pieces(first, last, batch.seq_lens, config, num_blocks, own)
+
+
+def plan_pieces(
+    first: jax.Array,  # int32[S] position of the first query of each tile
+    last: jax.Array,  # int32[S] of the last, -1: it has none
+    seq_lens: jax.Array,  # int32[S] of its sequence
+    config: GpuConfig,
+    num_blocks: int,
+    own: jax.Array | None = None,  # int32[S] as in `Keys.of_tiles`
+) -> DecodePlan:
+    """The work list of query tiles of few queries, of which `Field.SEQ` is the number."""
+    heads = config.num_kv_heads
     keys = Keys.of_tiles(config.mask, first, last, seq_lens, config.page_size, config.block, own)
     shares = share_out(keys.end, num_blocks, repeats=heads)
     unit = shares.unit
     of_seq = jnp.stack([*keys, first, seq_lens], axis=1)[unit // heads]
-    own = jnp.stack([unit // heads, unit % heads, shares.first, shares.end], axis=1)
-    pieces = jnp.concatenate([own, of_seq[:, 2:]], axis=1).astype(jnp.int32)
+    of_unit = jnp.stack([unit // heads, unit % heads, shares.first, shares.end], axis=1)
+    pieces = jnp.concatenate([of_unit, of_seq[:, 2:]], axis=1).astype(jnp.int32)
     return DecodePlan(pieces, shares.blocks, shares.units)

@@ -59,7 +59,7 @@ def indexer_topk(
     options["page_size"] = latent.page_size
     reason = kernel_tpu.reason_not_supported(q, tuple(pages), block_tables, **options)
     path = path_over(block_tables, tuple(pages), "index keys")
-    reasons = {"tpu": reason, "triton": triton_scores.reason_not_supported(entries)}
+    reasons = {"tpu": reason, "triton": triton_scores.reason_not_supported(entries, latent.array)}
     chosen = resolve_backend(validate.OP, backend, reasons, path)
     arguments = (q, weights, tuple(pages), *step)
     chosen = with_room(validate.OP, backend, chosen, kernel_tpu.indexer_topk, *arguments, **options)

@@ -3,7 +3,7 @@
 Flow:    queries + weights + pages of keys -> scores in VMEM -> [Selection] -> int32[T, K]
 
 Grid: a step per item and one more (`TokenBlocks`): tokens of decode sequences one by one, of others in tiles. Step w
-starts the first block of item w and works on item w - 1. Blocks of 128 rows of keys are loaded once for all tokens of
+starts the first blocks of item w and works on item w - 1. Blocks of 128 rows of keys are loaded once for all tokens of
 a tile; their scores stay in VMEM, 4 bytes an entry and token, and none goes to HBM. Flops: 2 * heads * dim an entry.
 """
 
@@ -41,6 +41,7 @@ from pallas_kernels.tpu.token_blocks import (
 )
 
 BLOCK_ROWS = LANES  # rows of keys: the scores of a place fill a row
+_BUFFERS = 8  # of so many rows: blocks are small, and HBM answers after about a microsecond
 MOST_TOKENS = 16384  # of a call: their items take scalar memory
 MOST_PICKS = 2048
 _LARGEST_SCORES_BYTES = 24 << 20  # of VMEM
@@ -155,7 +156,7 @@ class _Refs(NamedTuple):
     weights: Ref  # float32[queries * heads, 128]
     pages: Ref  # HBM [pages, rows, packing, lanes]
     out: Ref  # int32[queries, 1, K padded]
-    buffer: Ref  # [2, 128, packing, lanes] rows of keys
+    buffer: Ref  # [buffers, 128, packing, lanes] rows of keys
     vectors: Ref  # [places, 128, lanes] keys
     keys: Ref  # int32[queries, rows, 128] sort keys of the scores
     picked_keys: Ref  # int32[K padded, 128]
@@ -186,13 +187,13 @@ def _launch(
         },
         outputs={"out": Operand(jax.ShapeDtypeStruct((q.shape[0] // config.heads, 1, width), jnp.int32), by_token)},
         scratch={
-            "buffer": pltpu.VMEM((2, BLOCK_ROWS, *pages.shape[2:]), pages.dtype),
+            "buffer": pltpu.VMEM((_BUFFERS, BLOCK_ROWS, *pages.shape[2:]), pages.dtype),
             "vectors": pltpu.VMEM((cache.places, BLOCK_ROWS, q.shape[1]), q.dtype),
             "keys": pltpu.VMEM((config.queries, _score_rows(cache, block_tables.shape[1]), LANES), jnp.int32),
             "picked_keys": pltpu.VMEM((width, LANES), jnp.int32),
             "picked_entries": pltpu.VMEM((width, LANES), jnp.int32),
             "num_before": pltpu.SMEM((1,), jnp.int32),
-            "arrived": pltpu.SemaphoreType.DMA((2,)),
+            "arrived": pltpu.SemaphoreType.DMA((_BUFFERS,)),
         },
         vmem_limit_bytes=_VMEM_LIMIT_BYTES,
     )

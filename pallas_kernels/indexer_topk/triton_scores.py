@@ -26,7 +26,7 @@ from pallas_kernels.triton.call import (
     numbers,
     power_from,
     product,
-    reason_without_triton,
+    reason_of_pages,
     store,
 )
 
@@ -56,11 +56,11 @@ class Refs(NamedTuple):
     scores: Any  # float32[C, n, blocks of entries]
 
 
-def reason_not_supported(entries: EntryFormat) -> str | None:
+def reason_not_supported(entries: EntryFormat, pages: jax.Array) -> str | None:
     """What of a call the kernel cannot do, in words; None if it can do it all."""
     if not isinstance(entries, Plain | IndexFp8):
         return f"the kernel in Triton has no entries {entries}"
-    return reason_without_triton()
+    return reason_of_pages((pages,))
 
 
 def score_tiles(

@@ -9,7 +9,8 @@ by `tpu.word_rows`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from pallas_kernels.checks import page_tokens
 from pallas_kernels.kv_write import reference
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.dma_runs import LARGEST_TABLE_ROWS, copy_all, copy_runs
-from pallas_kernels.tpu.mosaic import Copy, Ref
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Copy, Ref
 from pallas_kernels.tpu.word_rows import merge_rows
 
 
@@ -90,8 +91,18 @@ def write_runs(slot_mapping: jax.Array, page_size: int) -> jax.Array:
     return copy_runs(slot_mapping >= page_size, tokens, slot_mapping, page_size)
 
 
-def copy_rows(runs: Ref, rows: Ref, pages: Ref, arrived: Ref) -> None:
-    """In a kernel: writes all runs of `rows` [T, rows, packing, lanes] to their slots of `pages`."""
+def written_pages(slot_mapping: jax.Array, page_size: int) -> jax.Array:
+    """int32[n, 128], n a multiple of 8: the page of every slot that `write_runs` has, -1 in other places."""
+    pages = jnp.where(slot_mapping >= page_size, slot_mapping // page_size, -1)
+    padding = -pages.shape[0] % (SUBLANES * LANES)
+    return jnp.pad(pages, (0, padding), constant_values=-1).reshape(-1, LANES)
+
+
+def copy_rows(runs: Ref, rows: Ref, pages: Ref, arrived: Ref, meanwhile: Callable[[], Any] | None = None) -> Any:
+    """In a kernel: writes all runs of `rows` [T, rows, packing, lanes] to their slots of `pages`.
+
+    `meanwhile` runs while they are under way, see `copy_all`.
+    """
     page_size = pages.shape[1]
 
     def copy(token: jax.Array, slot: jax.Array, count: jax.Array) -> Copy:
@@ -99,4 +110,4 @@ def copy_rows(runs: Ref, rows: Ref, pages: Ref, arrived: Ref) -> None:
         target = pages.at[page, pl.ds(slot - page * page_size, count)]
         return pltpu.make_async_copy(rows.at[pl.ds(token, count)], target, arrived)
 
-    copy_all(runs, copy)
+    return copy_all(runs, copy, meanwhile=meanwhile)

@@ -32,7 +32,7 @@ from pallas_kernels.gpu.tiles import TileShape, padded_rows, tile_shape
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention.gpu_attend import attend_pieces, fixed_bytes
-from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule, LatentSizes, QueryTiles
+from pallas_kernels.mla_paged_attention.gpu_schedule import LatentSchedule, LatentSizes, OtherTokens, most_queries
 from pallas_kernels.mla_paged_attention.validate import OP
 from pallas_kernels.planned_sizes import check_planned
 
@@ -72,13 +72,14 @@ def plan(
     *,
     mask: MaskRule,
     page_size: int,
-    is_decode: bool,  # every sequence has at most T / S queries; of a plan where that is one
+    is_decode: bool,  # every sequence has at most T / S queries
     tuning: Tuning = Tuning(),  # noqa: B008
 ) -> LatentSchedule:
     """The schedule of a step for all layers with these shapes and this mask."""
     config = _config(q_nope, q_pe, latent_pages, mask, 1.0, None, page_size)
     num_tokens, num_seqs = q_nope.shape[0], seq_lens.shape[0]
-    sizes = _sizes(config, tuning, num_tokens, num_seqs)._replace(is_decode=is_decode and num_tokens == num_seqs)
+    sizes = _sizes(config, tuning, num_tokens, num_seqs)
+    sizes = sizes._replace(is_decode=is_decode and num_tokens <= sizes.queries * num_seqs)
     return LatentSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
 
 
@@ -123,11 +124,14 @@ def mla_paged_attention(
     out, lse, of_tiles = attend_pieces(tiles, pages[0], block_tables, work, scale, of_heads, config, q_nope.dtype)
     merged = ((out, lse), work.units, of_heads, scale, config.head_dim_v, q_nope.dtype)
     heads = (sizes.parts, num_heads)
-    if work.queries is None or of_tiles is None:
+    if work.queries is None:
         return merge_pieces(*merged, heads=heads)
-    tiled, tiled_lse = _by_token(of_tiles, lse[work.num_split :], work.queries, sizes, scale)
-    out, lse = merge_pieces(*merged, heads=heads, into=(work.queries.decoded, tiled))
-    place = jnp.where(work.queries.decoded < 0, num_tokens, work.queries.decoded)
+    others = work.queries.others
+    if others is None or of_tiles is None:
+        return merge_pieces(*merged, heads=heads, queries=sizes.tile_slots, slots=work.queries.slots)
+    tiled, tiled_lse = _by_token(of_tiles, lse[work.num_split :], others, sizes, scale)
+    out, lse = merge_pieces(*merged, heads=heads, queries=sizes.tile_slots, into=(others.decoded, tiled))
+    place = jnp.where(others.decoded < 0, num_tokens, others.decoded)
     return out, tiled_lse.at[place].set(lse, mode="drop")
 
 
@@ -155,13 +159,15 @@ def _config(
 
 def _sizes(config: GpuConfig, tuning: Tuning, num_tokens: int, num_seqs: int) -> LatentSizes:
     """What the plan of a call depends on; of a step in which not all decode."""
+    tile, parts = TileShape(mosaic.ROWS // config.group, config.group), config.num_kv_heads
     return LatentSizes(
         mask=config.mask,
         page_size=config.page_size,
         num_tokens=num_tokens,
         num_seqs=num_seqs,
-        parts=config.num_kv_heads,
-        tile=TileShape(mosaic.ROWS // config.group, config.group),
+        parts=parts,
+        tile=tile,
+        queries=most_queries(num_tokens, num_seqs, tile, parts),
         num_blocks=tuning.num_blocks or mosaic.num_sms(),
         is_decode=False,
     )
@@ -178,7 +184,7 @@ def _stages(config: GpuConfig) -> int:
 def _by_token(
     out: jax.Array,  # [tiles * parts, 64, Dl]
     lse: jax.Array,  # float32[tiles * parts, 64]
-    queries: QueryTiles,
+    others: OtherTokens,
     sizes: LatentSizes,
     scale: jax.Array,  # float32[1]
 ) -> tuple[jax.Array, jax.Array]:
@@ -187,8 +193,8 @@ def _by_token(
 
     def rows(x: jax.Array) -> jax.Array:
         by_tile = x[:, : tokens * heads].reshape(-1, sizes.parts, tokens, heads, *x.shape[2:])
-        return by_tile[queries.tile, :, queries.place].reshape(sizes.num_tokens, sizes.parts * heads, *x.shape[2:])
+        return by_tile[others.tile, :, others.place].reshape(sizes.num_tokens, sizes.parts * heads, *x.shape[2:])
 
-    seen = queries.seen[:, None]
+    seen = others.seen[:, None]
     scaled = rows(out).astype(jnp.float32) * scale[0]
     return jnp.where(seen[..., None], scaled, 0.0).astype(out.dtype), jnp.where(seen, rows(lse), -jnp.inf)

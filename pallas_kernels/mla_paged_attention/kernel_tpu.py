@@ -5,8 +5,8 @@ Source:  the split by `distribution` is that of ragged paged attention v3 (vllm-
 
 No grid: a loop over the steps of the launch (`tpu_plan.Walk`), as many as the call really has. A step reads
 
-    its blocks       one DMA a page into a double buffer, the next step's under way meanwhile; bytes: pages seen *
-                     page_size * lanes, once for keys and values
+    its blocks       one DMA a page into a ring of buffers, those of the next steps under way meanwhile; bytes: pages
+                     seen * page_size * lanes, once for keys and values
     its queries      one DMA, where they are not those of the step before
     and writes       the rows of the items that end in it
 
@@ -63,6 +63,8 @@ class Tuning(NamedTuple):
     tile_part: int | None = None
     chunk_rows: int = 256  # rows of a matrix product of a tile
     ahead: int = 1  # products whose scores are computed before the softmax of an earlier one
+    decode_buffers: int = 4  # steps in VMEM, a power of two
+    tile_buffers: int = 2
 
 
 def reason_not_supported(latent: LatentPages, mask: MaskRule, share: KeyShare | None = None) -> str | None:
@@ -183,6 +185,7 @@ def _sizes(queries: int, heads: int, seen: int, page_size: int, tuning: Tuning) 
         "part": min(block, part),
         "chunk": 1 << (chunk.bit_length() - 1),
         "ahead": tuning.ahead,
+        "buffers": tuning.decode_buffers if is_decode else tuning.tile_buffers,
     }
 
 
@@ -241,7 +244,7 @@ def _launch(
     results = call(
         functools.partial(_kernel, config=config, room=fields.shape[1]),
         Refs,
-        name=f"mla_{kind}_b{config.block}_p{config.page_size}",
+        name=f"mla_{kind}_b{config.block}_p{config.page_size}_n{config.buffers}",
         grid=1,
         scalars=scalars,
         inputs={**inputs, **_per_row_operands(config, sinks, k_scale)},
@@ -259,9 +262,9 @@ def _scratch(config: LatentConfig, pages: jax.Array) -> dict[str, Any]:
     tile = (config.units, config.queries, config.heads)
     scratch: dict[str, Any] = {
         "buffer": pltpu.VMEM(buffer_shape(config, pages), pages.dtype),
-        "arrived": pltpu.SemaphoreType.DMA((2,)),
-        "q_tile": pltpu.VMEM((2, config.window, config.heads, config.lanes), dtype),
-        "q_arrived": pltpu.SemaphoreType.DMA((2,)),
+        "arrived": pltpu.SemaphoreType.DMA((config.buffers,)),
+        "q_tile": pltpu.VMEM((config.buffers, config.window, config.heads, config.lanes), dtype),
+        "q_arrived": pltpu.SemaphoreType.DMA((config.buffers,)),
         "m": pltpu.VMEM((*state, LANES), jnp.float32),
         "l": pltpu.VMEM((*state, LANES), jnp.float32),
         "acc": pltpu.VMEM((*state, config.value_lanes), jnp.float32),
@@ -280,13 +283,13 @@ def _kernel(refs: Refs, *, config: LatentConfig, room: int) -> None:
     """All steps of a launch."""
     items = ItemTable(config, refs.fields, room, refs.tables, refs.row, refs.row_arrived, config.num_rows)
     walk = Walk(config, items, refs.counts[0], refs.q.shape[0])
-    num_steps = refs.counts[1]
+    num_steps, last_slot = refs.counts[1], config.buffers - 1
     moves = _Moves(config, walk, refs, LatentBlocks(config, items, refs.pages, refs.buffer, refs.arrived))
 
-    def trip(n: jax.Array, steps: tuple[Step, Step]) -> tuple[Step, Step]:
-        before, this = steps
-        following, slot = walk.following(this), n & 1
-        moves.start(following, 1 - slot, n + 1 < num_steps)
+    def trip(n: jax.Array, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        before, this, *_ = steps  # and those whose blocks are under way
+        following, slot = walk.following(steps[-1]), n & last_slot
+        moves.start(following, (n + last_slot) & last_slot, n + last_slot < num_steps)
         attention = StepAttention(config, walk, moves.blocks, refs, this, slot)
         moves.wait_for_queries(this)
         is_full = walk.is_full(this).astype(jnp.int32)
@@ -307,14 +310,16 @@ def _kernel(refs: Refs, *, config: LatentConfig, room: int) -> None:
         for i, unit in enumerate(this.units):
             pl.when(walk.is_end(unit))(functools.partial(attention.finish, i))
         moves.start_results(this)
-        return this, following
+        return (*steps[1:], following)
 
     @pl.when(num_steps > 0)
     def _() -> None:
-        first = walk.first()
-        moves.start_rows(first)
-        moves.start(first, jnp.int32(0), jnp.bool_(True))
-        last, _ = lax.fori_loop(0, num_steps, trip, (first, first))
+        steps = [walk.first()]
+        moves.start_rows(steps[0])
+        for n in range(last_slot):
+            moves.start(steps[n], jnp.int32(n), n < num_steps)
+            steps.append(walk.following(steps[n]))
+        last, *_ = lax.fori_loop(0, num_steps, trip, (steps[0], *steps[:-1]))
         moves.wait_for_results(last, jnp.bool_(True))
 
 

@@ -26,7 +26,7 @@ from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, base2_logits, dot, 
 from pallas_kernels.tpu.block_mask import RowTrees, kept_slots, seen_slots
 from pallas_kernels.tpu.item_plan import Field
 from pallas_kernels.tpu.lse import heads_to_lanes
-from pallas_kernels.tpu.mosaic import Ref
+from pallas_kernels.tpu.mosaic import LANES, Ref
 from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
 
 
@@ -84,12 +84,15 @@ class StepAttention:
         return x.reshape(self.config.chunk, self.config.heads, x.shape[1])
 
     def _scores(self, work: _Work) -> jax.Array:
-        """float32[rows, part]"""
+        """float32[rows, part]; decoding a sum of products over 128 lanes each, as `tpu_softmax` makes them."""
         config = self.config
         first = self.walk.place(self.step, self.step.units[work.unit]) + work.chunk * config.chunk
         q = self.refs.q_tile[self.step.slot, pl.ds(first, config.chunk)].reshape(config.rows, config.lanes)
         k = self.blocks.keys(self.slot, work.unit, work.part)
-        return dot(q, k, (((1,), (1,)), ((), ())))
+        depth = LANES if config.queries == 1 else config.lanes
+        pieces = [slice(n, n + depth) for n in range(0, config.lanes, depth)]
+        scores = [dot(q[:, piece], k[:, piece], (((1,), (1,)), ((), ()))) for piece in pieces]
+        return sum(scores[1:], scores[0])
 
     def _update(self, work: _Work, s: jax.Array, masked: bool) -> None:
         """Merges a part's scores and values into m, l and acc."""

@@ -1,4 +1,4 @@
-"""Latent blocks of the TPU kernel: DMA of their pages into a double buffer, and reading them as keys or values.
+"""Latent blocks of the TPU kernel: DMA of their pages into a ring of buffers, and reading them as keys or values.
 
 Flow:    units of a step + block tables + pages in HBM -> [LatentBlocks.start / wait] -> VMEM -> [keys, values]
 
@@ -27,9 +27,9 @@ MaskOf = Callable[[jax.Array], jax.Array]
 
 
 def buffer_shape(config: LatentConfig, pages: jax.Array) -> tuple[int, ...]:
-    """Shape of the double buffer for `pages` [pages, rows, packing, lanes]."""
+    """Shape of the buffers for `pages` [pages, rows, packing, lanes]."""
     _, rows, packing, lanes = pages.shape
-    return (2, config.units, config.block_pages * rows, packing, lanes)
+    return (config.buffers, config.units, config.block_pages * rows, packing, lanes)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class LatentConfig:
     part: int  # slots of one softmax update
     chunk: int  # query tokens of one matrix product
     ahead: int  # products whose scores are computed before the softmax of an earlier one
+    buffers: int  # steps in VMEM, a power of two: one that is attended, the others under way
     has_sinks: bool
     has_k_scale: bool
     return_lse: bool
@@ -122,7 +123,8 @@ class Walk:
         units = self._units(self._next(step.units[-1]))
         token = self._token(units)
         is_new = token != step.token
-        return Step(units, token, jnp.where(is_new, 1 - step.slot, step.slot), is_new)
+        slot = (step.slot + is_new.astype(jnp.int32)) & (self.config.buffers - 1)
+        return Step(units, token, slot, is_new)
 
     def is_end(self, unit: Unit) -> jax.Array:
         """Whether an item ends with the unit."""

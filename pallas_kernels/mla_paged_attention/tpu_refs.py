@@ -22,7 +22,7 @@ class Refs(NamedTuple):
     out: Ref  # HBM [T, heads, value_lanes]
     buffer: Ref  # `tpu_latents.buffer_shape`
     arrived: Ref  # DMA semaphores, one a buffer
-    q_tile: Ref  # [2, window, heads, lanes]
+    q_tile: Ref  # [buffers, window, heads, lanes]
     q_arrived: Ref  # DMA semaphores, one a tile
     m: Ref  # float32[units, chunks, rows, 128]
     l: Ref  # noqa: E741  float32[units, chunks, rows, 128]

@@ -4,10 +4,11 @@ Flow:    q, pages, tables + plan_tiles -> [prefill_tiles] -> out per token, LSE 
 Source:  warp specialisation as FlashAttention-3 (arXiv 2407.08608), heads of a group packed into the rows
 
 Grid (tiles, KV heads x parts of their groups), the last tiles first, since they see the most keys where the mask is
-causal. Two warpgroups attend 64 rows each, a third fetches KV blocks; where they need its registers, the first of them
-fetches, before it attends a block, the last one that the ring has room for. Queries are read and results written where
-they stand, [T, heads, D]: by box where a piece's tokens are all the tile's own, else token by token. Per tile and KV
-block of n slots it reads n * (D + Dv) elements and does 2 * 128 * n * (D + Dv) flops: bound by the tensor cores.
+causal; or (thread blocks), each with its share of all that, which fetches for the next tile while one is stored. Two
+warpgroups attend 64 rows each, a third fetches KV blocks; where they need its registers, the first of them fetches,
+before it attends a block, the last one that the ring has room for. Queries are read and results written where they
+stand, [T, heads, D]: by box where a piece's tokens are all the tile's own, else token by token. Per tile and KV block
+of n slots it reads n * (D + Dv) elements and does 2 * 128 * n * (D + Dv) flops: bound by the tensor cores.
 
 Tokens of no tile are left as they come: undefined.
 """
@@ -39,9 +40,11 @@ from pallas_kernels.gpu.softmax import (
     of_head,
 )
 from pallas_kernels.gpu.tiles import TILE_ROWS, WARPGROUPS, TileField, TileShape
+from pallas_kernels.layouts import cdiv
 
 _FETCHING = WARPGROUPS  # the warpgroup after those that attend, if it is one of its own
 _FETCHING_REGISTERS, _ATTENDING_REGISTERS = 40, 232
+_SINKS_AT_ONCE = 8
 
 
 def plain_columns(head_dim: int, head_dim_v: int) -> int:
@@ -60,6 +63,7 @@ class Split(NamedTuple):
 
     fetches_apart: bool  # whether a warpgroup of its own fetches
     block: int  # slots of a KV block
+    num_blocks: int | None = None  # thread blocks that go over all tiles, with `fetches_apart`; None: one for each tile
 
     @classmethod
     def of(cls, head_dim: int, head_dim_v: int, page_size: int, fetches_apart: bool | None = None) -> Split:
@@ -86,7 +90,7 @@ def prefill_tiles(
     sinks: jax.Array,  # float32[1 or Hq], -inf: none
     v_scale: jax.Array,  # float32[1 or Hkv]
     config: GpuConfig,
-    fetches_apart: bool,
+    split: Split,
     trees: jax.Array | None = None,  # int32[tiles, 2, 3, 64] of tile_trees
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype of the tokens of tiles, natural-log LSE float32[tiles, parts, 128] of rows)."""
@@ -94,24 +98,30 @@ def prefill_tiles(
     shape = TileShape.of(config.group)
     num_parts = num_q_heads // shape.heads
     rows = (WARPGROUPS, mosaic.ROWS)
+    grid = {"tile": tiles.shape[0], "part": num_parts}
+    if split.num_blocks is not None:
+        grid = {"block": min(split.num_blocks, tiles.shape[0] * num_parts)}
 
     def body(refs: _Refs) -> None:
         warpgroup = lax.axis_index("warpgroup")
         ring = KVRing(config, refs.tables, refs.k_pages, refs.v_pages, refs.ring, reader=warpgroup)
-        tile = jnp.int32(tiles.shape[0] - 1) - lax.axis_index("tile")
 
-        @pl.when(refs.tiles[tile, TileField.NUM_QUERIES] > 0)
-        def _() -> None:
-            attend_tile = functools.partial(_attend_tile, refs, ring, shape, tile, warpgroup, fetches_apart)
-            pl.when(warpgroup < WARPGROUPS)(attend_tile)
-            if fetches_apart:
-                pl.when(warpgroup == _FETCHING)(lambda: _fetch_tile(refs, ring, shape, tile))
+        def run(each: _Each) -> None:
+            pl.when(warpgroup < WARPGROUPS)(lambda: _attend(refs, ring, shape, warpgroup, split.fetches_apart, each))
+            if split.fetches_apart:
+                pl.when(warpgroup == _FETCHING)(lambda: _fetch(refs, ring, shape, each))
+
+        if split.num_blocks is not None:
+            run(functools.partial(_share, refs, num_parts, grid["block"]))
+            return
+        tile = _Tile(jnp.int32(tiles.shape[0] - 1) - lax.axis_index("tile"), lax.axis_index("part"), 0)
+        pl.when(tile.has_queries(refs))(lambda: run(functools.partial(_one, refs, tile)))
 
     results = call(
         body,
         _Refs,
         name=f"rpa_prefill_p{config.page_size}_b{config.block}",
-        grid={"tile": tiles.shape[0], "part": num_parts},
+        grid=grid,
         inputs={
             "q": q,
             "k_pages": pages[0],
@@ -135,7 +145,7 @@ def prefill_tiles(
             "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
             "ring": RingMemory.of(config, num_readers=WARPGROUPS),
         },
-        num_warpgroups=WARPGROUPS + fetches_apart,
+        num_warpgroups=WARPGROUPS + split.fetches_apart,
     )
     return results["out"], results["lse"].reshape(tiles.shape[0], num_parts, TILE_ROWS)
 
@@ -162,48 +172,95 @@ class _Refs(NamedTuple):
     ring: RingMemory
 
 
-def _heads(config: GpuConfig, shape: TileShape) -> tuple[jax.Array, jax.Array]:
-    """(KV head, first query head) of this thread block."""
-    first = lax.axis_index("part") * shape.heads
+class _Tile(NamedTuple):
+    """What a thread block attends at a time."""
+
+    number: jax.Array  # of the table
+    part: jax.Array  # of the query heads
+    step: Any  # of the ring at its first KV block
+
+    def has_queries(self, refs: _Refs) -> jax.Array:
+        """bool[]: whether there is such a tile."""
+        return refs.tiles[self.number, TileField.NUM_QUERIES] > 0
+
+    def keys(self, refs: _Refs) -> Keys:
+        """Its KV blocks."""
+        return Keys(*(refs.tiles[self.number, TileField.KEYS + i] for i in range(len(Keys._fields))))
+
+
+# (what is done with a tile) -> int32[] steps of the ring: does it with a thread block's tiles, one after the other.
+_Each = Callable[[Callable[[_Tile], None]], jax.Array]
+
+
+def _one(refs: _Refs, tile: _Tile, run: Callable[[_Tile], None]) -> jax.Array:
+    """`_Each` of a thread block that has a tile."""
+    run(tile)
+    return tile.keys(refs).num_blocks
+
+
+def _share(refs: _Refs, num_parts: int, num_blocks: int, run: Callable[[_Tile], None]) -> jax.Array:
+    """`_Each` of one that has as many tiles as others, dealt there and back, since the last tiles see the most keys."""
+    own, num_tiles = lax.axis_index("block"), refs.tiles.shape[0]
+
+    def next_tile(turn: jax.Array, step: jax.Array) -> jax.Array:
+        place = turn * num_blocks + jnp.where(turn % 2 == 0, own, num_blocks - 1 - own)
+        number = lax.max(num_tiles - 1 - lax.div(place, jnp.int32(num_parts)), jnp.int32(0))
+        tile = _Tile(number, lax.rem(place, jnp.int32(num_parts)), step)
+        is_own = (place < num_tiles * num_parts) & tile.has_queries(refs)
+        pl.when(is_own)(lambda: run(tile))
+        return step + jnp.where(is_own, tile.keys(refs).num_blocks, 0)
+
+    return lax.fori_loop(0, cdiv(num_tiles * num_parts, num_blocks), next_tile, jnp.int32(0))
+
+
+def _heads(config: GpuConfig, shape: TileShape, tile: _Tile) -> tuple[jax.Array, jax.Array]:
+    """(KV head, first query head) of a tile."""
+    first = tile.part * shape.heads
     return lax.div(first, jnp.int32(config.group)), first
 
 
-def _keys(refs: _Refs, tile: jax.Array) -> Keys:
-    return Keys(*(refs.tiles[tile, TileField.KEYS + i] for i in range(len(Keys._fields))))
-
-
-def _fetch_tile(refs: _Refs, ring: KVRing, shape: TileShape, tile: jax.Array) -> None:
-    """The fetching warpgroup: KV blocks of the tile."""
+def _fetch(refs: _Refs, ring: KVRing, shape: TileShape, each: _Each) -> None:
+    """The fetching warpgroup: KV blocks of its tiles."""
     plgpu.set_max_registers(_FETCHING_REGISTERS, action="decrease")
-    keys, seq, head = _keys(refs, tile), refs.tiles[tile, TileField.SEQ], _heads(ring.config, shape)[0]
+    ring.drain(each(functools.partial(_fetch_tile, refs, ring, shape)))
+
+
+def _fetch_tile(refs: _Refs, ring: KVRing, shape: TileShape, tile: _Tile) -> None:
+    """KV blocks of a tile."""
+    keys, seq, head = tile.keys(refs), refs.tiles[tile.number, TileField.SEQ], _heads(ring.config, shape, tile)[0]
 
     @pl.loop(jnp.int32(0), keys.num_blocks)
     def _(i: jax.Array) -> None:
-        ring.fetch(i, seq, head, keys, keys.block(i))
+        ring.fetch(tile.step + i, seq, head, keys, keys.block(i))
 
-    ring.drain(keys.num_blocks)
+
+def _attend(
+    refs: _Refs, ring: KVRing, shape: TileShape, warpgroup: jax.Array, fetches_apart: bool, each: _Each
+) -> None:
+    """One of the attending warpgroups: its rows of its tiles."""
+    if fetches_apart:
+        plgpu.set_max_registers(_ATTENDING_REGISTERS, action="increase")
+    each(functools.partial(_attend_tile, refs, ring, shape, warpgroup, fetches_apart))
 
 
 def _attend_tile(
-    refs: _Refs, ring: KVRing, shape: TileShape, tile: jax.Array, warpgroup: jax.Array, fetches_apart: bool
+    refs: _Refs, ring: KVRing, shape: TileShape, warpgroup: jax.Array, fetches_apart: bool, tile: _Tile
 ) -> None:
-    """One of the attending warpgroups: its rows of the tile."""
+    """Its rows of a tile."""
     config = ring.config
-    if fetches_apart:
-        plgpu.set_max_registers(_ATTENDING_REGISTERS, action="increase")
-    keys = _keys(refs, tile)
-    head, first_q_head = _heads(config, shape)
+    keys = tile.keys(refs)
+    head, first_q_head = _heads(config, shape, tile)
     scale = of_head(refs.scales, head) * config.score_factor
 
     def fetch(start: Callable[..., None], i: Any) -> None:
         """Starts the copies of K or V of the `i`-th block, if no other warpgroup does."""
         if fetches_apart:
             return
-        keys = _keys(refs, tile)
+        keys = tile.keys(refs)
 
         @pl.when((warpgroup == 0) & (i < keys.num_blocks))
         def _() -> None:
-            sources = copy_sources(config, ring.tables, refs.tiles[tile, TileField.SEQ], keys, keys.block(i))
+            sources = copy_sources(config, ring.tables, refs.tiles[tile.number, TileField.SEQ], keys, keys.block(i))
             start(i, head, sources)
 
     ahead = config.stages - 1
@@ -211,24 +268,25 @@ def _attend_tile(
         fetch(ring.fetch_k, jnp.int32(i))
         fetch(ring.fetch_v, jnp.int32(i))
     sign = jnp.where(scale < 0, -1.0, 1.0)
-    _load_queries(refs, config, shape, refs.tiles[tile, TileField.TOKEN], first_q_head, warpgroup, sign)
+    _load_queries(refs, config, shape, refs.tiles[tile.number, TileField.TOKEN], first_q_head, warpgroup, sign)
     reader = Reader(ring, refs.q_tile.at[warpgroup], scale * sign, is_positive=True)
     # Two warpgroups that convert a block together meet in each, and so cannot take turns; nor where values are masked.
     turns = None if config.is_converted else Turns(refs.turn, warpgroup)
 
     def attend_block(i: jax.Array, state: RowState, reader: Reader, bounds: RowBounds | None) -> RowState:
         fetch_k, fetch_v = (functools.partial(fetch, start, i + ahead) for start in (ring.fetch_k, ring.fetch_v))
-        return attend(state, reader, _keys(refs, tile), bounds, i, i, fetch_k, fetch_v)
+        return attend(state, reader, tile.keys(refs), bounds, i, tile.step + i, fetch_k, fetch_v)
 
     def whole(i: jax.Array, state: RowState) -> RowState:
         return attend_block(i, state, reader._replace(turns=turns), None)
 
     def cut(i: jax.Array, state: RowState) -> RowState:
         token = lax.rem(mosaic.row_index(mosaic.ROWS) + warpgroup * mosaic.ROWS, jnp.int32(shape.tokens))
-        pos = token + refs.tiles[tile, TileField.POS]
+        pos = token + refs.tiles[tile.number, TileField.POS]
         if refs.trees is not None:
-            return attend_block(i, state, reader, RowBounds.of_trees(config.mask, refs.trees.at[tile, warpgroup], pos))
-        bounds = RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.tiles[tile, TileField.SEQ_LEN]))
+            trees = refs.trees.at[tile.number, warpgroup]
+            return attend_block(i, state, reader, RowBounds.of_trees(config.mask, trees, pos))
+        bounds = RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.tiles[tile.number, TileField.SEQ_LEN]))
         return attend_block(i, state, reader, bounds)
 
     state = RowState.empty(config.head_dim_v)
@@ -246,10 +304,12 @@ def _attend_tile(
 
 
 def _row_sinks(refs: _Refs, shape: TileShape, first_q_head: jax.Array, warpgroup: jax.Array) -> jax.Array:
-    """The sink of each row's query head."""
+    """The sink of each row's query head, few loaded at a time: beside the sums of a tile there is room for no more."""
     row = mosaic.row_index(mosaic.ROWS) + warpgroup * mosaic.ROWS
     sinks = mosaic.per_row(jnp.full((mosaic.ROWS,), -jnp.inf, jnp.float32))
     for head in range(shape.heads):
+        if head and head % _SINKS_AT_ONCE == 0:
+            first_q_head, sinks = lax.optimization_barrier((first_q_head, sinks))
         sinks = jnp.where(row >= head * shape.tokens, capped_sink(of_head(refs.sinks, first_q_head + head)), sinks)
     return sinks
 
@@ -280,7 +340,7 @@ def _load_queries(
 
 
 def _store(
-    refs: _Refs, shape: TileShape, tile: jax.Array, first_q_head: jax.Array, warpgroup: jax.Array, out: Any, lse: Any
+    refs: _Refs, shape: TileShape, tile: _Tile, first_q_head: jax.Array, warpgroup: jax.Array, out: Any, lse: Any
 ) -> None:
     """Stores the rows of one warpgroup, a part of the columns at a time."""
     columns = refs.plain.shape[-1]
@@ -291,7 +351,7 @@ def _store(
             refs.lse_tile[warpgroup] = lse
         plgpu.commit_smem()
         if start == 0:
-            target = refs.lse.at[tile, lax.axis_index("part"), warpgroup]
+            target = refs.lse.at[tile.number, tile.part, warpgroup]
             plgpu.copy_smem_to_gmem(refs.lse_tile.at[warpgroup], target)
         for number in range(WARPGROUPS):
             store = functools.partial(_store_pieces, refs, shape, tile, first_q_head, number, pl.ds(start, columns))
@@ -300,11 +360,11 @@ def _store(
 
 
 def _store_pieces(
-    refs: _Refs, shape: TileShape, tile: jax.Array, first_q_head: jax.Array, warpgroup: int, columns: Any
+    refs: _Refs, shape: TileShape, tile: _Tile, first_q_head: jax.Array, warpgroup: int, columns: Any
 ) -> None:
     """Starts the copies of the tile's own tokens to where they stand in `out`."""
-    token, skip = refs.tiles[tile, TileField.TOKEN], refs.tiles[tile, TileField.SKIP]
-    end = skip + refs.tiles[tile, TileField.NUM_QUERIES]
+    token, skip = refs.tiles[tile.number, TileField.TOKEN], refs.tiles[tile.number, TileField.SKIP]
+    end = skip + refs.tiles[tile.number, TileField.NUM_QUERIES]
     for piece in shape.pieces(warpgroup):
         first = lax.min(lax.max(skip - piece.token, jnp.int32(0)), jnp.int32(piece.num_rows))
         last = lax.min(lax.max(end - piece.token, jnp.int32(0)), jnp.int32(piece.num_rows))

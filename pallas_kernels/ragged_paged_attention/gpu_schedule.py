@@ -4,10 +4,7 @@ Flow:    lengths of the step + PlanSizes -> [GpuSchedule.of], once a step -> the
 
 A sequence *decodes* if it has few queries, at most `PlanSizes.queries`: one, or in a step with drafts as many as each
 sequence of its shape can have. A step of which the host knows that every sequence decodes has no tiles: its layers
-compile to no prefill. Where that is one query each, its tokens are its sequences, in order.
-
-    slot     0  1  2  3  4  5      `queries` of each sequence, two here
-    token    0  -  1  2  -  -      sequences of 1, 2 and no queries
+compile to no prefill. Where that is one query each, its tokens are its sequences, in order; else see `gpu.slots`.
 
 Tiles cover every token that does not decode, whether it sees a key or not, so that padding gives 0 and -inf without a
 launch of its own: tokens of no sequence are one more sequence, without keys.
@@ -23,6 +20,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu.mosaic import ROWS
 from pallas_kernels.gpu.plan import DecodePlan, GpuConfig, plan_decode
+from pallas_kernels.gpu.slots import slots_of_tokens, tokens_of_slots
 from pallas_kernels.gpu.tiles import TileShape, plan_tiles, tile_trees
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch, few_queries
@@ -90,11 +88,11 @@ class GpuSchedule:
         decode = plan_decode(decoding, decode_config, sizes.num_blocks, trees)
         if sizes.is_plain_decode:
             return cls(decode, None, None, None, None, sizes)
-        place = jnp.arange(sizes.queries, dtype=jnp.int32)
-        tokens = jnp.where(place < decoding.q_lens[:, None], batch.starts[:, None] + place, -1).reshape(-1)
+        tokens = tokens_of_slots(decoding, sizes.queries)
         if sizes.is_decode:
             by_row = None if trees is None else RowTrees(_decode_trees(trees, tokens, decode_config), None)
-            return cls(decode, tokens, _slots(decoding, sizes), None, by_row, sizes)
+            slots = slots_of_tokens(decoding, sizes.queries, sizes.num_tokens)
+            return cls(decode, tokens, slots, None, by_row, sizes)
         end = query_start_loc[distribution[2]]
         others = Batch(
             jnp.append(seq_lens, 0),
@@ -122,12 +120,3 @@ def _decode_trees(trees: TokenTrees, tokens: jax.Array, config: GpuConfig) -> ja
     fields = jnp.stack([x.at[token].get(mode="clip") for x in trees], axis=1)
     rows = jnp.repeat(fields, config.group, axis=2)
     return jnp.pad(rows, [(0, 0), (0, 0), (0, ROWS - rows.shape[2])])
-
-
-def _slots(decoding: Batch, sizes: PlanSizes) -> jax.Array:
-    """int32[T] slot of each token, -1: it is of no sequence."""
-    token = jnp.arange(sizes.num_tokens, dtype=jnp.int32)[:, None]
-    place = token - decoding.starts
-    is_own = (place >= 0) & (place < decoding.q_lens)
-    slot = jnp.arange(sizes.num_seqs, dtype=jnp.int32) * sizes.queries + place
-    return jnp.max(jnp.where(is_own, slot, -1), axis=1)

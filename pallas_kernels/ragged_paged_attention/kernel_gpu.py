@@ -48,6 +48,7 @@ class Tuning(NamedTuple):
     prefill_block: int | None = None
     prefill_stages: int | None = None
     prefill_warpgroups: int | None = None  # 3: one fetches, 2: the first of those that attend does
+    prefill_blocks: int | None = None  # thread blocks that go over all tiles of prefill; None: one for each tile
 
 
 def tuned(q: jax.Array, pages: tuple[jax.Array, ...], num_kv_heads: int, mask: MaskRule) -> Tuning:
@@ -214,7 +215,8 @@ def _split(config: GpuConfig, tuning: Tuning) -> gpu_prefill.Split:
     """How thread blocks of prefill are split, as tuned or by the sizes."""
     given = tuning.prefill_warpgroups
     apart = None if given is None else given > gpu_prefill.WARPGROUPS
-    return gpu_prefill.Split.of(config.head_dim, config.head_dim_v, config.page_size, apart)
+    split = gpu_prefill.Split.of(config.head_dim, config.head_dim_v, config.page_size, apart)
+    return split._replace(num_blocks=tuning.prefill_blocks if split.fetches_apart else None)
 
 
 def _decode(
@@ -246,7 +248,7 @@ def _prefill(layer: _Layer, q: jax.Array, tiles: jax.Array, trees: RowTrees | No
     if q.shape[0] < least:
         q = jnp.pad(q, [(0, least - q.shape[0]), (0, 0), (0, 0)])
     arguments = (q, layer.pages, layer.block_tables, tiles, layer.k_scale, layer.sinks, layer.v_scale, config)
-    return gpu_prefill.prefill_tiles(*arguments, split.fetches_apart, None if trees is None else trees.tiles)
+    return gpu_prefill.prefill_tiles(*arguments, split, None if trees is None else trees.tiles)
 
 
 def _lse_by_token(row_lse: jax.Array, tiles: jax.Array, shape: TileShape, num_tokens: int) -> jax.Array:

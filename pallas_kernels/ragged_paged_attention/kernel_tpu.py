@@ -11,9 +11,10 @@ reads
                      meanwhile (`tpu_ring`); bytes: pages seen * page_size * padded rows * lanes
     and writes       its own rows of the output
 
-New KV, if the call brings some, is written by the first step of the decode launch, before any page is read: so it is
-right for requests that share pages written in the same step, too. `kv_write` does it before where tokens share rows of
-words, or where there are many.
+New KV, if the call brings some, is written by the first step of the decode launch. Meanwhile the ring is filled, up to
+the first block that has a page that is written: no such page is read before it is complete, which is right for requests
+that share pages written in the same step, too. Where tokens share rows of words, or where there are many, `kv_write`
+writes before.
 
 Blocks that every row sees whole run first, in a loop without any mask; then those that cut the interval. KV is read
 from the page of the first visible key on, never from position 0. Flops: 4 * queries * Hq * D per key.
@@ -34,7 +35,7 @@ from pallas_kernels import launches
 from pallas_kernels.checks import page_tokens
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.kv_write import reference as kv_rows
-from pallas_kernels.kv_write.kernel_tpu import copy_rows, kv_write, write_runs
+from pallas_kernels.kv_write.kernel_tpu import copy_rows, kv_write, write_runs, written_pages
 from pallas_kernels.layouts import KV_CACHE_DTYPES, tokens_per_row
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention import tpu_rows, tpu_tiles
@@ -125,7 +126,7 @@ def ragged_paged_attention(
         (written,) = pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     elif new_kv is not None and slot_mapping is not None:
         new_rows = kv_rows.packed_rows(*new_kv, pages[0], k_scale, v_scale)
-        write = _Write(write_runs(slot_mapping, page_size), new_rows)
+        write = _Write(write_runs(slot_mapping, page_size), written_pages(slot_mapping, page_size), new_rows)
 
     def configured(queries: int, q: jax.Array) -> TpuConfig:
         has_trees = trees is not None and queries > 1  # a lone new token sees what the mask rule says
@@ -154,9 +155,10 @@ def ragged_paged_attention(
 
 
 class _Write(NamedTuple):
-    """New KV to be written before anything is read."""
+    """New KV to be written before it is read."""
 
     runs: jax.Array  # table of `write_runs`
+    pages: jax.Array  # of `written_pages`
     rows: jax.Array  # [T, rows, packing, lanes] as pages hold them
 
 
@@ -276,6 +278,7 @@ def _launch(
     inputs, scratch = {"q": _rows(q_rows, config), **_per_row_operands(common, config)}, _scratch(config, q_rows, pages)
     if write is not None:
         scalars["runs"] = write.runs
+        inputs["written"] = Operand(write.pages, pl.BlockSpec(write.pages.shape, lambda w, *_: (0, 0)))
         inputs["new_rows"] = Operand(write.rows, IN_HBM)
         scratch["rows_arrived"] = pltpu.SemaphoreType.DMA
     if trees is not None:
@@ -365,9 +368,12 @@ def _kernel(refs: Refs, *, config: TpuConfig, writes: bool) -> None:
 
     @pl.when(pl.program_id(0) == 0)
     def _() -> None:
+        ring.rewind()
         if writes:
-            copy_rows(refs.runs, refs.new_rows, refs.pages, refs.rows_arrived)
-        ring.fill()
+            write = functools.partial(copy_rows, refs.runs, refs.new_rows, refs.pages, refs.rows_arrived)
+            ring.fill(write(meanwhile=lambda: ring.fill_before(refs.written)))
+        else:
+            ring.fill()
         if tiles is not None:
             pl.when(num_items > 0)(lambda: tiles.fetch(jnp.int32(0)).start())
 

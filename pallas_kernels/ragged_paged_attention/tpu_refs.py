@@ -43,7 +43,8 @@ class Refs(NamedTuple):
     acc: Ref
     tile: TileRefs | None  # None: it decodes
     trees: RowTrees | None = None  # SMEM int32[T and more] each
-    runs: Ref = None  # SMEM int32[3 * T + 1] of `write_runs`; with the next two where the launch writes new KV
+    runs: Ref = None  # SMEM int32[3 * T + 1] of `write_runs`; with the next three where the launch writes new KV
+    written: Ref = None  # int32[n, 128] of `written_pages`
     new_rows: Ref = None  # HBM [T, rows, packing, lanes]
     rows_arrived: Ref = None  # DMA semaphore
     sinks: Ref = None  # as `tpu_rows.per_row`, like the next two

@@ -24,7 +24,7 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 from pallas_kernels.tpu.item_plan import Field
 from pallas_kernels.tpu.items import ItemTable
-from pallas_kernels.tpu.mosaic import Ref
+from pallas_kernels.tpu.mosaic import LANES, SUBLANES, Ref
 
 
 class Cursor(enum.IntEnum):
@@ -53,22 +53,31 @@ class BlockRing:
         """Buffer of the `number`-th block."""
         return _modulo(number, self.config.buffers)
 
-    def fill(self) -> None:
-        """Starts the first blocks, one for each buffer."""
+    def rewind(self) -> None:
+        """Puts the cursor before the first block."""
         first = jnp.where(self.items.field(Field.NUM_BLOCKS, 0) > 0, 0, self.items.field(Field.NEXT, 0))
         for place, value in ((Cursor.ITEM, first), (Cursor.STEP, 0), (Cursor.ROW, 0), (Cursor.ROW_ITEM, first)):
             self.cursor[place] = jnp.int32(value)
         if self.config.tables_in_hbm:
             lax.fori_loop(0, self.items.num_rows, lambda place, _: self._start_row(place), None)
             pl.when(first < self._end)(lambda: self.items.fetch_row(first, jnp.int32(0)).wait())
-        lax.fori_loop(0, self.config.buffers, lambda slot, _: self.start_next(slot), None)
+
+    def fill_before(self, written: Ref) -> jax.Array:
+        """Starts the first blocks until all buffers are filled or one has a page of `written`; how many."""
+        # The cursor is the loop's state: the condition reads it, the body moves it.
+        return lax.while_loop(
+            lambda slot: (slot < self.config.buffers) & ~self._next_has_any(written),
+            lambda slot: self._start_into(slot) + 1,
+            jnp.int32(0),
+        )
+
+    def fill(self, first: jax.Array | int = 0) -> None:
+        """Starts blocks into the buffers from `first` on."""
+        lax.fori_loop(first, self.config.buffers, lambda slot, _: self.start_next(slot), None)
 
     def start_next(self, slot: jax.Array) -> None:
         """Starts the next block, if there is one, into a buffer that is free."""
-        before, step = self.cursor[Cursor.ITEM], self.cursor[Cursor.STEP]
-        leaves = step >= self.items.field(Field.NUM_BLOCKS, before)
-        item = jnp.where(leaves, self.items.field(Field.NEXT, before), before)
-        step = jnp.where(leaves, 0, step)
+        before, (item, step, leaves) = self.cursor[Cursor.ITEM], self._next()
         self.cursor[Cursor.ITEM], self.cursor[Cursor.STEP] = item, step + 1
         if self.config.tables_in_hbm:
             pl.when(leaves & (before < self._end))(lambda: self._next_row(item))
@@ -81,6 +90,34 @@ class BlockRing:
     def skip(self, num_steps: jax.Array) -> None:
         """Moves the cursor over steps of its item whose blocks have been started otherwise."""
         self.cursor[Cursor.STEP] = self.cursor[Cursor.STEP] + num_steps
+
+    def _start_into(self, slot: jax.Array) -> jax.Array:
+        self.start_next(slot)
+        return slot
+
+    def _next(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Item and step of the next block, and whether it is another item's than the one before."""
+        before, step = self.cursor[Cursor.ITEM], self.cursor[Cursor.STEP]
+        leaves = step >= self.items.field(Field.NUM_BLOCKS, before)
+        item = jnp.where(leaves, self.items.field(Field.NEXT, before), before)
+        return item, jnp.where(leaves, 0, step), leaves
+
+    def _next_has_any(self, pages: Ref) -> jax.Array:
+        """Whether the next block has one of `pages` int32[n, 128]; also where its block table has yet to arrive."""
+        item, step, leaves = self._next()
+        block, num_pages = self.items.block(item, step)
+        entry = self.items.page_entries(item, block, self._table_start(item))
+        if self.config.tables_in_hbm:
+            num_pages = jnp.where(leaves, 0, num_pages)
+
+        def compare(j: jax.Array, found: jax.Array) -> jax.Array:
+            page = self.items.entries[entry(j)]
+            for first in range(0, pages.shape[0], SUBLANES):
+                found = jnp.where(pages[pl.ds(first, SUBLANES)] == page, 1.0, found)
+            return found
+
+        found = jnp.max(lax.fori_loop(0, num_pages, compare, jnp.zeros((SUBLANES, LANES), jnp.float32))) > 0
+        return found | leaves if self.config.tables_in_hbm else found
 
     @property
     def _end(self) -> int:

@@ -9,6 +9,7 @@ source, first target and length of each run, and at the end how many there are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +48,12 @@ def copy_all(
     *,
     first: jax.Array | int = 0,
     size: int | None = None,
-) -> None:
+    meanwhile: Callable[[], Any] | None = None,
+) -> Any:
     """In a kernel: starts `make_copy(source, target, length)` of every run, `MOST_UNDER_WAY` at a time; waits for all.
 
-    `first` and `size`: where the table of so many rows begins, if the reference holds several.
+    `first` and `size`: where the table of so many rows begins, if the reference holds several. `meanwhile` runs when
+    all have been started, before the last of them are waited for; what it returns is returned.
     """
     if size is None:
         size = (table.shape[0] - 1) // 3
@@ -67,4 +70,6 @@ def copy_all(
 
     lax.fori_loop(0, jnp.minimum(count, MOST_UNDER_WAY), lambda i, _: copy(i).start(), None)
     lax.fori_loop(MOST_UNDER_WAY, count, start_after_another, None)
+    result = None if meanwhile is None else meanwhile()
     lax.fori_loop(jnp.maximum(count - MOST_UNDER_WAY, 0), count, lambda i, _: copy(i).wait(), None)
+    return result

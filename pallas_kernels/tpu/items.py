@@ -88,6 +88,22 @@ class ItemTable:
         first = self.field(Field.NUM_LEAD, item) * self.sizes.block_pages
         return (self.table_start(item) if base is None else base) + self.field(Field.SHIFT, item) + first
 
+    def page_entries(
+        self, item: jax.Array, block: jax.Array, base: jax.Array | None = None
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Number of a page in a block of an item -> its table entry; `base`: of its table, as in `start`."""
+        first = block * self.sizes.block_pages
+        base = self.table_start(item) if base is None else base
+        entry, num_sink_pages = base + first + self.field(Field.SHIFT, item), self.field(Field.SINK_PAGES, item) - first
+
+        def entry_of(j: jax.Array) -> jax.Array:
+            at = entry + j
+            if self.sizes.mask.num_sink_tokens:
+                at = jnp.where(j < num_sink_pages, base + first + j, at)
+            return at
+
+        return entry_of
+
     def start(
         self,
         item: jax.Array,
@@ -97,15 +113,10 @@ class ItemTable:
         base: jax.Array | None = None,  # first entry of its block table; None: `table_start`
     ) -> None:
         """Starts the pages of any block of an item."""
-        first = block * self.sizes.block_pages
-        base = self.table_start(item) if base is None else base
-        entry, num_sink_pages = base + first + self.field(Field.SHIFT, item), self.field(Field.SINK_PAGES, item) - first
+        entry = self.page_entries(item, block, base)
 
         def page(j: jax.Array) -> None:
-            at = entry + j
-            if self.sizes.mask.num_sink_tokens:
-                at = jnp.where(j < num_sink_pages, base + first + j, at)
-            start_page(at, j)
+            start_page(entry(j), j)
 
         def some(i: jax.Array, carry: None) -> None:
             for j in range(_UNROLLED_PAGES):

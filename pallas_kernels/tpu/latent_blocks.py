@@ -1,9 +1,10 @@
-"""Blocks of latent states in a TPU kernel: DMA of their pages into a double buffer, along the items of a launch.
+"""Blocks of latent states in a TPU kernel: DMA of their pages into a ring of buffers, along the items of a launch.
 
 Flow:    run of states of an item + pages in HBM -> [StateBlocks.walk] -> rows of a block in VMEM -> the kernel's body
 
-A step of the grid starts the first block of its own item and works on the item before, so that the next block is always
-under way. A page is one DMA. The state at `place` of row r of a block is number `r * places + place` from its first.
+A step of the grid works on the item before its own. Before it attends a block it starts the one `buffers - 1` later, of
+the same item or of the step's own, so that so many are always under way. A page is one DMA. The state at `place` of row
+r of a block is number `r * places + place` from its first.
 
 Queries, states of passes and results go by the grid's pipeline, so a block belongs to its item's step. Kernels that
 move these themselves let blocks run across items: in a ring (`ragged_paged_attention.tpu_ring`), or several to a step
@@ -67,19 +68,27 @@ class StateBlocks:
     cache: StatePages
     block_pages: int  # a power of two
     pages: Ref  # HBM [pages, rows, packing, lanes]
-    buffer: Ref  # VMEM [2, rows of a block, packing, lanes]
+    buffer: Ref  # VMEM [buffers, rows of a block, packing, lanes], a power of two of them
     arrived: Ref  # DMA semaphores, one a buffer
-    num_before: Ref  # SMEM int32[1] blocks of all items before: its parity names the next buffer
+    num_before: Ref  # SMEM int32[1] blocks of all items before: they tell the buffer of the next
 
     @property
     def num_rows(self) -> int:
         """Rows of a block."""
         return self.buffer.shape[1]
 
+    @property
+    def num_ahead(self) -> int:
+        """Blocks under way beside the one that is attended."""
+        return self.buffer.shape[0] - 1
+
     def begin(self, run: Callable[[], Run], has_items: Any) -> None:
-        """In the first step: starts the first block of the first item, if there is one."""
+        """In the first step: starts the first blocks of the first item, if there is one."""
         self.num_before[0] = 0
-        pl.when(has_items)(lambda: self._start(run(), 0, jnp.int32(0)))
+
+        @pl.when(has_items)
+        def _() -> None:
+            lax.fori_loop(0, self.num_ahead, lambda j, _: self._start(run(), j, j), None)
 
     def first_state(self, run: Run, block: jax.Array) -> jax.Array:
         """Number, in its sequence, of the first state of a block."""
@@ -88,25 +97,29 @@ class StateBlocks:
     def walk(
         self, run: Run, next_run: Callable[[], Run], has_next: jax.Array, body: Callable[[jax.Array, jax.Array], None]
     ) -> jax.Array:
-        """`body(block, slot of the buffer)` for the blocks of an item; then the next item's first is under way.
+        """`body(block, slot of the buffer)` for the blocks of an item; then the next item's first are under way.
 
         Gives back the number of blocks.
         """
-        before = self.num_before[0]
+        before, num_ahead = self.num_before[0], self.num_ahead
         num_blocks = (run.num_pages + self.block_pages - 1) >> log2(self.block_pages)
 
+        def start(block: jax.Array, carry: None) -> None:
+            slot = (before + block) & num_ahead
+            pl.when(block < num_blocks)(lambda: self._start(run, block, slot))
+            pl.when((block >= num_blocks) & has_next)(lambda: self._start(next_run(), block - num_blocks, slot))
+            return carry
+
         def one(block: jax.Array, carry: None) -> None:
-            slot = (before + block) & 1
-            is_last = block + 1 == num_blocks
-            pl.when(~is_last)(lambda: self._start(run, block + 1, 1 - slot))
-            pl.when(is_last & has_next)(lambda: self._start(next_run(), 0, 1 - slot))
+            slot = (before + block) & num_ahead
+            start(block + num_ahead, None)
             window = self._window(slot, 0, self._pages_of_block(run, block))
             pltpu.make_async_copy(window, window, self.arrived.at[slot]).wait()  # for as many bytes as it has
             body(block, slot)
             return carry
 
+        lax.fori_loop(jnp.minimum(num_blocks, num_ahead), num_ahead, start, None)  # the item's own are under way
         lax.fori_loop(0, num_blocks, one, None)
-        pl.when((num_blocks == 0) & has_next)(lambda: self._start(next_run(), 0, before & 1))
         self.num_before[0] = before + num_blocks
         return num_blocks
 
@@ -114,6 +127,7 @@ class StateBlocks:
         return jnp.minimum(run.num_pages - block * self.block_pages, self.block_pages)
 
     def _start(self, run: Run, block: jax.Array | int, slot: jax.Array) -> None:
+        """Starts a block of an item, if it has so many."""
         first = block * self.block_pages
 
         def page(j: jax.Array, carry: None) -> None:

@@ -47,6 +47,13 @@ def reason_without_triton() -> str | None:
     return "this version of jax has no Pallas Triton" if plt is None else None
 
 
+def reason_of_pages(pages: Sequence[Any]) -> str | None:
+    """Why kernels in Triton cannot read page arrays, in words; None where they can."""
+    if any(page.dtype.itemsize == 1 and 2**31 < page.size <= 2**32 for page in pages):
+        return "Triton counts the entries of arrays of at most 4 GiB in 31 bits, got pages of 8 bits and 2 to 4 GiB"
+    return reason_without_triton()
+
+
 def powers(first: int, size: int) -> tuple[Part, ...]:
     """Numbers `first` to `first + size - 1` in parts of powers of two, `LEAST` or more."""
     if size <= 0:

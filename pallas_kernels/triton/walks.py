@@ -18,7 +18,7 @@ from pallas_kernels.layouts import cdiv
 from pallas_kernels.paged_tiles import column_tokens
 from pallas_kernels.schedule import Batch, QueryTile, few_queries, query_tiles
 from pallas_kernels.triton.attend import Sizes, Tokens, attend
-from pallas_kernels.triton.call import power_from, reason_without_triton
+from pallas_kernels.triton.call import power_from, reason_of_pages
 from pallas_kernels.varying import vary_like
 from pallas_kernels.xla.walks import Results, Step
 
@@ -36,9 +36,7 @@ def reason_not_supported(pages: tuple[jax.Array, ...], is_split: bool = True) ->
     """What of a call the kernels cannot do, in words; None if they can do it all."""
     if not is_split:
         return "Triton kernels read split K and V pages, got packed ones"
-    if any(page.dtype.itemsize == 1 and 2**31 < page.size <= 2**32 for page in pages):
-        return "Triton counts the entries of arrays of at most 4 GiB in 31 bits, got pages of 8 bits and 2 to 4 GiB"
-    return reason_without_triton()
+    return reason_of_pages(pages)
 
 
 class Walk(NamedTuple):
@@ -90,7 +88,7 @@ def plan_walks(step: Step, batch: Batch, limits: Limits = Limits()) -> list[Walk
         keys, width = min(limits.most_keys, 32 if is_wide else 64), num_kv_heads * cdiv(group, heads)
         fills = name == "long" and room * width >= limits.programs
         lanes = None if fills or table_keys <= limits.few_tiles * keys else max(1, limits.programs // width)
-        num_warps = 8 if queries * heads * dim >= 64 * 128 else 4
+        num_warps = 8 if queries * heads * dim * step.queries.q.dtype.itemsize >= 64 * 128 * 2 else 4
         sizes = Sizes(queries, heads, keys, lanes, num_warps, num_stages=2)
         walks.append(Walk(name, tiles, sizes))
     return walks

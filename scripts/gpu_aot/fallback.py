@@ -169,6 +169,35 @@ def indexer(case: Case) -> Built:
     return Built(call, arguments, trips, named, flops, kernels=kernels)
 
 
+def compressor(case: Case) -> Built:
+    """States of DeepSeek V4 Flash's compressor, 1,024 numbers of KV and of scores a token, and entries of four."""
+    from pallas_kernels.compressor_update import compressor_update, max_new_entries
+    from pallas_kernels.sparse_mla_attention.shapes import SHAPES
+    from scripts.aot.arguments import argument
+    from scripts.kernel_bench.case import Sizes
+    from scripts.kernel_bench.ops.compressor_update import Compressor, work
+
+    (model,) = (shape for shape in SHAPES if shape.name == "deepseek-v4-flash")
+    own = Compressor(model.ratios[0], model.dim)
+    step, num_pages = _step(case, own.page)
+    num_tokens, num_seqs = sum(q_len for q_len, _ in case.lengths), len(case.lengths)
+    new = argument((num_tokens, own.width), case.dtype)
+    pages = argument((num_pages, own.page, 2 * own.width), "float32")
+    bias, slots = argument((own.ratio, own.width), "float32"), argument((num_tokens,), "int32")
+    numbers = [n for q_len, length in case.lengths for n in range((length - q_len) // own.ratio, length // own.ratio)]
+    pooled = sum(own.ratio * (1 + (own.overlap and number > 0)) for number in numbers)
+    room = max_new_entries(num_tokens, num_seqs, own.ratio)
+    options = {"overlap": own.overlap, "page_size": own.page, "backend": case.backend}
+
+    def call(kv: Any, pages: Any, scores: Any, step: Any, slots: Any, bias: Any) -> Any:
+        return compressor_update(kv, scores, (pages,), *step, slots, position_bias=bias, **options)
+
+    arguments = (new, pages, new, step, slots, bias)
+    of_step = work(tuple(case.lengths), own, Sizes("gpu", dtype=case.dtype))
+    kernels = {"pool_entries": 4.0 * own.dim * (2 * pooled + room)}
+    return Built(call, arguments, {}, of_step.num_bytes, of_step.flops, donated=(1,), kernels=kernels)
+
+
 def _scored(walk: Any, num_heads: int, dim: int, key_bytes: int, ratio: int) -> float:
     """Bytes that a launch of the kernel of scores moves, on average."""
     import numpy as np
@@ -309,6 +338,7 @@ BUILDERS: dict[str, Callable[[Case], Built]] = {
     "scan": scan,
     "delta": delta,
     "indexer": indexer,
+    "compressor": compressor,
 }
 
 
@@ -340,7 +370,9 @@ def record_of(case: Case, dump: Path) -> dict[str, Any]:
     on_card = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     arguments = jax.tree.map(lambda a: on_card(a.shape, a.dtype), built.arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = jax.jit(built.call, donate_argnums=built.donated).lower(*arguments).compile()
+        lowered = jax.jit(built.call, donate_argnums=built.donated).lower(*arguments)
+        # PTX alone: dumps of every emitter take six times as long, and now and then XLA breaks its heap in them
+        compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump), "xla_dump_emitter_re": "ptx"})
     counts = functools.partial(runs_of, trips=built.trips), functools.partial(moved_by, kernels=built.kernels)
     cost = ModuleCost(compiled.as_text(), *counts).total()
     in_triton = usages(dump, {name.split("/")[-1] for name in built.kernels})
@@ -363,6 +395,5 @@ def record_of(case: Case, dump: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     prepare_environment(sys.argv[2])
-    os.environ["XLA_FLAGS"] += f" --xla_dump_to={sys.argv[2]} --xla_dump_emitter_re=.*"
     (asked,) = (case for case in CASES if case.name == sys.argv[1])
     print(json.dumps(record_of(asked, Path(sys.argv[2]))))

@@ -43,6 +43,8 @@ CASES = (
     Case("gated delta decode 64", "delta", ((64, 1, 1),), backend="xla"),
     Case("indexer decode 64 x 32k", "indexer", ((64, 1, 32768),)),
     Case("indexer prefill 8k", "indexer", ((1, 8192, 8192),)),
+    Case("compressor decode 64", "compressor", ((16, 1, 4096), (48, 1, 4095))),
+    Case("compressor prefill 8k", "compressor", ((1, 8192, 8192),)),
     Case("decode 64 x 4k in XLA", "attention", ((64, 1, 4096),), backend="xla", most_launches=400),
     Case("MLA decode 64 x 4k 16 heads in XLA", "mla", ((64, 1, 4096),), heads=16, backend="xla", most_times=4.7),
 )

@@ -58,6 +58,7 @@ class AttentionCase:
     block: int = 0  # 0: by the shape
     stages: int = 0
     warpgroups: int = 0  # of prefill
+    blocks: int = 0  # thread blocks that go over its tiles; 0: one for each
 
 
 def with_model_shape(case: AttentionCase) -> AttentionCase:
@@ -94,6 +95,7 @@ def attention(case: AttentionCase) -> Operation:
         prefill_block=case.block or None,
         prefill_stages=case.stages or None,
         prefill_warpgroups=case.warpgroups or None,
+        prefill_blocks=case.blocks or None,
     )
 
     trees = argument((case.tokens,), "uint32") if case.trees else None

@@ -115,12 +115,31 @@ def test_steps_of_decoding_may_have_buckets_of_their_own() -> None:
     drafts = Buckets.default(**limits, decode_apart=True, num_drafts=3)
     assert {bucket.is_mixed for bucket in drafts.steps if bucket.num_drafts} == {True}
     assert not Bucket(8, 8, 4, is_mixed=False).fits(8, 7, 4)
+    assert not Bucket(8, 8, 4, is_mixed=False).fits(8, 8, 4, longest=2)  # where rows of logits count as requests
     only_decode = Buckets((Bucket(8, 8, 4, is_mixed=False),))
-    with pytest.raises(ValueError, match=r"no bucket fits 8 tokens, 7 .*declared: 8x8x4 of one token a request"):
+    with pytest.raises(ValueError, match=r"no bucket fits 8 tokens, 7 .*declared: 8x8x4 of decoding"):
         only_decode.pick(8, 7, 4)
 
 
+def test_steps_with_drafts_may_have_buckets_of_their_own() -> None:
+    """A request of more tokens than drafts allow makes a step mixed; so does one whose tokens nobody has counted."""
+    limits = {"max_num_batched_tokens": 2048, "max_num_seqs": 256, "max_model_len": 8192, "block_size": 16}
+    buckets = Buckets.default(**limits, decode_apart=True, drafts_apart=True, num_drafts=3)
+    decode = Bucket(256, 64, 128, 3, is_mixed=False)
+    assert decode in buckets.steps
+    assert buckets.pick(70, 20, 20, 3, longest=4) == decode
+    assert buckets.pick(70, 20, 20, 0, longest=4) == decode  # prompts of up to four tokens
+    assert buckets.pick(70, 20, 20, 3, longest=5).is_mixed
+    assert buckets.pick(70, 20, 20, 3).is_mixed
+    assert buckets.pick(20, 20, 20) == Bucket(64, 64, 128, is_mixed=False)
+    assert buckets.pick(7, 4, 20, 3) == Bucket(64, 16, 128, 3, is_mixed=False)  # one of four at most
+    cut = Buckets.default(**limits | {"max_num_batched_tokens": 512}, drafts_apart=True, num_drafts=3)
+    assert {(b.num_tokens, b.is_mixed) for b in cut.steps if b.num_requests == 256 and b.num_drafts} == {(512, True)}
+    many = Buckets.default(**limits, drafts_apart=True, num_drafts=8)
+    assert all(bucket.is_mixed for bucket in many.steps)
+
+
 @pytest.mark.parametrize("sizes", [(9, 8, 4, 0), (8, 8, 4, 1)])
-def test_a_bucket_that_is_not_mixed_has_one_token_a_request(sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="expected one token a request in a bucket that is not mixed, got Bucket"):
+def test_a_bucket_that_is_not_mixed_has_as_many_tokens_for_each_request(sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="expected one token a request, and its drafts, in a bucket that is not mixed"):
         Bucket(*sizes, is_mixed=False)

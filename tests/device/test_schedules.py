@@ -22,6 +22,7 @@ from pallas_kernels.ragged_paged_attention import kernel_gpu as kv_kernel
 PLAIN, WINDOW = AttentionOptions(sm_scale=0.1), AttentionOptions(sm_scale=0.1, sliding_window=32)
 KV: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
 DECODE, MIXED = Bucket(4, 4, 2, is_mixed=False), Bucket(4, 4, 2)
+DRAFTS = Bucket(4, 2, 2, 1, is_mixed=False)  # of two tokens a request, one a draft
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[bool]:
@@ -53,7 +54,7 @@ def run_layers(cache: PagedKVCache, layers: dict[str, AttentionOptions]) -> list
     return [cache(name, q, kv, kv, options) for name, options in layers.items()]
 
 
-@pytest.mark.parametrize(("bucket", "prefills"), [(DECODE, 0), (MIXED, 4)])
+@pytest.mark.parametrize(("bucket", "prefills"), [(DECODE, 0), (DRAFTS, 0), (MIXED, 4)])
 def test_layers_of_a_group_share_a_plan(monkeypatch: pytest.MonkeyPatch, bucket: Bucket, prefills: int) -> None:
     """Two layers with all tokens, two with a window, in groups of their own: two plans, for twice as many layers."""
     plans = count_calls(monkeypatch, kv_kernel)
@@ -75,7 +76,8 @@ def test_layers_of_one_group_with_other_masks_have_plans_of_their_own(monkeypatc
     assert len(plans) == 2
 
 
-def test_latent_layers_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bucket", [DECODE, DRAFTS])
+def test_latent_layers_share_a_plan(monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> None:
     plans = count_calls(monkeypatch, latent_kernel)
     spec = MLAAttentionSpec(block_size=16, head_size=192, dtype="bfloat16")
 
@@ -84,5 +86,7 @@ def test_latent_layers_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         queries = [jnp.zeros((4, 4, dim), jnp.bfloat16) for dim in (128, 64)]
         return [cache.attend_latent(f"layers.{i}", *queries, latent, key_pe, PLAIN) for i in range(3)]
 
-    jaxpr_of({f"layers.{i}": spec for i in range(3)}, DECODE, run)
+    text = jaxpr_of({f"layers.{i}": spec for i in range(3)}, bucket, run)
     assert plans == [True]
+    assert text.count("name=rpa_merge_pieces") == 3
+    assert "rpa_merge_into" not in text

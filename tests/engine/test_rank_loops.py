@@ -220,9 +220,10 @@ def test_a_joined_batch_has_each_rank_in_its_place() -> None:
 def test_a_rank_that_does_not_only_decode_keeps_all_out_of_a_decode_bucket() -> None:
     decode = SimpleNamespace(num_requests=4, distribution=[4, 4, 4])
     longer = SimpleNamespace(num_requests=1, distribution=[0, 0, 1])
-    for plan, tokens in ((decode, 4), (longer, 2)):
+    for plan, tokens in ((decode, [1, 1, 1, 1]), (longer, [2])):
         size = plan.num_requests
-        plan.num_tokens, plan.most_drafts, plan.groups = tokens, 0, ()
+        plan.num_tokens, plan.num_new_tokens = sum(tokens), np.int32(tokens)
+        plan.most_drafts, plan.groups = 0, ()
         plan.logits_indices = np.zeros(size, np.int32)
     buckets = Buckets((Bucket(4, 4, 4, is_mixed=False), Bucket(8, 4, 4)))
     plans: list[Any] = [decode, longer]

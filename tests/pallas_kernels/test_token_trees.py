@@ -24,6 +24,7 @@ from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_tpu import SMALL_BLOCKS
 from tests.pallas_kernels.token_trees import random_trees
 
+SMALL = np.array([1 / 64], np.float32)  # a scale of int8 pages
 ROWS = [(1, 37), (5, 44), (7, 7), (11, 30)]
 # Decoding, a short tree, one at the beginning, the longest, a prefill of more than 32.
 LONG_ROWS = [(1, 37), (5, 44), (7, 7), (32, 60), (35, 48)]
@@ -106,29 +107,34 @@ def test_latents_are_seen_as_keys_are(held_by: tuple[int, int, int] | None) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "tokens"),
+    ("options", "tokens", "kv_dtype"),
     [
-        (Options(sliding_window=20, num_sink_tokens=4), 24),
+        (Options(sliding_window=20, num_sink_tokens=4), 24, "float8_e4m3fn"),
         *(
-            pytest.param(options, tokens, marks=pytest.mark.sweep)
-            for options, tokens in (
-                (Options(), 90),
-                (Options(sliding_window=3, num_sink_tokens=125, soft_cap=1.5), 90),
-                (Options(attention_chunk_size=8), 90),
-                (Options(sliding_window=50, held_by=(1, 2, 1)), 90),
-                (Options(attention_chunk_size=30, held_by=(2, 4, 8)), 90),
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (
+                (Options(sliding_window=20, num_sink_tokens=4), 24, "bfloat16"),
+                (Options(), 90, "bfloat16"),
+                (Options(sliding_window=3, num_sink_tokens=125, soft_cap=1.5), 90, "bfloat16"),
+                (Options(attention_chunk_size=8), 90, "bfloat16"),
+                (Options(sliding_window=50, held_by=(1, 2, 1)), 90, "bfloat16"),
+                (Options(attention_chunk_size=30, held_by=(2, 4, 8)), 90, "bfloat16"),
+                (Options(attention_chunk_size=8), 90, "float8_e5m2"),
+                (Options(sliding_window=50, held_by=(1, 2, 1)), 90, "float8_e4m3fn"),
+                (Options(held_by=(2, 4, 8), k_scale=SMALL, v_scale=SMALL), 90, "int8"),
             )
         ),
     ],
 )
-def test_the_tpu_kernel_knows_trees(options: Options, tokens: int) -> None:
-    """Of two tiles and of two blocks, beside sequences without one, on a rank too."""
+def test_the_tpu_kernel_knows_trees(options: Options, tokens: int, kv_dtype: str) -> None:
+    """Of two tiles and two blocks, beside sequences without one, on a rank; 8 bits: two tokens a row of words."""
     rows = [(1, 137), (5, 144), (7, 7), (11, 130)] if tokens == 24 else [*LONG_ROWS[:3], (32, 130), (35, 148)]
     rank, size, interleave = options.held_by or (0, 1, 1)
-    sizes: dict[str, Any] = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16", "platform": "tpu"}
+    sizes: dict[str, Any] = {"q_dtype": "bfloat16", "kv_dtype": kv_dtype, "platform": "tpu"}
     shape = Shape(tokens, len(rows), 12, 16 * size, 2, 1, 64, **sizes)
     case = make_case(1, shape, rows, options)
-    static = static_of(options) | {"num_kv_heads": 1, "v_scale": None, "tuning": SMALL_BLOCKS, "return_lse": True}
+    static = static_of(options) | {"num_kv_heads": 1, "v_scale": options.v_scale, "tuning": SMALL_BLOCKS}
+    static["return_lse"] = True
     share = KeyShare(rank, size, interleave) if size > 1 else None
 
     def attend(trees: jax.Array, *arrays: Any) -> Any:

@@ -13,7 +13,7 @@ from scripts.first_light import __main__ as command
 from scripts.first_light import report, runner
 from scripts.first_light.headlines import HEADLINES, headline
 from scripts.first_light.journal import Journal, Record
-from scripts.first_light.programs import facts
+from scripts.first_light.programs import facts, smoke
 from scripts.first_light.runner import Row, Stage
 from scripts.first_light.stages import stages
 from scripts.kernel_bench import driver
@@ -157,6 +157,14 @@ def test_a_dry_run_of_a_row_of_each_stage(tmp_path: Path, capsys: pytest.Capture
     assert [event["state"] for event in events] == ["started", "done"] * 8
     assert "8 rows, 0 failed." in (tmp_path / "table.md").read_text()
     assert "1 done, 0 failed" in capsys.readouterr().out
+
+
+def test_a_smoke_row_runs_what_other_cards_run_too() -> None:
+    """By the kernel in Triton, and where there is one by that for Hopper."""
+    in_triton, on_hopper = smoke.found_of("compressor_update", is_dry=True).values()
+    assert isinstance(in_triton, float)
+    assert in_triton <= 1
+    assert "there is no gpu kernel" in str(on_hopper)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Each kernel of an op once, at a small size, next to the reference: python -m scripts.first_light.programs.smoke OP
 
-One case of each kind that the op's benchmark has. With --dry-run the kernels are interpreted on CPU, one case alone.
+One case of each kind that the op's benchmark has, by the kernel for Hopper, and by what other cards run: one in Triton,
+else vectorised XLA. With --dry-run kernels are interpreted on CPU, one case alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from scripts.kernel_bench.case import BenchCase, Sizes
 from scripts.kernel_bench.compare import excess
 from scripts.kernel_bench.measure import dry_run
 
+_OTHERS = "triton"  # the backend of other cards
+
 
 def kinds(op: str) -> list[BenchCase]:
     """The first case of each kind."""
@@ -29,27 +32,32 @@ def kinds(op: str) -> list[BenchCase]:
     return list(found.values())
 
 
-def compared(case: BenchCase) -> float | str:
+def compared(case: BenchCase, backend: str) -> float | str:
     """How far the kernel is from the reference, in tolerances; or why there is no kernel."""
     small = case.small()
     outputs = []
-    for backend in ("reference", GPU.name):
+    for name in ("reference", backend):
         arguments = small.arguments(0)
         try:
-            outputs.append(jax.jit(functools.partial(small.call, backend))(*arguments))
+            outputs.append(jax.jit(functools.partial(small.call, name))(*arguments))
         except NotImplementedError as error:
             return str(error)
     return excess(outputs[1], outputs[0])
 
 
+def found_of(op: str, is_dry: bool) -> dict[str, float | str]:
+    """By case and backend, as `compared`."""
+    cases = kinds(op)[:1] if is_dry else kinds(op)
+    found: dict[str, float | str] = {f"{case.name}, {_OTHERS}": compared(case, _OTHERS) for case in cases}
+    if is_dry:
+        row = next(dry_run(cases[0], GPU))
+        return found | {row.name: row.note if row.excess is None else row.excess}
+    return found | {case.name: compared(case, GPU.name) for case in cases}
+
+
 def main(arguments: list[str]) -> int:
     """Runs the op's cases."""
-    op, is_dry = arguments[0], "--dry-run" in arguments
-    if is_dry:
-        row = next(dry_run(kinds(op)[0], GPU))
-        found: dict[str, float | str] = {row.name: row.note if row.excess is None else row.excess}
-    else:
-        found = {case.name: compared(case) for case in kinds(op)}
+    found = found_of(arguments[0], "--dry-run" in arguments)
     values = [value for value in found.values() if not isinstance(value, str)]
     words = f"{len(values)} equal the reference" if values else str(next(iter(found.values())))
     wrong = {name: value for name, value in found.items() if not isinstance(value, str) and not value <= 1}

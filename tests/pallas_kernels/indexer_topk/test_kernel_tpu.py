@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.indexer_topk import indexer_topk
+from pallas_kernels.indexer_topk import indexer_topk, kernel_tpu
 from pallas_kernels.indexer_topk.tpu_select import GROUP, LEAST, Selection, sort_keys
 from pallas_kernels.latent_entries import EntryFormat, IndexFp8, Plain
 from pallas_kernels.layouts import cdiv, latent_layout
@@ -21,6 +21,7 @@ from pallas_kernels.sparse_mla_attention.shapes import SHAPES
 from pallas_kernels.tpu.call import Operand, call
 from pallas_kernels.tpu.latent_blocks import StateBlocks
 from pallas_kernels.tpu.mosaic import LANES
+from tests.pallas_kernels.indexer_topk import test_indexer_topk
 from tests.pallas_kernels.indexer_topk.test_indexer_topk import DIM, check
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
@@ -56,6 +57,16 @@ def test_random_steps(latent: LatentShape, entries: EntryFormat, ratio: int, top
     op = tpu_op()
     for seed, rows in STEPS:
         check(seed, latent, entries, ratio, topk, rows, op=op, q_dtype=q_dtype)
+
+
+def test_items_may_have_more_blocks_than_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fewer, one after the other, some of them none: a ring of four goes round."""
+    monkeypatch.setattr(kernel_tpu, "_BUFFERS", 4)
+    monkeypatch.setattr(test_indexer_topk, "MAX_LEN", 700)
+    jax.clear_caches()
+    rows = [(1, 640), (1, 20), (1, 300), (5, 5), (2, 690)]
+    check(0, LatentShape(DIM, 8, "float32", "tpu"), Plain(), 1, 7, rows, op=tpu_op())
+    jax.clear_caches()
 
 
 ROWS, PLACES, TOPK = 2 * GROUP, 4, 200
@@ -145,6 +156,7 @@ def test_a_planted_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next block's pages loaded into the buffer in use: a race is reported."""
     target = StateBlocks._target
     monkeypatch.setattr(StateBlocks, "_target", lambda self, i, slot: target(self, i, 1 - slot))
+    monkeypatch.setattr(kernel_tpu, "_BUFFERS", 2)
     jax.clear_caches()
     with pytest.raises(RaceError, match=r"race|RACE"):
         check(0, LatentShape(DIM, 8, "float32", "tpu"), Plain(), 1, 5, [(1, 150), (1, 160)], op=tpu_op())

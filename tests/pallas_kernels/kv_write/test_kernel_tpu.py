@@ -76,7 +76,7 @@ def test_runs_follow_both_sides() -> None:
 def test_a_removed_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that nobody waits for have not arrived when the kernel ends."""
 
-    def start_all(table, make_copy):  # type: ignore[no-untyped-def]
+    def start_all(table, make_copy, meanwhile):  # type: ignore[no-untyped-def]
         size = (table.shape[0] - 1) // 3
         for i in range(2):
             make_copy(table[i], table[size + i], table[2 * size + i]).start()

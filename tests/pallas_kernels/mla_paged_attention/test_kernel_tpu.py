@@ -37,7 +37,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sizes": ((16, 20, 24, 5), (64, 5, 30, 4), (128, 3, 1, 2), (8, 24, 9, 6)),  # page, columns, tokens, rows
     "heads": (3, 16, 24),
     "dims": ((24, 8), (192, 64)),  # of a state, of its rotary part
-    "tuning": (SMALL, SMALL._replace(units=1, chunk_rows=16), SMALL._replace(units=4, decode_block=256)),
+    "tuning": (
+        SMALL,
+        SMALL._replace(units=1, chunk_rows=16, tile_buffers=4),
+        SMALL._replace(units=4, decode_block=256, decode_buffers=2),
+    ),
     "q_dtype": ("bfloat16", "float32"),
     "soft_cap": (None, 1.5),
     "sinks": (False, True),

@@ -160,6 +160,7 @@ def test_a_missing_wait_is_found(
 TURNS = {
     "one fetches": (SMALL, {}),
     "both attend": (SMALL._replace(prefill_warpgroups=2), {}),
+    "tiles shared out": (SMALL._replace(prefill_blocks=2), {}),
     "default": (kernel_gpu.Tuning(num_blocks=3), {}),
     "default, both attend": (kernel_gpu.Tuning(num_blocks=3), {"head_dim": 128, "page_size": 64, "num_columns": 5}),
 }
@@ -171,6 +172,14 @@ def test_warpgroups_take_turns(name: str) -> None:
     tuning, change = TURNS[name]
     case = make_case(3, replace(SHAPE, **change), [(40, 280)])
     assert_right(compiled(case.shape, Options(), tuning)(*case.arrays), case, Options())
+
+
+@pytest.mark.parametrize("num_blocks", [pytest.param(n, marks=pytest.mark.sweep) for n in (1, 3, 100)])
+def test_tiles_may_be_shared_out_to_thread_blocks(num_blocks: int) -> None:
+    """Sequences of other lengths, tiles without queries, more turns than tiles, more thread blocks than tiles."""
+    case = make_case(4, SHAPE, ROWS)
+    tuning = SMALL._replace(prefill_blocks=num_blocks)
+    assert_right(compiled(SHAPE, Options(sliding_window=70), tuning)(*case.arrays), case, Options(sliding_window=70))
 
 
 def test_a_scale_of_keys_may_be_negative() -> None:
