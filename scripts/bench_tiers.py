@@ -12,7 +12,8 @@ are scattered into pages. `memcpy` is numpy's copy of one array into another. Pa
 before; what a copy allocates on its way is its own.
 
 Turns are short (`--turn-mib`), plain copy and tier follow each other at once in an order drawn anew, and a ratio is of
-the two times of one turn: a machine that others use slows both. Medians and quartiles.
+the two times of one turn: a machine that others use slows both. Medians and quartiles; and ratios of processor time,
+all threads together, which waiting for others does not change.
 """
 
 from __future__ import annotations
@@ -137,11 +138,11 @@ class Bench:
             disk.get(UnitKey(0, block_hash), unit)
 
 
-def seconds_of(run: Callable[[], None]) -> float:
-    """Wall seconds of one run."""
-    start = time.perf_counter()
+def seconds_of(run: Callable[[], None]) -> tuple[float, float]:  # (wall, processor)
+    """Seconds of one run."""
+    start, start_cpu = time.perf_counter(), time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - start_cpu
 
 
 def main() -> None:
@@ -163,11 +164,15 @@ def main() -> None:
         for _ in range(3):
             bench.to_disk()
             disk_times["to_disk"].append(bench.disk_s)
-            disk_times["from_disk"].append(seconds_of(bench.from_disk))
+            disk_times["from_disk"].append(seconds_of(bench.from_disk)[0])
         turn_bytes = bench.num_bytes * step // bench.num_units
-        rates = {name: turn_bytes / median(of) / 1e9 for name, of in times.items()}
+        rates = {name: turn_bytes / median(wall for wall, _ in of) / 1e9 for name, of in times.items()}
         rates |= {name: bench.num_bytes / median(of) / 1e9 for name, of in disk_times.items()}
-        ratios = {way: ratios_of(times[f"plain_{way}"], times[way]) for way in ("down", "up")}
+        ratios = {
+            f"{way}, {what}": ratios_of([of[i] for of in times[f"plain_{way}"]], [of[i] for of in times[way]])
+            for way in ("down", "up")
+            for i, what in enumerate(("time", "processor time"))
+        }
         for name, rate in rates.items():
             print(f"{name:>12} {rate:6.2f} GB/s")
         for way, (low, middle, high) in ratios.items():
@@ -177,10 +182,10 @@ def main() -> None:
             args.json.write_text(json.dumps(values | {"gb_per_s": rates, "ratios": ratios}) + "\n")
 
 
-def times_in_turns(bench: Bench, step: int, num_turns: int) -> dict[str, list[float]]:
-    """Seconds of every way, turn by turn; a turn moves `step` units, one way beside the other."""
+def times_in_turns(bench: Bench, step: int, num_turns: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds, as `seconds_of`, of every way, turn by turn; a turn moves `step` units, one way beside the other."""
     pairs = [["plain_down", "down"], ["plain_up", "up"]]
-    times: dict[str, list[float]] = {name: [] for name in ("memcpy", *pairs[0], *pairs[1])}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ("memcpy", *pairs[0], *pairs[1])}
     drawn = random.Random(0)
     for turn in range(num_turns + 1):
         for first in range(0, bench.num_units, step):

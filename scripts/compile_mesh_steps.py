@@ -1,6 +1,6 @@
 """Compiles a step of the engine for a mesh of context x tensor that is not here: what do its devices send each other?
 
-    python scripts/compile_mesh_steps.py                    v6e 2x2 and v7x 2x2, about a minute
+    python scripts/compile_mesh_steps.py                    v6e 2x2 and v7x 2x2
     python scripts/compile_mesh_steps.py --chip h100        four cards of one host, with jax's CUDA plugin
 
 Two layers of Llama 3 8B, or of another `--model`, one of each kind that it has: tokens of pages over two context ranks,
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--layers", type=int, help="the model's first (default: two, one of each kind it has)")
     parser.add_argument("--tokens", type=int, default=256, help="of the step; 8: each of eight sequences decodes")
-    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one step")
+    parser.add_argument("--timeout", type=float, default=900, metavar="SECONDS", help="of one step")
     options = parser.parse_args(arguments)
     config = engine_step.config_of(options.model, options.layers)
     layers = layers_of(config, config.get("text_config", config)["num_hidden_layers"])
