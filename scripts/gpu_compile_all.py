@@ -98,8 +98,10 @@ ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
     ("mla", "", "mla_"): 120,
     ("mla", "window=", "mla_"): 160,
     ("mla", "dtype=float8", "mla_"): 1284,
-    ("mla", "dtype=int8", "mla_"): 1264,
+    ("mla", "dtype=int8", "mla_"): 1272,
     ("sparse", "", "sparse_mla_"): 380,
+    ("layers", "op=mla", "mla_"): 120,
+    ("layers", "op=sparse", "sparse_mla_"): 380,
 }
 
 
