@@ -93,6 +93,7 @@ SUBSET = ("shape=llama3-8b tp=8", "shape=gpt-oss-120b-local page=64", "page=64 d
 # over blocks, and within where 8-bit values are converted.
 ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
     ("attention", "dtype=int8 soft_cap", "rpa_decode_"): 16,
+    ("attention", "dtype=int8 soft_cap", "rpa_prefill_"): 8,
     ("attention", "head_dim=256 dtype=float8", "rpa_decode_"): 216,
     ("attention", "head_dim=256 dtype=float8", "rpa_prefill_"): 76,
     ("mla", "", "mla_"): 120,
