@@ -93,13 +93,16 @@ SUBSET = ("shape=llama3-8b tp=8", "shape=gpt-oss-120b-local page=64", "page=64 d
 # over blocks, and within where 8-bit values are converted.
 ALLOWED_SPILL_BYTES: dict[tuple[str, str, str], int] = {
     ("attention", "dtype=int8 soft_cap", "rpa_decode_"): 16,
+    ("attention", "dtype=int8 soft_cap", "rpa_prefill_"): 8,
     ("attention", "head_dim=256 dtype=float8", "rpa_decode_"): 216,
     ("attention", "head_dim=256 dtype=float8", "rpa_prefill_"): 76,
     ("mla", "", "mla_"): 120,
     ("mla", "window=", "mla_"): 160,
     ("mla", "dtype=float8", "mla_"): 1284,
-    ("mla", "dtype=int8", "mla_"): 1264,
+    ("mla", "dtype=int8", "mla_"): 1272,
     ("sparse", "", "sparse_mla_"): 380,
+    ("layers", "op=mla", "mla_"): 120,
+    ("layers", "op=sparse", "sparse_mla_"): 380,
 }
 
 
