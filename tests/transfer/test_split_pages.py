@@ -12,7 +12,10 @@ import pytest
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize("marks", ["not sweep", pytest.param("sweep", marks=pytest.mark.sweep)])
+SWEEP = pytest.param("sweep", marks=(pytest.mark.sweep, pytest.mark.timeout(1_800)))  # one process of 150 cases
+
+
+@pytest.mark.parametrize("marks", ["not sweep", SWEEP])
 def test_eight_virtual_devices(marks: str) -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist"]
