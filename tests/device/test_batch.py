@@ -149,7 +149,6 @@ def test_positions_of_three_axes_are_padded_along_tokens() -> None:
 
 @pytest.mark.parametrize("bucket", [Bucket(9, 4, 6), Bucket(16, 1, 6), Bucket(16, 4, 2)], ids=str)
 def test_refuses_a_bucket_that_is_too_small(bucket: Bucket) -> None:
-    with pytest.raises(
-        ValueError, match=r"a step of \(10, 2, 3, 0\) \(tokens, requests, columns, drafts\) does not fit Bucket"
-    ):
+    step = r"a step of \(10, 2, 3, 0\) \(tokens, requests, columns, drafts\) and 9 tokens of a request"
+    with pytest.raises(ValueError, match=f"{step} does not fit Bucket"):
         DeviceBatch.from_plan(mixed_plan(), bucket)

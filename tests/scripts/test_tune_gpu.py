@@ -111,8 +111,9 @@ def test_without_a_card_candidates_are_compiled(
     monkeypatch.setattr(tune_gpu, "compile_op", compile_op)
     arguments = [*ONE_CASE, f"--out={tmp_path / 'h100.json'}", f"--results={tmp_path / 'results.json'}"]
     assert tune_gpu.main(arguments) == tune_gpu.main([*arguments, "--dry-run"]) == 0
-    sizes = [(block, stages, warpgroups) for warpgroups in (3, 2) for block, stages in tune_gpu.RING_SIZES]
-    assert [(case.block, case.stages, case.warpgroups) for case in compiled] == [(0, 0, 0), *sizes]
+    sizes = [(block, stages, warpgroups, 0) for warpgroups in (3, 2) for block, stages in tune_gpu.RING_SIZES]
+    candidates = [(case.block, case.stages, case.warpgroups, case.blocks) for case in compiled]
+    assert candidates == [(0, 0, 0, 0), *sizes, (0, 0, 0, 132)]
     assert {(case.shape, case.tp, case.page) for case in compiled} == {("llama3-8b", 1, 16)}
     said = capsys.readouterr().out
     assert "decode    formula                              linked         168      12     999" in said
