@@ -3,8 +3,8 @@
 Flow:    Case + records -> [choose] -> Choice -> table, tuned file
 
 What one measurement gives is a record, plain JSON: by part of the kernel (such as "decode" and "tiles", which have
-sizes of their own) `{"sizes": {...}, "cost": number or None, ...}`, or `{"error": text}`. The first candidate of a case
-is the kernel's formula: no sizes.
+sizes of their own) `{"sizes": {...}, "cost": number or None, ...}`, or `{"error": text}`; "cost_at_latencies", where a
+part has it, is its cost by latency. The first candidate of a case is the kernel's formula: no sizes.
 """
 
 from __future__ import annotations
@@ -51,17 +51,26 @@ class Choice:
 
 
 def choose(case: Case, records: list[Record], margin: float) -> list[Choice]:
-    """A choice for each part: the first of least cost, if that is at least `margin` (a share) below the formula's."""
+    """A choice for each part: the first of least cost, if that is at least `margin` (a share) below the formula's.
+
+    A candidate that costs over `margin` more than the formula at any of its latencies is none.
+    """
     formula, tried = records[0], [record for record in records if "error" not in record]
     if "error" in formula:
         return []
     chosen = []
     for part, start in formula.items():
         costs = [record[part] for record in tried if part in record and record[part]["cost"] is not None]
+        costs = [record for record in costs if _loses_nowhere(record, start, margin)]
         best = min(costs, key=lambda record: record["cost"], default=start)
         beats = start["cost"] is not None and best["cost"] <= (1 - margin) * start["cost"]
         chosen.append(Choice(case, part, start, best if beats else start))
     return chosen
+
+
+def _loses_nowhere(record: Record, formula: Record, margin: float) -> bool:
+    of_formula = formula.get("cost_at_latencies", {})
+    return all(cost <= (1 + margin) * of_formula[at] for at, cost in record.get("cost_at_latencies", {}).items())
 
 
 def write_tuned(path: Path, by: str, size_names: tuple[str, ...], choices: Iterable[Choice]) -> None:

@@ -77,6 +77,15 @@ def test_the_margin_decides(costs: tuple[float | None, ...], expected: int) -> N
     assert choice.row.endswith("kept" if expected == 512 else "%")
 
 
+@pytest.mark.parametrize(("at_two", "expected"), [(143, 512), (144, 256)])
+def test_what_loses_the_margin_at_another_latency_is_not_taken(at_two: int, expected: int) -> None:
+    formula, best, second = record(100, decode_block=256), record(80, decode_block=512), record(95, decode_block=1024)
+    for one, cost in ((formula, 139), (best, at_two), (second, 150)):
+        one["decode"]["cost_at_latencies"] = {"1 us": one["decode"]["cost"], "2 us": cost}
+    (choice,) = choose(CASE, [formula, best, second], 0.03)
+    assert choice.best["sizes"] == {"decode_block": expected}
+
+
 def test_what_does_not_compile_is_passed_over() -> None:
     assert choose(CASE, [{"error": "died"}, record(1.0)], 0.03) == []
     (choice,) = choose(CASE, [record(100.0), {"error": "died"}, record(50.0, decode_block=128)], 0.03)
