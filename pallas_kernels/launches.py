@@ -49,10 +49,3 @@ def by_token(decoded: Result, tiled: Result, decoding: Batch, others: Batch) -> 
     if decoded[1] is None or tiled[1] is None:
         return out, None
     return out, jnp.where(is_decoded, decoded[1], jnp.where(is_tiled, tiled[1], -jnp.inf))
-
-
-def own_sequences(query_start_loc: jax.Array, num_tokens: int) -> jax.Array:
-    """int32[T], the row of each token's sequence; of padding any."""
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    ended = jnp.sum(query_start_loc[1:][None] <= token[:, None], axis=1)
-    return jnp.minimum(ended, query_start_loc.shape[0] - 2)

@@ -39,7 +39,6 @@ from kvjax.models import load_model
 CHECK_STEPS = 50
 NUM_SEEDS = 4
 WAYS = ("read", "read slowly", "complete", "time out", "cancel", "close", "drop")
-LEAVING = ("time out", "cancel", "close", "drop")
 
 
 @dataclass(frozen=True)

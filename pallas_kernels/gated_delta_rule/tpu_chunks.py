@@ -3,7 +3,7 @@
 Flow:    `prepared` inputs of the step, segments -> [delta_chunks] -> (outputs, states in place)
 Source:  the WY form as `reference` states it
 
-Grid: one step per segment (`ssm_update.tpu_plan`), the part of a sequence in a chunk; the state stays in VMEM from one
+Grid: one step per segment (`tpu.segments`), the part of a sequence in a chunk; the state stays in VMEM from one
 to the next. A step reads the chunk's inputs and writes its outputs, and goes over the heads, four side by side. Sums of
 decays are products with matrices of ones, so that no difference of sums is taken: a decay per head goes into the
 products of keys as a matrix, one per number of the key as factors of both sides, for each border between halves of

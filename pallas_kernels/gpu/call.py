@@ -29,8 +29,8 @@ def call(
     """Runs `body(references)` in every thread block; the outputs, and what was changed in place, by name.
 
     Raises:
-        ValueError: the names are not those of `references`, see `references.named`; or there is scratch, or are
-            several warpgroups, beside an array in place.
+        ValueError: the names are not those of `references`, see `references.named`; or beside an array in place there
+            is another, scratch, or more than one warpgroup.
         NotImplementedError: an axis other than the last exceeds what a CUDA grid has.
     """
     scratch, in_place = scratch or {}, in_place or {}
@@ -45,7 +45,10 @@ def call(
         launch = mosaic.kernel(run, name=name, outputs=shapes, scratch=own, grid=grid, num_warpgroups=num_warpgroups)
         results, changed = launch(*given), {}
     elif len(in_place) > 1 or scratch or num_warpgroups > 1:
-        raise ValueError(f"{name}: expected one array in place, no scratch and one warpgroup, got {list(in_place)}")
+        raise ValueError(
+            f"{name}: expected one array in place, no scratch and one warpgroup, got {list(in_place)}, scratch "
+            f"{list(scratch)} and {num_warpgroups}"
+        )
     else:
         (key, array), *_ = in_place.items()
         results, array = mosaic.kernel_in_place(run, name=name, outputs=shapes, grid=grid)(*given, array)

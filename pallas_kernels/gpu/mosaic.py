@@ -1,6 +1,6 @@
 """What differs between compiling a Mosaic GPU kernel and interpreting it, and between versions of Pallas.
 
-Flow:    gpu_*.py of every op -> [mosaic_gpu] -> jax.experimental.pallas.mosaic_gpu
+Flow:    gpu_*.py of every op -> [mosaic] -> jax.experimental.pallas.mosaic_gpu
 
 The interpreter runs a kernel on CPU, thread by thread, and reports races. Parts of it, or of one version of it, are
 missing: it knows no register layouts (jax 0.10) and no `run_state`, which a matrix product with an operand in

@@ -209,7 +209,7 @@ class _Step:
     refs: _Refs
 
     def run(self) -> None:
-        """Picks for the tokens of the item before; the first block of this step's item gets under way."""
+        """Picks for the tokens of the item before; the first blocks of this step's item get under way."""
         step, last = pl.program_id(0), pl.num_programs(0) - 1
         pl.when(step == 0)(lambda: self._blocks.begin(lambda: self._run_of(0, is_next=True), last > 0))
         pl.when(step > 0)(lambda: self._pick(step - 1, step < last))

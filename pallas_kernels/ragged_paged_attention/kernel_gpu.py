@@ -4,10 +4,9 @@ Flow:    lengths of the step -> [plan] -> GpuSchedule;  the op's arguments + Gpu
          -> decode_pieces, prefill_tiles, merge_pieces
 
 Two launches share a step: sequences that decode, of one query each or, in steps with drafts, of a few, and tiles of all
-others. Either finds no work in a step that has none,
-and a step that is planned as one in which all decode has no second. The merge of what decoded puts its results between
-those of the tiles. All that depends on the step's lengths is in the plan, so a layer is these launches, and one that
-brings the queries that decode in the shape of tiles.
+others. Either finds no work in a step that has none, and a step that is planned as one in which all decode has no
+second. The merge of what decoded puts its results between those of the tiles. All that depends on the step's lengths is
+in the plan, so a layer is these launches, and one that brings the queries that decode in the shape of tiles.
 """
 
 from __future__ import annotations

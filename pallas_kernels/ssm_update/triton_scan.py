@@ -9,8 +9,8 @@ Grid (sequences, heads). A program takes its sequence in tiles of `Sizes.tokens`
     state   = decay(-1, last) * state  +  sum_s decay(s, last) * dt[s] * x[s] * b[s]
 
 What crosses memory: x and outputs once, states read and written once, b and c once a head. Decays are differences of
-`RunningSums`. What is added to the state is exact to float32: where b has 16 bits, the other factor is cut into three
-parts of which each product is exact.
+`RunningSums`. What is added to the state is exact to float32: where b is bfloat16, the other factor is cut into three
+parts of it, of which each product is exact.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _tile(refs: Refs, sizes: Sizes, seq: jax.Array, head: jax.Array, first: jax.
 
 
 def _exact_product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """float32 products of float32 `x` with `y` of 16 bits or float32."""
+    """float32[m, n] of float32 `x` [m, k] and `y` [k, n] of any float dtype, exact to float32."""
     if y.dtype != jnp.bfloat16:
         return product(x, y.astype(jnp.float32))
     total = jnp.zeros((x.shape[0], y.shape[1]), jnp.float32)
