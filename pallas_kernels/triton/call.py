@@ -135,11 +135,11 @@ def numbers(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def e4m3(bits: jax.Array) -> jax.Array:
-    """float32 of the numbers whose bits are the lower 8 of int16.
+    """float16 of the numbers whose bits are the lower 8 of int16.
 
-    Shifted by 7, exponent and mantissa stand where float16 has them; its exponents begin 8 lower.
+    Shifted by 7, exponent and mantissa stand where float16 has them; its exponents begin 8 lower. All of it is in 16
+    bits, since Triton converts a whole operand of a product in every warp's registers.
     """
     magnitude = bits & 0x7F
-    halves = lax.bitcast_convert_type((magnitude << 7).astype(jnp.int16), jnp.float16)
-    value = jnp.where(magnitude == 0x7F, jnp.nan, halves.astype(jnp.float32) * 256.0)
-    return jnp.where((bits & 0x80) != 0, -value, value)
+    halves = lax.bitcast_convert_type(((bits & 0x80) << 8 | magnitude << 7).astype(jnp.int16), jnp.float16)
+    return jnp.where(magnitude == 0x7F, jnp.float16(jnp.nan), halves * jnp.float16(256.0))

@@ -84,8 +84,8 @@ def plan_walks(step: Step, batch: Batch, limits: Limits = Limits()) -> list[Walk
             own, step.mask, room=room, queries=queries, page_size=column_tokens(step.cache), trees=step.trees
         )
         heads = min(power_from(group), most_rows // queries)
-        is_wide = dim > 128 or step.queries.q.dtype.itemsize > 2
-        keys, width = min(limits.most_keys, 32 if is_wide else 64), num_kv_heads * cdiv(group, heads)
+        keys = min(limits.most_keys, _most_keys(dim, step.queries.q.dtype, step.cache.pages[0].dtype))
+        width = num_kv_heads * cdiv(group, heads)
         fills = name == "long" and room * width >= limits.programs
         lanes = None if fills or table_keys <= limits.few_tiles * keys else max(1, limits.programs // width)
         num_warps = 8 if queries * heads * dim * step.queries.q.dtype.itemsize >= 64 * 128 * 2 else 4
@@ -98,3 +98,10 @@ def _most_rows(dim: int, dtype: jnp.dtype) -> int:
     """Rows of a program: their products and results are in registers."""
     rows = 128 if dim <= 128 else 64
     return rows if dtype.itemsize == 2 else rows // 4
+
+
+def _most_keys(dim: int, dtype: jnp.dtype, page_dtype: jnp.dtype) -> int:
+    """Keys of a KV tile: every warp has all of them in its registers, 8-bit floats as they are converted."""
+    if dim > 128 and page_dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        return 16
+    return 32 if dim > 128 or dtype.itemsize > 2 else 64

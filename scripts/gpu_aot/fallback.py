@@ -53,14 +53,14 @@ def paged(case: Case) -> Built:
     step, num_pages = _step(case, page)
     num_tokens = sum(q_len for q_len, _ in case.lengths)
     q = argument((num_tokens, case.heads, dim), case.dtype)
-    pages = (argument((num_pages, page, kv_heads, dim), case.dtype),) * 2
+    pages = (argument((num_pages, page, kv_heads, dim), case.stored),) * 2
     by_head = argument((num_tokens, kv_heads, case.heads // kv_heads, dim), case.dtype)
     walked = _walked(case, TileQueries(by_head, None, None), PagedTiles(pages, step[0], kv_heads, dim))
 
     def call(q: Any, pages: Any, step: Any) -> Any:
         return ragged_paged_attention(q, pages, *step, sm_scale=dim**-0.5, return_lse=True, backend=case.backend)[:2]
 
-    key_bytes = 2 * kv_heads * dim * jnp.dtype(case.dtype).itemsize
+    key_bytes = 2 * kv_heads * dim * jnp.dtype(case.stored).itemsize
     flops = 4 * case.heads * dim * _num_pairs(case)
     return Built(call, (q, pages, step), _trips(*walked), key_bytes * _num_keys(case), flops, kernels=_moved(*walked))
 
@@ -79,7 +79,7 @@ def latent(case: Case) -> Built:
     step, num_pages = _step(case, page)
     num_tokens = sum(q_len for q_len, _ in case.lengths)
     queries = [argument((num_tokens, case.heads, n), case.dtype) for n in (latent_dim, rope_dim)]
-    pages = argument((num_pages, page, dim), case.dtype)
+    pages = argument((num_pages, page, dim), case.stored)
     by_head = argument((num_tokens, 1, case.heads, dim), case.dtype)
     cache = LatentTiles(LatentPages(pages, page, dim), step[0], latent_dim)
     walked = _walked(case, TileQueries(by_head, None, None), cache)
@@ -88,7 +88,7 @@ def latent(case: Case) -> Built:
         sizes: dict[str, Any] = {"sm_scale": 0.1, "return_lse": True, "backend": case.backend}
         return mla_paged_attention(q_nope, q_pe, (page,), *step, **sizes)[:2]
 
-    key_bytes = dim * jnp.dtype(case.dtype).itemsize
+    key_bytes = dim * jnp.dtype(case.stored).itemsize
     flops = 2 * case.heads * (dim + latent_dim) * _num_pairs(case)
     named_bytes = key_bytes * _num_keys(case)
     return Built(call, (*queries, pages, step), _trips(*walked), named_bytes, flops, kernels=_moved(*walked))

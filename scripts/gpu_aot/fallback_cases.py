@@ -16,12 +16,18 @@ class Case:
     rows: tuple[tuple[int, int, int], ...]  # (how many sequences, query tokens of each, tokens of each)
     card: str = "a100"
     dtype: str = "bfloat16"
+    page_dtype: str | None = None  # of keys and values, or latents; None: `dtype`
     heads: int = 32
     backend: str = "triton"  # or "xla"
     most_launches: int = 120
     most_temporary_bytes: int = 256 * MIB
     most_spill_bytes: int = 128  # of a thread of a kernel in Triton, loaded back
     most_times: float = 4.0  # as long as what no path can do without: what the tables name read once, or the products
+
+    @property
+    def stored(self) -> str:
+        """The dtype of keys and values, or latents."""
+        return self.page_dtype or self.dtype
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
@@ -32,11 +38,15 @@ class Case:
 CASES = (
     Case("decode 64 x 4k", "attention", ((64, 1, 4096),)),
     Case("decode 64 x 4k float32", "attention", ((64, 1, 4096),), card="h100", dtype="float32"),
+    Case("decode 64 x 4k, fp8 pages", "attention", ((64, 1, 4096),), page_dtype="float8_e4m3fn"),
+    Case("decode 64 x 4k, int8 pages", "attention", ((64, 1, 4096),), page_dtype="int8"),
     Case("decode 1 x 128k", "attention", ((1, 1, 131072),)),
     Case("decode 1 x 128k and 63 x 256", "attention", ((1, 1, 131072), (63, 1, 256))),
     Case("prefill 8k", "attention", ((1, 8192, 8192),)),
+    Case("prefill 8k, fp8 pages", "attention", ((1, 8192, 8192),), page_dtype="float8_e4m3fn"),
     Case("prefill 8k float32", "attention", ((1, 8192, 8192),), card="h100", dtype="float32"),
     Case("MLA decode 64 x 4k 16 heads", "mla", ((64, 1, 4096),), heads=16),
+    Case("MLA decode 64 x 4k 16 heads, fp8 pages", "mla", ((64, 1, 4096),), heads=16, page_dtype="float8_e4m3fn"),
     Case("MLA decode 64 x 4k 128 heads", "mla", ((64, 1, 4096),), heads=128),
     Case("Mamba 2 decode 64", "scan", ((64, 1, 1),)),
     Case("Mamba 2 prefill 8k", "scan", ((1, 8192, 8192),)),
