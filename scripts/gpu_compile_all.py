@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     ops = sorted({op for op, _ in cases(subset=False)})
     parser.add_argument("--op", action="append", choices=ops, help="repeatable; default: all")
     parser.add_argument("--card", default="h100", choices=("h100", "h200"))
-    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one compilation")
+    parser.add_argument("--timeout", type=float, default=1800, metavar="SECONDS", help="of one compilation")
     parser.add_argument("--results", type=Path, metavar="FILE", help="written as cases end; those in it are kept")
     options = parser.parse_args(argv)
     work = [(options.card, *case) for case in cases(options.subset) if case[0] in (options.op or ops)]
