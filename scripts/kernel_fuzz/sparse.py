@@ -17,8 +17,8 @@ from pallas_kernels.compressor_update import compressor_update
 from pallas_kernels.indexer_topk import indexer_topk
 from pallas_kernels.latent_entries import IndexFp8, LatentFp8, Plain
 from pallas_kernels.sparse_mla_attention import kernel_gpu
-from scripts.kernel_fuzz.attention import assert_right
 from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on, hard_rows, one_of
+from tests.pallas_kernels.cases import assert_right
 from tests.pallas_kernels.compressor_update.test_compressor_update import Steps
 from tests.pallas_kernels.indexer_topk import test_indexer_topk
 from tests.pallas_kernels.latent_cases import LatentShape

@@ -205,6 +205,13 @@ def assert_matches_oracle(case: Case, options: Options) -> AttentionOutput:
     return result
 
 
+def nan_behind(case: Any) -> Any:
+    """A case of any attention with NaN as queries of the tokens of no sequence."""
+    q = case.q.copy()
+    q[case.query_start_loc[case.distribution[2]] :] = np.nan
+    return dataclasses.replace(case, q=q)
+
+
 def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
     """Choices of one level per factor in which every pair of levels of two factors occurs: greedy, from a seed."""
     rng = np.random.default_rng(seed)
@@ -248,6 +255,15 @@ def assert_close(got: np.ndarray, expected: np.ndarray, dtype: str, what: str) -
     scale = max(1.0, float(np.abs(expected[np.isfinite(expected)]).max(initial=0.0)))
     limit = TOLERANCE[dtype] * scale
     chex.assert_trees_all_close({what: got}, {what: expected}, rtol=0, atol=limit, strict=True)
+
+
+def assert_right(
+    result: Sequence[np.ndarray], expected: Sequence[np.ndarray], q_dtype: str, lse_dtype: str = "float32"
+) -> None:
+    """(out, lse) as `assert_close`, head by head: a huge sink of one would hide what is wrong in others."""
+    for head in range(expected[0].shape[1]):
+        assert_close(result[0][:, head], expected[0][:, head], q_dtype, f"out of head {head}")
+        assert_close(result[1][:, head], expected[1][:, head], lse_dtype, f"lse of head {head}")
 
 
 def as_bytes(tree: Any) -> Any:

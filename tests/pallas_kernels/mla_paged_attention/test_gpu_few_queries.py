@@ -16,7 +16,7 @@ from pallas_kernels.gpu.tiles import tile_shape
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, mla_paged_attention, plan
 from pallas_kernels.mla_paged_attention.gpu_schedule import most_queries
-from tests.pallas_kernels.cases import assert_close
+from tests.pallas_kernels.cases import assert_right, nan_behind
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
 from tests.pallas_kernels.on_gpu import compile_on_gpu
@@ -76,15 +76,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernel_gpu, name, functools.partial(getattr(kernel_gpu, name), tuning=SMALL))
 
 
-def assert_right(run: Callable[..., Any], seed: int, shape: Shape, rows: Rows, options: Options) -> None:
-    case = make_case(seed, shape, rows, options)
-    case.q[sum(q_len for q_len, _ in rows) :] = np.nan
-    out, lse = case.expected(options)
-    result = run(*case.arrays)
-    assert_close(result[0], out, shape.q_dtype, "out")
-    assert_close(result[1], lse, "float32", "lse")
-
-
 STEPS = [RAGGED, pytest.param(BLIND, marks=pytest.mark.sweep)]
 
 
@@ -101,7 +92,8 @@ def test_a_step_of_few_queries_equals_the_oracle(name: str, rows: Rows) -> None:
     sinks = np.linspace(-1, 2, shape.num_q_heads) if "sinks" in name else None
     options = Options(**({"sm_scale": 0.1} | mask), sinks=sinks, k_scale=0.7, v_scale=0.7)
     own = [(min(q_len, most), length) for q_len, length in rows]
-    assert_right(planned(shape, options, is_decode=True), len(rows), shape, own, options)
+    case = nan_behind(make_case(len(rows), shape, own, options))
+    assert_right(planned(shape, options, is_decode=True)(*case.arrays), case.expected(options), shape.q_dtype)
 
 
 MIXED = [
@@ -117,7 +109,8 @@ def test_few_queries_among_longer_sequences_equal_the_oracle(num_heads: int, row
     """Also a step of few alone, planned as one that may be mixed."""
     shape = replace(SHAPE, num_q_heads=num_heads, num_tokens=23)
     options = Options(sm_scale=0.1, sliding_window=70)
-    assert_right(planned(shape, options, is_decode=False), 0, shape, rows, options)
+    case = nan_behind(make_case(0, shape, rows, options))
+    assert_right(planned(shape, options, is_decode=False)(*case.arrays), case.expected(options), shape.q_dtype)
 
 
 def test_as_many_queries_as_pieces_may_be() -> None:

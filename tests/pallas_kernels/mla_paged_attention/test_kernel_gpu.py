@@ -16,9 +16,9 @@ from pallas_kernels.gpu import mosaic
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import kernel_gpu, mla_paged_attention
 from pallas_kernels.mla_paged_attention.gpu_latents import LatentRing
-from tests.pallas_kernels.cases import assert_close
+from tests.pallas_kernels.cases import assert_close, assert_right
 from tests.pallas_kernels.latent_cases import LatentShape
-from tests.pallas_kernels.mla_paged_attention.mla_cases import Case, Shape, make_case
+from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
 from tests.pallas_kernels.on_gpu import compile_on_gpu, gpu_device
 from tests.pallas_kernels.oracle import Options
 
@@ -54,12 +54,6 @@ def compiled(shape: Shape, options: Options, tuning: kernel_gpu.Tuning = SMALL) 
     return compile_on_gpu(call, *make_case(0, shape, [], Options()).arrays)
 
 
-def assert_right(result: tuple[np.ndarray, np.ndarray], case: Case, options: Options) -> None:
-    out, lse = case.expected(options)
-    assert_close(result[0], out, case.shape.q_dtype, "out")
-    assert_close(result[1], lse, "float32", "lse")
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_oracle(name: str) -> None:
     """Decoding and longer sequences, heads in several tiles, both halves of the values."""
@@ -70,7 +64,7 @@ def test_equals_the_oracle(name: str) -> None:
     given = {} if name == "full" else {"sinks": rng.standard_normal(shape.num_q_heads), "k_scale": 0.7, "v_scale": 0.7}
     options = Options(**mask, **given, sm_scale=0.1)
     case = make_case(1, shape, [(1, 270), (2, 210)] if shape.num_rows == 2 else ROWS, options)
-    assert_right(compiled(shape, options)(*case.arrays), case, options)
+    assert_right(compiled(shape, options)(*case.arrays), case.expected(options), case.shape.q_dtype)
 
 
 TINY = replace(SHAPE, num_rows=1, num_q_heads=2)

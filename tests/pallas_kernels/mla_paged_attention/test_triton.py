@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_paged_attention import mla_paged_attention, xla_attention
-from scripts.kernel_fuzz.attention import assert_right, static_of
+from scripts.kernel_fuzz.attention import static_of
+from tests.pallas_kernels.cases import assert_right
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
 from tests.pallas_kernels.oracle import Options
@@ -32,7 +33,7 @@ def test_every_feature(index: int) -> None:
     static = static_of(options) | {"page_size": shape.latent.page_size, "by_triton": limits}
     run = jax.jit(functools.partial(xla_attention.mla_paged_attention, **static))
     case = make_case(index, shape, ROWS, options)
-    assert_right(run(*case.arrays), case.expected(options), shape.q_dtype, "float32")
+    assert_right(run(*case.arrays), case.expected(options), shape.q_dtype)
 
 
 def test_the_op_takes_this_path_by_name() -> None:
@@ -41,4 +42,4 @@ def test_the_op_takes_this_path_by_name() -> None:
     case = make_case(3, Shape(), ROWS, options)
     given = {"sm_scale": options.sm_scale, "sinks": options.sinks, "return_lse": True}
     result = mla_paged_attention(*case.arrays, **given, backend="triton")
-    assert_right(result, case.expected(options), "float32", "float32")
+    assert_right(result, case.expected(options), "float32")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.mla_paged_attention import mla_paged_attention, xla_attention
-from scripts.kernel_fuzz.attention import assert_right, static_of
-from tests.pallas_kernels.cases import every_level, pairwise
+from scripts.kernel_fuzz.attention import static_of
+from tests.pallas_kernels.cases import assert_right, every_level, pairwise
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention.mla_cases import Shape, make_case
 from tests.pallas_kernels.mla_paged_attention.test_mla_paged_attention import FACTORS, MORE_FACTORS
@@ -40,11 +40,11 @@ def test_random_steps(case: dict[str, Any]) -> None:
     run = jax.jit(functools.partial(xla_attention.mla_paged_attention, **static))
     for seed, rows in enumerate(ROWS):
         made = make_case(seed, shape, rows, options)
-        assert_right(run(*made.arrays), made.expected(options), shape.q_dtype, "float32")
+        assert_right(run(*made.arrays), made.expected(options), shape.q_dtype)
 
 
 def test_the_op_takes_this_path_by_name() -> None:
     """backend="xla" on CPU, with the limits that ship."""
     case = make_case(3, Shape(), ROWS[0], Options())
     result = mla_paged_attention(*case.arrays, sm_scale=0.125, return_lse=True, backend="xla")
-    assert_right(result, case.expected(Options()), "float32", "float32")
+    assert_right(result, case.expected(Options()), "float32")

@@ -13,8 +13,8 @@ import pytest
 
 from pallas_kernels.ragged_paged_attention import xla_attention
 from pallas_kernels.triton.walks import Limits
-from scripts.kernel_fuzz.attention import assert_right, static_of
-from tests.pallas_kernels.cases import Shape, make_case
+from scripts.kernel_fuzz.attention import static_of
+from tests.pallas_kernels.cases import Shape, assert_right, make_case
 from tests.pallas_kernels.oracle import Options
 
 LANES = Limits(programs=6, few_tiles=0, most_keys=16)  # several KV tiles and pieces
@@ -50,4 +50,4 @@ def test_every_feature(index: int) -> None:
         while sum(q_len for q_len, _ in rows) > shape.num_tokens:
             rows.pop()
         case = make_case(100 * index + seed, shape, rows, options)
-        assert_right(run(*case.arrays), case.expected(options), shape.q_dtype, "float32")
+        assert_right(run(*case.arrays), case.expected(options), shape.q_dtype)

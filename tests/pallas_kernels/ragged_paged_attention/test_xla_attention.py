@@ -15,8 +15,8 @@ import pytest
 from pallas_kernels.ragged_paged_attention import ragged_paged_attention, xla_attention
 from pallas_kernels.xla.lanes import Lanes
 from pallas_kernels.xla.tiles import Limits
-from scripts.kernel_fuzz.attention import assert_right, static_of
-from tests.pallas_kernels.cases import Shape, every_level, make_case, pairwise, random_values
+from scripts.kernel_fuzz.attention import static_of
+from tests.pallas_kernels.cases import Shape, assert_right, every_level, make_case, pairwise, random_values
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_against_oracle import FACTORS, MORE_FACTORS, shape_and_options
 
@@ -43,7 +43,7 @@ def test_every_feature(index: int) -> None:
     run = compiled(shape, options)
     for seed, rows in enumerate(([], [(1, 0), (2, 1), (3, 3), (5, 2)], None, None)):
         case = make_case(100 * index + seed, shape, rows and rows[: shape.num_rows], options)
-        assert_right(run(*case.arrays), case.expected(options), shape.q_dtype, "float32")
+        assert_right(run(*case.arrays), case.expected(options), shape.q_dtype)
 
 
 @pytest.mark.sweep
@@ -55,7 +55,7 @@ def test_sweep(seed: int) -> None:
         run = compiled(shape, options, (SMALL, Limits())[index % 2])
         for step in range(3):
             case = make_case(10_000 * seed + 100 * index + step, shape, None, options)
-            assert_right(run(*case.arrays), case.expected(options), shape.q_dtype, "float32")
+            assert_right(run(*case.arrays), case.expected(options), shape.q_dtype)
 
 
 def test_sequences_of_several_queries_decode_together() -> None:
@@ -64,7 +64,7 @@ def test_sequences_of_several_queries_decode_together() -> None:
     run = compiled(shape, options)
     for rows in ([(3, 30), (3, 3), (1, 48), (2, 17)], [(1, 30), (9, 40)]):
         case = make_case(3, shape, rows, options)
-        assert_right(run(*case.arrays), case.expected(options), "float32", "float32")
+        assert_right(run(*case.arrays), case.expected(options), "float32")
 
 
 def test_equal_steps_give_equal_bits_and_nan_stays_in_its_sequence() -> None:
@@ -89,7 +89,7 @@ def test_cross_attention_may_have_more_queries_than_keys() -> None:
     run = compiled(shape, options)
     for rows in ([(1, 5), (9, 3), (17, 16)], [(1, 0), (20, 1), (12, 40)]):
         case = make_case(6, shape, rows, options)
-        assert_right(run(*case.arrays), case.expected(options), "float32", "float32")
+        assert_right(run(*case.arrays), case.expected(options), "float32")
 
 
 def test_padding_is_silent_and_extreme_sinks_do_not_overflow() -> None:
@@ -100,7 +100,7 @@ def test_padding_is_silent_and_extreme_sinks_do_not_overflow() -> None:
     case.seq_lens[2:] = 48
     case.block_tables[2:] = 7
     case.query_start_loc[3:] = 24  # row 2 would hold all the rest, but is not real
-    assert_right(compiled(case.shape, options)(*case.arrays), case.expected(options), "float32", "float32")
+    assert_right(compiled(case.shape, options)(*case.arrays), case.expected(options), "float32")
 
 
 def test_the_op_writes_new_kv_first_by_this_path() -> None:
@@ -117,7 +117,7 @@ def test_the_op_writes_new_kv_first_by_this_path() -> None:
     result = ragged_paged_attention(*case.arrays, **given, sm_scale=0.125, return_lse=True, backend="xla")
     for array, new in zip(case.pages, new_kv, strict=True):
         array.reshape(-1, 2, 16)[slots[:7]] = new[:7]
-    assert_right(result, case.expected(Options()), "float32", "float32")
+    assert_right(result, case.expected(Options()), "float32")
 
 
 @pytest.mark.parametrize("num_lanes", [1, 3, 7, 40])

@@ -10,8 +10,7 @@ import pytest
 
 from pallas_kernels.sparse_mla_attention import xla_attention
 from pallas_kernels.token_places import EntryTiles
-from scripts.kernel_fuzz.attention import assert_right
-from tests.pallas_kernels.cases import every_level, pairwise
+from tests.pallas_kernels.cases import assert_right, every_level, pairwise
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Shape, make_case
 from tests.pallas_kernels.sparse_mla_attention.test_kernel_tpu import arguments, op_of
 from tests.pallas_kernels.sparse_mla_attention.test_sparse_mla_attention import FACTORS, MORE_FACTORS
@@ -37,7 +36,7 @@ def test_random_steps(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     for seed, rows in enumerate(ROWS):
         made = make_case(seed, shape, rows)
         result = run(*arguments(made, sinks))
-        assert_right(result[:2], made.expected(sinks), shape.q_dtype, "float32")
+        assert_right(result[:2], made.expected(sinks), shape.q_dtype)
 
 
 def test_tiles_fit_their_bytes() -> None:
