@@ -143,7 +143,7 @@ def _seen_with_sinks(
     num_slots: int,
     axis: int,
 ) -> jax.Array:
-    """`seen_slots` where `_rows_share_a_key`, by two comparisons an element instead of three.
+    """`seen_slots` where `_rows_share_a_key`, by one comparison an element instead of two.
 
     Sink tokens before the last row's window take the number of that window's first key, which all rows see.
     """
@@ -152,16 +152,20 @@ def _seen_with_sinks(
     num_sinks = _num_sinks(items, item, block)
     slot = first + lax.broadcasted_iota(jnp.int32, (num_slots, 1) if axis == 0 else (1, num_slots), axis)
     slot = jnp.where(slot < jnp.minimum(num_sinks, shared), shared, slot)
-    return (slot >= lower - start) & (slot <= upper - start)
+    return _is_in_run(slot, lower - start, upper + 1 - start)
 
 
 def _visible(mask: MaskRule, slot: jax.Array, lower: jax.Array, upper: jax.Array, num_sinks: jax.Array) -> jax.Array:
     if mask.sliding_window is None and mask.attention_chunk_size is None:
         return slot <= upper
-    inside = slot >= lower
     if mask.num_sink_tokens:
-        inside = inside | (slot < num_sinks)
-    return inside & (slot <= upper)
+        return ~_is_in_run(slot, num_sinks, lower) & (slot <= upper)
+    return _is_in_run(slot, lower, upper + 1)
+
+
+def _is_in_run(slot: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
+    """Whether slots are among `first ... end - 1`, by one comparison an element: unsigned, lower ones are huge."""
+    return (slot - first).astype(jnp.uint32) < jnp.maximum(end - first, 0).astype(jnp.uint32)
 
 
 def _row_bounds(
