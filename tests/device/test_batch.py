@@ -95,6 +95,17 @@ def test_tables_that_the_plan_made_in_the_buckets_shape_are_passed_on() -> None:
     )
 
 
+def test_tables_of_a_step_of_drafts_have_the_shape_of_a_bucket_of_decoding() -> None:
+    host = ToyHost(toy_config())
+    for row, length in enumerate([9, 5]):
+        host.add(row, np.arange(1, length + 1))
+    host.request_table.num_computed_tokens[:2] = 8, 4
+    decode, mixed = Bucket(9, 3, 5, num_drafts=2, is_mixed=False), Bucket(8, 4, 6, num_drafts=2)
+    drafts = StepDrafts(np.array([2, 2]), np.array([[30, 29], [28, 27]]))
+    plan = host.plan([0, 1], [3, 3], drafts=drafts, pick_shape=Buckets((decode, mixed)).pick)
+    assert {group.padded_tables.shape for group in plan.groups} == {(decode.num_requests, decode.num_columns)}
+
+
 def test_an_empty_batch_has_the_shapes_of_a_full_one() -> None:
     batch, empty = DeviceBatch.from_plan(mixed_plan(), BUCKET), DeviceBatch.empty(BUCKET, 2)
     assert jax.tree.map(np.shape, batch) == jax.tree.map(np.shape, empty)

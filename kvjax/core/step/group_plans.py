@@ -53,8 +53,9 @@ class TableShape(Protocol):
         """Columns, at least those of the longest row."""
 
 
-PickShape: TypeAlias = Callable[..., TableShape]  # of tokens, requests, columns and, if there are any, most drafts
-
+# (tokens, requests, columns) -> shape; of a step with drafts also `num_drafts` and `longest`: the most drafts, and the
+# most tokens, of a request.
+PickShape: TypeAlias = Callable[..., TableShape]
 
 _Places: TypeAlias = tuple[np.ndarray, np.ndarray]  # int64[T] table columns, int32[T] offsets in the blocks
 

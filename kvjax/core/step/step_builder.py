@@ -127,7 +127,7 @@ def build_step_plan(
         drafts.put(ends, token_ids, token_source)
         logits_indices, logits_starts = drafts.logits_rows(ends, wanted)
         if pick_shape is not None:
-            pick_shape = partial(pick_shape, num_drafts=int(drafts.counts.max()))
+            pick_shape = partial(pick_shape, num_drafts=int(drafts.counts.max()), longest=int(num_new.max()))
     writes = None if writes_encoder is None else np.asarray(writes_encoder, bool)[order]
     updates = [NO_UPDATE] * len(tables.kv_cache_config.kv_cache_groups) if new_blocks is None else new_blocks
     num_computed = computed.astype(np.int32)

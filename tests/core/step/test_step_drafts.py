@@ -120,7 +120,7 @@ def test_a_shape_is_picked_for_the_most_drafts_of_a_request() -> None:
     rows = np.array([start(manager, "a", 9, 8, 3).row, start(manager, "b", 9, 8, 1).row])
     build_step_plan(manager, rows, np.array([3, 1]), drafts=drafts_of([[1, 2], []]), pick_shape=pick)
     build_step_plan(manager, rows, np.array([1, 1]), drafts=drafts_of([[], []]), pick_shape=pick)
-    assert asked == [((4, 2, 3), {"num_drafts": 2}), ((2, 2, 3), {})]
+    assert asked == [((4, 2, 3), {"num_drafts": 2, "longest": 3}), ((2, 2, 3), {})]
 
 
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
