@@ -82,6 +82,7 @@ class DecodeConnector:
         self._placement = Placement.create() if placement is None else placement
         self._ranks = [DecodeRank(self, rank) for rank in range(self._placement.num_data)]
         self._weights_version = weights_version
+        self._bound_writer: PageWriter | None = None  # until an engine has this connector
         self._tickets: dict[str, Ticket] = {}
         self._num_loads = 0
         self._start()
@@ -97,10 +98,10 @@ class DecodeConnector:
         """The request of this id, which is added next, finds its first `ticket.header.stop` tokens at a peer.
 
         Its prompt begins with the tokens that the peer computed, and has at least one more. A request without a ticket
-        is computed here. The engine of this connector is there already.
+        is computed here.
 
         Raises:
-            ValueError: other layers or weights than this engine's. Nothing is expected.
+            ValueError: other layers or weights than this engine's, or there is no engine. Nothing is expected.
         """
         self._writer.check(ticket.header)
         self._tickets[request_id] = ticket
@@ -110,7 +111,7 @@ class DecodeConnector:
     def bind(self, manager: KVCacheManager) -> None:
         """A rank's manager is there: all ranks' are of one layout, and nothing is in flight."""
         self._start()
-        self._writer = PageWriter(manager.kv_cache_config, self._placement, weights_version=self._weights_version)
+        self._bound_writer = PageWriter(manager.kv_cache_config, self._placement, weights_version=self._weights_version)
 
     def ticket_of(self, request_id: str) -> Ticket | None:
         """What is expected for a request."""
@@ -214,6 +215,14 @@ class DecodeConnector:
     def close(self) -> None:
         """Nothing to end: connections last as long as the process."""
 
+    @property
+    def _writer(self) -> PageWriter:
+        if self._bound_writer is None:
+            raise ValueError(
+                "expected the connector of an engine, got one of none; make LLMEngine(connector=...) first"
+            )
+        return self._bound_writer
+
     def _written(self, pages: KVPages, load_id: int, pulling: _Pulling) -> KVPages:
         """Pages with a load that has arrived, or the same pages and a failure."""
         try:
@@ -221,8 +230,9 @@ class DecodeConnector:
         except TransferError:
             self._report.failed.add(load_id)
             return pages
+        pages = self._writer.write(pages, pulling.pages, sent)
         self._report.written[load_id] = 1
-        return self._writer.write(pages, pulling.pages, sent)
+        return pages
 
 
 class DecodeRank:

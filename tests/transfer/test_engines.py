@@ -138,6 +138,13 @@ def test_a_connector_of_another_mesh_is_refused() -> None:
             connector.of_rank(1)
 
 
+def test_a_connector_without_an_engine_expects_nothing() -> None:
+    peer: Any = FaultyPeer(0)
+    ticket: Any = None
+    with pytest.raises(ValueError, match=r"got one of none; make LLMEngine\(connector=\.\.\.\)"):
+        DecodeConnector(peer).expect("a", ticket)
+
+
 class FaultyPeer:
     """A `PageServer` and `PageClient` without a wire, whose arrivals fail, hang or cannot be begun at random."""
 
