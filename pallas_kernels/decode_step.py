@@ -25,7 +25,7 @@ def is_decode_step(op: str, schedule: Any, num_tokens: int, backend: str) -> boo
     Raises:
         ValueError: it is of a step of another size, or of another backend than the caller names.
     """
-    if schedule is None or (backend != "reference" and not isinstance(schedule, DecodeStep)):
+    if schedule is None or (backend == "auto" and not isinstance(schedule, DecodeStep)):
         return False
     if schedule != DecodeStep(num_tokens):
         got = schedule if isinstance(schedule, DecodeStep) else type(schedule).__name__

@@ -32,20 +32,26 @@ def split(
 def with_tiles(decoded: Result, tile: Callable[[], Result], decoding: Batch, others: Batch) -> Result:
     """Results of the step: `tile()` gives those of the others, and runs only where there are any.
 
-    Where the step has but one token, `decoding` must hold it.
     What all layers share is better computed outside of `tile`, since XLA does not share what stands in branches.
     """
-    tiled = decoded
-    if decoded[0].shape[0] > 1:
-        tiled = lax.cond(jnp.any(others.q_lens > 0), tile, lambda: decoded)
+    tiled = lax.cond(jnp.any(others.q_lens > 0), tile, lambda: decoded)
     return by_token(decoded, tiled, decoding, others)
 
 
 def by_token(decoded: Result, tiled: Result, decoding: Batch, others: Batch) -> Result:
     """Results of the launch that a token belongs to; 0 and -inf for padding and for tokens that see no key."""
-    is_decoded, is_tiled = (batch.covers(decoded[0].shape[0])[:, None] for batch in (decoding, others))
-    rest = jnp.where(is_tiled[..., None], tiled[0], 0)
-    out = jnp.where(is_decoded[..., None], decoded[0], rest)
-    if decoded[1] is None or tiled[1] is None:
-        return out, None
-    return out, jnp.where(is_decoded, decoded[1], jnp.where(is_tiled, tiled[1], -jnp.inf))
+    return _overlaid(decoded, decoding, of_launch(tiled, others))
+
+
+def of_launch(result: Result, batch: Batch) -> Result:
+    """Results of a launch for the tokens of `batch`; 0 and -inf for all others."""
+    out, lse = result
+    return _overlaid(result, batch, (jnp.zeros_like(out), None if lse is None else jnp.full_like(lse, -jnp.inf)))
+
+
+def _overlaid(result: Result, batch: Batch, rest: Result) -> Result:
+    """`result` for the tokens of `batch`, `rest` for all others."""
+    (out, lse), (other_out, other_lse) = result, rest
+    own = batch.covers(out.shape[0])[:, None]
+    out = jnp.where(own[..., None], out, other_out)
+    return out, None if lse is None or other_lse is None else jnp.where(own, lse, other_lse)

@@ -61,7 +61,7 @@ def plan(
     attention_checks.check_decode(validate.OP, q_nope.shape[0], query_start_loc, distribution, is_decode)
     xla = path_over(block_tables, tuple(pages))
     chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask), xla)
-    if chosen == "reference" and is_decode and q_nope.shape[0] == seq_lens.shape[0]:
+    if chosen in ("tpu", "reference") and is_decode and q_nope.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q_nope.shape[0])
     if chosen != "gpu":
         return None
@@ -131,7 +131,8 @@ def mla_paged_attention(
     arguments = (q_nope, q_pe, tuple(pages), *step)
     kernel = kernel_tpu.mla_paged_attention
     of_plain = options | {"share": share, "tree_mask": tree_mask}
-    of_tpu = of_plain | {"return_lse": return_lse}
+    is_decode = chosen in ("tpu", "reference") and is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
+    of_tpu = of_plain | {"return_lse": return_lse, "is_decode": is_decode}
     chosen = with_room(validate.OP, backend, chosen, kernel, *arguments, **of_tpu)
     if new_kv is not None and slot_mapping is not None:
         states = jnp.concatenate(new_kv, axis=-1)
@@ -146,8 +147,7 @@ def mla_paged_attention(
         of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None
         out, lse = xla_attention.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain)
     else:
-        of_plain["is_decode"] = is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
-        out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain)
+        out, lse = reference.mla_paged_attention(q_nope, q_pe, tuple(pages), *step, **of_plain, is_decode=is_decode)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
 
 

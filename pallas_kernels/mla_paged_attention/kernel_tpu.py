@@ -78,7 +78,8 @@ def reason_not_supported(latent: LatentPages, mask: MaskRule, share: KeyShare | 
 
 
 @functools.partial(
-    jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "return_lse", "tuning", "tables_in_hbm")
+    jax.jit,
+    static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "return_lse", "is_decode", "tuning", "tables_in_hbm"),
 )
 def mla_paged_attention(
     q_nope: jax.Array,  # [T, Hq, Dl]
@@ -98,6 +99,7 @@ def mla_paged_attention(
     return_lse: bool,
     share: KeyShare | None = None,
     tree_mask: jax.Array | None = None,  # uint32[T]
+    is_decode: bool = False,  # token i is the query of sequence i
     tuning: Tuning = Tuning(),  # noqa: B008
     tables_in_hbm: bool | None = None,  # None: where they exceed scalar memory
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -105,7 +107,8 @@ def mla_paged_attention(
     num_tokens, num_heads, latent_dim = q_nope.shape
     num_seqs, num_columns = block_tables.shape
     tables, ranks = flat_tables(block_tables, tables_in_hbm, num_tokens), 1 if share is None else share.size
-    if num_tokens == 1:  # it decodes, whatever it is called
+    is_decode = is_decode or num_tokens == 1
+    if is_decode:  # whatever its sequences are called
         distribution = distribution.at[0].set(distribution[2])
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
 
@@ -148,11 +151,14 @@ def mla_paged_attention(
         return out, None if lse is None else _fit(by_head(lse, num_heads), num_tokens)
 
     num_decode, config = min(num_tokens, num_seqs), configured(1)
-    of_tiles = configured(tuning.queries or _tile_queries(padded_heads(num_heads), mask))
-    tile_items = plan_items(others, of_tiles, max(num_tokens, of_tiles.window), share, trees)
     items = plan_items(decoding, config, max(num_decode, config.window), share)
     decoded = launch(config, num_decode, items)
-    out, lse = launches.with_tiles(decoded, lambda: launch(of_tiles, num_tokens, tile_items), decoding, others)
+    if is_decode:
+        out, lse = launches.of_launch(decoded, decoding)
+    else:
+        of_tiles = configured(tuning.queries or _tile_queries(padded_heads(num_heads), mask))
+        tile_items = plan_items(others, of_tiles, max(num_tokens, of_tiles.window), share, trees)
+        out, lse = launches.with_tiles(decoded, lambda: launch(of_tiles, num_tokens, tile_items), decoding, others)
     return out.astype(q_nope.dtype), lse_with_sinks(lse, sinks)
 
 

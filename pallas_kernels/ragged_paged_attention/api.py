@@ -44,7 +44,7 @@ def plan(
 ) -> Any:
     """What the backend computes from a step's lengths alone: `schedule` of every layer with these shapes and this mask.
 
-    None where the backend has nothing to plan: the TPU kernel, and the reference unless all decode. To be made once a
+    None where the backend has nothing to plan: the TPU kernel and the reference, unless all decode. To be made once a
     step, outside of loops over layers, since XLA hoists nothing out of a scan. A step planned with `is_decode` compiles
     to no prefill: of as many tokens as sequences, where token i is the query of sequence i, and on GPUs of up to eight
     tokens a sequence, as steps with drafts have, if those and the heads of a KV head fill no more than 64 rows.
@@ -63,7 +63,7 @@ def plan(
     attention_checks.check_trees(validate.OP, tree_mask, q.shape[0], mask, query_start_loc, distribution)
     xla = path_over(block_tables, pages)
     chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
-    if chosen == "reference" and is_decode and q.shape[0] == seq_lens.shape[0]:
+    if chosen in ("tpu", "reference") and is_decode and q.shape[0] == seq_lens.shape[0]:
         return DecodeStep(q.shape[0])
     if chosen != "gpu":
         return None
@@ -148,7 +148,9 @@ def ragged_paged_attention(
         "v_scale": v_scale,
     }
     of_plain = options | {"share": share, "tree_mask": tree_mask}
+    is_decode = chosen in ("tpu", "reference") and is_decode_step(validate.OP, schedule, q.shape[0], backend)
     of_tpu = of_plain | {"return_lse": return_lse, "new_kv": new_kv, "slot_mapping": slot_mapping}
+    of_tpu["is_decode"] = is_decode
     kernel = kernel_tpu.ragged_paged_attention
     if chosen == "tpu" and new_kv is not None and slot_mapping is not None:
         check_write(*new_kv, pages, slot_mapping, k_scale, v_scale)
@@ -166,7 +168,6 @@ def ragged_paged_attention(
         of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None
         out, lse = xla_attention.ragged_paged_attention(*arguments, **of_plain)
     else:
-        is_decode = is_decode_step(validate.OP, schedule, q.shape[0], backend)
         out, lse = reference.ragged_paged_attention(*arguments, **of_plain, is_decode=is_decode)
     return AttentionOutput(out, lse if return_lse else None, tuple(pages))
 

@@ -84,7 +84,17 @@ def reason_not_supported(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("mask", "num_kv_heads", "sm_scale", "soft_cap", "return_lse", "tuning", "tables_in_hbm")
+    jax.jit,
+    static_argnames=(
+        "mask",
+        "num_kv_heads",
+        "sm_scale",
+        "soft_cap",
+        "return_lse",
+        "is_decode",
+        "tuning",
+        "tables_in_hbm",
+    ),
 )
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
@@ -106,12 +116,14 @@ def ragged_paged_attention(
     tree_mask: jax.Array | None = None,  # uint32[T]
     new_kv: tuple[jax.Array, jax.Array] | None = None,  # [T, Hkv, D] each
     slot_mapping: jax.Array | None = None,  # int32[T]
+    is_decode: bool = False,  # token i is the query of sequence i
     tuning: Tuning | None = None,  # None: as tuned for the chip, else by the shapes
     tables_in_hbm: bool | None = None,  # None: where they exceed scalar memory
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(out [T, Hq, D] in q's dtype, lse float32[T, Hq] or None, pages written or None) as `AttentionOutput` says."""
     num_tokens, num_q_heads, head_dim = q.shape
-    if num_tokens == 1:  # it decodes, whatever it is called
+    is_decode = is_decode or num_tokens == 1
+    if is_decode:  # whatever its sequences are called
         distribution = distribution.at[0].set(distribution[2])
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
     tables = flat_tables(block_tables, tables_in_hbm, num_tokens)
@@ -140,17 +152,19 @@ def ragged_paged_attention(
     written = written if fused is None else fused
     decoded = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
 
-    queries = tuning.queries or tile_queries(group, mask, tile_rows(num_tokens, num_kv_heads))
-    of_tiles = configured(queries, q)
-    tile_work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries), share, trees)
+    def both_launches() -> launches.Result:
+        of_tiles = configured(tuning.queries or tile_queries(group, mask, tile_rows(num_tokens, num_kv_heads)), q)
+        work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries), share, trees)
 
-    def tile() -> launches.Result:
-        padded = jnp.pad(q, [(0, max(0, of_tiles.queries - num_tokens)), (0, 0), (0, 0)])
-        rows = pages[0] if written is None else written
-        out, lse, _ = _launch(of_tiles, tile_work, padded, rows, common, None, trees)
-        return out[:num_tokens], None if lse is None else lse[:num_tokens]
+        def tile() -> launches.Result:
+            padded = jnp.pad(q, [(0, max(0, of_tiles.queries - num_tokens)), (0, 0), (0, 0)])
+            rows = pages[0] if written is None else written
+            out, lse, _ = _launch(of_tiles, work, padded, rows, common, None, trees)
+            return out[:num_tokens], None if lse is None else lse[:num_tokens]
 
-    out, lse = launches.with_tiles(decoded, tile, decoding, others)
+        return launches.with_tiles(decoded, tile, decoding, others)
+
+    out, lse = launches.of_launch(decoded, decoding) if is_decode else both_launches()
     return out[..., :head_dim].astype(q.dtype), lse_with_sinks(lse, sinks), written
 
 

@@ -65,7 +65,10 @@ def test_pages_that_are_copied_or_not_aliased_are_told() -> None:
 
 @needs_libtpu
 def test_a_step_of_four_chips_is_in_place() -> None:
-    """Two layers of Llama 3 8B over a v6e 2x2, tensor parallel: two launches a layer, each of them in the pages."""
+    """Two layers of Llama 3 8B over a v6e 2x2, tensor parallel, in the pages.
+
+    Decoding with the write, and tiles, in the first layer; the write and decoding of wanted tokens in the last.
+    """
     command = [sys.executable, "-m", "scripts.tpu_aot.engine_step", "v6e", "llama-3-8b", "--layers", "2"]
     result = subprocess.run(
         command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
