@@ -36,7 +36,7 @@ from kvjax.engine.engine_log import EngineObserver, log_start
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.known_names import check_names
 from kvjax.engine.life_cycle import EngineLifeCycle
-from kvjax.engine.loop_parts import LoopParts, check_parts
+from kvjax.engine.loop_parts import LoopParts, check_connector, check_parts
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, parallelism_of, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
 from kvjax.engine.prompt_lookup import PromptLookup
@@ -95,7 +95,8 @@ class LLMEngine(EngineLifeCycle):
 
         Raises:
             ValueError: the model allows fewer tokens than `max_model_len`, `like` does not fit, a draft model is
-                missing, not asked for, or of another vocabulary, or processes that share the mesh have other settings.
+                missing, not asked for, or of another vocabulary, the connector is of another mesh, or processes that
+                share the mesh have other settings.
             NotImplementedError: the draft model has recurrent states or reads an encoder, or a kind of layer or input
                 does not work on the mesh (docs/parallelism.md).
             MemoryBudgetError: `memory_bytes` or `num_blocks` does not hold one request of `max_model_len` tokens.
@@ -134,6 +135,8 @@ class LLMEngine(EngineLifeCycle):
             if connector is not None:
                 raise ValueError("expected config.tiers or a connector, got both")
             self.connector = make_tiers(config.tiers, self.plan.config, hasher, placement)
+        if connector is not None:
+            check_connector(connector, self.plan.config, placement)
         num_best = min(config.max_logprobs, model.config.vocab_size)
         self._clock = clock
         runner = self.runner_type(

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
+
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.core.spec import KVCacheConfig
 from kvjax.device import Placement
+from kvjax.device.pages import page_shapes
 from kvjax.device.processes import spans_processes
 from kvjax.engine.config import EngineConfig
 from kvjax.engine.host_loop import HostLoop
@@ -82,4 +86,23 @@ def check_parts(placement: Placement, *, has_draft_model: bool = False, has_conn
         )
 
 
-__all__ = ["LoopParts", "check_parts"]
+def check_connector(connector: KVConnector, kv_cache_config: KVCacheConfig, placement: Placement) -> None:
+    """Raises ValueError where the connector says by `placement` how pages lie, and the engine's lie otherwise."""
+    own: Placement | None = getattr(connector, "placement", None)
+    if own is None:
+        return
+    pairs = zip(*(jax.tree.leaves(page_shapes(kv_cache_config, each)) for each in (own, placement)), strict=True)
+    if all(a.shape == b.shape and a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs):
+        return
+    raise ValueError(
+        f"expected a connector of pages on {_named(placement)}, got one of pages on {_named(own)}; give it the "
+        "engine's: placement=Placement.create(mesh)"
+    )
+
+
+def _named(placement: Placement) -> str:
+    axes = ", ".join(f"{name}={size}" for name, size in placement.mesh.shape.items())
+    return f"a mesh ({axes}) of devices {[device.id for device in placement.mesh.devices.flat]}"
+
+
+__all__ = ["LoopParts", "check_connector", "check_parts"]

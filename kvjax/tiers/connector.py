@@ -109,7 +109,7 @@ class RankConnector(Protocol):
 
 
 class KVConnector(Protocol):
-    """Both sides, of one process."""
+    """Both sides, of one process. Where it has a `placement`, an engine whose pages lie otherwise refuses it."""
 
     @property
     def scheduler(self) -> StepConnector:

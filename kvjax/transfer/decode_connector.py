@@ -199,6 +199,11 @@ class DecodeConnector:
 
     # -- KVConnector ------------------------------------------------------------------------------------------------
 
+    @property
+    def placement(self) -> Placement:
+        """Where the engine's pages lie, which the engine checks."""
+        return self._placement
+
     def of_rank(self, rank: int) -> RankConnector:
         """The scheduler's side of one data rank.
 

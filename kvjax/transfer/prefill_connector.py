@@ -109,6 +109,11 @@ class PrefillConnector:
 
     # -- KVConnector ------------------------------------------------------------------------------------------------
 
+    @property
+    def placement(self) -> Placement:
+        """Where the engine's pages lie, which the engine checks."""
+        return self._placement
+
     def of_rank(self, rank: int) -> RankConnector:
         """The scheduler's side of one data rank.
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.device import KVPages, Placement
-from kvjax.transfer import PageReader, PageWriter, RequestPages
+from kvjax.engine import LLMEngine
+from kvjax.models import load_model
+from kvjax.transfer import DecodeConnector, PageReader, PageWriter, PrefillConnector, RequestPages
 from kvjax.transfer.peers import cut, joined
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.latent_write import latent_write
+from tests.models.golden_models import model_folder
 from tests.transfer.test_engines import NUM_TOKENS as NUM_TOKENS_DECODED
-from tests.transfer.test_engines import Pair, drained
+from tests.transfer.test_engines import FaultyPeer, Pair, drained
+from tests.transfer.test_engines import config_of as engine_config
 from tests.transfer.worlds import Dense, config_of, nan_pages, specs, tables, written
 
 NUM_TOKENS = 45
@@ -190,3 +196,20 @@ def test_a_rank_that_there_is_not_is_refused() -> None:
 def _distinct(table: np.ndarray) -> np.ndarray:
     """A table of other pages, of as many columns."""
     return np.random.default_rng(table.size).permutation(np.arange(1, 40))[: table.size].astype(np.int32)
+
+
+def test_an_engine_refuses_a_connector_of_another_mesh() -> None:
+    """Of other devices, or split otherwise; axes of one device make no difference."""
+    devices = np.array(jax.devices())
+    peer: Any = FaultyPeer(0)
+    mesh = Mesh(devices[:2], ("tensor",))
+    model = load_model(model_folder("llama"), "float32", mesh)
+    others = (Mesh(devices[2:4], ("tensor",)), Mesh(devices[:2], ("data",)), Mesh(devices[:1], ("tensor",)), None)
+    for placement in map(Placement.create, others):
+        for connector in (PrefillConnector(peer, placement=placement), DecodeConnector(peer, placement=placement)):
+            with pytest.raises(
+                ValueError, match=r"pages on a mesh \(tensor=2\) of devices \[0, 1\], got one of pages on"
+            ):
+                LLMEngine(model, engine_config(8), mesh=mesh, connector=connector)
+    same = Placement.create(Mesh(devices[:2].reshape(1, 2), ("data", "tensor")))
+    LLMEngine(model, engine_config(8), mesh=mesh, connector=PrefillConnector(peer, placement=same))
