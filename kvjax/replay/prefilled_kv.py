@@ -74,11 +74,14 @@ class PrefilledKV:
         """Sends the prompt behind a hit; its tokens. 0: nothing of it is elsewhere. None: the blocks do not fit."""
         num_tokens = request.num_prompt_tokens - hit
         senders_link = self._link_of.get(request.request_id)
-        if senders_link is None or num_tokens <= 0:
+        if senders_link is None:
+            return 0
+        if num_tokens <= 0:
+            del self._link_of[request.request_id]  # if it is preempted, it computes its prompt here
             return 0
         if not allocate_external(manager, request, blocks, hit, num_tokens):
             return None
-        del self._link_of[request.request_id]  # a request that is preempted computes its prompt here
+        del self._link_of[request.request_id]  # likewise
         num_bytes = kv_bytes(manager, self.sizes, request.row, hit, request.num_prompt_tokens)
         begins_s = max(self.clock.now_s, senders_link.free_s, self.link.free_s)
         senders_link.send(begins_s, num_bytes)

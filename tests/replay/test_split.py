@@ -23,7 +23,9 @@ from kvjax.replay import (
     run_fleet,
     run_split,
 )
+from kvjax.replay.clock import VirtualClock
 from kvjax.replay.kv_bytes import kv_bytes
+from kvjax.replay.prefilled_kv import PrefilledKV
 from kvjax.replay.recorder import Recorder
 from kvjax.routing import ROUTERS
 from kvjax.tiers.units import UnitSizes
@@ -124,6 +126,20 @@ def test_what_the_decode_side_has_is_not_sent() -> None:
     result = run_split(trace, CONFIG, SplitConfig(1, 1), "prefix")
     assert (result.num_transfers, result.sent_tokens) == (1, 1_024)
     assert result.decode[0].hits == [(1_024, 0), (1_024, 1_024)]
+
+
+def test_a_prompt_that_was_all_there_is_never_sent() -> None:
+    """Nor when the request is preempted and then finds nothing of it."""
+    config = plan_kv_cache(full(16), max_model_len=2_048, num_blocks=300, platform="gpu").config
+    manager = KVCacheManager(config, 2_048, 16)
+    kv = PrefilledKV.create(VirtualClock(), FREE, config)
+    for name in ("found", "sent"):
+        kv.expect(name, FREE.link())
+    found, sent = (Request(name, range(64)) for name in ("found", "sent"))
+    assert kv.start(manager, found, manager.empty_kv_cache_blocks, 64) == 0
+    assert kv.start(manager, found, manager.empty_kv_cache_blocks, 0) == 0
+    assert kv.start(manager, sent, manager.empty_kv_cache_blocks, 0) == 64
+    assert kv.start(manager, sent, manager.empty_kv_cache_blocks, 0) == 0
 
 
 def test_tiers_are_the_prefill_sides() -> None:
