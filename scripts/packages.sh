@@ -8,16 +8,24 @@ rm -rf out/dist
 .venv/bin/python -m build --outdir out/dist . >/dev/null
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+
+try_out() { # a package, in a folder of its own
+    local venv=$scratch/${1##*.}/venv
+    .venv/bin/python -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$1[cli,hf]"
+    cd "$venv/.."
+    export JAX_PLATFORMS=cpu
+    venv/bin/python -c 'import sys, kvjax.core; assert "jax" not in sys.modules; import kvjax.engine, kvjax.nnx'
+    venv/bin/kvjax plan llama-3-8b --memory 10GiB >/dev/null
+    venv/bin/kvjax generate --prompt "The try statement" --max-tokens 4 --no-plot --no-compilation-cache >/dev/null
+    echo "installs and runs: $(basename "$1")"
+}
+
+runs=()
 for package in "$PWD"/out/dist/kvjax-*.whl "$PWD"/out/dist/kvjax-*.tar.gz; do
-    rm -rf "$scratch/venv"
-    .venv/bin/python -m venv "$scratch/venv"
-    "$scratch/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$package[cli,hf]"
-    (
-        cd "$scratch"
-        export JAX_PLATFORMS=cpu
-        venv/bin/python -c 'import sys, kvjax.core; assert "jax" not in sys.modules; import kvjax.engine, kvjax.nnx'
-        venv/bin/kvjax plan llama-3-8b --memory 10GiB >/dev/null
-        venv/bin/kvjax generate --prompt "The try statement" --max-tokens 4 --no-plot --no-compilation-cache >/dev/null
-    )
-    echo "installs and runs: $(basename "$package")"
+    try_out "$package" &
+    runs+=($!)
 done
+status=0
+for run in "${runs[@]}"; do wait "$run" || status=1; done
+exit "$status"
