@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import jax
@@ -115,39 +115,60 @@ def load_model(
     return LoadedModel(config, module, Tokenizer.from_folder(folder))
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's files: those of the index if there is one."""
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, as the checkpoint's index says; None: there is no index, and one file has them all.
+
+    Raises:
+        CheckpointError: an index of another form, or one that names a file outside the folder.
+    """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: expected a JSON object with a weight_map, got {error!r}") from error
-        files = [folder / name for name in names]
-    else:
-        files = [folder / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"expected weights in safetensors files, found no {file}")
+    if not index.is_file():
+        return None
+    try:
+        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: expected a JSON object with a weight_map, got {error!r}") from error
+    for name, file in files.items():
+        if not isinstance(file, str) or PurePosixPath(file).name != file or PureWindowsPath(file).name != file:
+            raise CheckpointError(f"{index}: expected {name} in a file beside the index, got {file!r}")
     return files
 
 
 def _open_tensors(folder: Path, module: LanguageModel, stack: ExitStack) -> dict[str, _Stored]:
     """Every tensor by the name that the model has for it; `stack` closes their files.
 
+    With an index they are those that it names, each from the file that it names; files may hold others.
+
     Raises:
-        CheckpointError: a file is no safetensors file, or weights are quantised.
+        CheckpointError: a file is missing or no safetensors file, lacks a tensor, or weights are quantised.
     """
     safetensors = require_extra("safetensors", "hf", "loading a model")
-    tensors: dict[str, _Stored] = {}
-    for file in _weight_files(folder):
+    weight_map = _weight_map(folder)
+    opened = {}
+    for name in ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values())):
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"expected weights in safetensors files, found no {file}")
         try:
-            opened = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
+            opened[name] = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
         except safetensors.SafetensorError as error:
             raise CheckpointError(
                 f"{file}: expected a safetensors file, got one that cannot be read: {error}"
             ) from error
-        tensors |= {module.own_name(name): _Stored(opened, name) for name in opened.keys()}  # noqa: SIM118
+    held = {file: set(tensors.keys()) for file, tensors in opened.items()}
+    if weight_map is None:
+        weight_map = {name: file for file, names in held.items() for name in names}
+    for name, file in weight_map.items():
+        if name not in held[file]:
+            raise CheckpointError(
+                f"{folder / file}: expected the tensor {name}, as the index says, got a file without it: the index and "
+                f"the file are of different checkpoints, or the file is cut off"
+            )
+    tensors: dict[str, _Stored] = {}
+    for name, file in weight_map.items():
+        stored = tensors.setdefault(module.own_name(name), _Stored(opened[file], name))
+        if stored.name != name:
+            raise CheckpointError(f"{folder}: expected one tensor of {stored.name} and {name}, which mean the same")
     scales = sorted(name for name in tensors if re.sub(_SCALE, ".weight", name) in tensors.keys() - {name})
     if scales:
         raise CheckpointError(
@@ -179,6 +200,7 @@ def _match_tensors(
                 problems.append(f"{name}: expected shape {expected}, got {got}")
     known = {name for source in sources.values() for name in source.names}
     problems += [f"{name}: expected no such tensor" for name in _surplus(tensors, known, module, prefix)]
+    problems += _other_heads(tensors, module, prefix)
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise CheckpointError(f"{folder}: the checkpoint does not fit its config.json:\n  " + "\n  ".join(shown))
@@ -193,3 +215,15 @@ def _surplus(tensors: dict[str, _Stored], known: set[str], module: LanguageModel
         is_ignored = name.endswith("rotary_emb.inv_freq") or name.startswith(ignored)
         if not is_tied_head and not is_ignored:
             yield name
+
+
+def _other_heads(tensors: dict[str, _Stored], module: LanguageModel, prefix: str) -> Iterator[str]:
+    """What is wrong with copies of a tied head: one that is not the embeddings is an output head of its own."""
+    embeddings = tensors.get(prefix + module.anchor)
+    heads = [name for name in tensors if module.config.tie_word_embeddings and name.endswith("lm_head.weight")]
+    for name in heads:
+        if embeddings is not None and not np.array_equal(tensors[name].read(), embeddings.read()):
+            yield (
+                f"{name}: expected the embeddings, since tie_word_embeddings is true, got other values: change the "
+                "config to use them, or remove them"
+            )

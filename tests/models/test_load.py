@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,67 @@ def test_a_checkpoint_in_several_files_is_the_same_model(qwen3: Path) -> None:
         load_model(qwen3)
     (qwen3 / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"index\.json: expected a JSON object with a weight_map, got KeyError"):
+        load_model(qwen3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_tensor_is_read_from_the_file_that_the_index_names(qwen3: Path, seed: int) -> None:
+    """Files may hold stale copies of others' tensors, or tensors of nobody; files that are not indexed do not matter."""
+    random = np.random.default_rng(seed)
+    tensors = load_file(qwen3 / "model.safetensors")
+    (qwen3 / "model.safetensors").unlink()
+    files = [f"part-{i}.safetensors" for i in random.permutation(random.integers(1, 6))]
+    weight_map = {name: files[random.integers(len(files))] for name in random.permutation(list(tensors))}
+    for file in [*files, "consolidated.safetensors"]:
+        stale = {name: -tensor for name, tensor in tensors.items() if random.random() < 0.3}
+        own = {name: tensors[name] for name, place in weight_map.items() if place == file}
+        save_file({**stale, "nobody": np.zeros(3, np.float32), **own}, qwen3 / file)
+    (qwen3 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    chex.assert_trees_all_equal(
+        nnx.to_pure_dict(nnx.state(load_model(qwen3).module)),
+        nnx.to_pure_dict(nnx.state(load_model(model_folder("qwen3")).module)),
+    )
+
+
+@pytest.mark.parametrize("place", ["../model.safetensors", "/etc/model.safetensors", "a\\b.safetensors", "sub/x", 3])
+def test_an_index_names_files_of_its_folder_only(qwen3: Path, place: str | int) -> None:
+    index = {"weight_map": {"model.norm.weight": place}}
+    (qwen3 / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"expected model\.norm\.weight in a file beside the index, got .*"):
+        load_model(qwen3)
+
+
+@pytest.mark.parametrize("place", ["", "..", "model-9.safetensors"])
+def test_an_index_that_names_no_file_is_refused(qwen3: Path, place: str) -> None:
+    index = {"weight_map": {"model.norm.weight": place}}
+    (qwen3 / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="expected weights in safetensors files, found no "):
+        load_model(qwen3)
+
+
+def test_a_tensor_that_is_not_in_the_file_that_the_index_names_is_named(qwen3: Path) -> None:
+    split_checkpoint(qwen3)
+    tensors = load_file(qwen3 / "model-00001-of-00002.safetensors")
+    name = sorted(tensors)[1]
+    save_file({key: x for key, x in tensors.items() if key != name}, qwen3 / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=rf"00001-of-00002\.safetensors: expected the tensor {re.escape(name)}, as"):
+        load_model(qwen3)
+
+
+def test_two_tensors_of_one_meaning_are_refused(tmp_path: Path) -> None:
+    """The Hub's name and transformers' own of the same weights."""
+    shutil.copytree(model_folder("deepseek_v4"), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change_tensors(tmp_path, {"embed_tokens.weight": -tensors["embed.weight"]})
+    with pytest.raises(CheckpointError, match=r"expected one tensor of embed\S*\.weight and embed\S*\.weight, which"):
+        load_model(tmp_path)
+
+
+def test_a_tied_model_has_no_other_head(qwen3: Path) -> None:
+    """Stacks differ in which of the two they use."""
+    embeddings = load_file(qwen3 / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(qwen3, {"lm_head.weight": embeddings + 1})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected the embeddings, since tie_word_embeddings is"):
         load_model(qwen3)
 
 
