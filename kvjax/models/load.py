@@ -134,41 +134,43 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     return files
 
 
+def _open_file(path: Path, stack: ExitStack) -> Any:
+    """A safetensors file, which `stack` closes.
+
+    Raises:
+        CheckpointError: it is missing, or no safetensors file.
+    """
+    safetensors = require_extra("safetensors", "hf", "loading a model")
+    if not path.is_file():
+        raise CheckpointError(f"expected weights in safetensors files, found no {path}")
+    try:
+        return stack.enter_context(safetensors.safe_open(path, framework="numpy"))
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path}: expected a safetensors file, got one that cannot be read: {error}") from error
+
+
 def _open_tensors(folder: Path, module: LanguageModel, stack: ExitStack) -> dict[str, _Stored]:
     """Every tensor by the name that the model has for it; `stack` closes their files.
 
     With an index they are those that it names, each from the file that it names; files may hold others.
 
     Raises:
-        CheckpointError: a file is missing or no safetensors file, lacks a tensor, or weights are quantised.
+        CheckpointError: as `_open_file`, a file lacks a tensor, or weights are quantised.
     """
-    safetensors = require_extra("safetensors", "hf", "loading a model")
     weight_map = _weight_map(folder)
-    opened = {}
-    for name in ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values())):
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"expected weights in safetensors files, found no {file}")
-        try:
-            opened[name] = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
-        except safetensors.SafetensorError as error:
-            raise CheckpointError(
-                f"{file}: expected a safetensors file, got one that cannot be read: {error}"
-            ) from error
-    held = {file: set(tensors.keys()) for file, tensors in opened.items()}
-    if weight_map is None:
-        weight_map = {name: file for file, names in held.items() for name in names}
-    for name, file in weight_map.items():
-        if name not in held[file]:
-            raise CheckpointError(
-                f"{folder / file}: expected the tensor {name}, as the index says, got a file without it: the index and "
-                f"the file are of different checkpoints, or the file is cut off"
-            )
+    names = ["model.safetensors"] if weight_map is None else sorted(set(weight_map.values()))
+    files = {name: _open_file(folder / name, stack) for name in names}
+    held = {name: set(file.keys()) for name, file in files.items()}
     tensors: dict[str, _Stored] = {}
-    for name, file in weight_map.items():
-        stored = tensors.setdefault(module.own_name(name), _Stored(opened[file], name))
-        if stored.name != name:
-            raise CheckpointError(f"{folder}: expected one tensor of {stored.name} and {name}, which mean the same")
+    for tensor, name in (weight_map or {tensor: name for name in names for tensor in held[name]}).items():
+        if tensor not in held[name]:
+            raise CheckpointError(
+                f"{folder / name}: expected the tensor {tensor}, as the index says, got a file without it: the index "
+                "and the file are of different checkpoints, or the file is cut off"
+            )
+        stored = tensors.setdefault(module.own_name(tensor), _Stored(files[name], tensor))
+        if stored.name != tensor:
+            raise CheckpointError(f"{folder}: expected one tensor of {stored.name} and {tensor}, which mean the same")
     scales = sorted(name for name in tensors if re.sub(_SCALE, ".weight", name) in tensors.keys() - {name})
     if scales:
         raise CheckpointError(

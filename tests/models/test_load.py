@@ -77,7 +77,7 @@ def test_a_checkpoint_in_several_files_is_the_same_model(qwen3: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_tensor_is_read_from_the_file_that_the_index_names(qwen3: Path, seed: int) -> None:
-    """Files may hold stale copies of others' tensors, or tensors of nobody; files that are not indexed do not matter."""
+    """Files may hold stale copies of others' tensors, and tensors of nobody; files without an entry do not matter."""
     random = np.random.default_rng(seed)
     tensors = load_file(qwen3 / "model.safetensors")
     (qwen3 / "model.safetensors").unlink()
@@ -115,7 +115,7 @@ def test_a_tensor_that_is_not_in_the_file_that_the_index_names_is_named(qwen3: P
     tensors = load_file(qwen3 / "model-00001-of-00002.safetensors")
     name = sorted(tensors)[1]
     save_file({key: x for key, x in tensors.items() if key != name}, qwen3 / "model-00001-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match=rf"00001-of-00002\.safetensors: expected the tensor {re.escape(name)}, as"):
+    with pytest.raises(CheckpointError, match=rf"00001-of-00002\.safetensors: expected the tensor {re.escape(name)},"):
         load_model(qwen3)
 
 
@@ -132,7 +132,7 @@ def test_a_tied_model_has_no_other_head(qwen3: Path) -> None:
     """Stacks differ in which of the two they use."""
     embeddings = load_file(qwen3 / "model.safetensors")["model.embed_tokens.weight"]
     change_tensors(qwen3, {"lm_head.weight": embeddings + 1})
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected the embeddings, since tie_word_embeddings is"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected the embeddings, since tie_word"):
         load_model(qwen3)
 
 
