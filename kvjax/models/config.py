@@ -12,10 +12,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvjax.models.configs.rope import RopeConfig
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -55,6 +58,8 @@ class ModelConfig(abc.ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that files on the Hub leave out
     key_aliases: ClassVar[Mapping[str, str]] = {}  # names of keys in files, with those read here
     outer_keys: ClassVar[tuple[str, ...]] = ()  # read beside those of `text_config`
+    is_tied_within: ClassVar[bool] = False  # `tie_word_embeddings` of `text_config` decides, not the outer one
+    counts_scaling: ClassVar[bool] = False  # `max_position_embeddings` is the length that rotary scalings make
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
     ignored_outer_keys: ClassVar[frozenset[str]] = frozenset()  # likewise, beside `text_config`
 
@@ -84,6 +89,18 @@ class ModelConfig(abc.ABC):
     def shared_layers(self) -> dict[str, str]:
         """Layers that read the pages of another layer, with that layer."""
         return {}
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings of its layers."""
+        return ()
+
+    @property
+    def longest_len(self) -> int:
+        """Tokens that the config's rotary scalings allow, where `max_model_len` is what the file says."""
+        if self.counts_scaling:
+            return self.max_model_len
+        return max([self.max_model_len, *(rope.longest_len(self.max_model_len) for rope in self.ropes)])
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:

@@ -162,7 +162,9 @@ def _open_tensors(folder: Path, module: LanguageModel, stack: ExitStack) -> dict
     files = {name: _open_file(folder / name, stack) for name in names}
     held = {name: set(file.keys()) for name, file in files.items()}
     tensors: dict[str, _Stored] = {}
-    for tensor, name in (weight_map or {tensor: name for name in names for tensor in held[name]}).items():
+    if weight_map is None:
+        weight_map = dict.fromkeys(held[names[0]], names[0])
+    for tensor, name in weight_map.items():
         if tensor not in held[name]:
             raise CheckpointError(
                 f"{folder / name}: expected the tensor {tensor}, as the index says, got a file without it: the index "
@@ -193,7 +195,7 @@ def _match_tensors(
     """
     prefixes = module.tensor_prefixes
     prefix = next((p for p in prefixes if p + module.anchor in tensors), prefixes[0])
-    sources = {path: tensor_source(module, path, prefix).chosen(tensors) for path, _ in params}
+    sources = {path: tensor_source(module, path, prefix).chosen(tensors, shape) for path, shape in params}
     problems = []
     for path, shape in params:
         for name, expected in zip(sources[path].names, sources[path].shapes(shape), strict=True):

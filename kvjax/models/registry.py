@@ -83,12 +83,16 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     config_class = getattr(importlib.import_module(f"kvjax.models.configs.{family.module}"), family.config)
     if family.has_text_config:
         informational = INFORMATIONAL_OUTER_KEYS | config_class.ignored_outer_keys
-        keys = text_keys(data, config_class.defaults, where, informational, config_class.outer_keys)
+        keys = text_keys(
+            data,
+            config_class.defaults,
+            where,
+            informational,
+            config_class.outer_keys,
+            is_tied_within=config_class.is_tied_within,
+        )
     else:
-        aliases = config_class.key_aliases
-        renamed = {aliases[key]: value for key, value in data.items() if key in aliases}
-        own = {key: value for key, value in data.items() if key not in aliases}
-        keys = ConfigKeys(renamed | own, config_class.defaults, where)
+        keys = ConfigKeys(_renamed(data, config_class.key_aliases, where), config_class.defaults, where)
     try:
         config: ModelConfig = config_class.parse(keys)
     except ConfigError:
@@ -96,7 +100,20 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
     keys.finish(INFORMATIONAL_KEYS | config_class.ignored_keys)
-    return config
+    return config.for_length(config.longest_len)
+
+
+def _renamed(data: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:
+    """`data` with the names of keys that are read.
+
+    Raises:
+        ConfigError: one key has two values under its names.
+    """
+    renamed: dict[str, Any] = {}
+    for key, value in data.items():
+        if renamed.setdefault(aliases.get(key, key), value) != value:
+            raise ConfigError(f"{where}: expected one value of {aliases.get(key, key)!r} and its other names, got two")
+    return renamed
 
 
 def build_model(config: ModelConfig, *, dtype: str = "float32", rngs: nnx.Rngs) -> LanguageModel:

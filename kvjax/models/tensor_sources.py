@@ -10,7 +10,7 @@ A parameter's path is its tensor's name, but for its last element. A module whos
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -26,6 +26,14 @@ _LEAVES = {
     "embedding": ("weight", False),
     "scale": ("weight", False),
 }
+
+
+class HasShape(Protocol):
+    """A tensor of a checkpoint."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the tensor as it is stored."""
 
 
 class TensorSource(abc.ABC):
@@ -56,10 +64,15 @@ class TensorSource(abc.ABC):
     def under(self, rename: Callable[[str], str]) -> TensorSource:
         """The same with other names."""
 
-    def chosen(self, tensors: Container[str]) -> TensorSource:
+    def chosen(self, tensors: Mapping[str, HasShape], param_shape: Shape) -> TensorSource:
         """The source to use of a checkpoint with these tensors: itself, unless it is one of several ways."""
-        del tensors
+        del tensors, param_shape
         return self
+
+    def fits(self, tensors: Mapping[str, HasShape], param_shape: Shape) -> bool:
+        """Whether all its tensors are there, of their shapes."""
+        shapes = zip(self.names, self.shapes(param_shape), strict=True)
+        return all(name in tensors and tensors[name].shape == shape for name, shape in shapes)
 
 
 @dataclass(frozen=True)
@@ -231,9 +244,10 @@ class Either(TensorSource):
         """The same under other names."""
         return Either(tuple(way.under(rename) for way in self.ways))
 
-    def chosen(self, tensors: Container[str]) -> TensorSource:
-        """The first way whose tensors are all there."""
-        return next((way for way in self.ways if all(name in tensors for name in way.names)), self.ways[0])
+    def chosen(self, tensors: Mapping[str, HasShape], param_shape: Shape) -> TensorSource:
+        """The first way that fits, else the first whose tensors are all there, to say what is wrong with them."""
+        there = [way for way in self.ways if all(name in tensors for name in way.names)]
+        return next((way for way in there if way.fits(tensors, param_shape)), (there or self.ways)[0])
 
 
 @runtime_checkable

@@ -44,16 +44,18 @@ def qwen3_vl_dict(**text: Any) -> dict[str, Any]:
         "architectures": ["Qwen3VLMoeForConditionalGeneration"],
         "image_token_id": 1,
         "text_config": llama_dict(
-            architectures=...,
-            num_experts=16,
-            moe_intermediate_size=8,
-            norm_topk_prob=True,
-            num_experts_per_tok=2,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            rope_scaling={"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-            rope_theta=5_000_000,
-            **text,
+            **{
+                "architectures": ...,
+                "num_experts": 16,
+                "moe_intermediate_size": 8,
+                "norm_topk_prob": True,
+                "num_experts_per_tok": 2,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+                "rope_theta": 5_000_000,
+            }
+            | text
         ),
         "vision_config": {"depth": 27},
         "video_token_id": 2,

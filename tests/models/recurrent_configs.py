@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": ...,
         "model_max_length": 128,
         "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
         "first_k_dense_replace": 1,
         "head_dim": 72,
         "kv_lora_rank": 16,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvjax.configs import config_root, load_model_config
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.errors import ConfigError
@@ -54,12 +55,44 @@ def test_older_and_newer_rope_keys_mean_the_same() -> None:
     )
 
 
-def test_dynamic_scaling_runs_for_as_long_as_its_factor_stretches() -> None:
-    """Its `max_position_embeddings` are pretraining's; the keys of a cache are rotated for the longest sequence."""
-    scaling = {"rope_type": "dynamic", "factor": 4.0}
-    config = ModelConfig.from_dict(llama_dict(rope_scaling=scaling))
-    assert (config.max_model_len, config.rope.original_max_len) == (512, 128)
-    assert ModelConfig.from_dict(llama_dict(rope_scaling={"rope_type": "linear", "factor": 4.0})).max_model_len == 128
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"rope_type": "default"}, 128),
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+        ({"rope_type": "dynamic", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 400),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "llama3", "factor": 8.0, **LLAMA3}, 128),
+        ({"rope_type": "longrope", "factor": 4.0, **LONG_ROPE}, 128),
+    ],
+)
+def test_a_model_runs_for_as_long_as_its_rotary_scaling_stretches(scaling: dict[str, Any], longest: int) -> None:
+    """As in vLLM: `factor` times pretraining's length, unless `max_position_embeddings`, here 128, is that product."""
+    for keys in ({"rope_scaling": scaling}, {"rope_parameters": scaling | {"rope_theta": 1e4}}):
+        assert ModelConfig.from_dict(llama_dict(**keys)).max_model_len == longest
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("qwen2.5-7b", 131_072), ("qwen3-8b", 131_072), ("qwen3-235b-a22b", 131_072), ("mistral-7b", 131_072)],
+)
+def test_qwens_own_recipe_for_long_texts_is_read(name: str, longest: int) -> None:
+    data = json.loads((config_root() / "models" / f"{name}.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert ModelConfig.from_dict(data | {"rope_scaling": yarn}).max_model_len == longest
+    assert ModelConfig.from_dict(data | {"rope_scaling": yarn}).for_length(100).max_model_len == 100
+
+
+def test_gemma_3_gives_the_length_that_its_scaling_makes() -> None:
+    """131,072 tokens with a linear factor of 8, as vLLM takes it too."""
+    assert load_model_config("gemma-3-27b").max_model_len == 131_072
 
 
 def test_older_and_newer_gemma_rope_keys_mean_the_same() -> None:
@@ -72,7 +105,7 @@ def test_older_and_newer_gemma_rope_keys_mean_the_same() -> None:
     )
     config = ModelConfig.from_dict(newer)
     assert config == ModelConfig.from_dict(gemma3_dict())
-    assert config.rope == RopeConfig(theta=1_000_000.0, rope_type="linear", factor=8.0)
+    assert config.rope == RopeConfig(theta=1_000_000.0, rope_type="linear", factor=8.0, original_max_len=131_072)
     assert config.rope_local == RopeConfig(theta=10_000.0)
 
 
@@ -127,8 +160,43 @@ def test_multimodal_configs_are_read_for_their_text_part() -> None:
         "eos_token_id": [1, 106],
     }
     config = ModelConfig.from_dict(gemma)
-    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))  # the text part's own word comes first
+    assert (config.dtype, config.eos_token_ids) == ("float16", (1, 106))  # the outer word comes first
     assert config.layer_types == ModelConfig.from_dict(gemma3_dict()).layer_types
+
+
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.5},
+    {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+    {"rope_type": "longrope", "factor": 4.0, **LONG_ROPE},
+)
+
+
+@pytest.mark.parametrize("new", range(len(ROPES)))
+@pytest.mark.parametrize("old", range(len(ROPES)))
+def test_two_descriptions_of_rotary_embeddings_are_the_same_one_or_refused(old: int, new: int) -> None:
+    """transformers takes one of them, and which one goes by the family."""
+    for make in (llama_dict, gemma3_dict):
+        theta = 1e6 if make is gemma3_dict else 5e5
+        both = {**ROPES[new], "rope_theta": theta}
+        data = make(
+            rope_theta=theta,
+            max_position_embeddings=128,
+            head_dim=8,
+            rope_scaling=ROPES[old],
+            rope_parameters={FULL: both} if make is gemma3_dict else both,
+        )
+        if old == new:
+            data_of_one = {key: value for key, value in data.items() if key != "rope_scaling"}
+            assert ModelConfig.from_dict(data) == ModelConfig.from_dict(data_of_one)
+        else:
+            with pytest.raises(ConfigError, match=r"expected rope_scaling and rope_parameters to say the same, got \{"):
+                ModelConfig.from_dict(data)
 
 
 def test_end_tokens_of_the_generation_config_take_precedence(tmp_path: Path) -> None:
@@ -177,6 +245,37 @@ def test_end_tokens_of_the_generation_config_take_precedence(tmp_path: Path) -> 
         (
             llama_dict(architectures=["Qwen3ForCausalLM"], layer_types=[SLIDING, FULL]),
             "expected a sliding_window, since layer_types has sliding_attention layers",
+        ),
+        (
+            llama_dict(rope_theta=1e4, rope_parameters={"rope_theta": 5e5}),
+            "expected one 'rope_theta', got 500000.0 and beside the object 10000.0",
+        ),
+        (
+            gemma3_dict(rope_scaling=..., rope_local_base_freq=1e4, rope_parameters={SLIDING: {"rope_theta": 5e3}}),
+            "expected one 'rope_theta', got 5000.0 and beside the object 10000.0",
+        ),
+        (llama_dict(partial_rotary_factor=0.5), "'partial_rotary_factor' to be 1, as transformers takes it, got 0.5"),
+        (
+            llama_dict(rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}),
+            "'original_max_position_embeddings' to be max_position_embeddings, 128, .*got 64",
+        ),
+        (
+            llama_dict(
+                architectures=["Phi3ForCausalLM"],
+                rope_scaling={"type": "longrope", **LONG_ROPE},
+                original_max_position_embeddings=32,
+            ),
+            "expected one 'original_max_position_embeddings', got 64 and beside the object 32",
+        ),
+        (gemma3_dict(rope_scaling=..., rope_parameters={"factor": 8.0}), "rope_parameters: unknown keys factor"),
+        (
+            qwen3_vl_dict(rope_parameters={"mrope_interleaved": False}, rope_scaling=...),
+            "'mrope_interleaved' to be true, as transformers takes it, got false",
+        ),
+        (qwen3_vl_dict(norm_topk_prob=False), "'norm_topk_prob' to be true, got false: transformers computes with"),
+        (
+            llama_dict(architectures=["MistralForCausalLM"], layer_types=[SLIDING, FULL]),
+            "layer_types among sliding_attention, got full_attention",
         ),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "expected the key 'text_config', got none"),
         (qwen3_vl_dict(depth=3), "text_config: unknown keys depth"),

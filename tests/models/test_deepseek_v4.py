@@ -162,7 +162,7 @@ def test_a_layer_has_the_caches_of_its_sort() -> None:
         ({"o_groups": 3}, "here: expected o_groups to divide 8 heads, got 3"),
         ({"num_key_value_heads": 2}, "here: expected 'num_key_value_heads' to be 1, got 2"),
         ({"n_shared_experts": 2}, "here: expected 'n_shared_experts' to be 1, got 2"),
-        ({"norm_topk_prob": False}, "expected 'norm_topk_prob' to be true, as transformers takes it, got false"),
+        ({"norm_topk_prob": False}, "expected 'norm_topk_prob' to be true, got false"),
         ({"attention_bias": True}, "'attention_bias' to be null or false, got True: DeepSeek V4 has no biases"),
         ({"scoring_func": "cosine"}, "'scoring_func' among softmax, sigmoid, sqrtsoftplus, got 'cosine'"),
     ],

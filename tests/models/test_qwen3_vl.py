@@ -23,19 +23,26 @@ def test_a_config_says_what_stands_for_a_token(config: ModelConfig) -> None:
     assert config.has_mrope
 
 
-def test_experts_are_the_tensors_of_the_hub(config: ModelConfig) -> None:
-    """`[experts, in, 2 * out]`, gate before up, as Qwen/Qwen3-VL-235B-A22B has them."""
+@pytest.mark.parametrize("gate_up_shape", [(16, 32, 16), (16, 16, 32)])
+@pytest.mark.parametrize("down_shape", [(16, 8, 32), (16, 32, 8)])
+def test_experts_are_the_tensors_of_the_hub_or_of_transformers(
+    config: ModelConfig, gate_up_shape: tuple[int, ...], down_shape: tuple[int, ...]
+) -> None:
+    """Gate before up: `[experts, in, out]` as Qwen/Qwen3-VL-235B-A22B has them, or `[experts, out, in]`."""
     module = nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0)))
     prefix = "model.language_model."
-    for leaf, name, shape in (
-        ("gate", "gate_up_proj", (16, 32, 16)),
-        ("up", "gate_up_proj", (16, 32, 16)),
-        ("down", "down_proj", (16, 8, 32)),
-    ):
-        path = ("layers", 0, "mlp", "experts", leaf)
-        source = tensor_source(module, path, prefix)
-        assert source.names == (f"{prefix}layers.0.mlp.experts.{name}",)
-        assert source.shapes(getattr(module.layers[0].mlp.experts, leaf).shape) == (shape,)
+    tensors = {
+        f"{prefix}layers.0.mlp.experts.{name}": np.random.default_rng(0).random(shape)
+        for name, shape in (("gate_up_proj", gate_up_shape), ("down_proj", down_shape))
+    }
+    gate_up, down = (
+        tensor if tensor.shape[1] == size else tensor.swapaxes(1, 2)
+        for tensor, size in zip(tensors.values(), (32, 8), strict=True)
+    )
+    for leaf, expected in (("gate", gate_up[..., :8]), ("up", gate_up[..., 8:]), ("down", down)):
+        source = tensor_source(module, ("layers", 0, "mlp", "experts", leaf), prefix).chosen(tensors, expected.shape)
+        assert getattr(module.layers[0].mlp.experts, leaf).shape == expected.shape
+        np.testing.assert_array_equal(source.join([tensors[name] for name in source.names], expected.shape), expected)
     head = tensor_source(module, ("lm_head", "kernel"), prefix)
     assert head.names == ("lm_head.weight",)
 

@@ -94,6 +94,11 @@ class AttentionDecoderConfig(DecoderConfig):
             return self.full_heads
         return self.num_kv_heads, self.head_dim
 
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Of all layers that have any."""
+        return tuple(rope for rope in (self.rope, self.rope_local) if rope is not None)
+
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Rotary embedding of layer `layer`; None: it has none."""
         if self.rotated_layers is not None and not self.rotated_layers[layer]:
@@ -177,9 +182,10 @@ def take_heads(keys: ConfigKeys, hidden_size: int) -> dict[str, Any]:
     """Heads, their dimension, and the scale of scores that goes by it."""
     num_q_heads = keys.take_int("num_attention_heads")
     head_dim = keys.take_int("head_dim", max(hidden_size // num_q_heads, 1))
+    gives_kv_heads = keys.take_nullable("num_key_value_heads") is not None
     return {
         "num_q_heads": num_q_heads,
-        "num_kv_heads": keys.take_int("num_key_value_heads", num_q_heads),
+        "num_kv_heads": keys.take_int("num_key_value_heads") if gives_kv_heads else num_q_heads,
         "head_dim": head_dim,
         "sm_scale": head_dim**-0.5,
     }

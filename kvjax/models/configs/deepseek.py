@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from kvjax.core.spec import KVCacheSpec
-from kvjax.errors import ConfigError
 from kvjax.models.configs.decoder import DecoderConfig, take_sizes
 from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.configs.keys import ConfigKeys
@@ -29,7 +28,6 @@ class DeepseekConfig(DecoderConfig):
             "aux_loss_alpha",
             "ep_size",
             "head_dim",  # of transformers: that of the rotated part
-            "num_key_value_heads",  # as many as query heads, made of one latent
             "num_mtp_layers",
             "qk_head_dim",
             "quantization_config",  # loading says what of it can be read
@@ -48,6 +46,11 @@ class DeepseekConfig(DecoderConfig):
     def cache_words(self) -> str:
         """The latent of a layer."""
         return f"a latent of {self.attention.latent_dim + self.attention.rope_dim}"
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The shared key's, if it is rotated."""
+        return () if self.attention.rope is None else (self.attention.rope,)
 
     @property
     def ignored_tensors(self) -> tuple[str, ...]:
@@ -78,6 +81,8 @@ class DeepseekV2Config(DeepseekConfig):
     """Experts by softmax; groups of experts rank by their best one."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
@@ -116,6 +121,9 @@ class DeepseekV3Config(DeepseekConfig):
     """Experts by sigmoid, chosen with a bias; groups of experts rank by their two best ones."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "num_nextn_predict_layers": 1,
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
@@ -151,8 +159,8 @@ class DeepseekV3Config(DeepseekConfig):
 def take_deepseek_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Of both, the choice of experts apart."""
     sizes = take_sizes(keys)
-    if keys.take("moe_layer_freq", 1) != 1:
-        raise ConfigError(f"{keys.where}: expected 'moe_layer_freq' to be 1, got {keys.take('moe_layer_freq')!r}")
+    keys.require("moe_layer_freq", 1)
+    keys.require("num_key_value_heads", keys.take_int("num_attention_heads"))  # all are made of one latent
     num_shared = keys.take_int("n_shared_experts") if keys.take("n_shared_experts") else 0
     return {
         **sizes,

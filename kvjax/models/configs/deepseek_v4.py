@@ -97,6 +97,7 @@ class DeepseekV4Config(DecoderConfig):
         "index_head_dim": 128,
         "index_topk": 512,
     }
+    key_aliases: ClassVar[Mapping[str, str]] = {"intermediate_size": "moe_intermediate_size"}
     ignored_keys: ClassVar[frozenset[str]] = frozenset(
         ["expert_dtype", "num_nextn_predict_layers", "quantization_config", "router_jitter_noise"]
     )
@@ -120,6 +121,11 @@ class DeepseekV4Config(DecoderConfig):
     def rope_dim(self) -> int:
         """Dimensions of a latent that are rotated, and not quantised."""
         return int(self.head_dim * self.rope.partial_rotary_factor)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Of both kinds of layers."""
+        return self.rope, self.rope_compressed
 
     @property
     def cache_dtype(self) -> str:
@@ -195,8 +201,7 @@ class DeepseekV4Config(DecoderConfig):
         for key in ("attention_bias", "mlp_bias"):
             keys.refuse(key, "DeepSeek V4 has no biases")
         for key in ("num_key_value_heads", "n_shared_experts"):
-            if keys.take_int(key, 1) != 1:
-                raise ConfigError(f"{keys.where}: expected {key!r} to be 1, got {keys.take(key)!r}")
+            keys.require(key, 1)
         ropes = _take_ropes(keys, sizes["max_model_len"], head_dim)
         return cls(
             **sizes,
@@ -228,8 +233,7 @@ class DeepseekV4Config(DecoderConfig):
 
 def _take_experts(keys: ConfigKeys) -> ExpertsConfig:
     keys.take_choice("topk_method", ("noaux_tc",), "noaux_tc")
-    if not keys.take_flag("norm_topk_prob", True):
-        raise ConfigError(f"{keys.where}: expected 'norm_topk_prob' to be true, as transformers takes it, got false")
+    keys.require("norm_topk_prob", True)
     return ExpertsConfig(
         num_experts=keys.take_int("n_routed_experts"),
         top_k=keys.take_int("num_experts_per_tok"),
@@ -247,9 +251,9 @@ def _take_ropes(keys: ConfigKeys, max_model_len: int, head_dim: int) -> dict[str
     share = 64 / 512 if rope_dim is None else keys.take_int("qk_rope_head_dim") / head_dim
     share = keys.take_float("partial_rotary_factor", share)
     thetas = {"compress": "compress_rope_theta", "main": "rope_theta"}
-    ropes = take_ropes(keys, max_model_len, thetas, partial_rotary_factor=share)
-    compress = ropes["compress"]
-    if "compress" not in (keys.take_object("rope_parameters") or {}) and compress.attention_factor is None:
+    ropes = take_ropes(keys, max_model_len, thetas, may_be_flat=True, partial_rotary_factor=share)
+    compress, is_older = ropes["compress"], "compress" not in (keys.take_object("rope_parameters") or {})
+    if is_older and compress.rope_type == "yarn" and compress.attention_factor is None:
         ropes["compress"] = replace(compress, attention_factor=1.0)  # YaRN's temperature is not applied
     return ropes
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+# How tensors of experts lie in a checkpoint: each its own, or of all experts as [E, out, in] or [E, in, out].
+APART, ROWS, COLUMNS = "apart", "rows", "columns"
 
 
 @dataclass(frozen=True, kw_only=True)

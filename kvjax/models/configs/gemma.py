@@ -55,6 +55,7 @@ class Gemma2Config(AttentionDecoderConfig):
 class Gemma3Config(AttentionDecoderConfig):
     """Every `sliding_window_pattern`-th layer is full; sliding ones have a rotary base of their own."""
 
+    counts_scaling: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 262_208,
         "num_attention_heads": 8,

@@ -34,6 +34,7 @@ class AltUpConfig:
 class Gemma3nConfig(PerLayerConfig):
     """Every fifth layer is full; the last `num_kv_shared_layers` have no K and V of their own."""
 
+    counts_scaling: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "vocab_size": 262_400,
         "vocab_size_per_layer_input": 262_144,

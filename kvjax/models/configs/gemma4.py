@@ -19,6 +19,8 @@ from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.per_layer_inputs import PerLayerConfig, take_per_layer_fields
 from kvjax.models.configs.rope import take_ropes
 
+_ROPES = {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, SLIDING: {}}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(PerLayerConfig):
@@ -36,10 +38,6 @@ class Gemma4Config(PerLayerConfig):
         "max_position_embeddings": 131_072,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
-        "rope_parameters": {
-            FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-        },
         "tie_word_embeddings": True,
         "sliding_window": 512,
         "num_kv_shared_layers": 0,
@@ -66,8 +64,10 @@ class Gemma4Config(PerLayerConfig):
         bias = keys.take_flag("attention_bias", False)
         default = tuple(SLIDING if (i + 1) % 6 else FULL for i in range(fields["num_layers"]))
         layer_types = (*keys.take_layer_types(default, (FULL, SLIDING))[:-1], FULL)
+        heads = fields["num_kv_heads"], fields["head_dim"]
         v_is_k = keys.take_flag("attention_k_eq_v", False)
-        ropes = take_ropes(keys, fields["max_model_len"], {FULL: "rope_theta", SLIDING: "rope_local_base_freq"})
+        thetas = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+        ropes = take_ropes(keys, fields["max_model_len"], thetas, default=_ROPES)
         return cls(
             **fields | {"sm_scale": 1.0},
             **take_per_layer_fields(keys),
@@ -76,7 +76,7 @@ class Gemma4Config(PerLayerConfig):
             qk_norm=True,
             v_norm=True,
             v_is_k=v_is_k,
-            full_heads=_take_full_heads(keys, layer_types, fields["num_kv_heads"], gets_kv_heads=v_is_k),
+            full_heads=_take_full_heads(keys, layer_types, heads, gets_kv_heads=v_is_k),
             embed_scale=fields["hidden_size"] ** 0.5,
             layer_types=layer_types,
             num_shared_layers=keys.take_index("num_kv_shared_layers"),
@@ -90,25 +90,36 @@ class Gemma4Config(PerLayerConfig):
 
 
 def _take_full_heads(
-    keys: ConfigKeys, layer_types: tuple[str, ...], num_kv_heads: int, *, gets_kv_heads: bool
+    keys: ConfigKeys, layer_types: tuple[str, ...], heads: tuple[int, int], *, gets_kv_heads: bool
 ) -> tuple[int, int]:
-    """KV heads of full layers and their dimension: as two keys say, or as `per_layer_config` says of each of them."""
-    head_dim = keys.take_int("global_head_dim")
+    """KV heads of full layers and their dimension, where those of others are `heads`.
+
+    Two keys say it, or `per_layer_config`, which has what is not as in other layers by the layer's number.
+    """
     num_global = keys.take("num_global_key_value_heads", None)
-    if num_global is not None and gets_kv_heads:
-        num_kv_heads = keys.take_int("num_global_key_value_heads")
+    is_own = num_global is not None and gets_kv_heads
+    num_kv_heads = keys.take_int("num_global_key_value_heads") if is_own else heads[0]
+    full_heads = num_kv_heads, keys.take_int("global_head_dim")
     per_layer = keys.take_object("per_layer_config")
     if per_layer is None:
-        return num_kv_heads, head_dim
-    full = [str(i) for i, kind in enumerate(layer_types) if kind == FULL]
-    of_full = ConfigKeys(per_layer.get(full[0], {}), {}, f"{keys.where}: per_layer_config")
-    if sorted(per_layer) != sorted(full) or any(per_layer[i] != per_layer[full[0]] for i in full):
-        raise ConfigError(
-            f"{of_full.where}: expected the same of each full layer and nothing else, got {dict(per_layer)}"
-        )
-    heads = (of_full.take_int("num_key_value_heads", num_kv_heads), of_full.take_int("head_dim"))
-    of_full.finish(frozenset())
-    return heads
+        return full_heads
+    where = f"{keys.where}: per_layer_config"
+    by_layer = dict.fromkeys(range(len(layer_types)), heads) | {
+        int(layer): _take_layer_heads(ConfigKeys(own, {}, where), heads) for layer, own in per_layer.items()
+    }
+    by_kind = [{by_layer[i] for i in by_layer if (i, kind) in enumerate(layer_types)} for kind in (SLIDING, FULL)]
+    if len(by_layer) > len(layer_types) or not by_kind[0] <= {heads} or len(by_kind[1]) != 1:
+        raise ConfigError(f"{where}: expected the same of each full layer and nothing else, got {dict(per_layer)}")
+    (full_heads,) = by_kind[1]
+    return full_heads
+
+
+def _take_layer_heads(keys: ConfigKeys, heads: tuple[int, int]) -> tuple[int, int]:
+    """KV heads of a layer and their dimension."""
+    num_kv_heads, head_dim = heads
+    found = keys.take_int("num_key_value_heads", num_kv_heads), keys.take_int("head_dim", head_dim)
+    keys.finish(frozenset())
+    return found
 
 
 def _take_experts(keys: ConfigKeys) -> ExpertsConfig | None:

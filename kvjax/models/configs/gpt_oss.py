@@ -16,6 +16,15 @@ from kvjax.models.configs.experts import ExpertsConfig
 from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.rope import take_rope
 
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(AttentionDecoderConfig):
@@ -26,14 +35,6 @@ class GptOssConfig(AttentionDecoderConfig):
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150_000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
         "sliding_window": 128,
         "vocab_size": 201_088,
         "max_position_embeddings": 131_072,
@@ -58,7 +59,7 @@ class GptOssConfig(AttentionDecoderConfig):
             has_sinks=True,
             layer_types=keys.take_layer_types(default, (FULL, SLIDING)),
             sliding_window=keys.take_int("sliding_window"),
-            rope=take_rope(keys, fields["max_model_len"]),
+            rope=take_rope(keys, fields["max_model_len"], default=_YARN),
             experts=ExpertsConfig(
                 num_experts=keys.take_int("num_local_experts", 128),
                 top_k=keys.take_int("num_experts_per_tok", 4),

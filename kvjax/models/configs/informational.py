@@ -57,5 +57,3 @@ INFORMATIONAL_OUTER_KEYS = INFORMATIONAL_KEYS | frozenset(
         "vision_start_token_id",
     ]
 )
-# What a text config has from its outer config where it does not say it itself.
-INHERITED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from kvjax.errors import ConfigError
 from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.experts import ExpertsConfig
@@ -56,8 +55,7 @@ class JambaConfig(AttentionDecoderConfig):
         """The config that `keys` describe."""
         fields = take_decoder_fields(keys)
         keys.take_choice("hidden_act", ("silu",), "silu")  # what follows the convolution
-        if not keys.take_flag("mamba_inner_layernorms", True):
-            raise ConfigError(f"{keys.where}: expected 'mamba_inner_layernorms' to be true, got false")
+        keys.require("mamba_inner_layernorms", True)
         keys.refuse("sliding_window", "attention layers see all")
         mamba = take_mamba1(keys, fields["hidden_size"])
         attends = take_period(keys, "attn_layer", fields["num_layers"])

@@ -5,14 +5,15 @@ Flow:    dict -> [ConfigKeys] -> a config class of this folder
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from kvjax.errors import ConfigError
-from kvjax.models.configs.informational import INHERITED_KEYS
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _REQUIRED = object()
+_TIED = "tie_word_embeddings"
 
 
 class ConfigKeys:
@@ -33,6 +34,11 @@ class ConfigKeys:
         if value is _REQUIRED:
             raise ConfigError(f"{self.where}: expected the key {key!r}, got none")
         return value
+
+    def given(self, key: str) -> Any:
+        """The file's own value, None where it has none."""
+        self._taken.add(key)
+        return self._data.get(key)
 
     def take_nullable(self, key: str) -> Any:
         """The value, where an explicit null means none and only a missing key means the architecture's default."""
@@ -75,9 +81,9 @@ class ConfigKeys:
         return value
 
     def finish(self, informational: frozenset[str]) -> None:
-        """Raises ConfigError where keys are left that say something: those that are null or false do not."""
+        """Raises ConfigError where keys are left that say something: those that are null, false or empty do not."""
         left = set(self._data) - self._taken - informational
-        unknown = sorted(key for key in left if self._data[key] is not None and self._data[key] is not False)
+        unknown = sorted(key for key in left if self._data[key] not in (None, [], {}) and self._data[key] is not False)
         if unknown:
             raise ConfigError(
                 f"{self.where}: unknown keys {', '.join(unknown)}; expected none beyond those this version reads: "
@@ -108,6 +114,15 @@ class ConfigKeys:
             raise ConfigError(f"{self.where}: expected {key!r} among {', '.join(choices)}, got {name!r}")
         return str(name)
 
+    def require(self, key: str, value: Any) -> None:
+        """Raises ConfigError where the file has another value of `key` than the one that transformers computes with."""
+        got = self.take(key, value)
+        if got != value:
+            raise ConfigError(
+                f"{self.where}: expected {key!r} to be {json.dumps(value)}, got {json.dumps(got)}: transformers "
+                "computes with nothing else"
+            )
+
     def refuse(self, key: str, remedy: str) -> None:
         """Raises ConfigError where `key` is neither missing, null nor false."""
         value = self.take(key, None)
@@ -136,19 +151,37 @@ def text_keys(
     where: str,
     informational: frozenset[str],
     handed: tuple[str, ...] = (),
+    *,
+    is_tied_within: bool = False,
 ) -> ConfigKeys:
-    """The language model's keys of a multimodal config, with those that it has from the outer object.
+    """The language model's keys of a multimodal config, `text_config`, with those that the outer object decides.
 
-    The outer object's keys of `handed` are among them.
+    The outer object's keys of `handed` are among them. Of keys that may stand in both:
+
+        bos_token_id, eos_token_id   the outer's, unless it is missing or null
+        dtype, torch_dtype           the outer's, in either spelling, unless both are missing or null
+        tie_word_embeddings          the outer's, null being false; if `is_tied_within`, `text_config`'s; never both
+        any other                    `text_config`'s; the outer may repeat it
+
+    Source: transformers' from_pretrained, GenerationConfig.from_model_config, get_expanded_tied_weights_keys
 
     Raises:
         ConfigError: there is no `text_config`, or the outer object has keys that are not `informational`.
     """
     outer = ConfigKeys(data, {}, where)
-    architectures = outer.take("architectures")
-    text = outer.take_object("text_config")
-    if text is None:
+    own = outer.take_object("text_config")
+    if own is None:
         raise ConfigError(f"{where}: expected the key 'text_config', got none")
-    inherited = {key: outer.take_nullable(key) for key in (*INHERITED_KEYS, *handed) if key in data and key not in text}
-    outer.finish(informational)
-    return ConfigKeys({**text, **inherited, "architectures": architectures}, defaults, f"{where}: text_config")
+    decided = {key: value for key in ("bos_token_id", "eos_token_id") if (value := outer.given(key)) is not None}
+    dtype = outer.given("dtype") or outer.given("torch_dtype")
+    decided |= {} if dtype is None else {"dtype": dtype}
+    decided |= {key: outer.given(key) for key in handed if key in data}
+    text = dict(own)
+    if not is_tied_within:
+        text.pop(_TIED, None)
+        decided |= {_TIED: outer.given(_TIED) or False} if _TIED in data else {}
+    repeated = {key for key in data if key in own and data[key] == own[key]}
+    unread = {_TIED} if is_tied_within else set()
+    decided["architectures"] = outer.take("architectures")
+    outer.finish(informational | repeated | unread)
+    return ConfigKeys(text | decided, defaults, f"{where}: text_config")

@@ -26,6 +26,8 @@ class KimiLinearConfig(DeepseekConfig):
     """DeepSeek V3's experts and attention, the latter without rotation and in a few layers only."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
+        "bos_token_id": 163_584,
+        "eos_token_id": 163_586,
         "max_position_embeddings": 1_048_576,
         "rms_norm_eps": 1e-5,
         "kv_lora_rank": 512,
@@ -72,8 +74,8 @@ class KimiLinearConfig(DeepseekConfig):
         keys.take_choice("hidden_act", ("silu",), "silu")  # what follows the convolutions
         keys.take_choice("moe_router_activation_func", ("sigmoid",), "sigmoid")
         for key, wanted in (("mla_use_nope", True), ("moe_layer_freq", 1)):
-            if keys.take(key, wanted) != wanted:
-                raise ConfigError(f"{keys.where}: expected {key!r} to be {wanted}, got {keys.take(key)!r}")
+            keys.require(key, wanted)
+        keys.require("num_key_value_heads", keys.take_int("num_attention_heads"))
         kda, layer_types = take_kda(keys, sizes["num_layers"])
         num_shared = keys.take_int("n_shared_experts") if keys.take("n_shared_experts") else 0
         return cls(

@@ -20,21 +20,20 @@ from kvjax.models.configs.rope import check_factors, take_rope
 class LlamaConfig(AttentionDecoderConfig):
     """Full attention in every layer."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {"bos_token_id": 1, "eos_token_id": 2}
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
         fields = take_decoder_fields(keys)
-        rope = take_rope(keys, fields["max_model_len"])
         bias = keys.take_flag("attention_bias", False)
         return cls(
-            **fields | {"max_model_len": rope.longest_len(fields["max_model_len"])},
+            **fields,
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=keys.take_flag("mlp_bias", False),
             layer_types=(FULL,) * fields["num_layers"],
-            rope=rope,
+            rope=take_rope(keys, fields["max_model_len"]),
         )
 
 
@@ -42,7 +41,11 @@ class LlamaConfig(AttentionDecoderConfig):
 class Qwen2Config(AttentionDecoderConfig):
     """Biases on queries, keys and values; layers from `max_window_layers` on may slide."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"max_window_layers": 28, "sliding_window": 4096}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "max_window_layers": 28,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    }
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
@@ -60,7 +63,12 @@ class Qwen2Config(AttentionDecoderConfig):
 class MistralConfig(AttentionDecoderConfig):
     """Every layer slides where there is a `sliding_window`."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    }
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
@@ -73,7 +81,7 @@ class MistralConfig(AttentionDecoderConfig):
 class Phi3Config(AttentionDecoderConfig):
     """As Mistral, with projections that are fused in the checkpoint, and rotary embeddings of part of a head."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
+    defaults: ClassVar[Mapping[str, Any]] = {"bos_token_id": 1, "eos_token_id": 32_000, "rms_norm_eps": 1e-5}
     ignored_keys: ClassVar[frozenset[str]] = frozenset({"embd_pdrop", "resid_pdrop"})  # of training
 
     @classmethod
@@ -81,19 +89,21 @@ class Phi3Config(AttentionDecoderConfig):
         """The config that `keys` describe."""
         fields = take_decoder_fields(keys)
         original = keys.take_int("original_max_position_embeddings", 4096)
-        rope = take_rope(keys, fields["max_model_len"], original_max_len=original)
+        rope = take_rope(keys, fields["max_model_len"], original_max_len=original, partial_rotary_factor=1.0)
         check_factors(rope, fields["head_dim"])
         return cls(**fields, **take_window(keys, fields["num_layers"]), rope=rope)
 
 
-def take_window(keys: ConfigKeys, num_layers: int) -> dict[str, Any]:
-    """Layer types where `sliding_window` says of all layers whether they slide."""
-    window = keys.take("sliding_window", None)
-    kind = FULL if window is None else SLIDING
-    default = (kind,) * num_layers
+def take_window(keys: ConfigKeys, num_layers: int, *, slides: bool = True) -> dict[str, Any]:
+    """Layer types where `sliding_window` says of all layers whether they slide; unless `slides`, none does.
+
+    transformers reads no `layer_types` there, so they may only say the same.
+    """
+    window = keys.take_nullable("sliding_window")
+    kind = FULL if window is None or not slides else SLIDING
     return {
-        "layer_types": keys.take_layer_types(default, (FULL, SLIDING)),
-        "sliding_window": None if window is None else keys.take_int("sliding_window"),
+        "layer_types": keys.take_layer_types((kind,) * num_layers, (kind,)),
+        "sliding_window": None if kind == FULL else keys.take_int("sliding_window"),
     }
 
 

@@ -41,6 +41,7 @@ class Llama4Config(AttentionDecoderConfig):
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    is_tied_within: ClassVar[bool] = True
     ignored_keys: ClassVar[frozenset[str]] = frozenset({"for_llm_compressor", "router_jitter_noise"})  # of training
     ignored_outer_keys: ClassVar[frozenset[str]] = frozenset({"quantization_config"})
 
@@ -55,7 +56,8 @@ class Llama4Config(AttentionDecoderConfig):
         fields = take_decoder_fields(keys)
         num_layers, bias = fields["num_layers"], keys.take_flag("attention_bias", False)
         is_rotated = _take_rotated(keys, num_layers)
-        default = tuple(CHUNKED if rotated else FULL for rotated in is_rotated)
+        chunk_size = keys.take_nullable("attention_chunk_size")
+        default = tuple(CHUNKED if rotated and chunk_size is not None else FULL for rotated in is_rotated)
         tuned = bool(keys.take("attn_temperature_tuning", True))
         temperature = TemperatureConfig(
             floor=keys.take_float("floor_scale", 8192), scale=keys.take_float("attn_scale", 0.1)
@@ -65,7 +67,7 @@ class Llama4Config(AttentionDecoderConfig):
             qkv_bias=bias,
             o_bias=bias,
             layer_types=keys.take_layer_types(default, (FULL, CHUNKED)),
-            attention_chunk_size=keys.take_int("attention_chunk_size"),
+            attention_chunk_size=None if chunk_size is None else keys.take_int("attention_chunk_size"),
             rope=take_rope(keys, fields["max_model_len"]),
             rotated_layers=is_rotated,
             qk_l2_norm=keys.take_flag("use_qk_norm", True),

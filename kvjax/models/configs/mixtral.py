@@ -21,7 +21,13 @@ from kvjax.models.configs.rope import take_rope
 class MixtralConfig(AttentionDecoderConfig):
     """Experts in every layer."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    }
 
     experts: ExpertsConfig
 

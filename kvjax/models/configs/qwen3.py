@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
-from kvjax.models.configs.experts import ExpertsConfig
+from kvjax.models.configs.experts import APART, ExpertsConfig
 from kvjax.models.configs.keys import ConfigKeys
-from kvjax.models.configs.llama import take_late_windows
+from kvjax.models.configs.llama import take_late_windows, take_window
 from kvjax.models.configs.rope import take_rope
 
 
@@ -21,21 +21,31 @@ from kvjax.models.configs.rope import take_rope
 class Qwen3Config(AttentionDecoderConfig):
     """Dense: layers from `max_window_layers` on may slide."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "head_dim": 128,
+        "max_window_layers": 28,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+    }
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
-        return cls(**take_qwen3_fields(keys))
+        fields = take_qwen3_fields(keys)
+        return cls(**fields, **take_late_windows(keys, fields["num_layers"]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(Qwen3Config):
     """Experts in the feed-forward part of every layer that is not one of `mlp_only_layers`."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"num_experts": 128, "sliding_window": 4096, "max_window_layers": 28}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_experts": 128,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+    }
 
-    fused_experts: ClassVar[str | None] = None  # how a checkpoint's tensors of experts are one, as of `Experts`
+    expert_layouts: ClassVar[tuple[str, ...]] = (APART,)  # that checkpoints have
 
     experts: ExpertsConfig
     expert_layers: tuple[bool, ...]  # per layer: whether it has experts
@@ -43,7 +53,10 @@ class Qwen3MoeConfig(Qwen3Config):
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
-        return cls(**take_expert_fields(keys, take_qwen3_fields(keys)))
+        fields = take_qwen3_fields(keys)
+        keys.take("max_window_layers", None)  # not read: all layers slide, or none
+        slides = keys.take_flag("use_sliding_window", False)
+        return cls(**take_expert_fields(keys, fields), **take_window(keys, fields["num_layers"], slides=slides))
 
 
 def take_expert_fields(keys: ConfigKeys, fields: dict[str, Any]) -> dict[str, Any]:
@@ -62,15 +75,14 @@ def take_expert_fields(keys: ConfigKeys, fields: dict[str, Any]) -> dict[str, An
     return {**fields, "experts": experts, "expert_layers": layers}
 
 
-def take_qwen3_fields(keys: ConfigKeys) -> dict[str, Any]:
-    """Of Qwen3's layers, their feed-forward part apart."""
+def take_qwen3_fields(keys: ConfigKeys, **rope: Any) -> dict[str, Any]:
+    """Of Qwen3's layers, but for their windows and feed-forward part; `rope` is what a file may leave out of it."""
     fields = take_decoder_fields(keys)
     bias = keys.take_flag("attention_bias", False)
     return {
         **fields,
-        **take_late_windows(keys, fields["num_layers"]),
         "qkv_bias": bias,
         "o_bias": bias,
         "qk_norm": True,
-        "rope": take_rope(keys, fields["max_model_len"]),
+        "rope": take_rope(keys, fields["max_model_len"], **rope),
     }

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from kvjax.errors import ConfigError
 from kvjax.models.config import FULL, RECURRENT
 from kvjax.models.configs.attention_decoder import AttentionDecoderConfig, take_decoder_fields
 from kvjax.models.configs.delta import DeltaConfig
@@ -28,6 +27,7 @@ _DELTA_DEFAULTS = {
     "full_attention_interval": 4,
     "head_dim": 256,
     "max_position_embeddings": 32_768,
+    "num_key_value_heads": 2,
 }
 
 
@@ -35,7 +35,7 @@ _DELTA_DEFAULTS = {
 class Qwen3_5Config(AttentionDecoderConfig):
     """Qwen3.5: dense feed-forward parts."""
 
-    defaults: ClassVar[Mapping[str, Any]] = _DELTA_DEFAULTS
+    defaults: ClassVar[Mapping[str, Any]] = _DELTA_DEFAULTS | {"num_key_value_heads": 4}
     ignored_keys: ClassVar[frozenset[str]] = frozenset(["mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"])
 
     delta: DeltaConfig
@@ -67,6 +67,7 @@ class Qwen3_5MoeConfig(Qwen3_5Config):
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
         fields = take_delta_fields(keys)
+        keys.require("norm_topk_prob", True)
         return cls(**fields, **take_shared_experts(keys), expert_layers=(True,) * fields["num_layers"])
 
 
@@ -92,8 +93,8 @@ def take_delta_fields(keys: ConfigKeys) -> dict[str, Any]:
     """All but the experts."""
     fields = take_decoder_fields(keys)
     keys.take_choice("hidden_act", ("silu",), "silu")  # what follows the convolution
-    if not keys.take_flag("attn_output_gate", True):
-        raise ConfigError(f"{keys.where}: expected 'attn_output_gate' to be true, got false")
+    keys.require("attn_output_gate", True)
+    keys.take_choice("output_gate_type", ("swish", "silu"), "swish")  # of what the delta net gives
     bias = keys.take_flag("attention_bias", False)
     interval = keys.take_int("full_attention_interval")
     default = tuple(RECURRENT if (i + 1) % interval else FULL for i in range(fields["num_layers"]))

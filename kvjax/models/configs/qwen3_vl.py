@@ -6,10 +6,14 @@ Source:  transformers' configuration_{qwen3_vl,qwen3_vl_moe}.py
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from kvjax.errors import ConfigError
+from kvjax.models.configs.experts import COLUMNS, ROWS
 from kvjax.models.configs.keys import ConfigKeys
+from kvjax.models.configs.llama import take_window
 from kvjax.models.configs.qwen3 import Qwen3Config, Qwen3MoeConfig, take_expert_fields, take_qwen3_fields
 
 _DEEPSTACK_LAYERS = (8, 16, 24)  # of the vision model, where a config does not say
@@ -49,6 +53,7 @@ class _TakesVectors:
 class Qwen3VLConfig(_TakesVectors, Qwen3Config):
     """Dense."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 500_000.0}
     outer_keys: ClassVar[tuple[str, ...]] = ("image_token_id", "video_token_id", "vision_config")
 
     inputs: VisionInputs
@@ -56,22 +61,42 @@ class Qwen3VLConfig(_TakesVectors, Qwen3Config):
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
-        return cls(**take_qwen3_fields(keys), inputs=take_vision_inputs(keys))
+        return cls(**take_vision_fields(keys), inputs=take_vision_inputs(keys))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLMoeConfig(_TakesVectors, Qwen3MoeConfig):
     """With experts."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "rope_theta": 500_000.0,
+    }
     outer_keys: ClassVar[tuple[str, ...]] = Qwen3VLConfig.outer_keys
-    fused_experts: ClassVar[str | None] = "columns"
+    expert_layouts: ClassVar[tuple[str, ...]] = (ROWS, COLUMNS)  # of transformers, of the Hub
 
     inputs: VisionInputs
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
-        return cls(**take_expert_fields(keys, take_qwen3_fields(keys)), inputs=take_vision_inputs(keys))
+        keys.require("norm_topk_prob", True)
+        return cls(**take_expert_fields(keys, take_vision_fields(keys)), inputs=take_vision_inputs(keys))
+
+
+def take_vision_fields(keys: ConfigKeys) -> dict[str, Any]:
+    """Of the layers, which all have full attention; frequencies of the three axes lie in turns."""
+    keys.require("use_sliding_window", False)
+    for key in ("max_window_layers", "sliding_window"):
+        keys.take(key, None)
+    fields = take_qwen3_fields(keys, mrope_section=(24, 20, 20), mrope_interleaved=True)
+    if not fields["rope"].mrope_interleaved:
+        raise ConfigError(f"{keys.where}: expected 'mrope_interleaved' to be true, as transformers takes it, got false")
+    return fields | take_window(keys, fields["num_layers"], slides=False)
 
 
 def take_vision_inputs(keys: ConfigKeys) -> VisionInputs:

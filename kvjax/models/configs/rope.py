@@ -16,6 +16,7 @@ from kvjax.models.configs.keys import ConfigKeys
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}
+_STRETCHED = ("llama3", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +44,11 @@ class RopeConfig:
     mrope_interleaved: bool = False
 
     def longest_len(self, max_position_embeddings: int) -> int:
-        """Tokens that a model may be run for. "dynamic" stretches pretraining's length, which a config gives, by its
-        factor; the others are given in the length that they make.
+        """Tokens that a model may be run for: what the scaling makes of pretraining's length, as in vLLM.
+
+        Configs of "llama3" and "longrope" give the length that they make; of the others, either.
         """
-        if self.rope_type != "dynamic":
+        if self.rope_type in _STRETCHED:
             return max_position_embeddings
         return max(max_position_embeddings, int(self.factor * self.original_max_len))
 
@@ -64,69 +66,119 @@ def check_factors(rope: RopeConfig, head_dim: int) -> None:
         raise ConfigError(f"expected {pairs} numbers in short_factor and long_factor, got {sizes[0]} and {sizes[1]}")
 
 
-def take_rope(keys: ConfigKeys, max_len: int, **fields: Any) -> RopeConfig:
-    """The one rotary embedding of a model; `fields` hold where the file does not say otherwise."""
-    theta = keys.take_float("rope_theta", 10_000.0)
-    fields["partial_rotary_factor"] = keys.take_float("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    data = _scaling(keys)
-    return _rope_config(data, theta, max_len, f"{keys.where}: rope_parameters", fields)
+def take_rope(keys: ConfigKeys, max_len: int, *, default: Mapping[str, Any] | None = None, **fields: Any) -> RopeConfig:
+    """The one rotary embedding of a model.
+
+    Where the file says nothing of it, it is `default`; `fields` hold where the file does not say otherwise. Whole heads
+    are rotated unless `partial_rotary_factor` is one of them.
+
+    Raises:
+        ConfigError: a value that cannot be, or the file describes two different embeddings.
+    """
+    beside = {key: keys.given(key) for key in ("rope_theta", "partial_rotary_factor")}
+    beside["original_max_position_embeddings"] = fields.pop("original_max_len", None)
+    fields["theta"] = keys.take_float("rope_theta", 10_000.0)
+    where = f"{keys.where}: rope_parameters"
+    forms = [form for name in ("rope_parameters", "rope_scaling") if (form := keys.take_object(name))] or [
+        default or {}
+    ]
+    return _only(keys, [_rope_config(form, max_len, where, beside, fields) for form in forms])
 
 
-def take_ropes(keys: ConfigKeys, max_len: int, thetas: Mapping[str, str], **fields: Any) -> dict[str, RopeConfig]:
+def take_ropes(
+    keys: ConfigKeys,
+    max_len: int,
+    thetas: Mapping[str, str],
+    *,
+    default: Mapping[str, Any] | None = None,
+    may_be_flat: bool = False,
+    **fields: Any,
+) -> dict[str, RopeConfig]:
     """A rotary embedding per layer type. `thetas` names each type's key of older files.
 
-    In those `rope_scaling` is the first type's, the others have none.
+    In those `rope_scaling` is the first type's, the others have none; newer ones have an object for each type in
+    `rope_parameters`, which otherwise `may_be_flat`, as `rope_scaling` is. `Raises` as of `take_rope`.
     """
     where = f"{keys.where}: rope_parameters"
-    base = {kind: keys.take_float(key) for kind, key in thetas.items()}
-    data = _scaling(keys)
-    if any(kind in data for kind in thetas):
-        by_type = ConfigKeys(data, {}, where)
-        scalings: Sequence[Mapping[str, Any]] = [by_type.take_object(kind) or {} for kind in thetas]
+    parameters, scaling = keys.take_object("rope_parameters"), keys.take_object("rope_scaling")
+    if may_be_flat and parameters and not any(kind in parameters for kind in thetas):
+        parameters, scaling = scaling, parameters
+    beside = {kind: {"rope_theta": keys.given(key)} for kind, key in thetas.items()}
+    base = {kind: {"theta": keys.take_float(key)} for kind, key in thetas.items()}
+    forms: list[Mapping[str, Any]] = [{next(iter(thetas)): scaling}] if scaling else []
+    if parameters or not forms:
+        by_type = ConfigKeys(parameters or default or {}, {}, where)
+        forms.append({kind: by_type.take_object(kind) for kind in thetas})
         by_type.finish(frozenset())
-    else:
-        scalings = [data, *[{}] * (len(thetas) - 1)]
-    return {
-        kind: _rope_config(scaling, base[kind], max_len, where, fields)
-        for kind, scaling in zip(thetas, scalings, strict=True)
-    }
+
+    def one(kind: str, form: Mapping[str, Any]) -> RopeConfig:
+        return _rope_config(form.get(kind) or {}, max_len, where, beside[kind], base[kind] | fields)
+
+    return {kind: _only(keys, [one(kind, form) for form in forms]) for kind in thetas}
 
 
-def _scaling(keys: ConfigKeys) -> Mapping[str, Any]:
-    scaling = keys.take_object("rope_scaling")
-    parameters = keys.take_object("rope_parameters")
-    return parameters or scaling or {}
+def _only(keys: ConfigKeys, ropes: Sequence[RopeConfig]) -> RopeConfig:
+    """The one that all are, however the file describes it."""
+    if any(rope != ropes[0] for rope in ropes):
+        raise ConfigError(
+            f"{keys.where}: expected rope_scaling and rope_parameters to say the same, got "
+            f"{keys.given('rope_scaling')} and {keys.given('rope_parameters')}: remove one of the two"
+        )
+    return ropes[0]
 
 
 def _rope_config(
-    data: Mapping[str, Any], theta: float, max_len: int, where: str, fields: Mapping[str, Any]
+    data: Mapping[str, Any], max_len: int, where: str, beside: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> RopeConfig:
-    """One rotary embedding; `theta` is used where the object has none."""
+    """One rotary embedding; what the file has `beside` the object must not contradict it."""
     keys = ConfigKeys(data, {}, where)
+    for key, value in beside.items():
+        if None not in (value, keys.given(key)) and value != keys.given(key):
+            raise ConfigError(f"{where}: expected one {key!r}, got {keys.given(key)!r} and beside the object {value!r}")
     old_type = keys.take("type", "default")
     rope_type = keys.take("rope_type", old_type)
     rope_type = _OLD_NAMES.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
         raise ConfigError(f"{where}: expected 'rope_type' among {', '.join(ROPE_TYPES)}, got {rope_type!r}")
-    values: dict[str, Any] = {**fields, "theta": keys.take_float("rope_theta", theta), "rope_type": rope_type}
-    values["partial_rotary_factor"] = keys.take_float("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    values |= _SCALINGS[rope_type](keys, max_len, values.get("original_max_len", max_len))
+    values: dict[str, Any] = {**fields, "theta": keys.take_float("rope_theta", fields["theta"]), "rope_type": rope_type}
+    values["partial_rotary_factor"] = _take_share(keys, rope_type, beside, fields)
+    original = beside.get("original_max_position_embeddings") or max_len
+    values |= _SCALINGS[rope_type](keys, max_len, original)
     sections = keys.take("mrope_section", None)
     if sections is not None:
-        values |= {"mrope_section": tuple(sections), "mrope_interleaved": keys.take_flag("mrope_interleaved", False)}
+        values["mrope_section"] = tuple(sections)
+    values["mrope_interleaved"] = keys.take_flag("mrope_interleaved", values.get("mrope_interleaved", False))
     keys.finish(frozenset())
     return RopeConfig(**values)
 
 
+def _take_share(keys: ConfigKeys, rope_type: str, beside: Mapping[str, Any], fields: Mapping[str, Any]) -> float:
+    """The share of a head that is rotated; other than all of it only in families that have such a share."""
+    own = fields.get("partial_rotary_factor", 1.0)
+    share = keys.take_float("partial_rotary_factor", beside.get("partial_rotary_factor") or own)
+    if share != 1.0 and "partial_rotary_factor" not in fields and rope_type != "proportional":
+        raise ConfigError(
+            f"{keys.where}: expected 'partial_rotary_factor' to be 1, as transformers takes it, got {share}"
+        )
+    return share
+
+
 def _linear(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:
-    del max_len, original
-    return {"factor": keys.take_float("factor")}
+    del max_len
+    return {
+        "factor": keys.take_float("factor"),
+        "original_max_len": keys.take_int("original_max_position_embeddings", original),
+    }
 
 
 def _dynamic(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:
-    del max_len
-    original = keys.take_int("original_max_position_embeddings", original)
-    return {"factor": keys.take_float("factor"), "original_max_len": original}
+    values = _linear(keys, max_len, original)
+    if values["original_max_len"] != max_len:
+        raise ConfigError(
+            f"{keys.where}: expected 'original_max_position_embeddings' to be max_position_embeddings, {max_len}, from "
+            f"which transformers stretches, got {values['original_max_len']}"
+        )
+    return values
 
 
 def _llama3(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:
@@ -162,8 +214,8 @@ def _longrope(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:
 
 
 def _proportional(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:
-    del max_len, original
-    return {"factor": keys.take_float("factor", 1.0)}
+    del max_len
+    return {"factor": keys.take_float("factor", 1.0), "original_max_len": original}
 
 
 def _default(keys: ConfigKeys, max_len: int, original: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from kvjax.models.configs.keys import ConfigKeys
 class WhisperConfig(ModelConfig):
     """`num_layers` are the decoder's; each has full self-attention and cross attention, of as many heads."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {"bos_token_id": 50_256, "eos_token_id": 50_256}
     ignored_keys: ClassVar[frozenset[str]] = frozenset(
         [
             "activation_dropout",

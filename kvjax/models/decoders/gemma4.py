@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from kvjax.models.configs.experts import ExpertsConfig
+from kvjax.models.configs.experts import ROWS, ExpertsConfig
 from kvjax.models.configs.gemma4 import Gemma4Config
 from kvjax.models.layers.attention import Attention
 from kvjax.models.layers.experts import Experts, choose_experts
@@ -60,7 +60,7 @@ class Gemma4FeedForward(nnx.Module):
         self.has_experts = config.experts is not None
         if config.experts is not None:
             self.router = Gemma4Router(size, config.experts, eps=eps, make=make)
-            self.experts = Experts(size, config.experts, activation=activation, make=make, fused="rows")
+            self.experts = Experts(size, config.experts, activation=activation, make=make, layouts=(ROWS,))
             self.post_feedforward_layernorm_1 = make.norm(size, eps=eps)
             self.pre_feedforward_layernorm_2 = make.norm(size, eps=eps)
             self.post_feedforward_layernorm_2 = make.norm(size, eps=eps)

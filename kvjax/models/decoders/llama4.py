@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kvjax.models.configs.experts import COLUMNS
 from kvjax.models.configs.llama4 import Llama4Config, TemperatureConfig
 from kvjax.models.decoders.llama import dense_part
 from kvjax.models.layers.attention import attention_options
@@ -68,7 +69,7 @@ class Llama4SparseFeedForward(nnx.Module):
     def __init__(self, config: Llama4Config, make: Make) -> None:
         size, inner, activation = config.hidden_size, config.experts.intermediate_size, config.hidden_act
         self.router = make.linear(size, config.experts.num_experts)
-        self.experts = Experts(size, config.experts, activation=activation, make=make, fused="columns")
+        self.experts = Experts(size, config.experts, activation=activation, make=make, layouts=(COLUMNS,))
         self.shared_expert = FeedForward(size, inner, activation=activation, make=make)
         self.config = config.experts
 

@@ -35,7 +35,7 @@ class Qwen3MoeDecoder(Decoder):
                 config.experts,
                 activation=config.hidden_act,
                 make=make,
-                fused=config.fused_experts,
+                layouts=config.expert_layouts,
             )
         else:
             mlp = dense_part(config, make)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.models.config import RECURRENT
-from kvjax.models.configs.experts import ExpertsConfig
+from kvjax.models.configs.experts import APART, ROWS, ExpertsConfig
 from kvjax.models.configs.qwen3_next import Qwen3_5Config
 from kvjax.models.decoders.llama import dense_part
 from kvjax.models.layers.attention import Attention
@@ -97,7 +97,7 @@ def experts_part(config: Qwen3_5Config, experts: ExpertsConfig, make: Make) -> E
     """The feed-forward part of a layer with experts."""
     size, act = config.hidden_size, config.hidden_act
     shared = SharedExpert(size, config.shared_intermediate_size, activation=act, make=make)
-    return ExpertsBesideShared(size, experts, activation=act, make=make, shared_experts=shared, fused="maybe")
+    return ExpertsBesideShared(size, experts, activation=act, make=make, shared_experts=shared, layouts=(APART, ROWS))
 
 
 class DeltaBlock(PreNormBlock):

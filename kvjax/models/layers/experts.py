@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from kvjax.device.placement import DATA_AXIS, TENSOR_AXIS
-from kvjax.models.configs.experts import ExpertsConfig
+from kvjax.models.configs.experts import APART, COLUMNS, ROWS, ExpertsConfig
 from kvjax.models.layers.feed_forward import ACTIVATIONS, gated
 from kvjax.models.layers.make import Make
 from kvjax.models.tensor_sources import Either, Part, Stack, TensorSource, Whole
@@ -146,7 +146,7 @@ class Experts(nnx.Module):
         activation: str,
         make: Make,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
-        fused: str | None = None,  # "rows" or "columns": gate and up of all experts are one tensor; "maybe" one of rows
+        layouts: tuple[str, ...] = (APART,),  # that checkpoints have; of several the first that fits
     ) -> None:
         inner, count = config.intermediate_size, config.num_experts
         self.gate = make.param(count, size, inner, scale=size**-0.5)
@@ -156,7 +156,7 @@ class Experts(nnx.Module):
         self.activation = activation
         self.limit = config.limit
         self.names = names
-        self.fused = fused
+        self.layouts = layouts
 
     def param_splits(self) -> dict[str, tuple[int, int]]:
         """Columns of gate and up, rows of down, as in a dense part."""
@@ -164,20 +164,21 @@ class Experts(nnx.Module):
         return {"gate": (2, inner), "up": (2, inner), "down": (1, inner)}
 
     def checkpoint_sources(self) -> Mapping[str, TensorSource]:
-        """A tensor for each expert and projection, or one of all with `gate_up_proj` [E, out, in] or [E, in, out]."""
+        """A tensor for each expert and projection, or one of all, `gate_up_proj` and `down_proj`."""
         apart: dict[str, TensorSource] = {
             name: Stack(tuple(f"{expert}.{tensor}.weight" for expert in range(self.num_experts)))
             for name, tensor in zip(("gate", "up", "down"), self.names, strict=True)
         }
-        if self.fused is None:
-            return apart
-        inner, (axis, transposed) = self.up.shape[2], (2, False) if self.fused == "columns" else (1, True)
-        as_one: dict[str, TensorSource] = {
+        ways = {APART: apart, ROWS: self._as_one(1, transposed=True), COLUMNS: self._as_one(2, transposed=False)}
+        return {name: Either(tuple(ways[way][name] for way in self.layouts)) for name in apart}
+
+    def _as_one(self, axis: int, *, transposed: bool) -> dict[str, TensorSource]:
+        inner = self.up.shape[2]
+        return {
             "gate": Part("gate_up_proj", 0, 2 * inner, transposed, axis),
             "up": Part("gate_up_proj", inner, 2 * inner, transposed, axis),
             "down": Whole("down_proj", transposed),
         }
-        return {name: Either((apart[name], as_one[name])) for name in apart} if self.fused == "maybe" else as_one
 
     def __call__(self, hidden: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:  # -> [T, d]
         """As `run_experts`."""
@@ -255,12 +256,12 @@ class SparseFeedForward(nnx.Module):
         activation: str,
         make: Make,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),  # of an expert's tensors
-        fused: str | None = None,  # as of `Experts`
+        layouts: tuple[str, ...] = (APART,),  # as of `Experts`
         has_bias: bool = False,  # of the router
         shared_experts: Callable[[jax.Array], jax.Array] | None = None,
     ) -> None:
         self.gate = Router(size, config, make=make, has_bias=has_bias)
-        self.experts = Experts(size, config, activation=activation, make=make, names=names, fused=fused)
+        self.experts = Experts(size, config, activation=activation, make=make, names=names, layouts=layouts)
         self.shared_experts = shared_experts
 
     def __call__(self, hidden: jax.Array) -> jax.Array:  # [T, d] -> [T, d]

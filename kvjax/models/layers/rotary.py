@@ -113,7 +113,7 @@ def _choose_axes(angles: jax.Array, rope: RopeConfig) -> jax.Array:  # [3, T, F]
     time, height, width = rope.mrope_section
     axes = np.repeat(np.arange(3), [time, height, width])
     if rope.mrope_interleaved:
-        axes = np.zeros(time + height + width, np.int64)
+        axes = np.zeros(angles.shape[-1], np.int64)
         axes[1 : 3 * height : 3], axes[2 : 3 * width : 3] = 1, 2
     one_hot = jnp.asarray(axes[None, :] == np.arange(3)[:, None], angles.dtype)
     return jnp.einsum("atf,af->tf", angles, one_hot)
