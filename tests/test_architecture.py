@@ -65,7 +65,7 @@ ALLOWED = {
         "kvjax.planning",
         "kvjax.tiers",
     ),
-    "kvjax.routing": ("kvjax.events.encoding", "kvjax.routing"),
+    "kvjax.routing": ("kvjax.core", "kvjax.routing"),
     "kvjax.replay": (
         *HOST,
         "kvjax.replay",

@@ -10,6 +10,8 @@ Source:  vLLM 0.33 distributed/kv_events.py; the array form is what vLLM sent be
 Fields of vLLM that this library has no value for (locality, ownership, session_id, lookahead_token_ids) come after
 these and are left out, which is what vLLM does with them by default; a decoder passes over them.
 
+Other engines and older releases send fewer fields, either form, and events of other types: `read_batch` takes those.
+
 Importing this module needs msgspec; `EventEncoder` and `EventDecoder` import it on first use.
 """
 
@@ -79,3 +81,48 @@ class ArrayEventBatch(EventBatch, array_like=True, frozen=True):
     ts: float
     events: list[BlockStoredArray | BlockRemovedArray | AllBlocksClearedArray]  # type: ignore[assignment]
     data_parallel_rank: int | None = None
+
+
+EVENTS: dict[Any, type[Event]] = {
+    "BlockStored": BlockStored,
+    "BlockRemoved": BlockRemoved,
+    "AllBlocksCleared": AllBlocksCleared,
+}
+NUM_SURE_FIELDS = 7  # of the array form: what stands behind differs from release to release
+
+
+def read_batch(payload: bytes) -> tuple[EventBatch, list[str]]:
+    """A batch of events in either form, and the types of those left out since they are none of `EVENTS`.
+
+    Fields that an event lacks are None, if they may be.
+
+    Raises:
+        msgspec.MsgspecError: it is no batch, or a field is missing or of another type.
+        ValueError, TypeError, LookupError, RecursionError: it is no batch.
+    """
+    ts, events, *rest = msgspec.msgpack.decode(payload, type=list[Any])
+    known: list[Event] = []
+    others: list[str] = []
+    for event in events:
+        tag = event["type"] if isinstance(event, dict) else msgspec.convert(event, list[Any])[0]
+        if tag in EVENTS:
+            known.append(_read(EVENTS[tag], event))
+        else:
+            others.append(repr(tag))
+    rank = msgspec.convert(rest[0], int | None) if rest else None
+    return EventBatch(msgspec.convert(ts, float), known, rank), others
+
+
+def _read(kind: type[Event], event: dict[str, Any] | list[Any]) -> Event:
+    if isinstance(event, dict):
+        return _of_fields(kind, event)
+    names = kind.__struct_fields__
+    try:
+        return _of_fields(kind, dict(zip(names, event[1:], strict=False)))
+    except msgspec.ValidationError:
+        return _of_fields(kind, dict(zip(names[:NUM_SURE_FIELDS], event[1:], strict=False)))
+
+
+def _of_fields(kind: type[Event], fields: dict[str, Any]) -> Event:
+    tagged = dict.fromkeys(kind.__struct_fields__) | fields | {"type": kind.__struct_config__.tag}
+    return msgspec.convert(tagged, kind)

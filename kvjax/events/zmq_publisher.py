@@ -1,12 +1,19 @@
-"""KV events over ZeroMQ: every batch to all subscribers, and missed ones again to those who ask.
+"""KV events over ZeroMQ: every batch to all subscribers, missed ones again, and what is cached, to those who ask.
 
-Flow:    publish -> queue -> [thread: encode, number, send, keep] -> subscribers; replay requests -> the kept batches
+Flow:    publish -> queue -> [thread: encode, number, send, keep] -> subscribers; requests -> kept batches or a snapshot
 Source:  frames of vLLM 0.33 distributed/kv_events.py (ZmqEventPublisher), replay frames of its pull request 45177
 
     PUB     -> subscriber   topic, seq, payload
     ROUTER  <- DEALER       b"", start_seq                 numbers are 8 bytes, big-endian
             -> DEALER       b"", topic, seq, payload       for every kept batch from start_seq on, then
                             b"", b"", 8 bytes 0xff, b""
+    ROUTER  <- DEALER       b"", 7 bytes 0xff, 0xfe        a snapshot: a number that no batch has, so vLLM's publisher
+                                                           answers with the last message alone
+            -> DEALER       b"", topic, next_seq, payload  for every part of it (`CachedBlocks`), then
+                            b"", b"", 8 bytes 0xff, b""
+
+A snapshot is true when all batches before `next_seq` are taken and none from it on. Its payloads are batches like the
+others: their events begin with `AllBlocksCleared`, and BlockStored of all that is cached follow.
 
 A subscriber that sees a number jump asks for the numbers between. If the first answer is above what it asked for, the
 batches have left the buffer: then it drops what it knows of this publisher. A number that falls back means that the
@@ -24,12 +31,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import TYPE_CHECKING
 
 from kvjax.core.watch.kv_events import KVCacheEvent
+from kvjax.events.cached_blocks import CachedBlocks
 from kvjax.events.config import KVEventsConfig
 from kvjax.events.encoding import EventEncoder
 from kvjax.events.endpoints import endpoint_of_rank, is_bound
@@ -42,7 +49,9 @@ if TYPE_CHECKING:
 
 SEQ_BYTES = 8
 END_OF_REPLAY = b"\xff" * SEQ_BYTES  # -1
-NO_LIMIT = 0  # of a ZeroMQ queue
+SNAPSHOT = END_OF_REPLAY[1:] + b"\xfe"  # -2
+MOST_PARTS = 10_000  # of a snapshot, that ZeroMQ queues for one client
+MOST_REQUEST_BYTES = 1_024  # of a frame; who sends more is cut off
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +90,10 @@ class ZmqEventPublisher(EventPublisher):
         self._clock = clock
         self._topic = config.topic.encode()
         self._buffer = ReplayBuffer(config.buffer_steps)
-        self._next_seq = count()
+        # Only where somebody can ask for it; None: events came that it cannot take.
+        self._cached = None if config.replay_endpoint is None else CachedBlocks()
+        self._next_seq = 0
+        self._has_warned = False
 
         self._max_queue_size = config.max_queue_size
         self._queue: deque[tuple[float, Sequence[KVCacheEvent]]] = deque()
@@ -164,7 +176,10 @@ class ZmqEventPublisher(EventPublisher):
         self._replay_endpoint: str | None = None
         if config.replay_endpoint is not None:
             self._replay = self._socket(self._zmq.ROUTER)
-            self._replay.set_hwm(NO_LIMIT)  # a ROUTER drops what is above it, and an answer is as long as the buffer
+            # The longest answer fits. Beyond it a client that asks and does not read is answered no more.
+            self._replay.sndhwm = config.buffer_steps + MOST_PARTS
+            self._replay.router_mandatory = True
+            self._replay.maxmsgsize = MOST_REQUEST_BYTES
             address = endpoint_of_rank(config.replay_endpoint, self._rank)
             self._replay_endpoint = self._attach(self._replay, address, may_connect=False)
 
@@ -232,22 +247,58 @@ class ZmqEventPublisher(EventPublisher):
 
     def _send(self, ts: float, events: Sequence[KVCacheEvent]) -> None:
         """A batch that cannot be encoded takes a number all the same: subscribers see that they miss it."""
-        seq = next(self._next_seq)
+        seq = self._next_seq
+        self._next_seq += 1
+        self._note_cached(events)
         try:
             payload = self._encoder.encode(events, ts, self._rank)
         except Exception:
             logger.exception("KV events: batch %d cannot be encoded and is left out", seq)
             return
         self._buffer.append(seq, payload)
-        self._pub.send_multipart((self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload))
+        self._pub.send_multipart((self._topic, _frame(seq), payload))
+
+    def _note_cached(self, events: Sequence[KVCacheEvent]) -> None:
+        try:
+            if self._cached is not None:
+                self._cached.apply(events)
+        except Exception:
+            self._cached = None
+            logger.exception("KV events: what is cached is not known any more, subscribers get no snapshot")
 
     def _answer(self, replay: zmq.Socket) -> None:
         request = replay.recv_multipart()
         if len(request) != 3 or request[1] or len(request[2]) != SEQ_BYTES:
-            lengths = [len(frame) for frame in request[1:]]
-            logger.warning("KV events: expected a replay request of frames of 0 and 8 bytes, got %s", lengths)
+            if not self._has_warned:
+                self._has_warned = True
+                lengths = [len(frame) for frame in request[1:]]
+                logger.warning("KV events: expected a replay request of frames of 0 and 8 bytes, got %s", lengths)
             return
-        client = request[0]
-        for seq, payload in self._buffer.since(int.from_bytes(request[2], "big")):
-            replay.send_multipart((client, b"", self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload))
-        replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+        client, asked = request[0], request[2]
+        try:
+            for number, payload in self._snapshot() if asked == SNAPSHOT else self._kept(asked):
+                replay.send_multipart((client, b"", self._topic, number, payload), self._zmq.NOBLOCK)
+            replay.send_multipart((client, b"", b"", END_OF_REPLAY, b""), self._zmq.NOBLOCK)
+        except self._zmq.ContextTerminated:
+            raise
+        except self._zmq.ZMQError as error:  # it has left, or its queue is full
+            logger.info("KV events: an answer to a subscriber is cut off: %s", error)
+
+    def _kept(self, asked: bytes) -> Iterator[tuple[bytes, bytes]]:
+        for seq, payload in self._buffer.since(int.from_bytes(asked, "big")):
+            yield _frame(seq), payload
+
+    def _snapshot(self) -> list[tuple[bytes, bytes]]:
+        """Number and payload of each part; none where an event cannot be told."""
+        if self._cached is None:
+            return []
+        number, now = _frame(self._next_seq), self._clock()
+        try:
+            return [(number, self._encoder.encode(part, now, self._rank)) for part in self._cached.snapshot()]
+        except Exception:
+            logger.exception("KV events: what is cached cannot be encoded, and is told to nobody")
+            return []
+
+
+def _frame(seq: int) -> bytes:
+    return seq.to_bytes(SEQ_BYTES, "big")

@@ -3,7 +3,8 @@
 Flow:    Job, when it arrives -> [RoutedReplicas.submit]: PrefixIndex.match -> Router.pick -> Replica.submit
 
 By the time a request is routed the index knows the events of all steps that have ended, and no others: a step that is
-under way has told nothing. Of what tiers hold there are no events: the router asks them.
+under way has told nothing. Of what tiers hold there are no events: the router asks them for the blocks behind a hit, of
+the group that lasts longest.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class RoutedReplicas:
         self.replicas = tuple(replicas)
         self._router = make_router(router)
         self._group_id = _longest_lasting_group(kv_cache_config)
-        self._index = PrefixIndex(len(replicas), self._group_id)
         self._hash_block_size = of.config.hash_block_size
+        self._index = PrefixIndex(len(replicas), kv_cache_config, of.longest, self._hash_block_size)
         self._block_size = kv_cache_config.kv_cache_groups[self._group_id].kv_cache_spec.block_size
 
     @property
@@ -56,19 +57,19 @@ class RoutedReplicas:
         """Gives a job that arrives at `job.arrives_s` to the replica that the router picks; its number."""
         for number, replica in enumerate(self.replicas):
             self._index.apply(number, replica.take_events(job.arrives_s))
-        hashes = self._hashes_of_blocks(request)
-        hits = self._hits(hashes[: (request.num_tokens - 1) // self._block_size])
+        hits = self._hits(request)
         states = [replica.state(hit) for replica, hit in zip(self.replicas, hits, strict=True)]
         chosen = self._router.pick(job.source.input_length, states)
         job.request, job.expected_tokens = request, job.source.input_length - hits[chosen]
         self.replicas[chosen].submit(job)
         return chosen
 
-    def _hits(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+    def _hits(self, request: Request) -> list[int]:
         """Tokens of the prompt that each replica has, in its pool or its tiers."""
-        in_pool = self._index.match(block_hashes)
+        in_pool, size = self._index.match(request), self._block_size
+        usable = self._hashes_of_blocks(request)[: (request.num_tokens - 1) // size]
         return [
-            (found + replica.num_in_tiers(block_hashes[found:], self._group_id)) * self._block_size
+            found + replica.num_in_tiers(usable[found // size :], self._group_id) * size
             for found, replica in zip(in_pool, self.replicas, strict=True)
         ]
 

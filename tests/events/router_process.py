@@ -2,8 +2,8 @@
 
     python -m tests.events.router_process ENDPOINT REPLAY_ENDPOINT
 
-A line is a prompt's block hashes as hexadecimal digests; the answer is JSON: its leading blocks that the publisher has,
-how many blocks it has in all, and how often its cache became unknown.
+A line is a prompt's block hashes as hexadecimal digests. The answer is JSON: tokens of it that the publisher has, all
+blocks that it has, how often its cache became unknown, and whether all of it is known.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import sys
 
+from kvjax.core import Request
 from kvjax.events import CacheUnknown, ZmqEventSubscriber
 from kvjax.routing import PrefixIndex
+from tests.events.workload import FULL, HASH_BLOCK_SIZE, MAX_MODEL_LEN, make_manager
 
 QUIET_S = 0.3  # without a message for so long, all that was published has come
 
 
 def main(endpoint: str, replay_endpoint: str) -> None:
-    index, num_unknown = PrefixIndex(1), 0
+    index = PrefixIndex(1, make_manager(FULL, 2).kv_cache_config, MAX_MODEL_LEN, HASH_BLOCK_SIZE)
+    num_unknown = 0
     with ZmqEventSubscriber(endpoint, replay_endpoint) as subscriber:
         print("ready", flush=True)
         for line in sys.stdin:
@@ -30,7 +33,13 @@ def main(endpoint: str, replay_endpoint: str) -> None:
                     else:
                         index.apply(0, one.events)
             hashes = [bytes.fromhex(digest) for digest in line.split()]
-            answer = {"matched": index.match(hashes)[0], "blocks": index.num_blocks(0), "unknown": num_unknown}
+            prompt = Request("asked", [0] * (len(hashes) * HASH_BLOCK_SIZE + 1), block_hashes=hashes)
+            answer = {
+                "matched": index.match(prompt)[0],
+                "blocks": index.num_blocks(0),
+                "unknown": num_unknown,
+                "knows_all": index.knows_all(0),
+            }
             print(json.dumps(answer), flush=True)
 
 

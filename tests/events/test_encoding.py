@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
 from kvjax.core import AllBlocksCleared, BlockRemoved, BlockStored
 from kvjax.events import EventDecoder, EventEncoder, low_64_bits, wire
+from kvjax.events.encoding import EVENT_FORMS
 
 SMALL = bytes(31) + b"\x05"  # low 64 bits: 5
 LARGE = bytes(24) + b"\xff\xee\xdd\xcc\xbb\xaa\x99\x88"  # top bit set: unsigned
@@ -191,10 +194,133 @@ def test_fields_that_only_vllm_has_are_passed_over() -> None:
     assert batch == wire.EventBatch(0.5, [wire.BlockRemoved([1], "CPU")])
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93", msgspec.msgpack.encode([0.5, [{"type": "Other"}]])])
-def test_other_bytes_are_refused(payload: bytes) -> None:
+# -- other engines, older releases, and what is none
+
+
+STORED = {
+    "block_hashes": [5, -6],
+    "parent_block_hash": 7,
+    "token_ids": [1, 2, 3, 4],
+    "block_size": 2,
+    "lora_id": 3,
+    "medium": "GPU",
+    "lora_name": "adapter",
+    "extra_keys": [["salt"], None],
+    "group_idx": 1,
+    "kv_cache_spec_kind": "mamba",
+    "kv_cache_spec_sliding_window": 9,
+}
+REMOVED = {"block_hashes": [5, b"digest"], "medium": "GPU", "group_idx": 2}
+
+
+def batch_of(*events: object) -> bytes:
+    return msgspec.msgpack.encode([0.5, events, 1])
+
+
+def as_read(kind: type, fields: dict) -> wire.Event:
+    """The event with these fields, None for the others."""
+    extra = fields.get("extra_keys")
+    read = (
+        {**fields, "extra_keys": extra and [keys and tuple(keys) for keys in extra]}
+        if "extra_keys" in fields
+        else fields
+    )
+    return kind(**(dict.fromkeys(kind.__struct_fields__) | read))
+
+
+def told(event: wire.Event) -> tuple:
+    """Of either form's class."""
+    return event.__struct_config__.tag, msgspec.structs.asdict(event)
+
+
+@pytest.mark.parametrize("event_form", EVENT_FORMS)
+@pytest.mark.parametrize(
+    ("kind", "fields", "num_needed"), [(wire.BlockStored, STORED, 4), (wire.BlockRemoved, REMOVED, 1)]
+)
+def test_fields_may_be_missing_in_either_form(event_form: str, kind: type, fields: dict, num_needed: int) -> None:
+    """An array that ends early, as SGLang's and older vLLM's; a map with any of the other fields left out."""
+    names, tag = list(fields), kind.__name__
+    for count in range(num_needed, len(names) + 1):
+        known = {name: fields[name] for name in names[:count]}
+        (event,) = EventDecoder(event_form).decode(batch_of([tag, *known.values()])).events
+        assert told(event) == told(as_read(kind, known))
+    for chosen in range(1 << (len(names) - num_needed)):
+        known = {name: fields[name] for i, name in enumerate(names) if i < num_needed or chosen >> (i - num_needed) & 1}
+        (event,) = EventDecoder(event_form).decode(batch_of({"type": tag, **known})).events
+        assert told(event) == told(as_read(kind, known))
+
+
+@pytest.mark.parametrize("event_form", EVENT_FORMS)
+def test_forms_may_be_mixed_and_fields_follow(event_form: str) -> None:
+    known = [STORED[name] for name in list(STORED)[:7]]
+    payload = batch_of(
+        ["BlockStored", *STORED.values(), "new", 5],
+        {"type": "BlockRemoved", **REMOVED, "new": 5},
+        ["AllBlocksCleared", 1],
+        ["BlockStored", *known, None, [["image"], None], 0, "full_attention", None],  # a field in between
+    )
+    assert EventDecoder(event_form).decode(payload).events == [
+        as_read(wire.BlockStored, STORED),
+        as_read(wire.BlockRemoved, REMOVED),
+        wire.AllBlocksCleared(),
+        as_read(wire.BlockStored, dict(zip(STORED, known, strict=False))),
+    ]
+
+
+@pytest.mark.parametrize("event_form", EVENT_FORMS)
+def test_events_of_other_types_are_passed_over_and_said_once(event_form: str, caplog: pytest.LogCaptureFixture) -> None:
+    decoder, others = EventDecoder(event_form), ({"type": "BlockMoved", "to": 1}, ["BlockUpdated", 1])
+    known = {"type": "BlockRemoved", **REMOVED}
+    for place in range(3):
+        for other in others:
+            events = [known, known]
+            events.insert(place, other)
+            batch = decoder.decode(batch_of(*events))
+            assert batch == wire.EventBatch(0.5, [as_read(wire.BlockRemoved, REMOVED)] * 2, 1)
+    assert caplog.text.count("events of types unknown here are passed over, the first is 'BlockMoved'") == 1
+    assert len(caplog.records) == 1
+
+
+UNREADABLE = [
+    b"",
+    b"\xc1",
+    b"\x93",
+    b"\x91" * 100_000,
+    *map(msgspec.msgpack.encode, (1, [], [0.5], [0.5, None], ["now", []], [0.5, [], "rank"])),
+    *map(batch_of, (1, "BlockRemoved", [], {}, [[1]], ["BlockRemoved"], ["BlockRemoved", [0.5]])),
+    *(
+        batch_of({"type": "BlockStored", **(STORED | bad)})
+        for bad in ({"block_hashes": None}, {"token_ids": "1"}, {"block_size": None}, {"medium": 1}, {"group_idx": "1"})
+    ),
+]
+
+
+@pytest.mark.parametrize("payload", UNREADABLE, ids=range(len(UNREADABLE)))
+@pytest.mark.parametrize("event_form", EVENT_FORMS)
+def test_other_bytes_are_refused(event_form: str, payload: bytes) -> None:
+    """No batch, or an event of a known type of which something that matters cannot be read."""
     with pytest.raises(ValueError, match=f"expected a batch of KV events, got {len(payload)} other bytes"):
-        EventDecoder().decode(payload)
+        EventDecoder(event_form).decode(payload)
+
+
+@pytest.mark.parametrize("event_form", EVENT_FORMS)
+def test_damaged_batches_are_batches_or_refused(event_form: str) -> None:
+    """1,000 batches with bytes changed, cut off or put in: nothing else escapes."""
+    rng, num_refused = random.Random(0), 0
+    decoder = EventDecoder(event_form)
+    whole = batch_of({"type": "BlockStored", **STORED}, ["BlockRemoved", *REMOVED.values()], {"type": "Other"})
+    for _ in range(1_000):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            place = rng.randrange(len(damaged))
+            damaged[place : place + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
+        if rng.random() < 0.3:
+            del damaged[rng.randrange(len(damaged)) :]
+        try:
+            assert isinstance(decoder.decode(bytes(damaged)), wire.EventBatch)
+        except ValueError:
+            num_refused += 1
+    assert 0 < num_refused < 1_000
 
 
 @pytest.mark.parametrize("coder", [EventEncoder, EventDecoder])

@@ -15,7 +15,8 @@ import zmq
 
 from kvjax.core import KVCacheManager
 from kvjax.events import CacheUnknown, KVEventsConfig, ZmqEventPublisher, ZmqEventSubscriber, low_64_bits
-from tests.events.workload import FULL, Workload, cached_blocks, make_manager
+from kvjax.routing import PrefixIndex
+from tests.events.workload import FULL, HASH_BLOCK_SIZE, MAX_MODEL_LEN, Workload, cached_blocks, make_manager
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -80,17 +81,42 @@ class Served:
         return self.num_published - 1
 
     def expected(self, hashes: list[bytes]) -> tuple[int, int]:
-        """Leading blocks that the manager has, and how many it has."""
+        """Leading tokens of whole blocks that the manager has, and how many blocks it has."""
         cached = {low_64_bits(key) for key in cached_blocks(self.manager)[0]}
         matched = next((i for i, key in enumerate(hashes) if low_64_bits(key) not in cached), len(hashes))
-        return matched, len(cached)
+        return matched * HASH_BLOCK_SIZE, len(cached)
 
-    def check(self, ask: Callable[[list[bytes]], dict], num_unknown: int) -> None:
+    def check(self, ask: Callable[[list[bytes]], dict]) -> None:
         for _ in range(4):
             hashes = self.workload.request(self.workload.prompt()).block_hashes
             answer = ask(hashes)
             assert (answer["matched"], answer["blocks"]) == self.expected(hashes)
-            assert answer["unknown"] == num_unknown
+            assert answer["knows_all"]
+            assert not answer["unknown"]
+
+
+def index_of(manager: KVCacheManager) -> PrefixIndex:
+    return PrefixIndex(1, manager.kv_cache_config, MAX_MODEL_LEN, HASH_BLOCK_SIZE)
+
+
+def take(subscriber: ZmqEventSubscriber, index: PrefixIndex) -> int:
+    """Brings the index up to date, as a router does; how often the cache was unknown."""
+    num_unknown = 0
+    while received := subscriber.poll(0.5):
+        for one in received:
+            if isinstance(one, CacheUnknown):
+                num_unknown += 1
+                index.forget(0)
+            else:
+                index.apply(0, one.events)
+    return num_unknown
+
+
+def check(index: PrefixIndex, served: Served) -> None:
+    """The index's hits are the manager's."""
+    for _ in range(20):
+        request = served.workload.request(served.workload.prompt())
+        assert index.match(request)[0] == served.manager.get_computed_blocks(request)[1]
 
 
 @pytest.fixture
@@ -119,37 +145,75 @@ def test_a_router_in_another_process_over_a_gap_and_a_restart(relay: Relay) -> N
         relay.wait_for_a_subscriber()
         time.sleep(0.3)  # the relay's own subscription takes effect
         relay.pass_on(served.serve(10), lose=lambda seq: seq < 3)  # a late subscriber, as good as
-        served.check(ask, num_unknown=0)
+        served.check(ask)
         relay.pass_on(served.serve(10), lose=lambda seq: 12 <= seq < 16)  # a gap in the middle
-        served.check(ask, num_unknown=0)
+        served.check(ask)
         served.publisher.shutdown()
         served = Served(replay_endpoint, seed=2)  # a restart with an empty cache, numbers from 0
         relay.follow(served.publisher)
         time.sleep(0.3)
         relay.pass_on(served.serve(5))
-        served.check(ask, num_unknown=1)
+        served.check(ask)
         served.publisher.shutdown()
         stdin.close()
         assert process.wait(10) == 0
 
 
-@pytest.mark.parametrize("has_replay", [True, False])
-def test_what_left_the_buffer_is_told_as_lost(relay: Relay, has_replay: bool) -> None:
-    """With a replay of the last 3 batches, or with none: then the batches behind the gap are all that is known."""
+def test_what_left_the_buffer_is_in_the_snapshot(relay: Relay) -> None:
+    """With a replay of the last 3 batches: a late subscriber, and one that lost more than those, start right."""
     served = Served(LOOPBACK, seed=3, buffer_steps=3)
     relay.follow(served.publisher)
-    with ZmqEventSubscriber(relay.endpoint, served.publisher.replay_endpoint if has_replay else None) as subscriber:
+    with ZmqEventSubscriber(relay.endpoint, served.publisher.replay_endpoint) as subscriber:
         relay.wait_for_a_subscriber()
         time.sleep(0.3)
+        index = index_of(served.manager)
+        for lost in (range(9), range(12, 19)):
+            relay.pass_on(served.serve(10), lose=lambda seq: seq in lost)  # noqa: B023
+            assert not take(subscriber, index)
+            assert index.knows_all(0)
+            check(index, served)
+    served.publisher.shutdown()
+
+
+def test_without_a_replay_what_is_missed_is_told_as_lost(relay: Relay) -> None:
+    """What is known then is a lower bound, until the replica clears its cache."""
+    served = Served(LOOPBACK, seed=3)
+    relay.follow(served.publisher)
+    with ZmqEventSubscriber(relay.endpoint) as subscriber:
+        relay.wait_for_a_subscriber()
+        time.sleep(0.3)
+        index = index_of(served.manager)
         relay.pass_on(served.serve(10), lose=lambda seq: seq < 9)
-        received = []
-        while new := subscriber.poll(0.5):
-            received += new
-    assert [isinstance(one, CacheUnknown) for one in received] == [True, False]
+        assert take(subscriber, index) == 2  # at first, and at the gap
+        assert not index.knows_all(0)
+        for _ in range(20):
+            request = served.workload.request(served.workload.prompt())
+            assert index.match(request)[0] <= served.manager.get_computed_blocks(request)[1]
+        served.workload._reset()
+        relay.pass_on(served.serve(10))
+        assert not take(subscriber, index)
+        assert index.knows_all(0)
+        check(index, served)
+    served.publisher.shutdown()
+
+
+def test_all_from_number_0_on_is_all_there_is(relay: Relay) -> None:
+    """A subscriber without a replay that was there from the beginning."""
+    served = Served(LOOPBACK, seed=6)
+    relay.follow(served.publisher)
+    with ZmqEventSubscriber(relay.endpoint) as subscriber:
+        relay.wait_for_a_subscriber()
+        time.sleep(0.3)
+        index = index_of(served.manager)
+        relay.pass_on(served.serve(10))
+        assert take(subscriber, index) == 1
+        assert index.knows_all(0)
+        check(index, served)
     served.publisher.shutdown()
 
 
 def test_a_replay_that_never_answers_costs_its_time_and_no_more(relay: Relay) -> None:
+    """Its time at first, and at each gap; the other batches come."""
     served = Served(LOOPBACK, seed=4)
     relay.follow(served.publisher)
     with ZmqEventSubscriber(relay.endpoint, free_address(), replay_timeout_s=0.2) as subscriber:
@@ -159,7 +223,7 @@ def test_a_replay_that_never_answers_costs_its_time_and_no_more(relay: Relay) ->
         received = []
         while new := subscriber.poll(0.5):
             received += new
-    assert [isinstance(one, CacheUnknown) for one in received] == [False, True, False, False]
+    assert [isinstance(one, CacheUnknown) for one in received] == [True, False, False, True, False, False]
     served.publisher.shutdown()
 
 

@@ -6,6 +6,14 @@ Source:  fields of vLLM distributed/kv_events.py
 
 Routers hash tokens for themselves, so the tokens, the block size and the parent of a stored run must be exact: a run
 with a null block inside is told as two events. Hashes are raw; a publisher may shorten them to 64 bits.
+
+What a consumer may rely on of parents, beside that:
+
+    every kind                the parent is the block before the run in its sequence, at the group's block size, or None
+    kinds that keep all       it was stored before, by an event of the same group: a tree can be made of these groups
+    (full attention, MLA,     alone. It may have been removed since
+    with sinks)
+    windows, chunks, states   it may never have been stored, there or anywhere. Such groups are an index of hashes, no tree
 """
 
 from __future__ import annotations

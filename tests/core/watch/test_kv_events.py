@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +19,12 @@ from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, GroupInfo
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+
+from random_calls import DEPLOYMENTS, RandomCalls
+
 SIZE = 4
+KEEP_ALL = {"full_attention", "mla_attention", "sink_full_attention"}
 HASHER = BlockHasher(SIZE, "sha256_cbor", seed="events")
 
 
@@ -223,3 +231,32 @@ def test_a_router_that_replays_the_events_knows_the_cache(seed: int) -> None:
                 known.clear()
         cached = {block_hash: len(ids) for block_hash, ids in pool.snapshot().blocks_by_hash[0].items()}
         assert {block_hash: count for block_hash, count in known.items() if count} == cached
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_what_parents_tell(name: str) -> None:
+    """The block before in the sequence; where a kind keeps all tokens, it was stored in the group before."""
+    options = {**DEPLOYMENTS[name].options, "enable_kv_cache_events": True}
+    calls = RandomCalls(replace(DEPLOYMENTS[name], options=options), np.random.default_rng(5))
+    told: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+    take = calls.manager.take_events
+    calls.manager.take_events = lambda: told.extend(take())  # random calls take events too
+    requests: dict[str, Request] = {}
+    for _ in range(150):
+        calls.calls[int(np.searchsorted(calls.weights, calls.rng.random()))][0]()
+        requests |= {request.request_id: request for request in calls.running}
+    calls.manager.take_events()
+    before: dict[tuple[int, bytes], bytes | None] = {}
+    stored: set[tuple[int, bytes]] = set()
+    runs = [event for event in told if isinstance(event, BlockStored)]
+    for size in {run.block_size for run in runs}:
+        for request in requests.values():
+            hashes = calls.manager.groups.hashing.of_block_size(request.block_hashes, size)
+            before |= {(size, block_hash): parent for block_hash, parent in zip(hashes, [None, *hashes], strict=False)}
+    for run in runs:
+        parents = (run.parent_block_hash, *run.block_hashes[:-1])
+        assert parents == tuple(before[run.block_size, block_hash] for block_hash in run.block_hashes)
+        parent = (run.group_idx, run.parent_block_hash)
+        assert run.kind not in KEEP_ALL or run.parent_block_hash is None or parent in stored
+        stored |= {(run.group_idx, block_hash) for block_hash in run.block_hashes}
+    assert runs or not calls.manager.enable_caching

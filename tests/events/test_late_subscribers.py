@@ -1,0 +1,321 @@
+"""Subscribers that come late, of this publisher and of older ones; and what hostile peers cannot do."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from kvjax.core import BlockStored, KVCacheManager
+from kvjax.events import CacheUnknown, EventEncoder, KVEventsConfig, ZmqEventPublisher, ZmqEventSubscriber
+from kvjax.events import zmq_publisher as module
+from kvjax.routing import PrefixIndex
+from tests.events.subscriber import END
+from tests.events.workload import FULL, HASH_BLOCK_SIZE, HYBRID, MAX_MODEL_LEN, Workload, make_manager
+
+LOOPBACK = "tcp://127.0.0.1:*"
+SNAPSHOT = (-2).to_bytes(8, "big", signed=True)
+PATIENCE_S = 60  # of a subscriber whose peer answers
+
+
+def index_of(manager: KVCacheManager) -> PrefixIndex:
+    return PrefixIndex(1, manager.kv_cache_config, MAX_MODEL_LEN, HASH_BLOCK_SIZE)
+
+
+def follow(subscriber: ZmqEventSubscriber, index: PrefixIndex, is_done: Callable[[], bool]) -> int:
+    """Brings the index up to date; how often the cache was unknown."""
+    num_unknown = 0
+
+    def step() -> bool:
+        nonlocal num_unknown
+        for one in subscriber.poll(0.01):
+            if isinstance(one, CacheUnknown):
+                num_unknown += 1
+                index.forget(0)
+            else:
+                index.apply(0, one.events)
+        return is_done()
+
+    wait_for(step)
+    return num_unknown
+
+
+def follow_all(subscriber: ZmqEventSubscriber, index: PrefixIndex, publisher: ZmqEventPublisher) -> int:
+    """`follow` as far as the publisher has come."""
+    wait_until_sent(publisher)
+    return follow(subscriber, index, lambda: subscriber._next_seq == publisher._next_seq)
+
+
+class Counting:
+    """A subscriber's live socket that counts what is received."""
+
+    def __init__(self, subscriber: ZmqEventSubscriber) -> None:
+        self.socket, self.num_received = subscriber._live, 0
+        subscriber._live = self  # type: ignore[assignment]
+
+    def poll(self, timeout_ms: int) -> int:
+        return self.socket.poll(timeout_ms)
+
+    def recv_multipart(self) -> list[bytes]:
+        self.num_received += 1
+        return self.socket.recv_multipart()
+
+
+def check(index: PrefixIndex, work: Workload, num_lookups: int = 10) -> None:
+    for _ in range(num_lookups):
+        request = work.request(work.prompt())
+        assert index.match(request)[0] == work.manager.get_computed_blocks(request)[1]
+
+
+def publisher_of(rank: int = 0, **options: object) -> ZmqEventPublisher:
+    config = KVEventsConfig(**{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, "buffer_steps": 2, **options})
+    return ZmqEventPublisher(config, rank)
+
+
+def subscriber_of(publisher: ZmqEventPublisher | OlderPublisher, event_form: str = "map") -> ZmqEventSubscriber:
+    return ZmqEventSubscriber(
+        publisher.endpoint, publisher.replay_endpoint, event_form=event_form, replay_timeout_s=PATIENCE_S
+    )
+
+
+def publish(publisher: ZmqEventPublisher, work: Workload, num_steps: int) -> None:
+    for _ in range(num_steps):
+        work.step()
+        publisher.publish(work.manager.take_events())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def wait_until_sent(publisher: ZmqEventPublisher) -> None:
+    """The queue is empty; what is in the thread's hands is sent before the thread answers anybody."""
+    wait_for(lambda: not publisher._queue)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_a_late_router_knows_an_idle_replica(groups: tuple, rank: int) -> None:
+    """Nothing is published any more, and the kept batches are far from all."""
+    work = Workload(make_manager(groups, 30), rank)
+    with publisher_of(rank) as publisher:
+        publish(publisher, work, 80)
+        wait_until_sent(publisher)
+        for event_form in ("map", "array"):
+            index = index_of(work.manager)
+            with ZmqEventSubscriber(publisher.endpoint, publisher.replay_endpoint, event_form=event_form) as subscriber:
+                first, *_ = received = subscriber.poll()
+                assert first.events[0].__struct_config__.tag == "AllBlocksCleared"
+                assert {batch.data_parallel_rank for batch in received} == {rank}
+                for batch in received:
+                    index.apply(0, batch.events)
+                assert index.knows_all(0)
+                check(index, work)
+
+
+def test_routers_that_come_and_go_while_a_replica_works() -> None:
+    """Whatever they come to hear live, in the snapshot or both, they end with what the replica has."""
+    work = Workload(make_manager(HYBRID, 30), 5)
+    with publisher_of() as publisher:
+        for _ in range(6):
+            publish(publisher, work, 10)
+            index = index_of(work.manager)
+            with subscriber_of(publisher) as subscriber:
+                follow(subscriber, index, lambda: True)  # a snapshot
+                wait_for(lambda: publish(publisher, work, 1) or subscriber._live.poll(10) > 0)
+                for _ in range(10):
+                    publish(publisher, work, 3)
+                    assert not follow(subscriber, index, lambda: True)
+                publish(publisher, work, 10)
+                assert not follow_all(subscriber, index, publisher)
+                assert index.knows_all(0)
+                check(index, work)
+
+
+class OlderPublisher:
+    """vLLM's before 0.26 and after: replays what it keeps, in 3 frames or 4, and has no snapshots."""
+
+    def __init__(self, num_frames: int, event_form: str) -> None:
+        self.context = zmq.Context()
+        self.pub, self.router = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
+        self.endpoint, self.replay_endpoint = (
+            f"tcp://127.0.0.1:{one.bind_to_random_port('tcp://127.0.0.1')}" for one in (self.pub, self.router)
+        )
+        self.encoder, self.num_frames, self.kept = EventEncoder(event_form), num_frames, []
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self._answer)
+        self.thread.start()
+
+    def publish(self, events: list, is_lost: bool = False) -> None:
+        self.kept.append(self.encoder.encode(events, 0.0))
+        if not is_lost:
+            self.pub.send_multipart((b"", (len(self.kept) - 1).to_bytes(8, "big"), self.kept[-1]))
+
+    def _answer(self) -> None:
+        while not self.stopped.is_set():
+            if self.router.poll(10):
+                client, _, number = self.router.recv_multipart()
+                topic = [b""] * (self.num_frames - 3)
+                for seq in range(min(int.from_bytes(number, "big"), len(self.kept)), len(self.kept)):
+                    self.router.send_multipart((client, b"", *topic, seq.to_bytes(8, "big"), self.kept[seq]))
+                self.router.send_multipart((client, b"", *topic, END, b""))
+
+    def close(self) -> None:
+        self.stopped.set()
+        self.thread.join()
+        self.context.destroy(linger=0)
+
+
+@contextmanager
+def older_publisher(num_frames: int, event_form: str) -> Iterator[OlderPublisher]:
+    one = OlderPublisher(num_frames, event_form)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("event_form", ["map", "array"])
+@pytest.mark.parametrize("num_frames", [3, 4])
+def test_replays_of_older_publishers_are_taken(num_frames: int, event_form: str) -> None:
+    """A router that comes late, and loses a third of what follows, knows all once a batch has come."""
+    work = Workload(make_manager(FULL, 30), 7)
+    index = index_of(work.manager)
+    with older_publisher(num_frames, event_form) as publisher:
+        for _ in range(20):
+            work.step()
+            publisher.publish(work.manager.take_events())
+        with subscriber_of(publisher) as subscriber:
+            assert [type(one) for one in subscriber.poll()] == [CacheUnknown]  # no snapshot, and at once
+            index.forget(0)
+            wait_for(lambda: publisher.publish([]) or subscriber._live.poll(10) > 0)
+            for step in range(30):
+                work.step()
+                publisher.publish(work.manager.take_events(), is_lost=step % 3 == 1)
+            publisher.publish([])
+            assert not follow(subscriber, index, lambda: subscriber._next_seq == len(publisher.kept))
+            assert index.knows_all(0)
+            check(index, work)
+
+
+# -- malformed messages
+
+
+def unreadable(rng: random.Random, number: int) -> list[bytes]:
+    """Frames that are no batch: too few or many, numbers of other lengths, payloads that cannot be read."""
+    payload = rng.choice([b"", b"\xc1", rng.randbytes(rng.randint(0, 3)) + b"\xc1", msgspec.msgpack.encode([0.0])])
+    seq = number if rng.random() < 0.7 else rng.choice([0, number + rng.randint(0, 9), rng.getrandbits(64), 2**64 - 1])
+    frames = [b"", seq.to_bytes(8, "big"), payload]
+    shape = rng.random()
+    if shape < 0.1:
+        return [rng.randbytes(rng.randint(0, 9)) for _ in range(rng.choice([1, 2, 4, 7]))]
+    if shape < 0.2:
+        frames[1] = rng.randbytes(rng.choice([0, 1, 7, 9]))
+    return frames
+
+
+@pytest.mark.parametrize("has_replay", [False, True])
+def test_malformed_live_messages_are_noticed(has_replay: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """1,000 of them among true batches: nothing is raised, and the index is right or says that it does not know all."""
+    rng, work = random.Random(1), Workload(make_manager(HYBRID, 30), 8)
+    index, num_right, number = index_of(work.manager), 0, 0
+    with publisher_of() as publisher, zmq.Context() as context, context.socket(zmq.XPUB) as forger:
+        forger.set_hwm(0)
+        endpoint = f"tcp://127.0.0.1:{forger.bind_to_random_port('tcp://127.0.0.1')}"
+        replay_endpoint = publisher.replay_endpoint if has_replay else None
+        with ZmqEventSubscriber(endpoint, replay_endpoint, replay_timeout_s=PATIENCE_S) as subscriber:
+            live, num_sent = Counting(subscriber), 0
+            assert forger.poll(60_000)
+            forger.recv()  # the subscription
+            for step in range(1_200):
+                frames = unreadable(rng, number)
+                if step % 6 == 0:
+                    work._reset() if step % 300 == 0 else work.step()  # all is told again
+                    events = work.manager.take_events()
+                    publisher.publish(events)
+                    frames = [b"", number.to_bytes(8, "big"), EventEncoder().encode(events, 0.0, 0)]
+                    number += bool(events)
+                if step % 6 or events:
+                    forger.send_multipart(frames)
+                    num_sent += 1
+                if step % 20 == 0:
+                    wait_until_sent(publisher)
+                    follow(subscriber, index, lambda: live.num_received == num_sent)  # noqa: B023
+                    if index.knows_all(0):
+                        check(index, work, 3)
+                        num_right += 1
+    assert num_right >= (50 if has_replay else 3)
+    assert len({record.msg for record in caplog.records}) == len(caplog.records) == 2  # each kind is said once
+
+
+def test_malformed_requests_change_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """1,000 of them from several peers, among them frames that are too long, for which ZeroMQ drops the peer."""
+    rng, work = random.Random(2), Workload(make_manager(FULL, 30), 9)
+    with publisher_of() as publisher, zmq.Context() as context:
+        publish(publisher, work, 40)
+        peers = [context.socket(zmq.DEALER) for _ in range(5)]
+        for peer in peers:
+            peer.linger = 0
+            peer.connect(publisher.replay_endpoint)
+        for number in range(1_000):
+            frames = [rng.randbytes(rng.choice([0, 1, 7, 8, 9, 200])) for _ in range(rng.randint(1, 5))]
+            if number % 200 == 199:
+                frames = [b"", bytes(module.MOST_REQUEST_BYTES + 1)]
+            rng.choice(peers).send_multipart(frames)
+            if number % 100 == 0:
+                publish(publisher, work, 1)
+        index = index_of(work.manager)
+        wait_until_sent(publisher)
+        with subscriber_of(publisher) as subscriber:
+            assert not follow(subscriber, index, lambda: True)
+        check(index, work)
+        for peer in peers:
+            peer.close()
+        assert publisher._thread.is_alive()
+    assert caplog.text.count("expected a replay request") == 1
+
+
+def test_who_asks_and_does_not_read_costs_a_queue(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answers are cut off where its queue is full; others get theirs."""
+    monkeypatch.setattr(module, "MOST_PARTS", 3)
+    work = Workload(make_manager(FULL, 200), 10)
+    with publisher_of() as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
+        publish(publisher, work, 40)
+        greedy.linger, greedy.rcvhwm, greedy.rcvbuf = 0, 1, 1_024
+        greedy.connect(publisher.replay_endpoint)
+        with caplog.at_level(logging.INFO):
+            wait_for(lambda: greedy.send_multipart((b"", SNAPSHOT)) or "is cut off" in caplog.text)
+        index = index_of(work.manager)
+        with subscriber_of(publisher) as subscriber:
+            assert not follow(subscriber, index, lambda: True)
+        check(index, work)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"token_ids": ("one",)}, "is not known any more"), ({"extra_keys": ((object(),),)}, "cannot be encoded, and is")],
+)
+def test_a_snapshot_that_cannot_be_told_is_none(fields: dict, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The subscriber says that the cache is unknown; the publisher goes on."""
+    work = Workload(make_manager(FULL, 30), 11)
+    strange = BlockStored(
+        **{"block_hashes": (bytes(32),), "parent_block_hash": None, "token_ids": (1,), **fields, "block_size": 1}
+    )
+    with publisher_of() as publisher:
+        publish(publisher, work, 20)
+        publisher.publish([strange])
+        wait_until_sent(publisher)
+        with subscriber_of(publisher) as subscriber:
+            assert isinstance(subscriber.poll()[0], CacheUnknown)
+        assert said in caplog.text
+        assert publisher._thread.is_alive()
