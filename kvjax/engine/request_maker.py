@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from itertools import chain, count
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class RequestMaker:
         if not isinstance(given.priority, int):
             raise ValueError(f"expected priority as an integer, lower is more urgent, got {given.priority!r}")
         params = SamplingParams() if params is None else params
-        names = sample_ids(f"request-{self.num_queued}" if request_id is None else request_id, params.n)
+        names = sample_ids(self._new_id(params.n, taken_ids) if request_id is None else request_id, params.n)
         for name in names:
             if name in taken_ids:
                 raise ValueError(f"request id {name!r} is in use; expected a new one")
@@ -84,6 +85,12 @@ class RequestMaker:
             for place, name in enumerate(names[1:], start=1)
         ]
         return [first, *others]
+
+    def _new_id(self, num_samples: int, taken_ids: Container[str]) -> str:
+        """An id for a prompt whose caller gives none: no other such prompt's, and no sample's is taken."""
+        first = f"request-{self.num_queued}"
+        names = chain([first], (f"{first}-{i}" for i in count(1)))
+        return next(name for name in names if not any(one in taken_ids for one in sample_ids(name, num_samples)))
 
     def _first_sample(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams, given: GivenInputs

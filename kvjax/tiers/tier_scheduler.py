@@ -168,7 +168,6 @@ class TierScheduler:
             if not block_hashes:
                 continue
             destinations = np.array(tables[group_id][first : first + len(block_hashes)], np.int32)
-            manager.block_pools[self._pool_of_group[group_id]].page_edits.on_filled(destinations.tolist())
             self._find_units(load_id, load, group_id, block_hashes, block_ids, destinations)
 
     def build_connector_meta(self) -> TierMeta:

@@ -276,8 +276,6 @@ class DecodeRank:
             return
         stop = ticket.header.stop
         pages = request_pages(self._manager, request.row, stop - num_external_tokens, stop, self._rank)
-        for table, pool in zip(pages.tables, self._manager.groups.pool_of_group, strict=True):
-            pool.page_edits.on_filled(table[table > 0].tolist())
         self._connector.start_load(request.request_id, pages)
 
     def request_finished(self, request: Request) -> None:

@@ -270,6 +270,16 @@ def test_a_pool_that_is_too_small_for_the_longest_request_is_named() -> None:
         LLMEngine(loaded(NAME), base_config(NAME, num_blocks=4))
 
 
+def test_an_id_that_the_engine_makes_is_nobodys() -> None:
+    """Callers may have taken those that come next; nobody who gave none is refused for it."""
+    engine = make_engine(NAME)
+    for name in ("request-1", "request-3.1", "request-3-1"):
+        engine.add_request([1], request_id=name)
+    assert engine.add_request([1], SamplingParams(n=2)) == "request-3-2"
+    assert engine.add_request([1]) == "request-5"
+    assert engine.num_unfinished == 6
+
+
 def test_ids_in_use_and_busy_engines_are_refused() -> None:
     engine = make_engine(NAME)
     engine.add_request([1], request_id="a")

@@ -213,8 +213,8 @@ class KVCacheManager:
                 return None
             known = made
             self._requests.admit(request.request_id, known)
-            if self._zeroes and external and skip_zeroing_group_ids:
-                self._keep_loaded_pages(request.request_id, hit, computed, skip_zeroing_group_ids)
+            if self._zeroes and external:
+                self._zero_loaded_pages(request.request_id, hit, computed, skip_zeroing_group_ids)
         else:
             computed = request.num_computed_tokens
             self._requests.sync(known, request)
@@ -357,11 +357,9 @@ class KVCacheManager:
 
     def take_new_block_ids(self) -> list[int]:
         """Pages to zero before the next step, since the last call."""
-        pages, self._to_zero = [*self._to_zero, *self._new_pages()], []
+        new = [page for pages in self._core.take_pages_to_zero() for page in pages.tolist()]
+        pages, self._to_zero = [*self._to_zero, *new], []
         return pages
-
-    def _new_pages(self) -> list[int]:
-        return [page for pages in self._core.take_pages_to_zero() for page in pages.tolist()]
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
         """Has the pages of a request's tokens from `start_token` on, which is where blocks start, zeroed."""
@@ -370,16 +368,16 @@ class KVCacheManager:
             if manager.zeroes_pages:
                 self._to_zero += [block_id for block_id in ids[start_token // manager.block_size :] if block_id]
 
-    def _keep_loaded_pages(
-        self, request_id: str, hit: KVCacheBlocks | None, num_computed_tokens: int, group_ids: Sequence[int]
+    def _zero_loaded_pages(
+        self, request_id: str, hit: KVCacheBlocks | None, num_computed_tokens: int, kept_group_ids: Sequence[int]
     ) -> None:
-        """Takes pages that a load writes, those of computed tokens behind the hit, from the pages to zero."""
-        loaded: set[int] = set()
+        """Has pages of computed tokens behind the hit zeroed: vLLM loads them after that, but in the groups kept."""
         found, held = (hit or self.empty_kv_cache_blocks).block_ids, self.get_block_ids(request_id)
-        for group_id in group_ids:
+        for group_id, ids in enumerate(held):
             end = cdiv(num_computed_tokens, self.coordinator.single_type_managers[group_id].block_size)
-            loaded.update(held[group_id][found[group_id].size : end])
-        self._to_zero += [page for page in self._new_pages() if page not in loaded]
+            loaded = [page for page in ids[found[group_id].size : end] if page]
+            self._to_zero = [page for page in self._to_zero if page not in loaded]
+            self._to_zero += [] if group_id in kept_group_ids else loaded
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
         """Pages to copy: none, since hits end where blocks end."""

@@ -7,7 +7,6 @@ Source:  ARCHITECTURE.md, "Forks"; when a shared block is copied: copy_on_write.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count, islice
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class Forks:
         """`KVCacheManager.fork`."""
         row = self._rows.row_of(request)
         n = as_count("n", n, least=1)
-        names = self._child_names(request, n, request_ids)
+        names = None if request_ids is None else self._checked_names(n, request_ids)
         shared = self._shared_tokens(request, row, as_count("num_in_flight_tokens", num_in_flight_tokens))
         if self._reservations is not None and not self._reservations.admits(
             [n * num_blocks for num_blocks in self._reservations.blocks_of(row)]
@@ -52,7 +51,7 @@ class Forks:
         if not self._needs.fit(self._needs.of_children(n)):
             return None
         self._rows.register(request, row, self._rows.cacheable_tokens(request, row, shared))
-        children = tuple(request.fork(name) for name in names)
+        children = tuple(map(request.fork, names or self._table.new_ids(request.request_id, n)))
         rows = np.array([self._table.add(child) for child in children])
         self._rows.reserve_rows()
         if self._table.skips_registration[row]:
@@ -63,10 +62,7 @@ class Forks:
         self._rows.share(row, rows, shared)
         return children
 
-    def _child_names(self, request: Request, n: int, request_ids: Sequence[str] | None) -> list[str]:
-        if request_ids is None:
-            candidates = (f"{request.request_id}.{i}" for i in count(1))
-            return list(islice((name for name in candidates if name not in self._table), n))
+    def _checked_names(self, n: int, request_ids: Sequence[str]) -> list[str]:
         names = list(request_ids)
         if len(set(names)) != n or len(names) != n:
             raise ValueError(f"expected {n} distinct request_ids, got {names}")

@@ -246,7 +246,8 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             new_computed_blocks: of a new request, blocks of the hit.
             num_lookahead_tokens: drafted tokens that need slots too, as far as `max_model_len` allows.
             num_external_computed_tokens: of a new request, tokens after the hit that come from outside; where the hit
-                ends inside a block, they are to be written there after the step's page copies.
+                ends inside a block, they are to be written there after the step's page copies. Their pages are never
+                zeroed, so they may be written at any time. If they do not come, `free` the request and begin anew.
             delay_cache_blocks: register no block (its KV arrives later; then call `cache_blocks`).
             num_encoder_tokens: of a new request, tokens of the encoder, for kinds that attend to them.
             num_in_flight_tokens: computed tokens of steps not read yet: they may be taken back, so windows keep what
@@ -413,7 +414,9 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         Args:
             request: running here.
             n: children, at least 1.
-            request_ids: theirs; None: `<id>.1`, `<id>.2`, ... as far as they are free.
+            request_ids: theirs; None: `<id>.1`, `<id>.2`, ... with numbers behind all that ids of requests which ever
+                had blocks here end in. So they are nobody's, running, preempted or gone; of requests that were never
+                admitted the manager knows nothing: whoever names those so names the children too.
             num_in_flight_tokens: the last computed tokens that children shall not share: drafts that may be taken
                 back, or tokens that they compute for themselves.
 
@@ -440,7 +443,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
     def take_pages_to_zero(self) -> tuple[np.ndarray, ...]:  # int32[Z] each
         """Per pool the pages to zero after the copies of the next step, since the last call; once per step.
 
-        None without `zero_new_pages`; else those of all new blocks that no copy fills.
+        None without `zero_new_pages`; else those of all new blocks that neither a copy nor external tokens fill.
         """
         return tuple(pool.page_edits.take_pages_to_zero() for pool in self.block_pools)
 

@@ -79,7 +79,8 @@ class ManagerOptions:
     # Explains every lookup, see there.
     miss_reasons: MissReasons | None
     # Have the device zero every page before a request first uses it (`take_pages_to_zero`), so that nobody can ever
-    # read what another request left there, nor a NaN.
+    # read what another request left there, nor a NaN. Pages into which external tokens are loaded are left alone: a
+    # load may come before the zeros. Behind the last loaded token such a page holds what it held.
     zero_new_pages: bool
     # Let hits end inside a block, where a cached block begins with the same tokens: its page is copied. Not inside the
     # states of recurrent layers. Needs `same_step_hits=False`.

@@ -27,6 +27,7 @@ from kvjax.core.manager.copy_on_write import CopyOnWrite
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
+from kvjax.core.spec import cdiv
 from kvjax.errors import InvariantError, UnknownRequestError
 
 
@@ -85,7 +86,7 @@ class RowBlocks:
         """Holds the hits of all groups, and only then takes blocks for tokens that come from outside.
 
         In this order no group's new blocks can evict another group's hit. A group whose later tokens see none of those
-        from outside takes none yet.
+        from outside takes none yet. The pages of those blocks are whoever's who loads them: they are not zeroed.
         """
         for manager, ids in zip(self._groups.managers, self._groups.by_manager(hits), strict=True):
             manager.add_computed_blocks(row, ids, total_computed)
@@ -97,6 +98,8 @@ class RowBlocks:
                 take_missing(manager, row, ids.shape[1], num_skipped // manager.block_size)
                 if num_skipped < total_computed:
                     manager.allocate_new_blocks(row, total_computed)
+                loaded = manager.block_tables[:, row, ids.shape[1] : cdiv(total_computed, manager.block_size)]
+                manager.block_pool.page_edits.on_loaded(loaded.ravel().tolist())
 
     def share(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
         """Lets int64[n] new rows hold what a row holds of its first `num_tokens` tokens, and reserve what it has."""

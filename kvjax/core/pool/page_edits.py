@@ -93,8 +93,8 @@ class PageEdits:
         if self._zeroes:
             self._to_zero.update(ids)
 
-    def on_filled(self, block_ids: Iterable[int]) -> None:
-        """Notes that blocks just allocated are filled from outside: they are not zeroed."""
+    def on_loaded(self, block_ids: Iterable[int]) -> None:
+        """Notes that tokens from outside are loaded into blocks just allocated, at any time: they are not zeroed."""
         self._to_zero.difference_update(block_ids)
 
     def exchange_for_copies(self, block_ids: Sequence[int]) -> np.ndarray:  # int32[n]
@@ -135,7 +135,7 @@ class PageEdits:
         return PageCopies(pairs[:, 0].copy(), pairs[:, 1].copy())
 
     def take_pages_to_zero(self) -> np.ndarray:  # int32[Z] ascending
-        """The blocks allocated since the last call that no copy fills."""
+        """The blocks allocated since the last call that neither a copy nor a load fills."""
         if not self._to_zero:
             return NO_PAGES
         ids = np.array(sorted(self._to_zero), np.int32)

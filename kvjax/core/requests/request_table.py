@@ -31,6 +31,7 @@ from kvjax.errors import InvariantError, UnknownRequestError
 
 MIN_ROWS = 16
 NEVER = np.iinfo(np.int64).max
+MOST_DIGITS = 18  # of the number of a fork
 COUNTS = ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_hashed_blocks", "num_encoder_tokens")  # by row
 
 
@@ -84,6 +85,7 @@ class RequestTable:
         self._scratch = np.zeros(rows, np.int64)
         self._rows = RowAllocator(rows)
         self._row_by_id: dict[str, int] = {}
+        self._last_number = 0  # the largest that an id `<text>.<number>` ends in, of a request that is here or gone
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,12 @@ class RequestTable:
             raise UnknownRequestError(f"expected the id of a request in the table, got {request_id!r}")
         return row
 
+    def new_ids(self, request_id: str, n: int) -> list[str]:
+        """Ids `<request_id>.<number>` that no request which is or was in the table has; none is given twice."""
+        first = self._last_number + 1
+        self._last_number += n
+        return [f"{request_id}.{number}" for number in range(first, first + n)]
+
     def add(self, request: Request) -> int:
         """Gives the request a row, copies its state there and returns the row.
 
@@ -147,6 +155,7 @@ class RequestTable:
         self.request_ids[row] = request_id
         self.block_hashes[row] = request.block_hashes
         self._row_by_id[request_id] = row
+        self._note_number(request_id)
         self._has_extra_keys[row] = request.has_extra_keys
         if request.skip_writing_prefix_cache:
             self.skip_registration(row)
@@ -293,6 +302,12 @@ class RequestTable:
         self.last_hashes[rows] = np.fromiter(hashes, np.object_, len(hashes))
         self.num_hashed_blocks[rows] += 1
         self._next_hash_at[rows] += size
+
+    def _note_number(self, request_id: str) -> None:
+        """Remembers the number that an id ends in, unless it is too large to be that of a fork."""
+        _, dot, number = request_id.rpartition(".")
+        if dot and number.isdecimal() and len(number) <= MOST_DIGITS:
+            self._last_number = max(self._last_number, int(number))
 
     def _note_hasher(self, hasher: BlockHasher | None) -> None:
         """Remembers whether all requests that have a hasher have the same."""

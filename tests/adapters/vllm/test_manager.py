@@ -477,7 +477,7 @@ def test_retention_is_checked_as_vllm_does(newest: Any, kind: str, interval: int
         KVCacheManager(config, max_model_len=64, hash_block_size=BLOCK, scheduler_block_size=BLOCK)
 
 
-def test_pages_that_a_load_writes_are_not_zeroed(newest: Any) -> None:
+def test_pages_that_a_load_writes_are_zeroed_but_in_the_groups_that_vllm_names(newest: Any) -> None:
     config = config_of(newest, spec_of(newest, "FullAttentionSpec"))
     config.needs_kv_cache_zeroing = True
     manager = KVCacheManager(config, max_model_len=64, hash_block_size=BLOCK, scheduler_block_size=BLOCK)
@@ -487,6 +487,8 @@ def test_pages_that_a_load_writes_are_not_zeroed(newest: Any) -> None:
     assert manager.take_new_block_ids() == [3]
     manager.record_blocks_for_zeroing("a", 4)
     assert manager.take_new_block_ids() == [2, 3]
+    assert manager.allocate_slots(request_of("b", list(range(50, 70))), 4, **load) is not None
+    assert sorted(manager.take_new_block_ids()) == [4, 5, 6]
     assert manager.take_new_block_ids() == []
 
 

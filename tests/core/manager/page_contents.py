@@ -145,13 +145,16 @@ class PageContents:
 
     def state(self, request: Request, group_id: int, num_tokens: int) -> Any:
         """The recurrent state that the next step of the request reads."""
-        pool_id, pages = self.groups_of(request)[group_id][1], self.manager.kv_cache_config.kv_cache_groups[group_id]
-        assert pages.kv_cache_spec.state_pages is not None
+        pool_id = self.groups_of(request)[group_id][1]
+        return self.page(pool_id, self.page_of_state(request, group_id, num_tokens)).get(0)
+
+    def page_of_state(self, request: Request, group_id: int, num_tokens: int) -> int:
+        """Where the state after so many tokens is."""
+        pages = self.manager.kv_cache_config.kv_cache_groups[group_id].kv_cache_spec.state_pages
+        assert pages is not None
         tables = (self.manager.block_tables(group_id), self.manager.num_blocks(group_id))
-        [page] = pages.kv_cache_spec.state_pages.pages_of_states(
-            *tables, np.array([request.row]), np.array([num_tokens])
-        )
-        return self.page(pool_id, int(page)).get(0)
+        [page] = pages.pages_of_states(*tables, np.array([request.row]), np.array([num_tokens]))
+        return int(page)
 
     def groups_of(self, request: Request) -> list[tuple[int, int, Any, list[int]]]:
         """Per group: its id, pool, manager, and the request's blocks."""

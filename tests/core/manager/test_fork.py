@@ -417,6 +417,47 @@ def test_names_are_free_ones_or_the_callers() -> None:
     assert [child.request_id for child in manager.fork(request, 1) or ()] == ["parent.3"]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_default_names_are_nobodys(seed: int) -> None:
+    """Not of who runs, nor of who was preempted and comes back, though callers choose names like those of forks."""
+    rng = np.random.default_rng(seed)
+    manager, names = (
+        FULL.manager([400]),
+        ["a", "b", *(f"{one}.{i}" for one in ("a", "a.1", "b.2") for i in range(1, 6))],
+    )
+    active: list[Request] = []
+    preempted: list[Request] = []
+    ever: set[str] = set()
+    for _ in range(60):
+        known = {request.request_id for request in active + preempted}
+        action = rng.integers(5)
+        if action == 0 and (free := [name for name in names if name not in known]):
+            active.append(running(manager, 3, str(rng.choice(free))))
+            ever.add(active[-1].request_id)
+        elif action == 1 and preempted:
+            active.append(request := preempted.pop(int(rng.integers(len(preempted)))))
+            assert manager.allocate_slots(request, 3) is not None
+            request.num_computed_tokens = 3
+        elif action == 2 and active:
+            children = manager.fork(active[int(rng.integers(len(active)))], int(rng.integers(1, 4))) or ()
+            assert not ever & {child.request_id for child in children}
+            active += children
+            ever |= {child.request_id for child in children}
+        elif action > 2 and active:
+            manager.free(request := active.pop(int(rng.integers(len(active)))))
+            request.num_computed_tokens = 0
+            preempted += [request] if action == 3 else []
+
+
+@pytest.mark.parametrize("digits", [1, 17, 18, 19, 5_000])
+def test_names_whose_numbers_are_huge_do_not_matter(digits: int) -> None:
+    manager = FULL.manager([40])
+    request = running(manager, 3, f"parent.{'9' * digits}")
+    names = [child.request_id for _ in range(3) for child in manager.fork(request, 2) or ()]
+    assert len(set(names)) == 6
+    assert request.request_id not in names
+
+
 def test_bad_input() -> None:
     manager = FULL.manager([20])
     request = running(manager, 3)

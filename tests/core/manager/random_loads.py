@@ -1,0 +1,195 @@
+"""Random lives of requests whose KV a connector loads, on a simulated device whose new pages are zeroed.
+
+A connector writes as soon as it has blocks or as late as it may, while others run; loads fail, and requests that load
+are preempted. Pages keep what was written to them until somebody overwrites or zeroes it, as on a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvjax.core import BlockHasher, Request
+from tests.core.manager.manager_lockstep import Setup
+from tests.core.manager.page_contents import PageContents, Writes
+
+
+@dataclass
+class Load:
+    """Tokens `first` to `stop - 1` of a request come from outside."""
+
+    request: Request
+    first: int
+    stop: int
+    num_new: int  # tokens that are computed in the step which the load belongs to; 0: no step has it
+    is_written: bool = False
+
+
+@dataclass
+class RandomLoads:
+    """Steps as an engine makes them; every request that runs attends to its own KV alone."""
+
+    setup: Setup
+    seed: int
+    sub_block_hits: bool = False
+    forks: bool = False
+    running: list[Request] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
+    partly_loaded: set[tuple[str, int, int]] = field(default_factory=set)  # request, group, last block of its load
+    num_made: int = 0
+    num_loaded: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        sizes = [int(self.rng.integers(20, 60)) for _ in range(self.setup.num_pools)]
+        self.manager = self.setup.manager(sizes, zero_new_pages=True, sub_block_hits=self.sub_block_hits)
+        self.device = PageContents(self.manager)
+        self.hasher = BlockHasher(self.setup.hash_block_size, "xxhash_cbor", seed="0")
+        self.trunk = self.rng.integers(0, 2, self.setup.max_model_len).tolist()
+
+    def some(self, least: int, most: int) -> int:
+        return int(self.rng.integers(least, most + 1))
+
+    def step(self) -> None:
+        self.manager.new_step_starts()
+        self.end_loads()
+        parts = self.plan_running()
+        own = [*parts, *self.admit()]
+        self.device.edit()
+        for load in self.loads:
+            if load.num_new or self.rng.random() < 0.3:
+                self.write(load)
+        self.device.run(own)
+        for part in own:
+            part.request.num_computed_tokens += part.count
+        self.running += [load.request for load in self.loads if load.num_new]
+        self.loads = [load for load in self.loads if not load.num_new]
+        self.check()
+        self.sample_and_end()
+        if self.forks and self.running and len(self.running) < 8:
+            parent = self.running[self.some(0, len(self.running) - 1)]
+            self.running += self.manager.fork(parent, 1) or ()
+
+    def end_loads(self) -> None:
+        """Some are there, some fail, and some lose their blocks."""
+        for load in list(self.loads):
+            fate = self.rng.random()
+            if fate > 0.6:
+                continue
+            self.loads.remove(load)
+            if fate > 0.2:
+                self.write(load)
+                self.manager.cache_blocks(load.request, load.stop)
+                self.running.append(load.request)
+            else:
+                self.give_up(load.request)
+
+    def give_up(self, request: Request) -> None:
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+        self.waiting.append(request)
+
+    def plan_running(self) -> list[Writes]:
+        counts = [self.cut(r.num_computed_tokens, r.num_tokens - r.num_computed_tokens) for r in self.running]
+        parts = [Writes(request, count) for request, count in zip(self.running, counts, strict=True) if count]
+        while parts:
+            rows, counts = [part.request.row for part in parts], [part.count for part in parts]
+            if self.manager.plan_step(rows, counts).num_planned == len(parts):
+                return parts
+            self.running.remove(parts[-1].request)
+            self.give_up(parts.pop().request)
+        return parts
+
+    def cut(self, computed: int, left: int) -> int:
+        return self.setup.cut(computed, self.some(1, left)) if left else 0
+
+    def admit(self) -> list[Writes]:
+        if len(self.running) + len(self.loads) > 6:
+            return []
+        request = self.waiting.pop() if self.waiting else self.new_request()
+        hit, num_hit = self.manager.get_computed_blocks(request)
+        num_external = self.some(0, request.num_tokens - 1 - num_hit) if self.rng.random() < 0.8 else 0
+        stop = num_hit + num_external
+        waits = num_external > 0 and self.rng.random() < 0.7
+        num_new = 0 if waits else self.cut(stop, request.num_tokens - stop)
+        if (
+            self.manager.allocate_slots(
+                request,
+                num_new,
+                num_hit,
+                hit,
+                num_external_computed_tokens=num_external,
+                delay_cache_blocks=waits,
+            )
+            is None
+        ):
+            self.waiting.append(request)
+            return []
+        request.num_computed_tokens = stop
+        if not num_external:
+            self.running.append(request)
+            return [Writes(request, num_new)]
+        load = Load(request, num_hit, stop, num_new)
+        self.loads.append(load)
+        is_copied_to = any(num_hit % group.block_size for group in self.setup.groups)
+        if not is_copied_to and self.rng.random() < 0.5:
+            self.write(load)
+        return [Writes(request, num_new)] if num_new else []
+
+    def new_request(self) -> Request:
+        self.num_made += 1
+        tokens = self.trunk[: self.some(2, self.setup.max_model_len - 12)]
+        tokens += self.rng.integers(0, 2, self.some(0, 8)).tolist()
+        return Request(f"r{self.num_made}", tokens, block_hasher=self.hasher)
+
+    def write(self, load: Load) -> None:
+        """What the connector does: each token where it belongs, a state after the last."""
+        if load.is_written:
+            return
+        load.is_written = True
+        self.num_loaded += 1
+        request = load.request
+        request.num_computed_tokens = load.first
+        self.device.write(Writes(request, load.stop - load.first))
+        request.num_computed_tokens = load.stop
+        for group_id, pool_id, manager, ids in self.device.groups_of(request):
+            if manager.has_stable_positions:
+                last = ids[(load.stop - 1) // manager.block_size]
+                self.partly_loaded.add((request.request_id, group_id, last))
+            else:
+                state = (group_id, request.cache_salt, tuple(request.token_ids[: load.stop].tolist()))
+                self.device.pages[pool_id, self.device.page_of_state(request, group_id, load.stop)] = {0: state}
+
+    def check(self) -> None:
+        for request in self.running:
+            self.device.check(request, request.num_computed_tokens)
+        if not self.forks and not self.sub_block_hits:  # a copied page has the rest of its source's
+            self.check_others()
+
+    def check_others(self) -> None:
+        """But for the last page of a load, no page holds what its request did not write."""
+        for request in self.running:
+            tokens = request.token_ids.tolist()
+            for group_id, pool_id, manager, ids in self.device.groups_of(request):
+                if not manager.has_stable_positions:
+                    continue
+                for column, block_id in enumerate(ids):
+                    page = self.device.page(pool_id, block_id) if block_id else {}
+                    for place, content in page.items():
+                        if place >= manager.block_size:  # of a group with larger blocks in the pool
+                            continue
+                        end = column * manager.block_size + place + 1
+                        is_own = content == (group_id, request.cache_salt, tuple(tokens[:end]))
+                        assert is_own or (request.request_id, group_id, block_id) in self.partly_loaded, request
+
+    def sample_and_end(self) -> None:
+        for request in list(self.running):
+            if request.num_computed_tokens < request.num_tokens:
+                continue
+            if request.num_tokens < self.setup.max_model_len and self.rng.random() < 0.8:
+                request.append_output_token_ids(self.some(0, 1))
+            else:
+                self.manager.free(request)
+                self.running.remove(request)

@@ -1,0 +1,74 @@
+"""External tokens: their pages are never zeroed, whenever a connector writes them, and nobody else's are left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvjax.core import Request, build_step_plan
+from tests.core.manager.manager_lockstep import SETUPS, Setup
+from tests.core.manager.naive_manager import NaiveGroup
+from tests.core.manager.random_loads import RandomLoads
+
+LOADED = [name for name, setup in SETUPS.items() if not any(g.cross for g in setup.groups) and setup.caching]
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 20))]
+STEPS = 15
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", LOADED)
+def test_everyone_attends_to_what_was_loaded(name: str, seed: int) -> None:
+    """Loads that come early, late, or not at all; beside what was loaded no page holds what others left."""
+    world = RandomLoads(SETUPS[name], seed)
+    for _ in range(STEPS):
+        world.step()
+    assert world.num_loaded
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["full_coarse", "window", "mla_window", "hybrid", "hybrid_pools", "full_chunked"])
+def test_pages_are_copied_and_loaded(name: str, seed: int) -> None:
+    """Hits that end inside a block, which a load goes on with, and forks of what was loaded."""
+    setup = replace(SETUPS[name], same_step_hits=False)
+    world = RandomLoads(setup, seed, sub_block_hits=True, forks=True)
+    for _ in range(STEPS):
+        world.step()
+    assert world.num_loaded
+    assert world.device.num_copies
+
+
+def test_a_connector_may_write_before_the_step_is_planned() -> None:
+    manager = Setup((NaiveGroup(4),), hash_block_size=4).manager([20], zero_new_pages=True)
+    request = Request("r", range(10))
+    assert manager.allocate_slots(request, 0, num_external_computed_tokens=8, delay_cache_blocks=True) is not None
+    request.num_computed_tokens = 8
+    manager.cache_blocks(request, 8)
+    assert manager.allocate_slots(request, 2) is not None
+    plan = build_step_plan(manager, np.array([request.row]), np.array([2]))
+    assert [ids.tolist() for ids in plan.pages_to_zero] == [[3]]
+
+
+def test_pages_of_new_tokens_and_of_states_of_drafts_are_zeroed() -> None:
+    """A block that a load fills in part is not, nor are null blocks before a window."""
+    groups = (NaiveGroup(4), NaiveGroup(4, window=2, first=2), NaiveGroup(4, mamba="align", drafts=2))
+    manager = Setup(groups, hash_block_size=4).manager([40], zero_new_pages=True)
+    request = Request("r", range(20))
+    loaded = {"num_external_computed_tokens": 10, "num_lookahead_tokens": 4}
+    assert manager.allocate_slots(request, 2, **loaded) is not None
+    full, window, states = manager.get_block_ids("r")
+    assert [bool(block_id) for block_id in window] == [True, False, True, True]
+    assert [bool(block_id) for block_id in states] == [False, False, True, True, True]
+    expected = [full[3], window[3], *states[3:]]
+    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [sorted(expected)]
+
+
+def test_a_load_that_fails_leaves_pages_to_be_zeroed() -> None:
+    """Whoever has the blocks next, the same request among them, finds zeros."""
+    manager = Setup((NaiveGroup(4),), hash_block_size=4).manager([4], zero_new_pages=True)
+    request = Request("r", range(10))
+    assert manager.allocate_slots(request, 2, num_external_computed_tokens=8, delay_cache_blocks=True) is not None
+    manager.free(request)
+    assert manager.allocate_slots(request, 10) is not None
+    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[1, 2, 3]]
