@@ -6,12 +6,11 @@ Flow:    Job -> [Replica.submit] -> BatchedReplay; Replica.take_events -> Prefix
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.watch.kv_events import KVCacheEvent
 from kvjax.planning import KVCachePlan
@@ -122,10 +121,6 @@ class Replica:
         while self.told and self.told[0][0] <= until_s:
             taken += self.told.popleft()[1]
         return taken
-
-    def num_in_tiers(self, block_hashes: Sequence[BlockHash], group_id: int) -> int:
-        """Leading blocks of these that its tiers hold."""
-        return 0 if self.tiers is None else self.tiers.num_leading(block_hashes, group_id)
 
     def state(self, hit_tokens: int) -> ReplicaState:
         """The replica as the router sees it, for a request of which it has `hit_tokens`."""

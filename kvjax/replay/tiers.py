@@ -9,12 +9,9 @@ read over one channel. The replicas' steps have to be taken in the order of thei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
@@ -113,13 +110,6 @@ class ReplayTiers:
     def next_arrival_s(self) -> float:
         """When the next load arrives, or the next store if loads wait for it; infinite: nothing travels."""
         return self.worker.next_load_s
-
-    def num_leading(self, block_hashes: Sequence[BlockHash], group_id: int) -> int:
-        """Leading blocks of these that the tiers hold."""
-        if not block_hashes:
-            return 0
-        lacking = np.flatnonzero(~self.scheduler.holds(block_hashes, group_id))
-        return int(lacking[0]) if lacking.size else len(block_hashes)
 
     def start(self, manager: KVCacheManager, request: Request, blocks: KVCacheBlocks, hit: int) -> int | None:
         """Starts the load of what lies behind a hit, in blocks that the request gets; its tokens.

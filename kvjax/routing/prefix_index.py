@@ -5,14 +5,16 @@ Source:  the counts of llm-d's and Dynamo's indexers: a hash that several blocks
 
 Events are those of `KVCacheManager.take_events`, or of the wire (`EventDecoder`). A replica's hit is what its
 `get_computed_blocks` would return when all events are taken and its next step starts: every group counts, by the rules
-of its kind. Hits inside blocks (`sub_block_hits`) and what tiers hold are not counted.
+of its kind. Hits inside blocks (`sub_block_hits`) are not counted. Events do not tell what tiers hold; those of
+replicas in this process can be asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvjax.core.pool.cache_tier import CacheTier
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig
 from kvjax.routing.told_cache import ToldCache, keys_of
@@ -34,6 +36,7 @@ class PrefixIndex:
         use_eagle: bool = False,
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
+        tiers: Sequence[CacheTier] = (),
     ) -> None:
         """An index of replicas that have nothing.
 
@@ -43,14 +46,17 @@ class PrefixIndex:
                 blocks there are.
 
         Raises:
-            ValueError: no replica, or arguments that a manager refuses.
+            ValueError: no replica, tiers of some of them only, or arguments that a manager refuses.
             NotImplementedError: likewise.
         """
         if num_replicas < 1:
             raise ValueError(f"expected num_replicas >= 1, got {num_replicas}")
+        if tiers and len(tiers) != num_replicas:
+            raise ValueError(f"expected a tier for each of {num_replicas} replicas or none, got {len(tiers)}")
         options = {"use_eagle": use_eagle, "dcp_world_size": dcp_world_size, "pcp_world_size": pcp_world_size}
         self._caches = [
-            ToldCache(kv_cache_config, max_model_len, hash_block_size, **options) for _ in range(num_replicas)
+            ToldCache(kv_cache_config, max_model_len, hash_block_size, tier, **options)
+            for tier in tiers or (None,) * num_replicas
         ]
 
     def apply(self, replica: int, events: Iterable[Any]) -> None:

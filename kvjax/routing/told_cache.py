@@ -4,7 +4,8 @@ Flow:    BlockStored, BlockRemoved, AllBlocksCleared -> [ToldCache] -> KVCacheMa
 
 The rules of hits are the manager's own: a manager without blocks looks requests up in maps that events fill, in place
 of its pools' own. Digests count as their last 8 bytes, as numbers on the wire do. Where a group's block is several hash
-blocks, its last hash stands for all of them, since each covers those before it.
+blocks, its last hash stands for all of them, since each covers those before it. A tier knows whole digests: with one,
+so does this cache.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.pool.block_hash_map import BlockHashToBlockMap
+from kvjax.core.pool.cache_tier import CacheTier
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.watch.kv_events import MEDIUM_DEVICE
@@ -34,12 +36,23 @@ class ToldCache:
     """Used from one thread. An event costs about 0.5 us a block."""
 
     def __init__(
-        self, kv_cache_config: KVCacheConfig, max_model_len: int, hash_block_size: int, **options: Any
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        hash_block_size: int,
+        tier: CacheTier | None = None,
+        **options: Any,
     ) -> None:
         """A cache that has nothing, of a manager with these arguments; the same errors."""
         self._manager = KVCacheManager(
-            _without_blocks(kv_cache_config), max_model_len, hash_block_size, coarse_hash_mode="last", **options
+            _without_blocks(kv_cache_config),
+            max_model_len,
+            hash_block_size,
+            coarse_hash_mode="last" if tier is None else "concat",
+            tier=tier,
+            **options,
         )
+        self._key_of: Callable[[Any], BlockHash] = key_of if tier is None else _whole
         groups = range(len(kv_cache_config.kv_cache_groups))
         self._block_sizes = [self._manager.groups.place_of_group(group_id)[0].block_size for group_id in groups]
         self._maps = [BlockHashToBlockMap() for _ in groups]
@@ -70,15 +83,20 @@ class ToldCache:
                 if group_id is None:
                     self._refuse(event)
                 elif hasattr(event, "token_ids"):
-                    self._add(group_id, map(key_of, hashes))
+                    self._add(group_id, map(self._key_of, hashes))
                 else:
-                    self._remove(group_id, map(key_of, hashes))
+                    self._remove(group_id, map(self._key_of, hashes))
 
     def num_hit_tokens(self, request: Request, keys: list[BlockHash]) -> int:
-        """Tokens of the request that are a hit; `keys` are those of its block hashes."""
+        """Tokens of the request that are a hit, and behind it those that the tier would bring.
+
+        `keys` are those of its block hashes; with a tier these count themselves.
+        """
         asked = copy.copy(request)
-        asked.block_hashes = keys
-        return self._manager.get_computed_blocks(asked)[1]
+        if not self._manager.groups.has_tier:
+            asked.block_hashes = keys
+        blocks, num_tokens = self._manager.get_computed_blocks(asked)
+        return num_tokens if blocks.elsewhere is None else num_tokens + blocks.elsewhere.num_tokens
 
     def _clear(self) -> None:
         for blocks in self._maps:
@@ -136,6 +154,10 @@ def keys_of(block_hashes: Iterable[BlockHash]) -> list[BlockHash]:
     """`key_of` of digests."""
     keys: list[Any] = [block_hash[-KEY_BYTES:] for block_hash in block_hashes]
     return keys
+
+
+def _whole(block_hash: BlockHash) -> BlockHash:
+    return block_hash
 
 
 def _without_blocks(config: KVCacheConfig) -> KVCacheConfig:

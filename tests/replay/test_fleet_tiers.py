@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +21,16 @@ from kvjax.replay import (
     run_fleet,
     run_replay,
 )
+from kvjax.routing import PrefixAwareRouter, ReplicaState
 from tests.replay.random_traces import random_trace
 from tests.replay.test_fleet import conversations, hits
 from tests.replay.test_serial import full
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from random_calls import chunked, window
+from random_calls import full as one_full
+from random_calls import recurrent as state
 
 TIERS = ReplayTierConfig(host_blocks=100, disk_bytes=1 << 40)
 CONFIG = ReplayConfig(
@@ -130,3 +141,33 @@ def test_the_report_counts_loads() -> None:
     assert values["tiers"]["loaded_tokens"] == sum(stats.num_loaded_tokens for stats in result.tier_stats) > 0
     assert 0 < values["busy"] < 1
     assert "one disk for all" in fleet_text([result])
+
+
+KINDS = {
+    "window first": [window(16, 600), window(16, 600), one_full(16)],
+    "chunks": [one_full(16), chunked(16, 1_024)],
+    "two windows, two block sizes": [window(16, 300), one_full(32), window(32, 900)],
+    "states": [one_full(16), state(16), state(16)],
+}
+
+
+@pytest.mark.parametrize("tiers", [None, ReplayTierConfig(host_blocks=200)], ids=["pools", "tiers"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_router_is_told_the_hits_that_follow(
+    name: str, tiers: ReplayTierConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request at a time: what the index promises of the chosen replica is what the request finds there."""
+    told, pick = Counter(), PrefixAwareRouter.pick
+
+    def picked(self: PrefixAwareRouter, num_prompt_tokens: int, replicas: Sequence[ReplicaState]) -> int:
+        chosen = pick(self, num_prompt_tokens, replicas)
+        told[num_prompt_tokens, replicas[chosen].hit_tokens] += 1
+        return chosen
+
+    monkeypatch.setattr(PrefixAwareRouter, "pick", picked)
+    trace = spaced(conversations(4, 3) + random_trace(3, 40, max_output=30))
+    specs = {f"layers.{i}": spec for i, spec in enumerate(KINDS[name])}
+    result = run_fleet(trace, replace(CONFIG, specs=specs, num_blocks=330, tiers=tiers), 2, "prefix")
+    assert told == Counter(hit for recorder in result.recorders for hit in recorder.hits)
+    assert hits(result) > 0
+    assert sum(pool.num_evicted_blocks for recorder in result.recorders for pool in recorder.pools) > 0
