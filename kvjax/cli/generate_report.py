@@ -44,11 +44,12 @@ def request_table(results: Mapping[str, GenerationResult]) -> str:
 def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], wall_s: float) -> dict[str, Any]:
     """Sums over the run.
 
-    `hit_tokens` counts first admissions, `refound_tokens` hits after a preemption, and `recomputed_tokens` what
-    preemption cost. `queried_tokens` are the prompts that were looked up: not those of samples that have
-    `shared_tokens` from the first of their prompt, nor of requests that an interrupt left waiting. `missed_tokens` are
-    by reason, if misses are explained. Of `draft_tokens` verified, each of the `accepted_tokens` saved its request a
-    step; `tokens_per_decode_step` counts those steps of all requests that wrote any but their first token.
+    `hit_tokens` counts first admissions, `refound_tokens` what was still cached after a preemption, and
+    `recomputed_tokens` what preemption cost. `queried_tokens` are the prompts that were looked up: not those of samples
+    that have `shared_tokens` from the first of their prompt, nor of requests that an interrupt left waiting.
+    `missed_tokens` are by reason, if misses are explained. Of `draft_tokens` verified, each of the `accepted_tokens`
+    saved its request a step; `tokens_per_decode_step` counts those steps of all requests that wrote any but their first
+    token.
     """
     stats = [result.stats for result in results.values()]
     prompt_tokens = sum(each.num_prompt_tokens for each in stats)
@@ -74,7 +75,7 @@ def totals(results: Mapping[str, GenerationResult], steps: Sequence[StepStats], 
         "shared_tokens": shared_tokens,
         "computed_tokens": computed,
         "recomputed_tokens": max(computed - needed, 0),
-        "refound_tokens": sum(step.num_hit_tokens for step in steps) - hit_tokens,
+        "refound_tokens": sum(step.num_refound_tokens for step in steps),
         "output_tokens": output_tokens,
         "draft_tokens": sum(each.num_draft_tokens for each in stats),
         "accepted_tokens": accepted,

@@ -240,7 +240,7 @@ class HostLoop:
         )
 
     def _record(self, step: HostStep, num_accepted: int, start: float) -> None:
-        scheduled = step.scheduled
+        scheduled, lookups = step.scheduled, step.scheduled.lookups
         self._num_steps += 1
         self.step_stats.append(
             StepStats(
@@ -250,8 +250,10 @@ class HostLoop:
                 num_requests=scheduled.rows.size,
                 num_new_tokens=int(scheduled.num_new_tokens.sum()),
                 num_sampled_tokens=step.plan.logits_starts.size - 1 + num_accepted,
-                num_hit_tokens=scheduled.num_hit_tokens,
-                num_queried_tokens=scheduled.num_queried_tokens,
+                num_hit_tokens=lookups.hits,
+                num_queried_tokens=lookups.queries,
+                num_refound_tokens=lookups.preempted_hits,
+                num_requeried_tokens=lookups.preempted_queries,
                 num_preemptions=scheduled.num_preemptions,
                 pools=self.pool_uses(scheduled.num_released),
                 host_us=step.host_us + (time.thread_time() - start) * 1e6,

@@ -5,6 +5,8 @@ Source:  WAITING_FOR_REMOTE_KVS of vLLM v1/core/sched/scheduler.py
 
 A request loads all that the connector has behind its hit, in blocks of its own that are no hits before they are
 loaded. Then it runs from there. If the load fails it gives its blocks up, waits in its place, and is not loaded again.
+It gives them up too where a more urgent request lacks blocks; its load is cancelled, and it is asked for once more when
+it is admitted again.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.engine.admission import Admission
 from kvjax.engine.engine_request import EngineRequest, RequestStatus
+from kvjax.engine.running_inputs import RunningInputs
 
 
 class LoadConnector(Protocol):
@@ -33,7 +36,7 @@ class LoadConnector(Protocol):
         """What the worker is to do."""
 
     def request_finished(self, request: Request) -> None:
-        """The request gives its blocks up."""
+        """The request gives its blocks up: it has ended, or is preempted while it loads."""
 
 
 class LoadStart(enum.Enum):
@@ -48,12 +51,15 @@ class LoadStart(enum.Enum):
 class LoadingRequests:
     """Loads of one scheduler, which owns it."""
 
-    def __init__(self, manager: KVCacheManager, connector: LoadConnector, admission: Admission) -> None:
+    def __init__(
+        self, manager: KVCacheManager, connector: LoadConnector, admission: Admission, inputs: RunningInputs
+    ) -> None:
         self.loaded: list[EngineRequest] = []  # may run; they own rows still
         self._loading: dict[str, EngineRequest] = {}
         self._manager = manager
         self._connector = connector
         self._admission = admission
+        self._inputs = inputs
 
     def __len__(self) -> int:
         return len(self._loading) + len(self.loaded)
@@ -64,7 +70,7 @@ class LoadingRequests:
         return [*self._loading.values(), *self.loaded]
 
     def start(self, engine_request: EngineRequest, blocks: KVCacheBlocks, num_hit: int, *, is_first: bool) -> LoadStart:
-        """Allocates blocks of a waiting request for its hit and what is loaded, and starts the load."""
+        """Allocates blocks of a waiting request, whose inputs fit, for its hit and what is loaded; starts the load."""
         request = engine_request.request
         num_external, _ = self._connector.get_num_new_matched_tokens(request, blocks, num_hit)
         if num_external is None:
@@ -77,6 +83,7 @@ class LoadingRequests:
             return LoadStart.REFUSED
         request.num_computed_tokens = num_hit + num_external
         self._connector.update_state_after_alloc(request, blocks, num_external)
+        self._inputs.start(request.row, engine_request.inputs, request.num_computed_tokens)
         engine_request.status = RequestStatus.LOADING
         self._loading[request.request_id] = engine_request
         return LoadStart.LOADING
@@ -99,15 +106,27 @@ class LoadingRequests:
             waiting.append(one)
         return waiting
 
-    def abort(self, engine_request: EngineRequest) -> None:
-        """Ends a request that is loading, or is loaded and does not run yet; the connector knows."""
+    def take_loaded(self) -> list[EngineRequest]:
+        """Those that may run, which leave."""
+        loaded, self.loaded = self.loaded, []
+        return loaded
+
+    def cancel(self, engine_request: EngineRequest) -> None:
+        """Takes row and blocks of a request that is loading, or is loaded and does not run yet.
+
+        They may be given to others at once: what the connector writes from the next step on leaves them alone.
+        """
+        self._connector.request_finished(engine_request.request)
         self._loading.pop(engine_request.request_id, None)
         self.loaded = [one for one in self.loaded if one is not engine_request]
         self._give_up(engine_request)
 
     def _give_up(self, engine_request: EngineRequest) -> None:
-        self._manager.free(engine_request.request)
-        engine_request.request.num_computed_tokens = 0
+        request = engine_request.request
+        self._inputs.stop(request.row)
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1  # if it is looked up again, that is no first lookup
         self._admission.refusal = None
 
 

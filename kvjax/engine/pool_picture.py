@@ -36,6 +36,7 @@ def pool_picture(steps: Sequence[StepStats], pool_id: int, *, width: int = 72, h
         lines.append(f"{label:>{LABEL_WIDTH}} ┤" + "".join(column[level] for column in columns))
     series: list[tuple[str, Callable[[StepStats], int]]] = [
         ("hit tokens", lambda step: step.num_hit_tokens),
+        ("refound", lambda step: step.num_refound_tokens),
         ("released", lambda step: step.pools[pool_id].released),
         ("preempted", lambda step: step.num_preemptions),
     ]

@@ -62,10 +62,12 @@ def restart(requests: Iterable[EngineRequest], end: StepEnd | None, rows: Runnin
         del one.top_logprobs[num_output_tokens:]
         if one.status is RequestStatus.RUNNING:
             one.stats.num_computed_tokens += one.request.num_computed_tokens
-        one.status, one.finish_reason = RequestStatus.WAITING, None
         if not num_output_tokens:
             one.stats.first_token_time_s = None
+        had_blocks = one.status is not RequestStatus.WAITING or one.stats.num_cached_tokens is not None
         one.request = one.request.restarted(num_tokens)
+        one.request.num_preemptions += had_blocks  # if it is looked up again, that is no first lookup
+        one.status, one.finish_reason = RequestStatus.WAITING, None
         one.show_again()
         restarted.append(one)
     return restarted

@@ -2,13 +2,13 @@
 
 Flow:    Scheduler starts and stops requests -> [RunningInputs] -> HostLoop: StepInputs of each step
 
-A request takes rows for the vectors that it has still to compute when it starts, all of them or it does not start. They
+A request takes rows for the vectors that it has still to compute when it gets its blocks, all of them or none. They
 are written before its first step, and free for others once the step with the last of them is planned: the device works
 in order. One that is preempted gives its rows up, and takes new ones when it comes back.
 
 Invariants (`check_invariants`):
 
-    I1  a row of the buffer is free or taken by one running request
+    I1  a row of the buffer is free or taken by one request that runs or loads
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class RunningInputs:
         self._taken: dict[int, _Taken] = {}
         self._num_rows = num_embedding_rows
         self._free = np.arange(num_embedding_rows, dtype=np.int32)  # used from the front, given back at the end
-        self._to_write: list[tuple[np.ndarray, np.ndarray]] = []  # rows, vectors
+        self._to_write: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # rows, vectors
 
     def fits(self, inputs: RequestInputs) -> bool:
         """Whether there are rows for all vectors of a request."""
         return inputs.places.size <= self._free.size
 
     def start(self, row: int, inputs: RequestInputs, num_computed_tokens: int) -> None:
-        """A request runs in `row` from here on, with so many tokens computed; its vectors fit."""
+        """A request owns `row` from here on, with so many tokens computed; its vectors fit."""
         if inputs is NO_INPUTS:
             return
         self._inputs[row] = inputs
@@ -71,10 +71,10 @@ class RunningInputs:
         if count and inputs.embeds is not None:
             rows, self._free = self._free[:count], self._free[count:]
             self._taken[row] = _Taken(inputs.places[-count:], rows)
-            self._to_write.append((rows, inputs.embeds[-count:]))
+            self._to_write[row] = rows, inputs.embeds[-count:]
 
     def stop(self, row: int) -> None:
-        """The request of `row` runs no more."""
+        """The request gives `row` up."""
         if self._inputs.pop(row, None) is None:
             return
         self._release(row)
@@ -86,7 +86,7 @@ class RunningInputs:
         if not self._inputs:
             return NO_STEP_INPUTS
         features = [self._inputs[row].encoder_features for row in _encoding_rows(plan)]
-        written, self._to_write = self._to_write, []
+        written, self._to_write = list(self._to_write.values()), {}
         return StepInputs(
             features=tuple(one for one in features if one is not None),
             embed_index=self._embed_index(plan) if self._taken else None,
@@ -109,6 +109,7 @@ class RunningInputs:
         return index
 
     def _release(self, row: int) -> None:
+        self._to_write.pop(row, None)
         taken = self._taken.pop(row, None)
         if taken is not None:
             self._free = np.concatenate([self._free, taken.rows])

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from kvjax.core import PrefixCacheStats
 from kvjax.engine.engine_request import EngineRequest
 
 
@@ -27,8 +28,7 @@ class ScheduledStep:
     )  # int32[S] -1: known, else index into the tokens sampled a step before; None: all -1
     admitted: tuple[EngineRequest, ...]
     num_preemptions: int
-    num_queried_tokens: int  # tokens of the requests admitted in this step
-    num_hit_tokens: int  # those of them that the prefix cache held
+    lookups: PrefixCacheStats  # of the requests admitted in this step; `preempted_*` are of those admitted before
     num_released: tuple[int, ...]  # per pool: blocks that running requests released
     num_drafts: np.ndarray | None = None  # int64[S] how many of the new tokens are drafts; None: none of any
 
@@ -83,8 +83,7 @@ class NextStep:
     num_new_tokens: list[np.ndarray] = field(default_factory=list)  # int64[...] each
     samples: list[np.ndarray] = field(default_factory=list)  # bool[...] each
     admitted: list[EngineRequest] = field(default_factory=list)
-    num_queried_tokens: int = 0
-    num_hit_tokens: int = 0
+    lookups: PrefixCacheStats = field(default_factory=PrefixCacheStats)
 
     def take(
         self,
@@ -98,6 +97,12 @@ class NextStep:
         self.num_new_tokens.append(num_new_tokens)
         self.samples.append(num_new_tokens == num_left)
         self.budget -= num_tokens
+
+    def admit(self, engine_request: EngineRequest, num_found_tokens: int) -> None:
+        """Counts a request that is about to run from behind the tokens that were found of it."""
+        self.admitted.append(engine_request)
+        was_admitted = engine_request.stats.num_cached_tokens is not None
+        self.lookups.record(engine_request.request.num_tokens, num_found_tokens, was_admitted)
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows, new tokens and whether they sample, in the order in which they were taken."""

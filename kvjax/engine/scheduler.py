@@ -6,8 +6,8 @@ Source:  vLLM v1/core/sched/scheduler.py (running first, preemption by recomputa
 
 A step takes at most `max_num_batched_tokens` tokens. Running requests come first, the most urgent first, a token or a
 chunk of prompt each; then waiting requests are admitted while tokens, rows and blocks last. When blocks run out, the
-least urgent running request is preempted: its blocks are freed, it waits before all others of its priority, and once it
-is admitted again it computes what the prefix cache does not hold by then.
+least urgent request that has any is preempted, whether it runs or loads: its blocks are freed, it waits before all
+others of its priority, and once it is admitted again it computes what the prefix cache does not hold by then.
 
 Of two requests the one of the lower `priority` is more urgent, and of one priority the one that came first; nobody is
 preempted for a request that waits. Without priorities that is first come, first served.
@@ -29,8 +29,8 @@ in arrays too (`RunningRows`), so that Python looks at a request only when it st
 
 Invariants (`check_invariants`):
 
-    I1  urgency rises through `running`, through `waiting`, and for each priority through both, requests excepted whose
-        load failed: preemption moves the last of one to the front of its priority in the other
+    I1  urgency rises through `running`, and through `waiting`; requests that run or load are more urgent than all of
+        their priority that wait, and than all that were preempted, those excepted whose load failed
     I2  a running request owns a row, so does one that loads, a waiting one does not
     I3  a request is in one of the two queues, once
     I4  the arrays by row hold exactly the running requests
@@ -103,7 +103,7 @@ class Scheduler:
         self._flights = StepsInFlight(manager.request_table)  # started and not updated
         self._admission = Admission(manager, config.watermark)
         self._connector = connector
-        self._loads = None if connector is None else LoadingRequests(manager, connector, self._admission)
+        self._loads = None if connector is None else LoadingRequests(manager, connector, self._admission, self.inputs)
         self._manager = manager
         self._table = manager.request_table
         self._config = config
@@ -186,20 +186,24 @@ class Scheduler:
             self._forget_stopped()
 
     def preempt_last(self) -> None:
-        """The least urgent running request loses its row and blocks and waits before all others of its priority.
+        """The least urgent request that runs or loads loses row and blocks, and waits before all of its priority.
 
         The next step admits nobody.
 
         Raises:
-            ValueError: nothing runs.
+            ValueError: nothing runs or loads.
         """
-        if not self._rows.size:
-            raise ValueError("expected a running request to preempt, got none")
-        engine_request: EngineRequest = self._by_row.requests[self._rows[-1]]
-        self._rows = self._rows[:-1]
-        self._stop_running(engine_request)
-        engine_request.request.num_computed_tokens = 0
-        engine_request.request.num_preemptions += 1
+        owners = [*self._by_row.requests[self._rows[-1:]], *(() if self._loads is None else self._loads.requests)]
+        if not owners:
+            raise ValueError("expected a request that runs or loads to preempt, got none")
+        engine_request: EngineRequest = max(owners, key=lambda one: one.urgency)
+        if self._loads is not None and engine_request.status is RequestStatus.LOADING:
+            self._loads.cancel(engine_request)
+        else:
+            self._rows = self._rows[:-1]
+            self._stop_running(engine_request)
+            engine_request.request.num_computed_tokens = 0
+            engine_request.request.num_preemptions += 1
         engine_request.stats.num_preemptions += 1
         engine_request.status = RequestStatus.WAITING
         self._waiting.put_back(engine_request)
@@ -240,8 +244,7 @@ class Scheduler:
             token_source=self._flights.token_source(rows),
             admitted=tuple([one for one in next_step.admitted if one.status is RequestStatus.RUNNING]),
             num_preemptions=num_preemptions,
-            num_queried_tokens=next_step.num_queried_tokens,
-            num_hit_tokens=next_step.num_hit_tokens,
+            lookups=next_step.lookups,
             num_released=num_released,
             num_drafts=num_drafts,
         )
@@ -275,9 +278,8 @@ class Scheduler:
 
     def end_loads(self, loaded: Iterable[str], failed: Iterable[str]) -> None:
         """Requests whose load has ended: they run from the next step on, or wait again to be computed."""
-        if self._loads is not None:
-            for engine_request in self._loads.end(loaded, failed):
-                self._waiting.put_back(engine_request)
+        for engine_request in () if self._loads is None else self._loads.end(loaded, failed):
+            self._waiting.put_back(engine_request)
 
     def check_invariants(self) -> None:
         """Checks I1 to I4, and the laws of the requests' inputs.
@@ -286,17 +288,17 @@ class Scheduler:
             InvariantError: one does not hold.
         """
         self.inputs.check_invariants()
-        running, waiting = self.running, self.waiting
+        running, waiting, loading = self.running, self.waiting, [] if self._loads is None else self._loads.requests
         queued = [*running, *waiting]
         self._waiting.check_invariants()
         urgencies = [request.urgency for request in running]
         if urgencies != sorted(set(urgencies)):
             raise InvariantError(f"I1, I3: expected running requests of rising urgency, got {urgencies}")
-        in_order = [request for request in queued if not request.has_failed_load]
-        by_priority = sorted(in_order, key=lambda request: request.priority)  # stable: running, then waiting
-        urgencies = [request.urgency for request in by_priority]
-        if urgencies != sorted(set(urgencies)):
-            raise InvariantError(f"I1, I3: expected each priority's requests by arrival, got {urgencies}")
+        owners = [*running, *loading]
+        for one in waiting:
+            rivals = [owner for owner in owners if owner.priority == one.priority or one.stats.num_preemptions]
+            if not one.has_failed_load and any(owner.urgency > one.urgency for owner in rivals):
+                raise InvariantError(f"I1: {one.request_id} waits, and requests of less urgency have blocks")
         for i, request in enumerate(queued):
             expected = RequestStatus.RUNNING if i < len(running) else RequestStatus.WAITING
             row = request.request.row
@@ -304,7 +306,7 @@ class Scheduler:
                 raise InvariantError(
                     f"I2: {request.request_id} is queued as {expected.value} and is {request.status.value}, row {row}"
                 )
-        for one in () if self._loads is None else self._loads.requests:
+        for one in loading:
             if one.status is not RequestStatus.LOADING or one.request.row < 0 or one in queued:
                 raise InvariantError(f"I2: {one.request_id} loads, and is {one.status.value}, row {one.request.row}")
         rows, in_arrays = [one.request.row for one in running], np.flatnonzero(self._by_row.is_running).tolist()
@@ -381,21 +383,17 @@ class Scheduler:
             self._waiting.remove(engine_request)
             request.num_computed_tokens = num_hit
             self._admission.note_misses(engine_request)
+            next_step.admit(engine_request, num_hit)
+            self.inputs.start(request.row, engine_request.inputs, num_hit)
             self._start_running(engine_request, num_hit)
             next_step.take(np.array([request.row]), np.array([num_new_tokens]), np.array([num_left]), num_new_tokens)
-            next_step.admitted.append(engine_request)
-            next_step.num_queried_tokens += request.num_tokens
-            next_step.num_hit_tokens += num_hit
 
     def _start_loaded(self, next_step: NextStep) -> None:
         """Requests whose blocks are loaded run, behind what is loaded; the step plans them like others that run."""
-        while self._loads is not None and self._loads.loaded and self.inputs.fits(self._loads.loaded[0].inputs):
-            engine_request = self._loads.loaded.pop(0)
+        for engine_request in () if self._loads is None else self._loads.take_loaded():
             num_computed = engine_request.request.num_computed_tokens
+            next_step.admit(engine_request, num_computed)
             self._start_running(engine_request, num_computed)
-            next_step.admitted.append(engine_request)
-            next_step.num_queried_tokens += engine_request.request.num_tokens
-            next_step.num_hit_tokens += num_computed
 
     def _fork_samples(self) -> list[EngineRequest]:
         """Starts the waiting samples whose first one has just computed the prompt, while there are rows."""
@@ -415,11 +413,13 @@ class Scheduler:
             if sample.stats.num_cached_tokens is None:
                 sample.stats.num_shared_tokens = sample.request.num_computed_tokens
             self._waiting.remove(sample)
+            self.inputs.start(sample.request.row, sample.inputs, sample.request.num_computed_tokens)
             self._start_running(sample, sample.request.num_computed_tokens)
             forked.append(sample)
         return forked
 
     def _start_running(self, engine_request: EngineRequest, num_hit_tokens: int) -> None:
+        """A request that has row, blocks and inputs runs from here on."""
         engine_request.status = RequestStatus.RUNNING
         stats = engine_request.stats
         if stats.num_cached_tokens is None:
@@ -427,7 +427,6 @@ class Scheduler:
         stats.num_computed_tokens -= num_hit_tokens  # `_stop_running` adds all that the request had computed
         row = engine_request.request.row
         self._by_row.start(row, engine_request)
-        self.inputs.start(row, engine_request.inputs, num_hit_tokens)
         if self.drafter is not None:
             self.drafter.start(engine_request)
         place = self._rows.size
@@ -451,14 +450,15 @@ class Scheduler:
 
     def _finish(self, engine_request: EngineRequest, reason: FinishReason) -> None:
         """Ends a request. The caller calls `_forget_stopped` if it ran."""
-        if self._connector is not None:  # while the request has its blocks
-            self._connector.request_finished(engine_request.request)
-        if engine_request.status is RequestStatus.RUNNING:
-            self._stop_running(engine_request)
-        elif engine_request.status is RequestStatus.LOADING and self._loads is not None:
-            self._loads.abort(engine_request)
+        if self._loads is not None and engine_request.status is RequestStatus.LOADING:
+            self._loads.cancel(engine_request)
         else:
-            self._waiting.remove(engine_request)
+            if self._connector is not None:  # while the request has its blocks
+                self._connector.request_finished(engine_request.request)
+            if engine_request.status is RequestStatus.RUNNING:
+                self._stop_running(engine_request)
+            else:
+                self._waiting.remove(engine_request)
         engine_request.status = RequestStatus.FINISHED
         engine_request.finish_reason = reason
 

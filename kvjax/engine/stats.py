@@ -65,10 +65,12 @@ class StepStats:
     num_requests: int  # in the step
     num_new_tokens: int  # computed, drafts included
     num_sampled_tokens: int
-    num_hit_tokens: int  # prompt tokens of requests admitted in this step that were found cached
+    num_hit_tokens: int  # prompt tokens of requests first admitted in this step that were found cached
     num_queried_tokens: int  # prompt tokens of those requests
     num_preemptions: int
     host_us: float  # CPU time of scheduling, planning and bookkeeping, without the dispatch to the device
     pools: tuple[PoolUse, ...]
     num_draft_tokens: int = 0  # verified in this step
     num_accepted_tokens: int = 0  # drafts that became output, each of them a step less for its request
+    num_refound_tokens: int = 0  # of requests admitted again, after a preemption or restart: what was still cached
+    num_requeried_tokens: int = 0  # tokens of those requests, their output among them

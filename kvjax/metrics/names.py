@@ -7,7 +7,7 @@ Source:  vLLM 0.33 v1/metrics/loggers.py; those that vLLM lacks are marked (own)
     kv_cache_usage_perc               gauge                                       held share of the fullest pool, 0 to 1
     kv_cache_blocks              own  gauge      pool, state (held, cached, free) blocks; the three sum to the pool
     kv_cache_evicted_blocks      own  counter    pool                             cached blocks that ceased to be hits
-    prefix_cache_queries              counter                                     tokens of admitted requests, looked up
+    prefix_cache_queries              counter                                     tokens of requests, as first admitted
     prefix_cache_hits                 counter                                     those of them found
     prefix_cache_missed_tokens   own  counter    reason                           those not found, see MissReason
     prefix_cache_short_tokens    own  counter    group                            tokens less than the best group's hit

@@ -70,9 +70,10 @@ class SchedulerConnector(StepConnector, Protocol):
         """The request has its blocks, those of external tokens among them; `blocks` are what its lookup found."""
 
     def request_finished(self, request: Request) -> None:
-        """The request is about to give its blocks up: nothing may be written into them any more.
+        """The request is about to give its blocks up: nothing may be written into them from the next metadata on.
 
-        What is read of them has to be read by the next `start_load_kv`.
+        It has ended, or is preempted while it loads; then it is asked for again when it is admitted again. What is read
+        of the blocks has to be read by the next `start_load_kv`.
         """
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.core import BlockHasher, KVCacheManager, MissReasons, Request
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
@@ -25,11 +25,14 @@ from kvjax.core.step.step_plan import StepPlan
 from kvjax.engine.engine_request import EngineRequest, sample_ids
 from kvjax.engine.host_loop import HostLoop, HostStep
 from kvjax.engine.outputs import NO_OUTPUTS, GenerationResult, StepOutputs
+from kvjax.engine.request_inputs import NO_INPUTS, RequestInputs
+from kvjax.engine.running_inputs import RunningInputs
 from kvjax.engine.sampling_params import SamplingParams
 from kvjax.engine.scheduled_step import ScheduledStep
 from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.speculation import Drafter
 from kvjax.engine.stats import RequestStats
+from tests.engine.fake_tiers import FakeTiers
 
 BLOCK_SIZE = 4
 WINDOW = 6
@@ -66,6 +69,12 @@ def expected_output_with_states(prompt: list[int], count: int) -> list[int]:
 def make_manager(
     num_blocks: int, *, num_states: int = 0, state_block: int = 8, num_drafts: int = 0, **options: Any
 ) -> KVCacheManager:
+    """A manager of the fake model's layers."""
+    config = make_config(num_blocks, num_states, state_block, num_drafts)
+    return KVCacheManager(config, 256, BLOCK_SIZE, **{"max_in_flight_tokens": 64} | options)
+
+
+def make_config(num_blocks: int, num_states: int = 0, state_block: int = 8, num_drafts: int = 0) -> KVCacheConfig:
     """Full and windowed attention in one pool; with `num_states` a recurrent layer in a pool of as many blocks."""
     common = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
     specs = (FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW))
@@ -75,7 +84,7 @@ def make_manager(
         state["num_speculative_blocks"] = num_drafts
         group = KVCacheGroupSpec(("layers.2",), MambaSpec(block_size=state_block, **state), pool_id=1)
         config = KVCacheConfig((*config.pools, KVCachePoolSpec(num_states)), (*config.kv_cache_groups, group))
-    return KVCacheManager(config, 256, BLOCK_SIZE, **{"max_in_flight_tokens": 64} | options)
+    return config
 
 
 class Sampled(NamedTuple):
@@ -94,13 +103,17 @@ class FakeDevice:
     previous: np.ndarray  # int32[MAX_ROWS] newest tokens of the last step
     num_copies: int = 0
 
+    @property
+    def pools(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pages by block, of attention and of states."""
+        return self.slots.reshape(-1, BLOCK_SIZE), self.states
+
     def run(self, plan: StepPlan, drafts: np.ndarray | None = None) -> Sampled:
         """Edits pages, writes the step's tokens, then reads each sampling request's context back from its blocks.
 
         `drafts` stand behind the last step's tokens.
         """
-        pools = (self.slots.reshape(-1, BLOCK_SIZE), self.states)
-        for pages, copies, pages_to_zero in zip(pools, plan.page_copies, plan.pages_to_zero, strict=False):
+        for pages, copies, pages_to_zero in zip(self.pools, plan.page_copies, plan.pages_to_zero, strict=False):
             pages[copies.destinations] = pages[copies.sources]
             pages[pages_to_zero] = -1
             self.num_copies += copies.sources.size
@@ -169,24 +182,37 @@ class FakeEngine:
         state_block: int = 8,
         make_drafter: Callable[[KVCacheManager], Drafter] | None = None,
         num_drafts: int = 0,
+        make_tiers: Callable[[KVCacheConfig], FakeTiers] | None = None,
+        num_embedding_rows: int = 0,
+        miss_reasons: MissReasons | None = None,
         **limits: int,
     ) -> None:
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 128, **limits}
         in_flight = sizes["max_num_batched_tokens"] * depth
+        config = make_config(num_blocks, num_states, state_block, num_drafts)
+        self.tiers = None if make_tiers is None else make_tiers(config)
         self.manager = make_manager(
             num_blocks,
             num_states=num_states,
             state_block=state_block,
             num_drafts=num_drafts,
+            tier=None if self.tiers is None else self.tiers.scheduler,
             enable_caching=enable_caching,
             max_in_flight_tokens=in_flight,
             same_step_hits=not sub_block_hits,
             sub_block_hits=sub_block_hits,
             zero_new_pages=zero_new_pages,
+            log_stats=True,
+            miss_reasons=miss_reasons,
         )
-        config = SchedulerConfig(**sizes, watermark=watermark, max_steps_in_flight=depth, num_drafts=num_drafts)
+        bounds = SchedulerConfig(**sizes, watermark=watermark, max_steps_in_flight=depth, num_drafts=num_drafts)
         self.drafter = None if make_drafter is None else make_drafter(self.manager)
-        self.scheduler = Scheduler(self.manager, config, drafter=self.drafter)
+        connector = None if self.tiers is None else self.tiers.scheduler
+        if connector is not None:
+            connector.bind_kv_cache_manager(self.manager)
+        self.scheduler = Scheduler(
+            self.manager, bounds, RunningInputs(num_embedding_rows), drafter=self.drafter, connector=connector
+        )
         self.loop = HostLoop(self.manager, self.scheduler, num_step_stats=1_000)
         self.hasher = BlockHasher(BLOCK_SIZE, seed="0") if enable_caching else None
         self.device = FakeDevice(
@@ -207,6 +233,7 @@ class FakeEngine:
         stop_token_ids: tuple[int, ...] = (),
         n: int = 1,
         priority: int = 0,
+        inputs: RequestInputs = NO_INPUTS,
     ) -> None:
         params = SamplingParams(n=n, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
         samples: list[EngineRequest] = []
@@ -220,6 +247,7 @@ class FakeEngine:
                 stats=RequestStats(name, len(prompt), 0.0),
                 first_sample=samples[0] if samples else None,
                 priority=priority,
+                inputs=inputs,
             )
             samples.append(request)
         self.loop.add(samples)
@@ -228,7 +256,13 @@ class FakeEngine:
             self.outputs[request.request_id] = []
 
     def step(self) -> StepOutputs:
+        tiers = self.tiers
+        if tiers is not None:
+            self.scheduler.end_loads(*tiers.scheduler.update_connector_output(tiers.get_finished()))
         step = self.loop.begin_step()
+        if tiers is not None:
+            tiers.start_load_kv(self.device.pools, tiers.scheduler.build_connector_meta())
+            tiers.scheduler.check_invariants()
         if step is not None:
             self.steps.append(step.scheduled)
             drafts = None if self.drafter is None else self.drafter.device_tokens

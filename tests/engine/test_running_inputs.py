@@ -83,6 +83,17 @@ def test_requests_of_text_cost_no_array() -> None:
     assert (given.features, given.embed_index, given.embeds) == ((), None, None)
 
 
+def test_vectors_of_a_request_that_gave_up_its_row_are_not_written() -> None:
+    """Its rows are another's by then, and a device writes a step's vectors in any order."""
+    running, other = RunningInputs(4), inputs_at([0, 1, 2], 1)
+    running.start(0, inputs_at([0, 1, 2]), 0)
+    running.stop(0)
+    running.start(1, other, 0)
+    given = running.take(plan_of((1, 0, 3)))
+    assert len(set(given.embed_rows.tolist())) == given.embed_rows.size == 3
+    np.testing.assert_array_equal(given.embeds, other.embeds)
+
+
 def test_a_row_that_is_lost_is_found_out() -> None:
     running = RunningInputs(4)
     running.start(0, inputs_at([0, 1]), 0)

@@ -127,8 +127,8 @@ def test_repeated_prompts_hit_and_count() -> None:
     first, second = (engine.requests[name].stats for name in "ab")
     assert (first.num_cached_tokens, first.num_computed_tokens) == (0, 22)
     assert (second.num_cached_tokens, second.num_computed_tokens) == (16, 6)
-    assert engine.steps[-3].num_hit_tokens == 16
-    assert engine.steps[-3].num_queried_tokens == 20
+    assert engine.steps[-3].lookups.hits == 16
+    assert engine.steps[-3].lookups.queries == 20
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -392,7 +392,7 @@ def test_requests_that_can_never_run_are_refused(depth: int) -> None:
         engine.add("b", list(range(60)), 1)
     assert engine.scheduler.num_unfinished == 0
     assert engine.scheduler.schedule() is None
-    with pytest.raises(ValueError, match="a running request to preempt, got none"):
+    with pytest.raises(ValueError, match="a request that runs or loads to preempt, got none"):
         engine.scheduler.preempt_last()
 
 

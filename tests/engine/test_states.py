@@ -52,7 +52,7 @@ def test_every_schedule_gives_the_same_tokens(
             expected |= dict.fromkeys(engine.requests.keys() - before, expected_output_with_states(prompt, count))
         assert engine.run() == expected
         num_preemptions += sum(step.num_preemptions for step in engine.steps)
-        num_hits += sum(step.num_hit_tokens for step in engine.steps)
+        num_hits += sum(step.lookups.hits for step in engine.steps)
     assert (num_preemptions > 0) == (min(sizes) < 200)
     assert (num_hits > 0) == enable_caching
 

@@ -40,7 +40,7 @@ def test_half_a_character_shows_at_the_end_only() -> None:
 
 
 def step_stats(held: int, cached: int, free: int, **kwargs: int) -> StepStats:
-    values = {"num_hit_tokens": 0, "num_preemptions": 0, "released": 0, **kwargs}
+    values = {"num_hit_tokens": 0, "num_refound_tokens": 0, "num_preemptions": 0, "released": 0, **kwargs}
     return StepStats(
         step=0,
         num_running=1,
@@ -50,6 +50,7 @@ def step_stats(held: int, cached: int, free: int, **kwargs: int) -> StepStats:
         num_sampled_tokens=1,
         num_hit_tokens=values["num_hit_tokens"],
         num_queried_tokens=1,
+        num_refound_tokens=values["num_refound_tokens"],
         num_preemptions=values["num_preemptions"],
         host_us=1.0,
         pools=(PoolUse(held, cached, free, values["released"]),),
@@ -63,11 +64,12 @@ def test_the_picture_shows_what_is_there() -> None:
 
 
 def test_long_runs_are_drawn_in_bins_that_add_up() -> None:
-    steps = [step_stats(1, 1, 1, released=1, num_hit_tokens=3) for _ in range(1000)]
+    steps = [step_stats(1, 1, 1, released=1, num_hit_tokens=3, num_refound_tokens=2) for _ in range(1000)]
     lines = pool_picture(steps, 0, width=50)
     assert all(len(line) <= 13 + 50 + 10 for line in lines)
     assert any("released" in line and line.endswith("1,000") for line in lines)
     assert any("hit tokens" in line and line.endswith("3,000") for line in lines)
+    assert any("refound" in line and line.endswith("2,000") for line in lines)
     assert not any("preempted" in line for line in lines)
 
 

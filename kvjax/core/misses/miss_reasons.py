@@ -88,7 +88,8 @@ class MissReasons:
     """Explains the lookups of one manager: some 200 us each, and 1 us for every block that is not cached.
 
     An observer: not part of the manager's state. `last` is of every lookup. Reports are kept, and tokens counted, of
-    requests that are admitted, of each its last lookup: one that waits counts once, however often it is looked up.
+    requests that are admitted, of each the last lookup before: one that waits counts once, however often it is looked
+    up, and one that is admitted again after a preemption no more.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class MissReasons:
         self._waiting: RecentLookups[LookupReport] = RecentLookups(max_reports)
         self.last: LookupReport | None = None  # the latest lookup
         self.num_lookups = 0
-        self.reports: deque[LookupReport] = deque(maxlen=max_reports)  # the latest admissions, oldest first
+        self.reports: deque[LookupReport] = deque(maxlen=max_reports)  # the latest first admissions, oldest first
         self.num_admitted = 0
         self.num_hit_tokens = 0
         self.num_missed_tokens: Counter[MissReason] = Counter()
@@ -174,9 +175,9 @@ class MissReasons:
         self._waiting.note(report.request_id, report)
 
     def count_admission(self, request: Request) -> None:
-        """Counts the latest lookup of a request that has got its first slots, if there was any."""
+        """Counts the latest lookup, if there was any, of a request that has got slots and had none before."""
         report = self._waiting.take(request.request_id)
-        if report is None:
+        if report is None or request.num_preemptions:
             return
         self.reports.append(report)
         self.num_admitted += 1

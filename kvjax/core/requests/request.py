@@ -104,7 +104,7 @@ class Request:
         self.skip_reading_prefix_cache = skip_reading_prefix_cache or prompt_logprobs is not None
         self.skip_writing_prefix_cache = skip_writing_prefix_cache
         self.block_hasher = block_hasher
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # times that it lost its blocks and waited again, as its scheduler counts
         self.block_hashes = [] if block_hashes is None else block_hashes
         self._extra_keys = self._make_extra_keys(self.origin)
         self.has_extra_keys = self._extra_keys is not None  # whether a hash may cover more than tokens and parent

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 class PrefixCacheStats:
     """Lookups of the requests admitted since the last reading: the last one of each, however long it waited.
 
-    Requests that were preempted before are looked up and admitted again; they count apart.
+    Requests that had blocks before and lost them (`Request.num_preemptions`) are looked up and admitted again; they
+    count apart.
     """
 
     reset: bool = False  # the prefix cache was emptied since the last reading
