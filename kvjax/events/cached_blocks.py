@@ -11,35 +11,38 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 PART_TOKENS = 1 << 16  # of a part, or of one block if it has more
-TOKEN_CODE = "q"  # of an array: 8 bytes
+TOKEN_CODE = "i"  # of an array: int32, as a request's tokens are
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRun:
-    """An event of blocks that were stored together, its tokens packed."""
+class StoredRun(NamedTuple):
+    """Blocks that one event stored, their tokens packed."""
 
-    event: BlockStored  # without tokens
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
     tokens: array[int]
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None
+    like: BlockStored  # what is told of the blocks beside
 
     def parent_of(self, place: int) -> BlockHash | None:
         """Hash of the block before the one at `place`."""
-        return self.event.block_hashes[place - 1] if place else self.event.parent_block_hash
+        return self.block_hashes[place - 1] if place else self.parent_block_hash
 
     def part(self, first: int, end: int) -> BlockStored:
         """The blocks [first, end) as an event."""
-        event, size = self.event, self.event.block_size
+        size = self.like.block_size
         return replace(
-            event,
-            block_hashes=event.block_hashes[first:end],
+            self.like,
+            block_hashes=self.block_hashes[first:end],
             parent_block_hash=self.parent_of(first),
             token_ids=tuple(self.tokens[first * size : end * size]),
-            extra_keys=None if event.extra_keys is None else event.extra_keys[first:end],
+            extra_keys=None if self.extra_keys is None else self.extra_keys[first:end],
         )
 
 
@@ -47,11 +50,12 @@ Place = tuple[StoredRun, int]  # a block: its run, and its number there
 
 
 class CachedBlocks:
-    """Owned by the publisher's thread. About 1 us and 350 bytes a block of 16 tokens."""
+    """Owned by the publisher's thread. About 1 us and 300 bytes a block of 16 tokens; a snapshot 3 us a block."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int], dict[BlockHash, Place]] = {}  # by medium and group
         self._repeats: Counter[tuple[str, int, BlockHash]] = Counter()  # blocks of a hash beyond the first
+        self._likes: dict[tuple[str, int, int | None, str | None], BlockStored] = {}  # of a group and an adapter
 
     def apply(self, events: Iterable[KVCacheEvent]) -> None:
         """Takes the events of a batch, oldest first. A removal of what was never told is passed over."""
@@ -66,12 +70,21 @@ class CachedBlocks:
 
     def _store(self, event: BlockStored) -> None:
         blocks = self._groups.setdefault((event.medium, event.group_idx), {})
-        run = StoredRun(replace(event, token_ids=()), array(TOKEN_CODE, event.token_ids))
+        tokens = array(TOKEN_CODE, event.token_ids)
+        run = StoredRun(event.block_hashes, event.parent_block_hash, tokens, event.extra_keys, self._like(event))
         for place, block_hash in enumerate(event.block_hashes):
             if block_hash in blocks:
                 self._repeats[event.medium, event.group_idx, block_hash] += 1
             else:
                 blocks[block_hash] = (run, place)
+
+    def _like(self, event: BlockStored) -> BlockStored:
+        """The event without what differs from run to run."""
+        key = (event.medium, event.group_idx, event.lora_id, event.lora_name)
+        if key not in self._likes:
+            bare = replace(event, block_hashes=(), parent_block_hash=None, token_ids=(), extra_keys=None)
+            self._likes[key] = bare
+        return self._likes[key]
 
     def _remove(self, event: BlockRemoved) -> None:
         blocks = self._groups.get((event.medium, event.group_idx), {})
@@ -88,18 +101,18 @@ class CachedBlocks:
         part: list[KVCacheEvent] = [AllBlocksCleared()]
         num_tokens = 0
         for run, first, end in self._runs():
-            if num_tokens and num_tokens + (end - first) * run.event.block_size > PART_TOKENS:
+            if num_tokens and num_tokens + (end - first) * run.like.block_size > PART_TOKENS:
                 yield part
                 part, num_tokens = [], 0
             part.append(run.part(first, end))
-            num_tokens += (end - first) * run.event.block_size
+            num_tokens += (end - first) * run.like.block_size
         yield part
 
     def _runs(self) -> Iterator[tuple[StoredRun, int, int]]:
         """Blocks [first, end) of a run, none with more than `PART_TOKENS` tokens but single blocks."""
         run, first, end = None, 0, 0
         for one, place in self._blocks():
-            if one is run and place == end and (end + 1 - first) * one.event.block_size <= PART_TOKENS:
+            if one is run and place == end and (end + 1 - first) * one.like.block_size <= PART_TOKENS:
                 end += 1
                 continue
             if run is not None:

@@ -13,7 +13,8 @@ Source:  frames of vLLM 0.33 distributed/kv_events.py (ZmqEventPublisher), repla
                             b"", b"", 8 bytes 0xff, b""
 
 A snapshot is true when all batches before `next_seq` are taken and none from it on. Its payloads are batches like the
-others: their events begin with `AllBlocksCleared`, and BlockStored of all that is cached follow.
+others: their events begin with `AllBlocksCleared`, and BlockStored of all that is cached follow. While it is told, live
+batches wait: 5 us a block. An empty payload says that it cannot be told.
 
 A subscriber that sees a number jump asks for the numbers between. If the first answer is above what it asked for, the
 batches have left the buffer: then it drops what it knows of this publisher. A number that falls back means that the
@@ -288,16 +289,17 @@ class ZmqEventPublisher(EventPublisher):
         for seq, payload in self._buffer.since(int.from_bytes(asked, "big")):
             yield _frame(seq), payload
 
-    def _snapshot(self) -> list[tuple[bytes, bytes]]:
-        """Number and payload of each part; none where an event cannot be told."""
+    def _snapshot(self) -> Iterator[tuple[bytes, bytes]]:
+        """Number and payload of each part; none, or one without a payload, where an event cannot be told."""
         if self._cached is None:
-            return []
+            return
         number, now = _frame(self._next_seq), self._clock()
         try:
-            return [(number, self._encoder.encode(part, now, self._rank)) for part in self._cached.snapshot()]
+            for part in self._cached.snapshot():
+                yield number, self._encoder.encode(part, now, self._rank)
         except Exception:
             logger.exception("KV events: what is cached cannot be encoded, and is told to nobody")
-            return []
+            yield number, b""
 
 
 def _frame(seq: int) -> bytes:

@@ -13,7 +13,7 @@ What a consumer may rely on of parents, beside that:
     kinds that keep all       it was stored before, by an event of the same group: a tree can be made of these groups
     (full attention, MLA,     alone. It may have been removed since
     with sinks)
-    windows, chunks, states   it may never have been stored, there or anywhere. Such groups are an index of hashes, no tree
+    windows, chunks, states   it may never have been stored, there or anywhere: such groups are hashes, not a tree
 """
 
 from __future__ import annotations
