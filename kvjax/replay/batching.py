@@ -4,8 +4,9 @@ Flow:    Jobs -> [BatchedReplay.run] -> KVCacheManager calls, SpeedModel -> Reco
 
 A step, as the reference engine and vLLM's scheduler take it:
 
-    1. running requests in order of admission: one token where decoding, else the next chunk of the prompt, while the
-       budget lasts; all in one `plan_step`. A request that does not fit makes the youngest running one start over.
+    1. running requests in order of arrival: one token where decoding, else the next chunk of the prompt, while the
+       budget lasts; all in one `plan_step`. A request that does not fit makes the youngest that has blocks start over,
+       be it that they are still being filled.
     2. if nothing was preempted: waiting requests in order of arrival, each after a lookup, while budget and seats last
        and the whole of what is known of the request fits. Blocks of what tiers or another replica have of it are filled
        first, beside steps (`ExternalKV`)
@@ -17,6 +18,7 @@ Outputs are tokens that no prompt has, so they never hit; blocks that they fill 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -81,7 +83,7 @@ class BatchedReplay:
         self._waiting: deque[Job] = deque()
         self._running = RunningBatch()
         self._loading: dict[str, Job] = {}
-        self._num_emitted = 0
+        self._num_arrived = self._num_emitted = 0
         self._waits_for_external = False  # nothing else can go on
 
     def run(self) -> None:
@@ -113,7 +115,9 @@ class BatchedReplay:
         self.clock.now_s = self.next_step_s
         self._waits_for_external = False
         while self.arrivals and self.arrivals[0].arrives_s <= self.clock.now_s:
-            self._waiting.append(self.arrivals.popleft())
+            job = self.arrivals.popleft()
+            job.arrival, self._num_arrived = self._num_arrived, self._num_arrived + 1
+            self._waiting.append(job)
         self._step()
 
     def _next_s(self) -> float:
@@ -172,18 +176,29 @@ class BatchedReplay:
             num_new[i] = self.manager.limit_step(self._table.requests[rows[i]], int(num_new[i]))
 
     def _preempt_youngest(self) -> int:
-        """Makes the youngest running request wait again, with nothing computed; its row."""
-        job, row = self._running.pop_youngest()
+        """Makes the youngest request that runs or loads wait again, with nothing computed; its row."""
+        job = max((*self._running.jobs[-1:], *self._loading.values()), key=lambda one: one.arrival)
+        request = _made(job)
+        row = request.row
+        if self.external is not None and self._loading.pop(request.request_id, None) is not None:
+            self.external.cancel(request)
+        else:
+            self._running.pop_youngest()
+        self.recorder.preemptions += 1
+        if self._num_seated:
+            self._wait_again(job)
+        else:
+            self.manager.free(request)
+            self._refuse(was_admitted=True)  # it had the pool to itself
+        return row
+
+    def _wait_again(self, job: Job) -> None:
+        """A job gives its blocks up, and waits before those that came later."""
         request = _made(job)
         self.manager.free(request)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self.recorder.preemptions += 1
-        if self._running:
-            self._waiting.appendleft(job)
-        else:
-            self._refuse(was_admitted=True)  # it had the pool to itself
-        return row
+        insort(self._waiting, job, key=lambda one: one.arrival)
 
     # -- 2. waiting requests ------------------------------------------------------------------------------------------
 
@@ -250,11 +265,7 @@ class BatchedReplay:
         """Requests whose blocks have arrived run; those whose load failed wait again, and will be computed."""
         results = external.step_starts()
         for request_id in results.failed:
-            job = self._loading.pop(request_id)
-            request = _made(job)
-            self.manager.free(request)
-            request.num_computed_tokens = 0
-            self._waiting.appendleft(job)
+            self._wait_again(self._loading.pop(request_id))
         for request_id in results.loaded:
             job = self._loading.pop(request_id)
             request = _made(job)

@@ -31,6 +31,9 @@ class ExternalKV(Protocol):
         0: there is nothing, or it is to be asked for later. None: the blocks do not fit.
         """
 
+    def cancel(self, request: Request) -> None:
+        """A request whose load has not ended, or has just, gives its blocks up."""
+
     def step_starts(self) -> LoadResults:
         """Loads that have arrived by now."""
 

@@ -90,6 +90,10 @@ class PrefilledKV:
         self.num_transfers += 1
         return num_tokens
 
+    def cancel(self, request: Request) -> None:
+        """What travels for a request comes to nothing: it computes its prompt here."""
+        del self._arrives_s[request.request_id]
+
     def step_starts(self) -> LoadResults:
         """Requests whose prompts are there."""
         loaded = [name for name, when in self._arrives_s.items() if when <= self.clock.now_s]

@@ -1,4 +1,4 @@
-"""The requests that run, in order of admission, as arrays beside a list of jobs.
+"""The requests that run, in order of arrival, as arrays beside a list of jobs.
 
 Flow:    simulators -> [RunningBatch] -> rows for plan_step, advance, append_tokens
 """
@@ -28,6 +28,7 @@ class Job:
     first_token_s: float = 0.0  # when the first was there
     expected_tokens: int = 0  # to prefill, by what a router knew
     goes_on: bool = False  # once it ends here, another replica makes the rest
+    arrival: int = 0  # number of jobs that came to its replica before
 
     @classmethod
     def of(cls, index: int, source: TraceRequest, infinite_hit: int = 0) -> Job:
@@ -48,27 +49,30 @@ class RunningBatch:
         return len(self.jobs)
 
     def extend(self, jobs: list[Job], rows: np.ndarray) -> None:
-        """Adds admitted jobs."""
+        """Adds jobs in order of arrival, each in its place."""
+        is_late = bool(self.jobs) and jobs[0].arrival < self.jobs[-1].arrival  # some were loaded while others came
         self.jobs += jobs
         self.rows = np.concatenate((self.rows, rows))
         self.outputs_left = np.concatenate((self.outputs_left, np.array([job.outputs_left for job in jobs], np.int64)))
         self.num_timed = np.concatenate((self.num_timed, np.array([job.num_timed for job in jobs], np.int64)))
+        if is_late:
+            self._keep(np.argsort([job.arrival for job in self.jobs]))
 
-    def pop_youngest(self) -> tuple[Job, int]:
-        """Takes out the job admitted last, and its row."""
-        job, row = self.jobs[-1], int(self.rows[-1])
+    def pop_youngest(self) -> Job:
+        """Takes out the job that arrived last."""
+        job = self.jobs[-1]
         job.outputs_left, job.num_timed = int(self.outputs_left[-1]), int(self.num_timed[-1])
-        self._keep(np.arange(len(self.jobs)) < len(self.jobs) - 1)
-        return job, row
+        self._keep(np.arange(len(self.jobs) - 1))
+        return job
 
     def take_out(self, finished: np.ndarray) -> list[Job]:  # finished: bool[n]
         """Takes out the jobs where `finished` is set."""
         jobs = [self.jobs[i] for i in np.flatnonzero(finished).tolist()]
         if jobs:
-            self._keep(~finished)
+            self._keep(np.flatnonzero(~finished))
         return jobs
 
-    def _keep(self, kept: np.ndarray) -> None:  # kept: bool[n]
-        self.jobs = [job for job, stays in zip(self.jobs, kept.tolist(), strict=True) if stays]
+    def _keep(self, kept: np.ndarray) -> None:  # int64[k] places, in their new order
+        self.jobs = [self.jobs[place] for place in kept.tolist()]
         self.rows, self.outputs_left = self.rows[kept], self.outputs_left[kept]
         self.num_timed = self.num_timed[kept]

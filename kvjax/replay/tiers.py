@@ -124,6 +124,10 @@ class ReplayTiers:
         self.scheduler.update_state_after_alloc(request, blocks, external)
         return external
 
+    def cancel(self, request: Request) -> None:
+        """The load of a request ends; it may be loaded once more."""
+        self.scheduler.request_finished(request)
+
     def step_starts(self) -> LoadResults:
         """Loads that have arrived by now."""
         results = self.scheduler.update_connector_output(self.worker.get_finished())
