@@ -206,7 +206,7 @@ def _engine_config(
         async_scheduling=args.async_scheduling,
         max_buckets=MAX_BUCKETS,
         speculative=speculative,
-        tiers=read_tiers(args, demo_model_path() if args.model is None else args.model),
+        tiers=read_tiers(args),
     )
 
 

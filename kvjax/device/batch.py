@@ -255,6 +255,7 @@ def _block_tables(group: GroupPlan, bucket: Bucket) -> np.ndarray:
     num_requests, num_columns = group.block_tables.shape
     block_tables = np.zeros(shape, np.int32)
     block_tables[:num_requests, :num_columns] = group.block_tables
+    block_tables.flags.writeable = False
     return block_tables
 
 

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.device.placement import Placement, with_auto_axes
+from kvjax.device.weights_digest import leaves_digest
 
 SMALL_BYTES = 1 << 14  # vectors below it are packed
 
@@ -28,26 +29,32 @@ Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]  # weights -> the model
 class ModelWeights:
     """The weights of one model on the devices of a placement. Immutable."""
 
-    def __init__(self, model: Any, placement: Placement, *, packs_small: bool = False) -> None:
-        """Weights that do not lie on exactly the placement's devices are copied to each of them.
+    def __init__(
+        self, model: Any, placement: Placement, *, packs_small: bool = False, like: ModelWeights | None = None
+    ) -> None:
+        """Weights that do not lie on exactly the placement's devices are copied to each of them, numpy's always.
 
         Those on a mesh of Explicit axes are the same buffers on the mesh of Auto axes. With `packs_small` vectors
-        below `SMALL_BYTES` that every device holds whole are copied into one array for each dtype.
+        below `SMALL_BYTES` that every device holds whole are copied into one array for each dtype. With `like` the
+        weights alone are `model`'s: all else is of the model that `like` has.
 
         Raises:
-            ValueError: `model` is neither an `nnx.Module` nor a pytree that can be called and has `logits`.
+            ValueError: `model` is neither an `nnx.Module` nor a pytree that can be called and has `logits`, or has
+                weights of other names, shapes or dtypes than `like`.
         """
         if not callable(model) or not callable(getattr(model, "logits", None)):
             raise ValueError(
                 "expected a model with model(token_ids, positions, cache) and model.logits(hidden), got "
                 f"{type(model).__name__}; functions and their weights make one by kvjax.device.FunctionModel"
             )
-        leaves, self._rebuild = _split_module(model) if isinstance(model, nnx.Module) else _split_tree(model)
+        self._names, leaves, self._rebuild = _split(model)
         devices = set(placement.mesh.devices.flat)
 
         def placed(leaf: Any) -> jax.Array:
-            sharding = None if isinstance(leaf, np.ndarray) else leaf.sharding
-            if sharding is None or sharding.device_set != devices:
+            if isinstance(leaf, np.ndarray):  # a CPU device would have the caller's memory itself
+                return jax.device_put(np.array(leaf), placement.replicated)
+            sharding = leaf.sharding
+            if sharding.device_set != devices:
                 return jax.device_put(leaf, placement.replicated)
             if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
                 return leaf
@@ -59,12 +66,30 @@ class ModelWeights:
         packed = {place for places in self._packs for place in places}
         self._own = [place for place in range(len(arrays)) if place not in packed]
         self._sizes = [array.size for array in arrays]
+        self._shapes = [(array.shape, array.dtype) for array in arrays]
         buffers = [_joined([arrays[place] for place in places]) for places in self._packs]
         self.arrays: tuple[jax.Array, ...] = (*(arrays[place] for place in self._own), *buffers)
+        if like is not None:
+            self._check_like(like)
+            self._rebuild = like._rebuild
 
     def model(self, arrays: Sequence[jax.Array]) -> Any:
         """The model with `arrays` in place of its weights."""
         return self._rebuild(self._unpacked(arrays) if self._packs else arrays)
+
+    def digest(self) -> str:
+        """Equal for equal weights of equal names, shapes and dtypes, however they lie; reads each of them once."""
+        return leaves_digest(zip(self._names, self._unpacked(self.arrays), strict=True))
+
+    def _check_like(self, like: ModelWeights) -> None:
+        """Raises ValueError where programs compiled for `like` do not take these weights."""
+        own, other = ({*zip(w._names, w._shapes, strict=True)} for w in (self, like))
+        differ = sorted({name for name, _ in own ^ other})
+        if differ or self._packs != like._packs:
+            raise ValueError(
+                "expected a model whose weights have the names, shapes and dtypes of the one before, got others: "
+                f"{', '.join(differ[:3]) or 'they lie on other devices'}"
+            )
 
     def _unpacked(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """One array for each weight, in the model's order."""
@@ -97,15 +122,19 @@ def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
     return jax.device_put(jnp.concatenate(arrays), arrays[0].sharding)
 
 
-def _split_module(module: nnx.Module) -> tuple[list[Any], Rebuild]:
-    graphdef, state = nnx.split(module)
-    leaves, tree = jax.tree.flatten(state)
-    return leaves, lambda arrays: nnx.merge(graphdef, jax.tree.unflatten(tree, arrays))
+def _split(model: Any) -> tuple[list[str], list[Any], Rebuild]:
+    """Weights with their names, and what makes a model of others."""
+    if isinstance(model, nnx.Module):
+        graphdef, state = nnx.split(model)
+        named, tree = jax.tree_util.tree_flatten_with_path(state)
+        return *_apart(named), lambda arrays: nnx.merge(graphdef, jax.tree.unflatten(tree, arrays))
+    return _split_tree(model)
 
 
-def _split_tree(model: Any) -> tuple[list[Any], Rebuild]:
+def _split_tree(model: Any) -> tuple[list[str], list[Any], Rebuild]:
     """Arrays are weights; all other leaves (numbers, functions) stay as they are."""
-    leaves, tree = jax.tree.flatten(model)
+    named, tree = jax.tree_util.tree_flatten_with_path(model)
+    leaves = [leaf for _, leaf in named]
     if len(leaves) == 1 and leaves[0] is model:
         raise ValueError(
             f"expected an nnx.Module or a pytree, got {type(model).__name__}; register it with jax.tree_util"
@@ -118,7 +147,23 @@ def _split_tree(model: Any) -> tuple[list[Any], Rebuild]:
             filled[place] = array
         return jax.tree.unflatten(tree, filled)
 
-    return [leaves[place] for place in places], rebuild
+    return *_apart([named[place] for place in places]), rebuild
 
 
-__all__ = ["SMALL_BYTES", "ModelWeights"]
+def _apart(named: Sequence[Any]) -> tuple[list[str], list[Any]]:
+    """Names and leaves."""
+    return [jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named]
+
+
+def leaves_of(model: Any) -> list[Any]:
+    """The arrays that are its weights."""
+    return _split(model)[1]
+
+
+def weights_digest(model: Any) -> str:
+    """As `ModelWeights.digest`, of a model whose weights lie anywhere."""
+    names, leaves, _ = _split(model)
+    return leaves_digest(zip(names, leaves, strict=True))
+
+
+__all__ = ["SMALL_BYTES", "ModelWeights", "leaves_of", "weights_digest"]

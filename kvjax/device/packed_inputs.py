@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.core.tables.given_arrays import own_copy
+
 _SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 OWN_BYTES = 1 << 16  # arrays from here on go by themselves: to copy so many bytes takes as long as to pass an array
 
@@ -68,10 +70,10 @@ class PackedInputs:
         self._own = [i for i, place in enumerate(places) if place.start is None]
 
     def pack(self, leaves: Sequence[np.ndarray]) -> Packed:
-        """A fresh buffer with `leaves`, the arrays of a tree of this layout in `jax.tree.leaves`' order."""
+        """Copies of the arrays of a tree, in `jax.tree.leaves`' order; large read-only ones go as they are."""
         parts = [leaves[i] if is_plain else _as_int32(leaves[i]) for i, is_plain in self._packed]
         buffer = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        return Packed(buffer, tuple([leaves[i] for i in self._own]))
+        return Packed(buffer, tuple([own_copy(leaves[i]) for i in self._own]))
 
     def unpack(self, buffer: jax.Array, own: Sequence[jax.Array]) -> Any:
         """The tree, while tracing."""

@@ -13,33 +13,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from kvjax.core.tables.given_arrays import own_copy
 from kvjax.device.context_ranks import ContextRanks
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import per_device
 from pallas_kernels import kv_write as kv_write_op
 from pallas_kernels import page_ops
 
+Array: TypeAlias = np.ndarray | jax.Array
 PAGE_COUNTS = (8, 64)
 SKIP = -1
 
 
-@partial(jax.jit, static_argnums=(1, 2), static_argnames="backend", donate_argnums=0)
 def write_kv(
     pages: KVPages,
     pool_id: int,
     column: int,
-    k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
-    v: jax.Array,  # [num_tokens, num_kv_heads, head_dim_v]
-    slot_mapping: jax.Array,  # int32[num_tokens] -1: skip
+    k: Array,  # [num_tokens, num_kv_heads, head_dim]
+    v: Array,  # [num_tokens, num_kv_heads, head_dim_v]
+    slot_mapping: Array,  # int32[num_tokens] -1: skip
     *,
     backend: str = "auto",
 ) -> KVPages:
     """Pages with K and V of each token at its slot of one column."""
+    return write_own_kv(pages, pool_id, column, *map(own_copy, (k, v, slot_mapping)), backend=backend)
+
+
+@partial(jax.jit, static_argnums=(1, 2), static_argnames="backend", donate_argnums=0)
+def write_own_kv(
+    pages: KVPages,
+    pool_id: int,
+    column: int,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    backend: str = "auto",
+) -> KVPages:
+    """`write_kv` of arrays that nobody writes any more."""
     shardings = pages.shardings[pool_id][column]
     specs = tuple(sharding.spec for sharding in shardings)
     rows, token_axis, mesh = PartitionSpec(specs[0][0]), specs[0][1], shardings[0].mesh
@@ -185,7 +202,7 @@ def scatter_pages(
     lengths = {array.shape[0] for array in jax.tree.leaves(values)}
     if lengths != {ids.size}:
         raise ValueError(f"expected values padded to {ids.size} pages, got {sorted(lengths)}")
-    return scatter_pages_padded(pages, pool_id, ids, values, backend=backend)
+    return scatter_pages_padded(pages, pool_id, ids, jax.tree.map(own_copy, values), backend=backend)
 
 
 def pad_ids(page_ids: np.ndarray, page_counts: Sequence[int] = PAGE_COUNTS) -> np.ndarray:

@@ -69,7 +69,7 @@ class StepPrograms:
         embeds: jax.Array | None,
         sampler_state: Any,  # pytree of arrays on the device
     ) -> tuple[KVPages, Any]:
-        """Dispatches a step. `pages` is donated; batch and sampling are copied, but for large arrays."""
+        """Dispatches a step. `pages` is donated; what of batch and sampling can be written is copied."""
         leaves, shapes = shapes_of((batch, sampling))
         program = self._program(shapes)
         packed = program.inputs.pack(leaves)

@@ -122,17 +122,26 @@ class UpdateStep:
         """Tokens of the step before, of all data ranks."""
         return self.num_previous * self.placement.num_data
 
-    def set_weights(self, model: Any) -> None:
-        """Takes the weights of another model of the same make: the next step is theirs, and nothing is compiled.
+    @property
+    def weights(self) -> ModelWeights:
+        """What the next step computes with."""
+        return self._weights
+
+    def weights_of(self, model: Any) -> ModelWeights:
+        """The weights of another model of the same make, for `use_weights`; all but the weights stays the first's.
 
         Raises:
-            ValueError: its weights have other shapes or dtypes. Nothing is changed.
+            ValueError: they have other names, shapes or dtypes.
         """
-        weights = ModelWeights(model, self.placement, packs_small=self._packs_small)
-        own, given = ([(array.shape, array.dtype) for array in one.arrays] for one in (self._weights, weights))
-        if own != given:
-            raise ValueError("expected a model whose weights have the shapes and dtypes of the one before, got another")
+        return ModelWeights(model, self.placement, packs_small=self._packs_small, like=self._weights)
+
+    def use_weights(self, weights: ModelWeights) -> None:
+        """The next step computes with what `weights_of` gave; nothing is compiled."""
         self._weights = self.encoder.weights = weights
+
+    def set_weights(self, model: Any) -> None:
+        """Takes the weights of another model; as `weights_of`, then `use_weights`."""
+        self.use_weights(self.weights_of(model))
 
     @property
     def num_compiled(self) -> int:

@@ -22,8 +22,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -151,33 +152,30 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[RequestOutput]:
         """The tokens of a prompt as they come; several in one output where the reader is slow.
 
-        `inputs` are other arguments of `LLMEngine.add_request`. With `params.n` > 1 outputs of the samples come mixed.
+        `inputs` are other arguments of `LLMEngine.add_request`; arrays are copied now, before the first token is asked
+        for. With `params.n` > 1 outputs of the samples come mixed.
 
         Raises:
             ValueError: `add_request` refuses the prompt, or there are more samples than `max_requests`.
             StepFailedError: a step of the engine raised while the request was in it.
             EngineClosedError: the engine is not started, was stopped, or a failure closed it.
         """
-        return self._outputs(prompt, self.engine.with_text(params), priority, inputs)
+        return self._outputs(_own(prompt), self.engine.with_text(params), priority, deepcopy(inputs))
 
-    async def complete(
+    def complete(
         self,
         prompt: str | Sequence[int] | np.ndarray,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
         **inputs: Any,
-    ) -> list[GenerationResult]:
+    ) -> Coroutine[Any, Any, list[GenerationResult]]:
         """The whole result of each sample of a prompt; arguments and errors as of `generate`."""
-        results: dict[int, GenerationResult] = {}
-        async for output in self._outputs(prompt, params, priority, inputs):
-            if output.result is not None:
-                results[output.sample] = output.result
-        return [results[sample] for sample in sorted(results)]
+        return _results(self._outputs(_own(prompt), params, priority, deepcopy(inputs)))
 
     async def _outputs(
         self,
-        prompt: str | Sequence[int] | np.ndarray,
+        prompt: str | np.ndarray,
         params: SamplingParams | None,
         priority: int,
         inputs: Mapping[str, Any],
@@ -260,7 +258,7 @@ class AsyncLLMEngine:
     def _add(
         self,
         mailbox: Mailbox,
-        prompt: str | Sequence[int] | np.ndarray,
+        prompt: str | np.ndarray,
         params: SamplingParams | None,
         inputs: dict[str, Any],
     ) -> None:
@@ -332,6 +330,17 @@ class AsyncLLMEngine:
 def _wake_all(mailboxes: list[Mailbox]) -> None:
     for mailbox in mailboxes:
         mailbox.wake()
+
+
+async def _results(outputs: AsyncGenerator[RequestOutput]) -> list[GenerationResult]:
+    """Those of all samples."""
+    results = {output.sample: output.result async for output in outputs if output.result is not None}
+    return [results[sample] for sample in sorted(results)]
+
+
+def _own(prompt: str | Sequence[int] | np.ndarray) -> str | np.ndarray:
+    """A prompt that its caller cannot change any more: the engine's thread reads it later."""
+    return prompt if isinstance(prompt, str) else np.array(prompt)
 
 
 def _nothing() -> None:

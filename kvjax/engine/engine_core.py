@@ -66,9 +66,11 @@ class EngineCore:
 
         Raises:
             EngineClosedError: as `recover`.
+            ValueError: steps that engines share have weights that this one was not told of. Nothing is changed.
             BaseException: whatever was raised in the step, which is undone.
         """
         self.sweep()
+        self.runner.check_weights()
         self._begin()
         try:
             outputs = self._run()

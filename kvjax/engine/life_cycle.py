@@ -18,6 +18,8 @@ from kvjax.core import KVCacheManager, Request
 from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.engine.draft_model import DraftModel
 from kvjax.engine.engine_core import EngineCore
+from kvjax.engine.engine_weights import EngineWeights
+from kvjax.engine.loop_parts import tell_weights
 from kvjax.engine.rank_loops import RankPin
 from kvjax.engine.request_inputs import GivenInputs
 from kvjax.engine.request_maker import RequestMaker
@@ -32,6 +34,7 @@ class EngineLifeCycle:
     is_asleep: bool = False
     _core: EngineCore
     _maker: RequestMaker
+    _weights: EngineWeights
     _draft_model: DraftModel | None
 
     def sleep(self) -> None:
@@ -67,23 +70,28 @@ class EngineLifeCycle:
     def set_weights(self, version: int | str, model: Any = None) -> None:
         """Goes on with other weights: nothing that was computed by others is a hit, on the device or in any tier.
 
-        Hashes of requests have the version from here on, so a version that comes again hits what it computed, where a
-        disk still has it.
+        Hashes of requests have the version from here on, so a version that comes again, with the same weights, hits
+        what it computed, where a disk still has it. The weights are read once, for a digest of them.
 
         Args:
             version: of the weights; another for each update.
-            model: what computes from here on, of the same shapes; None: weights are the same arrays as before. Engines
-                that share compiled steps (`like`) share them.
+            model: what computes from here on, the same but for its weights; numpy arrays are copied. None: weights are
+                the same arrays as before. Engines that share compiled steps (`like`) share them, and each is told.
 
         Raises:
-            ValueError: requests are unfinished, prefixes pinned, the version is neither an integer nor text, or the
-                model has weights of other shapes. Nothing is changed.
+            ValueError: requests are unfinished, prefixes pinned, the version is neither an integer nor text, or it is
+                that of other weights, here or in the disk store; or the model differs by more than its weights.
+                Nothing is changed.
         """
         Request("version", [0], weight_version=version)  # checks it
         managers = self._idle_managers("set_weights")
-        if model is not None:
-            self._core.runner.update_step.set_weights(model)
+        step = self._core.runner.update_step
+        weights = step.weights if model is None else step.weights_of(model)
+        in_use = self._weights.of_version(version, weights, model)
+        tell_weights(self.connector, in_use)
         with self._core.changing():
+            self._core.runner.use_weights(weights)
+            self._weights.note(in_use)
             for manager in managers:
                 manager.reset_prefix_cache()
             if self.connector is not None:

@@ -33,10 +33,11 @@ from kvjax.engine.config import EngineConfig
 from kvjax.engine.draft_model import DraftModel, check_speculation
 from kvjax.engine.engine_core import EngineCore
 from kvjax.engine.engine_log import EngineObserver, log_start
+from kvjax.engine.engine_weights import EngineWeights
 from kvjax.engine.host_loop import HostLoop
 from kvjax.engine.known_names import check_names
 from kvjax.engine.life_cycle import EngineLifeCycle
-from kvjax.engine.loop_parts import LoopParts, check_connector, check_parts
+from kvjax.engine.loop_parts import LoopParts, check_connector, check_parts, tell_weights
 from kvjax.engine.model_runner import ModelRunner, least_block_size, num_embedding_rows, parallelism_of, place_model
 from kvjax.engine.outputs import GenerationResult, StepOutputs
 from kvjax.engine.prompt_lookup import PromptLookup
@@ -130,13 +131,15 @@ class LLMEngine(EngineLifeCycle):
         )
         block_size = least_block_size(self.plan)
         hasher = BlockHasher(block_size, config.hash_algorithm, seed=str(config.seed))
+        self._weights = EngineWeights(model, config, None if like is None else like._runner.update_step.weights)
         self.connector: KVConnector | None = connector
         if config.tiers is not None:
             if connector is not None:
                 raise ValueError("expected config.tiers or a connector, got both")
-            self.connector = make_tiers(config.tiers, self.plan.config, hasher, placement)
+            self.connector = make_tiers(config.tiers, self.plan.config, hasher, placement, self._weights.identity())
         if connector is not None:
             check_connector(connector, self.plan.config, placement)
+            tell_weights(connector, self._weights.at_start)
         num_best = min(config.max_logprobs, model.config.vocab_size)
         self._clock = clock
         runner = self.runner_type(

@@ -25,7 +25,7 @@ from kvjax.engine.scheduler import Scheduler, SchedulerConfig
 from kvjax.engine.speculation import Drafter
 from kvjax.models.config import ModelConfig
 from kvjax.planning import KVCachePlan
-from kvjax.tiers.connector import KVConnector
+from kvjax.tiers.connector import KVConnector, WeightsInUse
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,20 @@ def check_connector(connector: KVConnector, kv_cache_config: KVCacheConfig, plac
     )
 
 
+def tell_weights(connector: KVConnector | None, weights: WeightsInUse) -> None:
+    """Tells a connector that wants to know what computes K and V from here on.
+
+    Raises:
+        ValueError: the connector has KV of other weights under this version. Nothing is changed.
+    """
+    use_weights = getattr(connector, "use_weights", None)
+    if use_weights is not None:
+        use_weights(weights)
+
+
 def _named(placement: Placement) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in placement.mesh.shape.items())
     return f"a mesh ({axes}) of devices {[device.id for device in placement.mesh.devices.flat]}"
 
 
-__all__ = ["LoopParts", "check_connector", "check_parts"]
+__all__ = ["LoopParts", "check_connector", "check_parts", "tell_weights"]

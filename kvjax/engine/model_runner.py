@@ -17,6 +17,7 @@ import numpy as np
 
 from kvjax.device import Buckets, EmbedBuffer, KVPages, Placement, UpdateStep, create_pages, make_update_step
 from kvjax.device.given_tokens import ScoreFn
+from kvjax.device.model_weights import ModelWeights
 from kvjax.device.update_step import SampleFn
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
@@ -70,6 +71,7 @@ class ModelRunner:
         self.update_step = (
             self._make_update_step(sample_fn, score_fn) if like is None else self._shared_update_step(like)
         )
+        self._weights = self.update_step.weights
         self.pages: KVPages = create_pages(plan.config, placement)
         self._embeds = self._make_embed_buffer()
         self.sampler_sizes: SamplerSizes | None = sampler_sizes if like is None else like.sampler_sizes
@@ -91,6 +93,19 @@ class ModelRunner:
     def num_in_flight(self) -> int:
         """Steps dispatched and not read."""
         return len(self._flights)
+
+    def use_weights(self, weights: ModelWeights) -> None:
+        """Steps compute with them from here on, those of all runners that share the compiled steps."""
+        self.update_step.use_weights(weights)
+        self._weights = weights
+
+    def check_weights(self) -> None:
+        """Raises ValueError where another runner that shares the compiled steps was given weights, and not this one."""
+        if self.update_step.weights is not self._weights:
+            raise ValueError(
+                "expected the weights that this engine's cache is of, got others, which an engine that shares its "
+                "compiled steps was given; call set_weights(version) here too"
+            )
 
     def warmup(self, sampling: SamplingBatch, on_compiled: Callable[[int], object] | None = None) -> None:
         """Compiles every step shape, calling `on_compiled(1)` after each; `sampling` is an example of its inputs."""

@@ -15,8 +15,9 @@ class TierConfig:
     """What lies beyond the pools.
 
     `host_bytes` of memory keep what the pools evict. With `disk_folder` every unit that comes to the host goes to disk
-    too, up to `disk_bytes`; processes of one machine may share a folder. `weights` names what computed the units on
-    disk, such as a model's name and revision: a folder is of one such name, and of one layout.
+    too, up to `disk_bytes`; processes of one machine may share a folder. A folder is of one cache: one layout, one
+    configuration of a model and its weights. `weights` is a name for the weights, such as a revision; None: a hash of
+    them all, which is computed once when an engine is made. The name is taken at its word.
 
     With `write_through` a block goes to the host once it is computed, and stays there when it is loaded; else it goes
     when its pool needs the block (write-back), and what is loaded leaves the host. Write-back holds more, write-through
@@ -28,7 +29,7 @@ class TierConfig:
     load that takes longer than `load_timeout_s` is given up: its tokens are computed.
 
     Raises:
-        ValueError: a value is outside its range, or a folder comes without `disk_bytes` or `weights`.
+        ValueError: a value is outside its range, a folder comes without `disk_bytes`, or the name is empty.
     """
 
     host_bytes: int = 0
@@ -57,11 +58,8 @@ class TierConfig:
             return
         if self.disk_bytes is None or self.disk_bytes < 1:
             raise ValueError(f"expected disk_bytes >= 1 with a disk_folder, got {self.disk_bytes}")
-        if not self.weights:
-            raise ValueError(
-                f"expected weights with a disk_folder, got {self.weights!r}: name the model and its revision, so that "
-                "units of others are never loaded"
-            )
+        if self.weights is not None and not self.weights:
+            raise ValueError("expected weights as a name that is not empty, or None for a hash of them, got ''")
 
 
 __all__ = ["TierConfig"]

@@ -17,7 +17,8 @@ written there by itself: vLLM's `wait_for_layer_load` and `save_kv_layer` have n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +41,21 @@ class LoadResults(NamedTuple):
 
     loaded: tuple[str, ...]
     failed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WeightsInUse:
+    """What computes K and V from here on."""
+
+    model: Mapping[str, str]  # all beside weights that K and V depend on, by name
+    version: int | str | None  # None: those that the engine began with
+    digest: Callable[[], str]  # of the weights; takes as long as to read them all
+
+    def text(self, name: str) -> str:
+        """What to compare with other engines. A `name` stands for the weights, empty: their digest does."""
+        weights = (name, self.version) if name else self.digest()
+        source = hashlib.sha256(repr((sorted(self.model.items()), weights)).encode()).hexdigest()[:16]
+        return f"{name} {source}".strip()
 
 
 class StepConnector(Protocol):
@@ -110,7 +126,12 @@ class RankConnector(Protocol):
 
 
 class KVConnector(Protocol):
-    """Both sides, of one process. Where it has a `placement`, an engine whose pages lie otherwise refuses it."""
+    """Both sides, of one process.
+
+    Where it has a `placement`, an engine whose pages lie otherwise refuses it. Where it has `use_weights`, that is
+    called with `WeightsInUse` when an engine is made with it and before the engine's weights change; a ValueError there
+    is raised to the engine's caller, and nothing is changed.
+    """
 
     @property
     def scheduler(self) -> StepConnector:
@@ -140,5 +161,6 @@ __all__ = [
     "RankConnector",
     "SchedulerConnector",
     "StepConnector",
+    "WeightsInUse",
     "WorkerConnector",
 ]

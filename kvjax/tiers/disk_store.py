@@ -5,6 +5,7 @@ Source:  why files, and not a key-value library: docs/tiers.md, "Disk"
 
     <folder>/STORE.json                what the files are units of: layout, hashes, weights; of another, nothing opens
     <folder>/.lock                     bytes of all units, 8 of them, written under flock
+    <folder>/versions/<name>           which weights a version names, a file each
     <folder>/units/ab/<key>            a unit: a header with checksum and key, and its bytes
     <folder>/tmp/<pid>-<number>        a unit that is being written
 
@@ -17,6 +18,7 @@ until 5 % are free. Any process may do that while others read: a file that is op
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -161,6 +163,26 @@ class DiskStore:
             with suppress(FileNotFoundError):
                 aged.append((entry.stat().st_mtime_ns, entry.name))
         return [name for _, name in sorted(aged)]
+
+    def name_weights(self, version: str, digest: str) -> None:
+        """Notes of which weights a version is, for all that open the folder, from here on for ever.
+
+        Raises:
+            ValueError: it is known as the version of others. Nothing is changed.
+        """
+        path = self.folder / "versions" / hashlib.sha256(version.encode()).hexdigest()[:32]
+        with self._locked():
+            if not path.exists():
+                path.parent.mkdir(exist_ok=True)
+                temporary = self._tmp / f"{os.getpid()}-{next(self._names)}"
+                temporary.write_text(f"{digest} {version}\n")
+                temporary.replace(path)
+            known = path.read_text().partition(" ")[0]
+        if known != digest:
+            raise ValueError(
+                f"expected a version that names no other weights, got {version}, which the store in {self.folder} has "
+                f"as weights {known}, here {digest}; give each update a version of its own"
+            )
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvjax.core import BlockHasher
 from kvjax.core.spec import KVCacheConfig
@@ -21,7 +21,7 @@ from kvjax.device.page_parts import OwnParts
 from kvjax.device.processes import ProcessBoard, spans_processes
 from kvjax.tiers.common_pace import CommonPace
 from kvjax.tiers.config import TierConfig
-from kvjax.tiers.connector import ConnectorOutput, KVConnector, LoadResults, RankConnector
+from kvjax.tiers.connector import ConnectorOutput, KVConnector, LoadResults, RankConnector, WeightsInUse
 from kvjax.tiers.homes import homes_of
 from kvjax.tiers.process_disks import OpenDisk, open_disks
 from kvjax.tiers.reports import Board, Reports
@@ -33,17 +33,21 @@ BOARD_TIMEOUT_S = 600.0  # for the slowest process
 
 
 def make_tiers(
-    config: TierConfig, kv_cache_config: KVCacheConfig, hasher: BlockHasher, placement: Placement
+    config: TierConfig,
+    kv_cache_config: KVCacheConfig,
+    hasher: BlockHasher,
+    placement: Placement,
+    model: Mapping[str, str],
 ) -> KVConnector:
-    """The tiers of an engine on a placement.
+    """The tiers of an engine on a placement; `model` as of `identity_of`.
 
     Raises:
         ValueError: as `Tiers.of_process`.
     """
     if spans_processes(placement.mesh):
-        return ProcessTiers(config, kv_cache_config, hasher, placement, ProcessBoard(BOARD_TIMEOUT_S))
+        return ProcessTiers(config, kv_cache_config, hasher, placement, ProcessBoard(BOARD_TIMEOUT_S), model)
     num_context, num_ranks = placement.num_context, placement.num_data
-    return Tiers.of_process(config, kv_cache_config, hasher, num_context=num_context, num_ranks=num_ranks)
+    return Tiers.of_process(config, kv_cache_config, hasher, model=model, num_context=num_context, num_ranks=num_ranks)
 
 
 class ProcessTiers:
@@ -56,6 +60,7 @@ class ProcessTiers:
         hasher: BlockHasher,
         placement: Placement,
         board: Board,
+        model: Mapping[str, str],
     ) -> None:
         """Empty host memory; of the disks what all of them have.
 
@@ -69,7 +74,7 @@ class ProcessTiers:
         self.reports = Reports(board, timeout_s=config.load_timeout_s, tells_losses=has_disk)
         disks: list[OpenDisk | None] = [None] * len(homes)
         if config.disk_folder is not None and config.disk_bytes is not None:
-            identity = identity_of(kv_cache_config, hasher, config.weights or "", placement.num_context)
+            identity = identity_of(kv_cache_config, hasher, model, placement.num_context)
             max_bytes = config.disk_bytes // max(counts.values())
             disks = [*open_disks(board, homes, config.disk_folder, max_bytes, identity, self.stats)]
         self.by_home: list[Tiers] = []
@@ -99,6 +104,11 @@ class ProcessTiers:
         for tiers in self.by_home:
             pages = tiers.save_all(pages)
         return pages
+
+    def use_weights(self, weights: WeightsInUse) -> None:
+        """As `Tiers.use_weights`."""
+        for tiers in self.by_home:
+            tiers.use_weights(weights)
 
     def flush(self) -> None:
         """As `Tiers.flush`."""

@@ -6,7 +6,7 @@ Flow:    TierConfig, TierShare -> [Tiers] -> KVCacheManager(tier=), Scheduler, E
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvjax.core import BlockHasher
@@ -14,7 +14,7 @@ from kvjax.core.spec import KVCacheConfig
 from kvjax.device import KVPages
 from kvjax.device.page_parts import PageParts, WholePages
 from kvjax.tiers.config import TierConfig
-from kvjax.tiers.connector import RankConnector
+from kvjax.tiers.connector import RankConnector, WeightsInUse
 from kvjax.tiers.disk_store import DiskStore
 from kvjax.tiers.host_store import HostStore
 from kvjax.tiers.pace import OwnPace, Pace
@@ -59,17 +59,18 @@ class TierShare:
         kv_cache_config: KVCacheConfig,
         hasher: BlockHasher,
         *,
+        model: Mapping[str, str] | None = None,
         num_context: int = 1,
         num_ranks: int = 1,
     ) -> TierShare:
-        """Of one process: all pages of all ranks.
+        """Of one process: all pages of all ranks; `model` as of `identity_of`.
 
         Raises:
             ValueError: as `DiskStore`. Nothing is allocated.
         """
         stats, disk = TierStats(), None
         if config.disk_folder is not None and config.disk_bytes is not None:
-            identity = identity_of(kv_cache_config, hasher, config.weights or "", num_context)
+            identity = identity_of(kv_cache_config, hasher, model or {"weights": config.weights or ""}, num_context)
             disk = DiskStore(config.disk_folder, config.disk_bytes, identity, stats)
         sizes = UnitSizes.of(kv_cache_config)
         return cls(
@@ -136,20 +137,22 @@ class Tiers:
         kv_cache_config: KVCacheConfig,
         hasher: BlockHasher,
         *,
+        model: Mapping[str, str] | None = None,
         num_context: int = 1,
         num_ranks: int = 1,
     ) -> Tiers:
         """Those of one process.
 
+        `model` says what computes the pages (`identity_of`); None: the name in `config.weights` alone does.
         `num_context` devices share the tokens of every page; `num_ranks` data ranks, each of pools of its own, share
         both tiers.
 
         Raises:
-            ValueError: the folder holds units of another layout, of tokens in another order, of other hashes or other
-                weights. Nothing is allocated.
+            ValueError: the folder holds units of another layout, of tokens in another order, of other hashes, another
+                model or other weights. Nothing is allocated.
         """
         ranks = {"num_context": num_context, "num_ranks": num_ranks}
-        return cls(config, TierShare.whole(config, kv_cache_config, hasher, **ranks))
+        return cls(config, TierShare.whole(config, kv_cache_config, hasher, model=model, **ranks))
 
     def of_rank(self, rank: int) -> RankConnector:
         """The scheduler's side of one data rank."""
@@ -161,6 +164,15 @@ class Tiers:
         pages = self.worker.start_load_kv(pages, self.scheduler.build_connector_meta())
         self.flush()
         return pages
+
+    def use_weights(self, weights: WeightsInUse) -> None:
+        """Weights of another version compute from here on.
+
+        Raises:
+            ValueError: the disk knows the version as that of other weights. Nothing is changed.
+        """
+        if self.disk is not None and weights.version is not None:
+            self.disk.name_weights(repr(weights.version), weights.digest())
 
     def flush(self) -> None:
         """Waits until all that is on its way to host and disk is there."""
@@ -178,10 +190,11 @@ class Tiers:
 
 
 def identity_of(
-    kv_cache_config: KVCacheConfig, hasher: BlockHasher, weights: str, num_context: int = 1
+    kv_cache_config: KVCacheConfig, hasher: BlockHasher, model: Mapping[str, str], num_context: int = 1
 ) -> dict[str, str]:
     """What units on disk are of: those of others are of no use, whatever their hashes.
 
+    `model` says what beside tokens and pages decides K and V, and has a name or a hash of the "weights".
     How devices split the heads is no part of it: a unit has them all, in one order, but for parts of several processes.
     """
     layers = [(group.layer_names, group.kv_cache_spec, group.layer_specs) for group in kv_cache_config.kv_cache_groups]
@@ -194,7 +207,7 @@ def identity_of(
         "layout": digest,
         "hashes": f"{hasher.algorithm}, blocks of {hasher.block_size}, seed {none_hash}",
         "tokens": "in order" if num_context == 1 else f"interleaved over {num_context} context ranks",
-        "weights": weights,
+        **model,
     }
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.device import KVPages, Placement
 from kvjax.errors import TransferError
-from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector
+from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector, WeightsInUse
 from kvjax.transfer.no_tier import NoTier
 from kvjax.transfer.peers import Arrival, PageClient, Ticket
 from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
@@ -75,13 +75,16 @@ class DecodeConnector:
         timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s`: after which a load that was asked for has failed; `placement`: of this engine's pages."""
+        """`timeout_s`: after which a load that was asked for has failed; `placement`: of this engine's pages.
+
+        `weights_version`: a name for the weights, taken at its word; empty: a digest of them is computed.
+        """
         self.scheduler = self.worker = self
         self.num_failed = 0  # loads, since the start
         self._client, self._timeout_s, self._clock = client, timeout_s, clock
         self._placement = Placement.create() if placement is None else placement
         self._ranks = [DecodeRank(self, rank) for rank in range(self._placement.num_data)]
-        self._weights_version = weights_version
+        self._weights_name = self._weights_version = weights_version
         self._bound_writer: PageWriter | None = None  # until an engine has this connector
         self._tickets: dict[str, Ticket] = {}
         self._num_loads = 0
@@ -203,6 +206,10 @@ class DecodeConnector:
     def placement(self) -> Placement:
         """Where the engine's pages lie, which the engine checks."""
         return self._placement
+
+    def use_weights(self, weights: WeightsInUse) -> None:
+        """Tickets of other models and weights are refused, from the next `bind` on."""
+        self._weights_version = weights.text(self._weights_name)
 
     def of_rank(self, rank: int) -> RankConnector:
         """The scheduler's side of one data rank.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvjax.core import KVCacheBlocks, KVCacheManager, Request
 from kvjax.device import KVPages, Placement
-from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector
+from kvjax.tiers.connector import ConnectorOutput, LoadResults, RankConnector, WeightsInUse
 from kvjax.transfer.no_tier import NoTier
 from kvjax.transfer.peers import PageServer, Ticket
 from kvjax.transfer.request_span import RequestPages, check_rank, request_pages
@@ -44,12 +44,15 @@ class PrefillConnector:
         placement: Placement | None = None,
         weights_version: str = "",
     ) -> None:
-        """`num_receivers`: parts that the decode side's KV heads are split into; `placement`: of the engine's pages."""
+        """`num_receivers`: parts that the decode side's KV heads are split into; `placement`: of the engine's pages.
+
+        `weights_version`: a name for the weights, taken at its word; empty: a digest of them is computed.
+        """
         self.scheduler = self.worker = self
         self._server, self._num_receivers = server, num_receivers
         self._placement = Placement.create() if placement is None else placement
         self._ranks = [PrefillRank(self, rank) for rank in range(self._placement.num_data)]
-        self._weights_version = weights_version
+        self._weights_name = self._weights_version = weights_version
         self._tickets: dict[str, Ticket] = {}
         self._ended: list[_Ended] = []
 
@@ -113,6 +116,10 @@ class PrefillConnector:
     def placement(self) -> Placement:
         """Where the engine's pages lie, which the engine checks."""
         return self._placement
+
+    def use_weights(self, weights: WeightsInUse) -> None:
+        """Offers say that they are of this model and these weights, from the next `bind` on."""
+        self._weights_version = weights.text(self._weights_name)
 
     def of_rank(self, rank: int) -> RankConnector:
         """The scheduler's side of one data rank.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.core.kinds.mamba import MambaSpec
@@ -38,6 +38,7 @@ from kvjax.device import (
 from kvjax.device.batch import DeviceStates
 from kvjax.device.page_ops import copy_pages_padded, pad_ids, zero_pages_padded
 from kvjax.device.rank_pages import RankStaging, gather_for_ranks, gather_rank_pages, scatter_rank_pages
+from kvjax.device.weights_digest import leaves_digest
 from kvjax.planning import Parallelism, plan_kv_cache
 from pallas_kernels.ssm_update import causal_conv1d, selective_scan
 from tests.device.aliases import assert_in_place
@@ -170,6 +171,18 @@ def test_weights_on_a_mesh_as_jax_makes_it_run() -> None:
         return np.asarray(step(create_pages(config, placement), host.plan([0], [9])).logits)
 
     np.testing.assert_array_equal(run(mesh), run(Mesh(mesh.devices, mesh.axis_names)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_devices_that_share_weights_make_the_digest_of_one(dtype: str) -> None:
+    """Whatever is split, on meshes of Auto and of Explicit axes."""
+    array = np.arange(128).reshape(8, 16).astype(jnp.dtype(dtype))
+    digests = {leaves_digest([("w", array)])}
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))
+        for split in (("a", "b"), (None, ("a", "b")), ("b",), ()):
+            digests.add(leaves_digest([("w", jax.device_put(array, NamedSharding(mesh, PartitionSpec(*split))))]))
+    assert len(digests) == 1
 
 
 def test_a_device_holds_its_heads_alone() -> None:

@@ -13,6 +13,7 @@ from kvjax.device.page_ops import (
     gather_pages_padded,
     pad_ids,
     scatter_pages_padded,
+    write_own_kv,
     zero_pages_padded,
 )
 from tests.device.aliases import assert_in_place
@@ -100,7 +101,7 @@ def test_everything_that_returns_pages_works_in_place(platform: str) -> None:
         copy_pages_padded: copy_pages_padded.lower(pages, 0, ids, ids),
         zero_pages_padded: zero_pages_padded.lower(pages, 0, ids),
         scatter_pages_padded: scatter_pages_padded.lower(pages, 0, ids, values),
-        write_kv: write_kv.lower(pages, 0, 1, kv, kv, np.zeros(4, np.int32)),
+        write_own_kv: write_own_kv.lower(pages, 0, 1, kv, kv, np.zeros(4, np.int32)),
     }
     for program in lowered.values():
         assert_in_place(program.compile(), pages)

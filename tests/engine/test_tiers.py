@@ -117,7 +117,7 @@ def test_hashes_of_another_weight_version_never_hit(tmp_path: Path) -> None:
     assert third.stats.num_cached_tokens > 0, "the disk has what version 1 computed"
     with pytest.raises(ValueError, match="expected a weight_version"):
         engine.set_weights(1.5)
-    with pytest.raises(ValueError, match="expected a model whose weights have the shapes"):
+    with pytest.raises(ValueError, match="expected a model whose weights have the names, shapes and dtypes"):
         engine.set_weights(3, compiled("jamba").model.module)
 
 

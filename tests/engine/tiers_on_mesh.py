@@ -24,7 +24,7 @@ HOST = 1 << 24
 
 def check_tiers(engine: LLMEngine, name: str, folder: Path) -> None:
     """Greedy tokens with tiers are Hugging Face's: after eviction, after a restart, and with loads that fail."""
-    config = TierConfig(host_bytes=HOST, disk_folder=str(folder), disk_bytes=HOST, weights=name, write_through=True)
+    config = TierConfig(host_bytes=HOST, disk_folder=str(folder), disk_bytes=HOST, write_through=True)
     first = _with_tiers(engine, config)
     _generate(first, name, num_rounds=3)
     assert isinstance(first.connector, Tiers)

@@ -28,7 +28,7 @@ HOST = 1 << 24
 
 def check_process_tiers(engine: LLMEngine, name: str, folder: Path) -> None:
     """Greedy tokens with tiers are Hugging Face's: after eviction, after a restart, and where one process fails."""
-    config = disk_config(name, folder)
+    config = disk_config(folder)
     first = with_tiers(engine, config)
     stats = generate(first, name, num_rounds=3)
     assert stats.num_host_loads > 0
@@ -47,15 +47,13 @@ def check_process_tiers(engine: LLMEngine, name: str, folder: Path) -> None:
 
 def check_restarted(engine: LLMEngine, name: str, folder: Path) -> None:
     """What the processes of a run before left in the folder is loaded."""
-    stats = generate(with_tiers(engine, disk_config(name, folder)), name)
+    stats = generate(with_tiers(engine, disk_config(folder)), name)
     assert stats.num_disk_loads > 0
     assert (stats.num_load_failures, stats.num_disk_errors) == (0, 0)
 
 
-def disk_config(name: str, folder: Path) -> TierConfig:
-    return TierConfig(
-        host_bytes=HOST, disk_folder=str(folder), disk_bytes=HOST, weights=name, write_through=True, load_timeout_s=60
-    )
+def disk_config(folder: Path) -> TierConfig:
+    return TierConfig(host_bytes=HOST, disk_folder=str(folder), disk_bytes=HOST, write_through=True, load_timeout_s=60)
 
 
 def with_tiers(engine: LLMEngine, tiers: TierConfig) -> LLMEngine:

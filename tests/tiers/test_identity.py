@@ -19,6 +19,19 @@ def make_tiers(folder: Path, platform: str = "cpu", num_context: int = 1, weight
     return Tiers.of_process(config, config_of(specs(8), platform), HASHER, num_context=num_context)
 
 
+def test_a_folder_is_of_what_a_model_says_of_itself(tmp_path: Path) -> None:
+    """What differs is told by its name."""
+    config = TierConfig(disk_folder=str(tmp_path), disk_bytes=1 << 20)
+    for factor, weights in ((2.0, "a"), (2.0, "a"), (4.0, "a"), (2.0, "b")):
+        model = {"rope.factor": str(factor), "weights": weights}
+        if (factor, weights) == (2.0, "a"):
+            Tiers.of_process(config, config_of(specs(8), "cpu"), HASHER, model=model)
+            continue
+        told = "rope.factor '2.0' there, '4.0' here" if factor == 4.0 else "weights 'a' there, 'b' here"
+        with pytest.raises(ValueError, match=f"is of another cache: {told}; give this one"):
+            Tiers.of_process(config, config_of(specs(8), "cpu"), HASHER, model=model)
+
+
 def test_a_folder_is_refused_by_what_differs(tmp_path: Path) -> None:
     make_tiers(tmp_path, num_context=2)
     make_tiers(tmp_path, num_context=2)

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 
 from kvjax.device import Placement
 from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
+from kvjax.engine.engine_weights import EngineWeights
 from kvjax.errors import TransferError
 from kvjax.models import load_model
 from kvjax.transfer import (
@@ -214,3 +217,48 @@ def test_random_faults_and_aborts_change_no_token_and_leak_no_block(seed: int) -
 def test_a_request_without_a_ticket_is_told_what_to_do() -> None:
     with pytest.raises(KeyError, match=r"request 'a' has no ticket; run a step\(\) after its end"):
         PrefillConnector(PageServer()).take_ticket("a")
+
+
+def test_a_ticket_of_another_model_or_of_other_weights_is_refused() -> None:
+    """By what the engines compute with: nobody gave a version. After an update both sides need it."""
+    long, short = (load_model(model_folder("phi3_longrope"), "float32", max_model_len=length) for length in (136, 32))
+    graph, state = nnx.split(long.module)
+    updated = nnx.merge(graph, jax.tree.map(lambda array: array * 2, state))
+    settings = {"num_blocks": 80, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_buckets": 1}
+    source = PrefillConnector(PageServer())
+    prefill = LLMEngine(long, EngineConfig(max_model_len=136, **settings), connector=source)
+    targets = [DecodeConnector(PageClient()) for _ in range(2)]
+    same, other = (
+        LLMEngine(model, EngineConfig(max_model_len=length, **settings), connector=target)
+        for model, length, target in zip((long, short), (136, 32), targets, strict=True)
+    )
+
+    def ticket() -> Ticket:
+        request_id = prefill.add_request([1, 2, 3], SamplingParams(max_tokens=1))
+        drained(prefill)
+        prefill.step()
+        return source.take_ticket(request_id)
+
+    first = ticket()
+    targets[0].expect("a", first)
+    with pytest.raises(ValueError, match=r"expected KV of weights '[0-9a-f]{16}', got '[0-9a-f]{16}'"):
+        targets[1].expect("a", first)
+    prefill.set_weights(1, updated)
+    second = ticket()
+    with pytest.raises(ValueError, match="expected KV of weights"):
+        targets[0].expect("b", second)
+    same.set_weights("one", updated)
+    targets[0].expect("b", second)
+    with pytest.raises(ValueError, match="expected KV of weights"):
+        targets[0].expect("c", first)
+    assert other.num_unfinished == 0
+
+
+def test_a_name_stands_for_the_weights_of_both_sides_and_for_nothing_else() -> None:
+    models = [load_model(model_folder("phi3_longrope"), "float32", max_model_len=length) for length in (136, 100, 32)]
+    texts = []
+    for model, name in ((models[0], "x"), (models[1], "x"), (models[2], "x"), (models[0], "y")):
+        weights = EngineWeights(model, config_of(8), None).at_start
+        texts.append(replace(weights, digest=lambda: "never asked for").text(name))
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3

@@ -24,7 +24,7 @@ class FreeGroup:
     def holds_back(self, slots: npt.ArrayLike, dp_rank: int) -> bool:
         """Keeps the slots while the group is open; False: they are to be freed now."""
         if self.is_open:
-            self._waiting[dp_rank].append(np.asarray(slots))
+            self._waiting[dp_rank].append(np.array(slots))
         return self.is_open
 
     def end(self, free: Callable[[np.ndarray, int], None]) -> None:

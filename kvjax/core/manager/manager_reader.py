@@ -20,6 +20,7 @@ from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.step.group_plans import GroupTables
+from kvjax.core.tables.given_arrays import read_only
 
 
 class ManagerReader:
@@ -57,12 +58,15 @@ class ManagerReader:
 
     def group_tables(self) -> list[GroupTables]:
         """The live block tables of all groups, those of one spec in one pool side by side: what plans are read from."""
-        return [GroupTables(m.group_ids, m.block_size, m.block_tables, m.num_blocks) for m in self.groups.managers]
+        return [
+            GroupTables(m.group_ids, m.block_size, read_only(m.block_tables), read_only(m.num_blocks))
+            for m in self.groups.managers
+        ]
 
     def block_tables(self, group_id: int) -> np.ndarray:  # int32[rows, columns]
-        """The group's live block table: for reading only, and replaced when it grows."""
+        """The group's live block table, read-only; ask again once it may have grown."""
         manager, place = self.groups.place_of_group(group_id)
-        return manager.block_tables[place]
+        return read_only(manager.block_tables[place])
 
     def reserved_blocks(self, group_id: int) -> np.ndarray:  # int32[k]
         """Blocks that the group holds for good: those of learned sinks, which the model writes once."""
@@ -74,8 +78,8 @@ class ManagerReader:
         return self.groups.place_of_group(group_id)[0].block_size
 
     def num_blocks(self, group_id: int) -> np.ndarray:  # int64[rows]
-        """Blocks in each row of the group's table, nulls included: for reading only."""
-        return self.groups.place_of_group(group_id)[0].num_blocks
+        """Blocks in each row of the group's table, nulls included; live and read-only."""
+        return read_only(self.groups.place_of_group(group_id)[0].num_blocks)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """All blocks of a running request.

@@ -71,6 +71,8 @@ class PrefixHits:
             return self._groups.no_blocks, 0
         shared = shared if shared > num_tokens else 0
         found = FoundHit(request.block_hashes, num_tokens, self._groups.num_losses)
+        for ids in hits:  # which an admission takes at their word
+            ids.flags.writeable = False
         return KVCacheBlocks(hits, self._groups.pool_of_group, shared, found, elsewhere), num_tokens
 
     def find_to_pin(self, request: Request) -> Hit:

@@ -84,7 +84,7 @@ class ElsewhereHit(NamedTuple):
 
 
 class KVCacheBlocks:
-    """Block ids of every group, in table order. A value: nobody writes into the arrays.
+    """Block ids of every group, in table order. A value: nobody writes into the arrays, into a lookup's nobody can.
 
     A lookup's answer also says what it was found for, how long the hit would be, had groups with checkpoints
     (`retention_interval`) had one there, and what of it lies in a tier; equality does not look at these.

@@ -22,6 +22,7 @@ from kvjax.core.hashing.block_hash import BlockHash, BlockHasher
 from kvjax.core.hashing.block_origin import BlockOrigin
 from kvjax.core.hashing.extra_keys import DEFAULT_EXTRA_KEY_STYLE, ExtraKeys, LoRARequest, MultiModalFeature
 from kvjax.core.requests.token_ids import as_token_ids
+from kvjax.core.tables.given_arrays import read_only
 
 if TYPE_CHECKING:
     from kvjax.core.requests.request_table import RequestTable
@@ -68,7 +69,7 @@ class Request:
         mm_features: Sequence[MultiModalFeature] = (),  # sorted by offset, inside the prompt
         lora: LoRARequest | None = None,
         cache_salt: str | None = None,
-        prompt_embeds: np.ndarray | None = None,  # [num_prompt_tokens, hidden]; kept, not copied
+        prompt_embeds: np.ndarray | None = None,  # [num_prompt_tokens, hidden]
         weight_version: int | str | None = None,  # of the model's weights; requests of other versions share nothing
         skip_reading_prefix_cache: bool = False,
         skip_writing_prefix_cache: bool = False,  # look up, but make no block of this request a hit for others
@@ -77,7 +78,7 @@ class Request:
         block_hasher: BlockHasher | None = None,  # None: nothing is hashed here
         block_hashes: list[BlockHash] | None = None,  # kept, not copied: the caller hashes, and appends to it
     ):
-        """Copies and hashes the prompt.
+        """Copies and hashes the prompt and its embeddings.
 
         Raises:
             ValueError: the prompt is empty or not a row of integers in [0, 2**31), an item lies outside it or out of
@@ -87,7 +88,7 @@ class Request:
         if block_hasher is not None and block_hashes is not None:
             raise ValueError("expected block_hasher or block_hashes, got both; one side hashes a request")
         if prompt_embeds is not None:
-            prompt_embeds = np.asarray(prompt_embeds)
+            prompt_embeds = read_only(np.array(prompt_embeds))
             if prompt_token_ids is None:
                 prompt_token_ids = np.zeros(prompt_embeds.shape[:1], np.int32)
         tokens = as_token_ids(prompt_token_ids, "prompt_token_ids")
@@ -158,9 +159,7 @@ class Request:
     @property
     def token_ids(self) -> np.ndarray:  # int32[num_tokens]
         """Prompt and output, as a read-only view."""
-        view = self._tokens[: self._num_tokens] if self._table is None else self._table.tokens_of(self._row)
-        view.flags.writeable = False
-        return view
+        return read_only(self._tokens[: self._num_tokens] if self._table is None else self._table.tokens_of(self._row))
 
     @property
     def prompt_token_ids(self) -> np.ndarray:  # int32[num_prompt_tokens]

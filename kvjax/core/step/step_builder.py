@@ -129,7 +129,9 @@ def build_step_plan(
         if pick_shape is not None:
             pick_shape = partial(pick_shape, num_drafts=int(drafts.counts.max()), longest=int(num_new.max()))
     writes = None if writes_encoder is None else np.asarray(writes_encoder, bool)[order]
-    updates = [NO_UPDATE] * len(tables.kv_cache_config.kv_cache_groups) if new_blocks is None else new_blocks
+    updates = [NO_UPDATE] * len(tables.kv_cache_config.kv_cache_groups)
+    if new_blocks is not None:
+        updates = [TableUpdate(*map(np.array, (one.rows, one.columns, one.block_ids))) for one in new_blocks]
     num_computed = computed.astype(np.int32)
     if mrope is not None:
         positions = mrope.of_tokens(rows, computed, starts, *tokens)
@@ -152,8 +154,10 @@ def build_step_plan(
         logits_starts=logits_starts,
         distribution=_distribution(num_new) if one_each is None else one_each.distribution,
         token_source=token_source,
-        page_copies=tables.take_page_copies() if page_copies is None else tuple(page_copies),
-        pages_to_zero=tables.take_pages_to_zero() if pages_to_zero is None else tuple(pages_to_zero),
+        page_copies=tables.take_page_copies()
+        if page_copies is None
+        else tuple([PageCopies(np.array(one.sources), np.array(one.destinations)) for one in page_copies]),
+        pages_to_zero=tables.take_pages_to_zero() if pages_to_zero is None else tuple(map(np.array, pages_to_zero)),
         groups=groups,
     )
 

@@ -69,14 +69,12 @@ class StepsInFlight:
     ) -> None:
         """Notes a step that is dispatched: its tokens count as computed, and its rows are not issued again.
 
-        The arrays are kept: write to none of them.
-
         Raises:
             ValueError: a row is unknown, without a request or named twice. Nothing is changed.
         """
         fence = self._table.open_step(rows)
         self._table.advance(rows, num_new_tokens)
-        self._steps.append(_Step(rows, num_new_tokens, sampling_rows, fence))
+        self._steps.append(_Step(rows.copy(), num_new_tokens.copy(), sampling_rows.copy(), fence))
 
     def read(self) -> np.ndarray:  # int64[N]
         """Ends the oldest step; its sampling rows, in the order of the tokens that the device has for them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvjax.errors import ConfigError
@@ -51,6 +51,13 @@ class RopeConfig:
         if self.rope_type in _STRETCHED:
             return max_position_embeddings
         return max(max_position_embeddings, int(self.factor * self.original_max_len))
+
+    def for_length(self, max_len: int) -> RopeConfig:
+        """As it is for sequences of up to `max_len` tokens: what the length chooses, and nothing else of it."""
+        if self.rope_type != "longrope":
+            return self
+        chosen = self.long_factor if max_len > self.original_max_len else self.short_factor
+        return replace(self, short_factor=(), long_factor=chosen)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -45,8 +45,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> np.nda
             num_turning = int(rope.partial_rotary_factor * head_dim // 2)
             frequencies = np.where(np.arange(len(frequencies)) < num_turning, frequencies / rope.factor, 0.0)
         case "longrope":
-            is_long = max_len > rope.original_max_len
-            frequencies = frequencies / np.asarray(rope.long_factor if is_long else rope.short_factor)
+            frequencies = frequencies / np.asarray(rope.for_length(max_len).long_factor)
     return frequencies.astype(np.float32)
 
 

@@ -166,7 +166,8 @@ def test_wanted_logits_updates_and_page_edits_are_passed_on() -> None:
     assert plan.request_ids == ("one", "long")
     assert plan.logits_indices.tolist() == [4]
     assert logits_requests(plan).tolist() == [1]
-    assert plan.groups[0].new_blocks is update
+    own = plan.groups[0].new_blocks
+    assert [part.tolist() for part in (own.rows, own.columns, own.block_ids)] == [rows.tolist(), [0, 0], [1, 2]]
     assert plan.page_copies == copies
     assert plan.pages_to_zero == zeros
 
