@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from kvjax.cli.sampling_arguments import add_sampling_arguments, read_sampling
 from kvjax.cli.speculation_arguments import add_speculation_arguments, read_speculation
 from kvjax.cli.start_up import add_start_arguments, start_jax
 from kvjax.cli.tier_arguments import add_tier_arguments, read_tiers
-from kvjax.cli.token_text import TokenIdText
+from kvjax.cli.token_text import token_id_text
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import cdiv
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from kvjax.engine import GenerationResult, LLMEngine
-    from kvjax.engine.text_stream import Tokenizer
     from kvjax.models import LoadedModel
 
 DEFAULT_PLOT = Path("kvjax-generate.png")
@@ -131,12 +130,14 @@ def run(args: argparse.Namespace) -> int:
     plot_path = _plot_path(args)
     speculative = read_speculation(args)
     params = read_sampling(args, len(prompts))
-    model, tokenizer, mesh = _load(args)
+    model, mesh = _load(args)
     draft_model = _load_draft_model(args, mesh)
-    token_ids = [tokenizer.encode(one.text) if one.token_ids is None else one.token_ids for one in prompts]
+    token_ids = [_token_ids(model, prompt) for prompt in prompts]
     inputs = [{} if prompt.inputs is None else read_inputs(prompt.inputs) for prompt in prompts]
     config = _engine_config(args, model, max(map(len, token_ids)) + args.max_tokens, speculative)
     engine = _make_engine(model, config, mesh, draft_model)
+    if model.tokenizer is not None and not args.quiet:
+        params = [replace(one, stream_text=True) for one in params]
     requests = list(zip(prompts, token_ids, params, inputs, strict=True))
     for prompt, ids, one, given in requests:
         engine.check_request(ids, one, prompt.name, **given)
@@ -145,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     for prompt, ids, one, given in requests:
         engine.add_request(ids, one, request_id=prompt.name, **given)
     start = time.perf_counter()
-    printer = OrderedTextPrinter(samples, tokenizer, None if args.quiet else sys.stdout)
+    printer = OrderedTextPrinter(samples, None if args.quiet else sys.stdout)
     results = _generate(engine, samples, printer, args.quiet)
     wall_s = time.perf_counter() - start
     if engine.connector is not None:
@@ -168,15 +169,25 @@ def _plot_path(args: argparse.Namespace) -> Path | None:
     return DEFAULT_PLOT if has_matplotlib() and os.access(DEFAULT_PLOT.parent, os.W_OK) else None
 
 
-def _load(args: argparse.Namespace) -> tuple[LoadedModel, Tokenizer, Mesh | None]:
-    """The model, its tokenizer or what stands for one, and the mesh that its heads are split over."""
+def _load(args: argparse.Namespace) -> tuple[LoadedModel, Mesh | None]:
+    """The model, and the mesh that its heads are split over."""
     from kvjax.models import load_model
 
     mesh = start_jax(args.devices, keep_compiled=not args.no_compilation_cache)
     folder = demo_model_path() if args.model is None else args.model
     streaming = None if args.window is None else StreamingWindow(size=args.window, num_sink_tokens=args.sink_tokens)
     model = load_model(folder, args.dtype, mesh, max_model_len=args.max_model_len, streaming=streaming)
-    return model, model.tokenizer or TokenIdText(), mesh
+    return model, mesh
+
+
+def _token_ids(model: LoadedModel, prompt: NamedPrompt) -> Sequence[int]:
+    if prompt.token_ids is not None:
+        return prompt.token_ids
+    if model.tokenizer is None:
+        raise ValueError(
+            f"expected prompt_token_ids in a .jsonl file, got the text {prompt.text[:40]!r}: {model.no_tokenizer}"
+        )
+    return model.tokenizer.encode(prompt.text)
 
 
 def _load_draft_model(args: argparse.Namespace, mesh: Mesh | None) -> LoadedModel | None:
@@ -278,18 +289,25 @@ def _generate(
     ):
         while len(results) < len(samples) and not should_stop():
             for output in engine.step():
-                is_last = output.result is not None
-                printer.push(output.request_id, output.token_id, is_last=is_last, text=output.text)
+                if engine.model.tokenizer is None:
+                    printer.push(output.request_id, token_id_text([output.token_id]))
+                elif output.text is not None:
+                    printer.push(output.request_id, output.text)
                 if output.result is not None:
                     results[output.request_id] = output.result
+                    printer.end(output.request_id, _text_of(output.result))
                     advance(1)
     if len(results) < len(samples):
         for sample in samples:
             if sample.name not in results:
                 results[sample.name] = engine.abort(sample.name)
-                printer.end(sample.name)
+                printer.end(sample.name, _text_of(results[sample.name]))
         engine.step()  # reads a step in flight, so that the steps' sums are the requests'
     return {sample.name: results[sample.name] for sample in samples}
+
+
+def _text_of(result: GenerationResult) -> str:
+    return token_id_text(result.output_token_ids) if result.text is None else result.text
 
 
 def _report(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli.token_text import token_id_text
 from kvjax.demo import demo_requests
 from kvjax.engine.engine_request import sample_ids
 
@@ -105,7 +106,7 @@ def _parse_prompt(value: Any, name: str, folder: Path) -> NamedPrompt | None:
     path = None if inputs is None else folder / inputs
     if ids is None:
         return NamedPrompt(name, str(text), None, path)
-    return NamedPrompt(name, "".join(f"{token} " for token in ids), tuple(ids), path)
+    return NamedPrompt(name, token_id_text(ids), tuple(ids), path)
 
 
 def _is_unicode(text: str) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from kvjax.cli.generate_prompts import NamedPrompt
-from kvjax.engine.text_stream import TextStream, Tokenizer
 
 PROMPT_TAIL_CHARACTERS = 240
 
@@ -17,26 +16,22 @@ PROMPT_TAIL_CHARACTERS = 240
 class OrderedTextPrinter:
     """Keeps the text of every request, and prints it where `out` is given. `texts` holds it by name."""
 
-    def __init__(self, prompts: Sequence[NamedPrompt], tokenizer: Tokenizer, out: TextIO | None) -> None:
+    def __init__(self, prompts: Sequence[NamedPrompt], out: TextIO | None) -> None:
         self.texts = {prompt.name: "" for prompt in prompts}
-        self._streams = {prompt.name: TextStream(tokenizer) for prompt in prompts}
         self._ended: set[str] = set()
         self._queue = list(prompts)  # prompts whose text is not printed to its end, in order
         self._num_printed = 0  # characters of the first one's text
         self._out = out
         self._open_turn()
 
-    def push(self, name: str, token_id: int, *, is_last: bool, text: str | None = None) -> None:
-        """Takes a token of request `name`, and the text that it completes where the engine says so."""
-        self.texts[name] += self._streams[name].push([token_id]) if text is None else text
-        if is_last:
-            self.end(name)
-        else:
-            self._print_ready()
+    def push(self, name: str, piece: str) -> None:
+        """Text that a token of request `name` completes."""
+        self.texts[name] += piece
+        self._print_ready()
 
-    def end(self, name: str) -> None:
-        """Request `name` gets no more tokens."""
-        self.texts[name] += self._streams[name].finish()
+    def end(self, name: str, text: str) -> None:
+        """Request `name` gets no more tokens; its whole text, which begins with the pieces."""
+        self.texts[name] = text
         self._ended.add(name)
         self._print_ready()
 

@@ -115,9 +115,12 @@ class EngineRequest:
             self._show(token_id)
             self.num_shown = num_tokens
         is_stop = token_id in self.stop_token_ids and num_tokens >= self.params.min_tokens
-        if is_stop or (self.text is not None and self.text.has_ended):
+        is_last = num_tokens >= self.params.max_tokens
+        if is_last and self.text is not None and self._has_text:
+            self.text.finish()  # which may bring a stop string
+        if is_stop or (self.text is not None and self.text.is_stopped):
             return FinishReason.STOP
-        return FinishReason.LENGTH if num_tokens >= self.params.max_tokens else None
+        return FinishReason.LENGTH if is_last else None
 
     def show_again(self) -> None:
         """Text, matcher and the best tokens follow the output tokens there are, whatever they followed before."""

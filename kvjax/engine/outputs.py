@@ -41,7 +41,11 @@ class PromptLogprobs:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One request, ended."""
+    """One request, ended.
+
+    `text` begins where the decoding of prompt and output begins to differ from the prompt's, and ends at a stop string.
+    Where the output changes nothing of the prompt's text, the two texts one after another are the decoding of all.
+    """
 
     request_id: str
     prompt_token_ids: np.ndarray  # int32[num_prompt_tokens]
@@ -49,7 +53,7 @@ class GenerationResult:
     logprobs: tuple[float, ...]  # log-probability of each output token under the model, before temperature and masks
     finish_reason: FinishReason
     stats: RequestStats
-    text: str | None = None  # of the output, up to a stop string; None: the model has no tokenizer
+    text: str | None = None  # what the decoding of prompt and output has behind the prompt's; None: no tokenizer
     top_logprobs: TopLogprobs | None = None  # of each output token; None: not asked for (`SamplingParams.logprobs`)
     prompt_logprobs: PromptLogprobs | None = None  # None: not asked for; NaN: of tokens that were not computed
 

@@ -44,7 +44,12 @@ class RequestMaker:
         self._engine_seed = seed
         self._hasher = hasher
         self._num_embedding_rows = num_embedding_rows
-        self._limits = SamplingLimits(model.config.vocab_size, model.tokenizer is not None, sampler_sizes, max_logprobs)
+        self._limits = SamplingLimits(
+            model.config.vocab_size,
+            None if model.tokenizer is not None else model.no_tokenizer,
+            sampler_sizes,
+            max_logprobs,
+        )
         self._clock = clock
 
     def make(
@@ -79,7 +84,7 @@ class RequestMaker:
                 logprobs=[],
                 top_logprobs=[],
                 first_sample=first,
-                text=self._text(params),
+                text=self._text(params, first.request.prompt_token_ids),
                 matcher=params.token_matcher() if params.token_matcher is not None else None,
             )
             for place, name in enumerate(names[1:], start=1)
@@ -115,7 +120,7 @@ class RequestMaker:
             priority=given.priority,
             stats=RequestStats(request_id, request.num_prompt_tokens, self._clock()),
             inputs=inputs,
-            text=self._text(params),
+            text=self._text(params, token_ids),
             matcher=params.token_matcher() if params.token_matcher is not None else None,
             prompt_logprobs=no_prompt_logprobs(token_ids.size, params.prompt_logprobs),
         )
@@ -124,8 +129,9 @@ class RequestMaker:
         stop = frozenset(params.stop_token_ids)
         return stop if params.ignore_eos else stop | frozenset(self._model.config.eos_token_ids)
 
-    def _text(self, params: SamplingParams) -> OutputText | None:
-        return None if self._model.tokenizer is None else OutputText(self._model.tokenizer, params)
+    def _text(self, params: SamplingParams, prompt_token_ids: np.ndarray) -> OutputText | None:
+        tokenizer = self._model.tokenizer
+        return None if tokenizer is None else OutputText(tokenizer, params, prompt_token_ids)
 
     def _token_ids(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:  # int32[num_prompt_tokens]
         """The prompt's tokens, all of the model's vocabulary."""
@@ -139,7 +145,7 @@ class RequestMaker:
         if not isinstance(prompt, str):
             return prompt
         if self._model.tokenizer is None:
-            raise ValueError("expected token ids, got text: the model has no tokenizer")
+            raise ValueError(f"expected token ids, got text: {self._model.no_tokenizer}")
         return self._model.tokenizer.encode(prompt)
 
     def _seed(self, params: SamplingParams, place: int) -> int:

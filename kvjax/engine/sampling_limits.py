@@ -16,7 +16,7 @@ class SamplingLimits:
     """The limits of one engine."""
 
     vocab_size: int
-    has_tokenizer: bool
+    no_tokenizer: str | None  # what to say where there is none; None: there is one
     sampler_sizes: SamplerSizes | None  # None: a sampler of the caller's, which knows no lines
     max_logprobs: int = 0  # best tokens whose log-probabilities steps give
 
@@ -40,9 +40,9 @@ class SamplingLimits:
         if params.prompt_logprobs is not None and not self.max_logprobs:
             raise ValueError("expected prompt_logprobs of an engine with EngineConfig.max_logprobs >= 1, got 0")
         self._check_lines(params, stop_token_ids)
-        if not self.has_tokenizer and (params.stop_strings or params.stream_text):
+        if self.no_tokenizer is not None and (params.stop_strings or params.stream_text):
             what = "stop strings" if params.stop_strings else "stream_text"
-            raise ValueError(f"expected a model with a tokenizer for {what}, got one without")
+            raise ValueError(f"expected a model with a tokenizer for {what}, got one without: {self.no_tokenizer}")
 
     def _check_lines(self, params: SamplingParams, stop_token_ids: frozenset[int]) -> None:
         num_kept_off = len(stop_token_ids) if params.min_tokens else 0

@@ -30,7 +30,7 @@ from kvjax.models.layers.language_model import LanguageModel
 from kvjax.models.registry import build_model
 from kvjax.models.sharding import param_sharding
 from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
-from kvjax.models.tokenizer import Tokenizer
+from kvjax.models.tokenizer import NO_TOKENIZER, Tokenizer, why_no_tokenizer
 
 _SCALE = r"\.(weight_scale_inv|scale)$"  # ends of names of tensors that stand beside quantised weights
 
@@ -60,6 +60,7 @@ class LoadedModel:
     config: ModelConfig
     module: LanguageModel
     tokenizer: Tokenizer | None
+    no_tokenizer: str = NO_TOKENIZER  # what to tell who needs one, where there is none
 
 
 def load_model(
@@ -112,7 +113,7 @@ def load_model(
             where = None if mesh is None else param_sharding(abstract, path, mesh, tensor_axis)
             loaded.append((path, param.replace(jax.device_put(array, where, may_alias=False))))
     module = nnx.merge(graph, nnx.from_flat_state(loaded))
-    return LoadedModel(config, module, Tokenizer.from_folder(folder))
+    return LoadedModel(config, module, Tokenizer.from_folder(folder), why_no_tokenizer(folder))
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:

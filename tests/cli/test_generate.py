@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from kvjax.cli.generate import _about, _engine_config, add_arguments
@@ -370,31 +369,20 @@ def test_compiled_steps_are_kept_where_nothing_else_is_said(monkeypatch: pytest.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
 
 
-class Words:
-    """A tokenizer whose token i is the word i."""
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([int(word) for word in text.split()])
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(f"{token} " for token in token_ids)
-
-
 def test_text_is_printed_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    import sys
-
     prompts = read_prompts(["p", "q", "r"], None)
-    printer = OrderedTextPrinter(prompts, Words(), sys.stdout)
-    printer.push("prompt-2", 5, is_last=False)
+    printer = OrderedTextPrinter(prompts, sys.stdout)
+    printer.push("prompt-2", "5 ")
     assert "5" not in capsys.readouterr().out
-    printer.push("prompt-1", 7, is_last=False)
+    printer.push("prompt-1", "7 ")
     assert capsys.readouterr().out.endswith("7 ")
-    printer.push("prompt-3", 8, is_last=True)
-    printer.push("prompt-1", 9, is_last=True)
+    printer.end("prompt-3", "8 ")
+    printer.end("prompt-1", "7 9 ")
     out = capsys.readouterr().out
     assert out.startswith("9 ")
     assert out.endswith("5 ")
-    printer.push("prompt-2", 6, is_last=True)
+    printer.push("prompt-2", "6 ")
+    printer.end("prompt-2", "5 6 ")
     assert "6 \n\n--- prompt-3" in capsys.readouterr().out
     assert printer.texts == {"prompt-1": "7 9 ", "prompt-2": "5 6 ", "prompt-3": "8 "}
 

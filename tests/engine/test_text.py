@@ -1,42 +1,11 @@
-"""Laws of the text side: streamed text equals decoded text, and the picture adds up."""
+"""Laws of what is shown of an engine: the picture of its pools adds up, and so do speeds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 
 from kvjax.engine.pool_picture import CACHED, FREE, HELD, pool_picture
 from kvjax.engine.stats import PoolUse, RequestStats, StepStats
-from kvjax.engine.text_stream import TextStream
-
-
-class ByteTokenizer:
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode(errors="replace")
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_streamed_text_is_the_decoded_text(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    text = "".join(rng.choice(list("ab ü€漢𝄞\n"), size=60))
-    stream, tokens, out = TextStream(ByteTokenizer()), ByteTokenizer().encode(text), ""
-    while tokens:
-        count = int(rng.integers(1, 4))
-        piece = stream.push(tokens[:count])
-        assert "\ufffd" not in piece
-        out, tokens = out + piece, tokens[count:]
-    assert out + stream.finish() == text
-
-
-def test_half_a_character_shows_at_the_end_only() -> None:
-    stream = TextStream(ByteTokenizer())
-    assert stream.push(b"a\xe2\x82") == ""
-    assert stream.finish() == "a\ufffd"
 
 
 def step_stats(held: int, cached: int, free: int, **kwargs: int) -> StepStats:

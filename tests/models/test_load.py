@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
 from kvjax.errors import CheckpointError, ConfigError, MissingExtraError
 from kvjax.extras import require_extra
 from kvjax.models import DenseAttention, ModelConfig, Tokenizer, load_model
@@ -257,6 +258,25 @@ def test_a_model_has_the_tokenizer_of_its_folder_if_any(qwen3: Path) -> None:
     (qwen3 / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: expected a tokenizer"):
         Tokenizer.from_folder(qwen3)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "spiece.model", "vocab.json"])
+def test_text_for_a_tokenizer_of_another_form_is_refused_with_the_way_to_convert_it(qwen3: Path, name: str) -> None:
+    (qwen3 / name).write_bytes(b"")
+    model = load_model(qwen3)
+    assert model.tokenizer is None
+    assert model.no_tokenizer == (
+        f"the model has no tokenizer, since its folder has {name} and no tokenizer.json; transformers (with "
+        "sentencepiece, tiktoken) makes one: "
+        f"transformers.AutoTokenizer.from_pretrained({str(qwen3)!r}).save_pretrained({str(qwen3)!r})"
+    )
+    engine = LLMEngine(model, EngineConfig(num_blocks=40, max_model_len=32, max_buckets=1))
+    with pytest.raises(
+        ValueError, match=f"expected token ids, got text: the model .* has {name} and no tokenizer.json"
+    ):
+        engine.add_request("text")
+    with pytest.raises(ValueError, match="a tokenizer for stop strings, got one without: .* AutoTokenizer"):
+        engine.add_request([1], SamplingParams(stop="a"))
 
 
 MESH_PROGRAM = """
