@@ -19,7 +19,10 @@ from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.per_layer_inputs import PerLayerConfig, take_per_layer_fields
 from kvjax.models.configs.rope import take_ropes
 
-_ROPES = {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, SLIDING: {}}
+_ROPES = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    SLIDING: {"rope_theta": 10_000.0},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class Gemma4Config(PerLayerConfig):
         layer_types = (*keys.take_layer_types(default, (FULL, SLIDING))[:-1], FULL)
         heads = fields["num_kv_heads"], fields["head_dim"]
         v_is_k = keys.take_flag("attention_k_eq_v", False)
+        keys.refuse("rope_scaling", "transformers reads only rope_parameters in Gemma 4")
         thetas = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
         ropes = take_ropes(keys, fields["max_model_len"], thetas, default=_ROPES)
         return cls(

@@ -26,6 +26,7 @@ class GraniteMoeHybridConfig(AttentionDecoderConfig):
     """`layer_types` says which layers attend; without experts the shared part is alone."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
+        "attention_multiplier": 1.0,
         "vocab_size": 32_000,
         "max_position_embeddings": 2048,
         "bos_token_id": 1,
@@ -45,14 +46,14 @@ class GraniteMoeHybridConfig(AttentionDecoderConfig):
         fields = take_decoder_fields(keys)
         keys.take_choice("hidden_act", ("silu",), "silu")  # what follows the convolution
         keys.take_choice("normalization_function", ("rmsnorm",))
-        bias = keys.take_flag("attention_bias", False)
+        bias, multiplier = keys.take_flag("attention_bias", False), keys.take_nullable("attention_multiplier")
         mamba = take_mamba2(keys, fields["hidden_size"])
         rope = take_rope(keys, fields["max_model_len"])
         return cls(
             **fields
             | {
                 "embed_scale": keys.take_float("embedding_multiplier", 1.0),
-                "sm_scale": keys.take_float("attention_multiplier", 1.0),
+                "sm_scale": fields["sm_scale"] if multiplier is None else keys.take_float("attention_multiplier"),
                 "logit_scale": 1.0 / keys.take_float("logits_scaling", 1.0),
             },
             qkv_bias=bias,

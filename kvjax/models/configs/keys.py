@@ -67,8 +67,8 @@ class ConfigKeys:
         return float(value)
 
     def take_flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self.take(key, default)
+        """True or false; null is false, and a missing key the architecture's default, else `default`."""
+        value = self.take(key, default) if self._data.get(key, default) is not None else False
         if not isinstance(value, bool):
             raise ConfigError(f"{self.where}: expected {key!r} to be true or false, got {value!r}")
         return value

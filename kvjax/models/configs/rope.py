@@ -108,10 +108,16 @@ def take_ropes(
     """
     where = f"{keys.where}: rope_parameters"
     parameters, scaling = keys.take_object("rope_parameters"), keys.take_object("rope_scaling")
-    if may_be_flat and parameters and not any(kind in parameters for kind in thetas):
-        parameters, scaling = scaling, parameters
     beside = {kind: {"rope_theta": keys.given(key)} for kind, key in thetas.items()}
     base = {kind: {"theta": keys.take_float(key)} for kind, key in thetas.items()}
+    if may_be_flat and parameters and not any(kind in parameters for kind in thetas):
+        parameters, scaling = scaling, parameters
+    if may_be_flat and scaling:
+        beside = {kind: {"rope_theta": fields["theta"]} for kind, fields in base.items()}
+    elif scaling and "rope_type" not in scaling:
+        raise ConfigError(
+            f"{keys.where}: expected 'rope_type' in rope_scaling, since 'type' is not read here, got none"
+        )
     forms: list[Mapping[str, Any]] = [{next(iter(thetas)): scaling}] if scaling else []
     if parameters or not forms:
         by_type = ConfigKeys(parameters or default or {}, {}, where)
@@ -142,9 +148,10 @@ def _rope_config(
     for key, value in beside.items():
         if None not in (value, keys.given(key)) and value != keys.given(key):
             raise ConfigError(f"{where}: expected one {key!r}, got {keys.given(key)!r} and beside the object {value!r}")
-    old_type = keys.take("type", "default")
-    rope_type = keys.take("rope_type", old_type)
-    rope_type = _OLD_NAMES.get(rope_type, rope_type)
+    old_type = keys.take("type", keys.given("rope_type") or "default")
+    old_type, rope_type = (_OLD_NAMES.get(name, name) for name in (old_type, keys.take("rope_type", old_type)))
+    if rope_type != old_type:
+        raise ConfigError(f"{where}: expected one 'rope_type', got {rope_type!r} and as 'type' {old_type!r}")
     if rope_type not in ROPE_TYPES:
         raise ConfigError(f"{where}: expected 'rope_type' among {', '.join(ROPE_TYPES)}, got {rope_type!r}")
     values: dict[str, Any] = {**fields, "theta": keys.take_float("rope_theta", fields["theta"]), "rope_type": rope_type}
