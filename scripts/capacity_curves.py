@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cli.arguments import byte_size, non_negative_int, positive_int
+from kvjax.cli.replay_arguments import add_reading_arguments, reading_of
 from kvjax.configs import load_model_config
 from kvjax.replay import (
     ReplayConfig,
@@ -85,8 +86,8 @@ class Case:
 class Results:
     """Results by case, in a file."""
 
-    def __init__(self, path: Path, trace: Sequence[TraceRequest], memory: int) -> None:
-        self._path, self._trace, self.memory = path, trace, memory
+    def __init__(self, path: Path, trace: Sequence[TraceRequest], read_as: str, memory: int) -> None:
+        self._path, self._trace, self._read_as, self.memory = path, trace, read_as, memory
         self._known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     @property
@@ -97,7 +98,7 @@ class Results:
     def of(self, replicas: int, **options: Any) -> dict[str, Any]:
         """The case's, run if it is not there yet."""
         case = Case(replicas, self.memory, **options)
-        key = f"{len(self._trace)} requests, {' '.join(f'{name}={value}' for name, value in asdict(case).items())}"
+        key = f"{self._read_as}; {' '.join(f'{name}={value}' for name, value in asdict(case).items())}"
         if key not in self._known:
             print(f"running {key}", file=sys.stderr)
             self._known[key] = case.run(self._trace)
@@ -227,7 +228,7 @@ def plot(path: Path, results: Results, replicas: int, hosts: Sequence[int], disk
 def main(arguments: list[str] | None = None) -> int:
     """Prints all tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", help="JSON lines in Mooncake's format")
+    parser.add_argument("trace", help="a trace of any form of docs/guide/traces.md")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, kept after every run")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG of the first table")
     parser.add_argument("--num-requests", type=positive_int, default=2_000, metavar="N", help="default: %(default)s")
@@ -237,8 +238,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--disks", type=non_negative_int, nargs="+", default=[0, 1_024, 4_096], metavar="GIB")
     parser.add_argument("--numbers", type=positive_int, nargs="+", default=[2, 4], metavar="N", help="of replicas")
     parser.add_argument("--links", type=float, nargs="+", default=[50.0, 5.0], metavar="X", help="GB/s of transfers")
+    add_reading_arguments(parser)
     args = parser.parse_args(arguments)
-    results = Results(args.json, read_trace(args.trace, args.num_requests), args.memory)
+    told: list[str] = []
+    trace = read_trace(args.trace, args.num_requests, reading_of(args), told.append)
+    print(*told, file=sys.stderr)
+    results = Results(args.json, trace, told[0], args.memory)
     host, disk, most = args.hosts[len(args.hosts) // 2 - 1], args.disks[-1], args.hosts[-2]
     head = ["host of each", *(f"disk: {_gib(size)}" for size in args.disks)]
     print(markdown(head, size_table(results, args.replicas, args.hosts, args.disks)), flush=True)

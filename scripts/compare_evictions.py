@@ -14,11 +14,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvjax.cli.arguments import int_list, positive_int
+from kvjax.cli.replay_arguments import add_reading_arguments, reading_of
 from kvjax.configs import load_model_config
 from kvjax.replay import REPLAY_POLICIES, ReplayConfig, TraceRequest, read_trace, run_replay
 
@@ -45,6 +46,7 @@ class Case:
     policy: str
     free_order: str = "append"
     interval: int | None = None
+    block_size: int = BLOCK_SIZE
 
     @property
     def key(self) -> str:
@@ -56,7 +58,7 @@ class Case:
         recorder = run_replay(
             trace,
             ReplayConfig(
-                specs=load_model_config(self.model).kv_cache_specs(BLOCK_SIZE),
+                specs=load_model_config(self.model).kv_cache_specs(self.block_size),
                 num_blocks=self.num_blocks,
                 hash_algorithm="xxhash_cbor",
                 free_order=self.free_order,
@@ -79,14 +81,16 @@ class Case:
 class Results:
     """Results by case, in a file."""
 
-    def __init__(self, path: Path, trace: Sequence[TraceRequest]) -> None:
+    def __init__(self, path: Path, trace: Sequence[TraceRequest], read_as: str, block_size: int) -> None:
         self._path = path
         self._trace = trace
+        self.read_as, self.block_size = read_as, block_size
         self._known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def of(self, case: Case) -> dict[str, Any]:
         """The case's, run if it is not there yet."""
-        key = f"{len(self._trace)} requests, {case.key}"
+        case = replace(case, block_size=self.block_size)
+        key = f"{self.read_as}; {len(self._trace)} of them; {case.key}"
         if key not in self._known:
             print(f"running {key}", file=sys.stderr)
             self._known[key] = case.run(self._trace)
@@ -132,7 +136,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def plot(path: Path, sizes: list[int], rates: dict[str, list[float]]) -> None:
+def plot(path: Path, results: Results, sizes: list[int], rates: dict[str, list[float]]) -> None:
     """Hit rate by pool size, a line per policy."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -144,8 +148,12 @@ def plot(path: Path, sizes: list[int], rates: dict[str, list[float]]) -> None:
         style = "--" if policy == "belady" else "-"
         axis.plot(sizes, rates[policy], style, marker="o", markersize=4, color=COLORS[policy], label=policy)
     axis.plot(sizes, rates["infinite"], ":", color="#a0aec0", label="infinite cache")
-    axis.set(xscale="log", xlabel="blocks of 512 tokens in the pool", ylabel="prompt tokens found in the cache, %")
-    axis.set_title("Mooncake's conversation trace, one request at a time")
+    axis.set(
+        xscale="log",
+        xlabel=f"blocks of {results.block_size} tokens in the pool",
+        ylabel="prompt tokens found in the cache, %",
+    )
+    axis.set_title(f"{Path(results.read_as.partition(': ')[0]).name}, one request at a time")
     axis.set_ylim(bottom=0)
     axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axis.minorticks_off()
@@ -157,7 +165,7 @@ def plot(path: Path, sizes: list[int], rates: dict[str, list[float]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Prints both tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", help="JSON lines in Mooncake's format")
+    parser.add_argument("trace", help="a trace of any form of docs/guide/traces.md")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, kept after every run")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of the first table")
     parser.add_argument("--num-requests", type=positive_int, metavar="N", help="how many to read (default: all)")
@@ -170,18 +178,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--retention-requests", type=positive_int, default=4_000, metavar="N", help="of the trace, for the second table"
     )
+    parser.add_argument("--block-size", type=positive_int, default=BLOCK_SIZE, metavar="N", help="tokens of a block")
     parser.add_argument("--retention-blocks", type=positive_int, default=20_000, metavar="N", help="of its pools")
+    add_reading_arguments(parser)
     options = parser.parse_args(arguments)
-    trace = read_trace(options.trace, options.num_requests)
-    results = Results(options.json, trace)
+    told: list[str] = []
+    trace = read_trace(options.trace, options.num_requests, reading_of(options), told.append)
+    print(*told, file=sys.stderr)
+    results = Results(options.json, trace, told[0], options.block_size)
     rows, rates = policy_table(results, options.sizes)
     print(markdown(["blocks", *REPLAY_POLICIES], rows))
     infinite = rates["infinite"][-1]
     print(f"\nAn infinite cache: {infinite:.2f} %.\n")
     if options.plot is not None:
-        plot(options.plot, options.sizes, rates)
+        plot(options.plot, results, options.sizes, rates)
     head = ["model", "kept", "blocks cached", *(" ".join(dict.fromkeys(order)) for order in ORDERS)]
-    results = Results(options.json, trace[: options.retention_requests])
+    results = Results(options.json, trace[: options.retention_requests], told[0], options.block_size)
     print(markdown(head, retention_table(results, options.models.split(","), options.retention_blocks)))
     return 0
 

@@ -31,7 +31,7 @@ from kvjax.replay import ReplayConfig, result_json, result_text, run_replay, wri
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax replay`."""
-    parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines in Mooncake's format")
+    parser.add_argument("trace", nargs="?", metavar="TRACE", help="a trace of any form of docs/guide/traces.md")
     parser.add_argument("--calls", metavar="FILE", help="recorded calls instead: make them again, compare answers")
     workload = parser.add_argument_group("workload")
     add_workload_arguments(workload)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Replays and prints the result, or what there is of it when an interrupt comes; 0, or that it came.
 
     Raises:
-        TraceError: a bad line of the trace.
+        TraceError: a trace of an unknown form, or a bad line of it.
         ConfigError: neither or both of a trace and --generate, options that contradict one another, or a bad model.
         MemoryBudgetError: the cache does not hold the longest request.
         MissingExtraError: --plot without matplotlib.
@@ -78,13 +78,14 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("expected --calls without a TRACE or --generate, got both: a record has its own requests")
         return make_calls(args.calls, with_progress=not args.no_progress)
     over_replicas = wants_replicas(args)
-    trace = trace_of(args)
+    trace, read_as = trace_of(args)
+    source = _source(args, read_as)
     if args.write is not None:
         write_trace(trace, args.write)
         print(f"wrote {len(trace):,} requests, {sum(r.input_length for r in trace):,} prompt tokens, to {args.write}")
         return 0
     if over_replicas:
-        return run_replicas(args, trace, _source(args))
+        return run_replicas(args, trace, source)
     if args.plot is not None:
         require_matplotlib("--plot")  # before minutes of work
     config = replace(
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         result = run_replay(trace, config, advance, args.record, should_stop)
     print(result_text(result))
     if args.json is not None:
-        args.json.write_text(json.dumps(_source(args) | result_json(result), indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(source | result_json(result), indent=2) + "\n", encoding="utf-8")
     if args.plot is not None:
         from kvjax.cli.replay_plot import plot_replay
 
@@ -109,5 +110,5 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.is_complete else INTERRUPTED
 
 
-def _source(args: argparse.Namespace) -> dict[str, str | int | None]:
-    return {"trace": args.trace, "generate": args.generate, "seed": args.seed, "model": args.model}
+def _source(args: argparse.Namespace, read_as: str | None) -> dict[str, str | int | None]:
+    return {"trace": args.trace, "read_as": read_as, "generate": args.generate, "seed": args.seed, "model": args.model}

@@ -20,10 +20,13 @@ from kvjax.replay import (
     ReplayConfig,
     ReplayTierConfig,
     SpeedModel,
+    TraceReading,
     TraceRequest,
     generate_workload,
     read_trace,
 )
+from kvjax.replay.readers.reading import DEFAULT_USERS
+from kvjax.replay.readers.values import UNITS
 
 DEFAULT_MODEL = "llama-3-8b"
 DEFAULT_MEMORY_BYTES = 52 * 2**30  # what an H100 has left beside the weights of the default model
@@ -40,6 +43,45 @@ def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
         help=f"how many to generate (default: {DEFAULT_NUM_REQUESTS:,}) or to read (default: all)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the generated workload (default: 0)")
+    add_reading_arguments(group)
+
+
+def add_reading_arguments(group: argparse._ActionsContainer) -> None:
+    """What a trace file may not say itself, for `reading_of`."""
+    group.add_argument(
+        "--hash-block-size", type=positive_int, metavar="N", help="tokens of a trace's hash id (default: what fits)"
+    )
+    group.add_argument(
+        "--time-unit", choices=UNITS, help="of a trace's timestamps (default: s if any has a fraction, else ms)"
+    )
+    group.add_argument(
+        "--users",
+        type=positive_int,
+        metavar="N",
+        help=f"sessions at once, of a trace of sessions (default: {DEFAULT_USERS})",
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="its tokenizer.json cuts a trace's texts (default: 4 bytes a token)",
+    )
+
+
+def reading_of(args: argparse.Namespace) -> TraceReading:
+    """How to read the trace.
+
+    Raises:
+        ConfigError: a folder without a tokenizer.json, or with a bad one.
+        MissingExtraError: there is one, but tokenizers is not installed.
+    """
+    tokenizer = None
+    if args.tokenizer is not None:
+        from kvjax.models.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.from_folder(args.tokenizer)
+        if tokenizer is None:
+            raise ConfigError(f"expected --tokenizer FOLDER with a tokenizer.json, got none in {args.tokenizer!r}")
+    return TraceReading(args.hash_block_size, args.time_unit, args.users, tokenizer)
 
 
 def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
@@ -148,19 +190,22 @@ def add_speed_arguments(group: argparse._ArgumentGroup) -> None:
         )
 
 
-def trace_of(args: argparse.Namespace) -> Sequence[TraceRequest]:
-    """The trace that the arguments name.
+def trace_of(args: argparse.Namespace) -> tuple[Sequence[TraceRequest], str | None]:
+    """The trace that the arguments name, and as what a file was read, which is printed too.
 
     Raises:
-        ConfigError: neither or both of a trace and --generate.
-        TraceError: a bad line of the trace.
+        ConfigError: neither or both of a trace and --generate, or a bad tokenizer.
+        TraceError: a trace of an unknown form, or a bad line of it.
     """
     if (args.trace is None) == (args.generate is None):
         given = "none" if args.trace is None else "both"
         raise ConfigError(f"expected a TRACE or --generate {{{','.join(WORKLOADS)}}}, got {given}")
     if args.generate is not None:
-        return generate_workload(args.generate, args.num_requests or DEFAULT_NUM_REQUESTS, args.seed)
-    return read_trace(args.trace, args.num_requests)
+        return generate_workload(args.generate, args.num_requests or DEFAULT_NUM_REQUESTS, args.seed), None
+    told: list[str] = []
+    trace = read_trace(args.trace, args.num_requests, reading_of(args), told.append)
+    print(*told)
+    return trace, told[0]
 
 
 def tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:

@@ -30,7 +30,7 @@ DEFAULT_REPLICAS = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax route`."""
-    parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines in Mooncake's format")
+    parser.add_argument("trace", nargs="?", metavar="TRACE", help="a trace of any form of docs/guide/traces.md")
     parser.add_argument(
         "--replicas",
         type=positive_int,
@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
     """Replays once a router and prints the results, or what there is when an interrupt comes; 0, or that it came.
 
     Raises:
-        TraceError: a bad line of the trace.
+        TraceError: a trace of an unknown form, or a bad line of it.
         ConfigError: neither or both of a trace and --generate, a shared disk without a size, or a bad model.
         MemoryBudgetError: the cache does not hold the longest request.
     """
-    trace, config = trace_of(args), replace(config_of(args), tiers=shared_tiers_of(args))
+    (trace, _), config = trace_of(args), replace(config_of(args), tiers=shared_tiers_of(args))
     routers = list(dict.fromkeys(args.router or ROUTERS))
     results = []
     with (

@@ -9,13 +9,14 @@ from kvjax.replay.batching import BatchingConfig
 from kvjax.replay.fleet import FleetResult, run_fleet
 from kvjax.replay.fleet_report import fleet_json, fleet_text
 from kvjax.replay.prefilled_kv import TransferConfig
+from kvjax.replay.readers import TraceReading, read_trace
 from kvjax.replay.replay import REPLAY_POLICIES, ReplayConfig, ReplayResult, run_replay
 from kvjax.replay.report import result_json, result_text
 from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.split import SplitConfig, SplitResult, run_split
 from kvjax.replay.split_report import split_json, split_text
 from kvjax.replay.tiers import ReplayTierConfig
-from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, read_trace, write_trace
+from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest, write_trace
 from kvjax.replay.workloads import WORKLOADS, generate_workload
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "SpeedModel",
     "SplitConfig",
     "SplitResult",
+    "TraceReading",
     "TraceRequest",
     "TransferConfig",
     "fleet_json",

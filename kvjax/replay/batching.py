@@ -1,6 +1,6 @@
 """Replay of continuous batching in virtual time: token budget, chunked prefill, preemption, no model.
 
-Flow:    Jobs -> [BatchedReplay.run] -> KVCacheManager calls, SpeedModel -> Recorder; Jobs that others go on with
+Flow:    Jobs -> [BatchedReplay.step] -> KVCacheManager calls, SpeedModel -> Recorder; Jobs that others go on with
 
 A step, as the reference engine and vLLM's scheduler take it:
 
@@ -73,8 +73,7 @@ class BatchedReplay:
     clock: VirtualClock
     speed: SpeedModel
     batching: BatchingConfig
-    on_progress: Callable[[int], object]
-    should_stop: Callable[[], bool] = lambda: False  # asked before every step
+    on_end: Callable[[Job, float], object]  # called with jobs that have ended or are refused, and when
     external: ExternalKV | None = None
     on_handover: Callable[[Job], object] = lambda job: None  # called with jobs that end here and go on elsewhere
 
@@ -85,11 +84,6 @@ class BatchedReplay:
         self._loading: dict[str, Job] = {}
         self._num_arrived = self._num_emitted = 0
         self._waits_for_external = False  # nothing else can go on
-
-    def run(self) -> None:
-        """Replays all jobs, or as far as it is not to stop."""
-        while self.next_step_s < math.inf and not self.should_stop():
-            self.step()
 
     @property
     def next_step_s(self) -> float:
@@ -189,7 +183,7 @@ class BatchedReplay:
             self._wait_again(job)
         else:
             self.manager.free(request)
-            self._refuse(was_admitted=True)  # it had the pool to itself
+            self._refuse(job, was_admitted=True)  # it had the pool to itself
         return row
 
     def _wait_again(self, job: Job) -> None:
@@ -220,7 +214,7 @@ class BatchedReplay:
             if tokens == 0:
                 continue
             if tokens is None:
-                self._refuse(job.was_admitted)  # the pool is empty but for it
+                self._refuse(job, job.was_admitted)  # the pool is empty but for it
                 continue
             jobs.append(job)
             num_new.append(tokens)
@@ -272,9 +266,9 @@ class BatchedReplay:
             self.manager.cache_blocks(request, request.num_computed_tokens)
             self._running.extend([job], np.array([request.row], np.int64))
 
-    def _refuse(self, was_admitted: bool) -> None:
+    def _refuse(self, job: Job, was_admitted: bool) -> None:
         self.recorder.count_refusal(was_admitted)
-        self.on_progress(1)
+        self.on_end(job, self.clock.now_s)
 
     # -- 3. time and tokens -------------------------------------------------------------------------------------------
 
@@ -326,11 +320,11 @@ class BatchedReplay:
             decoding_s = self.clock.now_s - job.first_token_s
             self.recorder.token_gap_s.append(decoding_s / (job.source.output_length - 1))
         self.recorder.latency_s.append(self._waited_s(job))
-        self.on_progress(1)
+        self.on_end(job, self.clock.now_s)
 
     def _waited_s(self, job: Job) -> float:
         """Virtual seconds since the request arrived in the deployment."""
-        return self.clock.now_s - job.source.timestamp_ms / 1e3
+        return self.clock.now_s - job.asked_s
 
 
 def _made(job: Job) -> Request:

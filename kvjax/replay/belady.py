@@ -20,14 +20,14 @@ Where hits change what is asked for, it is no bound, though usually a good polic
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvjax.core.eviction import HashedBlocks, StepFlow
 from kvjax.core.eviction.priority_policy import PriorityPolicy
 from kvjax.core.hashing.block_hash import BlockHash
-from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
+from kvjax.replay.trace import TraceRequest
 
 
 class LookAhead:
@@ -37,12 +37,13 @@ class LookAhead:
     Requests of more than `num_blocks` blocks, which will be refused, use nothing.
     """
 
-    def __init__(self, trace: Iterable[TraceRequest], block_size: int, num_blocks: int) -> None:
-        if TRACE_BLOCK_SIZE % block_size:
+    def __init__(self, trace: Sequence[TraceRequest], block_size: int, num_blocks: int) -> None:
+        trace_block_size = trace[0].hash_block_size
+        if trace_block_size % block_size:
             raise ValueError(
-                f"expected a block size that divides {TRACE_BLOCK_SIZE}, the trace's, to look ahead, got {block_size}"
+                f"expected a block size that divides {trace_block_size}, the trace's, to look ahead, got {block_size}"
             )
-        self._blocks_per_id = TRACE_BLOCK_SIZE // block_size
+        self._blocks_per_id = trace_block_size // block_size
         self._users: dict[int, list[int]] = {}  # hash id -> requests, ascending
         self._num_used: dict[int, list[int]] = {}  # hash id -> how many of the id's blocks each can hit
         self._place_of: dict[BlockHash, int] = {}  # block -> hash id * blocks_per_id + place in it

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.planning import KVCachePlan
+from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.extent import ReplayExtent
+from kvjax.replay.garbage import no_garbage_collection
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.replay import SEED_TEXT, ReplayConfig, longest_request, no_garbage_collection, plan_cache
+from kvjax.replay.replay import SEED_TEXT, ReplayConfig, longest_request, plan_cache
 from kvjax.replay.replica import Deployment, Replica
 from kvjax.replay.routed_replicas import RoutedReplicas
 from kvjax.replay.running_batch import Job
@@ -59,18 +60,18 @@ def run_fleet(
     if not trace or num_replicas < 1:
         raise ValueError(f"expected requests and replicas, got {len(trace)} and {num_replicas}")
     start = perf_counter()
-    done = DoneCount(on_progress)
-    deployment = deployment_of(trace, config, done)
+    timeline = Timeline()
+    arrivals = Arrivals(trace, timeline, on_progress)
+    deployment = deployment_of(trace, config, arrivals.ended)
     disk = deployment.shared_disk()
     side = RoutedReplicas(deployment, [Replica.create(deployment, disk) for _ in range(num_replicas)], router)
-    infinite, timeline = InfiniteCache(config.block_size), Timeline()
+    infinite = InfiniteCache(config.block_size)
 
     def arrive(job: Job) -> None:
         job.infinite_hit = infinite.lookup_and_add(job.source)
         side.submit(job, deployment.prompts.make(str(job.index), job.source))
 
-    for job in (Job.of(index, source) for index, source in enumerate(trace)):
-        timeline.at(job.arrives_s, partial(arrive, job))
+    arrivals.begin(arrive)
     with no_garbage_collection():
         timeline.play(side.replicas, should_stop)
     return FleetResult(
@@ -80,27 +81,14 @@ def run_fleet(
         recorders=side.recorders,
         tier_stats=side.tier_stats,
         num_requests=len(trace),
-        num_done=done.num_done,
+        num_done=arrivals.num_done,
         virtual_seconds=side.ended_s,
         wall_seconds=perf_counter() - start,
     )
 
 
-@dataclass
-class DoneCount:
-    """Counts requests that ended or were refused, and tells somebody."""
-
-    on_progress: Callable[[int], object]
-    num_done: int = 0
-
-    def __call__(self, num_finished: int) -> None:
-        """So many more have ended."""
-        self.num_done += num_finished
-        self.on_progress(num_finished)
-
-
 def deployment_of(
-    trace: Sequence[TraceRequest], config: ReplayConfig, on_progress: Callable[[int], object]
+    trace: Sequence[TraceRequest], config: ReplayConfig, on_end: Callable[[Job, float], object]
 ) -> Deployment:
     """What replicas of `config` have in common for a trace.
 
@@ -115,7 +103,7 @@ def deployment_of(
         )
     longest = longest_request(trace, config)
     hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
-    return Deployment(config, plan_cache(longest, config), longest, PromptMaker(trace, hasher), on_progress)
+    return Deployment(config, plan_cache(longest, config), longest, PromptMaker(trace, hasher), on_end)
 
 
-__all__ = ["DoneCount", "FleetResult", "deployment_of", "run_fleet"]
+__all__ = ["FleetResult", "deployment_of", "run_fleet"]

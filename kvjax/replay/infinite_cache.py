@@ -9,7 +9,7 @@ block where the prompt was cut inside. A hit is that prefix in full cache blocks
 
 from __future__ import annotations
 
-from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
+from kvjax.replay.trace import TraceRequest
 
 
 class InfiniteCache:
@@ -28,16 +28,16 @@ class InfiniteCache:
     def _shared_tokens(self, request: TraceRequest) -> int:
         end = shared = 0
         for hash_id in request.hash_ids:
-            end += TRACE_BLOCK_SIZE
+            end += request.hash_block_size
             shared = max(shared, self._seen.get(hash_id, 0))
             if shared < end:
                 break
         return shared
 
     def _add(self, request: TraceRequest) -> None:
-        full, rest = divmod(request.input_length, TRACE_BLOCK_SIZE)
+        full, rest = divmod(request.input_length, request.hash_block_size)
         for index, hash_id in enumerate(request.hash_ids[:full]):
-            self._seen[hash_id] = (index + 1) * TRACE_BLOCK_SIZE
+            self._seen[hash_id] = (index + 1) * request.hash_block_size
         if rest:
             last = request.hash_ids[-1]
             self._seen[last] = max(self._seen.get(last, 0), request.input_length)

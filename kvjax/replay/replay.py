@@ -5,7 +5,6 @@ Flow:    trace, ReplayConfig -> [run_replay] -> ReplayResult -> kvjax.replay.rep
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +22,12 @@ from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.spec import KVCacheSpec
 from kvjax.core.watch.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
 from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
+from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.batching import BatchedReplay, BatchingConfig
 from kvjax.replay.belady import BeladyPolicy, LookAhead
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.extent import ReplayExtent
+from kvjax.replay.garbage import no_garbage_collection
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prompts import PromptMaker
 from kvjax.replay.recorder import Recorder
@@ -34,6 +35,7 @@ from kvjax.replay.running_batch import Job
 from kvjax.replay.serial import replay_serial
 from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.tiers import ReplayTierConfig, ReplayTiers
+from kvjax.replay.timeline import Timeline
 from kvjax.replay.trace import TraceRequest
 from kvjax.tiers.stats import TierStats
 
@@ -95,12 +97,13 @@ def run_replay(
 ) -> ReplayResult:
     """Replays `trace`; `on_progress` is called with the number of requests that were finished.
 
-    `should_stop` is asked before every step; once it says so, the result is what there is by then.
+    `should_stop` is asked before every step and arrival; once it says so, the result is what there is by then.
 
     With `record_to` all calls of the manager are written there, for `kvjax.core.replay_calls`; host times include it.
 
     Raises:
-        ValueError: the trace is empty, or the config has neither or both of blocks and memory, or bad values.
+        ValueError: the trace is empty, or the config has neither or both of blocks and memory, bad values, or Belady's
+            rule in batches where requests wait for answers.
         NotImplementedError: a record of Belady's rule.
         MemoryBudgetError: the memory does not hold the cache of the longest request, or the blocks not one token.
         OSError: the record cannot be written.
@@ -155,10 +158,17 @@ def run_replay(
         if config.serial:
             replay_serial(trace, called, prompts, infinite, recorder, clock, count, should_stop, tiers)
         else:
-            batching = config.batching
-            jobs = deque(Job.of(i, source, infinite.lookup_and_add(source)) for i, source in enumerate(trace))
-            args = (jobs, called, prompts, recorder, clock, config.speed, batching, count)
-            BatchedReplay(*args, should_stop, tiers).run()
+            timeline = Timeline()
+            arrivals = Arrivals(trace, timeline, count)
+            parts = (called, prompts, recorder, clock, config.speed, config.batching, arrivals.ended, tiers)
+            simulation = BatchedReplay(deque(), *parts)
+
+            def arrive(job: Job) -> None:
+                job.infinite_hit = infinite.lookup_and_add(job.source)
+                simulation.arrivals.append(job)
+
+            arrivals.begin(arrive)
+            timeline.play([simulation], should_stop)
     return ReplayResult(
         config=config,
         plan=plan,
@@ -176,6 +186,11 @@ def _look_ahead(trace: Sequence[TraceRequest], config: ReplayConfig, plan: KVCac
     """What Belady's rule knows; None for other policies."""
     if config.eviction_policy != "belady":
         return None
+    if not config.serial and any(request.after >= 0 for request in trace):
+        raise ValueError(
+            "expected serial=True for eviction_policy='belady' where requests wait for answers, got batches: these "
+            "decide the order"
+        )
     return LookAhead(trace, config.block_size, num_blocks=min(pool.num_blocks for pool in plan.pools) - 1)
 
 
@@ -218,15 +233,3 @@ def _recorded(manager: KVCacheManager, path: Path | None) -> Iterator[KVCacheMan
     else:
         with CallRecorder(manager, path) as recorder:
             yield recorder.manager
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """For a replay: the core makes no cycles, and millions of hashes make collecting the oldest generation slow."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

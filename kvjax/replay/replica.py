@@ -33,7 +33,7 @@ class Deployment:
     plan: KVCachePlan
     longest: int  # tokens of a request, at most
     prompts: PromptMaker
-    on_progress: Callable[[int], object]  # called with the number of requests that were finished
+    on_end: Callable[[Job, float], object]  # called with jobs that have ended or are refused, and when
 
     def without_tiers(self) -> Deployment:
         """The same, of replicas that have their pools alone."""
@@ -88,7 +88,7 @@ class Replica:
             clock,
             config.speed,
             config.batching,
-            of.on_progress,
+            of.on_end,
             external=tiers if external is None else external(clock),
             on_handover=on_handover,
         )

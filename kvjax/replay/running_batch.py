@@ -19,8 +19,9 @@ class Job:
 
     index: int  # in the trace
     source: TraceRequest
+    asked_s: float  # when it arrived in the deployment
     arrives_s: float  # at the replica that runs it
-    infinite_hit: int  # tokens that an infinite cache would hit
+    infinite_hit: int  # tokens that an infinite cache would hit, once it has arrived
     outputs_left: int  # tokens to make here; while the job runs, the batch holds the number
     request: Request | None = None  # made at the first attempt to admit it: a backlog holds no prompts
     was_admitted: bool = False  # had blocks at some time
@@ -31,9 +32,9 @@ class Job:
     arrival: int = 0  # number of jobs that came to its replica before
 
     @classmethod
-    def of(cls, index: int, source: TraceRequest, infinite_hit: int = 0) -> Job:
+    def of(cls, index: int, source: TraceRequest, arrives_s: float) -> Job:
         """The job of a request of the trace, all of it on one replica."""
-        return cls(index, source, source.timestamp_ms / 1e3, infinite_hit, source.output_length)
+        return cls(index, source, arrives_s, arrives_s, 0, source.output_length)
 
 
 @dataclass(slots=True)

@@ -18,13 +18,15 @@ from functools import partial
 from time import perf_counter
 
 from kvjax.planning import KVCachePlan
+from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.clock import VirtualClock
 from kvjax.replay.extent import ReplayExtent
-from kvjax.replay.fleet import DoneCount, deployment_of
+from kvjax.replay.fleet import deployment_of
+from kvjax.replay.garbage import no_garbage_collection
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.prefilled_kv import PrefilledKV, TransferConfig
 from kvjax.replay.recorder import Recorder
-from kvjax.replay.replay import ReplayConfig, no_garbage_collection
+from kvjax.replay.replay import ReplayConfig
 from kvjax.replay.replica import Deployment, Replica
 from kvjax.replay.routed_replicas import RoutedReplicas
 from kvjax.replay.running_batch import Job
@@ -82,12 +84,12 @@ def run_split(
     if not trace:
         raise ValueError("expected a trace of at least one request, got none")
     start = perf_counter()
-    done = DoneCount(on_progress)
-    run = _SplitRun(deployment_of(trace, config, done), split, router)
-    for job in (Job.of(index, source) for index, source in enumerate(trace)):
-        run.timeline.at(job.arrives_s, partial(run.arrive, job))
+    timeline = Timeline()
+    arrivals = Arrivals(trace, timeline, on_progress)
+    run = _SplitRun(deployment_of(trace, config, arrivals.ended), timeline, split, router)
+    arrivals.begin(run.arrive)
     with no_garbage_collection():
-        run.timeline.play((*run.prefill.replicas, *run.decode.replicas), should_stop)
+        timeline.play((*run.prefill.replicas, *run.decode.replicas), should_stop)
     return SplitResult(
         router=router,
         config=config,
@@ -100,7 +102,7 @@ def run_split(
         sent_tokens=sum(one.num_tokens for one in run.incoming),
         num_transfers=sum(one.num_transfers for one in run.incoming),
         num_requests=len(trace),
-        num_done=done.num_done,
+        num_done=arrivals.num_done,
         virtual_seconds=max(run.prefill.ended_s, run.decode.ended_s),
         wall_seconds=perf_counter() - start,
     )
@@ -109,9 +111,9 @@ def run_split(
 class _SplitRun:
     """Both sides of one run, and the links between them."""
 
-    def __init__(self, deployment: Deployment, split: SplitConfig, router: str) -> None:
+    def __init__(self, deployment: Deployment, timeline: Timeline, split: SplitConfig, router: str) -> None:
         self.deployment = deployment
-        self.timeline = Timeline()
+        self.timeline = timeline
         self.incoming: list[PrefilledKV] = []  # by decode replica
         self._split = split
         self._outgoing = [split.transfer.link() for _ in range(split.num_prefill)]
@@ -149,6 +151,7 @@ class _SplitRun:
         rest = Job(
             job.index,
             job.source,
+            asked_s=job.asked_s,
             arrives_s=job.first_token_s,
             infinite_hit=0,
             outputs_left=job.source.output_length - 1,

@@ -1,4 +1,4 @@
-"""Virtual time of several replicas: arrivals and steps in one order.
+"""Virtual time of one replica or several: arrivals and steps in one order.
 
 Flow:    Timeline.at(time, what arrives), replicas -> [Timeline.play] -> all has happened, or it is to stop
 
@@ -14,8 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from typing import Protocol
 
-from kvjax.replay.replica import Replica
+
+class Steps(Protocol):
+    """What runs in steps: a replica."""
+
+    @property
+    def next_step_s(self) -> float:
+        """When the next step begins; infinite: there is nothing to do."""
+
+    def step(self) -> None:
+        """Runs one step."""
 
 
 @dataclass
@@ -29,7 +39,7 @@ class Timeline:
         """Notes what happens at a time that has not passed."""
         heappush(self._events, (time_s, next(self._order), happens))
 
-    def play(self, replicas: Sequence[Replica], should_stop: Callable[[], bool]) -> None:
+    def play(self, replicas: Sequence[Steps], should_stop: Callable[[], bool]) -> None:
         """Lets all happen; `should_stop` is asked before each step and each arrival."""
         while not should_stop():
             replica = min(replicas, key=_next_step_s)
@@ -42,8 +52,8 @@ class Timeline:
                 replica.step()
 
 
-def _next_step_s(replica: Replica) -> float:
+def _next_step_s(replica: Steps) -> float:
     return replica.next_step_s
 
 
-__all__ = ["Timeline"]
+__all__ = ["Steps", "Timeline"]
