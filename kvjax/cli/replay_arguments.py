@@ -25,7 +25,7 @@ from kvjax.replay import (
     generate_workload,
     read_trace,
 )
-from kvjax.replay.readers.reading import DEFAULT_USERS
+from kvjax.replay.readers.reading import AS_IT_SAYS, DEFAULT_USERS
 from kvjax.replay.readers.values import UNITS
 
 DEFAULT_MODEL = "llama-3-8b"
@@ -194,13 +194,16 @@ def trace_of(args: argparse.Namespace) -> tuple[Sequence[TraceRequest], str | No
     """The trace that the arguments name, and as what a file was read, which is printed too.
 
     Raises:
-        ConfigError: neither or both of a trace and --generate, or a bad tokenizer.
+        ConfigError: neither or both of a trace and --generate, an option of the other, or a bad tokenizer.
         TraceError: a trace of an unknown form, or a bad line of it.
     """
     if (args.trace is None) == (args.generate is None):
         given = "none" if args.trace is None else "both"
         raise ConfigError(f"expected a TRACE or --generate {{{','.join(WORKLOADS)}}}, got {given}")
     if args.generate is not None:
+        for name in vars(AS_IT_SAYS):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"expected --{name.replace('_', '-')} with a TRACE, got --generate")
         return generate_workload(args.generate, args.num_requests or DEFAULT_NUM_REQUESTS, args.seed), None
     told: list[str] = []
     trace = read_trace(args.trace, args.num_requests, reading_of(args), told.append)

@@ -15,7 +15,7 @@ from tests.replay.test_serial import full
 
 CONFIG = ReplayConfig(
     full(16),
-    num_blocks=160,
+    num_blocks=100,
     batching=BatchingConfig(max_num_batched_tokens=256, max_num_seqs=8),
     hash_algorithm="xxhash_cbor",
 )
@@ -31,7 +31,7 @@ def with_waits(seed: int) -> list[TraceRequest]:
     rng = np.random.default_rng(seed)
     return [
         replace(request, after=int(rng.integers(-1, place)) if place else -1, pause_ms=int(rng.integers(0, 3_000)))
-        for place, request in enumerate(random_trace(seed, 30, max_output=40))
+        for place, request in enumerate(random_trace(seed, 12, max_blocks=4, max_output=25))
     ]
 
 
