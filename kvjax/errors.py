@@ -39,7 +39,7 @@ class TierDataError(KVCacheError, OSError):
 
 
 class StepFailedError(KVCacheError, RuntimeError):
-    """A step of an engine raised, and the request was in it; its `__cause__` is what was raised."""
+    """A step of an engine raised, and the request was in it, or its own matcher did; `__cause__` is what was raised."""
 
 
 class DivergenceError(KVCacheError, RuntimeError):

@@ -157,7 +157,7 @@ class AsyncLLMEngine:
 
         Raises:
             ValueError: `add_request` refuses the prompt, or there are more samples than `max_requests`.
-            StepFailedError: a step of the engine raised while the request was in it.
+            StepFailedError: a step of the engine raised while the request was in it, or its own matcher did.
             EngineClosedError: the engine is not started, was stopped, or a failure closed it.
         """
         return self._outputs(_own(prompt), self.engine.with_text(params), priority, deepcopy(inputs))
@@ -244,15 +244,27 @@ class AsyncLLMEngine:
 
     def _deliver(self, outputs: StepOutputs) -> None:
         woken: dict[Mailbox, None] = {}
+        failed: dict[Mailbox, Exception] = {}
         with self._mail_lock:
             for output in outputs:
                 mailbox, sample = self._mailboxes[output.request_id]
-                mailbox.put(sample, output)
+                if output.result is not None and output.result.error is not None:
+                    failed[mailbox] = output.result.error
+                else:
+                    mailbox.put(sample, output)
                 woken[mailbox] = None
         for result in outputs.results.values():
             del self._mailboxes[result.request_id]
-        self._num_finished += len(outputs.results)
+        num_failed = sum(result.error is not None for result in outputs.results.values())
+        self._num_failed += num_failed
+        self._num_finished += len(outputs.results) - num_failed
         self._admission.leave(len(outputs.results))
+        for mailbox, error in failed.items():
+            self._abandon(mailbox)  # its other samples
+            with self._mail_lock:
+                mailbox.fail(
+                    _failed(StepFailedError, f"the request's own matcher or tokenizer failed: {error!r}", error)
+                )
         self._wake(list(woken))
 
     def _add(
@@ -306,9 +318,7 @@ class AsyncLLMEngine:
         self._mailboxes.clear()
         with self._mail_lock:
             for mailbox in mailboxes:
-                error = kind(message)
-                error.__cause__ = cause
-                mailbox.fail(error)
+                mailbox.fail(_failed(kind, message, cause))
         self._num_failed += num_requests
         self._admission.leave(num_requests)
         self._wake(list(mailboxes))
@@ -325,6 +335,12 @@ class AsyncLLMEngine:
             with suppress(EngineClosedError, UnknownRequestError):
                 self.engine.abort(request_id)
         self._fail_all(EngineClosedError, message)
+
+
+def _failed(kind: type[Exception], message: str, cause: BaseException | None) -> Exception:
+    error = kind(message)
+    error.__cause__ = cause
+    return error
 
 
 def _wake_all(mailboxes: list[Mailbox]) -> None:

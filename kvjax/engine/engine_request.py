@@ -8,11 +8,15 @@ States:
     loading    its blocks are filled from beyond the pools; owns a row and blocks, and no step computes it
     running    admitted; owns a row and blocks
     finished   ended by its length, a stop token or an abort; owns nothing
+
+A matcher and a tokenizer are code of the request's own. What they raise is noted in `error`, ends the request with its
+next token, and is the fault of no step: other requests, and what is cached, stay as they are.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -44,6 +48,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"  # max_tokens reached
     STOP = "stop"  # a stop token, the end of the sequence, or a stop string
     ABORT = "abort"
+    ERROR = "error"  # its own matcher or tokenizer raised
 
 
 @dataclass(eq=False)
@@ -67,6 +72,7 @@ class EngineRequest:
     num_shown: int = 0  # output tokens that text and matcher have seen
     top_logprobs: list[TopLogprobs] = field(default_factory=list)  # of each output token, if asked for
     has_failed_load: bool = False  # waits again since what it was to load could not be had
+    error: Exception | None = None  # that code of the request's own raised, which ends it and nothing else
     prompt_logprobs: PromptLogprobs | None = None  # the same object for all samples of a prompt; None: not asked for
 
     @property
@@ -106,18 +112,18 @@ class EngineRequest:
     @property
     def is_followed(self) -> bool:
         """Whether each of its tokens is shown to `finish_reason_after`, and not only those that may be the last."""
-        return self.matcher is not None or bool(self.params.logprobs) or self._has_text
+        return self.matcher is not None or self.error is not None or bool(self.params.logprobs) or self._has_text
 
     def finish_reason_after(self, token_id: int) -> FinishReason | None:
         """Why the request ends with `token_id`, its newest output token; None: it goes on."""
         num_tokens = self.request.num_output_tokens
-        if num_tokens > self.num_shown:
-            self._show(token_id)
-            self.num_shown = num_tokens
-        is_stop = token_id in self.stop_token_ids and num_tokens >= self.params.min_tokens
         is_last = num_tokens >= self.params.max_tokens
-        if is_last and self.text is not None and self._has_text:
-            self.text.finish()  # which may bring a stop string
+        if num_tokens > self.num_shown:
+            self._show([token_id], is_last)
+            self.num_shown = num_tokens
+        if self.error is not None:
+            return FinishReason.ERROR
+        is_stop = token_id in self.stop_token_ids and num_tokens >= self.params.min_tokens
         if is_stop or (self.text is not None and self.text.is_stopped):
             return FinishReason.STOP
         return FinishReason.LENGTH if is_last else None
@@ -128,23 +134,51 @@ class EngineRequest:
         self.top_logprobs = self.top_logprobs[: len(token_ids)]
         if not self.is_followed:
             return
-        self.text = None if self.text is None else self.text.restarted()
-        self.matcher = None if self.params.token_matcher is None else self.params.token_matcher()
-        for token_id in token_ids:
-            self._show(token_id)
+        self.error = None
+        try:
+            self.text = None if self.text is None else self.text.restarted()
+            self.matcher = None if self.params.token_matcher is None else self.params.token_matcher()
+        except Exception as error:
+            self.error = error
+        self._show(token_ids)
         if self.text is not None:
             self.text.take()
         self.num_shown = len(token_ids)
+
+    def fill_bitmask(self, words: np.ndarray) -> None:  # int32[ceil(vocab_size / 32)]
+        """As the matcher does; all bits set where it raises."""
+        assert self.matcher is not None
+        words[:] = -1
+        try:
+            self.matcher.fill_bitmask(words)
+        except Exception as error:
+            self.error = error
+            words[:] = -1
+
+    def whole_text(self) -> str | None:
+        """The text of the ended request; None: there is no tokenizer, or it raised."""
+        try:
+            return None if self.text is None else self.text.whole(self.output_token_ids())
+        except Exception as error:
+            self.error = self.error or error
+            return None
 
     @property
     def _has_text(self) -> bool:
         return self.text is not None and self.text.is_followed
 
-    def _show(self, token_id: int) -> None:
-        if self.matcher is not None:
-            self.matcher.accept_token(token_id)
-        if self.text is not None and self.text.is_followed:
-            self.text.push(token_id)
+    def _show(self, token_ids: Iterable[int], is_last: bool = False) -> None:
+        """Shows new tokens to matcher and text; `is_last`: none comes behind them."""
+        try:
+            for token_id in token_ids:
+                if self.matcher is not None:
+                    self.matcher.accept_token(token_id)
+                if self.text is not None and self.text.is_followed:
+                    self.text.push(token_id)
+            if is_last and self.text is not None and self.text.is_followed:
+                self.text.finish()  # which may bring a stop string
+        except Exception as error:
+            self.error = self.error or error
 
     def output_token_ids(self) -> np.ndarray:  # int32[num_output_tokens]
         """A copy of the tokens sampled so far."""

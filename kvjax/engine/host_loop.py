@@ -223,7 +223,8 @@ class HostLoop:
 
     def _result(self, engine_request: EngineRequest) -> GenerationResult:
         """What became of a request that ended."""
-        request, stats, text = engine_request.request, engine_request.stats, engine_request.text
+        request, stats, text = engine_request.request, engine_request.stats, engine_request.whole_text()
+        error = engine_request.error
         stats.finish_time_s = self._clock()
         stats.num_output_tokens = request.num_output_tokens
         k = engine_request.params.logprobs
@@ -232,9 +233,10 @@ class HostLoop:
             prompt_token_ids=np.array(request.prompt_token_ids, np.int32),
             output_token_ids=engine_request.output_token_ids(),
             logprobs=tuple(engine_request.logprobs),
-            finish_reason=engine_request.finish_reason or FinishReason.ABORT,
+            finish_reason=(engine_request.finish_reason or FinishReason.ABORT) if error is None else FinishReason.ERROR,
             stats=stats,
-            text=None if text is None else text.whole(engine_request.output_token_ids()),
+            text=text,
+            error=error,
             top_logprobs=TopLogprobs.joined(engine_request.top_logprobs, k) if k else None,
             prompt_logprobs=engine_request.prompt_logprobs,
         )

@@ -373,7 +373,7 @@ class LLMEngine(EngineLifeCycle):
         Raises:
             ValueError: requests of `add_request` are unfinished, there is not one `params` or inputs a prompt, or
                 `add_request` refuses one. Nothing is left queued.
-            Exception: whatever a step raises. Its requests are aborted.
+            Exception: whatever a step raises, or a request's own matcher. Its requests are aborted.
         """
         inbox = self._open_inbox(prompts, params, inputs)
         results: dict[str, GenerationResult] = {}
@@ -381,7 +381,7 @@ class LLMEngine(EngineLifeCycle):
             while (len(results) < len(inbox.places) or not self.num_unfinished) and self._core.advance():
                 for outputs in inbox.take():
                     ended = outputs.results.values()
-                    results |= {result.request_id: result for result in ended if result.request_id in inbox.places}
+                    results |= {one.request_id: one.checked() for one in ended if one.request_id in inbox.places}
             return [results[request_id] for request_id in inbox.places]
         finally:
             inbox.is_closed = True

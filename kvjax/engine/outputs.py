@@ -56,6 +56,17 @@ class GenerationResult:
     text: str | None = None  # what the decoding of prompt and output has behind the prompt's; None: no tokenizer
     top_logprobs: TopLogprobs | None = None  # of each output token; None: not asked for (`SamplingParams.logprobs`)
     prompt_logprobs: PromptLogprobs | None = None  # None: not asked for; NaN: of tokens that were not computed
+    error: Exception | None = None  # what its own matcher or tokenizer raised, which ended it
+
+    def checked(self) -> GenerationResult:
+        """The result.
+
+        Raises:
+            Exception: what ended the request.
+        """
+        if self.error is not None:
+            raise self.error
+        return self
 
 
 @dataclass(frozen=True)

@@ -153,9 +153,8 @@ class SamplerLines:
     def _mask(self, line: int) -> tuple[int, np.ndarray]:
         """What the matcher of a line allows now."""
         request = self._matched[line]
-        assert request.matcher is not None
-        words = np.full(self._sizes.num_words, -1, np.int32)
-        request.matcher.fill_bitmask(words)
+        words = np.empty(self._sizes.num_words, np.int32)
+        request.fill_bitmask(words)
         allowed = request.params.allowed_token_ids
         return line, words if allowed is None else words & packed(np.array(allowed), self._sizes.num_words)
 

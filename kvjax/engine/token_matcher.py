@@ -24,7 +24,8 @@ class TokenMatcher(Protocol):
     """Follows the output of one sample. The engine calls it from its own thread, and shows it each token once.
 
     A request that is preempted keeps its matcher: its tokens stay. After an exception in a step there is a new one,
-    which is shown the tokens that stay. No drafts are made for such a request.
+    which is shown the tokens that stay. What the matcher raises ends its request (`FinishReason.ERROR`) with the token
+    that comes then, and nothing else. No drafts are made for such a request.
     """
 
     def fill_bitmask(self, words: np.ndarray) -> None:  # int32[ceil(vocab_size / 32)], all bits set, to be overwritten

@@ -80,7 +80,7 @@ class TokenStream(Iterator[StreamOutput]):
         """The next token.
 
         Raises:
-            Exception: whatever a step raises; the stream is closed.
+            Exception: whatever a step raises, or the own matcher of a request; the stream is closed.
         """
         while not self._ready:
             if self._inbox.is_closed or not self._num_unfinished:
@@ -95,7 +95,11 @@ class TokenStream(Iterator[StreamOutput]):
                 raise
             if not has_more and not self._ready:  # the rest was aborted by its ids
                 self._inbox.is_closed = True
-        return self._ready.popleft()
+        output = self._ready.popleft()
+        if output.result is not None and output.result.error is not None:
+            self.close()
+            output.result.checked()
+        return output
 
     def close(self) -> None:
         """Aborts what is unfinished; nothing more comes. Closing twice is once."""

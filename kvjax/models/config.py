@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.core.spec import KVCacheSpec
 from kvjax.errors import ConfigError
+from kvjax.models.configs.keys import end_tokens
 
 if TYPE_CHECKING:
     from kvjax.models.configs.rope import RopeConfig
@@ -177,10 +178,10 @@ class ModelConfig(abc.ABC):
 
     @staticmethod
     def from_folder(folder: str | Path) -> ModelConfig:
-        """The config of a Hugging Face folder; end tokens of a generation_config.json take precedence.
+        """The config of a Hugging Face folder; end tokens of a generation_config.json, if not null, take precedence.
 
         Raises:
-            ConfigError: no config.json, one that is not a JSON object, or as `from_dict`.
+            ConfigError: no config.json, one that is not a JSON object, end tokens that are none, or as `from_dict`.
         """
         folder = Path(folder)
         path = folder / "config.json"
@@ -191,7 +192,7 @@ class ModelConfig(abc.ABC):
         if generation.is_file():
             eos = read_json_object(generation).get("eos_token_id")
             if eos is not None:
-                config = replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+                config = replace(config, eos_token_ids=end_tokens(eos, str(generation)))
         return config
 
 

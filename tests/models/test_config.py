@@ -204,6 +204,24 @@ def test_end_tokens_of_the_generation_config_take_precedence(tmp_path: Path) -> 
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == (3,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == (5, 6)
+    for value, expected in ((7, (7,)), (0, (0,)), ([], ()), (None, (3,))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        assert ModelConfig.from_folder(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["2", "</s>", [None], [2, None], ["2"], [2, "3"], 2.0, [2.5], -1, [2, -1], True, {}, [[2]]]
+)
+def test_end_tokens_that_are_none_are_refused_by_the_load(tmp_path: Path, value: object) -> None:
+    """In both files; a step would compare every token with them."""
+    match = r"config\.json: expected 'eos_token_id' as a token id >= 0, a list of them, or null, got"
+    (tmp_path / "config.json").write_text(json.dumps(llama_dict(eos_token_id=3)))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match="generation_" + match):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(llama_dict(eos_token_id=value)))
+    with pytest.raises(ConfigError, match="/" + match):
+        ModelConfig.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

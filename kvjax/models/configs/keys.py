@@ -16,6 +16,20 @@ _REQUIRED = object()
 _TIED = "tie_word_embeddings"
 
 
+def end_tokens(value: Any, where: str) -> tuple[int, ...]:
+    """`eos_token_id` of a config.json or generation_config.json: null, a token, or a list of tokens.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise ConfigError(
+            f"{where}: expected 'eos_token_id' as a token id >= 0, a list of them, or null, got {value!r}"
+        )
+    return tuple(tokens)
+
+
 class ConfigKeys:
     """A config's keys, each to be taken once; what is left over at the end is unknown."""
 
@@ -131,10 +145,7 @@ class ConfigKeys:
 
     def take_eos(self) -> tuple[int, ...]:
         """`eos_token_id`, of which there may be none, one or several."""
-        eos = self.take_nullable("eos_token_id")
-        if eos is None:
-            return ()
-        return tuple(eos) if isinstance(eos, list) else (eos,)
+        return end_tokens(self.take_nullable("eos_token_id"), self.where)
 
     def take_dtype(self) -> str:
         """`dtype`, or `torch_dtype` of older files; float32 where neither is."""
