@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 
+from kvjax.cli.main import main
 from kvjax.cli.replay_arguments import add_tier_arguments as add_replay_tiers
 from kvjax.cli.replay_arguments import tiers_of
 from kvjax.cli.tier_arguments import add_tier_arguments, read_tiers
 from kvjax.tiers.config import TierConfig
+from tests.models.golden_models import model_folder
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -27,6 +30,21 @@ def test_sizes_and_folder_make_a_config(tmp_path: Path) -> None:
     assert (tiers.disk_folder, tiers.disk_bytes, tiers.host_bytes) == (str(tmp_path), 2 << 20, 0)
     with pytest.raises(ValueError, match="expected --disk-cache DIR with --disk-memory"):
         read_tiers(parse("--disk-memory", "2MiB"))
+
+
+def test_a_folder_is_refused_where_another_length_turns_keys_otherwise(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Long rope has other factors from its original length on, here 32."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_token_ids": list(range(1, 20)), "name": "a"}) + "\n")
+    command = ["generate", "--no-plot", "--model", str(model_folder("phi3_longrope"))]
+    command += ["--prompts", str(prompts), "--max-tokens", "4", "--disk-cache", str(tmp_path / "disk")]
+    codes = [main([*command, "--max-model-len", length]) for length in ("32", "128")]
+    assert codes == [0, 2]
+    error = capsys.readouterr().err
+    assert "is of another cache: module" in error
+    assert "rope.long_factor" in error
 
 
 def test_speeds_of_a_replay() -> None:

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import kvjax.models.configs
-from kvjax.device import FunctionModel
+from kvjax.device import AttentionOptions, FunctionModel
 from kvjax.models.config import ModelConfig
 from kvjax.models.configs.rope import ROPE_TYPES, RopeConfig
 from kvjax.models.identity import MAX_TEXT, WITHOUT_EFFECT, model_identity, module_identity
@@ -131,10 +131,11 @@ def test_a_long_text_counts_to_its_end() -> None:
 class OwnLayer(nnx.Module):
     """A stranger's module with a setting that no config knows."""
 
-    def __init__(self, theta: float, values: np.ndarray, hidden: list[float]) -> None:
+    def __init__(self, theta: float, values: np.ndarray, hidden: list[float], k_scale: jax.Array | None = None) -> None:
         self.theta = theta
         self.hidden = tuple(hidden)
         self.weight = nnx.Param(values)
+        self.options = AttentionOptions(sm_scale=1.0, k_scale=k_scale)
 
     def __call__(self) -> None:
         """What a model must have."""
@@ -164,7 +165,11 @@ def test_strangers_models_count_by_class_and_settings_and_not_by_weights_or_addr
         (
             OwnLayer(1.0, weight, [2.0]),
             OwnLayer(1.0, other, [2.0]),
-            [OwnLayer(1.5, weight, [2.0]), OwnLayer(1.0, weight, [2.5])],
+            [
+                OwnLayer(1.5, weight, [2.0]),
+                OwnLayer(1.0, weight, [2.5]),
+                *(OwnLayer(1.0, weight, [2.0], jax.numpy.float32(scale)) for scale in (0.5, 0.25)),
+            ],
         ),
         (
             OwnTree(jax.numpy.ones(3), 1.0, 2.0),
