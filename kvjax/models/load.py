@@ -33,6 +33,7 @@ from kvjax.models.tensor_sources import ParamPath, TensorSource, tensor_source
 from kvjax.models.tokenizer import NO_TOKENIZER, Tokenizer, why_no_tokenizer
 
 _SCALE = r"\.(weight_scale_inv|scale)$"  # ends of names of tensors that stand beside quantised weights
+_STORED_DTYPES = ("F64", "F32", "BF16", "F16", "I64", "I32")  # of weights that are not quantised, and of tables
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class _Stored:
     def shape(self) -> tuple[int, ...]:
         """Without reading it."""
         return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it."""
+        return str(self.file.get_slice(self.name).get_dtype())
 
     def read(self) -> np.ndarray:
         """The tensor."""
@@ -90,6 +96,12 @@ def load_model(
         raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
+    if config.quant_method is not None:
+        raise NotImplementedError(
+            f"{folder}: expected weights in {', '.join(WEIGHT_DTYPES)}, got some quantised by {config.quant_method!r}: "
+            "convert them first, as transformers does with dequantize=True, and take quantization_config out of the "
+            "config"
+        )
     if max_model_len is not None and max_model_len < config.max_model_len:
         config = config.for_length(max_model_len)
     config = config if streaming is None else config.for_streaming(streaming)
@@ -203,6 +215,8 @@ def _match_tensors(
             got = tensors[name].shape if name in tensors else "no such tensor"
             if got != expected:
                 problems.append(f"{name}: expected shape {expected}, got {got}")
+            elif tensors[name].dtype not in _STORED_DTYPES:
+                problems.append(f"{name}: expected one of {', '.join(_STORED_DTYPES)}, got {tensors[name].dtype}")
     known = {name for source in sources.values() for name in source.names}
     problems += [f"{name}: expected no such tensor" for name in _surplus(tensors, known, module, prefix)]
     problems += _other_heads(tensors, module, prefix)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import ConfigError
@@ -99,6 +99,9 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+    quantization = keys.take_object("quantization_config")
+    if quantization:
+        config = replace(config, quant_method=str(quantization.get("quant_method", "an unnamed method")))
     keys.finish(INFORMATIONAL_KEYS | config_class.ignored_keys)
     return config.for_length(config.longest_len)
 

@@ -30,7 +30,6 @@ class DeepseekConfig(DecoderConfig):
             "head_dim",  # of transformers: that of the rotated part
             "num_mtp_layers",
             "qk_head_dim",
-            "quantization_config",  # loading says what of it can be read
             "seq_aux",
         ]
     )

@@ -99,7 +99,7 @@ class DeepseekV4Config(DecoderConfig):
     }
     key_aliases: ClassVar[Mapping[str, str]] = {"intermediate_size": "moe_intermediate_size"}
     ignored_keys: ClassVar[frozenset[str]] = frozenset(
-        ["expert_dtype", "num_nextn_predict_layers", "quantization_config", "router_jitter_noise"]
+        ["expert_dtype", "num_nextn_predict_layers", "router_jitter_noise"]
     )
 
     num_heads: int
@@ -115,7 +115,6 @@ class DeepseekV4Config(DecoderConfig):
     hyper: HyperConfig
     experts: ExpertsConfig
     hashed_layers: tuple[bool, ...]  # per layer: whether a token's id says which experts it has
-    is_quantised: bool = False  # the checkpoint's weights are fp8, and so are caches unless another dtype is asked for
 
     @property
     def rope_dim(self) -> int:
@@ -129,8 +128,8 @@ class DeepseekV4Config(DecoderConfig):
 
     @property
     def cache_dtype(self) -> str:
-        """Of caches unless another is asked for."""
-        return FP8 if self.is_quantised else self.dtype
+        """Of caches unless another is asked for: fp8 where weights are quantised."""
+        return self.dtype if self.quant_method is None else FP8
 
     @property
     def cache_words(self) -> str:
@@ -227,7 +226,6 @@ class DeepseekV4Config(DecoderConfig):
             ),
             experts=_take_experts(keys),
             hashed_layers=_take_hashed(keys, num_layers),
-            is_quantised=keys.take_object("quantization_config") is not None,
         )
 
 

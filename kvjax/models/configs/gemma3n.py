@@ -57,18 +57,6 @@ class Gemma3nConfig(PerLayerConfig):
         "eos_token_id": 1,
     }
     ignored_keys: ClassVar[frozenset[str]] = frozenset({"altup_coef_clip", "query_pre_attn_scalar"})
-    ignored_outer_keys: ClassVar[frozenset[str]] = frozenset(
-        [
-            "audio_config",
-            "audio_soft_tokens_per_image",
-            "audio_token_id",
-            "boa_token_id",
-            "eoa_token_id",
-            "quantization_config",
-            "vision_soft_tokens_per_image",
-        ]
-    )
-
     altup: AltUpConfig
     laurel_rank: int
     intermediate_sizes: tuple[int, ...]  # per layer; `intermediate_size` divides them all

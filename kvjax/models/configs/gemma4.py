@@ -47,10 +47,6 @@ class Gemma4Config(PerLayerConfig):
         "bos_token_id": 2,
         "eos_token_id": 1,
     }
-    ignored_outer_keys: ClassVar[frozenset[str]] = frozenset(
-        ["audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "initializer_range"]
-    )
-
     experts: ExpertsConfig | None  # beside the dense part of every layer
     double_wide_shared: bool  # layers that share K and V have feed-forward parts of twice the width
 

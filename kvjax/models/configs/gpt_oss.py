@@ -28,7 +28,7 @@ _YARN = {
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(AttentionDecoderConfig):
-    """Experts in every layer. A file that names a quantisation can be planned for; its weights are not read."""
+    """Experts in every layer."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "head_dim": 64,
@@ -44,7 +44,6 @@ class GptOssConfig(AttentionDecoderConfig):
     experts: ExpertsConfig
     swiglu_alpha: float  # the gate is x * sigmoid(alpha * x)
     swiglu_limit: float  # the gate is at most this, what it multiplies between this and its negative
-    quant_method: str | None = None  # of the checkpoint's experts
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
@@ -68,5 +67,4 @@ class GptOssConfig(AttentionDecoderConfig):
             ),
             swiglu_alpha=keys.take_float("swiglu_alpha", 1.702),
             swiglu_limit=keys.take_float("swiglu_limit", 7.0),
-            quant_method=(keys.take_object("quantization_config") or {}).get("quant_method"),
         )

@@ -169,7 +169,7 @@ def text_keys(
 
     The outer object's keys of `handed` are among them. Of keys that may stand in both:
 
-        bos_token_id, eos_token_id   the outer's, unless it is missing or null
+        bos_token_id, eos_token_id   the outer's, unless it is missing or null; so with quantization_config
         dtype, torch_dtype           the outer's, in either spelling, unless both are missing or null
         tie_word_embeddings          the outer's, null being false; if `is_tied_within`, `text_config`'s; never both
         any other                    `text_config`'s; the outer may repeat it
@@ -183,7 +183,8 @@ def text_keys(
     own = outer.take_object("text_config")
     if own is None:
         raise ConfigError(f"{where}: expected the key 'text_config', got none")
-    decided = {key: value for key in ("bos_token_id", "eos_token_id") if (value := outer.given(key)) is not None}
+    first = ("bos_token_id", "eos_token_id", "quantization_config")
+    decided = {key: value for key in first if (value := outer.given(key)) is not None}
     dtype = outer.given("dtype") or outer.given("torch_dtype")
     decided |= {} if dtype is None else {"dtype": dtype}
     decided |= {key: outer.given(key) for key in handed if key in data}

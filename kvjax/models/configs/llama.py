@@ -21,6 +21,9 @@ class LlamaConfig(AttentionDecoderConfig):
     """Full attention in every layer."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"bos_token_id": 1, "eos_token_id": 2}
+    ignored_keys: ClassVar[frozenset[str]] = frozenset(
+        {"max_sequence_length"}
+    )  # what `rope_scaling` makes of the other
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
@@ -46,6 +49,9 @@ class Qwen2Config(AttentionDecoderConfig):
         "num_key_value_heads": 32,
         "sliding_window": 4096,
     }
+    ignored_keys: ClassVar[frozenset[str]] = frozenset(
+        {"dual_chunk_attention_config"}
+    )  # transformers has no such chunks
 
     @classmethod
     def parse(cls, keys: ConfigKeys) -> Self:
@@ -88,6 +94,8 @@ class Phi3Config(AttentionDecoderConfig):
     def parse(cls, keys: ConfigKeys) -> Self:
         """The config that `keys` describe."""
         fields = take_decoder_fields(keys)
+        for key in ("full_attn_mod", "interpolate_factor"):
+            keys.require(key, 1)
         original = keys.take_int("original_max_position_embeddings", 4096)
         rope = take_rope(keys, fields["max_model_len"], original_max_len=original, partial_rotary_factor=1.0)
         check_factors(rope, fields["head_dim"])

@@ -43,7 +43,6 @@ class Llama4Config(AttentionDecoderConfig):
     }
     is_tied_within: ClassVar[bool] = True
     ignored_keys: ClassVar[frozenset[str]] = frozenset({"for_llm_compressor", "router_jitter_noise"})  # of training
-    ignored_outer_keys: ClassVar[frozenset[str]] = frozenset({"quantization_config"})
 
     experts: ExpertsConfig
     expert_layers: tuple[bool, ...]  # per layer: whether it has experts

@@ -80,6 +80,7 @@ class NemotronHConfig(AttentionDecoderConfig):
             "time_step_floor",
             "time_step_limit",  # `time_step_min` is the one that counts
             "time_step_max",
+            "time_step_rank",
             "use_mamba_kernels",
         ]
     )

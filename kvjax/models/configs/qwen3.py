@@ -55,6 +55,8 @@ class Qwen3MoeConfig(Qwen3Config):
         """The config that `keys` describe."""
         fields = take_qwen3_fields(keys)
         keys.take("max_window_layers", None)  # not read: all layers slide, or none
+        keys.require("shared_expert_intermediate_size", 0)
+        keys.require("use_qk_norm", True)
         slides = keys.take_flag("use_sliding_window", False)
         return cls(**take_expert_fields(keys, fields), **take_window(keys, fields["num_layers"], slides=slides))
 

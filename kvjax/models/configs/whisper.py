@@ -28,7 +28,6 @@ class WhisperConfig(ModelConfig):
         [
             "activation_dropout",
             "apply_spec_augment",
-            "begin_suppress_tokens",
             "classifier_proj_size",
             "decoder_layerdrop",
             "decoder_start_token_id",
@@ -42,10 +41,8 @@ class WhisperConfig(ModelConfig):
             "mask_time_length",
             "mask_time_min_masks",
             "mask_time_prob",
-            "max_length",
             "median_filter_width",
             "num_hidden_layers",
-            "suppress_tokens",
             "use_weighted_layer_sum",
         ]
     )

@@ -76,14 +76,5 @@ class GptOssDecoder(Decoder):
 
     @staticmethod
     def make_layer(config: GptOssConfig, layer: int, make: Make) -> nnx.Module:
-        """One layer.
-
-        Raises:
-            NotImplementedError: the checkpoint's experts are quantised.
-        """
-        if config.quant_method is not None:
-            raise NotImplementedError(
-                f"expected GPT-OSS weights in bfloat16, float16 or float32, got {config.quant_method}: convert the "
-                "checkpoint first, as transformers does with Mxfp4Config(dequantize=True)"
-            )
+        """One layer."""
         return PreNormBlock(config, make, self_attn=Attention(config, layer, make), mlp=GptOssFeedForward(config, make))
