@@ -6,9 +6,10 @@ Source:  callanjfox/kv-cache-tester, traces; its sessions rewritten with runs of
     {"block_size": 64, "requests": [{"t": 9.0, "in": 640, "out": 15, "think": 3.0, "api": 3.4, "agent": null,
      "runs": [[1, 10]]}, ...]}
 
-A run is a first id and how many there are; `hash_ids`, `think_time` and `api_time` are other names. Ids count within
-their session, unless its `hash_id_scope` is global. A request waits for the answer to its agent's request before, then
-pauses for its thinking time; an agent's first waits for the session's request before.
+A run is a first id and how many there are; `hash_ids`, `think_time` and `api_time` are other names. A sub-agent's
+requests may be a list of their own among a session's, with times from its `t` on. Ids count within their session,
+unless its `hash_id_scope` is global. A request waits for the answer to its agent's request before, then pauses for its
+thinking time; an agent's first waits for the session's request before.
 """
 
 from __future__ import annotations
@@ -62,24 +63,32 @@ def _block_size(item: Item) -> int:
 
 def _turns(item: Item, numbering: Numbering, shared: dict[tuple[int, int], int] | None) -> list[Turn]:
     """The requests of a session, in order of time."""
-    place, session = item
-    entries = session.get("requests")
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise TraceError(f"{place}: expected requests to be a list of objects, at least one, got {str(entries)[:40]}")
-    rows = [(f"{place}, request {number}", entry) for number, entry in enumerate(entries)]
-    Columns.of(rows, ("t",), ()).numbers("t")
-    rows.sort(key=lambda row: row[1]["t"])
-    columns = Columns.of(rows, ("t", "in", "out"), ("agent", *_ANSWERS, *_THINKING, "runs", "hash_ids"))
+    rows = sorted(_rows(item), key=lambda row: row[1]["t"])
+    columns = Columns.of(rows, ("t", "in", "out", "agent"), (*_ANSWERS, *_THINKING, "runs", "hash_ids"))
     inputs, outputs = columns.integers("in", 1, MAX_LENGTH), columns.integers("out", 0, MAX_LENGTH)
     ids = numbering.prefixes(inputs, _ids(columns, inputs, numbering.hash_block_size), shared)
     answers = _seconds(columns, _ANSWERS) or [num / ANSWER_TOKENS_PER_S for num in outputs]
     return list(map(Turn, inputs, outputs, ids, answers, *_waits(columns, answers)))
 
 
+def _rows(item: Item, start_s: float = 0.0, agent: str | None = None) -> Iterator[Item]:
+    """The requests of a session or, with their agent, of a sub-agent; each with its time in the session."""
+    place, session = item
+    entries = session.get("requests")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise TraceError(f"{place}: expected requests to be a list of objects, at least one, got {str(entries)[:40]}")
+    rows = [(f"{place}, request {number}", entry) for number, entry in enumerate(entries)]
+    for row, time_s in zip(rows, Columns.of(rows, ("t",), ()).numbers("t"), strict=True):
+        if "requests" in row[1] and agent is None:
+            yield from _rows(row, start_s + time_s, f"{row[1].get('agent_id')} of {row[0]}")
+        else:
+            yield row[0], {"agent": agent, **row[1], "t": start_s + time_s}
+
+
 def _waits(columns: Columns, answers: Sequence[float]) -> tuple[list[int], list[float]]:
     """For whose answer each request waits, and how long after it."""
     starts, thinking = columns.numbers("t"), _seconds(columns, _THINKING)
-    agents = map(json.dumps, columns.by_name.get("agent", [None] * len(starts)))
+    agents = map(json.dumps, columns.by_name["agent"])
     last: dict[str, int] = {}  # of each agent
     afters: list[int] = []
     pauses: list[float] = []

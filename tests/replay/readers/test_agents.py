@@ -76,6 +76,25 @@ def test_requests_wait_for_their_agents_answer(seed: int, tmp_path: Path) -> Non
         assert request.pause_ms == pytest.approx(1e3 * pause_s, abs=1)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_sub_agents_may_be_lists_among_requests(seed: int, tmp_path: Path) -> None:
+    """Whose times count from their `t`: as their authors write them."""
+    flat = agent_sessions(np.random.default_rng(seed))
+    nested = []
+    for session in flat:
+        for place, request in enumerate(session["requests"]):
+            request["t"] = 10.0 * place
+        own = [request for request in session["requests"] if request["agent"] is None]
+        inner = [request for request in session["requests"] if request["agent"] is not None]
+        entries = [{name: value for name, value in request.items() if name != "agent"} for request in own]
+        if inner:
+            start_s = inner[0]["t"]
+            of_agent = [request | {"t": request["t"] - start_s} for request in inner]
+            entries.append({"t": start_s, "type": "subagent", "agent_id": "agent_001", "requests": of_agent})
+        nested.append(session | {"requests": entries})
+    assert read(tmp_path / "t", lines_of(nested))[0] == read(tmp_path / "t", lines_of(flat))[0]
+
+
 def test_times_that_a_file_lacks_are_told_by_the_others(tmp_path: Path) -> None:
     """Answers take 20 ms a token; the rest of the time to the next request is the pause."""
     rows = [REQUEST | {"t": 0.0, "out": 100}, REQUEST | {"t": 7.0}]
@@ -98,7 +117,7 @@ def test_requests_are_taken_by_time(tmp_path: Path) -> None:
         ({"requests": []}, "t:2: expected requests to be a list of objects, at least one, got ..$"),
         ({"requests": [5]}, "t:2: expected requests to be a list of objects"),
         ({"requests": [REQUEST | {"in": -1}]}, "t:2, request 0: expected in to be an integer >= 1, got -1"),
-        ({"requests": [REQUEST, {"t": 1.0}]}, "t:2, request 1: expected the key 'in', got .'t'."),
+        ({"requests": [REQUEST, {"t": 1.0}]}, "t:2, request 1: expected the key 'in', got .'agent', 't'."),
         ({"requests": [REQUEST | {"t": "x"}]}, "t:2, request 0: expected t to be a number"),
         ({"requests": [REQUEST | {"api": -1}]}, "t:2, request 0: expected api to be a number"),
         (
