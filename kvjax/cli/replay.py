@@ -31,7 +31,12 @@ from kvjax.replay import ReplayConfig, result_json, result_text, run_replay, wri
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax replay`."""
-    parser.add_argument("trace", nargs="?", metavar="TRACE", help="a trace of any form of docs/guide/traces.md")
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help="request lines, Azure's or BurstGPT's CSV, conversations, prompts or agents' sessions, also gzipped",
+    )
     parser.add_argument("--calls", metavar="FILE", help="recorded calls instead: make them again, compare answers")
     workload = parser.add_argument_group("workload")
     add_workload_arguments(workload)

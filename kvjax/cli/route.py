@@ -30,7 +30,12 @@ DEFAULT_REPLICAS = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `kvjax route`."""
-    parser.add_argument("trace", nargs="?", metavar="TRACE", help="a trace of any form of docs/guide/traces.md")
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        metavar="TRACE",
+        help="request lines, Azure's or BurstGPT's CSV, conversations, prompts or agents' sessions, also gzipped",
+    )
     parser.add_argument(
         "--replicas",
         type=positive_int,

@@ -129,7 +129,7 @@ REQUEST_LINES = TraceForm(
     "request lines (Mooncake, Qwen-Bailian)",
     '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}',
     ("hash_block_size", "time_unit"),
-    lambda names: "timestamp" in names or "input_length" in names,
+    lambda names: not names.isdisjoint(("input_length", "hash_ids")),
     read_requests,
 )
 

@@ -75,6 +75,19 @@ def test_prompts_have_the_answers_that_are_asked_for(seed: int, tmp_path: Path) 
     assert "256 tokens for an answer that is not there" in told
 
 
+@pytest.mark.parametrize("key", ["conversation", "messages", "conversations"])
+def test_what_else_a_conversation_says_is_ignored(key: str, tmp_path: Path) -> None:
+    """As LMSYS-Chat-1M and WildChat do: when, by which model, how many turns."""
+    messages = [
+        {"role": "user", "content": "hi", "country": "x"},
+        {"role": "assistant", "content": "yes", "toxic": False},
+    ]
+    others = {"conversation_id": "a1", "model": "m", "timestamp": "2023-04-09T00:02:53", "turn": 1, "redacted": False}
+    requests, told = read(tmp_path / "t", json.dumps(others | {key: messages}) + "\n")
+    assert ": conversations (ShareGPT, chat messages), 1 request; " in told
+    assert [(request.input_length, request.output_length) for request in requests] == [(1, 1)]
+
+
 def test_contents_may_be_parts(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "how are "}, {"type": "text", "text": "you?"}]
     whole = [{"messages": [{"role": "user", "content": "how are you?"}, {"role": "assistant", "content": "fine"}]}]
