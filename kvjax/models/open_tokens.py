@@ -53,10 +53,8 @@ class OpenTokens:
                     token = token.removeprefix(step["prefix"])
                 case "CTC":
                     token = token.replace(step["pad_token"], "")
-                case "BPEDecoder":
-                    token = token.removesuffix(step["suffix"])
-                    if step["suffix"] in token:
-                        return True
+                case "BPEDecoder" if step["suffix"] in token.removesuffix(step["suffix"]):
+                    return True
                 case "ByteLevel" if not token:
                     return None
         return not token

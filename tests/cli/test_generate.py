@@ -59,9 +59,11 @@ def test_the_demo_prints_text_hits_and_the_pool(capsys: pytest.CaptureFixture[st
     assert data["totals"]["computed_tokens"] == sum(step["num_new_tokens"] for step in data["steps"])
     assert data["totals"]["preemptions"] == 0
     tokenizer = load_model(demo_model_path()).tokenizer
-    for request in data["requests"]:
-        assert request["text"] == tokenizer.decode(request["output_token_ids"])  # type: ignore[union-attr]
-        assert request["text"] in out
+    assert tokenizer is not None
+    for prompt, request in zip(requests, data["requests"], strict=True):
+        ids = tokenizer.encode(prompt.prompt)
+        assert tokenizer.decode(ids) + request["text"] == tokenizer.decode(ids + request["output_token_ids"])
+        assert prompt.prompt[-7:] + request["text"] + "\n\n" in out
 
 
 def test_prompts_of_a_file_and_of_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

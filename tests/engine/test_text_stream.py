@@ -170,3 +170,33 @@ def test_decoders_of_other_forms_hold_all_tokens_back() -> None:
         assert OpenTokens({"type": "Sequence", "decoders": [decoder]}).is_open("a")
     assert OpenTokens({"type": "ByteFallback"}).is_open("<0x+F>")
     assert not OpenTokens({"type": "ByteFallback"}).is_open("<0x0G>")
+
+
+@pytest.mark.parametrize(
+    ("kind", "empty"),
+    [
+        ("CTC", "<pad>"),
+        ("WordPiece", "##"),
+        ("BPE with a suffix", "</w>"),
+        ("tokens without text", ""),
+        ("byte level", ""),
+    ],
+)
+@pytest.mark.parametrize("num_empty", [3, 4, 12])
+def test_a_mark_that_is_held_back_outlasts_tokens_without_text(kind: str, empty: str, num_empty: int) -> None:
+    tokenizer = tokenizer_of(kind)
+    to_id = tokenizer._backend.token_to_id
+    mark = tokenizer.encode("中")[:1] if kind == "byte level" else [to_id(REPLACEMENT)]
+    for end in ([], [to_id("a")]):
+        output = [*[to_id("b")] * 6, *mark, *[to_id(empty)] * num_empty, *end]
+        stream = TextStream(tokenizer)
+        assert "".join(map(stream.push, output)) + stream.finish() == tokenizer.decode(output)
+
+
+def test_a_mark_at_the_prompts_end_is_not_said_again_however_long_it_stays_the_last() -> None:
+    """CTC says a token that comes again once."""
+    tokenizer = tokenizer_of("CTC")
+    mark, *word = (tokenizer._backend.token_to_id(token) for token in (REPLACEMENT, "b"))
+    for num_marks in (1, 5, 20):
+        stream = start(tokenizer, [*word, mark], True)
+        assert "".join(map(stream.push, [mark] * num_marks + word)) == "b"
