@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,7 +239,7 @@ class HostLoop:
             text=text,
             error=error,
             top_logprobs=TopLogprobs.joined(engine_request.top_logprobs, k) if k else None,
-            prompt_logprobs=engine_request.prompt_logprobs,
+            prompt_logprobs=deepcopy(engine_request.prompt_logprobs),  # which the prompt's samples share
         )
 
     def _record(self, step: HostStep, num_accepted: int, start: float) -> None:

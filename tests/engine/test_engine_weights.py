@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,6 +16,7 @@ from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
 from kvjax.models import LoadedModel, build_model, load_model
 from kvjax.tiers.config import TierConfig
 from tests.models.golden_models import goldens_of, model_folder
+from tests.spoiled_arrays import aligned
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
@@ -42,6 +43,12 @@ def scaled(model: LoadedModel, factor: float) -> nnx.Module:
     """The same module with other weights."""
     graph, state = nnx.split(model.module)
     return nnx.merge(graph, jax.tree.map(lambda array: array * factor, state))
+
+
+@functools.cache
+def base() -> LLMEngine:
+    """Holds compiled steps, and has no cache."""
+    return LLMEngine(load("llama"), config_of(enable_prefix_caching=False))
 
 
 def run(engine: LLMEngine, prompt: Any) -> list[int]:
@@ -107,7 +114,7 @@ def test_tokens_with_a_disk_are_those_without_for_any_updates_and_restarts(tmp_p
     Engines share their compiled steps; each begins with the model's own weights.
     """
     rng = np.random.default_rng(seed)
-    model, like = MODEL, BASE
+    model, like = base().model, base()
     prompt = goldens_of("llama")[int(rng.integers(4))].prompt
     factors: dict[str, float] = {}
     num_refused = 0
@@ -131,14 +138,10 @@ def test_tokens_with_a_disk_are_those_without_for_any_updates_and_restarts(tmp_p
         closed(engine)
 
 
-MODEL = load("llama")
-BASE = LLMEngine(MODEL, config_of(enable_prefix_caching=False))
-
-
 def expected(factor: float, prompt: np.ndarray) -> list[int]:
     """Of an engine without a cache, which shares its compiled steps, and so its weights, with the others."""
-    BASE.set_weights(f"{factor}", scaled(MODEL, factor))
-    return run(BASE, prompt)
+    base().set_weights(f"{factor}", scaled(base().model, factor))
+    return run(base(), prompt)
 
 
 def test_a_version_names_one_set_of_weights_without_a_disk_too() -> None:
@@ -183,22 +186,12 @@ def test_an_engine_that_shares_steps_refuses_to_go_on_with_weights_that_it_was_n
 def test_weights_that_the_caller_writes_later_are_not_the_models(seed: int) -> None:
     """Numpy leaves at addresses that XLA would take as they are, given when the engine is made and in updates."""
     rng = np.random.default_rng(seed)
-    graph, state = nnx.split(MODEL.module)
+    graph, state = nnx.split(base().model.module)
     numbers = jax.tree.map(lambda array: aligned(np.asarray(array)), state)
-    engine = BASE
+    engine = base()
     engine.set_weights(int(rng.integers(1 << 60)), nnx.merge(graph, numbers))
     kept = [np.asarray(array).copy() for array in engine._runner.update_step.weights.arrays]
     for leaf in jax.tree.leaves(numbers):
         leaf[...] = rng.normal(size=leaf.shape)
     for own, other in zip(kept, engine._runner.update_step.weights.arrays, strict=True):
         np.testing.assert_array_equal(own, other)
-
-
-def aligned(array: np.ndarray) -> np.ndarray:
-    """A copy whose address divides by 64."""
-    raw = np.empty(array.nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    assert jnp.float32 == copy.dtype
-    return copy
