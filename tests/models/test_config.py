@@ -285,6 +285,18 @@ def test_end_tokens_that_are_none_are_refused_by_the_load(tmp_path: Path, value:
             ),
             "expected one 'original_max_position_embeddings', got 64 and beside the object 32",
         ),
+        (
+            gemma3_dict(rope_scaling={"rope_type": "yarn", "factor": 8.0, "truncate": False}),
+            "'truncate' to be true, which transformers reads only of a single one",
+        ),
+        (
+            gemma3_dict(rope_scaling={"type": "linear", "factor": 8.0}),
+            "expected 'rope_type' in rope_scaling, since 'type'",
+        ),
+        (
+            llama_dict(rope_scaling={"type": "linear", "rope_type": "dynamic", "factor": 8.0}),
+            "expected one 'rope_type', got 'dynamic' and as 'type' 'linear'",
+        ),
         (gemma3_dict(rope_scaling=..., rope_parameters={"factor": 8.0}), "rope_parameters: unknown keys factor"),
         (
             qwen3_vl_dict(rope_parameters={"mrope_interleaved": False}, rope_scaling=...),

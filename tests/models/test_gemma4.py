@@ -73,9 +73,27 @@ def test_both_ways_to_name_the_heads_of_full_layers_mean_the_same() -> None:
     assert ModelConfig.from_dict(by_layer) == by_key
 
 
+@pytest.mark.parametrize("names", [("1", "3"), ("01", "03"), ("001", "3")])
+@pytest.mark.parametrize("says_all", [False, True])
+def test_a_layer_has_what_is_said_of_its_number_however_that_is_written(names: tuple[str, str], says_all: bool) -> None:
+    """transformers pads numbers with zeros, and may say of every layer what it has."""
+    others = {f"{i:02}": {"head_dim": 8, "num_key_value_heads": 2} for i in (0, 2)} if says_all else {}
+    data = gemma4_dict(global_head_dim=..., per_layer_config={key: {"head_dim": 16} for key in names} | others)
+    assert ModelConfig.from_dict(data) == ModelConfig.from_dict(gemma4_dict(global_head_dim=16))
+
+
+def test_full_layers_without_a_word_are_as_the_others() -> None:
+    config: Any = ModelConfig.from_dict(gemma4_dict(per_layer_config={}))
+    assert config.full_heads == (config.num_kv_heads, config.head_dim)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'rope_scaling' to be null or false, got .*Gemma 4"),
+        ({"per_layer_config": {"1": 16}}, "per_layer_config: expected '1' to be an object, got 16"),
+        ({"per_layer_config": {"9": {"head_dim": 16}}}, "per_layer_config: expected the same of each full layer and"),
+        ({"per_layer_config": {"last": {"head_dim": 16}}}, "invalid literal for int"),
         ({"use_bidirectional_attention": "all"}, "to be null or 'vision', got 'all': a decoder with a cache is causal"),
         ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config: expected the same of each full layer and"),
         (

@@ -104,8 +104,10 @@ def _take_full_heads(
     if per_layer is None:
         return full_heads
     where = f"{keys.where}: per_layer_config"
+    objects = ConfigKeys(per_layer, {}, where)
     by_layer = dict.fromkeys(range(len(layer_types)), heads) | {
-        int(layer): _take_layer_heads(ConfigKeys(own, {}, where), heads) for layer, own in per_layer.items()
+        int(layer): _take_layer_heads(ConfigKeys(objects.take_object(layer) or {}, {}, where), heads)
+        for layer in per_layer
     }
     by_kind = [{by_layer[i] for i in by_layer if (i, kind) in enumerate(layer_types)} for kind in (SLIDING, FULL)]
     if len(by_layer) > len(layer_types) or not by_kind[0] <= {heads} or len(by_kind[1]) != 1:

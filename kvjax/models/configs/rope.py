@@ -127,7 +127,10 @@ def take_ropes(
     def one(kind: str, form: Mapping[str, Any]) -> RopeConfig:
         return _rope_config(form.get(kind) or {}, max_len, where, beside[kind], base[kind] | fields)
 
-    return {kind: _only(keys, [one(kind, form) for form in forms]) for kind in thetas}
+    ropes = {kind: _only(keys, [one(kind, form) for form in forms]) for kind in thetas}
+    if not all(rope.truncate for rope in ropes.values()):
+        raise ConfigError(f"{where}: expected 'truncate' to be true, which transformers reads only of a single one")
+    return ropes
 
 
 def _only(keys: ConfigKeys, ropes: Sequence[RopeConfig]) -> RopeConfig:
