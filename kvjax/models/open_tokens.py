@@ -38,8 +38,8 @@ class OpenTokens:
     def is_open(self, token: str) -> bool | None:
         """Whether tokens behind `token` may change the text up to it; None: it adds nothing, whatever is around it.
 
-        Of a decoder that is not known every token is open. A byte-level token is none, whose text shows by its
-        last mark that it may end inside a character.
+        Of a decoder that is not known every token is open. A byte-level token is not: a replacement mark at the end of
+        the text shows where it may end inside a character.
         """
         if not self._is_streamed:
             return True
