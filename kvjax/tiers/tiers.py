@@ -166,12 +166,14 @@ class Tiers:
         return pages
 
     def use_weights(self, weights: WeightsInUse) -> None:
-        """Weights of another version compute from here on.
+        """They compute from here on. A new engine finds nothing in memory that another has left there.
 
         Raises:
             ValueError: the disk knows the version as that of other weights. Nothing is changed.
         """
-        if self.disk is not None and weights.version is not None:
+        if weights.version is None:
+            self.reset()
+        elif self.disk is not None:
             self.disk.name_weights(repr(weights.version), weights.digest())
 
     def flush(self) -> None:

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kvjax.core import BlockHasher
 from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
 from kvjax.models import LoadedModel, build_model, load_model
 from kvjax.tiers.config import TierConfig
+from kvjax.tiers.tiers import Tiers
 from tests.models.golden_models import goldens_of, model_folder
 from tests.spoiled_arrays import aligned
 
@@ -142,6 +144,20 @@ def expected(factor: float, prompt: np.ndarray) -> list[int]:
     """Of an engine without a cache, which shares its compiled steps, and so its weights, with the others."""
     base().set_weights(f"{factor}", scaled(base().model, factor))
     return run(base(), prompt)
+
+
+def test_tiers_that_served_another_engine_have_nothing_of_it() -> None:
+    """Their host memory is of one engine, whatever it computed with."""
+    prompt = goldens_of("llama")[0].prompt
+    plain = expected(-1.0, prompt)
+    assert expected(1.0, prompt) != plain
+    hasher = BlockHasher(8, base().config.hash_algorithm, seed=str(base().config.seed))
+    tiers = Tiers.of_process(TierConfig(host_bytes=1 << 24, write_through=True), base().plan.config, hasher)
+    run(LLMEngine(base().model, config_of(), like=base(), connector=tiers), prompt)
+    tiers.flush()
+    assert tiers.host.num_held == 0
+    expected(-1.0, prompt)
+    assert run(LLMEngine(base().model, config_of(), like=base(), connector=tiers), prompt) == plain
 
 
 def test_a_version_names_one_set_of_weights_without_a_disk_too() -> None:

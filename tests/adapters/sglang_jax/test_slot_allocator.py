@@ -88,6 +88,26 @@ def test_frees_of_a_group_wait_for_its_end(windows: bool) -> None:
 
 
 @pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_slots_are_those_that_were_freed_and_allocated_whatever_their_arrays_hold_later(
+    windows: bool, seed: int
+) -> None:
+    """The stack's arrays are views of a table that it writes, and a group of frees waits for its end."""
+    rng, allocator = np.random.default_rng(seed), new_allocator(4, windows)
+    table = np.stack([allocator.alloc(8) for _ in range(3)])
+    before = allocator.available_size()
+    allocator.free_group_begin()
+    for row in rng.permutation(3)[:2].tolist():
+        allocator.free(table[row])
+        table[row] = rng.integers(0, 40, 8)
+    allocator.free_group_end()
+    assert allocator.available_size() == before + 16
+    taken = allocator.alloc(16)
+    taken[...] = 1
+    assert allocator.available_size() == before
+
+
+@pytest.mark.parametrize("windows", [False, True])
 def test_slots_are_freed_once(windows: bool) -> None:
     allocator = new_allocator(4, windows)
     slots = allocator.alloc(8)
