@@ -77,7 +77,7 @@ def test_texts_are_cut_by_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixt
     arguments = ("--serial", "--tokenizer", str(tmp_path), *CACHE)
     assert main(["replay", str(tmp_path / "t.jsonl"), *arguments]) == 0
     out = capsys.readouterr().out
-    assert "lengths by tokenizer" in out
+    assert "lengths by the tokenizer" in out
     assert "4 prompt tokens" in out
 
 

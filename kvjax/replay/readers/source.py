@@ -29,8 +29,8 @@ def numbered_lines(path: str | Path) -> Iterator[Line]:
         OSError: it cannot be read.
     """
     try:
-        with io.TextIOWrapper(_open(path), encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
+        with open(path, "rb") as file, io.TextIOWrapper(_unpacked(path, file), encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
                 if not line.isspace():
                     yield number, line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -39,23 +39,25 @@ def numbered_lines(path: str | Path) -> Iterator[Line]:
         raise TraceError(f"{_not_text(path)}; convert it, as with iconv") from error
 
 
-def _open(path: str | Path) -> BinaryIO:
-    with open(path, "rb") as file:
-        start = file.read(len(_GZIP))
-    if start != _GZIP and Path(path).suffix == ".gz":
+def _unpacked(path: str | Path, file: io.BufferedReader) -> BinaryIO:
+    """The file's contents. It is opened once, and may be a pipe."""
+    start = file.peek(len(_GZIP))[: len(_GZIP)]
+    if start == _GZIP:
+        return cast(BinaryIO, gzip.open(file))
+    if Path(path).suffix == ".gz":
         raise TraceError(f"{path}: expected gzip data, got {start!r}; give plain text a name without .gz")
-    return cast(BinaryIO, gzip.open(path)) if start == _GZIP else open(path, "rb")
+    return file
 
 
 def _not_text(path: str | Path) -> str:
     """Which line of the file is no UTF-8."""
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
+    with open(path, "rb") as file:
+        for number, line in enumerate(_unpacked(path, file), start=1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
                 return f"{path}:{number}: expected UTF-8 text, got {line[error.start : error.start + 4]!r}"
-    return f"{path}: expected UTF-8 text, got an unfinished character at its end"
+    return f"{path}: expected UTF-8 text, got other bytes"
 
 
 def json_objects(path: str | Path, lines: Iterable[Line]) -> Iterator[Item]:

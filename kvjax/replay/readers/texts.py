@@ -93,9 +93,7 @@ def _read(
 ) -> tuple[list[TraceRequest], list[str]]:
     texts = _Texts(reading.tokenizer)
     sessions = (turns for item in items if (turns := texts.turns(*conversation_of(item))))
-    cut = (
-        f"a token for {TOKEN_BYTES} bytes, where --tokenizer would count" if reading.tokenizer is None else "tokenizer"
-    )
+    cut = "the tokenizer" if reading.tokenizer else f"a token for {TOKEN_BYTES} bytes unless --tokenizer says otherwise"
     notes = [
         f"{reading.users_note}, {PAUSE_S:g} s from an answer to the next turn",
         f"lengths by {cut}",
@@ -123,13 +121,11 @@ def _message(message: Any, place: str) -> Message:
 
 def _text(content: Any, place: str) -> str:
     """A text, or the texts of its parts."""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
         raise TraceError(f"{place}: expected text, got {str(content)[:40]}")
-    return content
+    return "".join(texts)
 
 
 def _prompt(item: Item) -> tuple[list[Message], int | None]:

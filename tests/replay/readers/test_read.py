@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,18 @@ def test_a_file_without_a_request_is_refused(text: str, tmp_path: Path) -> None:
 def test_options_of_other_forms_are_refused(form: str, option: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=message):
         read(tmp_path / "t", FORMS[form](np.random.default_rng(0)), **option)
+
+
+@pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="no pipes with names here")
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_pipe_is_read_whole(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """As a shell's `<(zcat trace.gz)` is: it can be opened and read once."""
+    text = mooncake(np.random.default_rng(0))
+    reader, writer = os.pipe()
+    os.write(writer, pack(text.encode()))
+    os.close(writer)
+    assert read_trace(f"/dev/fd/{reader}") == read(tmp_path / "t", text)[0]
+    os.close(reader)
 
 
 @pytest.mark.parametrize("keep", [5, 20, -9, -1])
