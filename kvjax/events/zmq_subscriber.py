@@ -3,41 +3,40 @@
 Flow:    ZmqEventPublisher, or vLLM's, SGLang's -> [ZmqEventSubscriber.poll] -> EventBatch | CacheUnknown -> PrefixIndex
 Source:  frames as in `kvjax.events.zmq_publisher`; vLLM 0.33 distributed/kv_events.py, examples/kv_events_subscriber.py
 
-The first call asks for a snapshot: batches whose first event is `AllBlocksCleared`. A publisher that has none, vLLM's
-for example, is `CacheUnknown` until number 0 or `AllBlocksCleared` comes, live or replayed.
+At first, and whenever batches are lost, the cache is rebuilt: from a snapshot, or from all batches from number 0 on
+where the publisher has no snapshots but those, vLLM's for example. Either begins with `AllBlocksCleared`.
+`CacheUnknown` says that it could not be: what follows is not all that is cached, until it is rebuilt or cleared.
 
     number of a live batch    what it means                     what is received
     the next one              nothing was missed                the batch
     above                     batches were missed               those, replayed, then it
-    below                     a snapshot has it already, or     a snapshot; or all from 0 on, replayed, then it
-                              the publisher was restarted
-    any, if that fails,       batches are lost                  a snapshot; or CacheUnknown, and what can be read
-    or it cannot be read
+    below                     the publisher was restarted, or   the cache, rebuilt
+                              the cache as rebuilt has it
+    any, if it cannot be      batches are lost                  the cache, rebuilt; or CacheUnknown, then the batch
+    read, or that fails
 
-Before a snapshot is asked for, what waits of the live batches is taken off, since the snapshot covers it. A publisher
-that was restarted and is already past the number that was expected looks like a gap; only its own topic or address can
-tell it apart. What is missed while no batch follows is seen when the next one comes.
+What waits of the live batches before a cache is rebuilt is dropped, since what is rebuilt covers it. Replays begin
+with the batch that was taken last: if it is another one now, the publisher was restarted. One that was, and comes to
+just the number that is expected, is not noticed. What is missed while no batch follows is seen when the next one comes.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from kvjax.events.encoding import EventDecoder
-from kvjax.events.zmq_publisher import END_OF_REPLAY, SEQ_BYTES, SNAPSHOT
+from kvjax.events.replay_client import ReplayClient
+from kvjax.events.zmq_publisher import SEQ_BYTES, SNAPSHOT
 from kvjax.extras import require_extra
 
 if TYPE_CHECKING:
     from kvjax.events import wire
 
-NUM_LIVE_FRAMES, NUM_REPLAY_FRAMES = 3, (4, 3)  # vLLM before 0.26 replays without a topic
+NUM_FRAMES = 3
 MOST_AT_ONCE = 100_000  # live batches of one `poll`
-MOST_SILENCES = 10  # time of a whole answer, in times that the replay socket may be silent
-
 NOTHING = b"\x92\x00\x91\x91\xb0AllBlocksCleared"  # a batch: before number 0 nothing is cached
 
 logger = logging.getLogger(__name__)
@@ -78,18 +77,19 @@ class ZmqEventSubscriber:
         self._decoder = EventDecoder(event_form)
         self._nothing = self._decoder.decode(NOTHING)
         self._zmq = require_extra("zmq", "events", "receiving KV events")
-        self._timeout_ms = int(replay_timeout_s * 1e3)
-        self._replay_endpoint = replay_endpoint
         self._waiting: deque[tuple[int, bytes]] = deque()  # live batches that were taken off the socket
-        self._next_seq: int | None = None  # None: nothing was asked or heard yet
-        self._has_snapshots = replay_endpoint is not None
+        self._next_seq, self._last = 0, b""  # the number that is expected, and the payload of the one before
+        self._is_known: bool | None = None  # whether all that is cached was received; None: `poll` was not called yet
+        self._can_rebuild = replay_endpoint is not None
         self._warned: set[str] = set()
+        self._replay: ReplayClient | None = None
         self._context: Any = self._zmq.Context()
         try:
             self._live = self._context.socket(self._zmq.SUB)
             self._live.subscribe(topic)
             self._live.connect(endpoint)
-            self._replay = self._connect_replay()
+            if replay_endpoint is not None:
+                self._replay = ReplayClient(self._context, self._zmq.DEALER, replay_endpoint, replay_timeout_s)
         except self._zmq.ZMQError as error:
             self.close()
             raise ValueError(f"expected endpoints to connect to, got {endpoint}, {replay_endpoint}: {error}") from error
@@ -97,9 +97,11 @@ class ZmqEventSubscriber:
     def poll(self, timeout_s: float = 0.0) -> list[wire.EventBatch | CacheUnknown]:
         """What has come, oldest first; waits up to `timeout_s` for the first message, and for answers as they take."""
         received: list[wire.EventBatch | CacheUnknown] = []
-        if self._next_seq is None:
-            self._next_seq = 0
-            received += self._snapshot() or [CACHE_UNKNOWN]
+        if not self._is_known:
+            received += self._rebuilt()
+            if self._is_known is None:
+                self._is_known = False
+                received.append(CACHE_UNKNOWN)
         self._hear(int(timeout_s * 1e3))
         while self._waiting:
             received += self._take(*self._waiting.popleft())
@@ -112,49 +114,76 @@ class ZmqEventSubscriber:
                 return
             wait_ms = 0
             frames = self._live.recv_multipart()
-            if len(frames) == NUM_LIVE_FRAMES and len(frames[1]) == SEQ_BYTES:
+            if len(frames) == NUM_FRAMES and len(frames[1]) == SEQ_BYTES:
                 self._waiting.append((int.from_bytes(frames[1], "big"), frames[2]))
             else:
                 self._warn("KV events: expected 3 frames, the second of 8 bytes, got %s", list(map(len, frames)))
 
     def _take(self, seq: int, payload: bytes) -> list[wire.EventBatch | CacheUnknown]:
-        """One live batch, and what was missed before it; or a snapshot, which has both."""
-        assert self._next_seq is not None  # `poll` began
+        """One live batch, and what was missed before it; or the cache, rebuilt, which has both."""
         if seq < self._next_seq:
-            self._has_snapshots = self._replay is not None
-            if snapshot := self._snapshot():
-                return snapshot
+            self._can_rebuild = self._replay is not None  # another publisher may be able to
+            if rebuilt := self._rebuilt():
+                return rebuilt
             self._next_seq = 0
-        start_seq, missed, batches = self._next_seq, self._missed(self._next_seq, seq), self._batches([payload])
-        if (missed is None or batches is None) and (snapshot := self._snapshot()):
-            return snapshot
-        self._next_seq = seq + 1
-        received = [*([CACHE_UNKNOWN] if missed is None else missed), *(batches or [CACHE_UNKNOWN])]
-        return received if start_seq or missed is None else [self._nothing, *received]
+        missed, batches = self._missed(seq), self._batches([payload])
+        if (missed is None or batches is None) and (rebuilt := self._rebuilt()):
+            return rebuilt
+        is_first = not self._next_seq
+        self._next_seq, self._last = seq + 1, payload
+        if missed is None or batches is None:
+            self._is_known = False
+            return [CACHE_UNKNOWN, *(batches or ())]
+        if is_first:
+            self._is_known = True
+            missed = [self._nothing, *missed]
+        return [*missed, *batches]
 
-    def _snapshot(self) -> list[wire.EventBatch | CacheUnknown]:
+    def _rebuilt(self) -> list[wire.EventBatch | CacheUnknown]:
         """All that is cached after every batch that came so far, and perhaps later ones; none: it is not told."""
-        if not self._has_snapshots:
+        if self._replay is None or not self._can_rebuild or self._replay.is_silent:
             return []
         self._hear()
-        parts = self._ask(SNAPSHOT)
+        parts = self._replay.ask(SNAPSHOT)
+        rebuilt = self._from_snapshot(parts) if parts or parts is None else self._from_zero(self._replay)
+        if rebuilt:
+            self._waiting.clear()
+            self._is_known = True
+        else:
+            self._can_rebuild = self._replay.is_silent  # then it is asked again
+        return rebuilt
+
+    def _from_snapshot(self, parts: list[tuple[int, bytes]] | None) -> list[wire.EventBatch | CacheUnknown]:
         batches = self._batches([payload for _, payload in parts or ()])
-        self._has_snapshots = bool(parts and batches)
         if not parts or not batches:
             return []
-        self._waiting.clear()
-        self._next_seq = parts[0][0]
+        self._next_seq, self._last = parts[0][0], b""
         return batches
 
-    def _missed(self, start_seq: int, end_seq: int) -> list[wire.EventBatch | CacheUnknown] | None:
-        """The batches in [start_seq, end_seq); None: they are lost."""
+    def _from_zero(self, replay: ReplayClient) -> list[wire.EventBatch | CacheUnknown]:
+        """Every batch that there ever was, and before them that nothing is cached; none: the first are lost."""
+        answer = replay.ask(bytes(SEQ_BYTES))
+        batches = self._batches([payload for _, payload in answer or ()])
+        if answer is None or batches is None or [seq for seq, _ in answer] != list(range(len(answer))):
+            return []
+        self._next_seq, self._last = len(answer), answer[-1][1] if answer else b""
+        return [self._nothing, *batches]
+
+    def _missed(self, end_seq: int) -> list[wire.EventBatch | CacheUnknown] | None:
+        """The batches from the expected one to before `end_seq`; None: they are lost."""
+        start_seq = self._next_seq
         if start_seq == end_seq:
             return []
-        answers = self._ask(start_seq.to_bytes(SEQ_BYTES, "big")) or []
-        missed = [(seq, payload) for seq, payload in answers if start_seq <= seq < end_seq]
-        if len(missed) < end_seq - start_seq or [seq for seq, _ in missed] != list(range(start_seq, end_seq)):
+        if self._replay is None:
             return None
-        return self._batches([payload for _, payload in missed])
+        first_seq = max(start_seq - 1, 0)
+        answer = self._replay.ask(first_seq.to_bytes(SEQ_BYTES, "big")) or []
+        found = [(seq, payload) for seq, payload in answer if first_seq <= seq < end_seq]
+        if len(found) < end_seq - first_seq or [seq for seq, _ in found] != list(range(first_seq, end_seq)):
+            return None
+        if start_seq and found[0][1] != self._last:
+            return None
+        return self._batches([payload for _, payload in found[start_seq - first_seq :]])
 
     def _batches(self, payloads: list[bytes]) -> list[wire.EventBatch | CacheUnknown] | None:
         """None: one of them cannot be read."""
@@ -169,31 +198,6 @@ class ZmqEventSubscriber:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, *arguments)
-
-    def _ask(self, asked: bytes) -> list[tuple[int, bytes]] | None:
-        """Number and payload of each message of an answer; None: it does not end in time."""
-        if self._replay is None:
-            return None
-        self._replay.send_multipart((b"", asked))
-        answers: list[tuple[int, bytes]] = []
-        deadline = time.monotonic() + MOST_SILENCES * self._timeout_ms / 1e3
-        while time.monotonic() < deadline and self._replay.poll(self._timeout_ms):
-            frames = self._replay.recv_multipart()
-            if len(frames) not in NUM_REPLAY_FRAMES or len(frames[-2]) != SEQ_BYTES:
-                continue
-            if frames[-2] == END_OF_REPLAY:
-                return answers
-            answers.append((int.from_bytes(frames[-2], "big"), frames[-1]))
-        self._replay.close(linger=0)  # what is late must not be taken for the answer to the next question
-        self._replay = self._connect_replay()
-        return None
-
-    def _connect_replay(self) -> Any:
-        if self._replay_endpoint is None:
-            return None
-        socket = self._context.socket(self._zmq.DEALER)
-        socket.connect(self._replay_endpoint)
-        return socket
 
     def close(self) -> None:
         """Closes the sockets; a second call does nothing."""
