@@ -5,6 +5,7 @@ The oracle is a manager that is called alike, by a caller who writes into nothin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,20 +33,43 @@ MAX_LEN = 64
 HASHER = BlockHasher(BLOCK_SIZE, seed="given")
 
 
+class Hook:
+    """A tier that keeps what it was told, and in a world that spoils writes into it."""
+
+    def __init__(self, spoils: bool) -> None:
+        self.spoils = spoils
+        self.kept: list[tuple[np.ndarray, list[int]]] = []
+
+    def before_reuse(self, pool_id: int, block_ids: np.ndarray, block_hashes: Any, group_ids: np.ndarray) -> None:
+        self.keep(block_ids, group_ids)
+
+    def after_register(self, pool_id: int, block_ids: np.ndarray, block_hashes: Any, group_id: int) -> None:
+        self.keep(block_ids)
+
+    def holds(self, block_hashes: Sequence[Any], group_id: int) -> np.ndarray:
+        return np.zeros(len(block_hashes), bool)
+
+    def keep(self, *arrays: np.ndarray) -> None:
+        self.kept += [(array, array.tolist()) for array in arrays]
+        if self.spoils:
+            spoil(arrays)
+
+
 class World:
     """A manager with steps in flight; a caller that spoils overwrites each array once a call has returned."""
 
     def __init__(self, seed: int, spoils: bool) -> None:
-        self.rng, self.spoils = np.random.default_rng(seed), spoils
+        self.rng, self.spoils, self.hook = np.random.default_rng(seed), spoils, Hook(spoils)
         sizes: Any = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
         specs = {"full": FullAttentionSpec(**sizes), "window": SlidingWindowSpec(**sizes, sliding_window=8)}
         limits: Any = {"max_model_len": MAX_LEN, "max_in_flight_tokens": 64}
         self.manager = KVCacheManager(
-            plan_kv_cache(specs, num_blocks=200, **limits).config,
+            plan_kv_cache(specs, num_blocks=60, **limits).config,
             MAX_LEN,
             BLOCK_SIZE,
             enable_kv_cache_events=True,
             zero_new_pages=True,
+            tier=self.hook,
         )
         self.flights = StepsInFlight(self.manager.request_table)
         self.positions = MRopePositions()
@@ -130,7 +154,8 @@ class World:
         for group_id in range(2):
             self.tell((manager.block_tables(group_id)[: len(self.running)], manager.num_blocks(group_id)))
             self.tell([(own.entries[..., :4], own.num_blocks) for own in manager.group_tables()])
-        self.log += [manager.snapshot(), manager.take_events()]
+        self.log += [manager.snapshot(), manager.take_events(), [told for _, told in self.hook.kept]]
+        assert self.spoils or all(array.tolist() == told for array, told in self.hook.kept)
         manager.check_invariants()
 
 
@@ -145,7 +170,7 @@ def test_a_caller_who_writes_into_all_arrays_sees_what_one_sees_who_does_not(see
             world.step()
             world.end_step()
             world.look()
-            if world.rng.random() < 0.3 or world.running[0].num_tokens > MAX_LEN // 2:
+            while world.running and (world.rng.random() < 0.3 or world.manager.usage > 0.5):
                 world.leave()
         for own, spoiled in zip(*(world.log for world in worlds), strict=True):
             assert own == spoiled

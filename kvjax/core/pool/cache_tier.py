@@ -58,7 +58,7 @@ class TierLink:
 
     def before_reuse(self, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: np.ndarray) -> None:
         """`CacheTier.before_reuse` of blocks of this pool."""
-        self._tier.before_reuse(self._pool_id, block_ids, block_hashes, group_ids)
+        self._tier.before_reuse(self._pool_id, block_ids.copy(), block_hashes, group_ids.copy())
 
     def after_register(
         self,
@@ -68,7 +68,7 @@ class TierLink:
     ) -> None:
         """`CacheTier.after_register` of blocks of this pool, with the same hashes in each group."""
         for of_group, group_id in zip(block_ids, group_ids, strict=True):
-            self._tier.after_register(self._pool_id, of_group, block_hashes, group_id)
+            self._tier.after_register(self._pool_id, of_group.copy(), block_hashes, group_id)
 
     def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # bool[n]
         """`CacheTier.holds`."""
