@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.watch.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from kvjax.core.watch.repeats import take_repeat
 
 PART_TOKENS = 1 << 16  # of a part, or of one block if it has more
 TOKEN_CODE = "i"  # of an array: int32, as a request's tokens are
@@ -89,12 +90,8 @@ class CachedBlocks:
     def _remove(self, event: BlockRemoved) -> None:
         blocks = self._groups.get((event.medium, event.group_idx), {})
         for block_hash in event.block_hashes:
-            key = (event.medium, event.group_idx, block_hash)
-            num_others = self._repeats.pop(key, 0)
-            if not num_others:
+            if not take_repeat(self._repeats, (event.medium, event.group_idx, block_hash)):
                 blocks.pop(block_hash, None)
-            elif num_others > 1:
-                self._repeats[key] = num_others - 1
 
     def snapshot(self) -> Iterator[list[KVCacheEvent]]:
         """The events of one part after the other; the first begins with `AllBlocksCleared`."""

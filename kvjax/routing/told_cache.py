@@ -24,6 +24,7 @@ from kvjax.core.pool.cache_tier import CacheTier
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.watch.kv_events import MEDIUM_DEVICE
+from kvjax.core.watch.repeats import take_repeat
 
 KEY_BYTES = 8
 KEY_MASK = (1 << 8 * KEY_BYTES) - 1
@@ -115,11 +116,8 @@ class ToldCache:
         """Takes a block of each hash away. What was never told is passed over."""
         blocks, repeats = self._maps[group_id], self._repeats
         for key in keys:
-            num_others = repeats.pop((group_id, key), 0)
-            if not num_others:
+            if not repeats or not take_repeat(repeats, (group_id, key)):
                 blocks.pop(key, A_BLOCK)
-            elif num_others > 1:
-                repeats[group_id, key] = num_others - 1
 
     def _group_of(self, event: Any) -> int | None:
         """The group that an event is of; None: it is of none of these groups, or does not say of which."""

@@ -13,20 +13,16 @@ import msgspec
 import pytest
 import zmq
 
-from kvjax.core import BlockStored, KVCacheManager
+from kvjax.core import BlockStored
 from kvjax.events import CacheUnknown, EventEncoder, KVEventsConfig, ZmqEventPublisher, ZmqEventSubscriber
 from kvjax.events import zmq_publisher as module
 from kvjax.routing import PrefixIndex
 from tests.events.subscriber import END
-from tests.events.workload import FULL, HASH_BLOCK_SIZE, HYBRID, MAX_MODEL_LEN, Workload, make_manager
+from tests.events.workload import FULL, HYBRID, Workload, check_hits, index_of, make_manager
 
 LOOPBACK = "tcp://127.0.0.1:*"
 SNAPSHOT = (-2).to_bytes(8, "big", signed=True)
 PATIENCE_S = 60  # of a subscriber whose peer answers
-
-
-def index_of(manager: KVCacheManager) -> PrefixIndex:
-    return PrefixIndex(1, manager.kv_cache_config, MAX_MODEL_LEN, HASH_BLOCK_SIZE)
 
 
 def follow(subscriber: ZmqEventSubscriber, index: PrefixIndex, is_done: Callable[[], bool]) -> int:
@@ -66,12 +62,6 @@ class Counting:
     def recv_multipart(self) -> list[bytes]:
         self.num_received += 1
         return self.socket.recv_multipart()
-
-
-def check(index: PrefixIndex, work: Workload, num_lookups: int = 10) -> None:
-    for _ in range(num_lookups):
-        request = work.request(work.prompt())
-        assert index.match(request)[0] == work.manager.get_computed_blocks(request)[1]
 
 
 def publisher_of(rank: int = 0, **options: object) -> ZmqEventPublisher:
@@ -120,7 +110,7 @@ def test_a_late_router_knows_an_idle_replica(groups: tuple, rank: int) -> None:
                 for batch in received:
                     index.apply(0, batch.events)
                 assert index.knows_all(0)
-                check(index, work)
+                check_hits(index, work)
 
 
 def test_routers_that_come_and_go_while_a_replica_works() -> None:
@@ -139,7 +129,7 @@ def test_routers_that_come_and_go_while_a_replica_works() -> None:
                 publish(publisher, work, 10)
                 assert not follow_all(subscriber, index, publisher)
                 assert index.knows_all(0)
-                check(index, work)
+                check_hits(index, work)
 
 
 class OlderPublisher:
@@ -198,7 +188,7 @@ def test_replays_of_older_publishers_are_taken(num_frames: int, event_form: str)
         with subscriber_of(publisher) as subscriber:
             assert not follow(subscriber, index, lambda: True)
             assert index.knows_all(0)
-            check(index, work)
+            check_hits(index, work)
             wait_for(lambda: publisher.publish([]) or subscriber._live.poll(10) > 0)
             for step in range(30):
                 work.step()
@@ -206,10 +196,35 @@ def test_replays_of_older_publishers_are_taken(num_frames: int, event_form: str)
             publisher.publish([])
             assert not follow(subscriber, index, lambda: subscriber._next_seq == len(publisher.kept))
             assert index.knows_all(0)
-            check(index, work)
+            check_hits(index, work)
 
 
 # -- malformed messages
+
+
+def test_an_answer_without_an_end_is_none() -> None:
+    """A peer that answers for ever: the subscriber goes on, and says that the cache is unknown."""
+    stopped = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        router.linger = 0
+
+        def answer() -> None:
+            client = None
+            while not stopped.is_set():
+                if client is not None:
+                    router.send_multipart((client, b"", b"", bytes(8), b""))
+                elif router.poll(10):
+                    client = router.recv_multipart()[0]
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        try:
+            with ZmqEventSubscriber("inproc://nobody", address, replay_timeout_s=0.05) as subscriber:
+                assert [type(one) for one in subscriber.poll()] == [CacheUnknown]
+        finally:
+            stopped.set()
+            answering.join()
 
 
 def unreadable(rng: random.Random, number: int) -> list[bytes]:
@@ -253,7 +268,7 @@ def test_malformed_live_messages_are_noticed(has_replay: bool, caplog: pytest.Lo
                     wait_until_sent(publisher)
                     follow(subscriber, index, lambda: live.num_received == num_sent)  # noqa: B023
                     if index.knows_all(0):
-                        check(index, work, 3)
+                        check_hits(index, work, 3)
                         num_right += 1
     assert num_right >= (50 if has_replay else 3)
     assert len({record.msg for record in caplog.records}) == len(caplog.records) == 2  # each kind is said once
@@ -279,7 +294,7 @@ def test_malformed_requests_change_no_answer(caplog: pytest.LogCaptureFixture) -
         wait_until_sent(publisher)
         with subscriber_of(publisher) as subscriber:
             assert not follow(subscriber, index, lambda: True)
-        check(index, work)
+        check_hits(index, work)
         for peer in peers:
             peer.close()
         assert publisher._thread.is_alive()
@@ -301,7 +316,7 @@ def test_who_asks_and_does_not_read_costs_a_queue(
         index = index_of(work.manager)
         with subscriber_of(publisher) as subscriber:
             assert not follow(subscriber, index, lambda: True)
-        check(index, work)
+        check_hits(index, work)
 
 
 @pytest.mark.parametrize(

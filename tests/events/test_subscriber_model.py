@@ -10,8 +10,7 @@ import pytest
 from kvjax.events import CacheUnknown, EventEncoder, ZmqEventSubscriber
 from kvjax.events.cached_blocks import CachedBlocks
 from kvjax.events.replay_buffer import ReplayBuffer
-from kvjax.routing import PrefixIndex
-from tests.events.workload import FULL, HASH_BLOCK_SIZE, HYBRID, MAX_MODEL_LEN, Workload, make_manager
+from tests.events.workload import FULL, HYBRID, Workload, check_hits, index_of, make_manager
 
 SNAPSHOT = (1 << 64) - 2
 NUM_ROUNDS = [30, pytest.param(300, marks=pytest.mark.sweep)]
@@ -81,7 +80,7 @@ class Network:
 def test_the_index_is_right_or_does_not_know_all(seed: int, num_rounds: int, has_snapshots: bool) -> None:
     rng = random.Random(seed)
     net = Network(seed, rng.choice([FULL, HYBRID]), has_snapshots, buffer_steps=rng.choice([1, 3, 10, 1_000]))
-    index = PrefixIndex(1, net.work.manager.kv_cache_config, MAX_MODEL_LEN, HASH_BLOCK_SIZE)
+    index = index_of(net.work.manager)
     num_right = 0
     with ZmqEventSubscriber("inproc://nobody", "inproc://nobody") as subscriber:
         subscriber._context.destroy()
@@ -112,7 +111,5 @@ def test_the_index_is_right_or_does_not_know_all(seed: int, num_rounds: int, has
                 poll()
                 if index.knows_all(0) and net.was_heard and subscriber._next_seq == net.next_seq:
                     num_right += 1
-                    for _ in range(3):
-                        request = net.work.request(net.work.prompt())
-                        assert index.match(request)[0] == net.work.manager.get_computed_blocks(request)[1]
+                    check_hits(index, net.work, 3)
     assert num_right or not (has_snapshots or net.buffer_steps == 1_000)

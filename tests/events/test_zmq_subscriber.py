@@ -16,7 +16,7 @@ import zmq
 from kvjax.core import KVCacheManager
 from kvjax.events import CacheUnknown, KVEventsConfig, ZmqEventPublisher, ZmqEventSubscriber, low_64_bits
 from kvjax.routing import PrefixIndex
-from tests.events.workload import FULL, HASH_BLOCK_SIZE, MAX_MODEL_LEN, Workload, cached_blocks, make_manager
+from tests.events.workload import FULL, HASH_BLOCK_SIZE, Workload, cached_blocks, check_hits, index_of, make_manager
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = "tcp://127.0.0.1:*"
@@ -95,10 +95,6 @@ class Served:
             assert not answer["unknown"]
 
 
-def index_of(manager: KVCacheManager) -> PrefixIndex:
-    return PrefixIndex(1, manager.kv_cache_config, MAX_MODEL_LEN, HASH_BLOCK_SIZE)
-
-
 def take(subscriber: ZmqEventSubscriber, index: PrefixIndex) -> int:
     """Brings the index up to date, as a router does; how often the cache was unknown."""
     num_unknown = 0
@@ -110,13 +106,6 @@ def take(subscriber: ZmqEventSubscriber, index: PrefixIndex) -> int:
             else:
                 index.apply(0, one.events)
     return num_unknown
-
-
-def check(index: PrefixIndex, served: Served) -> None:
-    """The index's hits are the manager's."""
-    for _ in range(20):
-        request = served.workload.request(served.workload.prompt())
-        assert index.match(request)[0] == served.manager.get_computed_blocks(request)[1]
 
 
 @pytest.fixture
@@ -171,7 +160,7 @@ def test_what_left_the_buffer_is_in_the_snapshot(relay: Relay) -> None:
             relay.pass_on(served.serve(10), lose=lambda seq: seq in lost)  # noqa: B023
             assert not take(subscriber, index)
             assert index.knows_all(0)
-            check(index, served)
+            check_hits(index, served.workload)
     served.publisher.shutdown()
 
 
@@ -193,7 +182,7 @@ def test_without_a_replay_what_is_missed_is_told_as_lost(relay: Relay) -> None:
         relay.pass_on(served.serve(10))
         assert not take(subscriber, index)
         assert index.knows_all(0)
-        check(index, served)
+        check_hits(index, served.workload)
     served.publisher.shutdown()
 
 
@@ -208,7 +197,7 @@ def test_all_from_number_0_on_is_all_there_is(relay: Relay) -> None:
         relay.pass_on(served.serve(10))
         assert take(subscriber, index) == 1
         assert index.knows_all(0)
-        check(index, served)
+        check_hits(index, served.workload)
     served.publisher.shutdown()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvjax.core import BlockHasher, KVCacheManager, Request
+from kvjax.routing import PrefixIndex
 from tests.core.manager.manager_lockstep import config_of
 from tests.core.manager.naive_manager import NaiveGroup
 
@@ -109,6 +110,18 @@ class Workload:
             self._finish(request)
         assert self.manager.reset_prefix_cache()
         self.num_resets += 1
+
+
+def index_of(manager: KVCacheManager) -> PrefixIndex:
+    """A router's index of one replica with the manager's groups."""
+    return PrefixIndex(1, manager.kv_cache_config, MAX_MODEL_LEN, HASH_BLOCK_SIZE)
+
+
+def check_hits(index: PrefixIndex, work: Workload, num_lookups: int = 10) -> None:
+    """The index gives random prompts the manager's hits."""
+    for _ in range(num_lookups):
+        request = work.request(work.prompt())
+        assert index.match(request)[0] == work.manager.get_computed_blocks(request)[1]
 
 
 def cached_blocks(manager: KVCacheManager) -> dict[int, dict[bytes, int]]:
