@@ -192,7 +192,8 @@ class RandomCalls:
             (self.fork, 0.06),
             (self.pin_or_unpin, 0.04),
             (self.finish_or_preempt, 0.1),
-            (self.step_in_flight, 0.05),
+            (self.step_in_flight, 0.04),
+            (self.take_back, 0.01),
             (self.evict, 0.05),
             (self.new_step, 0.04),
             (self.reset, 0.01),
@@ -319,7 +320,16 @@ class RandomCalls:
         for request in self.running:
             if request.num_output_tokens and request.num_computed_tokens > request.num_prompt_tokens:
                 self.manager.allocate_slots(request, 1, num_in_flight_tokens=1)
+                self.manager.take_back_step([request.row])
                 return
+
+    def take_back(self) -> None:
+        """A step of some requests that is planned and not dispatched."""
+        chosen = [request for request in self.running if self.rng.random() < 0.5]
+        left = [request.num_tokens - request.num_computed_tokens for request in chosen]
+        new = [self.step_of(request, count) for request, count in zip(chosen, left, strict=True)]
+        self.manager.plan_step([request.row for request in chosen], new)
+        assert not self.manager.take_back_step([request.row for request in chosen])
 
     def evict(self) -> None:
         pool_id = self.some(0, len(self.manager.block_pools) - 1)

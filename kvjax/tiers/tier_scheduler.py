@@ -122,7 +122,10 @@ class TierScheduler:
         """`CacheTier.after_register`: no page is read before the step that is planned has computed it."""
         for block_id, block_hash in zip(block_ids.tolist(), block_hashes, strict=True):
             if block_id:
-                self._registered[UnitKey(group_id, block_hash)] = block_id
+                key = UnitKey(group_id, block_hash)
+                self._registered[key] = block_id
+                if self._to_store.get(key) == block_id:
+                    del self._to_store[key]  # the step that would have computed it was taken back
 
     def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # bool[n]
         """`CacheTier.holds`: on the host, on disk, or on the way there."""
@@ -271,7 +274,8 @@ class TierScheduler:
         self._registered = {}
 
     def _take_stores(self) -> tuple[StoreUnits, ...]:
-        wanted = {**self._to_store, **self._evicted} if self._to_store else self._evicted
+        kept = {key: block_id for key, block_id in self._to_store.items() if self._is_registered(key, block_id)}
+        wanted = {**kept, **self._evicted} if kept else self._evicted
         self._to_store, self._evicted = {}, {}
         self._settle_registered()
         by_group: dict[int, list[tuple[BlockHash, int]]] = {}
@@ -287,6 +291,12 @@ class TierScheduler:
                 stores.append(StoreUnits(group_id, hashes, np.array(ids, np.int32), self._rank))
                 self._transit.keys |= {UnitKey(group_id, block_hash): None for block_hash in hashes}
         return tuple(stores)
+
+    def _is_registered(self, key: UnitKey, block_id: int) -> bool:
+        """Whether the block is still registered, and not forgotten since, as where a planned step was taken back."""
+        assert self._manager is not None  # it registered the block
+        pool = self._manager.block_pools[self._pool_of_group[key.group_id]]
+        return pool.block_hash_of(block_id) == key.block_hash and pool.group_of(block_id) == key.group_id
 
     def _end_store(self, store: StoredUnits) -> None:
         """The worker has brought units to the host, or could not."""

@@ -153,6 +153,23 @@ WHENEVER = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize(
+    "target", ["kvjax.engine.host_loop.build_step_plan", "kvjax.engine.model_runner.ModelRunner.dispatch"]
+)
+def test_what_an_undispatched_step_would_have_computed_is_no_hit(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(async_scheduling=False)
+    queue_all(engine)
+    with monkeypatch.context() as patch:
+        plant(patch, target, {0: RuntimeError}, "before")
+        with pytest.raises(RuntimeError):
+            engine.step()
+    assert [pool.num_hashed_blocks for pool in engine.manager.block_pools] == [0] * len(engine.manager.block_pools)
+    tokens: dict[str, list[int]] = {name: [] for name in engine._loop.requests}
+    results: dict[str, Any] = {}
+    step_until_idle(engine, tokens, results)
+    assert tokens == expected_tokens()
+
+
 @WHENEVER
 @pytest.mark.parametrize("target", DEVICE_CALLS + HOST_CALLS)
 def test_a_step_that_is_broken_off_is_undone(

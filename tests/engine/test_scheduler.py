@@ -409,3 +409,22 @@ def test_a_step_names_the_requests_that_run_in_its_rows_whoever_ran_there_before
         assert [request.request_id for request in step.requests] == step.request_ids.tolist()
         assert not step.requests.flags.writeable
         assert not step.request_ids.flags.writeable
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_that_is_aborted_between_plan_and_dispatch_leaves_hits_that_are_written(depth: int) -> None:
+    """The step that names it is dispatched all the same, and its token is dropped."""
+    engine, prompt = FakeEngine(depth=depth), list(range(30, 43))
+    engine.add("a", prompt, 4)
+    engine.add("other", prompt[::-1], 4)
+    step = engine.loop.begin_step()
+    assert step is not None
+    assert engine.loop.abort("a").output_token_ids.size == 0
+    sampled = engine.device.run(step.plan)
+    outputs = engine.loop.end_step(step, sampled.token_ids, np.zeros(sampled.token_ids.size, np.float32))
+    assert "a" not in outputs.request_ids
+    engine.add("b", prompt, 4)
+    while engine.scheduler.num_unfinished:
+        engine.step()
+    assert engine.outputs["b"] == expected_output(prompt, 4)
+    assert engine.requests["b"].stats.num_cached_tokens == 12

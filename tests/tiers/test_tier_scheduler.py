@@ -42,6 +42,20 @@ def test_faults_cost_computation_alone(name: str, write_through: bool) -> None:
     world.drain()
 
 
+@pytest.mark.parametrize("write_through", [False, True])
+@pytest.mark.parametrize("name", SETUPS)
+def test_what_a_dropped_step_did_not_compute_is_never_stored(name: str, write_through: bool) -> None:
+    num_loaded = 0
+    for seed in range(3):
+        world = TieredWorld(SETUPS[name], seed, num_units=600, write_through=write_through, drops=True)
+        for _ in range(60):
+            world.step()
+            world.check_invariants()
+        num_loaded += world.num_loaded
+        world.drain()
+    assert num_loaded
+
+
 @pytest.mark.parametrize("fault_rate", [0.0, 0.1])
 @pytest.mark.parametrize("write_through", [False, True])
 def test_data_ranks_load_what_another_computed_and_nothing_else(write_through: bool, fault_rate: float) -> None:

@@ -10,6 +10,7 @@ told, and each step does a random part of it, in any order that a real one might
     abort      a request ends while its load is in flight
     vanish     a unit is gone from the disk although the index says that it is there
 
+With `drops` a planned step is sometimes not dispatched but taken back, before its metadata are built or after it.
 Worlds of several data ranks share host, disk, worker and chance.
 """
 
@@ -163,11 +164,12 @@ class TieredWorld:
         fault_rate: float = 0.0,
         disk_share: float = 0.5,
         write_through: bool = False,
+        drops: bool = False,
         first: TieredWorld | None = None,  # of rank 0, whose host and disk this one shares
         **options: Any,
     ) -> None:
         first = self if first is None else first
-        self.first, self.groups = first, groups
+        self.first, self.groups, self.drops = first, groups, drops
         num_pools = 1 + max(group.pool for group in groups)
         config = config_of(list(groups), [num_blocks] * num_pools)
         self.sizes = UnitSizes.of(config)
@@ -199,6 +201,7 @@ class TieredWorld:
         self.pages: dict[tuple[int, int], Content] = {}
         self.running: list[Request] = []
         self.loading: dict[str, Request] = {}
+        self.newest: list[str] = []  # requests whose load began in this step
         self.computed: set[Content] = set()
         self.num_made = self.num_loaded = self.num_failed = 0
         self.num_foreign = 0  # pages that were loaded and never computed here
@@ -230,13 +233,31 @@ class TieredWorld:
         results = self.schedulers.update_connector_output(self.worker.get_finished())
         for world in worlds:
             world.start_some(results)
+        is_dropped = self.drops and self.rng.random() < 0.2
+        if is_dropped and self.rng.random() < 0.5:
+            self.drop()
         self.worker.start_load_kv(self.schedulers.build_connector_meta())
+        if is_dropped:
+            self.drop()
         for world in worlds:
             for request in world.running:
                 world.compute(request)
         for world in worlds:
             for request in world.running:
                 world.check(request)
+
+    def drop(self) -> None:
+        """Of all ranks: what was to be computed is not, and ends; so does a load of this step, which may rest on it."""
+        for world in self.worker.worlds:
+            for request_id in filter(world.loading.__contains__, world.newest):
+                world.end(world.loading.pop(request_id))
+            dropped = [request for request in world.running if request.num_computed_tokens < request.num_tokens]
+            freed = world.manager.take_back_step([request.row for request in dropped])
+            for request in dropped:
+                world.running.remove(request)
+                world.tiers.request_finished(request)
+                if request not in freed:
+                    world.manager.free(request)
 
     def end_some(self) -> None:
         """Requests end, and some are aborted while they load."""
@@ -249,6 +270,7 @@ class TieredWorld:
 
     def start_some(self, results: LoadResults) -> None:
         """What is loaded runs, what is not is computed, and another request comes."""
+        self.newest = []
         for request_id in filter(self.loading.__contains__, results.loaded):
             request = self.loading.pop(request_id)
             self.manager.cache_blocks(request, request.num_computed_tokens)
@@ -286,6 +308,7 @@ class TieredWorld:
             request.num_computed_tokens = num_hit + external
             self.tiers.update_state_after_alloc(request, hit, external)
             self.loading[request.request_id] = request
+            self.newest.append(request.request_id)
         else:
             request.num_computed_tokens = num_hit
             self.running.append(request)

@@ -101,5 +101,8 @@ class ColumnManager(SingleTypeKVCacheManager):
         """Nothing changes: blocks stay, and the tokens that follow are written over those taken back."""
         return rows[:0], rows[:0], self.no_blocks
 
+    def move_back(self, row: int, num_tokens: int) -> None:
+        """Nothing changes: blocks stay for the tokens that follow."""
+
 
 __all__ = ["ColumnManager"]

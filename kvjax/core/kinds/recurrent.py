@@ -329,6 +329,18 @@ class RecurrentManager(SingleTypeKVCacheManager):
         changed, at, blocks = zip(*entries, strict=True)
         return np.concatenate(changed), np.concatenate(at), np.concatenate(blocks, axis=1)
 
+    def move_back(self, row: int, num_tokens: int) -> None:
+        """Ends the row's tail at the column of its newest state again, so that the next step may pass over others."""
+        column, end = cdiv(num_tokens, self.block_size) - 1, self.num_blocks.item(row)
+        behind = self.block_tables[:, row, column:end]
+        blocks = behind[:, behind[0] != 0]
+        if end - self.num_tail_columns <= column or not behind[0, 0]:
+            return
+        behind.fill(0)
+        behind[:, : self.num_tail_columns] = blocks[:, : self.num_tail_columns]
+        self.num_blocks[row] = column + self.num_tail_columns
+        self.block_pool.free_held(blocks[:, self.num_tail_columns :].ravel().astype(np.int64))
+
     def _move_speculative(self, rows: np.ndarray, num_columns: np.ndarray) -> None:
         """Moves speculative blocks that int64[k] rows of int64[k] columns leave behind to before the last column."""
         held = self.num_blocks[rows]

@@ -111,8 +111,7 @@ class SingleTypeKVCacheManager(abc.ABC):
                 f"{kv_cache_spec.kind} attention does not work with context parallelism, "
                 f"got dcp_world_size * pcp_world_size = {settings.context_parallel_size}; expected 1"
             )
-        self.kv_cache_spec = kv_cache_spec
-        self.block_pool = block_pool
+        self.kv_cache_spec, self.block_pool = kv_cache_spec, block_pool
         self.group_ids = group_ids
         self.num_groups = len(group_ids)  # G
         self.no_blocks = np.empty((self.num_groups, 0), np.int32)
@@ -262,6 +261,10 @@ class SingleTypeKVCacheManager(abc.ABC):
     @abc.abstractmethod
     def take_back(self, rows: np.ndarray, num_tokens: np.ndarray, num_kept: np.ndarray) -> Entries:
         """Lets int64[n] rows with `num_tokens` computed tokens go on from fewer, >= 1; the entries that changed."""
+
+    @abc.abstractmethod
+    def move_back(self, row: int, num_tokens: int) -> None:
+        """Brings a row that was planned further back to its `num_tokens` >= 1 computed tokens."""
 
     # Table memory.
 

@@ -8,7 +8,8 @@ A request's life, each arrow one call:
     unknown --allocate_slots--> running --allocate_slots | plan_step--> running --free--> unknown
 
 `get_computed_blocks` asks for a hit before the first `allocate_slots`; preemption is `free` and
-`num_computed_tokens = 0`. The caller advances `num_computed_tokens` after each step.
+`num_computed_tokens = 0`. The caller advances `num_computed_tokens` after each step. What is planned is dispatched, or
+taken back by `take_back_step`: its blocks are hits already.
 
 Invariants (`check_invariants`):
 
@@ -41,6 +42,7 @@ from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
 from kvjax.core.manager.slot_allocator import SlotAllocator, SlotCounts
 from kvjax.core.manager.step_planner import StepPlanner
+from kvjax.core.manager.step_take_back import StepTakeBack
 from kvjax.core.manager.sub_block_hits import SubBlockHits
 from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
 from kvjax.core.misses.miss_reasons import MissReasons
@@ -161,6 +163,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         registrar = BlockRegistrar(groups, table)
         self._planner = StepPlanner(groups, self.row_blocks, registrar, table, self.reservations)
         self._drafts = DraftSettler(groups, self.row_blocks, registrar, table)
+        self._step_take_back = StepTakeBack(groups, self.row_blocks, table)
         self._forks = Forks(groups, needs, self.row_blocks, table, self.reservations)
         self.pins = Pins(groups, needs, self.reservations)
 

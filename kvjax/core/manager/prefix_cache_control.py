@@ -1,19 +1,23 @@
 """What a manager does with its cached blocks as a whole: forgets some of them, or all.
 
-Flow:    a server's operators, new weights -> [PrefixCacheControl] -> pools, request table
-Source:  names of vLLM v1/core/kv_cache_manager.py; `invalidate` and `stop_registering` are ours
+Flow:    a server's operators, new weights, steps that are dropped -> [PrefixCacheControl] -> pools, request table
+Source:  names of vLLM v1/core/kv_cache_manager.py; `invalidate`, `stop_registering` and `take_back_step` are ours
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import numpy.typing as npt
 
 from kvjax.core.hashing.extra_keys import LoRARequest
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.invalidation import OriginPredicate, invalidate, origin_filter, stop_registering
 from kvjax.core.manager.prefix_hits import PrefixHits
+from kvjax.core.manager.step_take_back import StepTakeBack
+from kvjax.core.pool.page_edits import PageCopies
+from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
 
 
@@ -23,6 +27,7 @@ class PrefixCacheControl:
     groups: GroupManagers
     request_table: RequestTable
     _hits: PrefixHits
+    _step_take_back: StepTakeBack
 
     def evict_blocks(self, block_ids: npt.ArrayLike | Iterable[int], pool_id: int = 0) -> None:
         """Forgets the hashes of blocks, held or free; who holds them stays.
@@ -68,6 +73,38 @@ class PrefixCacheControl:
             How many requests that concerns.
         """
         return stop_registering(self.request_table, predicate)
+
+    def take_back_step(
+        self,
+        rows: npt.ArrayLike,
+        page_copies: Sequence[PageCopies] | None = None,
+        pages_to_zero: Sequence[np.ndarray] | None = None,
+    ) -> tuple[Request, ...]:
+        """Takes back what was planned for rows and is not dispatched: what it was to compute is a hit no more.
+
+        Blocks become hits when a step is planned. So whoever drops a planned step, or some of its requests, calls this
+        before anything else is planned, and before a request of it is freed, as by a preemption in the same round.
+        `num_computed_tokens` must not have been advanced for the step, or be set back; where external tokens were to be
+        loaded in it, to the hit.
+
+        Requests that run keep their blocks and may be planned again. Those that have computed nothing are freed, as
+        they were before `allocate_slots`. Who mirrors block tables takes those of the rows anew.
+
+        Args:
+            rows: integer[n] distinct rows of running requests.
+            page_copies: per pool those of the dropped plan, which wait for the next plan again; None: no plan was
+                built, so they wait still.
+            pages_to_zero: likewise, int32[Z] per pool.
+
+        Returns:
+            The requests that are freed.
+
+        Raises:
+            ValueError: a row that no request owns or that comes twice, or page edits of another number of pools.
+            BlockStateError: a request that is not taken back has hit a block which the step was to fill. Nothing is
+                changed.
+        """
+        return self._step_take_back.take_back(rows, page_copies, pages_to_zero)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes, as new weights demand; False, and nothing changes, while any block is held."""

@@ -49,6 +49,7 @@ class RowBlocks:
         self._table = request_table
         self._reservations = reservations
         self.idle_until = np.zeros(0, np.int64)  # [rows], -1: no request
+        self.num_hit_tokens = np.zeros(0, np.int64)  # [rows] tokens of the hit that a request was admitted with
         self.copy_on_write = CopyOnWrite(groups)
         self.reserve_rows()
 
@@ -59,6 +60,7 @@ class RowBlocks:
         if missing <= 0:
             return
         self.idle_until = np.pad(self.idle_until, (0, missing), constant_values=-1)
+        self.num_hit_tokens = np.pad(self.num_hit_tokens, (0, missing))
         self.copy_on_write.reserve_rows(num_rows)
         if self._reservations is not None:
             self._reservations.reserve_rows(num_rows)
@@ -86,7 +88,7 @@ class RowBlocks:
         """Holds the hits of all groups, and only then takes blocks for tokens that come from outside.
 
         In this order no group's new blocks can evict another group's hit. A group whose later tokens see none of those
-        from outside takes none yet. The pages of those blocks are whoever's who loads them: they are not zeroed.
+        from outside takes none yet.
         """
         for manager, ids in zip(self._groups.managers, self._groups.by_manager(hits), strict=True):
             manager.add_computed_blocks(row, ids, total_computed)
@@ -98,11 +100,17 @@ class RowBlocks:
                 take_missing(manager, row, ids.shape[1], num_skipped // manager.block_size)
                 if num_skipped < total_computed:
                     manager.allocate_new_blocks(row, total_computed)
+
+    def note_loaded(self, row: int, hits: Sequence[np.ndarray], total_computed: int) -> None:
+        """Keeps the pages that have tokens from outside, behind the hits of all groups, from being zeroed."""
+        for manager, ids in zip(self._groups.managers, self._groups.by_manager(hits), strict=True):
+            if manager.is_prefix_cacheable:
                 loaded = manager.block_tables[:, row, ids.shape[1] : cdiv(total_computed, manager.block_size)]
                 manager.block_pool.page_edits.on_loaded(loaded.ravel().tolist())
 
     def share(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
         """Lets int64[n] new rows hold what a row holds of its first `num_tokens` tokens, and reserve what it has."""
+        self.num_hit_tokens[new_rows] = 0
         for manager in self._groups.managers:
             manager.share_row(row, new_rows, num_tokens)
         if self._groups.retention is not None:

@@ -249,6 +249,7 @@ class SlotAllocator:
             self._reservations.add(row, reserved_slots, reserved_blocks)
         if self._groups.retention is not None:
             self._groups.retention.note_admission(row, request.num_tokens, hit.num_shared_tokens)
+        self._rows.num_hit_tokens[row] = counts.new_computed
         if total_computed:
             self._rows.add_computed(row, hit.block_ids, total_computed, has_external=counts.external > 0)
         if self._sub_block_hits is not None:
@@ -256,6 +257,8 @@ class SlotAllocator:
         if counts.encoder:
             self._table.num_encoder_tokens[row] = counts.encoder
         new_ids = self._rows.allocate(row, num_slots, counts.encoder, after)
+        if counts.external:
+            self._rows.note_loaded(row, hit.block_ids, total_computed)
         if not delay_caching:
             self._rows.register(request, row, self._rows.cacheable_tokens(request, row, after))
         self._rows.note_idle(row)

@@ -42,6 +42,7 @@ class CacheTier(Protocol):
     ) -> None:
         """Blocks have become hits. The step that is being planned computes them, or one before it has.
 
+        Where that step is taken back they cease to be, untold: ask the pool's `block_hash_of` before reading a page.
         It must not raise, nor call the manager or its pools.
         """
 

@@ -109,12 +109,28 @@ class PageEdits:
             if source != block_id:
                 self._pool.touch([source])
                 self._pool.free_block(block_id)
-            self._source_of[new_id] = source
-            self._held_sources.append(source)
-            self._pool.outside_refs.add_one(source)
+            self._plan_copy(source, new_id)
             self._to_zero.discard(new_id)
-        self.watches = True
         return new_ids
+
+    def put_back(self, copies: PageCopies, page_ids: np.ndarray) -> None:
+        """Plans copies and int32[Z] pages to zero again that were taken and not done; nothing was allocated since.
+
+        Those of pages that nobody holds any more are dropped.
+        """
+        is_held = self._pool.ref_count > 0
+        for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
+            if is_held[destination]:
+                self._pool.touch([source])
+                self._plan_copy(source, destination)
+        self._to_zero.update(page_ids[is_held[page_ids]].tolist())
+
+    def _plan_copy(self, source: int, destination: int) -> None:
+        """Plans a copy; a reference of the source is its."""
+        self._source_of[destination] = source
+        self._held_sources.append(source)
+        self._pool.outside_refs.add_one(source)
+        self.watches = True
 
     def take_copies(self) -> PageCopies:
         """The copies planned since the last call, those excepted whose destinations nobody needs any more."""

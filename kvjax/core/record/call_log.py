@@ -32,6 +32,7 @@ from kvjax.core.hashing.block_origin import BlockOrigin
 from kvjax.core.hashing.extra_keys import LoRARequest
 from kvjax.core.manager.pins import PinnedPrefix
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
+from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.requests.request import Request
 from kvjax.core.requests.request_table import RequestTable
 from kvjax.core.step.step_plan import TableUpdate
@@ -187,4 +188,6 @@ class CallEncoding:
         if kind == "value" and content[0] == "PinnedPrefix":
             pin_id, num_tokens, block_ids = content[1:]
             return PinnedPrefix(pin_id, num_tokens, tuple(map(tuple, block_ids)))
+        if kind == "value" and content[0] == "PageCopies":
+            return PageCopies(*(self.decode(part, requests, no_blocks) for part in content[1:]))
         raise CallLogError(f"expected an argument of a known kind, got {kind!r}")

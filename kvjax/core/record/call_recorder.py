@@ -27,7 +27,7 @@ from kvjax.core.requests.request import Request
 
 # Methods that only read, or hand out live arrays. All other public ones are recorded, whoever adds them.
 NOT_RECORDED = ("block_tables", "num_blocks", "snapshot", "check_invariants", "describe", "save_state", "restore")
-ROWS_ARGUMENTS = (("plan_step", 0), ("settle_drafts", 0))
+ROWS_ARGUMENTS = (("plan_step", 0), ("settle_drafts", 0), ("take_back_step", 0))
 RequestState = tuple[Request, int, int, int]  # tokens, computed tokens, preemptions
 
 

@@ -1,18 +1,20 @@
-"""Random lives of requests whose KV a connector loads, on a simulated device whose new pages are zeroed.
+"""Random lives of requests on a simulated device whose new pages are zeroed: their KV is computed or loaded.
 
 A connector writes as soon as it has blocks or as late as it may, while others run; loads fail, and requests that load
-are preempted. Pages keep what was written to them until somebody overwrites or zeroes it, as on a device.
+are preempted. Steps are dropped after they were planned, or some of their requests are. Pages keep what was written to
+them until somebody overwrites or zeroes it, as on a device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from kvjax.core import BlockHasher, Request
 from tests.core.manager.manager_lockstep import Setup
-from tests.core.manager.page_contents import PageContents, Writes
+from tests.core.manager.page_contents import Page, PageContents, Writes
 
 
 @dataclass
@@ -34,12 +36,16 @@ class RandomLoads:
     seed: int
     sub_block_hits: bool = False
     forks: bool = False
+    drops: bool = False
     running: list[Request] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
     partly_loaded: set[tuple[str, int, int]] = field(default_factory=set)  # request, group, last block of its load
+    started: list[Request] = field(default_factory=list)  # in this step, in order
+    requests: list[Request] = field(default_factory=list)  # all that ever were
     num_made: int = 0
     num_loaded: int = 0
+    num_dropped: int = 0
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -56,13 +62,17 @@ class RandomLoads:
         self.manager.new_step_starts()
         self.end_loads()
         parts = self.plan_running()
-        own = [*parts, *self.admit()]
+        self.started = []
+        for _ in range(self.some(1, 3)):
+            parts += self.admit()
+        if self.drops and self.rng.random() < 0.5:
+            parts = self.drop(parts)
         self.device.edit()
         for load in self.loads:
             if load.num_new or self.rng.random() < 0.3:
                 self.write(load)
-        self.device.run(own)
-        for part in own:
+        self.device.run(parts)
+        for part in parts:
             part.request.num_computed_tokens += part.count
         self.running += [load.request for load in self.loads if load.num_new]
         self.loads = [load for load in self.loads if not load.num_new]
@@ -70,7 +80,35 @@ class RandomLoads:
         self.sample_and_end()
         if self.forks and self.running and len(self.running) < 8:
             parent = self.running[self.some(0, len(self.running) - 1)]
-            self.running += self.manager.fork(parent, 1) or ()
+            children = self.manager.fork(parent, 1) or ()
+            self.running += children
+            self.requests += children
+
+    def drop(self, parts: list[Writes]) -> list[Writes]:
+        """Those whose part is dispatched: the last that started, and then any of the others, are not."""
+        edits: tuple[Any, ...] = ()
+        if self.rng.random() < 0.5:  # the plan was built
+            edits = self.manager.take_page_copies(), self.manager.take_pages_to_zero()
+        num_kept = 0 if self.rng.random() < 0.6 else self.some(0, len(self.started))
+        new = self.started[num_kept:]
+        for load in reversed([load for load in self.loads if load.request in new]):
+            self.loads.remove(load)
+            load.request.num_computed_tokens = load.first
+            if not load.num_new:
+                new.remove(load.request)
+                self.give_up(load.request)
+        others = [part.request for part in parts if part.request not in self.started and not num_kept]
+        others = [request for request in others if self.rng.random() < 0.6]
+        freed = self.manager.take_back_step([request.row for request in others + new], *edits)
+        assert list(freed) == new
+        self.waiting += new
+        self.running = [request for request in self.running if request not in new]
+        for request in others:
+            if self.rng.random() < 0.3:
+                self.running.remove(request)
+                self.give_up(request)
+        self.num_dropped += len(others + new)
+        return [part for part in parts if part.request not in others + new]
 
     def end_loads(self) -> None:
         """Some are there, some fail, and some lose their blocks."""
@@ -128,6 +166,7 @@ class RandomLoads:
             self.waiting.append(request)
             return []
         request.num_computed_tokens = stop
+        self.started.append(request)
         if not num_external:
             self.running.append(request)
             return [Writes(request, num_new)]
@@ -142,7 +181,8 @@ class RandomLoads:
         self.num_made += 1
         tokens = self.trunk[: self.some(2, self.setup.max_model_len - 12)]
         tokens += self.rng.integers(0, 2, self.some(0, 8)).tolist()
-        return Request(f"r{self.num_made}", tokens, block_hasher=self.hasher)
+        self.requests.append(Request(f"r{self.num_made}", tokens, block_hasher=self.hasher))
+        return self.requests[-1]
 
     def write(self, load: Load) -> None:
         """What the connector does: each token where it belongs, a state after the last."""
@@ -165,8 +205,32 @@ class RandomLoads:
     def check(self) -> None:
         for request in self.running:
             self.device.check(request, request.num_computed_tokens)
+        self.check_hits()
         if not self.forks and not self.sub_block_hits:  # a copied page has the rest of its source's
             self.check_others()
+
+    def check_hits(self) -> None:
+        """Whatever a lookup may hit is written, with the tokens that its hash stands for."""
+        hashing = self.manager.groups.hashing
+        for pool_id, pool in enumerate(self.manager.snapshot().pools):
+            for group_id, by_hash in pool.blocks_by_hash.items():
+                manager, _ = self.manager.groups.place_of_group(group_id)
+                for request in self.requests:
+                    hashes = hashing.of_block_size(request.block_hashes, manager.block_size)
+                    for column in range(len(hashes)):
+                        for block_id in by_hash.get(hashes[column], ()):
+                            self.check_hit(request, group_id, column, self.device.page(pool_id, block_id))
+
+    def check_hit(self, request: Request, group_id: int, column: int, page: Page) -> None:
+        """The page has all that its hash stands for."""
+        manager, _ = self.manager.groups.place_of_group(group_id)
+        start, end = column * manager.block_size, (column + 1) * manager.block_size
+        tokens = request.token_ids.tolist()
+        if not manager.has_stable_positions:
+            assert page.get(0) == (group_id, None, tuple(tokens[:end])), (group_id, column)
+            return
+        for position in range(start, end):
+            assert page.get(position - start) == (group_id, None, tuple(tokens[: position + 1])), (group_id, column)
 
     def check_others(self) -> None:
         """But for the last page of a load, no page holds what its request did not write."""

@@ -14,6 +14,7 @@ from tests.core.manager.random_loads import RandomLoads
 
 LOADED = [name for name, setup in SETUPS.items() if not any(g.cross for g in setup.groups) and setup.caching]
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 20))]
+INSIDE = ["full_coarse", "window", "window_1", "mla_window", "hybrid", "hybrid_pools", "full_chunked"]
 STEPS = 15
 
 
@@ -28,7 +29,7 @@ def test_everyone_attends_to_what_was_loaded(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ["full_coarse", "window", "mla_window", "hybrid", "hybrid_pools", "full_chunked"])
+@pytest.mark.parametrize("name", INSIDE)
 def test_pages_are_copied_and_loaded(name: str, seed: int) -> None:
     """Hits that end inside a block, which a load goes on with, and forks of what was loaded."""
     setup = replace(SETUPS[name], same_step_hits=False)
@@ -37,6 +38,15 @@ def test_pages_are_copied_and_loaded(name: str, seed: int) -> None:
         world.step()
     assert world.num_loaded
     assert world.device.num_copies
+
+
+def test_a_block_whose_loaded_tokens_none_of_the_request_sees_is_not_zeroed() -> None:
+    """Where the load ends with a chunk, inside a block: another request may go on from there."""
+    manager = Setup((NaiveGroup(4, chunk=6),), hash_block_size=4).manager([20], zero_new_pages=True)
+    request = Request("r", range(10))
+    assert manager.allocate_slots(request, 4, num_external_computed_tokens=6) is not None
+    assert manager.get_block_ids("r") == ([0, 1, 2],)
+    assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[2]]
 
 
 def test_a_connector_may_write_before_the_step_is_planned() -> None:

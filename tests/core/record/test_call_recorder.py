@@ -21,6 +21,7 @@ from kvjax.core.step.step_plan import TableUpdate
 from kvjax.errors import BlockStateError, CallLogError, UnknownRequestError
 from tests.core.manager.manager_lockstep import FULL, SETUPS
 from tests.core.manager.random_forks import RandomForks
+from tests.core.manager.random_loads import RandomLoads
 from tests.core.manager.random_lockstep import RandomLockstep
 from tests.core.manager.test_invalidation import RandomInvalidation
 
@@ -78,6 +79,7 @@ def test_runs_under_other_policies_replay(policy: str, tmp_path: Path) -> None:
         calls.manager = recorder.manager
         for _ in range(300):
             calls.call()
+        calls.new_step()  # a call sees what happened before it
     assert manager.block_pool.num_evicted_blocks > 50
     assert check_replay(tmp_path / "calls", manager)["allocate_slots"] > 50
 
@@ -125,6 +127,16 @@ def test_forks_and_their_page_edits_replay(tmp_path: Path) -> None:
             forks.step()
     num_calls = check_replay(tmp_path / "calls", manager)
     assert {"fork", "take_page_copies", "take_pages_to_zero"} <= num_calls.keys()
+
+
+def test_steps_that_are_taken_back_replay(tmp_path: Path) -> None:
+    world = RandomLoads(SETUPS["hybrid_next_step_hits"], 3, sub_block_hits=True, forks=True, drops=True)
+    manager = world.manager
+    with CallRecorder(manager, tmp_path / "calls") as recorder:
+        world.manager = world.device.manager = recorder.manager
+        for _ in range(20):
+            world.step()
+    assert check_replay(tmp_path / "calls", manager)["take_back_step"] > 5
 
 
 def test_whatever_changes_a_request_between_calls_is_recorded(tmp_path: Path) -> None:
