@@ -62,7 +62,6 @@ class ModelConfig(abc.ABC):
     is_tied_within: ClassVar[bool] = False  # `tie_word_embeddings` of `text_config` decides, not the outer one
     counts_scaling: ClassVar[bool] = False  # `max_position_embeddings` is the length that rotary scalings make
     ignored_keys: ClassVar[frozenset[str]] = frozenset()  # of the family, which change nothing that is computed
-    ignored_outer_keys: ClassVar[frozenset[str]] = frozenset()  # likewise, beside `text_config`
 
     architecture: str
     num_layers: int

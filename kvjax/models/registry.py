@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.models.configs.informational import INFORMATIONAL_KEYS, INFORMATIONAL_OUTER_KEYS
+from kvjax.models.configs.informational import INFORMATIONAL_KEYS
 from kvjax.models.configs.keys import ConfigKeys, text_keys
 
 if TYPE_CHECKING:
@@ -76,21 +76,15 @@ ARCHITECTURES = tuple(_FAMILIES)
 
 def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     """As `ModelConfig.from_dict`."""
-    names = data.get("architectures")
+    names = data.get("architectures") or _architectures_of(data)
     if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
         raise ConfigError(f"{where}: expected one of the architectures {', '.join(_FAMILIES)}, got {names!r}")
+    data = {**data, "architectures": names}
     family = _FAMILIES[names[0]]
     config_class = getattr(importlib.import_module(f"kvjax.models.configs.{family.module}"), family.config)
     if family.has_text_config:
-        informational = INFORMATIONAL_OUTER_KEYS | config_class.ignored_outer_keys
-        keys = text_keys(
-            data,
-            config_class.defaults,
-            where,
-            informational,
-            config_class.outer_keys,
-            is_tied_within=config_class.is_tied_within,
-        )
+        is_tied_within = config_class.is_tied_within
+        keys = text_keys(data, config_class.defaults, where, config_class.outer_keys, is_tied_within=is_tied_within)
     else:
         keys = ConfigKeys(_renamed(data, config_class.key_aliases, where), config_class.defaults, where)
     try:
@@ -104,6 +98,17 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
         config = replace(config, quant_method=str(quantization.get("quant_method", "an unnamed method")))
     keys.finish(INFORMATIONAL_KEYS | config_class.ignored_keys)
     return config.for_length(config.longest_len)
+
+
+def _architectures_of(data: Mapping[str, Any]) -> list[str]:
+    """What `model_type` says, as transformers' AutoModel reads it, where a file names no architecture."""
+    model_type = str(data.get("model_type")).removesuffix("_text").replace("_", "")
+    return [
+        name
+        for name, family in _FAMILIES.items()
+        if name.replace("_", "").partition("For")[0].lower() == model_type
+        and family.has_text_config == ("text_config" in data)
+    ]
 
 
 def _renamed(data: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:

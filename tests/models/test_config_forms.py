@@ -55,6 +55,13 @@ def test_a_config_that_transformers_writes_is_read(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_config_without_an_architecture_is_of_its_model_type(architecture: str) -> None:
+    """transformers writes such files of configs that no model was made of."""
+    normal = FORMS[architecture]["normal"]
+    assert parsed(normal | {"architectures": None}) == parsed(normal)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_form_means_what_transformers_makes_of_it_or_is_refused(architecture: str) -> None:
     """Keys that are missing, null, or otherwise, in short and in whole files; rotary embeddings in every spelling."""
     num_equal = 0

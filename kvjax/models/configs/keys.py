@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.errors import ConfigError
+from kvjax.models.configs.informational import INFORMATIONAL_OUTER_KEYS
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _REQUIRED = object()
@@ -160,7 +161,6 @@ def text_keys(
     data: Mapping[str, Any],
     defaults: Mapping[str, Any],
     where: str,
-    informational: frozenset[str],
     handed: tuple[str, ...] = (),
     *,
     is_tied_within: bool = False,
@@ -177,7 +177,7 @@ def text_keys(
     Source: transformers' from_pretrained, GenerationConfig.from_model_config, get_expanded_tied_weights_keys
 
     Raises:
-        ConfigError: there is no `text_config`, or the outer object has keys that are not `informational`.
+        ConfigError: there is no `text_config`, or the outer object has unknown keys.
     """
     outer = ConfigKeys(data, {}, where)
     own = outer.take_object("text_config")
@@ -195,5 +195,5 @@ def text_keys(
     repeated = {key for key in data if key in own and data[key] == own[key]}
     unread = {_TIED} if is_tied_within else set()
     decided["architectures"] = outer.take("architectures")
-    outer.finish(informational | repeated | unread)
+    outer.finish(INFORMATIONAL_OUTER_KEYS | repeated | unread)
     return ConfigKeys(text | decided, defaults, f"{where}: text_config")
