@@ -150,7 +150,6 @@ def test_qwen3_slides_from_max_window_layers_on_if_told_to() -> None:
 def test_multimodal_configs_are_read_for_their_text_part() -> None:
     config = ModelConfig.from_dict(qwen3_vl_dict())
     assert (config.experts.num_experts, config.rope.mrope_section, config.rope.theta) == (16, (24, 20, 20), 5e6)
-    assert config.rope.mrope_interleaved
     gemma = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "text_config": gemma3_dict(architectures=...),
@@ -301,7 +300,7 @@ def test_end_tokens_that_are_none_are_refused_by_the_load(tmp_path: Path, value:
         (gemma3_dict(rope_scaling=..., rope_parameters={"factor": 8.0}), "rope_parameters: unknown keys factor"),
         (
             qwen3_vl_dict(rope_parameters={"mrope_interleaved": False}, rope_scaling=...),
-            "'mrope_interleaved' to be true, as transformers takes it, got false",
+            "'mrope_interleaved' to be true, got false: transformers computes with nothing else",
         ),
         (qwen3_vl_dict(norm_topk_prob=False), "'norm_topk_prob' to be true, got false: transformers computes with"),
         (

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from kvjax.errors import ConfigError
 from kvjax.models.configs.experts import COLUMNS, ROWS
 from kvjax.models.configs.keys import ConfigKeys
 from kvjax.models.configs.llama import take_window
@@ -89,13 +88,11 @@ class Qwen3VLMoeConfig(_TakesVectors, Qwen3MoeConfig):
 
 
 def take_vision_fields(keys: ConfigKeys) -> dict[str, Any]:
-    """Of the layers, which all have full attention; frequencies of the three axes lie in turns."""
+    """Of the layers, which all have full attention."""
     keys.require("use_sliding_window", False)
     for key in ("max_window_layers", "sliding_window"):
         keys.take(key, None)
-    fields = take_qwen3_fields(keys, mrope_section=(24, 20, 20), mrope_interleaved=True)
-    if not fields["rope"].mrope_interleaved:
-        raise ConfigError(f"{keys.where}: expected 'mrope_interleaved' to be true, as transformers takes it, got false")
+    fields = take_qwen3_fields(keys, mrope_section=(24, 20, 20))
     return fields | take_window(keys, fields["num_layers"], slides=False)
 
 

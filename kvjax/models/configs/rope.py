@@ -16,6 +16,7 @@ from kvjax.models.configs.keys import ConfigKeys
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}
+_OF_OTHER_POSITIONS = frozenset(["mrope_interleaved", "mrope_section"])  # than one a token, where there are none
 _STRETCHED = ("llama3", "longrope")
 
 
@@ -40,8 +41,7 @@ class RopeConfig:
     # Share of a head's dimensions that are rotated, the first ones; "proportional": the first of each half, with the
     # frequencies that they have where all are rotated.
     partial_rotary_factor: float = 1.0
-    mrope_section: tuple[int, ...] = ()  # frequencies for time, height and width; not empty: multimodal positions
-    mrope_interleaved: bool = False
+    mrope_section: tuple[int, ...] = ()  # frequencies for time, height, width, in turns; not empty: such positions
 
     def longest_len(self, max_position_embeddings: int) -> int:
         """Tokens that a model may be run for: what the scaling makes of pretraining's length, as in vLLM.
@@ -161,11 +161,10 @@ def _rope_config(
     values["partial_rotary_factor"] = _take_share(keys, rope_type, beside, fields)
     original = beside.get("original_max_position_embeddings") or max_len
     values |= _SCALINGS[rope_type](keys, max_len, original)
-    sections = keys.take("mrope_section", None)
-    if sections is not None:
-        values["mrope_section"] = tuple(sections)
-    values["mrope_interleaved"] = keys.take_flag("mrope_interleaved", values.get("mrope_interleaved", False))
-    keys.finish(frozenset())
+    if "mrope_section" in fields:
+        values["mrope_section"] = tuple(keys.take("mrope_section", fields["mrope_section"]))
+        keys.require("mrope_interleaved", True)
+    keys.finish(_OF_OTHER_POSITIONS)
     return RopeConfig(**values)
 
 
