@@ -88,7 +88,7 @@ def load_model(
         ConfigError: as `ModelConfig.from_folder`.
         CheckpointError: no weights, or tensors that are missing, surplus or misshapen; all of them are named.
         MissingExtraError: safetensors or tokenizers is not installed.
-        NotImplementedError: weights are quantised in a way that is not read.
+        NotImplementedError: weights are quantised, or have an adapter beside them.
         ValueError: weights have no such dtype here, heads or feed-forward columns do not divide over the axis, or
             layers other than of full attention are to stream.
     """
@@ -96,12 +96,7 @@ def load_model(
         raise ValueError(f"expected a dtype of weights out of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
-    if config.quant_method is not None:
-        raise NotImplementedError(
-            f"{folder}: expected weights in {', '.join(WEIGHT_DTYPES)}, got some quantised by {config.quant_method!r}: "
-            "convert them first, as transformers does with dequantize=True, and take quantization_config out of the "
-            "config"
-        )
+    _check_form(folder, config)
     if max_model_len is not None and max_model_len < config.max_model_len:
         config = config.for_length(max_model_len)
     config = config if streaming is None else config.for_streaming(streaming)
@@ -126,6 +121,21 @@ def load_model(
             loaded.append((path, param.replace(jax.device_put(array, where, may_alias=False))))
     module = nnx.merge(graph, nnx.from_flat_state(loaded))
     return LoadedModel(config, module, Tokenizer.from_folder(folder), why_no_tokenizer(folder))
+
+
+def _check_form(folder: Path, config: ModelConfig) -> None:
+    """Raises NotImplementedError where weights are not all that the model has, or not what they stand for."""
+    if (folder / "adapter_config.json").is_file():
+        raise NotImplementedError(
+            f"{folder}: expected weights without an adapter, got adapter_config.json, which transformers would apply: "
+            "merge the adapter into the weights, or take it out of the folder"
+        )
+    if config.quant_method is not None:
+        raise NotImplementedError(
+            f"{folder}: expected weights in {', '.join(WEIGHT_DTYPES)}, got some quantised by {config.quant_method!r}: "
+            "convert them first, as transformers does with dequantize=True, and take quantization_config out of the "
+            "config"
+        )
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:

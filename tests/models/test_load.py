@@ -129,6 +129,12 @@ def test_two_tensors_of_one_meaning_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_an_adapter_beside_the_weights_is_not_ignored(qwen3: Path) -> None:
+    (qwen3 / "adapter_config.json").write_text("{}")
+    with pytest.raises(NotImplementedError, match=r"expected weights without an adapter, got adapter_config\.json"):
+        load_model(qwen3)
+
+
 def test_a_tied_model_has_no_other_head(qwen3: Path) -> None:
     """Stacks differ in which of the two they use."""
     embeddings = load_file(qwen3 / "model.safetensors")["model.embed_tokens.weight"]
