@@ -7,7 +7,9 @@ import numpy as np
 from kvjax.replay import TraceRequest
 
 
-def random_trace(seed: int, num_requests: int, max_blocks: int = 6, max_output: int = 0) -> list[TraceRequest]:
+def random_trace(
+    seed: int, num_requests: int, max_blocks: int = 6, max_output: int = 0, hash_block_size: int = 512
+) -> list[TraceRequest]:
     """Prompts are walks down a random tree of trace blocks, each node with a hash id of its own."""
     rng = np.random.default_rng(seed)
     children: dict[tuple[int, ...], list[int]] = {}
@@ -21,7 +23,7 @@ def random_trace(seed: int, num_requests: int, max_blocks: int = 6, max_output: 
                 known.append(next_id)
                 next_id += 1
             path = (*path, int(rng.choice(known)))
-        length = 512 * (len(path) - 1) + int(rng.integers(1, 513))
+        length = hash_block_size * (len(path) - 1) + int(rng.integers(1, hash_block_size + 1))
         time_ms += int(rng.exponential(50))
-        requests.append(TraceRequest(time_ms, length, int(rng.integers(0, max_output + 1)), path))
+        requests.append(TraceRequest(time_ms, length, int(rng.integers(0, max_output + 1)), path, hash_block_size))
     return requests

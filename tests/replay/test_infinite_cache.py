@@ -16,12 +16,13 @@ def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs[0]) if differs.size else length
 
 
+@pytest.mark.parametrize("hash_block_size", [16, 512])
 @pytest.mark.parametrize("block_size", [1, 16, 48, 512, 1024])
 @pytest.mark.parametrize("seed", range(5))
-def test_agrees_with_the_tokens_themselves(seed: int, block_size: int) -> None:
+def test_agrees_with_the_tokens_themselves(seed: int, block_size: int, hash_block_size: int) -> None:
     cache = InfiniteCache(block_size)
     earlier: list[np.ndarray] = []
-    for request in random_trace(seed, 60):
+    for request in random_trace(seed, 60, hash_block_size=hash_block_size):
         tokens = request.token_ids()
         shared = max((shared_prefix(tokens, other) for other in earlier), default=0)
         expected = min(shared, request.input_length - 1) // block_size * block_size

@@ -126,8 +126,9 @@ class Numbering:
         else:
             self.fresh(num_own)
             found = list(map(tuple, ids.prompts))
-        with_tail = (ids.counts * self.hash_block_size < np.array(lengths, np.int64)).tolist()
-        return [(*own, *self.fresh(1)) if tail else own for own, tail in zip(found, with_tail, strict=True)]
+        for place in np.flatnonzero(ids.counts * self.hash_block_size < np.array(lengths, np.int64)).tolist():
+            found[place] += (self.fresh(1).start,)
+        return found
 
     def _numbered_anew(
         self, prompts: Iterable[Iterable[int]], known: dict[tuple[int, int], int]

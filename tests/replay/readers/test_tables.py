@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def test_rows_are_requests(name: str, seed: int, tmp_path: Path) -> None:
     assert "every prompt is distinct" in told
     assert ("1 row without prompt tokens left out" in told) == (name == "burstgpt")
     assert all(shared_tokens(a, b) == 0 for a, b in combinations(requests[:5], 2))
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="the zone of a process cannot be set here")
+def test_the_readers_time_zone_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second apart, on the night that clocks go forward; a date without a zone counts as UTC."""
+    dates = ("2023-03-26 01:59:59.5", "2023-03-26 02:00:00.5", "2023-03-26T04:00:01.5+02:00")
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        requests, _ = read(tmp_path / "t", HEAD + "".join(f"{date},3,4\n" for date in dates))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [request.timestamp_ms for request in requests] == [0, 1_000, 2_000]
 
 
 @pytest.mark.parametrize(
