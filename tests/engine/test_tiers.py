@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.engine import EngineConfig, LLMEngine, SamplingParams
+from kvjax.engine import EngineConfig, GenerationResult, LLMEngine, SamplingParams
 from kvjax.errors import EngineClosedError
 from kvjax.models import load_model
 from kvjax.tiers.config import TierConfig
@@ -195,3 +196,35 @@ def test_a_disk_hit_after_a_restart(tmp_path: Path) -> None:
     assert second.connector.stats.num_disk_loads > 0
     assert second.connector.stats.num_disk_errors == 0
     assert num_cached(second) > num_cached(first)
+
+
+def test_a_load_gives_way_to_urgent_requests_and_writes_no_page_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread brings for it comes when its pages are theirs already, and is dropped; then it is loaded anew."""
+    engine = make_engine("gemma3", tiers=TierConfig(host_bytes=HOST))
+    prompts = [golden.prompt for golden in goldens_of("gemma3")]
+    late, urgent = max(prompts, key=len), [prompt[::-1][:20] for prompt in prompts[:2]]
+    long = SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True)
+    expected = [engine.generate([late], GREEDY)[0], *make_engine("gemma3").generate(urgent, long)]
+    engine.sleep()  # which brings it to the host
+    engine.wake()
+    assert isinstance(engine.connector, Tiers)
+    worker, may_read = engine.connector.worker, threading.Event()
+    read = worker._read_units
+    monkeypatch.setattr(worker, "_read_units", lambda *args: (may_read.wait(60.0), read(*args))[1])
+    engine.add_request(late, GREEDY, request_id="0", priority=1)
+    engine.step()
+    assert engine._core.loop.scheduler.num_loading == 1
+    for i, prompt in enumerate(urgent, start=1):
+        engine.add_request(prompt, long, request_id=str(i))
+    results: dict[str, GenerationResult] = {}
+    while len(results) < 3:
+        results |= {one.request_id: one for one in engine.step().results.values()}
+        unfinished = engine._core.loop.requests.get("0")
+        if unfinished is not None and unfinished.stats.num_preemptions:
+            may_read.set()
+    for i, one in enumerate(expected):
+        np.testing.assert_array_equal(results[str(i)].output_token_ids, one.output_token_ids)
+    assert [results[str(i)].stats.num_preemptions for i in range(2)] == [1, 0]
+    assert results["0"].stats.num_computed_tokens < len(late)
+    assert_no_leak(engine)
+    assert engine.connector.host.num_held == 0

@@ -1,6 +1,7 @@
 """Two engines as two processes would have them, whose threads and disks have other luck: they plan the same steps.
 
 Each has all of the pages, and a `CommonPace`; what a thread does takes other times in each, and fails in one of them.
+A request gives way while it loads.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvjax.engine import LLMEngine
 from kvjax.engine.agreement import describe
 from kvjax.engine.host_loop import HostStep
 from kvjax.engine.rank_loops import RankSteps
+from kvjax.engine.scheduler import Scheduler
 from kvjax.tiers.common_index import CommonIndex
 from kvjax.tiers.common_pace import CommonPace
 from kvjax.tiers.config import TierConfig
@@ -131,12 +133,19 @@ def test_engines_of_other_luck_plan_the_same_steps(
     expected = {f"r{i}": goldens[choice].greedy[: GREEDY.max_tokens].tolist() for i, choice in enumerate(order)}
     for engine in engines:
         for i, choice in enumerate(order):
-            engine.add_request(goldens[choice].prompt, GREEDY, request_id=f"r{i}")
+            engine.add_request(goldens[choice].prompt, GREEDY, request_id=f"r{i}", priority=i % 3)
     found: list[dict[str, list[int]]] = [{}, {}]
-    while any(engine.has_work for engine in engines):
-        for engine, own in zip(engines, found, strict=True):
+    num_cancelled = [0, 0]
+    while any(engine.has_work or connector.tiers.scheduler.num_loads for engine, connector in pairs):
+        for rank, (engine, own) in enumerate(zip(engines, found, strict=True)):
+            scheduler = engine._core.loop.scheduler
+            assert isinstance(scheduler, Scheduler)
+            if (before := scheduler.num_loading) and not num_cancelled[rank]:
+                scheduler.preempt_last()
+                num_cancelled[rank] = before - scheduler.num_loading
             own |= {one.request_id: one.output_token_ids.tolist() for one in engine.step().results.values()}
     assert found == [expected, expected]
+    assert num_cancelled == [1, 1]
     assert logs[0].log == logs[1].log
     for engine, connector in pairs:
         assert_no_leak(engine)
