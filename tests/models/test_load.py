@@ -344,6 +344,20 @@ def test_a_model_is_made_for_the_length_that_it_is_run_for() -> None:
     assert not np.allclose(forward(whole), forward(short), atol=1e-2)
 
 
+@pytest.mark.parametrize(("name", "pretrained", "longest"), [("llama_yarn", 64, 512), ("llama_linear", 128, 512)])
+def test_a_config_may_give_the_length_of_pretraining(tmp_path: Path, name: str, pretrained: int, longest: int) -> None:
+    """The scaling's factor makes the longest length of it, and nothing else is computed."""
+    shutil.copytree(model_folder(name), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": pretrained}))
+    model = load_model(tmp_path, "float32")
+    assert model.config.max_model_len == longest
+    golden = goldens_of(name)[2]
+    assert len(golden.prompt) > 64
+    hidden = model.module(jnp.asarray(golden.prompt), jnp.arange(len(golden.prompt)), DenseAttention())
+    np.testing.assert_allclose(model.module.logits(hidden)[golden.positions], golden.logits, atol=1e-4, rtol=0)
+
+
 def test_a_table_of_positions_stays_whole_for_a_shorter_run() -> None:
     config = load_model(model_folder("whisper"), "float32", max_model_len=100).config
     assert config == replace(ModelConfig.from_folder(model_folder("whisper")), dtype="float32")
