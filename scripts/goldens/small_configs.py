@@ -65,6 +65,17 @@ TEXT: dict[str, Data] = {
     "Qwen3_5ForCausalLM": DELTA,
     "Qwen3_5MoeForCausalLM": EXPERTS | DELTA,
     "KimiLinearForCausalLM": LATENT | {"num_local_experts": 8},
+    "WhisperForConditionalGeneration": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "max_source_positions": 30,
+        "max_target_positions": 40,
+    },
 }
 AROUND = {  # around the keys of which text model
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -83,7 +94,11 @@ OF_FAMILY: dict[str, Data] = {  # beside `text_config`, of a size that a model c
 }
 ARCHITECTURES = (*TEXT, *AROUND)
 # Left out: sizes that only other keys go by.
-WITHOUT = {"DeepseekV4ForCausalLM": ("intermediate_size",), "NemotronHForCausalLM": ("num_hidden_layers",)}
+WITHOUT = {
+    "DeepseekV4ForCausalLM": ("intermediate_size",),
+    "NemotronHForCausalLM": ("num_hidden_layers",),
+    "WhisperForConditionalGeneration": tuple(SIZES.keys() - {"vocab_size"}),
+}
 
 
 def small_config(architecture: str) -> Data:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def llama_dict(**changes: Any) -> dict[str, Any]:
-    """A small Llama; a change to `...` removes the key."""
+    """A small Llama without an end token; a change to `...` removes the key."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -17,6 +17,8 @@ def llama_dict(**changes: Any) -> dict[str, Any]:
         "num_key_value_heads": 2,
         "vocab_size": 64,
         "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
     return {key: value for key, value in (config | changes).items() if value is not ...}
 

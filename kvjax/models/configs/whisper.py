@@ -23,7 +23,19 @@ from kvjax.models.configs.keys import ConfigKeys
 class WhisperConfig(ModelConfig):
     """`num_layers` are the decoder's; each has full self-attention and cross attention, of as many heads."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"bos_token_id": 50_256, "eos_token_id": 50_256}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "bos_token_id": 50_256,
+        "d_model": 384,
+        "decoder_attention_heads": 6,
+        "decoder_ffn_dim": 1536,
+        "decoder_layers": 4,
+        "encoder_attention_heads": 6,
+        "encoder_ffn_dim": 1536,
+        "encoder_layers": 4,
+        "eos_token_id": 50_256,
+        "max_source_positions": 1500,
+        "max_target_positions": 448,
+    }
     ignored_keys: ClassVar[frozenset[str]] = frozenset(
         [
             "activation_dropout",
