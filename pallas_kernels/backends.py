@@ -88,7 +88,7 @@ def fall_back(op: str, backend: str, reason: str, xla: XlaPath | None = None) ->
     if xla is not None:
         chosen, path = xla.backend, f"{_PATHS[xla.backend]} instead, with {xla}"
     for _ in _once(op, reason):
-        warnings.warn(f"{op}: {reason}; {path} (backend={chosen!r} silences this)", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{op}: {reason}; {path} (backend={chosen!r} silences this)", RuntimeWarning, stacklevel=5)
     return chosen
 
 

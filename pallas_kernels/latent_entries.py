@@ -103,7 +103,7 @@ class LatentFp8:
         groups = nope.reshape(*nope.shape[:-1], -1, self.group)
         smallest = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1) / _LARGEST, 2.0**_SMALLEST_EXPONENT)
         mantissa, exponent = jnp.frexp(smallest)
-        exponent = (exponent - (mantissa == 0.5)).astype(jnp.int32)
+        exponent = exponent.astype(jnp.int32) - (mantissa == 0.5).astype(jnp.int32)
         numbers = (groups * _power_of_two(-exponent)[..., None]).astype(_FP8)
         scales = (exponent + _E8M0_BIAS).astype(_UINT8)
         unused = cdiv(x.shape[-1], self.group) - scales.shape[-1]

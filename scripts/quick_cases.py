@@ -25,6 +25,8 @@ SHARES = {
     "tests/core/manager/test_step_planner.py::test_a_planned_step_equals_its_calls": 2,
     "tests/core/save/test_manager_state.py::test_restored_and_continued_equals_continued": 2,
     "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces": 3,
+    "tests/pallas_kernels/test_flags.py::test_an_op_computes_the_same": 120,
+    "tests/pallas_kernels/test_flags.py::test_an_op_is_the_same_program": 30,
 }
 RAGGED, LATENT, SPARSE = (f"tests/pallas_kernels/{op}_attention" for op in ("ragged_paged", "mla_paged", "sparse_mla"))
 SWEPT = (

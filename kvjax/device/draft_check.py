@@ -10,7 +10,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.default_rules import by_default_rules
 
+
+@by_default_rules
 def accept_drafts(
     drafts: jax.Array,  # int32[N] the step's token of each row of logits: from a request's second row on, its drafts
     tokens: jax.Array,  # int32[N] sampled at each row

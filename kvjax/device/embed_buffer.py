@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.device.placement import Placement
+from kvjax.device.transfers import hands_over
 
 PIECE = 256  # rows written at once
 
@@ -57,6 +58,7 @@ class EmbedBuffer:
         """Compiles the program that writes; the rows stay as they are."""
         self._write_piece(np.zeros(0, np.int32), np.zeros((0, self.array.shape[1]), np.float32))
 
+    @hands_over
     def _write_piece(self, row_ids: np.ndarray, values: np.ndarray) -> None:
         ids = np.full(self._piece, self.array.shape[0], np.int32)  # rows behind the last are not written
         padded = np.zeros((self._piece, values.shape[1]), np.float32)

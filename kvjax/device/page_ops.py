@@ -23,6 +23,7 @@ from kvjax.core.tables.given_arrays import own_copy
 from kvjax.device.context_ranks import ContextRanks
 from kvjax.device.pages import Column, KVPages
 from kvjax.device.placement import per_device
+from kvjax.device.transfers import hands_over
 from pallas_kernels import kv_write as kv_write_op
 from pallas_kernels import page_ops
 
@@ -124,6 +125,7 @@ def scatter_pages_padded(
     return pages.with_pool(pool_id, _per_device(pages, pool_id, scatter, page_ids, values=values))
 
 
+@hands_over
 def copy_pages(
     pages: KVPages,
     pool_id: int,
@@ -146,6 +148,7 @@ def copy_pages(
     return pages
 
 
+@hands_over
 def zero_pages(
     pages: KVPages,
     pool_id: int,
@@ -165,6 +168,7 @@ def zero_pages(
     return pages
 
 
+@hands_over
 def gather_pages(
     pages: KVPages,
     pool_id: int,
@@ -182,6 +186,7 @@ def gather_pages(
     return gather_pages_padded(pages, pool_id, pad_ids(page_ids, page_counts), backend=backend)
 
 
+@hands_over
 def scatter_pages(
     pages: KVPages,
     pool_id: int,

@@ -27,6 +27,7 @@ from kvjax.device.page_ops import (
     scatter_pages_padded,
 )
 from kvjax.device.pages import Column, KVPages
+from kvjax.device.transfers import hands_over
 
 
 def gather_rank_pages(
@@ -45,6 +46,7 @@ def gather_rank_pages(
     return values if num_ranks == 1 else jax.tree.map(lambda array: part_of_rank(array, rank, num_ranks), values)
 
 
+@hands_over
 def gather_for_ranks(
     pages: KVPages, pool_id: int, rank: int, page_ids: np.ndarray, page_counts: Sequence[int] = PAGE_COUNTS
 ) -> tuple[Column, ...]:
@@ -53,6 +55,7 @@ def gather_for_ranks(
     return gather_pages_padded(pages, pool_id, ids_among_ranks(page_ids, rank, pages.num_ranks, page_counts))
 
 
+@hands_over
 def scatter_rank_pages(
     pages: KVPages,
     pool_id: int,

@@ -38,6 +38,7 @@ from kvjax.device.placement import Placement
 from kvjax.device.rank_batches import join_batches, pick_bucket_of_ranks
 from kvjax.device.step_cuts import LEAST_CUT
 from kvjax.device.step_programs import CompilerOptions, StepPrograms
+from kvjax.device.transfers import hands_over
 
 # (logits float32[N, vocab], sampling inputs padded to N rows, the sampler's state if there is one)
 # -> (token ids int32[N], any pytree besides)
@@ -148,6 +149,7 @@ class UpdateStep:
         """Programs compiled for steps and encoders so far: one per bucket and shape of features that ran."""
         return self._programs.num_compiled + self.encoder.num_compiled
 
+    @hands_over
     def __call__(
         self,
         pages: KVPages,
@@ -188,6 +190,7 @@ class UpdateStep:
             pages = self.encode(pages, one, slot_mappings)
         return self._dispatch(pages, arguments)
 
+    @hands_over
     def call_ranks(
         self,
         pages: KVPages,
@@ -220,6 +223,7 @@ class UpdateStep:
         pages = edit_pages_of_ranks(pages, plans, self.buckets.page_counts, backend=self._backend)
         return self._dispatch(pages, arguments)
 
+    @hands_over
     def encode(
         self,
         pages: KVPages,
@@ -236,6 +240,7 @@ class UpdateStep:
         """
         return self.encoder(pages, features, slot_mappings)
 
+    @hands_over
     def run(
         self,
         pages: KVPages,
@@ -253,6 +258,7 @@ class UpdateStep:
         """
         return self._dispatch(pages, self._arguments(batch, previous, sampling, embeds, sampler_state))
 
+    @hands_over
     def warmup(
         self,
         pages: KVPages,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from kvjax.device.batch import DeviceBatch
 from kvjax.device.layer_step import LayerStep
+from pallas_kernels.default_rules import by_default_rules
 
 MOST_TABLE_ENTRIES = 2**16  # of the wanted rows' tables, where they are more than the step's sequences
 
@@ -34,6 +35,7 @@ def wanted_rows(batch: DeviceBatch) -> jax.Array | None:  # int32[N]
     return jnp.asarray(rows)
 
 
+@by_default_rules
 def of_wanted(layer: LayerStep, rows: jax.Array) -> LayerStep:  # int32[N]
     """The layer with the wanted tokens alone, each the last of a sequence of its own; nothing is left to be written."""
     batch, group = layer.batch, layer.group

@@ -48,7 +48,7 @@ def _penalised(logits: jax.Array, lines: jax.Array, positions: jax.Array, state:
     counts, is_seen = _count_tokens(logits, lines, positions, state)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(is_seen, repeated, logits)
-    return logits - frequency * counts.astype(jnp.float32) - presence * (counts > 0)
+    return logits - frequency * counts.astype(jnp.float32) - presence * (counts > 0).astype(jnp.float32)
 
 
 def _count_tokens(

@@ -18,6 +18,7 @@ import numpy as np
 from kvjax.device import Buckets, EmbedBuffer, KVPages, Placement, UpdateStep, create_pages, make_update_step
 from kvjax.device.given_tokens import ScoreFn
 from kvjax.device.model_weights import ModelWeights
+from kvjax.device.transfers import reads_back
 from kvjax.device.update_step import SampleFn
 from kvjax.device.update_step import StepOutput as DeviceOutput
 from kvjax.engine.config import EngineConfig
@@ -168,6 +169,7 @@ class ModelRunner:
             given=None if step.given is None else step.given.token_ids,
         )
 
+    @reads_back
     def read(self) -> tuple[Any, np.ndarray, np.ndarray, TopLogprobs | None, np.ndarray | None]:
         """The oldest step in flight, with what `HostLoop.end_step` takes of it.
 

@@ -173,7 +173,7 @@ def _keep(scaled: jax.Array, batch: SamplingBatch) -> jax.Array:  # bool[N, V]
     """Tokens in the top k and in the smallest set of best tokens whose probability reaches top p."""
     vocab_size = scaled.shape[-1]
     ordered = jnp.sort(scaled, axis=-1, descending=True)
-    rank = jnp.arange(vocab_size)
+    rank = jnp.arange(vocab_size, dtype=jnp.int32)[None]
     top_k = jnp.where(batch.top_k > 0, batch.top_k, vocab_size)[:, None]
     probabilities = jax.nn.softmax(jnp.where(rank < top_k, ordered, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.device import Placement
+from kvjax.device.transfers import hands_over
 from kvjax.engine.sampler_lines import MAX_EDITS, LineWrite, SamplerSizes, SamplerWrites, TokenWrites
 
 PIECE_LINES = 8  # lines or masks written at once
@@ -64,6 +65,7 @@ class SamplerState:
         make = jax.jit(partial(_empty, sizes), out_shardings=placement.replicated)
         self.arrays: SamplerArrays = make()
 
+    @hands_over
     def write(self, writes: SamplerWrites, previous: jax.Array) -> None:  # int32[n] sampled by the step before
         """Dispatches the writes; a program for each piece."""
         for i in range(0, len(writes.lines), PIECE_LINES):
@@ -73,6 +75,7 @@ class SamplerState:
         if writes.tokens is not None:
             self._write_tokens(writes.tokens, previous)
 
+    @hands_over
     def warmup(self, previous: jax.Array) -> None:
         """Compiles the programs that write; the state stays as it is."""
         self._write_lines(())

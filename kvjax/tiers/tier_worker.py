@@ -32,6 +32,7 @@ from kvjax.device.page_ops import PAGE_COUNTS, SKIP, gather_pages_padded, pad_id
 from kvjax.device.page_parts import PageParts, WholePages
 from kvjax.device.pages import Column
 from kvjax.device.rank_pages import gather_for_ranks, scatter_rank_pages
+from kvjax.device.transfers import hands_over, reads_back
 from kvjax.errors import TierDataError
 from kvjax.tiers.connector import ConnectorOutput
 from kvjax.tiers.disk_store import DiskStore
@@ -126,6 +127,7 @@ class TierWorker:
         """Whether anything is in flight, or not reported."""
         return bool(self._arriving or self._writing or self._stored or self._staged or self._written or self._failed)
 
+    @hands_over
     def warmup(self, pages: KVPages) -> KVPages:
         """Compiles gathers and scatters of all pools and declared lengths; the pages, unchanged."""
         for pool_id in range(len(pages.pools)):
@@ -264,6 +266,7 @@ class TierWorker:
         is_good = submit(self._write_units, group_id, block_hashes, arrays, slots)
         self._writing.append(_Writing(self._turn, group_id, block_hashes, slots, is_good, num_bytes))
 
+    @reads_back
     def _write_units(
         self, group_id: int, block_hashes: Sequence[BlockHash], arrays: Sequence[jax.Array], slots: np.ndarray
     ) -> np.ndarray:  # bool[n]

@@ -24,6 +24,7 @@ from kvjax.core.spec import KVCacheConfig, KVCacheSpec
 from kvjax.device.pages import KVPages
 from kvjax.device.placement import Placement
 from kvjax.device.rank_pages import part_of_rank
+from kvjax.device.transfers import hands_over
 from kvjax.transfer.entries import Arrays
 from kvjax.transfer.entry_map import NOT_SENT, SentPages, received_pages, sent_pages
 from kvjax.transfer.layer_pages import LayerPages, layers_of, padded_ids, read_entries, write_entries
@@ -69,6 +70,7 @@ class PageReader:
         self._config, self._weights_version = kv_cache_config, weights_version
         self._layers, self._num_data = layers_of(kv_cache_config, placement), placement.num_data
 
+    @hands_over
     def read(self, pages: KVPages, request: RequestPages) -> SentRequest:
         """Copies of the request's entries; the pages may be written to or freed as soon as this returns.
 
@@ -127,6 +129,7 @@ class PageWriter:
         self.check(sent.header)
         return SentRequest(sent.header, jax.device_put(sent.arrays, self.shardings(sent.header)))
 
+    @hands_over
     def write(self, pages: KVPages, request: RequestPages, sent: SentRequest) -> KVPages:
         """Pages with the request's entries. Donates `pages`; those not in the tables are untouched.
 

@@ -18,6 +18,7 @@ import jax
 
 from pallas_kernels.backends import XlaPath, resolve_backend
 from pallas_kernels.compressor_update import kernel_tpu, reference, triton_pool, validate
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.tpu.memory import with_room
 from pallas_kernels.triton.call import reason_without_triton
 
@@ -35,6 +36,7 @@ def max_new_entries(num_tokens: int, num_seqs: int, tokens_per_state: int) -> in
     return min(num_tokens, num_tokens // tokens_per_state + num_seqs)
 
 
+@by_default_rules
 def compressor_update(
     kv: jax.Array,  # [T, coff * D]
     scores: jax.Array,  # [T, coff * D]

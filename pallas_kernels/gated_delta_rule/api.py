@@ -27,6 +27,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.gated_delta_rule import gpu_rule, reference, tpu_rule, validate, xla_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs
 from pallas_kernels.state_checks import check_step
@@ -49,6 +50,7 @@ _RULES = {
 }
 
 
+@by_default_rules
 def gated_delta_rule(
     q: jax.Array,  # [T, G, K]
     k: jax.Array,  # [T, G, K]

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.indexer_topk import kernel_tpu, reference, triton_scores, validate, xla_topk
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.tpu.memory import with_room
@@ -28,6 +29,7 @@ _RUNS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
+@by_default_rules
 def indexer_topk(
     q: jax.Array,  # [T, Hi, Di]
     weights: jax.Array,  # [T, Hi]

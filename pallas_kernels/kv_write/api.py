@@ -8,10 +8,12 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.kv_write import kernel_tpu, reference, validate
 from pallas_kernels.tpu.memory import with_room
 
 
+@by_default_rules
 def kv_write(
     new_k: jax.Array,  # [num_tokens, num_kv_heads, head_dim]
     new_v: jax.Array,  # [num_tokens, num_kv_heads, head_dim_v]

@@ -10,11 +10,13 @@ from typing import Any
 import jax
 
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import kernel_tpu, reference, validate
 from pallas_kernels.tpu.memory import with_room
 
 
+@by_default_rules
 def latent_write(
     states: jax.Array,  # [num_states, dim]
     pages: tuple[jax.Array, ...],  # as pallas_kernels.layouts: (latent,)

@@ -15,9 +15,11 @@ import jax
 
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.merge_states import reference, validate
 
 
+@by_default_rules
 def merge_states(
     outs: jax.Array | Sequence[jax.Array],  # [N, T, Hq, Dv], or N arrays [T, Hq, Dv]
     lses: jax.Array | Sequence[jax.Array],  # float32[N, T, Hq], or N arrays [T, Hq]: natural log, -inf: saw nothing

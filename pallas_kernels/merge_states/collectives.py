@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import online_softmax
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.online_softmax import SoftmaxState
 
 
+@by_default_rules
 def merge_ranks(
     out: jax.Array,  # [T, Hq, Dv] over the rank's keys, without sinks
     lse: jax.Array,  # float32[T, Hq] natural log, -inf: saw nothing

@@ -23,6 +23,7 @@ from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.decode_step import DecodeStep, is_decode_step
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.latent_write import latent_write
@@ -34,6 +35,7 @@ from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.walks import path_over
 
 
+@by_default_rules
 def plan(
     q_nope: Any,  # [T, Hq, Dl]; of it, `q_pe` and the pages shapes and dtypes alone: arrays or ShapeDtypeStructs
     q_pe: Any,  # [T, Hq, Dr]
@@ -69,6 +71,7 @@ def plan(
     return kernel_gpu.plan(q_nope, q_pe, latent.array, *step[1:], mask=mask, **sizes)
 
 
+@by_default_rules
 def mla_paged_attention(
     q_nope: jax.Array,  # [T, Hq, Dl] queries times the key projection of their head
     q_pe: jax.Array,  # [T, Hq, Dr] rotated

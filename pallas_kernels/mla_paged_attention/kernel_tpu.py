@@ -41,7 +41,7 @@ from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items, seen_slo
 from pallas_kernels.tpu.items import ItemTable
 from pallas_kernels.tpu.limits import (
     SMALLEST_TILE,
-    finite_sinks,
+    base2_sinks,
     flat_tables,
     lse_with_sinks,
     reason_of_sizes,
@@ -211,7 +211,7 @@ def _per_row_operands(config: LatentConfig, sinks: jax.Array | None, k_scale: ja
     """Arrays float32[rows, 128] by name: a number for each row, in every lane."""
     arrays = {}
     if sinks is not None:
-        heads = finite_sinks(sinks)
+        heads = base2_sinks(sinks)
         heads = jnp.pad(heads, (0, config.heads - heads.shape[0]), constant_values=HIDDEN)
         arrays["sinks"] = jnp.broadcast_to(jnp.tile(heads, config.chunk)[:, None], (config.rows, LANES))
     if k_scale is not None:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, MaskOf
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Walk
 from pallas_kernels.mla_paged_attention.tpu_refs import Refs
-from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, base2_logits, dot, spread
+from pallas_kernels.tpu.base2 import HIDDEN, NOTHING, base2_logits, dot, spread
 from pallas_kernels.tpu.block_mask import RowTrees, kept_slots, seen_slots
 from pallas_kernels.tpu.item_plan import Field
 from pallas_kernels.tpu.lse import heads_to_lanes
@@ -120,7 +120,7 @@ class StepAttention:
         begins = self.step.units[work.unit].step == 0
         m_0, weight_0 = jnp.full_like(m, NOTHING), jnp.zeros_like(weight)
         if config.has_sinks:
-            sinks = refs.sinks[...] * LOG2E
+            sinks = refs.sinks[...]
             m_0, weight_0 = sink_m(sinks), sink_weight(sinks)
         return jnp.where(begins, m_0, m), jnp.where(begins, weight_0, weight), jnp.where(begins, 0.0, acc)
 

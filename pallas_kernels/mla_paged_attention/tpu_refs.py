@@ -30,7 +30,7 @@ class Refs(NamedTuple):
     out_tile: Ref  # [units, queries, heads, value_lanes]
     left: Ref  # DMA semaphore
     trees: RowTrees | None = None  # SMEM int32[T and more] each
-    sinks: Ref = None  # float32[rows, 128], as is the next one
+    sinks: Ref = None  # float32[rows, 128] in base 2; of this shape is the next one
     k_scale: Ref = None
     lse: Ref = None  # HBM float32[T, n, 128] as `tpu.lse` has it
     lse_tile: Ref = None  # float32[units, queries, n, 128]

@@ -11,9 +11,11 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.page_ops import kernel_tpu, reference, validate
 
 
+@by_default_rules
 def copy_pages(
     pages: jax.Array,  # [num_pages, *page_shape]
     sources: jax.Array,  # int32[n]
@@ -34,6 +36,7 @@ def copy_pages(
     return run.copy_pages(pages, sources, destinations)
 
 
+@by_default_rules
 def zero_pages(pages: jax.Array, page_ids: jax.Array, *, backend: str = "auto") -> jax.Array:
     """Pages [num_pages, *page_shape] with the pages `page_ids` int32[n] zero.
 
@@ -48,6 +51,7 @@ def zero_pages(pages: jax.Array, page_ids: jax.Array, *, backend: str = "auto") 
     return run.zero_pages(pages, page_ids)
 
 
+@by_default_rules
 def gather_pages(pages: jax.Array, page_ids: jax.Array, *, backend: str = "auto") -> jax.Array:
     """The pages `page_ids` int32[n] of `pages` [num_pages, *page_shape], as [n, *page_shape].
 
@@ -62,6 +66,7 @@ def gather_pages(pages: jax.Array, page_ids: jax.Array, *, backend: str = "auto"
     return run.gather_pages(pages, page_ids)
 
 
+@by_default_rules
 def scatter_pages(
     pages: jax.Array,  # [num_pages, *page_shape]
     page_ids: jax.Array,  # int32[n] distinct

@@ -18,6 +18,7 @@ from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.checks import page_tokens
 from pallas_kernels.decode_step import DecodeStep, is_decode_step
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
@@ -28,6 +29,7 @@ from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.walks import path_over
 
 
+@by_default_rules
 def plan(
     q: Any,  # [T, Hq, D]; of it and of the pages shapes and dtypes alone: arrays or ShapeDtypeStructs
     pages: tuple[Any, ...],
@@ -71,6 +73,7 @@ def plan(
     return kernel_gpu.plan(q, pages, *step[1:], **options, tree_mask=tree_mask)
 
 
+@by_default_rules
 def ragged_paged_attention(
     q: jax.Array,  # [T, Hq, D]
     pages: tuple[jax.Array, ...],  # as pallas_kernels.layouts: (k, v) split, or (kv,) packed

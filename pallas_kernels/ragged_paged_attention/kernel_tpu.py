@@ -55,7 +55,7 @@ from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items
 from pallas_kernels.tpu.items import ItemTable
 from pallas_kernels.tpu.limits import (
     FlatTables,
-    finite_sinks,
+    base2_sinks,
     flat_tables,
     lse_with_sinks,
     reason_of_sizes,
@@ -267,7 +267,7 @@ def _per_row_operands(common: _Common, config: TpuConfig) -> dict[str, Operand]:
     """Arrays of `tpu_rows.per_row` by name."""
     arrays = {}
     if common.sinks is not None:
-        arrays["sinks"] = tpu_rows.per_row(finite_sinks(common.sinks), config, fill=HIDDEN)
+        arrays["sinks"] = tpu_rows.per_row(base2_sinks(common.sinks), config, fill=HIDDEN)
     for name, scale in (("k_scale", common.k_scale), ("v_scale", common.v_scale)):
         if scale is not None:
             heads = jnp.broadcast_to(jnp.asarray(scale, jnp.float32).reshape(-1), (common.num_kv_heads,))

@@ -47,7 +47,7 @@ class Refs(NamedTuple):
     written: Ref = None  # int32[n, 128] of `written_pages`
     new_rows: Ref = None  # HBM [T, rows, packing, lanes]
     rows_arrived: Ref = None  # DMA semaphore
-    sinks: Ref = None  # as `tpu_rows.per_row`, like the next two
+    sinks: Ref = None  # base-2 logits as `tpu_rows.per_row`, like the next two
     k_scale: Ref = None
     v_scale: Ref = None
     lse: Ref = None  # float32[T, n, 128] as `tpu.lse` has it, cut like q

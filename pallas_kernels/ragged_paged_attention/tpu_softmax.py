@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 from pallas_kernels.ragged_paged_attention.tpu_refs import Refs
-from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, base2_logits, dot, spread
+from pallas_kernels.tpu.base2 import HIDDEN, NOTHING, base2_logits, dot, spread
 from pallas_kernels.tpu.block_mask import BlockMask, block_mask
 from pallas_kernels.tpu.mosaic import LANES, packing
 from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
@@ -68,7 +68,7 @@ class BlockAttention:
             refs.l[...] = jnp.zeros_like(refs.l)
             refs.m[...] = jnp.full_like(refs.m, NOTHING)
             return
-        sinks = refs.sinks[...] * LOG2E
+        sinks = refs.sinks[...]
         refs.m[...] = sink_m(sinks)
         refs.l[...] = sink_weight(sinks)
 

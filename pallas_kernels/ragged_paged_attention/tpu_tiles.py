@@ -129,7 +129,7 @@ class TileAttention:
             refs.l[...] = jnp.zeros_like(refs.l)
             refs.m[...] = jnp.full_like(refs.m, NOTHING)
             return
-        sinks = refs.sinks[...] * LOG2E
+        sinks = refs.sinks[...]
         refs.m[...] = sink_m(sinks)
         refs.l[...] = sink_weight(sinks, axis=0)
 

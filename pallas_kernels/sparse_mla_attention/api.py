@@ -19,6 +19,7 @@ import numpy as np
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import latent_write
 from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
@@ -26,6 +27,7 @@ from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
 from pallas_kernels.tpu.memory import with_room
 
 
+@by_default_rules
 def plan_work(
     q: Any,  # [T, Hq, D]; of it and of the pages shapes and dtypes alone: arrays or ShapeDtypeStructs
     pages: tuple[Any, ...],
@@ -68,6 +70,7 @@ def plan_work(
     return kernel_gpu.plan(schedule, q, compressed_tables, num_picks=num_picks, **options)
 
 
+@by_default_rules
 def sparse_mla_attention(
     q: jax.Array,  # [T, Hq, D]
     pages: tuple[jax.Array, ...],  # window cache, as pallas_kernels.layouts: (latent,)

@@ -24,7 +24,7 @@ from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, WindowB
 from pallas_kernels.sparse_mla_attention.tpu_plan import LARGEST_BLOCK, LaunchConfig, block_pages
 from pallas_kernels.tpu.entries import EntryReader, reason_of_entries
 from pallas_kernels.tpu.latent_blocks import StatePages
-from pallas_kernels.tpu.limits import finite_sinks, lse_with_sinks
+from pallas_kernels.tpu.limits import base2_sinks, lse_with_sinks
 from pallas_kernels.tpu.lse import by_head
 from pallas_kernels.tpu.mosaic import LANES
 from pallas_kernels.tpu.token_blocks import (
@@ -230,7 +230,7 @@ class _Layer(NamedTuple):
 
     def _per_row(self, sinks: jax.Array, queries: int) -> jax.Array:
         """float32[rows of a chunk, 128] natural-log logits, finite as base-2 ones too."""
-        sinks = jnp.pad(finite_sinks(sinks), (0, self.heads - sinks.shape[0]))
+        sinks = jnp.pad(base2_sinks(sinks), (0, self.heads - sinks.shape[0]))
         sinks = jnp.tile(sinks, queries)[:MOST_ROWS]
         return jnp.broadcast_to(sinks[:, None], (sinks.shape[0], LANES))
 

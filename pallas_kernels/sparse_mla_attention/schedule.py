@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.latent_pages import state_slots
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch
@@ -63,6 +64,7 @@ class SparseSchedule(NamedTuple):
         return (self.pos + 1) // tokens_per_state
 
 
+@by_default_rules
 @functools.partial(jax.jit, static_argnames=("num_tokens", "sliding_window", "page_size"))
 def plan(
     block_tables: jax.Array,  # int32[S, P] of the window cache

@@ -96,16 +96,16 @@ class LatentAttention:
         acc[rows] = acc[rows] * spread(shrink, weighted.shape[1]) + weighted
 
     def finish(self, sinks: Ref | None, out: Ref, lse: Ref | None) -> None:
-        """Writes results, and LSE [tokens, 1, 128] if that is wanted; `sinks` float32[chunk, 128] of a chunk's rows."""
+        """Writes results, and LSE [tokens, 1, 128] if that is wanted; `sinks` float32[chunk, 128] of rows, base 2."""
 
         def one(first: Any, rows: Any) -> None:
             m = self.state.m[rows]
             total = sums(self.state.weight[rows])
             shrink = None
             if sinks is not None:
-                top = jnp.maximum(m, sinks[...] * LOG2E)
+                top = jnp.maximum(m, sinks[...])
                 shrink = jnp.exp2(m - top)
-                total = total * shrink + jnp.exp2(sinks[...] * LOG2E - top)
+                total = total * shrink + jnp.exp2(sinks[...] - top)
                 m = top
             factor = inverse(total)
             factor = factor if shrink is None else factor * shrink

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.backends import resolve_backend
+from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, triton_scan, validate, xla_scan
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
 from pallas_kernels.state_checks import check_step
@@ -50,6 +51,7 @@ _SCANS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
 }
 
 
+@by_default_rules
 def causal_conv1d(
     x: jax.Array,  # [T, C]
     states: jax.Array,  # [pages, C, W - 1] the last inputs, oldest first
@@ -89,6 +91,7 @@ def causal_conv1d(
     return SsmOutput(*_CONVS[chosen](*arguments, activation=activation))
 
 
+@by_default_rules
 def selective_scan(
     x: jax.Array,  # Mamba 1: [T, H]; Mamba 2: [T, H, P]
     states: jax.Array,  # Mamba 1: [pages, H, N]; Mamba 2: [pages, H, P, N]

@@ -1,6 +1,6 @@
 """What TPU attention kernels take, and arguments in the form that they take.
 
-Flow:    the op's arguments -> [reason_of_sizes | flat_tables | finite_sinks | lse_with_sinks] -> kernel_tpu
+Flow:    the op's arguments -> [reason_of_sizes | flat_tables | base2_sinks | lse_with_sinks] -> kernel_tpu
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.online_softmax import capped_sinks
+from pallas_kernels.tpu.base2 import LOG2E
 from pallas_kernels.tpu.item_plan import Field
 
 SMALLEST_TILE = 8  # query tokens
@@ -57,13 +58,17 @@ def flat_tables(block_tables: jax.Array, in_hbm: bool | None, num_tokens: int) -
     return FlatTables(block_tables.reshape(-1), block_tables.shape[1], in_hbm)
 
 
-def finite_sinks(sinks: jax.Array) -> jax.Array:
-    """float32, so clipped that they stay finite times log2(e)."""
-    return jnp.clip(sinks.astype(jnp.float32), -_LARGEST_SINK, _LARGEST_SINK)
+def base2_sinks(sinks: jax.Array) -> jax.Array:
+    """float32 times log2(e), so clipped that they stay finite.
+
+    Kernels read the product and never make it: fused with a subtraction it would be unlike the one in m, and
+    `exp2(sink - m)` of a large sink infinite.
+    """
+    return jnp.clip(sinks.astype(jnp.float32), -_LARGEST_SINK, _LARGEST_SINK) * LOG2E
 
 
 def lse_with_sinks(lse: jax.Array | None, sinks: jax.Array | None) -> jax.Array | None:
-    """A kernel's LSE [T, Hq] under `finite_sinks`, at least the sinks themselves in rows that see anything."""
+    """A kernel's LSE [T, Hq] under `base2_sinks`, at least the sinks themselves in rows that see anything."""
     if lse is None or sinks is None:
         return lse
     return jnp.where(lse == -jnp.inf, lse, jnp.maximum(lse, capped_sinks(sinks)))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.latent_entries import EntryFormat, Plain
-from pallas_kernels.layouts import PageLayout, latent_layout
+from pallas_kernels.layouts import PageLayout, cdiv, latent_layout
 from pallas_kernels.mask import MaskRule
 from scripts.kernel_bench.case import BLOCK_ELEMENTS, Sizes, itemsize, repeated
 from scripts.kernel_bench.step import Rows, Step, rows_of
@@ -79,8 +79,8 @@ class Entries:
 
     @property
     def step(self) -> Step:
-        """Whose block tables and pages are those of the entries."""
-        return Step(tuple((1, length // self.ratio) for _, length in self.rows), MaskRule(), self.page)
+        """Whose block tables and pages are those of the entries, begun ones too."""
+        return Step(tuple((1, cdiv(length, self.ratio)) for _, length in self.rows), MaskRule(), self.page)
 
     def _seen_by_query(self) -> list[np.ndarray]:
         """How many entries each query sees, int64[q_len] of each sequence."""

@@ -46,7 +46,7 @@ class ToyAttention(nnx.Module):
         self.layer, self.kv_heads = layer, kv_heads
         self.q, self.k, self.v = linear(Q_HEADS * HEAD_DIM), linear(kv_heads * HEAD_DIM), linear(kv_heads * HEAD_DIM)
         self.out = nnx.Linear(Q_HEADS * HEAD_DIM, HIDDEN, use_bias=False, rngs=rngs)
-        self.sinks = nnx.Param(jax.random.normal(rngs.params(), (Q_HEADS,)))
+        self.sinks = nnx.Param(jax.random.normal(rngs.params(), (Q_HEADS,), jnp.float32))
 
     def __call__(self, x: jax.Array, attend) -> jax.Array:
         q = self.q(x).reshape(-1, Q_HEADS, HEAD_DIM)
@@ -68,7 +68,7 @@ class ToyModel(nnx.Module):
         self.head = nnx.Linear(HIDDEN, VOCAB, rngs=rngs)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend) -> jax.Array:
-        angle = positions[:, None].astype(jnp.float32) / (10.0 ** jnp.linspace(0, 2, HIDDEN))
+        angle = positions[:, None].astype(jnp.float32) / (10.0 ** jnp.linspace(0, 2, HIDDEN, dtype=jnp.float32))[None]
         x = self.embed(token_ids) + 0.3 * jnp.sin(angle)
         for layer in self.layers:
             x = x + jnp.tanh(layer(x, attend))

@@ -17,9 +17,11 @@ from pallas_kernels.sparse_mla_attention import kernel_tpu, sparse_mla_attention
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES
 from pallas_kernels.tpu.latent_blocks import StateBlocks
 from pallas_kernels.tpu.memory import pallas_calls
+from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_close, pairwise, random_values
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.on_tpu import RaceError, compile_on_tpu, tpu_device
+from tests.pallas_kernels.oracle import LARGEST_SINK
 from tests.pallas_kernels.sparse_mla_attention.sparse_cases import Case, Shape, make_case
 
 FP8 = LatentFp8(rope_dim=8, group=8)
@@ -103,6 +105,19 @@ def test_random_steps(name: str) -> None:
     run = compiled(shape, sinks)
     for seed, rows in STEPS:
         assert_right(run, make_case(seed, shape, rows), sinks)
+
+
+@pytest.mark.parametrize("kind", [{"ratio": 4, "topk": 20}, pytest.param({"ratio": 1}, marks=pytest.mark.sweep)])
+def test_sinks_of_any_size(kind: dict[str, Any]) -> None:
+    """Up to the largest float and beyond, and none: each has the weight that it has in float64, and its LSE."""
+    rng = np.random.default_rng(0)
+    sizes = rng.choice([-1.0, 1.0], 17) * 10 ** rng.uniform(0, 38.5, 17)
+    sinks = np.array([*sizes, 3e38, np.inf, -np.inf], np.float32)
+    shape = Shape(num_q_heads=20, entry_page_size=8, **kind, **BFLOAT16)
+    case = make_case(3, shape, [(1, 60), (1, 1), (9, 130)])
+    result = compiled(shape, sinks)(*arguments(case, sinks))
+    expected = case.expected(np.minimum(sinks, LARGEST_SINK).astype(np.float64))
+    cases.assert_right(result[:2], expected, shape.q_dtype)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""Every op under every flag of jax that an application may set: it computes what it computes without.
+
+Cases are those of the benchmarks, one of each op and kind of step, at their small sizes: a new op is among them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backends import BACKENDS
+from scripts import bench_gpu, bench_tpu
+from scripts.kernel_bench import driver
+from scripts.kernel_bench.case import BenchCase, Sizes
+from scripts.kernel_bench.compare import excess
+from tests.flags import FLAGS, OF_TRACING, ROUNDS_ELSEWHERE
+from tests.pallas_kernels.cases import as_bytes
+from tests.pallas_kernels.quick_callbacks import QUICK_COMPILE, quick_callbacks
+
+LAYOUTS = {"tpu": "tpu", "gpu": "gpu", "triton": "gpu"}  # of backends whose pages are not those of a CPU
+
+
+@contextmanager
+def interpreted_on_gpu() -> Iterator[None]:
+    with bench_gpu.GPU.interpreted(), quick_callbacks():
+        yield
+
+
+INTERPRETED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "tpu": bench_tpu.TPU.interpreted,
+    "gpu": interpreted_on_gpu,
+}
+
+
+@functools.cache
+def cases(layout: str) -> dict[str, BenchCase]:
+    """By op and kind of step, the first of each."""
+    found: dict[str, BenchCase] = {}
+    for case in driver.all_cases(driver.op_names(), Sizes(layout, page=16)):
+        found.setdefault(f"{case.op} {case.kind}", case)
+    return {name: case.small() for name, case in found.items()}
+
+
+def call_of(name: str, backend: str) -> tuple[Callable[..., Any], Any]:
+    """A function that jax has not seen, and its arguments."""
+    case = cases(LAYOUTS.get(backend, "cpu"))[name]
+    return lambda pages, rest: case.call(backend, pages, rest), case.arguments(0)
+
+
+def outcome(run: Callable[..., Any], arguments: Any) -> Any:
+    """What `run` gives, or the words of its refusal."""
+    try:
+        return run(*arguments)
+    except NotImplementedError as error:
+        return str(error)
+
+
+@functools.cache
+def traced(name: str, backend: str) -> str:
+    function, arguments = call_of(name, backend)
+    return str(outcome(jax.make_jaxpr(function), arguments))
+
+
+def compute(backend: str, function: Callable[..., Any], arguments: Any) -> Any:
+    """Jitted; interpreters' programs are compiled as quickly as may be."""
+    options = QUICK_COMPILE if backend in INTERPRETED else None
+    with INTERPRETED.get(backend, nullcontext)():
+        return jax.block_until_ready(outcome(jax.jit(function, compiler_options=options), arguments))
+
+
+@functools.cache
+def computed(name: str, backend: str) -> Any:
+    return compute(backend, *call_of(name, backend))
+
+
+every_backend = pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "auto"])
+every_case = pytest.mark.parametrize("name", cases("cpu"))
+
+
+@pytest.mark.parametrize("flag", OF_TRACING)
+@every_case
+@every_backend
+def test_an_op_is_the_same_program(backend: str, name: str, flag: str) -> None:
+    """Flags of tracing change no operation, shape or dtype, in kernels too; nothing of 64 bits gets in."""
+    expected, (function, arguments) = traced(name, backend), call_of(name, backend)
+    with FLAGS[flag]():
+        assert str(outcome(jax.make_jaxpr(function), arguments)) == expected
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@every_case
+@every_backend
+def test_an_op_computes_the_same(backend: str, name: str, flag: str) -> None:
+    """Bit for bit, in the same dtypes; where sums are rounded elsewhere, as close as kernels are to the reference."""
+    expected, call = computed(name, backend), call_of(name, backend)
+    with FLAGS[flag]():
+        result = compute(backend, *call)
+    if flag in ROUNDS_ELSEWHERE and not isinstance(expected, str):
+        chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+        assert excess(result, expected) <= 1
+    elif isinstance(expected, str):
+        assert result == expected
+    else:
+        chex.assert_trees_all_equal(as_bytes(result), as_bytes(expected), strict=True)
+        chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+
+
+def widened(tree: Any, numbers: Any) -> Any:
+    """The tree with its arrays of int32 as int64 of a library."""
+    return jax.tree.map(lambda x: numbers.asarray(np.asarray(x), "int64") if x.dtype == "int32" else x, tree)
+
+
+@every_case
+def test_integers_of_64_bits(name: str) -> None:
+    """Those of numpy are taken as without the flag; those of jax, which there are with it alone, are refused."""
+    case, arguments = cases("cpu")[name], call_of(name, "reference")[1]
+    without = jax.eval_shape(lambda pages: case.call("reference", pages, widened(arguments.rest, np)), arguments.pages)
+    with jax.enable_x64(True):
+        got = jax.eval_shape(lambda pages: case.call("reference", pages, widened(arguments.rest, np)), arguments.pages)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, without)
+        of_jax = widened(arguments.rest, jnp)
+        if jax.tree.leaves(of_jax) and any(x.dtype == "int64" for x in jax.tree.leaves(of_jax)):
+            with pytest.raises(ValueError, match=r"of dtype int32, got int64; convert with \.astype\('int32'\)"):
+                jax.eval_shape(functools.partial(case.call, "reference"), arguments.pages, of_jax)
