@@ -21,6 +21,7 @@ from kvjax.device.encoder_cache import EncoderCache, encoder_groups
 from kvjax.device.model_weights import ModelWeights
 from kvjax.device.pages import KVPages, page_shardings
 from kvjax.device.placement import Placement
+from kvjax.device.transfers import hands_over
 
 EncoderShapes: TypeAlias = Mapping[tuple[int, ...], int]  # shape of a request's features -> encoder tokens
 
@@ -67,6 +68,7 @@ class EncoderStep:
         """Programs compiled so far: one per shape that ran."""
         return int(self._encode._cache_size())  # type: ignore[attr-defined]
 
+    @hands_over
     def __call__(
         self,
         pages: KVPages,

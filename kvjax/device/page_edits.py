@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.core.step.step_plan import StepPlan
 from kvjax.device.page_ops import (
+    SKIP,
     check_copies,
     check_page_ids,
     copy_pages,
@@ -21,6 +22,7 @@ from kvjax.device.page_ops import (
     zero_pages_padded,
 )
 from kvjax.device.pages import KVPages
+from kvjax.device.transfers import hands_over
 
 _NO_IDS = np.zeros(0, np.int32)
 _NO_IDS.flags.writeable = False
@@ -53,6 +55,7 @@ def edit_pages(pages: KVPages, plan: StepPlan, page_counts: Sequence[int], *, ba
     return pages
 
 
+@hands_over
 def edit_pages_of_ranks(
     pages: KVPages, plans: Sequence[StepPlan | None], page_counts: Sequence[int], *, backend: str = "auto"
 ) -> KVPages:
@@ -70,6 +73,17 @@ def edit_pages_of_ranks(
     return pages
 
 
+@hands_over
+def warm_up_edits(pages: KVPages, page_counts: Sequence[int], *, backend: str = "auto") -> KVPages:
+    """Compiles copies and zeroing of every declared length, by none of each; the pages, unchanged in value."""
+    for pool_id in range(len(pages.pools)):
+        for count in page_counts:
+            nothing = np.full(count * pages.num_ranks, SKIP, np.int32)
+            pages = copy_pages_padded(pages, pool_id, nothing, nothing.copy(), backend=backend)
+            pages = zero_pages_padded(pages, pool_id, nothing.copy(), backend=backend)
+    return pages
+
+
 def _pieces(by_rank: Sequence[np.ndarray], page_counts: Sequence[int]) -> Iterator[np.ndarray]:
     """int32[ranks * count] each: the next ids of every rank, padded to one declared length."""
     most, step = max(ids.size for ids in by_rank), max(page_counts)
@@ -78,4 +92,4 @@ def _pieces(by_rank: Sequence[np.ndarray], page_counts: Sequence[int]) -> Iterat
         yield np.concatenate([pad_ids(ids[start : start + step], (count,)) for ids in by_rank])
 
 
-__all__ = ["check_edits", "edit_pages", "edit_pages_of_ranks"]
+__all__ = ["check_edits", "edit_pages", "edit_pages_of_ranks", "warm_up_edits"]

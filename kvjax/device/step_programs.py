@@ -25,6 +25,7 @@ from kvjax.device.pages import KVPages, page_shardings
 from kvjax.device.placement import Placement
 from kvjax.device.step_chain import StepChain
 from kvjax.device.step_cuts import cut_step
+from kvjax.device.transfers import hands_over
 
 # (weights, pages, batch, sampling inputs, previous tokens, embeds, sampler state, whether the last layer may differ
 # from the others) -> (pages, what else the step leaves)
@@ -59,6 +60,7 @@ class StepPrograms:
         """Steps compiled so far: one per layout of inputs that ran."""
         return sum(program.num_compiled for program in self.by_shapes.values())
 
+    @hands_over
     def __call__(
         self,
         weights: tuple[jax.Array, ...],

@@ -30,15 +30,13 @@ from kvjax.device.encoder_step import EncoderShapes, EncoderStep
 from kvjax.device.given_tokens import ScoreFn, score_given
 from kvjax.device.model_weights import ModelWeights
 from kvjax.device.packed_inputs import is_packed
-from kvjax.device.page_edits import check_edits, edit_pages, edit_pages_of_ranks
-from kvjax.device.page_ops import copy_pages_padded, zero_pages_padded
+from kvjax.device.page_edits import check_edits, edit_pages, edit_pages_of_ranks, warm_up_edits
 from kvjax.device.paged_kv_cache import PagedKVCache
 from kvjax.device.pages import KVPages, check_columns
 from kvjax.device.placement import Placement
 from kvjax.device.rank_batches import join_batches, pick_bucket_of_ranks
 from kvjax.device.step_cuts import LEAST_CUT
 from kvjax.device.step_programs import CompilerOptions, StepPrograms
-from kvjax.device.transfers import hands_over
 
 # (logits float32[N, vocab], sampling inputs padded to N rows, the sampler's state if there is one)
 # -> (token ids int32[N], any pytree besides)
@@ -149,7 +147,6 @@ class UpdateStep:
         """Programs compiled for steps and encoders so far: one per bucket and shape of features that ran."""
         return self._programs.num_compiled + self.encoder.num_compiled
 
-    @hands_over
     def __call__(
         self,
         pages: KVPages,
@@ -190,7 +187,6 @@ class UpdateStep:
             pages = self.encode(pages, one, slot_mappings)
         return self._dispatch(pages, arguments)
 
-    @hands_over
     def call_ranks(
         self,
         pages: KVPages,
@@ -223,7 +219,6 @@ class UpdateStep:
         pages = edit_pages_of_ranks(pages, plans, self.buckets.page_counts, backend=self._backend)
         return self._dispatch(pages, arguments)
 
-    @hands_over
     def encode(
         self,
         pages: KVPages,
@@ -240,7 +235,6 @@ class UpdateStep:
         """
         return self.encoder(pages, features, slot_mappings)
 
-    @hands_over
     def run(
         self,
         pages: KVPages,
@@ -258,7 +252,6 @@ class UpdateStep:
         """
         return self._dispatch(pages, self._arguments(batch, previous, sampling, embeds, sampler_state))
 
-    @hands_over
     def warmup(
         self,
         pages: KVPages,
@@ -280,12 +273,7 @@ class UpdateStep:
             if on_compiled is not None:
                 on_compiled(1)
         pages = self.encoder.warmup(pages)
-        for pool_id in range(len(pages.pools)):
-            for count in self.buckets.page_counts:
-                nothing = np.full(count * self.placement.num_data, -1, np.int32)
-                pages = copy_pages_padded(pages, pool_id, nothing, nothing.copy(), backend=self._backend)
-                pages = zero_pages_padded(pages, pool_id, nothing.copy(), backend=self._backend)
-        return jax.block_until_ready(pages)
+        return jax.block_until_ready(warm_up_edits(pages, self.buckets.page_counts, backend=self._backend))
 
     def compiled(
         self, pages: KVPages, bucket: Bucket, *, sampling: Any = None, embeds: Any = None, sampler_state: Any = None

@@ -77,7 +77,7 @@ class Serving:
             output = self.step(self.pages, plan)
             self.pages = output.pages
             assert output.logits is not None
-            logits.append(np.asarray(output.logits[: len(rows)]))
+            logits.append(np.asarray(output.logits)[: len(rows)])
             for request, count in zip(requests, counts, strict=True):
                 request.num_computed_tokens += count
         return logits
