@@ -85,3 +85,13 @@ def test_output_heads_are_tied_where_those_of_transformers_are(architecture: str
     known = [(ours, tied) for ours, tied in zip(found, expected, strict=True) if tied is not None]
     assert len(known) >= 9
     assert [ours for ours, _ in known] == [tied for _, tied in known]
+
+
+def test_a_flag_that_is_null_is_false_and_a_scale_that_is_null_goes_by_the_heads() -> None:
+    """As transformers computes, whatever it takes a missing key for."""
+    deepseek = small_config("DeepseekV3ForCausalLM") | {"norm_topk_prob": None, "rope_interleave": None}
+    config: Any = ModelConfig.from_dict(deepseek)
+    assert (config.experts.norm_topk, config.attention.rope_interleaved) == (False, False)
+    granite = small_config("GraniteMoeHybridForCausalLM") | {"mamba_conv_bias": None, "attention_multiplier": None}
+    config = ModelConfig.from_dict(granite)
+    assert (config.mamba.conv_bias, config.sm_scale) == (False, config.head_dim**-0.5)
