@@ -6,14 +6,15 @@ Source:  speculative decoding with a draft model (Leviathan et al., 2023, arXiv 
 A followed request has a row and blocks in the draft model's own manager. Its tokens are a copy of the target's, and
 follow them: what the target accepted is appended when the next drafts are asked for. One round goes
 
-    1  `follow`    requests that are asked for are followed, as far as blocks last; cached prefixes are hits
+    1  `follow`    requests that are asked for are followed, as far as blocks last; cached prefixes are hits. They come
+                   in order of urgency, and where one that is followed finds no blocks, the last of them gives its up
     2  `catch_up`  one step without samples: of prompts, and of other tokens that were no drafts, all but the last, at
                    most `max_num_batched_tokens` tokens together
     3  `drafts`    one token after another of those that have caught up, each from the sample before it
 
 A draft stands in no table. Its KV is written behind the request's known tokens and counts as computed once the target
-has accepted the draft; that of a rejected draft is overwritten. A round that has no blocks for a request stops
-following it: it gets no drafts until another request has given blocks up. A prompt longer than a step takes several
+has accepted the draft; that of a rejected draft is overwritten. A request that gave its blocks up is followed no more:
+it gets no drafts until another request has given blocks up. A prompt longer than a step takes several
 rounds, and gets no drafts before the last of them.
 
 Invariants (`check_invariants`):
@@ -107,7 +108,7 @@ class DraftRequests:
     def follow(
         self,
         table: RequestTable,  # the target's
-        rows: np.ndarray,  # int64[n] distinct rows of it, all of whose known tokens but the last are computed
+        rows: np.ndarray,  # int64[n] rows of it, the most urgent first, with all known tokens but the last computed
         limits: np.ndarray,  # int64[n] drafts of each at most
     ) -> tuple[DraftStep | None, np.ndarray]:
         """Follows the requests up to their newest tokens, with blocks for them and for drafts.
@@ -125,7 +126,7 @@ class DraftRequests:
         self._append(table, rows[is_followed], self._own[rows[is_followed]])
         late = self._own[rows[is_followed & (counts > 0)]]
         late, num_new = self._shares(late[self._num_left(late) > MOST_LEFT])
-        late, num_new = self._allocated(late, num_new, np.zeros_like(num_new))
+        late, num_new = self._allocated(rows, late, num_new, np.zeros_like(num_new))
         first, first_new = self._start(
             table, rows[~is_followed & (counts > 0)], self._max_num_batched_tokens - int(num_new.sum())
         )
@@ -215,21 +216,29 @@ class DraftRequests:
     def _shares(self, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The requests that catch up in this round, those with the fewest tokens first, and how many of each.
 
-        All tokens but the last, which is computed with the drafts.
+        All tokens but the last, which is computed with the drafts. The requests stay in order.
         """
         num_new = self._num_left(own) - 1
         if num_new.sum() > self._max_num_batched_tokens:
             order = np.argsort(num_new, kind="stable")
-            own, num_new = own[order], num_new[order]
-            num_new = np.minimum(num_new, self._max_num_batched_tokens - (np.cumsum(num_new) - num_new))
+            wanted = num_new[order]
+            num_new[order] = np.minimum(wanted, self._max_num_batched_tokens - (np.cumsum(wanted) - wanted))
             own, num_new = own[num_new > 0], num_new[num_new > 0]
         return own, num_new
 
     def _allocated(
-        self, own: np.ndarray, num_new: np.ndarray, lookahead: np.ndarray, *, delay_cache_blocks: bool = False
+        self,
+        rows: np.ndarray,  # int64[n] of the target, all of the round
+        own: np.ndarray,  # int64[k] own rows of some of them, in their order
+        num_new: np.ndarray,  # int64[k]
+        lookahead: np.ndarray,  # int64[k]
+        *,
+        delay_cache_blocks: bool = False,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the requests that find blocks, and their new tokens; the others are followed no more."""
-        kept = np.ones(own.size, bool)
+        """Those of the requests that find blocks, and their new tokens: while one does not, the last of `rows` goes.
+
+        Its step may be planned: that is dispatched before any that writes the blocks anew.
+        """
         start = 0
         while start < own.size:
             start += self._manager.plan_step(
@@ -239,11 +248,13 @@ class DraftRequests:
                 delay_cache_blocks=delay_cache_blocks,
             ).num_planned
             if start < own.size:
-                kept[start] = False
-                self._drop(own.item(start))
+                followed = self._own[rows]
+                last = int(followed[followed >= 0][-1])
+                self._drop(last)
                 self._is_full = self.num_followed > 0
-                start += 1
-        return own[kept], num_new[kept]
+                num_left = own.size - int(last == own[-1])
+                own, num_new, lookahead = own[:num_left], num_new[:num_left], lookahead[:num_left]
+        return own, num_new
 
     def _start(self, table: RequestTable, rows: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """Follows requests from here on, while tokens and blocks last; their own rows, and tokens of this round."""
@@ -292,7 +303,7 @@ class DraftRequests:
         ready = np.flatnonzero((own >= 0) & (counts > 0))
         ready = ready[self._num_left(own[ready]) <= MOST_LEFT]
         left = self._num_left(own[ready])
-        kept, _ = self._allocated(own[ready], left, counts[ready] - 1, delay_cache_blocks=True)
+        kept, _ = self._allocated(rows, own[ready], left, counts[ready] - 1, delay_cache_blocks=True)
         return np.where(np.isin(own, kept), counts, 0)
 
     def _drop(self, own: int) -> None:
