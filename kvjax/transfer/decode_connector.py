@@ -124,6 +124,10 @@ class DecodeConnector:
         """The request is computed here, or has ended."""
         self._tickets.pop(request_id, None)
 
+    def num_lacking(self, pages: RequestPages, ticket: Ticket) -> tuple[int, ...]:
+        """As of the writer."""
+        return self._writer.num_lacking(pages, ticket.header)
+
     def start_load(self, request_id: str, pages: RequestPages) -> None:
         """Asks for a request's tokens with the next metadata."""
         ticket = self._tickets.pop(request_id)
@@ -283,6 +287,8 @@ class DecodeRank:
             return
         stop = ticket.header.stop
         pages = request_pages(self._manager, request.row, stop - num_external_tokens, stop, self._rank)
+        for group_id, num_lacking in enumerate(self._connector.num_lacking(pages, ticket)):
+            self._manager.leave_unregistered(request, group_id, num_lacking)
         self._connector.start_load(request.request_id, pages)
 
     def request_finished(self, request: Request) -> None:

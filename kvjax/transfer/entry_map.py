@@ -33,6 +33,7 @@ class ReceivedPages:
 
     page_ids: np.ndarray  # int32[m]
     places: np.ndarray  # int32[m, entries_per_page] among the entries of all sent pages; -1: zero
+    num_lacking: int  # the pages have all of the request's entries from this one on
 
 
 def sent_pages(table: np.ndarray, entries_per_page: int, first: int, stop: int) -> SentPages:
@@ -70,8 +71,9 @@ def received_pages(
     wanted = entries // sent_entries_per_page
     rank = np.searchsorted(sent_columns, wanted)
     is_sent = (entries < stop) & np.isin(wanted, sent_columns)
+    lacking = entries[(entries < stop) & ~is_sent]
     places = np.where(is_sent, rank * sent_entries_per_page + entries % sent_entries_per_page, NOT_SENT)
-    return ReceivedPages(table[columns].astype(np.int32), places.astype(np.int32))
+    return ReceivedPages(table[columns].astype(np.int32), places.astype(np.int32), int(lacking.max(initial=-1)) + 1)
 
 
 def _check_span(table: np.ndarray, entries_per_page: int, first: int, stop: int) -> None:

@@ -26,7 +26,7 @@ from kvjax.device.placement import Placement
 from kvjax.device.rank_pages import part_of_rank
 from kvjax.device.transfers import hands_over
 from kvjax.transfer.entries import Arrays
-from kvjax.transfer.entry_map import NOT_SENT, SentPages, received_pages, sent_pages
+from kvjax.transfer.entry_map import NOT_SENT, ReceivedPages, SentPages, received_pages, sent_pages
 from kvjax.transfer.layer_pages import LayerPages, layers_of, padded_ids, read_entries, write_entries
 from kvjax.transfer.request_span import RequestPages, check_tables
 
@@ -144,30 +144,48 @@ class PageWriter:
             raise ValueError(
                 f"expected tokens of {sent.header.first} to {sent.header.stop}, got {request.first} to {request.stop}"
             )
-        headers = {layer.name: (layer, arrays) for layer, arrays in zip(sent.header.layers, sent.arrays, strict=True)}
-
-        def columns_sent(layer: LayerPages) -> Hashable:
-            header, _ = headers[layer.name]
-            return header.columns, header.entries_per_page
-
+        arrays = dict(zip((layer.name for layer in sent.header.layers), sent.arrays, strict=True))
         work = []
-        for batch in batches(self._config, tuple(self._layers.values()), columns_sent):
-            header, _ = headers[batch.layers[0].name]
-            received = received_pages(
-                request.tables[batch.group_id],
-                batch.entries_per_page,
-                *request.entries(batch.spec),
-                np.array(header.columns, np.int64),
-                header.entries_per_page,
-            )
+        for batch, received in self._received(request, sent.header):
             page_ids = padded_ids(received.page_ids, request.rank, num_data)
             places = np.full((page_ids.shape[1], batch.entries_per_page), NOT_SENT, np.int32)
             places[: len(received.places)] = received.places
-            entries = tuple(headers[layer.name][1] for layer in batch.layers)
+            entries = tuple(arrays[layer.name] for layer in batch.layers)
             work.append((batch.layers, entries, page_ids, places.reshape(-1)))
         for layers, entries, page_ids, flat in work:
             pages = write_entries(pages, layers, entries, page_ids, flat)
         return pages
+
+    def num_lacking(self, request: RequestPages, header: SentHeader) -> tuple[int, ...]:
+        """Per group the first tokens of the request of which its pages lack some; 0: they lack none.
+
+        A sender with smaller pages has released more of what left a window. Pages that lack tokens are right for the
+        request, and must not become hits (`KVCacheManager.leave_unregistered`).
+        """
+        counts = [0] * len(self._config.kv_cache_groups)
+        for batch, received in self._received(request, header):
+            counts[batch.group_id] = max(counts[batch.group_id], received.num_lacking * batch.spec.tokens_per_state)
+        return tuple(counts)
+
+    def _received(self, request: RequestPages, header: SentHeader) -> Iterator[tuple[Batch, ReceivedPages]]:
+        """Layers that are written alike, and what goes into their pages."""
+        headers = {layer.name: layer for layer in header.layers}
+
+        def columns_sent(layer: LayerPages) -> Hashable:
+            return headers[layer.name].columns, headers[layer.name].entries_per_page
+
+        for batch in batches(self._config, tuple(self._layers.values()), columns_sent):
+            one = headers[batch.layers[0].name]
+            yield (
+                batch,
+                received_pages(
+                    request.tables[batch.group_id],
+                    batch.entries_per_page,
+                    *request.entries(batch.spec),
+                    np.array(one.columns, np.int64),
+                    one.entries_per_page,
+                ),
+            )
 
 
 class Batch(NamedTuple):

@@ -33,13 +33,13 @@ from tests.models.golden_models import Golden, goldens_of, model_folder
 NUM_TOKENS = 8
 
 
-def config_of(block_size: int) -> EngineConfig:
+def config_of(block_size: int, max_num_batched_tokens: int = 64) -> EngineConfig:
     return EngineConfig(
         block_size=block_size,
         num_blocks=600,
         max_model_len=136,
         max_num_seqs=4,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_buckets=1,
         enable_prefix_caching=True,
     )
@@ -62,6 +62,7 @@ class Pair:
         server: PageServer | None = None,
         client: PageClient | None = None,
         meshes: Sequence[Mesh | None] = (None, None),  # of prefill and decode
+        max_num_batched_tokens: int = 64,
     ) -> None:
         models = {mesh: load_model(model_folder(name), "float32", mesh) for mesh in set(meshes)}
         first, second = (Placement.create(mesh) for mesh in meshes)
@@ -71,7 +72,9 @@ class Pair:
         )
         self.late_s = self.seconds_a_look = 0.0  # by which the decode side's clock is ahead, and gets ahead
         self.target = DecodeConnector(client or PageClient(), placement=second, weights_version="1", clock=self.clock)
-        self.prefill = LLMEngine(models[meshes[0]], config_of(8), mesh=meshes[0], connector=self.source)
+        self.prefill = LLMEngine(
+            models[meshes[0]], config_of(8, max_num_batched_tokens), mesh=meshes[0], connector=self.source
+        )
         self.decode = LLMEngine(models[meshes[1]], config_of(16), mesh=meshes[1], connector=self.target)
 
     def clock(self) -> float:
@@ -132,6 +135,25 @@ def test_what_one_computes_the_other_decodes(name: str) -> None:
     pair.add("r0", pair.goldens["r0"])
     pair.assert_golden(drained(pair.decode))
     assert pair.target.num_failed == len(pair.goldens) - 1
+
+
+def test_a_page_whose_sender_had_released_a_part_is_no_hit() -> None:
+    """The last of the prompt's two steps released what left its window, in pages half as long as those here."""
+    pair = Pair("gemma3", max_num_batched_tokens=72)
+    prompt, window = goldens_of("gemma3")[2].prompt[:75], 16
+    one, few = (SamplingParams(max_tokens=n, temperature=0.0) for n in (1, 6))
+    pair.prefill.add_request(prompt, one, request_id="a")
+    first = drained(pair.prefill)["a"].output_token_ids
+    pair.prefill.step()
+    ticket = pair.source.take_ticket("a")
+    assert {min(layer.columns) * layer.entries_per_page for layer in ticket.header.layers} == {0, 72 - window}
+    pair.target.expect("a", ticket)
+    pair.decode.add_request([*prompt, *first], one, request_id="a")
+    drained(pair.decode)
+
+    pair.decode.add_request(prompt[:65], few, request_id="b")  # whose first token sees 49 to 64, and pages begin at 48
+    expected = pair.prefill.generate([prompt[:65]], few)[0]
+    np.testing.assert_array_equal(drained(pair.decode)["b"].output_token_ids, expected.output_token_ids)
 
 
 def test_a_connector_of_another_mesh_is_refused() -> None:

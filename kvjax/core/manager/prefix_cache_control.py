@@ -1,7 +1,7 @@
 """What a manager does with its cached blocks as a whole: forgets some of them, or all.
 
 Flow:    a server's operators, new weights, steps that are dropped -> [PrefixCacheControl] -> pools, request table
-Source:  names of vLLM v1/core/kv_cache_manager.py; `invalidate`, `stop_registering` and `take_back_step` are ours
+Source:  names of vLLM v1/core/kv_cache_manager.py; what else it has is ours
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from kvjax.core.hashing.extra_keys import LoRARequest
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.invalidation import OriginPredicate, invalidate, origin_filter, stop_registering
 from kvjax.core.manager.prefix_hits import PrefixHits
+from kvjax.core.manager.slot_allocator import SlotAllocator
 from kvjax.core.manager.step_take_back import StepTakeBack
 from kvjax.core.pool.page_edits import PageCopies
 from kvjax.core.requests.request import Request
@@ -27,6 +28,7 @@ class PrefixCacheControl:
     groups: GroupManagers
     request_table: RequestTable
     _hits: PrefixHits
+    _slots: SlotAllocator
     _step_take_back: StepTakeBack
 
     def evict_blocks(self, block_ids: npt.ArrayLike | Iterable[int], pool_id: int = 0) -> None:
@@ -73,6 +75,19 @@ class PrefixCacheControl:
             How many requests that concerns.
         """
         return stop_registering(self.request_table, predicate)
+
+    def leave_unregistered(self, request: Request, group_id: int, num_tokens: int) -> None:
+        """No block of a group that has some of a request's first `num_tokens` tokens becomes a hit, if it is none yet.
+
+        For blocks that are right for the request and not whole: of a window, loaded without the tokens that the
+        request does not see. Call it after `allocate_slots` with `delay_cache_blocks`; groups of equal spec count
+        as one.
+
+        Raises:
+            UnknownRequestError: the manager does not hold the request.
+            ValueError: there is no such group, or more tokens than its blocks hold.
+        """
+        self._slots.leave_unregistered(request, group_id, num_tokens)
 
     def take_back_step(
         self,

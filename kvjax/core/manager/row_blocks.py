@@ -50,6 +50,7 @@ class RowBlocks:
         self._reservations = reservations
         self.idle_until = np.zeros(0, np.int64)  # [rows], -1: no request
         self.num_hit_tokens = np.zeros(0, np.int64)  # [rows] tokens of the hit that a request was admitted with
+        self.num_left_out = np.zeros(0, np.int64)  # [rows] first tokens of which some block lacks one: `keep_left_out`
         self.copy_on_write = CopyOnWrite(groups)
         self.reserve_rows()
 
@@ -61,6 +62,7 @@ class RowBlocks:
             return
         self.idle_until = np.pad(self.idle_until, (0, missing), constant_values=-1)
         self.num_hit_tokens = np.pad(self.num_hit_tokens, (0, missing))
+        self.num_left_out = np.pad(self.num_left_out, (0, missing))
         self.copy_on_write.reserve_rows(num_rows)
         if self._reservations is not None:
             self._reservations.reserve_rows(num_rows)
@@ -110,9 +112,10 @@ class RowBlocks:
 
     def share(self, row: int, new_rows: np.ndarray, num_tokens: int) -> None:
         """Lets int64[n] new rows hold what a row holds of its first `num_tokens` tokens, and reserve what it has."""
-        self.num_hit_tokens[new_rows] = 0
+        self.num_hit_tokens[new_rows], self.num_left_out[new_rows] = 0, self.num_left_out[row]
         for manager in self._groups.managers:
             manager.share_row(row, new_rows, num_tokens)
+        self.keep_left_out(new_rows)
         if self._groups.retention is not None:
             self._groups.retention.share_row(row, new_rows)
         for each in [row, *new_rows.tolist()]:
@@ -189,6 +192,14 @@ class RowBlocks:
                 if manager.block_size != self._hash_block_size:
                     hashes = self._groups.hashing.of_block_size(hashes, manager.block_size)
                 manager.cache_blocks(request, row, hashes, num_cacheable)
+
+    def keep_left_out(self, rows: np.ndarray) -> None:
+        """Counts as registered, so that they never are, the blocks of int64[n] rows that may lack tokens."""
+        if not (left_out := self.num_left_out[rows]).any():
+            return
+        for manager in self._groups.cacheable:
+            columns = np.minimum(-(-left_out // manager.block_size), manager.num_blocks[rows])
+            manager.num_cached_blocks[rows] = np.maximum(manager.num_cached_blocks[rows], columns)
 
     def free(self, row: int) -> None:
         """Releases all blocks of the row."""

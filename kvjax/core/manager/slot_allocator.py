@@ -173,6 +173,20 @@ class SlotAllocator:
         self._rows.register(request, row, self._rows.cacheable_tokens(request, row, num_computed_tokens))
         self._rows.note_idle(row)
 
+    def leave_unregistered(self, request: Request, group_id: int, num_tokens: int) -> None:
+        """`KVCacheManager.leave_unregistered`."""
+        row = self._rows.row_of(request)
+        if not 0 <= group_id < self._groups.num_groups:
+            raise ValueError(f"expected group_id in [0, {self._groups.num_groups}), got {group_id}")
+        manager, _ = self._groups.place_of_group(group_id)
+        columns = cdiv(as_count("num_tokens", num_tokens), manager.block_size)
+        if columns > manager.num_blocks[row]:
+            slots = manager.held_slots(row)
+            raise ValueError(f"group {group_id}: expected num_tokens in [0, {slots}], got {num_tokens}")
+        manager.num_cached_blocks[row] = max(manager.num_cached_blocks.item(row), columns)
+        self._rows.num_left_out[row] = max(self._rows.num_left_out.item(row), num_tokens)
+        self._rows.note_idle(row)
+
     def can_admit(
         self,
         request: Request,
@@ -249,7 +263,7 @@ class SlotAllocator:
             self._reservations.add(row, reserved_slots, reserved_blocks)
         if self._groups.retention is not None:
             self._groups.retention.note_admission(row, request.num_tokens, hit.num_shared_tokens)
-        self._rows.num_hit_tokens[row] = counts.new_computed
+        self._rows.num_hit_tokens[row], self._rows.num_left_out[row] = counts.new_computed, 0
         if total_computed:
             self._rows.add_computed(row, hit.block_ids, total_computed, has_external=counts.external > 0)
         if self._sub_block_hits is not None:

@@ -53,6 +53,7 @@ class StepTakeBack:
             num_full, block_ids = self._unwritten(manager, index)
             manager.block_pool.evict_blocks(block_ids)
             manager.num_cached_blocks[index] = np.minimum(manager.num_cached_blocks[index], num_full)
+        self._rows.keep_left_out(index)
         for row, num_tokens in zip(index[~is_new].tolist(), computed[~is_new].tolist(), strict=True):
             for manager in self._groups.managers:
                 manager.move_back(row, num_tokens)

@@ -25,6 +25,7 @@ class Load:
     first: int
     stop: int
     num_new: int  # tokens that are computed in the step which the load belongs to; 0: no step has it
+    num_lacking: int  # first tokens that do not come, where a group does not see them any more
     is_written: bool = False
 
 
@@ -170,8 +171,11 @@ class RandomLoads:
         if not num_external:
             self.running.append(request)
             return [Writes(request, num_new)]
-        load = Load(request, num_hit, stop, num_new)
+        load = Load(request, num_hit, stop, num_new, self.some(0, stop) if waits else 0)
         self.loads.append(load)
+        for group_id, _, manager, _ in self.device.groups_of(request):
+            if num_lacking := self.num_lacking(load, manager):
+                self.manager.leave_unregistered(request, group_id, num_lacking)
         is_copied_to = any(num_hit % group.block_size for group in self.setup.groups)
         if not is_copied_to and self.rng.random() < 0.5:
             self.write(load)
@@ -183,6 +187,12 @@ class RandomLoads:
         tokens += self.rng.integers(0, 2, self.some(0, 8)).tolist()
         self.requests.append(Request(f"r{self.num_made}", tokens, block_hasher=self.hasher))
         return self.requests[-1]
+
+    def num_lacking(self, load: Load, manager: Any) -> int:
+        """Of one group."""
+        num_unseen = manager.get_num_skipped_tokens(load.stop) if manager.has_stable_positions else 0
+        num_lacking = min(load.num_lacking, num_unseen)
+        return num_lacking if num_lacking > load.first and not manager.num_kept_columns else 0
 
     def write(self, load: Load) -> None:
         """What the connector does: each token where it belongs, a state after the last."""
@@ -198,6 +208,9 @@ class RandomLoads:
             if manager.has_stable_positions:
                 last = ids[(load.stop - 1) // manager.block_size]
                 self.partly_loaded.add((request.request_id, group_id, last))
+                for position in range(load.first, self.num_lacking(load, manager)):
+                    page = self.device.page(pool_id, ids[position // manager.block_size])
+                    page.pop(position % manager.block_size, None)
             else:
                 state = (group_id, request.cache_salt, tuple(request.token_ids[: load.stop].tolist()))
                 self.device.pages[pool_id, self.device.page_of_state(request, group_id, load.stop)] = {0: state}

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvjax.core import Request, build_step_plan
+from kvjax.core import BlockHasher, Request, build_step_plan
+from kvjax.errors import UnknownRequestError
 from tests.core.manager.manager_lockstep import SETUPS, Setup
 from tests.core.manager.naive_manager import NaiveGroup
 from tests.core.manager.random_loads import RandomLoads
@@ -82,3 +83,41 @@ def test_a_load_that_fails_leaves_pages_to_be_zeroed() -> None:
     manager.free(request)
     assert manager.allocate_slots(request, 10) is not None
     assert [ids.tolist() for ids in manager.take_pages_to_zero()] == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_blocks_that_lack_tokens_are_never_registered(is_dropped: bool) -> None:
+    """Not when they fill, by a child that shares them, nor by a step that is taken back; other groups' are."""
+    manager = Setup((NaiveGroup(8), NaiveGroup(8, window=3)), hash_block_size=8).manager([40])
+    request = Request("r", range(20), block_hasher=BlockHasher(8, seed="0"))
+    assert manager.allocate_slots(request, 0, num_external_computed_tokens=12, delay_cache_blocks=True) is not None
+    request.num_computed_tokens = 12
+    manager.leave_unregistered(request, 1, 10)
+    manager.cache_blocks(request, 12)
+    (child,) = manager.fork(request, 1) or ()
+    for one in (request, child):
+        assert manager.plan_step([one.row], 8).num_planned == 1
+        if is_dropped:
+            assert manager.take_back_step([one.row]) == ()
+            assert manager.plan_step([one.row], 8).num_planned == 1
+        one.num_computed_tokens = 20
+    full, window = manager.get_block_ids("r")
+    assert manager.block_pool.is_hashed[[full[0], window[1]]].tolist() == [True, False]
+    assert not manager.block_pool.is_hashed[manager.get_block_ids(child.request_id)[1][1]]
+
+
+def test_what_can_not_be_left_unregistered_is_refused() -> None:
+    manager = Setup((NaiveGroup(4),), hash_block_size=4).manager([40])
+    request = Request("r", range(10))
+    with pytest.raises(UnknownRequestError, match="expected a request that runs here"):
+        manager.leave_unregistered(request, 0, 4)
+    assert manager.allocate_slots(request, 10) is not None
+    before = manager.snapshot()
+    for group_id, num_tokens, message in [
+        (1, 4, r"expected group_id in \[0, 1\), got 1"),
+        (0, 13, r"group 0: expected num_tokens in \[0, 12\], got 13"),
+        (0, -1, "expected num_tokens >= 0, got -1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            manager.leave_unregistered(request, group_id, num_tokens)
+    assert manager.snapshot() == before
