@@ -46,7 +46,7 @@ class RandomLoads:
     requests: list[Request] = field(default_factory=list)  # all that ever were
     num_made: int = 0
     num_loaded: int = 0
-    num_dropped: int = 0
+    num_dropped: int = 0  # steps, in whole or in part
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -108,7 +108,7 @@ class RandomLoads:
             if self.rng.random() < 0.3:
                 self.running.remove(request)
                 self.give_up(request)
-        self.num_dropped += len(others + new)
+        self.num_dropped += 1
         return [part for part in parts if part.request not in others + new]
 
     def end_loads(self) -> None:
