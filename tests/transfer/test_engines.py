@@ -209,12 +209,16 @@ class FaultyArrival:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_random_faults_and_aborts_change_no_token_and_leak_no_block(seed: int) -> None:
-    """Requests come, load and end in any order; those that are aborted come again, half of them without a ticket."""
+    """Requests come, load and end in any order; those that are aborted come again, half of them without a ticket.
+
+    Some give way while their entries are on their way.
+    """
     peer = FaultyPeer(seed)
     pair = Pair("gemma3", peer, peer)  # type: ignore[arg-type]
     pair.seconds_a_look = 5.0
     pair.compute_prompts()
     tickets = {request_id: pair.source.take_ticket(request_id) for request_id in pair.goldens}
+    scheduler, num_cancelled = pair.decode._core.loop.scheduler, 0
     for _ in range(6):
         results: dict[str, GenerationResult] = {}
         for request_id, golden in pair.goldens.items():
@@ -223,6 +227,9 @@ def test_random_faults_and_aborts_change_no_token_and_leak_no_block(seed: int) -
         while pair.decode.has_work:
             results |= {result.request_id: result for result in pair.decode.step().results.values()}
             left = [request_id for request_id in pair.goldens if request_id not in results]
+            if (num_loading := scheduler.num_loading) and peer.rng.random() < 0.1:
+                scheduler.preempt_last()
+                num_cancelled += num_loading - scheduler.num_loading
             if left and peer.rng.random() < 0.2:
                 request_id = str(peer.rng.choice(left))
                 pair.decode.abort(request_id)
@@ -232,6 +239,8 @@ def test_random_faults_and_aborts_change_no_token_and_leak_no_block(seed: int) -
         pair.assert_golden(results)
         if peer.rng.random() < 0.7:
             pair.decode.reset()
+            scheduler = pair.decode._core.loop.scheduler
+    assert num_cancelled > 0
     assert peer.num_faults > 5
     assert pair.target.num_failed > 0
 
