@@ -3,8 +3,9 @@
 Flow:    EngineRequest -> [RankLoops.add: a rank] -> HostLoop of the rank -> RankSteps -> device -> StepOutputs of all
 Source:  a scheduler over one block pool per data rank: tpu-inference; docs/parallelism.md
 
-A request goes to the rank where it ends soonest: that with the fewest tokens to hold and compute, its own that the
-rank has not cached included; of equal ones to the first. Samples of one prompt go together. A request stays there.
+A request goes to the rank where it ends soonest: that with the fewest tokens to hold and compute, its own that the rank
+has not cached included. Less urgent requests that wait do not count. Of equal ranks it goes to the first. Samples of
+one prompt go together. A request stays there.
 All of it follows from the order of calls alone, so processes that see the same calls choose the same.
 """
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from kvjax.core import KVCacheManager, Request
 from kvjax.core.manager.pins import PinnedPrefix
-from kvjax.engine.engine_request import EngineRequest
+from kvjax.engine.engine_request import EngineRequest, RequestStatus
 from kvjax.engine.host_loop import HostLoop, HostStep
 from kvjax.engine.outputs import GenerationResult, StepOutputs, TopLogprobs
 from kvjax.engine.sampling_table import SamplingTable
@@ -162,13 +163,8 @@ class RankLoops:
 
     def pick_rank(self, request: EngineRequest) -> int:
         """The rank where the request ends soonest."""
-        costs = [self._load(loop) - loop.manager.get_computed_blocks(request.request)[1] for loop in self.by_rank]
+        costs = [_load(loop, request) - loop.manager.get_computed_blocks(request.request)[1] for loop in self.by_rank]
         return int(np.argmin(costs))
-
-    @staticmethod
-    def _load(loop: HostLoop) -> int:
-        """Tokens that a rank's unfinished requests may come to hold."""
-        return sum(request.max_total_tokens for request in loop.requests.values())
 
     def rank_of(self, request_id: str) -> int:
         """Where an unfinished request is.
@@ -249,6 +245,13 @@ class RankLoops:
         """The outputs that loops before these could not return."""
         outputs = [loop.deliver() for loop in self.by_rank if loop.undelivered is not None]
         return join_outputs(outputs)
+
+
+def _load(loop: HostLoop, request: EngineRequest) -> int:
+    """Tokens that requests of a rank may come to hold before or beside another one."""
+    others = loop.requests.values()
+    waiting = RequestStatus.WAITING
+    return sum(one.max_total_tokens for one in others if one.status is not waiting or one.urgency < request.urgency)
 
 
 def part_of(array: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:

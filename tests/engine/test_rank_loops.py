@@ -38,10 +38,10 @@ class Fleet:
         engines = [FakeEngine(**options) for _ in range(num_ranks)]
         return cls(engines, RankLoops([engine.loop for engine in engines], num_step_stats=1_000), FakeEngine())
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, n: int = 1) -> int:
+    def add(self, request_id: str, prompt: list[int], max_tokens: int, n: int = 1, priority: int = 0) -> int:
         """The rank that the request went to."""
         before = len(self.maker.requests)
-        self.maker.add(request_id, prompt, max_tokens, n=n)
+        self.maker.add(request_id, prompt, max_tokens, n=n, priority=priority)
         samples = list(self.maker.requests.values())[before:]
         self.loops.add(samples)
         return self.loops.rank_of(samples[0].request_id)
@@ -67,6 +67,17 @@ class Fleet:
                 tokens[name].append(token)
         assert all(manager.usage == 0 for manager in self.loops.managers)
         return tokens
+
+
+def test_less_urgent_requests_that_wait_are_in_nobodys_way() -> None:
+    """Those that run are, and so are more urgent ones."""
+    fleet = Fleet.of(2, max_num_seqs=1)
+    assert [fleet.add("a", [1], 9), fleet.add("b", [2], 8)] == [0, 1]
+    fleet.step()
+    assert fleet.add("late", [3], 60, priority=2) == 1
+    assert fleet.add("urgent", [4], 20, priority=1) == 1
+    assert fleet.add("later", [5], 5, priority=2) == 0
+    fleet.run()
 
 
 @pytest.mark.parametrize(("num_ranks", "num_blocks"), [(2, 20), (3, 64)])
