@@ -19,7 +19,7 @@ broken off when all its tokens were with their requests are returned by the next
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
@@ -60,6 +60,14 @@ class EngineCore:
         self._agreement = agreement
         self._max_steps_in_flight = max_steps_in_flight
         self._is_whole = True
+
+    @property
+    def ids_in_use(self) -> Container[str]:
+        """Of requests that are unfinished, or have ended in a step whose outputs nobody has yet."""
+        undelivered = self.loop.undelivered
+        if undelivered is None or undelivered.outputs is None:
+            return self.loop.requests
+        return {*self.loop.requests, *(result.request_id for result in undelivered.outputs.results.values())}
 
     def step(self) -> StepOutputs:
         """Runs one step, after those of closed inboxes are aborted; its outputs go to all inboxes too.

@@ -329,7 +329,7 @@ class LLMEngine(EngineLifeCycle):
     ) -> None:
         """Raises ValueError if `add_request` would refuse the prompt: to know before a long warm-up."""
         given = GivenInputs(encoder_features, embeddings, prompt_positions, cache_salt, lora_name, priority)
-        samples = self._maker.make(prompt, params, request_id, given, self._loop.requests)
+        samples = self._maker.make(prompt, params, request_id, given, self._core.ids_in_use)
         self.scheduler.check_fits(samples[0])
 
     def abort(self, request_id: str) -> GenerationResult:
@@ -453,7 +453,7 @@ class LLMEngine(EngineLifeCycle):
         """Queues the samples of a prompt; the id of the first."""
         self._check_awake()
         check_names("inputs of a prompt", given, GivenInputs.__dataclass_fields__)
-        samples = self._maker.make(prompt, params, request_id, GivenInputs(**given), self._loop.requests)
+        samples = self._maker.make(prompt, params, request_id, GivenInputs(**given), self._core.ids_in_use)
         self.scheduler.check_fits(samples[0])
         with self._core.changing():
             if inbox is not None:

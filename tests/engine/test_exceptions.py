@@ -153,6 +153,22 @@ WHENEVER = pytest.mark.parametrize(
 )
 
 
+def test_the_id_of_a_request_whose_end_nobody_has_heard_of_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next step would return its result as that of the other one."""
+    engine = make_engine(async_scheduling=False)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=1), request_id="a")
+    with monkeypatch.context() as patch:
+        plant(patch, "kvjax.engine.host_loop.HostLoop.end_step", {0: RuntimeError}, "after")
+        with pytest.raises(RuntimeError, match="planted"):
+            engine.step()
+    assert engine.num_unfinished == 0
+    with pytest.raises(ValueError, match="request id 'a' is in use"):
+        engine.add_request([4], request_id="a")
+    assert [result.request_id for result in engine.step().results.values()] == ["a"]
+    engine.add_request([4], SamplingParams(max_tokens=1), request_id="a")
+    step_until_idle(engine, {"a": []}, {})
+
+
 @pytest.mark.parametrize(
     "target", ["kvjax.engine.host_loop.build_step_plan", "kvjax.engine.model_runner.ModelRunner.dispatch"]
 )
