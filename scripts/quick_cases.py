@@ -25,7 +25,8 @@ SHARES = {
     "tests/core/manager/test_step_planner.py::test_a_planned_step_equals_its_calls": 2,
     "tests/core/save/test_manager_state.py::test_restored_and_continued_equals_continued": 2,
     "tests/models/test_families.py::test_prefill_and_decoding_are_hugging_faces": 3,
-    "tests/pallas_kernels/test_flags.py::test_an_op_computes_the_same": 120,
+    "tests/device/test_flags.py::test_a_step_computes_the_same": 2,
+    "tests/pallas_kernels/test_flags.py::test_an_op_computes_the_same": 220,
     "tests/pallas_kernels/test_flags.py::test_an_op_is_the_same_program": 30,
 }
 RAGGED, LATENT, SPARSE = (f"tests/pallas_kernels/{op}_attention" for op in ("ragged_paged", "mla_paged", "sparse_mla"))
@@ -49,6 +50,7 @@ SWEPT = (
     "tests/engine/test_speculation_sampling.py::test_every_seed_gives_the_tokens_that_it_gives_without_drafts",
     "tests/models/test_families_on_devices.py::test_four_devices_give_the_same_tokens",
     "tests/models/test_families_speculation.py::test_a_draft_model_of_random_weights_changes_no_token",
+    "tests/models/test_flags.py::test_a_family_computes_the_same",
     "tests/pallas_kernels/compressor_update/test_kernel_tpu.py::test_a_planted_race_is_found",
     "tests/scripts/test_kernel_tuning.py::test_tuning_writes_what_compiles_best",
 )

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.device import Bucket, Buckets, UpdateStep, create_pages, make_update_step
+from kvjax.device import Bucket, Buckets, KVPages, UpdateStep, create_pages, make_update_step
 from kvjax.device.page_ops import gather_pages, scatter_pages
 from tests.device.test_step_cuts import Serving
 from tests.device.toy import VOCAB, ToyHost, ToyModel, sample, toy_config
@@ -25,9 +25,9 @@ def toy_step(model: ToyModel) -> UpdateStep:
     return make_update_step(model, toy_config(), BUCKETS, sample_fn=sample, return_logits=True)
 
 
-def serve(step: UpdateStep) -> list[Any]:
+def serve(step: UpdateStep, pages: KVPages) -> list[Any]:
     """A prompt, then decoding, after warm-up; pages gathered and scattered at the end."""
-    pages = step.warmup(create_pages(toy_config()), sampling={"offset": np.zeros(1, np.int32)})
+    pages = step.warmup(pages, sampling={"offset": np.zeros(1, np.int32)})
     host, kept = ToyHost(toy_config()), []
     host.add(0, np.random.default_rng(0).integers(0, VOCAB, 12).astype(np.int32))
     previous = None
@@ -54,18 +54,18 @@ def toy() -> tuple[ToyModel, list[Any], int]:
     """A model, and what its steps give without a flag, of how many programs."""
     model = ToyModel()
     step = toy_step(model)
-    return model, serve(step), step.num_compiled
+    return model, serve(step, create_pages(toy_config())), step.num_compiled
 
 
 @every_flag
-@pytest.mark.parametrize("is_made_before", [False, True])
+@pytest.mark.parametrize("is_made_before", [True, False])
 def test_a_step_computes_the_same(toy: tuple[ToyModel, list[Any], int], flag: str, is_made_before: bool) -> None:
-    """Whether the flag was set when the step was made, or later; warm-up compiles all that there is."""
+    """Whether the flag was set when step and pages were made, or later; warm-up compiles all that there is."""
     model, expected, num_compiled = toy
-    step = toy_step(model) if is_made_before else None
+    made = (toy_step(model), create_pages(toy_config())) if is_made_before else None
     with FLAGS[flag]():
-        step = step or toy_step(model)
-        got = serve(step)
+        step, pages = made or (toy_step(model), create_pages(toy_config()))
+        got = serve(step, pages)
     assert_same(got, expected, flag)
     if flag != "jax_disable_jit":
         assert step.num_compiled == num_compiled
@@ -82,12 +82,12 @@ def chained() -> tuple[Serving, list[np.ndarray]]:
 
 
 @every_flag
-@pytest.mark.parametrize("is_made_before", [pytest.param(False, marks=pytest.mark.sweep), True])
+@pytest.mark.parametrize("has_run", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_a_chain_of_programs_computes_the_same(
-    chained: tuple[Serving, list[np.ndarray]], flag: str, is_made_before: bool
+    chained: tuple[Serving, list[np.ndarray]], flag: str, has_run: bool
 ) -> None:
-    """Its pieces were compiled before the flag was set, or not."""
+    """Its pieces were cut and compiled before the flag was set, or not."""
     serving, expected = chained
+    serving = serving if has_run else Serving(12, cut_layers=True)
     with FLAGS[flag]():
-        serving = serving if is_made_before else Serving(12, cut_layers=True)
         assert_same(serving.run(COUNTS, seed=0), expected, flag)

@@ -95,6 +95,7 @@ def test_an_op_is_the_same_program(backend: str, name: str, flag: str) -> None:
         assert str(outcome(jax.make_jaxpr(function), arguments)) == expected
 
 
+@pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("flag", FLAGS)
 @every_case
 @every_backend
