@@ -21,6 +21,11 @@ def non_negative_int(text: str) -> int:
     return _checked(text, lambda: int(text.replace(",", "_")), lambda value: value >= 0, "an integer >= 0")
 
 
+def interval(text: str) -> int | str:
+    """`auto`, or an integer >= 0."""
+    return text if text == "auto" else non_negative_int(text)
+
+
 def positive_float(text: str) -> float:
     """A finite number > 0."""
     return _checked(text, lambda: float(text), lambda value: 0 < value < float("inf"), "a number > 0")

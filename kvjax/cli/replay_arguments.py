@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kvjax.cli.arguments import byte_size, non_negative_float, non_negative_int, positive_float, positive_int
+from kvjax.cli.arguments import byte_size, interval, non_negative_float, positive_float, positive_int
 from kvjax.configs import known_models, load_model_config
 from kvjax.core.eviction import FREE_ORDERS
 from kvjax.core.hashing.block_hash import ALGORITHMS
@@ -27,6 +27,7 @@ from kvjax.replay import (
 )
 from kvjax.replay.readers.reading import AS_IT_SAYS, DEFAULT_USERS
 from kvjax.replay.readers.values import UNITS
+from kvjax.replay.trace import cut_tails
 
 DEFAULT_MODEL = "llama-3-8b"
 DEFAULT_MEMORY_BYTES = 52 * 2**30  # what an H100 has left beside the weights of the default model
@@ -53,6 +54,11 @@ def add_reading_arguments(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument(
         "--time-unit", choices=UNITS, help="of a trace's timestamps (default: s if any has a fraction, else ms)"
+    )
+    group.add_argument(
+        "--whole-blocks",
+        action="store_true",
+        help="cut prompts to whole hash blocks and a token of their own: what a trace says is shared, no more",
     )
     group.add_argument(
         "--users",
@@ -118,10 +124,10 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--retention-interval",
-        type=non_negative_int,
+        type=interval,
         metavar="N",
-        help="cache windows and recurrent states only where requests end or part, and every N tokens (0: nowhere else; "
-        "default: everywhere)",
+        help="keep windows, chunks and recurrent states where requests end or part, and every N tokens (0: nowhere "
+        "else; auto: 512 or more; default: everywhere)",
     )
     group.add_argument("--free-order", choices=FREE_ORDERS, default="append", help="of lru (default: append)")
 
@@ -208,6 +214,8 @@ def trace_of(args: argparse.Namespace) -> tuple[Sequence[TraceRequest], str | No
     told: list[str] = []
     trace = read_trace(args.trace, args.num_requests, reading_of(args), told.append)
     print(*told)
+    if args.whole_blocks:
+        trace = cut_tails(trace)
     return trace, told[0]
 
 

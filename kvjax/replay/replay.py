@@ -54,7 +54,7 @@ class ReplayConfig:
     hash_algorithm: str = "sha256_cbor"
     free_order: str = "append"
     eviction_policy: str = "lru"  # of REPLAY_POLICIES
-    retention_interval: int | None = None  # tokens between checkpoints of windows and states; None: all are cached
+    retention_interval: int | str | None = None  # tokens between checkpoints of windows, chunks and states; None: all
     serial: bool = False
     platform: str = "gpu"
     tensor_parallel: int = 1
@@ -112,8 +112,8 @@ def run_replay(
         raise ValueError(f"expected eviction_policy of {', '.join(REPLAY_POLICIES)}, got {config.eviction_policy!r}")
     if record_to is not None and config.eviction_policy == "belady":
         raise NotImplementedError(
-            "expected eviction_policy of lru, slru, cost to record calls, got 'belady': it decides by the trace, which "
-            "a record of calls does not hold"
+            f"expected eviction_policy of {', '.join(EVICTION_POLICIES)} to record calls, got 'belady': it decides by "
+            "the trace, which a record of calls does not hold"
         )
     if not trace:
         raise ValueError("expected a trace of at least one request, got none")

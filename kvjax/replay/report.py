@@ -95,8 +95,9 @@ def _what(result: ReplayResult) -> str:
         all_requests = count_of(result.num_requests, "request")
         lines.insert(0, f"interrupted after {result.num_done:,} of {all_requests}; until then:")
     if config.retention_interval is not None:
-        every = f", and every {config.retention_interval:,} tokens" if config.retention_interval else ""
-        lines.append(f"windows and states are cached where requests end or part{every}")
+        tokens = config.retention_interval
+        every = f", and every {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
+        lines.append(f"windows, chunks and states are kept where requests end or part{every}")
     if not config.serial:
         lines.append(f"speed model: {config.speed.describe()}")
     if recorder.refused:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,16 @@ class TraceRequest:
         starts = np.array(self.hash_ids, np.int32) * np.int32(self.hash_block_size)
         tokens = starts[:, None] + np.arange(self.hash_block_size, dtype=np.int32)
         return tokens.reshape(-1)[: self.input_length]
+
+
+def cut_tails(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Prompts of whole hash blocks and a token of their own: a trace does not say what two share below that."""
+    first_own = 1 + max(max(request.hash_ids, default=0) for request in requests)
+    return [
+        replace(request, input_length=whole * request.hash_block_size + 1, hash_ids=(*request.hash_ids[:whole], own))
+        for own, request in enumerate(requests, first_own)
+        for whole in [request.input_length // request.hash_block_size]
+    ]
 
 
 def write_trace(requests: Sequence[TraceRequest], path: str | Path) -> None:

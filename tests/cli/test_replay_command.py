@@ -302,7 +302,7 @@ def test_windows_and_states_are_cached_where_hits_end(
         path = tmp_path / "out.json"
         out = run(capsys, trace, "--serial", "--model", "gpt-oss-120b", *options, "--json", path)
         found.append(json.loads(path.read_text()))
-        assert ("windows and states are cached where requests end or part" in out) == bool(options)
+        assert ("windows, chunks and states are kept where requests end or part" in out) == bool(options)
     assert [data["retention_interval"] for data in found] == [None, 0]
     assert found[1]["registered_blocks"] < 0.8 * found[0]["registered_blocks"]
 

@@ -320,7 +320,7 @@ def test_an_engine_compiles_its_steps_with_its_options() -> None:
         ({"num_blocks": None}, "got None and None"),
         ({"watermark": 1.0}, r"watermark in \[0, 1\), got 1.0"),
         ({"seed": -1}, "seed in"),
-        ({"eviction_policy": "fifo"}, "expected eviction_policy of lru, slru, cost, got 'fifo'"),
+        ({"eviction_policy": "fifo"}, "expected eviction_policy of probation, lru, slru, cost, got 'fifo'"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:

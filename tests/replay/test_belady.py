@@ -127,11 +127,11 @@ def test_block_sizes_that_cut_across_the_traces_are_refused() -> None:
 
 def test_it_is_not_recorded(tmp_path: Path) -> None:
     config = ReplayConfig(specs(64), num_blocks=100, eviction_policy="belady")
-    with pytest.raises(NotImplementedError, match=r"expected eviction_policy of lru, slru, cost to record .*'belady'"):
+    with pytest.raises(NotImplementedError, match=r"expected eviction_policy of probation, .* to record .*'belady'"):
         run_replay(random_trace(0, 5), config, record_to=tmp_path / "calls")
     assert not (tmp_path / "calls").exists()
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected eviction_policy of lru, slru, cost, belady, got 'fifo'"):
+    with pytest.raises(ValueError, match="expected eviction_policy of probation, lru, slru, cost, belady, got 'fifo'"):
         hit_tokens(random_trace(0, 5), "fifo", 100)

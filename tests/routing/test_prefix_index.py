@@ -120,7 +120,7 @@ def test_hits_of_hybrids_are_the_managers(name: str, over_the_wire: bool) -> Non
     assert followed.num_hits > 25
 
 
-@pytest.mark.parametrize("name", DEPLOYMENTS.keys() - INSIDE_BLOCKS)
+@pytest.mark.parametrize("name", sorted(DEPLOYMENTS.keys() - INSIDE_BLOCKS))
 def test_hits_of_every_kind_and_option_are_the_managers(name: str) -> None:
     Followed(DEPLOYMENTS[name], seed=11).run(60, 30)
 

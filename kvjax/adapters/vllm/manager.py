@@ -23,6 +23,7 @@ from kvjax.adapters.vllm.requests import KnownRequests
 from kvjax.adapters.vllm.residency import forward_residency
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager as CoreManager
+from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.manager.shared_prefix import find_shared_prefix
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
@@ -58,7 +59,7 @@ class KVCacheManager:
         self._release = release
         self._rules = release.rules
         options = _core_arguments(given, release) | dict(self.core_options)
-        if options.get("eviction_policy", "lru") != "lru":
+        if options["eviction_policy"] != "lru":
             options["free_order"] = "append"  # the order is the policy's own
         check_retention(config, given)
         self._core = core = CoreManager(**options)
@@ -400,7 +401,7 @@ def _core_arguments(given: Mapping[str, Any], release: Release) -> dict[str, Any
     """What kvjax's manager is made with, of what vLLM's is made with."""
     config, collector, rules = given["kv_cache_config"], given["metrics_collector"], release.rules
     in_flight = given.get("max_in_flight_tokens", given.get("max_num_batched_tokens"))
-    return {
+    return ManagerOptions.vllm(rules.preset) | {
         "kv_cache_config": translate_config(config, release, given["dcp_world_size"]),
         "max_model_len": given["max_model_len"],
         "hash_block_size": given["hash_block_size"],
@@ -411,10 +412,6 @@ def _core_arguments(given: Mapping[str, Any], release: Release) -> dict[str, Any
         "pcp_world_size": 1 if rules.shards_by_group else given["pcp_world_size"],
         "metrics_collector": None if collector is None else forward_residency(collector),
         "max_in_flight_tokens": in_flight,
-        "free_order": rules.free_order,
-        "coarse_hash_mode": rules.coarse_hash_mode,
-        "retention_ends": rules.retention_ends,
-        "defer_fresh_hits": True,
         "zero_new_pages": bool(getattr(config, "needs_kv_cache_zeroing", False)),
         "retention_interval": getattr(config, "prefix_cache_retention_interval", None),
     }

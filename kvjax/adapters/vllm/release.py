@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,33 +40,28 @@ REQUEST_ATTRIBUTES = (
 class Rules:
     """What a release does that its signatures do not say; docs/vllm-differences.md has the reasons."""
 
-    free_order: str
-    coarse_hash_mode: str
+    preset: str  # of `ManagerOptions.vllm`
     tells_shared_prefix: bool  # get_computed_blocks returns the length that other groups have cached, too
     counts_lookups: bool  # get_computed_blocks counts; else the scheduler does (record_prefix_cache_stats)
     shares_prefixes: bool  # get_num_common_prefix_blocks counts; else all zeros
-    retention_ends: str = "all"  # which ends of a prompt sparse caching keeps
     shards_by_group: bool = False  # specs say whether ranks of decode context parallelism share their tokens
     request_attributes: tuple[str, ...] = REQUEST_ATTRIBUTES
 
 
 BASE = Rules(
-    free_order="append",
-    coarse_hash_mode="concat",
+    preset="0.16.0",
     tells_shared_prefix=False,
     counts_lookups=True,
     shares_prefixes=True,
 )
 RULES = {
     "0.16": BASE,
-    "0.22": BASE,
+    "0.22": replace(BASE, preset="0.22.1"),
     "0.33": Rules(
-        free_order="uncached_first",
-        coarse_hash_mode="last",
+        preset="0.33.0",
         tells_shared_prefix=True,
         counts_lookups=False,
         shares_prefixes=False,
-        retention_ends="resent",
         shards_by_group=True,
         request_attributes=(*REQUEST_ATTRIBUTES, "num_in_flight_tokens", "shared_prefix_boundary"),
     ),

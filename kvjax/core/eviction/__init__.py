@@ -7,6 +7,7 @@ from kvjax.core.eviction.cost_aware import CostAwarePolicy
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.lru import LRUPolicy
 from kvjax.core.eviction.policy import EvictionPolicy
+from kvjax.core.eviction.probation_lru import ProbationLRUPolicy
 from kvjax.core.eviction.registry import (
     EVICTION_POLICIES,
     FREE_ORDERS,
@@ -24,6 +25,7 @@ __all__ = [
     "EvictionPolicyFactory",
     "HashedBlocks",
     "LRUPolicy",
+    "ProbationLRUPolicy",
     "SegmentedLRUPolicy",
     "StepFlow",
     "make_eviction_policy",

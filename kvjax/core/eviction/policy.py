@@ -32,9 +32,16 @@ class EvictionPolicy(abc.ABC):
     """
 
     is_told_of_use: ClassVar[bool] = False  # whether the pool calls `note_registered`, `note_hit` and `note_forgotten`
+    knows_probation: ClassVar[bool] = False  # whether `note_probation` and `note_lasting` change the order
+    is_told_of_registrations: ClassVar[bool] = True  # False: told of use, it does without `note_registered`
 
     def __init__(self, index: HashedBlocks) -> None:
         self.index = index  # who has which hash; `index.is_hashed` is bool[num_blocks]
+
+    @property
+    def is_told_of_contents(self) -> bool:
+        """Whether the pool calls `note_registered`."""
+        return self.is_told_of_use and self.is_told_of_registrations
 
     @property
     def num_blocks(self) -> int:
@@ -82,6 +89,18 @@ class EvictionPolicy(abc.ABC):
 
     def note_registered(self, ids: np.ndarray, starts: np.ndarray, block_size: int) -> None:
         """Held blocks got hashes: each caches `block_size` tokens from the token number `starts` (int64[n]) on."""
+        return
+
+    def note_probation(self, ids: np.ndarray) -> None:
+        """Registered blocks that a checkpoint keeps which nobody asked for yet: until a hit they are worth least."""
+        return
+
+    def note_lasting(self, ids: np.ndarray) -> None:
+        """Registered blocks, free or held, are needed where a request ended: they are on probation no more."""
+        return
+
+    def note_step_planned(self) -> None:
+        """What follows is another step, or a request was freed."""
         return
 
     def note_hit(self, ids: np.ndarray) -> None:

@@ -11,10 +11,11 @@ from kvjax.core.eviction.cost_aware import CostAwarePolicy
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.lru import LRUPolicy
 from kvjax.core.eviction.policy import EvictionPolicy
+from kvjax.core.eviction.probation_lru import ProbationLRUPolicy
 from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
 
 FREE_ORDERS = ("append", "uncached_first")
-EVICTION_POLICIES = ("lru", "slru", "cost")
+EVICTION_POLICIES = ("probation", "lru", "slru", "cost")
 EvictionPolicyFactory = Callable[[HashedBlocks], EvictionPolicy]
 
 
@@ -34,6 +35,8 @@ def make_eviction_policy(
         raise ValueError(
             f"expected free_order='append' with eviction_policy={policy!r}, got {free_order!r}: only 'lru' has a choice"
         )
+    if policy == "probation":
+        return ProbationLRUPolicy(index)
     if policy == "slru":
         return SegmentedLRUPolicy(index)
     if policy == "cost":

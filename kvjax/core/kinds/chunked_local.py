@@ -18,7 +18,6 @@ import numpy as np
 
 from kvjax.core.kinds.local_attention import LocalAttentionManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 
@@ -53,6 +52,7 @@ class ChunkedLocalAttentionManager(LocalAttentionManager):
     """Releases the blocks of a chunk when the next begins; a hit needs those of its last, unfinished chunk."""
 
     supports_eagle: ClassVar[bool] = False
+    hit_size_varies: ClassVar[bool] = True
 
     kv_cache_spec: ChunkedLocalAttentionSpec
 
@@ -70,7 +70,3 @@ class ChunkedLocalAttentionManager(LocalAttentionManager):
         """Computed tokens at which the first chunk begins that starts after the block `first_live`."""
         chunk = self.kv_cache_spec.attention_chunk_size
         return -(-(first_live + 1) * self.block_size // chunk) * chunk
-
-    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """None: lengths in a chunk need unlike numbers of blocks."""
-        return NO_CHECKPOINT

@@ -92,7 +92,7 @@ class ColumnManager(SingleTypeKVCacheManager):
 
     def attach(self, rows: np.ndarray, columns: np.ndarray, block_ids: np.ndarray) -> Entries:
         """Writes int32[G, k] new blocks into the tables at int64[k] rows and columns, and returns these."""
-        if self._table.num_columns < self._max_columns:
+        if self._table.num_columns < self.max_columns:
             self._table.reserve_columns(int(np.maximum.reduce(columns)) + 1)
         self.block_tables[:, rows, columns] = block_ids
         return rows, columns, block_ids

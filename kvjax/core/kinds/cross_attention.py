@@ -19,7 +19,6 @@ import numpy as np
 from kvjax.core.kinds.columns import ColumnManager
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 from kvjax.core.tables.column_runs import NO_RUNS
@@ -93,10 +92,6 @@ class CrossAttentionManager(ColumnManager):
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """None: every request has an encoder input of its own."""
         return [0] * self.num_groups
-
-    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """None: there are no hits."""
-        return NO_CHECKPOINT
 
     def worst_case_blocks(self, num_slots: int) -> int:
         """Blocks of the longest encoder input."""

@@ -13,7 +13,6 @@ import numpy as np
 from kvjax.core.kinds.positional import PositionalManager
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import NEVER, IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 
@@ -100,10 +99,6 @@ class WholePrefixManager(PositionalManager):
             first = _num_leading(is_candidate)
             counts.append(_num_leading((table[running, :first] == ids[:first]).all(axis=0)) if first else 0)
         return counts
-
-    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """None: a hit needs every block before its end."""
-        return NO_CHECKPOINT
 
 
 @final

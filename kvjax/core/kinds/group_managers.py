@@ -17,9 +17,10 @@ from typing import TypeVar
 import numpy as np
 
 from kvjax.core.hashing.block_hashing import BlockHashing
+from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNeed
 from kvjax.core.kinds.manager_settings import ManagerSettings
 from kvjax.core.kinds.registry import manager_class_of
-from kvjax.core.kinds.retention import Retention, SegmentEnds
+from kvjax.core.kinds.retention import AUTO, Retention, default_interval
 from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.kinds.state_steps import StateSteps
 from kvjax.core.pool.block_pool import BlockPool
@@ -118,25 +119,53 @@ class GroupManagers:
     def _make_retention(self) -> Retention | None:
         """Checkpoints for all managers that can do with them; None: everything is registered."""
         interval = self.settings.retention_interval
+        if interval == AUTO:
+            interval = self._default_interval()
         if interval is None:
             return None
+        assert isinstance(interval, int)  # as ManagerOptions checked
         if not self.settings.enable_caching:
             raise ValueError(f"expected enable_caching=True with retention_interval, got {interval} without caching")
         if self.settings.sub_block_hits:
             raise NotImplementedError(f"retention_interval={interval} does not work with sub_block_hits=True")
         pairs = list(zip(self.managers, self.drops_last_block, strict=True))
         dropped = [manager.block_size * drops for manager, drops in pairs if manager.is_prefix_cacheable]
-        retention = Retention(interval, self.alignment, max(dropped, default=0), self.settings.retention_ends)
-        for manager, drops in pairs:
-            manager.retain(retention, drops, self.needs_last_block)
-        return retention
+        return Retention(interval, self.alignment, max(dropped, default=0), self.settings.retention_ends)
+
+    def _default_interval(self) -> int | None:
+        """Where a kind forgets and hits are of whole blocks; None elsewhere."""
+        settings = self.settings
+        forgets = any(not manager.hits_are_prefix_closed for manager in self.cacheable)
+        if forgets and settings.enable_caching and not settings.sub_block_hits:
+            return default_interval(self.alignment)
+        return None
 
     def _register_what_hits_need(self) -> None:
-        """Where nothing else is asked for, lets managers register only what a hit of whole blocks can use."""
-        settings = self.settings
-        if settings.enable_caching and self.retention is None and not settings.sub_block_hits:
-            for manager, drops in self.cacheable_lookups:
-                manager.retain(SegmentEnds(self.alignment), drops, self.needs_last_block)
+        """Lets managers of kinds that forget register only what a hit at a checkpoint, or of whole blocks, can use."""
+        retention = self.retention
+        if not self.settings.enable_caching or self.settings.sub_block_hits:
+            return
+        keeps_varying = retention is None or retention.is_vllms
+        for manager, drops in self.cacheable_lookups:
+            if not (manager.hits_are_prefix_closed or (manager.hit_size_varies and keeps_varying)):
+                manager.retain(self._checkpoints_of(manager, drops))
+
+    def _checkpoints_of(self, manager: SingleTypeKVCacheManager, drops_last_block: bool) -> CheckpointColumns:
+        """What hits of a manager's kind need: on probation where its pool's policy knows that, else left out."""
+        need = CheckpointNeed(
+            manager.block_size,
+            manager.count_skipped_tokens,
+            self.settings.max_model_len + self.alignment,
+            num_before=int(self.needs_last_block),
+            num_after=int(drops_last_block and manager.needs_dropped_block),
+            num_first=manager.num_kept_columns,
+        )
+        retention = self.retention
+        if retention is None:
+            return CheckpointColumns(need, self.alignment, manager.max_columns, None)
+        has_probation = not retention.is_vllms and manager.block_pool.eviction_policy.knows_probation
+        interval = self.alignment if has_probation else retention.interval
+        return CheckpointColumns(need, interval, manager.max_columns, retention, has_probation)
 
     def lookup_limit(self, manager: SingleTypeKVCacheManager, length: int, max_length: int, num_hashed: int) -> int:
         """Tokens that a manager whose hits drop a block looks at, for a hit of at most `length` tokens.

@@ -19,7 +19,7 @@ class ManagerSettings:
     same_step_hits: bool = True
     reserve: bool = False
     sub_block_hits: bool = False
-    retention_interval: int | None = None
+    retention_interval: int | str | None = None
     retention_ends: str = "all"
     defer_fresh_hits: bool = False
 

@@ -32,7 +32,6 @@ import numpy as np
 from kvjax.core.kinds.manager_settings import TableLayout
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
-from kvjax.core.kinds.retention import CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import (
     NEVER,
     Entries,
@@ -155,10 +154,6 @@ class RecurrentManager(SingleTypeKVCacheManager):
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """None: a state is no prefix."""
         return [0] * self.num_groups
-
-    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """The state at the end."""
-        return CheckpointBlocks(self.block_size, num_before=1, num_after=0)
 
     @property
     def state_blocks(self) -> StateBlocks | None:

@@ -31,16 +31,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
+from kvjax.core.kinds.checkpoint_columns import CheckpointColumns
 from kvjax.core.kinds.kept_columns import hold_kept
 from kvjax.core.kinds.manager_settings import ManagerSettings, TableLayout
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
+from kvjax.core.kinds.probation import put_on_probation
 from kvjax.core.kinds.reserved_blocks import take_reserved_blocks
-from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks, Checkpoints
 from kvjax.core.kinds.state_steps import StateBlocks
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
 from kvjax.core.kinds.table_laws import check_tables
@@ -88,6 +88,7 @@ class SingleTypeKVCacheManager(abc.ABC):
     has_stable_positions: ClassVar[bool] = True  # False: tables have nulls between blocks, and blocks change column
     takes_lookahead: ClassVar[bool] = True  # whether slots of lookahead tokens are blocks of these groups
     needs_dropped_block: ClassVar[bool] = True  # whether the block behind a hit that EAGLE drops must be cached
+    hit_size_varies: ClassVar[bool] = False  # whether hits of some lengths need more blocks than others, not of all
     is_prefix_cacheable: ClassVar[bool] = True  # False: blocks are never registered, lookups pass the kind over
     supports_sub_block_hits: ClassVar[bool] = False  # whether the first part of a block is of use without the rest
     knows_tokens_in_flight: ClassVar[bool] = True  # whether what tokens in flight wrote can be told from the rest
@@ -129,16 +130,15 @@ class SingleTypeKVCacheManager(abc.ABC):
         # Leading columns that are never released before the request ends.
         self.num_kept_columns = cdiv(kv_cache_spec.num_sink_tokens, self.block_size)
         self._first_discarded = cdiv(self.num_kept_columns, DISCARD_ENTRIES) * DISCARD_ENTRIES
-        self._max_columns = cdiv(settings.max_model_len, self.block_size) + max(self.num_tail_columns - 1, 0)
-        self._table = RowTable(len(group_ids), 0, self._max_columns)
+        self.max_columns = cdiv(settings.max_model_len, self.block_size) + max(self.num_tail_columns - 1, 0)
+        self._table = RowTable(len(group_ids), 0, self.max_columns)
         self.num_blocks = self._table.lengths  # int64[rows]
         self.num_cached_blocks = np.zeros(0, np.int64)  # [rows]
         self.first_live = np.zeros(0, np.int64)  # [rows] leading columns that are null, but for those kept
         self.sub_blocks: SubBlockIndex | None = None
         if settings.sub_block_hits and self.supports_sub_block_hits:
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
-        self._checkpoints: Checkpoints | None = None  # None: every block is registered
-        self._checkpoint = NO_CHECKPOINT
+        self.checkpoints: CheckpointColumns | None = None  # None: every block is registered
         self.reserved_block_ids = take_reserved_blocks(
             kv_cache_spec, block_pool, group_ids, self.block_size
         )  # int32[G, k] held for good outside the tables
@@ -193,10 +193,6 @@ class SingleTypeKVCacheManager(abc.ABC):
     @abc.abstractmethod
     def get_num_common_prefix_blocks(self, row: int, num_running_requests: int) -> list[int]:
         """Per group the leading blocks of the row that all `num_running_requests` hold."""
-
-    @abc.abstractmethod
-    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """What a hit of any length needs, where that is as many blocks before every length; else `NO_CHECKPOINT`."""
 
     # What a family does with one row.
 
@@ -336,7 +332,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         cached = self.num_cached_blocks.item(row)
         if full <= cached:
             return
-        blocks = self._blocks_to_register(row, cached, full)
+        blocks, on_probation = self._blocks_to_register(row, cached, full)
         if self.block_pool.enable_kv_cache_events:
             for group_id, ids in zip(self.group_ids, blocks, strict=True):
                 self.block_pool.cache_full_blocks(request, ids, block_hashes, cached, group_id)
@@ -347,6 +343,8 @@ class SingleTypeKVCacheManager(abc.ABC):
         else:
             columns = np.arange(cached, full)
             self._register_real(blocks, columns, np.fromiter(block_hashes[cached:full], np.object_, full - cached))
+        if on_probation is not None:
+            put_on_probation(self.block_pool, blocks[:, on_probation])
         if not self.same_step_hits:
             self._note_registered(blocks)
         if self.block_pool.origins is not None:
@@ -355,12 +353,14 @@ class SingleTypeKVCacheManager(abc.ABC):
         if self.sub_blocks is not None:
             self.sub_blocks.add(request, block_hashes, cached, full)
 
-    def _blocks_to_register(self, row: int, start: int, end: int) -> np.ndarray:  # int32[G, end - start]
-        """The row's blocks from column `start` on, null where no checkpoint keeps them."""
+    def _blocks_to_register(self, row: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """int32[G, end - start] the row's blocks, null where no checkpoint keeps them; which are on probation."""
         ids = self._table.entries[:, row, start:end]
-        if self._checkpoints is None:
-            return ids
-        return ids * self._checkpoints.keeps(np.array([row]), np.arange(start, end), self._checkpoint)
+        if self.checkpoints is None:
+            return ids, None
+        place = np.array([row]), np.arange(start, end)
+        kept = self.checkpoints.find_kept(*place)
+        return ids if kept is None else ids * kept, self.checkpoints.find_on_probation(*place)
 
     def _note_registered(self, block_ids: np.ndarray) -> None:
         """Remembers int32[...] blocks as not to be hit in this step."""
@@ -430,13 +430,16 @@ class SingleTypeKVCacheManager(abc.ABC):
 
         Null blocks, and those that no checkpoint keeps, are passed over.
         """
-        if self._checkpoints is not None:
-            kept = self._checkpoints.keeps(rows, columns, self._checkpoint)
+        kept = None if self.checkpoints is None else self.checkpoints.find_kept(rows, columns)
+        if kept is not None:
             rows, columns, block_hashes = rows[kept], columns[kept], block_hashes[kept]
             if not rows.size:
                 return
         ids = self._table.entries[:, rows, columns]
         self._register_real(ids, columns, block_hashes)
+        on_probation = None if self.checkpoints is None else self.checkpoints.find_on_probation(rows, columns)
+        if on_probation is not None:
+            put_on_probation(self.block_pool, ids[:, on_probation])
         if not self.same_step_hits:
             self._note_registered(ids)
 
@@ -455,16 +458,9 @@ class SingleTypeKVCacheManager(abc.ABC):
 
     # Lookup.
 
-    def retain(self, checkpoints: Checkpoints, drops_last_block: bool, needs_last_block: bool) -> None:
-        """From now on registers only what checkpoints keep, where a few blocks suffice for a hit.
-
-        `needs_last_block`: whether a hit rests on its last block even where the next token sees none.
-        """
-        needed = self.checkpoint_blocks(drops_last_block)
-        if needed is not NO_CHECKPOINT:
-            needed = replace(needed, num_before=max(needed.num_before, int(needs_last_block)))
-            self._checkpoint = needed
-            self._checkpoints = None if checkpoints.keeps_all(needed) else checkpoints
+    def retain(self, checkpoints: CheckpointColumns) -> None:
+        """From now on registers only what checkpoints keep."""
+        self.checkpoints = None if checkpoints.keeps_all else checkpoints
 
     def hits_need_blocks(self) -> bool:
         """Whether the token after a hit of any length sees a block before it; not where it begins a chunk."""

@@ -21,7 +21,6 @@ import numpy as np
 
 from kvjax.core.kinds.local_attention import LocalAttentionManager
 from kvjax.core.kinds.registry import register_kv_cache_manager
-from kvjax.core.kinds.retention import CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import IntOrArray
 from kvjax.core.spec import AttentionSpec, cdiv
 
@@ -73,11 +72,6 @@ class WindowManager(LocalAttentionManager):
     def count_skipped_tokens(self, num_computed_tokens: np.ndarray) -> np.ndarray:
         """Tokens before the window of the next token, for int64[n] rows."""
         return np.maximum(num_computed_tokens - (self.sliding_window - 1), 0)
-
-    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        """Those of the `sliding_window - 1` tokens before the next; and the dropped one."""
-        num_before = cdiv(self.sliding_window - 1, self.block_size)
-        return CheckpointBlocks(self.block_size, num_before, int(drops_last_block), self.num_kept_columns)
 
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
         """Computed tokens at which the block `first_live` has left the window."""

@@ -82,7 +82,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         eviction_policy: str | EvictionPolicyFactory = "lru",
         same_step_hits: bool = True,
         coarse_hash_mode: str = "concat",
-        retention_interval: int | None = None,
+        retention_interval: int | str | None = None,
         retention_ends: str = "all",
         defer_fresh_hits: bool = False,
         reserve: bool = False,
@@ -210,6 +210,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
     def new_step_starts(self) -> None:
         """Lets lookups hit what earlier steps computed; call it once before each step with `same_step_hits=False`."""
         self.groups.new_step_starts()
+        self._note_step_planned()
 
     @property
     def smallest_reusable_prefix(self) -> int:
@@ -396,8 +397,10 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
             UnknownRequestError: the manager does not hold the request (it was freed before, for example).
         """
         row = self.row_blocks.row_of(request)
+        self.row_blocks.keep_end(request, row)
         self.row_blocks.free(row)
         self.request_table.release(request)
+        self._note_step_planned()
 
     # -- forks and pins -----------------------------------------------------------------------------------------------
 
@@ -441,7 +444,12 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         All sources are to be read before any destination is written. Their blocks are held until this call, so put
         the copies into the step that is being planned: `build_step_plan` does.
         """
+        self._note_step_planned()
         return tuple(pool.page_edits.take_copies() for pool in self.block_pools)
+
+    def _note_step_planned(self) -> None:
+        for pool in self.block_pools:
+            pool.eviction_policy.note_step_planned()
 
     def take_pages_to_zero(self) -> tuple[np.ndarray, ...]:  # int32[Z] each
         """Per pool the pages to zero after the copies of the next step, since the last call; once per step.

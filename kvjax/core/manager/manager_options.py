@@ -13,7 +13,8 @@ from typing import Any
 from kvjax.core.eviction import EvictionPolicyFactory
 from kvjax.core.hashing.block_hashing import BlockHashing
 from kvjax.core.kinds.manager_settings import ManagerSettings
-from kvjax.core.kinds.retention import ENDS
+from kvjax.core.kinds.retention import AUTO, ENDS
+from kvjax.core.manager.release_rules import rules_of
 from kvjax.core.manager.token_counts import as_count
 from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.block_pool import BlockPool
@@ -51,21 +52,22 @@ class ManagerOptions:
     # Most tokens that steps in flight add to one request (the admission cap of windows); None: no better bound than
     # `max_model_len`.
     max_in_flight_tokens: int | None
-    # "append" or "uncached_first" (blocks without a hash are reused first), of the policy "lru".
+    # "append" or "uncached_first" (blocks without a hash are reused first), of the policy "lru" alone.
     free_order: str
-    # Which free block to reuse next: "lru", "slru", "cost", or a callable that makes a pool's `EvictionPolicy` from its
-    # `HashedBlocks`.
+    # Which free block to reuse next: "probation", "lru", "slru", "cost", or a callable that makes a pool's
+    # `EvictionPolicy` from its `HashedBlocks`.
     eviction_policy: str | EvictionPolicyFactory
     # Whether a block may be hit in the step that computes it; right only if a step writes all its KV before any
     # attention. False: not before `new_step_starts`.
     same_step_hits: bool
     # "concat" or "last": the hash of a block made of several hash blocks.
     coarse_hash_mode: str
-    # Cache blocks of sliding windows and recurrent states only where hits may end: where requests end, where they part,
+    # Cache blocks of windows, chunks and recurrent states only where hits may end: where requests end, where they part,
     # and every so many tokens (0: nowhere else); hits of other lengths become shorter, and room is left for other
-    # blocks. None: cache all of them. See kinds/retention.py.
-    retention_interval: int | None
-    # Which ends of a request are checkpoints then: "all" that another request could resume at, or "resent": those of
+    # blocks. None: cache all of them. "auto": every 512 tokens, or the next multiple of all block sizes; None with
+    # `sub_block_hits`. See kinds/retention.py.
+    retention_interval: int | str | None
+    # Which ends of a request are checkpoints then: "all" that another request could resume at, or "vllm-0.33": those of
     # vLLM 0.33, that of the same prompt.
     retention_ends: str
     # Whether `allocate_slots` answers None (wait for the next step) to a hit on a recurrent state that this step
@@ -89,12 +91,25 @@ class ManagerOptions:
     # (`KVCacheBlocks.elsewhere`).
     tier: CacheTier | None
 
+    @staticmethod
+    def vllm(release: str) -> dict[str, Any]:
+        """Arguments of `KVCacheManager` that make it follow vLLM 0.16.0, 0.22.1, 0.32.0 or 0.33.0, by name.
+
+        Raises:
+            ValueError: another release.
+        """
+        return rules_of(release)
+
     def check(self) -> None:
         """Raises ValueError or NotImplementedError for options that can not be, or not together."""
         for name in SIZES:
             size = getattr(self, name)
             if size is not None:
                 as_count(name, size, least=1)
+        if isinstance(self.retention_interval, str) and self.retention_interval != AUTO:
+            raise ValueError(
+                f"expected retention_interval of tokens, {AUTO!r} or None, got {self.retention_interval!r}"
+            )
         if self.retention_ends not in ENDS:
             raise ValueError(f"expected retention_ends of {', '.join(ENDS)}, got {self.retention_ends!r}")
         if not self.sub_block_hits:

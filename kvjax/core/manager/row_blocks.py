@@ -21,6 +21,7 @@ import numpy as np
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.kept_columns import take_missing
+from kvjax.core.kinds.probation import keep_checkpoint
 from kvjax.core.kinds.single_type_manager import NEVER
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.copy_on_write import CopyOnWrite
@@ -200,6 +201,18 @@ class RowBlocks:
         for manager in self._groups.cacheable:
             columns = np.minimum(-(-left_out // manager.block_size), manager.num_blocks[rows])
             manager.num_cached_blocks[rows] = np.maximum(manager.num_cached_blocks[rows], columns)
+
+    def keep_end(self, request: Request, row: int) -> None:
+        """Keeps a checkpoint where the row's registered tokens end: its answer, if it is done, or where it goes on."""
+        retention = self._groups.retention
+        if retention is None or retention.is_vllms:
+            return
+        num_registered = min(m.num_cached_blocks.item(row) * m.block_size for m in self._groups.cacheable)
+        length = retention.end_of(self.cacheable_tokens(request, row, num_registered))
+        if length and length not in retention.lengths_of(row):
+            for manager in self._groups.cacheable:
+                hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
+                keep_checkpoint(manager, row, hashes, length)
 
     def free(self, row: int) -> None:
         """Releases all blocks of the row."""

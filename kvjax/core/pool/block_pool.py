@@ -353,7 +353,7 @@ class BlockPool:
         are of one block size.
         """
         self.prefix_index.register(block_ids, block_hashes, group_ids)
-        if self.eviction_policy.is_told_of_use:
+        if self.eviction_policy.is_told_of_contents:
             block_size = self.group_infos[group_ids[0]].block_size
             starts = np.broadcast_to(columns * block_size, block_ids.shape)
             self.eviction_policy.note_registered(block_ids.ravel().astype(np.int64), starts.ravel(), block_size)
@@ -363,7 +363,7 @@ class BlockPool:
     ) -> None:
         """`register_rows` of a few blocks of one row and group, null ones passed over, without the cost of arrays."""
         self.prefix_index.register_few(block_ids, block_hashes, group_id)
-        if self.eviction_policy.is_told_of_use:
+        if self.eviction_policy.is_told_of_contents:
             block_size = self.group_infos[group_id].block_size
             ids = np.array(block_ids, np.int64)
             real = ids.nonzero()[0]

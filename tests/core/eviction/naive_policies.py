@@ -45,6 +45,72 @@ class NaivePolicy:
     def forgotten(self, block: int) -> None:
         pass
 
+    def put_on_probation(self, block: int) -> None:
+        pass
+
+    def kept_for_good(self, block: int) -> None:
+        pass
+
+    def step_planned(self) -> None:
+        pass
+
+
+class NaiveProbationLRU(NaivePolicy):
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.probation: list[int] = []
+        self.lasting: list[int] = []
+        self.young: list[int] = []
+        self.on_probation: set[int] = set()
+
+    def queue_of(self, block: int) -> list[int]:
+        if block not in self.hashed:
+            return self.blank
+        return self.probation if block in self.on_probation else self.lasting
+
+    def order(self) -> list[int]:
+        queues = (self.blank, self.probation, self.lasting)
+        young = [block for queue in queues for block in self.young if self.queue_of(block) is queue]
+        return [*self.blank, *self.probation, *self.lasting, *young]
+
+    def take_one(self) -> int:
+        if not (self.blank or self.probation or self.lasting):
+            self.step_planned()
+        block = (self.blank or self.probation or self.lasting).pop(0)
+        self.on_probation.discard(block)
+        return block
+
+    def release_one(self, block: int) -> None:
+        self.young.append(block)
+
+    def step_planned(self) -> None:
+        for block in self.young:
+            self.queue_of(block).append(block)
+        self.young = []
+
+    def remove(self, block: int) -> None:
+        for queue in (self.blank, self.probation, self.lasting, self.young):
+            if block in queue:
+                queue.remove(block)
+
+    def hit(self, block: int) -> None:
+        self.on_probation.discard(block)
+
+    def put_on_probation(self, block: int) -> None:
+        self.on_probation.add(block)
+
+    def kept_for_good(self, block: int) -> None:
+        self.on_probation.discard(block)
+        if block in self.probation:
+            self.probation.remove(block)
+            self.lasting.append(block)
+
+    def forgotten(self, block: int) -> None:
+        self.on_probation.discard(block)
+        if block in self.probation + self.lasting:
+            self.remove(block)
+            self.blank.append(block)
+
 
 class NaiveLRU(NaivePolicy):
     def order(self) -> list[int]:

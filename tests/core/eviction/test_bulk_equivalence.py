@@ -19,6 +19,7 @@ from tests.core.manager.manager_lockstep import SETUPS, Setup
 from tests.core.manager.test_step_planner import check_step
 
 POLICIES: dict[str, Any] = {
+    "probation": "probation",
     "slru": "slru",
     "slru_half": partial(SegmentedLRUPolicy, protected_share=0.5),
     "cost": "cost",
@@ -37,6 +38,7 @@ SOME = {
         "hybrid_sizes",
         "hybrid_pools",
         "full_mamba",
+        "hybrid_retained",
     )
 }
 NUM_SEEDS = 10
@@ -111,6 +113,7 @@ def test_rows_at_once_get_what_they_get_one_by_one(name: str) -> None:
         ids = rng.permutation(ids)
         num_free = int(rng.integers(13))
         pool.free_blocks(ids[:num_free])
+        pool.eviction_policy.note_step_planned()
         held, rows = ids[num_free:].tolist(), []
         for _ in range(int(rng.integers(1, 5))):
             num_released = int(rng.integers(3))

@@ -11,16 +11,23 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockPool, CostAwarePolicy, EvictionPolicy, KVCacheManager, LRUPolicy, SegmentedLRUPolicy
-from kvjax.core.eviction import StepFlow, make_eviction_policy
+from kvjax.core.eviction import ProbationLRUPolicy, StepFlow, make_eviction_policy
 from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
-from tests.core.eviction.naive_policies import NaiveCostAware, NaiveLRU, NaivePolicy, NaiveSegmentedLRU
+from tests.core.eviction.naive_policies import (
+    NaiveCostAware,
+    NaiveLRU,
+    NaivePolicy,
+    NaiveProbationLRU,
+    NaiveSegmentedLRU,
+)
 from tests.core.manager.manager_lockstep import FULL
 
 BLOCK_SIZE = 4
 Models = tuple[Callable[[PrefixIndex], EvictionPolicy], Callable[[int], NaivePolicy]]
 POLICIES: dict[str, Models] = {
     "lru": (LRUPolicy, NaiveLRU),
+    "probation": (ProbationLRUPolicy, NaiveProbationLRU),
     "slru": (SegmentedLRUPolicy, lambda n: NaiveSegmentedLRU(n, (n - 1) // 5)),
     "slru_all": (partial(SegmentedLRUPolicy, protected_share=1.0), lambda n: NaiveSegmentedLRU(n, n - 1)),
     "slru_half": (partial(SegmentedLRUPolicy, protected_share=0.5), lambda n: NaiveSegmentedLRU(n, (n - 1) // 2)),
@@ -106,6 +113,22 @@ class Life:
             self.naive.hashed.add(block)
             self.naive.registered(block, column * BLOCK_SIZE, BLOCK_SIZE)
 
+    def put_on_probation(self) -> None:
+        blocks = self.some([block for block in self.held() if block in self.naive.hashed])
+        self.pool.eviction_policy.note_probation(np.array(blocks, np.int64))
+        for block in blocks:
+            self.naive.put_on_probation(block)
+
+    def keep(self) -> None:
+        blocks = self.some(sorted(self.naive.hashed))
+        self.pool.eviction_policy.note_lasting(np.array(blocks, np.int64))
+        for block in blocks:
+            self.naive.kept_for_good(block)
+
+    def plan_step(self) -> None:
+        self.pool.eviction_policy.note_step_planned()
+        self.naive.step_planned()
+
     def evict(self) -> None:
         blocks = self.some(list(self.refs), most=3)
         self.pool.evict_blocks(blocks)
@@ -129,13 +152,14 @@ class Life:
         self.check_that_blanks_go_first()
 
     def check_that_blanks_go_first(self) -> None:
-        """Unhashed blocks precede all others under every policy but plain LRU."""
-        if not isinstance(self.naive, NaiveLRU):
+        """Unhashed blocks precede all others under every policy but plain LRU, and those of a step that goes on."""
+        if not isinstance(self.naive, NaiveLRU | NaiveProbationLRU):
             hashed = [block in self.naive.hashed for block in self.naive.order()]
             assert hashed == sorted(hashed)
 
     def go(self, num_calls: int) -> None:
         calls = [self.take, self.release, self.release, self.release_one, self.touch, self.register, self.register]
+        calls += [self.put_on_probation, self.keep, self.plan_step]
         for _ in range(num_calls):
             if self.rng.random() < 0.05:
                 (self.evict if self.rng.random() < 0.7 else self.reset)()
@@ -306,8 +330,14 @@ def test_a_policy_of_ones_own_needs_the_abstract_methods_only() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eviction_policy": "fifo"}, "expected eviction_policy of lru, slru, cost, or a callable .*, got 'fifo'"),
-        ({"eviction_policy": None}, "expected eviction_policy of lru, slru, cost, or a callable .*, got None"),
+        (
+            {"eviction_policy": "fifo"},
+            "expected eviction_policy of probation, lru, slru, cost, or a callable .*, got 'fifo'",
+        ),
+        (
+            {"eviction_policy": None},
+            "expected eviction_policy of probation, lru, slru, cost, or a callable .*, got None",
+        ),
         ({"eviction_policy": lambda index: index}, "or a callable that makes an EvictionPolicy from HashedBlocks"),
         ({"eviction_policy": "slru", "free_order": "uncached_first"}, "expected free_order='append' with .*'slru'"),
         ({"free_order": "lifo"}, "expected free_order of append, uncached_first, got 'lifo'"),

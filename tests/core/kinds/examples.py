@@ -23,7 +23,6 @@ from kvjax.core import (
 from kvjax.core.kinds.local_attention import LocalAttentionManager
 from kvjax.core.kinds.recurrent import RecurrentManager
 from kvjax.core.kinds.recurrent_spec import RecurrentSpec
-from kvjax.core.kinds.retention import NO_CHECKPOINT, CheckpointBlocks
 from kvjax.core.kinds.single_type_manager import IntOrArray
 from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
 
@@ -60,9 +59,6 @@ class HalfAttentionManager(LocalAttentionManager):
 
     def tokens_until_release(self, first_live: IntOrArray) -> IntOrArray:
         return 2 * (first_live + 1) * self.block_size
-
-    def checkpoint_blocks(self, drops_last_block: bool) -> CheckpointBlocks:
-        return NO_CHECKPOINT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,7 @@ class Setup:
     dcp: int = 1  # ranks of decode context parallelism; block sizes of `groups` count all ranks
     pcp: int = 1
     retention: int | None = None
+    ends: str = "all"
 
     @property
     def num_pools(self) -> int:
@@ -111,6 +112,7 @@ class Setup:
             dcp_world_size=self.dcp,
             pcp_world_size=self.pcp,
             retention_interval=self.retention,
+            retention_ends=self.ends,
             **options,
         )
 
@@ -125,6 +127,7 @@ class Setup:
             same_step_hits=self.same_step_hits,
             max_in_flight=self.max_in_flight,
             retention=self.retention,
+            ends=self.ends,
         )
 
 
@@ -212,17 +215,25 @@ SETUPS = {
     "hybrid_first_retained": Setup(
         (NaiveGroup(2), NaiveGroup(2, window=4, first=3), NaiveGroup(4, window=3)), retention=8
     ),
+    "hybrid_chunked_retained": Setup((NaiveGroup(2), NaiveGroup(2, chunk=6), NaiveGroup(2, window=5)), retention=8),
+    "chunked_retained_sizes": Setup((NaiveGroup(4), NaiveGroup(2, chunk=10)), retention=0, uncached_first=True),
     "window_retained": Setup((NaiveGroup(2, window=5),), retention=6),
+    "window_retained_as_vllm": Setup((NaiveGroup(2, window=5),), retention=6, ends="vllm-0.33"),
     "hybrid_retained": Setup(HYBRID.groups, retention=8),
+    "hybrid_retained_as_vllm": Setup((*HYBRID.groups, NaiveGroup(2, chunk=6)), retention=8, ends="vllm-0.33"),
     "hybrid_retained_uncached_first": Setup(HYBRID.groups, retention=8, uncached_first=True),
     "hybrid_sizes_retained": Setup(
         (NaiveGroup(4), NaiveGroup(2, window=5), NaiveGroup(6, window=7)),
         max_model_len=48,
         retention=0,
         uncached_first=True,
+        ends="vllm-0.33",
     ),
     "hybrid_eagle_retained": Setup(
-        (NaiveGroup(4), NaiveGroup(2, window=4, eagle=True), NaiveGroup(2, window=7)), eagle=True, retention=12
+        (NaiveGroup(4), NaiveGroup(2, window=4, eagle=True), NaiveGroup(2, window=7)),
+        eagle=True,
+        retention=12,
+        ends="vllm-0.33",
     ),
     "full_mamba_retained": Setup(
         (NaiveGroup(2), NaiveGroup(4, mamba="align", drafts=1), NaiveGroup(2, window=1, pool=1)), retention=8

@@ -113,10 +113,6 @@ class NaiveGroup:
             return max(0, token - self.window + 1)
         return 0 if self.chunk is None else token - token % self.chunk
 
-    @property
-    def window_or_0(self) -> int:
-        return self.window or 0
-
     def skipped_blocks(self, computed: int) -> int:
         return self.first_seen(computed) // self.block_size
 
@@ -169,8 +165,10 @@ class NaiveManager:
         same_step_hits: bool = True,
         max_in_flight: int | None = None,
         retention: int | None = None,
+        ends: str = "all",
     ) -> None:
         self.groups = groups
+        self.ends = ends
         self.retention = retention
         self.checkpoints: dict[str, set[int]] = {}  # request -> lengths at which hits of it may end
         self.order = sorted(range(len(groups)), key=lambda i: groups.index(groups[i]))
@@ -274,18 +272,23 @@ class NaiveManager:
 
     def note_checkpoints(self, request: NaiveRequest, shared: int) -> None:
         dropping = [group.block_size for group in self.groups if self._drops(group) and not group.cross]
-        most = len(request.tokens) - max(dropping, default=0)
-        lengths = (most - 1, most, shared)
+        dropped, most = max(dropping, default=0), len(request.tokens)
+        lengths = [most - dropped - 1, most - dropped, shared]
+        if self.ends == "vllm-0.33":
+            ends = [most - 1 - self.hit_step, most - self.hit_step] if dropped else [most - 1]
+            lengths = [*ends, shared, shared - dropped]
         self.checkpoints[request.request_id] = {max(n, 0) // self.hit_step * self.hit_step for n in lengths} - {0}
 
     def keeps(self, name: str, group: NaiveGroup, column: int) -> bool:
-        """Whether a hit that ends at a checkpoint needs the block: at one of the request's own, or of all lengths."""
-        if self.hits_end_anywhere or (group.window is None and group.mamba is None) or column < group.kept_blocks:
+        """Whether a hit of an aligned length needs the block; where there are checkpoints, one that ends at one."""
+        is_whole = group.chunk is not None and (self.retention is None or self.ends == "vllm-0.33")
+        if self.hits_end_anywhere or not group.is_local or is_whole or column < group.kept_blocks:
             return True
         every = self.hit_step if self.retention is None else self.retention
         key = (self.groups.index(group), column, every)
         if every and key not in self._kept:
-            first, last = column * group.block_size, (column + 1) * group.block_size + group.window_or_0
+            seen = group.window or group.chunk or 0
+            first, last = column * group.block_size, (column + 1) * group.block_size + seen
             multiples = range(max(first // every * every, every), last + every, every)
             self._kept[key] = any(self._needs(group, length, column) for length in multiples)
         own = () if self.retention is None else self.checkpoints[name]

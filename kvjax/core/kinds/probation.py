@@ -1,0 +1,52 @@
+"""Which registered blocks are evicted before all others: those that no checkpoint needs, until a hit used them.
+
+Flow:    SingleTypeKVCacheManager, RowBlocks -> [put_on_probation, keep_checkpoint] -> EvictionPolicy of the pool
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.core.kinds.checkpoint_columns import CheckpointColumns
+from kvjax.core.pool.block_pool import BlockPool
+
+
+class KeptRows(Protocol):
+    """The manager whose rows they are."""
+
+    block_pool: BlockPool
+    group_ids: tuple[int, ...]
+    first_live: np.ndarray  # int64[rows]
+    checkpoints: CheckpointColumns | None
+
+    @property
+    def block_tables(self) -> np.ndarray:  # int32[G, rows, columns]
+        """The tables of all groups."""
+
+
+def put_on_probation(pool: BlockPool, block_ids: np.ndarray) -> None:
+    """Tells the policy of int32[...] registered blocks, null ones passed over."""
+    pool.eviction_policy.note_probation(block_ids[block_ids != 0].astype(np.int64))
+
+
+def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHash], length: int) -> None:
+    """Takes what a hit of `length` tokens of the row needs off probation, if all of it is cached.
+
+    `block_hashes` are the request's at the manager's block size.
+    """
+    if manager.checkpoints is None or not manager.checkpoints.has_probation:
+        return
+    pool = manager.block_pool
+    first, end = manager.checkpoints.need.columns_of(length)
+    held_from = min(max(first, manager.first_live.item(row)), end)
+    released = [pool.find_each(block_hashes[first:held_from], group_id) for group_id in manager.group_ids]
+    ids = np.concatenate([np.stack(released), manager.block_tables[:, row, held_from:end]], axis=1)
+    if (ids > 0).all() and pool.is_hashed[ids].all():
+        pool.eviction_policy.note_lasting(ids.ravel().astype(np.int64))
+
+
+__all__ = ["keep_checkpoint", "put_on_probation"]
