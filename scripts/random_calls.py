@@ -151,6 +151,10 @@ DEPLOYMENTS = {
         ((full(2), 0), (window(2, 5), 0), (window(4, 9), 1), (recurrent(2), 1)),
         {"retention_interval": 8, "use_eagle": True, "eviction_policy": "slru", "enable_kv_cache_events": True},
     ),
+    "full + window + chunked + Mamba, on probation": Deployment(
+        ((full(2), 0), (window(2, 5), 0), (chunked(2, 8), 0), (recurrent(4, drafts=1), 1)),
+        {"retention_interval": "auto", "eviction_policy": "probation", "enable_kv_cache_events": True},
+    ),
     "full + Mamba without caching": Deployment(((full(2), 0), (recurrent(4, "none", drafts=1), 0))),
     "full + window, hits from the next step": Deployment(
         ((full(2), 0), (window(2, 5), 0)), {"same_step_hits": False, "enable_kv_cache_events": True}
