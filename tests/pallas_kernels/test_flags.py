@@ -87,10 +87,15 @@ def computed(name: str, backend: str) -> Any:
 LEAKS_IN_JAX = ("gpu", "jax_check_tracer_leaks")
 
 
-def backends_with(flags: Iterable[str]) -> list[tuple[str, str]]:
+# jax's interpreter of GPU kernels hands Python's integers out of callbacks, which the flag makes int64 as it runs.
+INTERPRETER_OF_32_BITS = ("gpu", "jax_enable_x64")
+IN_PLACE = ("gpu", "jax_disable_jit")  # kernels that write in place: jax has no such references outside `jit`
+
+
+def backends_with(flags: Iterable[str], *impossible: tuple[str, str]) -> list[tuple[str, str]]:
     """Backends, each with every flag that jax can do there."""
     pairs = [(backend, flag) for backend in BACKENDS if backend != "auto" for flag in flags]
-    return [pair for pair in pairs if pair != LEAKS_IN_JAX]
+    return [pair for pair in pairs if pair not in (LEAKS_IN_JAX, *impossible)]
 
 
 every_case = pytest.mark.parametrize("name", cases("cpu"))
@@ -106,14 +111,16 @@ def test_an_op_is_the_same_program(name: str, backend: str, flag: str) -> None:
 
 
 @pytest.mark.timeout(1_200)
-@pytest.mark.parametrize(("backend", "flag"), backends_with(FLAGS))
+@pytest.mark.parametrize(("backend", "flag"), backends_with(FLAGS, INTERPRETER_OF_32_BITS))
 @every_case
 def test_an_op_computes_the_same(name: str, backend: str, flag: str) -> None:
     """Bit for bit, in the same dtypes; where sums are rounded elsewhere, as close as kernels are to the reference."""
     expected, call = computed(name, backend), call_of(name, backend)
     with FLAGS[flag]():
         result = compute(backend, *call)
-    if flag in ROUNDS_ELSEWHERE and not isinstance(expected, str):
+    if (backend, flag) == IN_PLACE and isinstance(result, str) and result != expected:
+        assert result == "array ref with memory space only works inside of a `jit`."
+    elif flag in ROUNDS_ELSEWHERE and not isinstance(expected, str):
         chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
         assert excess(result, expected) <= 1
     elif isinstance(expected, str):
