@@ -26,7 +26,7 @@ from kvjax.replay import REPLAY_POLICIES, ReplayConfig, TraceRequest, read_trace
 BLOCK_SIZE = 512
 FULL_MODEL = "llama-3-8b"
 PARITY_TOKENS = 30_500  # of that model; see kvjax/core/eviction/cost_aware.py
-COLORS = {"lru": "#2b6cb0", "slru": "#2f855a", "cost": "#c05621", "belady": "#4a5568"}
+COLORS = {"probation": "#b7791f", "lru": "#2b6cb0", "slru": "#2f855a", "cost": "#c05621", "belady": "#4a5568"}
 RETAINED_MODELS = ("gemma-3-27b", "qwen3-next-80b-a3b")
 INTERVALS = (None, 8_192, 0)
 ORDERS = (("lru", "append"), ("lru", "uncached_first"), ("slru", "append"))  # of retention: policy, free order

@@ -44,7 +44,7 @@ def test_tables_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     cached = [int(row[2].replace(",", "")) for row in rows[9:]]
     assert cached[0] > cached[1] >= cached[2]
     assert (tmp_path / "plot.png").stat().st_size > 10_000
-    assert 5 * 4 + 9 > log.count("running") == len(json.loads((tmp_path / "found.json").read_text()))
+    assert 5 * len(REPLAY_POLICIES) + 9 > log.count("running") == len(json.loads((tmp_path / "found.json").read_text()))
     again, log = run(tmp_path, capsys)
     assert again == rows
     assert "running" not in log

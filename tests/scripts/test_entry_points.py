@@ -14,6 +14,7 @@ import pytest
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
 NEEDS = {
+    "make_config_forms.py": "torch",
     "make_goldens.py": "torch",
     "mutate_core.py": "cosmic_ray",
     "train_demo.py": "optax",
