@@ -25,9 +25,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.policy import EvictionPolicy
+from kvjax.core.eviction.queues import make_queues, remove_from, take_in_turn
 from kvjax.core.eviction.step_flow import StepFlow
 from kvjax.errors import InvariantError
 
@@ -41,11 +41,9 @@ class ProbationLRUPolicy(EvictionPolicy):
 
     def __init__(self, index: HashedBlocks) -> None:
         super().__init__(index)
-        self._queues = [FreeKVCacheBlockQueue(self.num_blocks) for _ in range(4)]
+        self._queues = make_queues(4, self.num_blocks)
         self._blank, self._probation, self._lasting, self._young = self._queues
-        self._blank.remove(0)
-        for queue in self._queues[1:]:
-            queue.take(self.num_blocks)
+        self._old = self._queues[:3]
         self._on_probation = np.zeros(self.num_blocks, np.bool_)
 
     @property
@@ -55,8 +53,7 @@ class ProbationLRUPolicy(EvictionPolicy):
 
     @property
     def _num_old(self) -> int:
-        blank, probation, lasting = self._blank, self._probation, self._lasting
-        return blank.num_free_blocks + probation.num_free_blocks + lasting.num_free_blocks
+        return sum([queue.num_free_blocks for queue in self._old])
 
     @property
     def joins_releases(self) -> bool:
@@ -68,21 +65,14 @@ class ProbationLRUPolicy(EvictionPolicy):
         if num_blocks <= self._blank.num_free_blocks:
             return self._blank.take(num_blocks)
         self.check_available(num_blocks)
-        parts = self._take_old(min(num_blocks, self._num_old))
+        parts = take_in_turn(self._old, num_blocks)
         missing = num_blocks - sum(part.size for part in parts)
         if missing:
             self.note_step_planned()
-            parts += self._take_old(missing)
+            parts += take_in_turn(self._old, missing)
         ids = np.concatenate(parts)
         self._on_probation[ids] = False
         return ids
-
-    def _take_old(self, num_blocks: int) -> list[np.ndarray]:
-        parts = []
-        for queue in (self._blank, self._probation, self._lasting):
-            parts.append(queue.take(min(num_blocks, queue.num_free_blocks)))
-            num_blocks -= parts[-1].size
-        return parts
 
     def take_one(self) -> int:
         """`take` of one block."""
@@ -103,9 +93,8 @@ class ProbationLRUPolicy(EvictionPolicy):
     def note_step_planned(self) -> None:
         """The young ones join the other queues in the order of their release."""
         if self._young.num_free_blocks:
-            for queue, ids in zip(
-                self._queues, self._parts(self._young.take(self._young.num_free_blocks)), strict=False
-            ):
+            parts = self._parts(self._young.take(self._young.num_free_blocks))
+            for queue, ids in zip(self._old, parts, strict=True):
                 queue.append_distinct(ids)
 
     def _parts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -115,12 +104,11 @@ class ProbationLRUPolicy(EvictionPolicy):
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of their queues."""
-        for queue in self._queues:
-            queue.remove_n(ids[queue.contains_n(ids)])
+        remove_from(self._queues, ids)
 
     def order(self) -> np.ndarray:  # int32[num_free]
         """The queues one after another, of the young ones part by part."""
-        old = [queue.get_all_free_blocks() for queue in self._queues[:3]]
+        old = [queue.get_all_free_blocks() for queue in self._old]
         young = self._young.get_all_free_blocks().astype(np.int64)
         return np.concatenate([*old, *self._parts(young)]).astype(np.int32)
 
@@ -160,7 +148,7 @@ class ProbationLRUPolicy(EvictionPolicy):
         """Checks L1 and L2, and the queues."""
         for queue in self._queues:
             queue.check_invariants()
-        blank, probation, lasting = (queue.get_all_free_blocks() for queue in self._queues[:3])
+        blank, probation, lasting = (queue.get_all_free_blocks() for queue in self._old)
         is_hashed, on_probation = self.index.is_hashed, self._on_probation
         if is_hashed[blank].any() or not (is_hashed[probation].all() and is_hashed[lasting].all()):
             raise InvariantError("L1: a blank block is hashed, or one of probation or lasting is not")

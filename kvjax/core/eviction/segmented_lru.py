@@ -26,9 +26,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.policy import EvictionPolicy
+from kvjax.core.eviction.queues import make_queues, remove_from, take_in_turn
 from kvjax.core.eviction.step_flow import StepFlow
 from kvjax.errors import InvariantError
 
@@ -43,11 +43,8 @@ class SegmentedLRUPolicy(EvictionPolicy):
             raise ValueError(f"expected protected_share in [0, 1], got {protected_share}")
         super().__init__(index)
         self.max_protected = int(protected_share * (self.num_blocks - 1))
-        self._queues = [FreeKVCacheBlockQueue(self.num_blocks) for _ in range(3)]
+        self._queues = make_queues(3, self.num_blocks)
         self._blank, self._probation, self._protected = self._queues
-        self._blank.remove(0)
-        for queue in self._queues[1:]:
-            queue.take(self.num_blocks)
         self._was_hit = np.zeros(self.num_blocks, np.bool_)
 
     @property
@@ -58,12 +55,7 @@ class SegmentedLRUPolicy(EvictionPolicy):
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """From the heads of the queues, one after another."""
         self.check_available(num_blocks)
-        parts = []
-        for queue in self._queues:
-            parts.append(queue.take(min(num_blocks, queue.num_free_blocks)))
-            num_blocks -= parts[-1].size
-            if not num_blocks:
-                break
+        parts = take_in_turn(self._queues, num_blocks)
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         self._was_hit[ids] = False
         return ids
@@ -93,8 +85,7 @@ class SegmentedLRUPolicy(EvictionPolicy):
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of their queues."""
-        for queue in self._queues:
-            queue.remove_n(ids[queue.contains_n(ids)])
+        remove_from(self._queues, ids)
 
     def order(self) -> np.ndarray:  # int32[num_free]
         """The queues one after another."""

@@ -81,6 +81,9 @@ class GroupManagers:
         self._check_kinds()
         self.retention = self._make_retention()
         self._register_what_hits_need()
+        checkpoints = [(manager, manager.checkpoints) for manager in self.cacheable]
+        # What has blocks on probation, and what a hit needs of it.
+        self.on_probation = tuple((m, columns.need) for m, columns in checkpoints if columns and columns.has_probation)
 
     def _make_managers(
         self, kv_cache_config: KVCacheConfig

@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 
 from kvjax.core.hashing.block_hash import BlockHash
-from kvjax.core.kinds.checkpoint_columns import CheckpointColumns
 from kvjax.core.pool.block_pool import BlockPool
 
 
@@ -21,7 +20,6 @@ class KeptRows(Protocol):
     block_pool: BlockPool
     group_ids: tuple[int, ...]
     first_live: np.ndarray  # int64[rows]
-    checkpoints: CheckpointColumns | None
 
     @property
     def block_tables(self) -> np.ndarray:  # int32[G, rows, columns]
@@ -33,15 +31,12 @@ def put_on_probation(pool: BlockPool, block_ids: np.ndarray) -> None:
     pool.eviction_policy.note_probation(block_ids[block_ids != 0].astype(np.int64))
 
 
-def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHash], length: int) -> None:
-    """Takes what a hit of `length` tokens of the row needs off probation, if all of it is cached.
+def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHash], first: int, end: int) -> None:
+    """Takes the blocks in a row's columns from `first` to `end` off probation, if all of them are cached.
 
     `block_hashes` are the request's at the manager's block size.
     """
-    if manager.checkpoints is None or not manager.checkpoints.has_probation:
-        return
     pool = manager.block_pool
-    first, end = manager.checkpoints.need.columns_of(length)
     held_from = min(max(first, manager.first_live.item(row)), end)
     released = [pool.find_each(block_hashes[first:held_from], group_id) for group_id in manager.group_ids]
     ids = np.concatenate([np.stack(released), manager.block_tables[:, row, held_from:end]], axis=1)

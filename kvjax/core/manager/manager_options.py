@@ -67,8 +67,8 @@ class ManagerOptions:
     # blocks. None: cache all of them. "auto": every 512 tokens, or the next multiple of all block sizes; None with
     # `sub_block_hits`. See kinds/retention.py.
     retention_interval: int | str | None
-    # Which ends of a request are checkpoints then: "all" that another request could resume at, or "vllm-0.33": those of
-    # vLLM 0.33, that of the same prompt.
+    # Which ends of a request are checkpoints then: "all" that another request could resume at, or those of a release of
+    # vLLM, that of the same prompt: "vllm-0.32", "vllm-0.33".
     retention_ends: str
     # Whether `allocate_slots` answers None (wait for the next step) to a hit on a recurrent state that this step
     # computes. False: such a state is no hit before `new_step_starts`.

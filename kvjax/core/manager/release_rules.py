@@ -1,13 +1,13 @@
-"""What a release of vLLM does where kvjax's own defaults do better: named sets of options, in one place.
+"""The rules of a release of vLLM, as options of a manager: what it caches, and what it evicts first.
 
 Flow:    "0.33.0" -> [rules_of] -> ManagerOptions.vllm -> KVCacheManager(..., **rules), adapters, conformance
 Source:  vllm/v1/core of each release: block_pool.py, kv_cache_utils.py, single_type_kv_cache_manager.py
 
-    rule                0.16.0, 0.22.1     0.32.0, 0.33.0             kvjax
-    free blocks         LRU                LRU, unhashed ones first   LRU, unhashed ones first, then those on probation
-    windows and states  all are cached     at checkpoints             at checkpoints, others on probation
-    chunks              all are cached     all are cached             as windows
-    hash of a block of  hashes joined      the last hash              hashes joined
+    rule                0.16.0, 0.22.1     0.32.0, 0.33.0
+    free blocks         LRU                LRU, unhashed ones first
+    windows and states  all are cached     at checkpoints
+    chunks              all are cached     all are cached
+    hash of a block of  hashes joined      the last hash
       several hashes
 """
 

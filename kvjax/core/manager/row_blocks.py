@@ -204,15 +204,15 @@ class RowBlocks:
 
     def keep_end(self, request: Request, row: int) -> None:
         """Keeps a checkpoint where the row's registered tokens end: its answer, if it is done, or where it goes on."""
-        retention = self._groups.retention
-        if retention is None or retention.is_vllms:
+        managers, retention = self._groups.on_probation, self._groups.retention
+        if not managers or retention is None:
             return
         num_registered = min(m.num_cached_blocks.item(row) * m.block_size for m in self._groups.cacheable)
         length = retention.end_of(self.cacheable_tokens(request, row, num_registered))
         if length and length not in retention.lengths_of(row):
-            for manager in self._groups.cacheable:
+            for manager, need in managers:
                 hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
-                keep_checkpoint(manager, row, hashes, length)
+                keep_checkpoint(manager, row, hashes, *need.columns_of(length))
 
     def free(self, row: int) -> None:
         """Releases all blocks of the row."""

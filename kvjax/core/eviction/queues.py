@@ -1,0 +1,41 @@
+"""Free blocks in several queues, taken from one after another: what policies of segments share.
+
+Flow:    SegmentedLRUPolicy, ProbationLRUPolicy -> [make_queues, take_in_turn, remove_from] -> FreeKVCacheBlockQueue
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
+
+
+def make_queues(num_queues: int, num_blocks: int) -> list[FreeKVCacheBlockQueue]:
+    """The first one has all blocks of a pool but 0, the others none."""
+    queues = [FreeKVCacheBlockQueue(num_blocks) for _ in range(num_queues)]
+    queues[0].remove(0)
+    for queue in queues[1:]:
+        queue.take(num_blocks)
+    return queues
+
+
+def take_in_turn(queues: Sequence[FreeKVCacheBlockQueue], num_blocks: int) -> list[np.ndarray]:
+    """`num_blocks` blocks, or all if there are fewer, from the heads of the queues: int64[k] of each queue passed."""
+    parts = []
+    for queue in queues:
+        parts.append(queue.take(min(num_blocks, queue.num_free_blocks)))
+        num_blocks -= parts[-1].size
+        if not num_blocks:
+            break
+    return parts
+
+
+def remove_from(queues: Sequence[FreeKVCacheBlockQueue], ids: np.ndarray) -> None:
+    """Removes int64[n] blocks, each from the queue that has it."""
+    for queue in queues:
+        queue.remove_n(ids[queue.contains_n(ids)])
+
+
+__all__ = ["make_queues", "remove_from", "take_in_turn"]
