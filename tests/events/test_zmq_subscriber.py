@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -115,6 +117,19 @@ def relay() -> Iterator[Relay]:
     one.close()
 
 
+@contextmanager
+def following(
+    relay: Relay, served: Served, replay_endpoint: str | None = None, **options: Any
+) -> Iterator[ZmqEventSubscriber]:
+    """A subscriber behind the relay, which hears what is passed on from here on; the publisher ends with it."""
+    relay.follow(served.publisher)
+    with ZmqEventSubscriber(relay.endpoint, replay_endpoint, **options) as subscriber:
+        relay.wait_for_a_subscriber()
+        time.sleep(0.3)  # the relay's own subscription takes effect
+        yield subscriber
+    served.publisher.shutdown()
+
+
 def test_a_router_in_another_process_over_a_gap_and_a_restart(relay: Relay) -> None:
     replay_endpoint = free_address()
     served = Served(replay_endpoint, seed=1)
@@ -151,26 +166,19 @@ def test_a_router_in_another_process_over_a_gap_and_a_restart(relay: Relay) -> N
 def test_what_left_the_buffer_is_in_the_snapshot(relay: Relay) -> None:
     """With a replay of the last 3 batches: a late subscriber, and one that lost more than those, start right."""
     served = Served(LOOPBACK, seed=3, buffer_steps=3)
-    relay.follow(served.publisher)
-    with ZmqEventSubscriber(relay.endpoint, served.publisher.replay_endpoint) as subscriber:
-        relay.wait_for_a_subscriber()
-        time.sleep(0.3)
+    with following(relay, served, served.publisher.replay_endpoint) as subscriber:
         index = index_of(served.manager)
         for lost in (range(9), range(12, 19)):
             relay.pass_on(served.serve(10), lose=lambda seq: seq in lost)  # noqa: B023
             assert not take(subscriber, index)
             assert index.knows_all(0)
             check_hits(index, served.workload)
-    served.publisher.shutdown()
 
 
 def test_without_a_replay_what_is_missed_is_told_as_lost(relay: Relay) -> None:
     """What is known then is a lower bound, until the replica clears its cache."""
     served = Served(LOOPBACK, seed=3)
-    relay.follow(served.publisher)
-    with ZmqEventSubscriber(relay.endpoint) as subscriber:
-        relay.wait_for_a_subscriber()
-        time.sleep(0.3)
+    with following(relay, served) as subscriber:
         index = index_of(served.manager)
         relay.pass_on(served.serve(10), lose=lambda seq: seq < 9)
         assert take(subscriber, index) == 2  # at first, and at the gap
@@ -183,37 +191,28 @@ def test_without_a_replay_what_is_missed_is_told_as_lost(relay: Relay) -> None:
         assert not take(subscriber, index)
         assert index.knows_all(0)
         check_hits(index, served.workload)
-    served.publisher.shutdown()
 
 
 def test_all_from_number_0_on_is_all_there_is(relay: Relay) -> None:
     """A subscriber without a replay that was there from the beginning."""
     served = Served(LOOPBACK, seed=6)
-    relay.follow(served.publisher)
-    with ZmqEventSubscriber(relay.endpoint) as subscriber:
-        relay.wait_for_a_subscriber()
-        time.sleep(0.3)
+    with following(relay, served) as subscriber:
         index = index_of(served.manager)
         relay.pass_on(served.serve(10))
         assert take(subscriber, index) == 1
         assert index.knows_all(0)
         check_hits(index, served.workload)
-    served.publisher.shutdown()
 
 
 def test_a_replay_that_never_answers_costs_its_time_and_no_more(relay: Relay) -> None:
     """Its time at first, and at each gap; the other batches come."""
     served = Served(LOOPBACK, seed=4)
-    relay.follow(served.publisher)
-    with ZmqEventSubscriber(relay.endpoint, free_address(), replay_timeout_s=0.2) as subscriber:
-        relay.wait_for_a_subscriber()
-        time.sleep(0.3)
+    with following(relay, served, free_address(), replay_timeout_s=0.2) as subscriber:
         relay.pass_on(served.serve(4), lose=lambda seq: seq == 1)
         received = []
         while new := subscriber.poll(0.5):
             received += new
     assert [isinstance(one, CacheUnknown) for one in received] == [True, False, False, True, False, False]
-    served.publisher.shutdown()
 
 
 def test_an_address_that_is_none_is_refused() -> None:

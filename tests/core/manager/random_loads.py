@@ -16,6 +16,8 @@ from kvjax.core import BlockHasher, Request
 from tests.core.manager.manager_lockstep import Setup
 from tests.core.manager.page_contents import Page, PageContents, Writes
 
+STEPS = 15  # of a life
+
 
 @dataclass
 class Load:
@@ -58,6 +60,11 @@ class RandomLoads:
 
     def some(self, least: int, most: int) -> int:
         return int(self.rng.integers(least, most + 1))
+
+    def run(self) -> None:
+        """A life of some steps."""
+        for _ in range(STEPS):
+            self.step()
 
     def step(self) -> None:
         self.manager.new_step_starts()

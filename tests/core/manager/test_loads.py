@@ -16,7 +16,6 @@ from tests.core.manager.random_loads import RandomLoads
 LOADED = [name for name, setup in SETUPS.items() if not any(g.cross for g in setup.groups) and setup.caching]
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(2, 20))]
 INSIDE = ["full_coarse", "window", "window_1", "mla_window", "hybrid", "hybrid_pools", "full_chunked"]
-STEPS = 15
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -24,8 +23,7 @@ STEPS = 15
 def test_everyone_attends_to_what_was_loaded(name: str, seed: int) -> None:
     """Loads that come early, late, or not at all; beside what was loaded no page holds what others left."""
     world = RandomLoads(SETUPS[name], seed)
-    for _ in range(STEPS):
-        world.step()
+    world.run()
     assert world.num_loaded
 
 
@@ -35,8 +33,7 @@ def test_pages_are_copied_and_loaded(name: str, seed: int) -> None:
     """Hits that end inside a block, which a load goes on with, and forks of what was loaded."""
     setup = replace(SETUPS[name], same_step_hits=False)
     world = RandomLoads(setup, seed, sub_block_hits=True, forks=True)
-    for _ in range(STEPS):
-        world.step()
+    world.run()
     assert world.num_loaded
     assert world.device.num_copies
 

@@ -14,7 +14,7 @@ from kvjax.errors import BlockStateError
 from tests.core.manager.manager_lockstep import FULL, SETUPS, Setup
 from tests.core.manager.naive_manager import NaiveGroup
 from tests.core.manager.random_loads import RandomLoads
-from tests.core.manager.test_loads import INSIDE, LOADED, SEEDS, STEPS
+from tests.core.manager.test_loads import INSIDE, LOADED, SEEDS
 
 HASHER = BlockHasher(2, seed="0")
 
@@ -41,8 +41,7 @@ def running(manager: KVCacheManager, name: str, num_tokens: int = 8, num_compute
 def test_whatever_is_a_hit_is_written(name: str, seed: int) -> None:
     """Random steps, some dropped in whole or in part, before or after the plan is built; loads, preemptions."""
     world = RandomLoads(SETUPS[name], seed, drops=True)
-    for _ in range(STEPS):
-        world.step()
+    world.run()
     assert world.num_dropped
 
 
@@ -51,8 +50,7 @@ def test_whatever_is_a_hit_is_written(name: str, seed: int) -> None:
 def test_pages_that_a_dropped_step_was_to_copy_are_copied_by_the_next(name: str, seed: int) -> None:
     setup = replace(SETUPS[name], same_step_hits=False)
     world = RandomLoads(setup, seed, sub_block_hits=True, forks=True, drops=True)
-    for _ in range(STEPS):
-        world.step()
+    world.run()
     assert world.num_dropped
 
 
