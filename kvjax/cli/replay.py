@@ -27,6 +27,7 @@ from kvjax.cli.replay_calls import make_calls
 from kvjax.cli.replay_replicas import add_replica_arguments, run_replicas, wants_replicas
 from kvjax.errors import ConfigError
 from kvjax.replay import ReplayConfig, result_json, result_text, run_replay, write_trace
+from kvjax.replay.bounds import bounds_json, bounds_text, find_bounds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=ReplayConfig.max_evicted_blocks,
         metavar="N",
         help=f"evicted blocks of a pool that --miss-reasons knows (default: {ReplayConfig.max_evicted_blocks:,})",
+    )
+    output.add_argument(
+        "--bound",
+        action="store_true",
+        help="also what the bytes would hit, exchanged freely, and by who knows the trace",
     )
     output.add_argument("--no-progress", action="store_true", help="no progress bar (there is none off a terminal)")
 
@@ -105,9 +111,15 @@ def run(args: argparse.Namespace) -> int:
         progress("Replaying", len(trace), "request", enabled=not args.no_progress) as advance,
     ):
         result = run_replay(trace, config, advance, args.record, should_stop)
+    values = source | result_json(result)
     print(result_text(result))
+    if args.bound and result.is_complete:
+        beyond_bytes = (args.host_memory or 0) + (args.disk_memory or 0)
+        bounds = find_bounds(trace, result.plan, config.hash_block_size, beyond_bytes)
+        print(f"\n{bounds_text(bounds)}")
+        values["bounds"] = bounds_json(bounds)
     if args.json is not None:
-        args.json.write_text(json.dumps(source | result_json(result), indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if args.plot is not None:
         from kvjax.cli.replay_plot import plot_replay
 

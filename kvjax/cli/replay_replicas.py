@@ -34,7 +34,7 @@ from kvjax.routing import ROUTERS
 DEFAULT_ROUTER = "prefix"
 NEEDS_REPLICAS = ("router", "shared_disk")
 NEEDS_SPLIT = ("transfer_gb_per_s", "transfer_latency_us")
-OF_ONE_REPLICA = ("serial", "plot", "record", "miss_reasons")
+OF_ONE_REPLICA = ("serial", "plot", "record", "miss_reasons", "bound")
 
 
 def add_replica_arguments(group: argparse._ArgumentGroup) -> None:

@@ -94,6 +94,28 @@ def test_serial_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.Capture
     assert plot_path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bounds_beside_what_was_got(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A window's model with room for all: hits of 1,024 and 512 tokens.
+
+    LRU keeps a checkpoint before the last token of a prompt, where the same prompt could go on: 1,023.
+    """
+    path = tmp_path / "out.json"
+    arguments = (trace, "--serial", "--bound", "--model", "gpt-oss-120b", "--json", path)
+    out = run(capsys, *arguments, "--memory", "60GiB")
+    assert "used again last goes first           1,536  43.29%                 43.29%" in out
+    bounds = json.loads(path.read_text())["bounds"]
+    assert bounds.pop("memory_bytes") == json.loads(path.read_text())["memory_bytes"]
+    assert bounds.pop("prompt_tokens") == 3_548
+    assert bounds == {
+        "free_exchange": 1_535,
+        "clairvoyant": 1_536,
+        "free_exchange_unforgetting": 1_536,
+        "clairvoyant_unforgetting": 1_536,
+    }
+    run(capsys, *arguments, "--memory", "60MB", "--host-memory", "60GiB")
+    assert json.loads(path.read_text())["bounds"]["clairvoyant"] == 1_536
+
+
 def test_batched_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data_path, plot_path = tmp_path / "out.json", tmp_path / "out.png"
     out = run(capsys, trace, "--num-blocks", 120, "--json", data_path, "--plot", plot_path, "--max-num-seqs", 4)
@@ -140,8 +162,10 @@ def test_a_replay_interrupted_before_its_first_request_says_so(
     mode: tuple[str, ...], trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvjax.cli.replay.progress", interrupting_after(0))
-    assert main(["replay", trace, "--num-blocks", "1000", "--miss-reasons", *mode]) == 130
-    assert "\ninterrupted after 0 of 3 requests; until then:\n0 requests, " in capsys.readouterr().out
+    assert main(["replay", trace, "--num-blocks", "1000", "--miss-reasons", "--bound", *mode]) == 130
+    out = capsys.readouterr().out
+    assert "\ninterrupted after 0 of 3 requests; until then:\n0 requests, " in out
+    assert "exchanged freely" not in out
 
 
 def test_an_interrupt_from_outside_ends_a_replay(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_an_interrupt_prints_what_is_done(
         ("--replicas 2 --plot x.png", "expected --plot for one replica"),
         ("--replicas 2 --record x", "expected --record for one replica"),
         ("--prefill-replicas 1 --decode-replicas 1 --miss-reasons", "expected --miss-reasons for one replica"),
+        ("--replicas 2 --bound", "expected --bound for one replica"),
         ("--replicas 2 --policy belady", "expected continuous batching under lru, slru or cost"),
         ("--replicas 2 --write-through", "expected --host-memory or --disk-memory BYTES with --write-through"),
     ],
