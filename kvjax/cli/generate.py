@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from kvjax.cli.arguments import byte_size, positive_int
 from kvjax.cli.generate_plot import save_pool_plot
 from kvjax.cli.generate_prompts import NamedPrompt, read_prompts, samples_of
-from kvjax.cli.generate_report import miss_table, report_json, request_table, totals, totals_lines
+from kvjax.cli.generate_report import report_json, request_table, totals, totals_lines
 from kvjax.cli.generate_stream import OrderedTextPrinter
 from kvjax.cli.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotlib
@@ -42,6 +42,7 @@ from kvjax.engine import EngineConfig, FinishReason, SpeculativeConfig
 from kvjax.engine.pool_picture import pool_picture
 from kvjax.models.config import StreamingWindow
 from kvjax.models.configs.keys import WEIGHT_DTYPES
+from kvjax.replay.misses import miss_table
 from kvjax.text import count_of, format_bytes
 
 if TYPE_CHECKING:
@@ -323,7 +324,7 @@ def _report(
     sums = totals(results, steps, wall_s)
     print("\n".join(totals_lines(sums)))
     if args.miss_reasons:
-        print("", miss_table(sums), sep="\n")
+        print("", miss_table(sums["hit_tokens"], sums["missed_tokens"]), sep="\n")
     for pool in engine.plan.pools:
         print(f"\nPool {pool.pool_id} over time", *pool_picture(steps, pool.pool_id), sep="\n")
     if plot_path is not None:

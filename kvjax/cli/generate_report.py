@@ -1,6 +1,6 @@
 """What a run of `kvjax generate` cost, as text and as JSON.
 
-Flow:    results, StepStats -> [request_table, totals_lines, miss_table, report_json] -> stdout, --json FILE
+Flow:    results, StepStats -> [request_table, totals_lines, report_json] -> stdout, --json FILE
 """
 
 from __future__ import annotations
@@ -124,16 +124,6 @@ def totals_lines(sums: Mapping[str, Any]) -> list[str]:
             "be computed again."
         )
     return lines
-
-
-def miss_table(sums: Mapping[str, Any]) -> str:
-    """Prompt tokens that were looked up, found or missed, a line per reason."""
-    tokens = {"found": sums["hit_tokens"]} | sums["missed_tokens"]
-    rows = [
-        [name.replace("_", " "), f"{count:,}", f"{count / sums['queried_tokens']:.1%}"]
-        for name, count in tokens.items()
-    ]
-    return align_table(["prompt tokens", "number", "share"], rows, left={0})
 
 
 def report_json(

@@ -36,7 +36,8 @@ from kvjax.core.manager.coordinator import (
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.manager.manager_snapshot import KVCacheManagerSnapshot
 from kvjax.core.manager.pins import PinnedPrefix
-from kvjax.core.misses.miss_reasons import LookupReport, MissReason, MissReasons
+from kvjax.core.misses.lookup_report import LookupReport, MissReason
+from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.block import KVCacheBlock
 from kvjax.core.pool.block_hash_map import BlockHashToBlockMap
 from kvjax.core.pool.block_pool import BlockPool

@@ -22,7 +22,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
-from kvjax.core.misses.miss_reasons import MissReason, MissReasons
+from kvjax.core.misses.lookup_report import MissReason
+from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.core.watch.prefix_cache_stats import PrefixCacheStats
 from kvjax.core.watch.residency_metrics import KVCacheMetricsCollector
@@ -171,7 +172,7 @@ class _MissSeries:
         for group_id, count in (reasons.num_tokens_short - self._seen_short).items():
             self._short[group_id].inc(count)
         for report in islice(reversed(reasons.reports), reasons.num_admitted - self._num_seen):
-            if MissReason.EVICTED in report.num_missed_tokens and report.evicted is not None:
+            if report.num_evicted_tokens and report.evicted is not None:
                 self._evicted_ago.observe(report.evicted.seconds_since)
         self._seen_missed, self._seen_short = reasons.num_missed_tokens.copy(), reasons.num_tokens_short.copy()
         self._num_seen = reasons.num_admitted

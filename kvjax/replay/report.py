@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.misses.miss_reasons import MissReason
+from kvjax.core.misses.lookup_report import MissReason
+from kvjax.replay.misses import miss_table
 from kvjax.replay.replay import ReplayResult
 from kvjax.text import align_table, count_of, format_bytes
 
@@ -119,12 +120,9 @@ def _hits(values: Mapping[str, Any]) -> str:
 
 
 def _misses(result: ReplayResult, misses: Mapping[str, Any]) -> str:
-    total = result.recorder.prompt_tokens
-    tokens = {"found": result.recorder.hit_tokens} | misses["tokens"]
-    rows = [[name.replace("_", " "), f"{count:,}", f"{ratio(count, total):.2%}"] for name, count in tokens.items()]
     remembered = count_of(result.config.max_evicted_blocks, "block")
     parts = [
-        align_table(["prompt tokens", "number", "share"], rows, left={0}),
+        miss_table(result.recorder.hit_tokens, misses["tokens"]),
         f"(never seen: by this cache, as far as it remembers {remembered} that a pool evicted)",
     ]
     if misses["evicted_seconds_ago"]:
@@ -133,6 +131,12 @@ def _misses(result: ReplayResult, misses: Mapping[str, Any]) -> str:
             for name, key in (("seconds", "evicted_seconds_ago"), ("evictions", "evicted_blocks_ago"))
         ]
         parts.append(align_table(["evicted how long ago", "mean", "median", "90 %", "99 %", "most"], rows, left={0}))
+    if misses["blocks_short"]:
+        rows = [
+            [pool_id, *(f"{value:,.0f}" for value in values.values())]
+            for pool_id, values in misses["blocks_short"].items()
+        ]
+        parts.append(align_table(["pool that lacks blocks", "mean", "median", "90 %", "99 %", "most"], rows, left={0}))
     if misses["tokens_short"]:
         groups = result.plan.config.kv_cache_groups
         rows = [
@@ -216,6 +220,7 @@ def _miss_values(result: ReplayResult) -> dict[str, Any]:
         "tokens": {reason.value: misses.tokens[reason] for reason in MissReason if misses.tokens[reason]},
         "evicted_seconds_ago": quantiles(misses.evicted_seconds_ago),
         "evicted_blocks_ago": quantiles(misses.evicted_blocks_ago),
+        "blocks_short": {str(pool_id): quantiles(counts) for pool_id, counts in sorted(misses.blocks_short.items())},
         "tokens_short": {str(group_id): count for group_id, count in sorted(misses.tokens_short.items())},
     }
 

@@ -132,7 +132,7 @@ def test_hits_inside_blocks_misses_and_the_policy(capsys: pytest.CaptureFixture[
     assert sum(sums["missed_tokens"].values()) + sums["hit_tokens"] == sums["prompt_tokens"] == sums["queried_tokens"]
     assert first["num_missed_tokens"]["never_seen"] == sums["missed_tokens"]["never_seen"]
     lines = [line.split() for line in out.splitlines()]
-    assert ["found", str(sums["hit_tokens"]), f"{sums['token_hit_rate']:.1%}"] in lines
+    assert ["found", str(sums["hit_tokens"]), f"{sums['token_hit_rate']:.2%}"] in lines
     assert any(line[:2] == ["never", "seen"] for line in lines)
 
 

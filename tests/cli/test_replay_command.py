@@ -204,6 +204,7 @@ def test_reasons_of_misses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert data["hit_tokens"] + sum(tokens.values()) == data["prompt_tokens"]
     assert data["misses"]["evicted_seconds_ago"]["max"] == 1.0
     assert data["misses"]["evicted_blocks_ago"]["max"] == 46  # its 48th block, the first to go, is no hit
+    assert data["misses"]["blocks_short"]["0"]["max"] == 47
     out = run(capsys, *arguments, "--miss-reasons", "--remember-evicted", 1)
     assert "as far as it remembers 1 block that" in out
     assert "evicted                16   0.45%" in out

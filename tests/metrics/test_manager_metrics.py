@@ -144,7 +144,7 @@ def test_missed_tokens_follow_the_reasons(groups: Any) -> None:
         work.step()
         new = list(reasons.reports)[num_seen:]
         num_seen += len(new)
-        ago += [r.evicted.seconds_since for r in new if r.evicted and MissReason.EVICTED in r.num_missed_tokens]
+        ago += [r.evicted.seconds_since for r in new if r.evicted and r.num_evicted_tokens]
         metrics.observe()
     missed = {
         reason: value(metrics.registry, "prefix_cache_missed_tokens_total", reason=reason, **LABELS)

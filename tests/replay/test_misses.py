@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax.core import FullAttentionSpec, MissReason, SlidingWindowSpec
+from kvjax.core import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MissReason,
+    SlidingWindowSpec,
+)
 from kvjax.replay import ReplayConfig, ReplayResult, SpeedModel, generate_workload, result_json, result_text, run_replay
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float32")
@@ -12,9 +19,11 @@ SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="floa
 WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=16, dtype="float32", sliding_window=64)
 
 
-def replay(seed: int, num_blocks: int, **options: object) -> ReplayResult:
-    trace = generate_workload("chat", 150, seed)
-    config = ReplayConfig({"layer": SPEC}, num_blocks, explain_misses=True, **options)  # type: ignore[arg-type]
+def replay(
+    seed: int, num_blocks: int, specs: dict[str, KVCacheSpec] | None = None, num_requests: int = 150, **options: object
+) -> ReplayResult:
+    trace = generate_workload("chat", num_requests, seed)
+    config = ReplayConfig(specs or {"layer": SPEC}, num_blocks, explain_misses=True, **options)  # type: ignore[arg-type]
     return run_replay(trace, config)
 
 
@@ -27,6 +36,35 @@ def test_what_the_infinite_cache_hits_besides_was_evicted(policy: str) -> None:
         assert recorder.hit_tokens + tokens.total() == recorder.prompt_tokens
         assert tokens[MissReason.EVICTED] == recorder.infinite_hit_tokens - recorder.hit_tokens > 0
         assert len(recorder.misses.evicted_seconds_ago) == len(recorder.misses.evicted_blocks_ago) > 0
+
+
+FORGETFUL = {
+    "window": WINDOW,
+    "chunk": ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype="float32", attention_chunk_size=96
+    ),
+    "state": MambaSpec(block_size=16, shapes=((16, 16),), dtypes=("float32",), mamba_cache_mode="align"),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds", [("full", kind) for kind in FORGETFUL] + [("window",), ("state",), ("window", "state")]
+)
+@pytest.mark.parametrize("options", [{"retention_interval": 0}, {}, {"retention_interval": "auto"}], ids=str)
+def test_what_the_infinite_cache_hits_besides_lacks_a_checkpoint_or_was_evicted(
+    kinds: tuple[str, ...], options: dict[str, object]
+) -> None:
+    """Of kinds that forget: windows, chunks and states, beside full layers and without."""
+    specs = {kind: {"full": SPEC, **FORGETFUL}[kind] for kind in kinds}
+    for policy in ("lru", "probation"):
+        num_blocks = 500 if "full" in kinds else 260
+        recorder = replay(3, num_blocks, specs, 60, serial=True, eviction_policy=policy, **options).recorder
+        assert recorder.refused == 0
+        tokens = recorder.misses.tokens
+        lost = tokens[MissReason.NO_CHECKPOINT] + tokens[MissReason.CHECKPOINT_EVICTED] + tokens[MissReason.EVICTED]
+        assert recorder.hit_tokens + tokens.total() == recorder.prompt_tokens
+        assert lost == recorder.infinite_hit_tokens - recorder.hit_tokens
+        assert lost or "full" not in kinds
 
 
 def test_what_is_evicted_too_long_ago_counts_as_never_seen() -> None:

@@ -48,6 +48,7 @@ from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.core.tables.column_runs import Runs
 from kvjax.core.tables.row_changes import RowChanges
 from kvjax.core.tables.row_table import DISCARD_ENTRIES, RowTable
+from kvjax.core.watch.computed_blocks import ComputedBlocks
 
 if TYPE_CHECKING:
     from kvjax.core.hashing.block_hash import BlockHash
@@ -113,11 +114,9 @@ class SingleTypeKVCacheManager(abc.ABC):
                 f"got dcp_world_size * pcp_world_size = {settings.context_parallel_size}; expected 1"
             )
         self.kv_cache_spec, self.block_pool = kv_cache_spec, block_pool
-        self.group_ids = group_ids
-        self.num_groups = len(group_ids)  # G
+        self.group_ids, self.num_groups = group_ids, len(group_ids)  # G
         self.no_blocks = np.empty((self.num_groups, 0), np.int32)
-        self.settings = settings
-        self.fresh_blocks = fresh_blocks
+        self.settings, self.fresh_blocks = settings, fresh_blocks
         layout = self.table_layout()
         self.block_size = layout.block_size
         self.enable_caching = layout.enable_caching
@@ -139,6 +138,7 @@ class SingleTypeKVCacheManager(abc.ABC):
         if settings.sub_block_hits and self.supports_sub_block_hits:
             self.sub_blocks = SubBlockIndex(self.block_size, block_pool, group_ids)
         self.checkpoints: CheckpointColumns | None = None  # None: every block is registered
+        self.computed_blocks: ComputedBlocks | None = None  # is told of all, where someone asks why lookups miss
         self.reserved_block_ids = take_reserved_blocks(
             kv_cache_spec, block_pool, group_ids, self.block_size
         )  # int32[G, k] held for good outside the tables
@@ -347,6 +347,8 @@ class SingleTypeKVCacheManager(abc.ABC):
             put_on_probation(self.block_pool, blocks[:, on_probation])
         if not self.same_step_hits:
             self._note_registered(blocks)
+        if self.computed_blocks is not None:
+            self.computed_blocks.add(block_hashes[cached:full])
         if self.block_pool.origins is not None:
             self.block_pool.origins.note(self.block_tables[:, row, cached:full], request.origin)
         self.num_cached_blocks[row] = full
@@ -430,6 +432,8 @@ class SingleTypeKVCacheManager(abc.ABC):
 
         Null blocks, and those that no checkpoint keeps, are passed over.
         """
+        if self.computed_blocks is not None:
+            self.computed_blocks.add(block_hashes)
         kept = None if self.checkpoints is None else self.checkpoints.find_kept(rows, columns)
         if kept is not None:
             rows, columns, block_hashes = rows[kept], columns[kept], block_hashes[kept]

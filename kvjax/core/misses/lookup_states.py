@@ -4,15 +4,20 @@ Flow:    GroupManagers, Request -> [LookupStates] -> MissReasons
 
 Each block of each group that a hit may need is at a level, the lowest that applies:
 
-    CACHED       a lookup finds it
-    FRESH        cached in this step, found from the next one on
-    EVICTED      was cached, and its block got other contents
-    INVALIDATED  was cached, and was dropped on request
-    ELSEWHERE    the same tokens are cached under another salt, adapter or weight version
-    UNKNOWN      none of these
+    CACHED              a lookup finds it
+    FRESH               cached in this step, found from the next one on
+    CHECKPOINT_EVICTED  was cached, and its block got other contents; of a kind that forgets
+    EVICTED             likewise, of a kind that keeps every token
+    INVALIDATED         was cached, and was dropped on request
+    ELSEWHERE           the same tokens are cached under another salt, adapter or weight version
+    UNKNOWN             none of these
 
 A length needs the highest level of all blocks that its hit needs, in all groups. So `longest(CACHED)` is the hit, and
 `longest(EVICTED)` the hit if nothing had been evicted.
+
+Kinds that forget (windows, chunks, states) cache few of the blocks that they compute. What was computed is told by the
+groups that keep every token, or by `ComputedBlocks` where there are none. `longest_computed(EVICTED)` is the hit if
+nothing computed had been left out either.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from kvjax.core.kinds.single_type_manager import SingleTypeKVCacheManager
 from kvjax.core.requests.request import Request
 from kvjax.core.watch.evicted_blocks import EvictedBlock
 
-CACHED, FRESH, EVICTED, INVALIDATED, ELSEWHERE, UNKNOWN = range(6)
+CACHED, FRESH, CHECKPOINT_EVICTED, EVICTED, INVALIDATED, ELSEWHERE, UNKNOWN = range(7)
 NO_NUMBER = 1 << 62  # later than every eviction
 
 
@@ -56,6 +61,10 @@ class _GroupStates:
             needed[is_needed] = level
         return needed
 
+    def levels_before(self, num_tokens: np.ndarray) -> np.ndarray:  # int8[n]
+        """The highest level among the columns that int64[n] numbers of tokens fill."""
+        return np.maximum.accumulate(self.levels)[num_tokens // self.manager.block_size - 1]
+
     def oldest_eviction(self, place: int) -> EvictedBlock | None:
         """Of the columns that a length needs and that were evicted, the one that went first."""
         end = self.end_columns[place]
@@ -74,6 +83,7 @@ class LookupStates:
         self._other_origins = other_origins
         self._hashing = groups.hashing
         self._needs_last_block = groups.needs_last_block
+        self._pools = groups.pools
         cacheable = groups.cacheable_lookups
         self._alignment = groups.alignment
         whole = request.num_tokens - 1
@@ -83,12 +93,15 @@ class LookupStates:
         self.max_length_without_drops = self._aligned(whole)
         self.max_length_without_last_token = self._aligned(request.num_tokens)
         self._lengths = np.arange(self._alignment, self.max_length + 1, self._alignment)
+        behind = [manager.block_size * (drops and manager.needs_dropped_block) for manager, drops in cacheable]
+        self._num_behind = max(behind)  # tokens behind a hit whose blocks must be cached too
         self._groups: list[_GroupStates] = []
-        for manager, drops in cacheable:
-            self._groups += self._states_of(manager, drops and manager.needs_dropped_block)
+        for (manager, _), num_behind in zip(cacheable, behind, strict=True):
+            self._groups += self._states_of(manager, num_behind > 0)
         needed = [group.needed_levels() for group in self._groups]
         self._needed_of_group = {group.group_id: one for group, one in zip(self._groups, needed, strict=True)}
         self._needed = np.max(needed, axis=0)
+        self._computed = self._find_computed(groups.cacheable[0])
 
     def _aligned(self, num_tokens: int) -> int:
         return max(num_tokens - num_tokens % self._alignment, 0)
@@ -96,6 +109,10 @@ class LookupStates:
     def longest(self, level: int) -> int:
         """The longest hit, in tokens, if all blocks up to this level were cached."""
         return self._last_length(self._needed <= level)
+
+    def longest_computed(self, level: int) -> int:
+        """Likewise if also all was cached that was computed of tokens up to this level."""
+        return max(self.longest(level), self._last_length(self._computed <= level))
 
     def longest_by_group(self) -> dict[int, int]:
         """By group the longest hit, in tokens, if the others had every block."""
@@ -108,16 +125,46 @@ class LookupStates:
         evicted = [block for block in found if block is not None]
         return max(evicted, key=lambda block: (block.seconds_since, block.num_evicted_since), default=None)
 
+    def blocks_short(self, length: int) -> dict[int, int]:
+        """By pool how many blocks more would have kept what a hit of `length` tokens needs, if the oldest go first."""
+        short: dict[int, int] = {}
+        for group in self._groups:
+            evicted = group.oldest_eviction(length // self._alignment - 1)
+            if evicted is not None:
+                pool_id = self._pools.index(group.manager.block_pool)
+                short[pool_id] = max(short.get(pool_id, 0), evicted.num_evicted_since + 1)
+        return short
+
     def _last_length(self, possible: np.ndarray) -> int:
         places = np.flatnonzero(possible)
         return self._lengths.item(places[-1]) if len(places) else 0
+
+    def _find_computed(self, first: SingleTypeKVCacheManager) -> np.ndarray:  # int8[lengths]
+        """The level of the tokens of each length and of what must be cached behind it, whoever caches them."""
+        num_tokens = self._lengths + self._num_behind
+        whole = [group.levels_before(num_tokens) for group in self._groups if group.manager.hits_are_prefix_closed]
+        if whole:
+            return np.max(whole, axis=0)
+        columns = num_tokens // first.block_size - 1
+        levels = np.where(self._are_computed(first, self._request.block_hashes, columns), CACHED, UNKNOWN)
+        for others in self._hashes_under_others if (levels == UNKNOWN).any() else ():
+            levels[(levels == UNKNOWN) & self._are_computed(first, others, columns)] = ELSEWHERE
+        return levels
+
+    def _are_computed(
+        self, manager: SingleTypeKVCacheManager, block_hashes: Sequence[BlockHash], columns: np.ndarray
+    ) -> np.ndarray:  # bool[n]
+        """Whether the manager has lately computed each of int64[n] columns of a request with such hashes."""
+        hashes, computed = self._hashing.of_block_size(block_hashes, manager.block_size), manager.computed_blocks
+        assert computed is not None  # as `MissReasons.attach` saw to
+        return np.array([c < len(hashes) and hashes[c] in computed for c in columns.tolist()], np.bool_)
 
     def _states_of(self, manager: SingleTypeKVCacheManager, needs_drop: bool) -> list[_GroupStates]:
         """A manager's groups."""
         ends = self._lengths // manager.block_size
         firsts = manager.count_skipped_tokens(self._lengths) // manager.block_size
         firsts = np.minimum(firsts, ends - self._needs_last_block)
-        num_columns = self.max_length // manager.block_size + needs_drop
+        num_columns = (self.max_length + self._num_behind) // manager.block_size
         hashes = self._hashing.of_block_size(self._request.block_hashes, manager.block_size)[:num_columns]
         states = []
         for group_id in manager.group_ids:
@@ -136,13 +183,14 @@ class LookupStates:
         evicted_as: np.ndarray,  # int64[columns], filled
     ) -> None:
         index = manager.block_pool.prefix_index
+        reused = EVICTED if manager.hits_are_prefix_closed else CHECKPOINT_EVICTED
         ids = manager.block_pool.find_each(hashes, group_id)
         found = np.flatnonzero(ids >= 0)
         levels[found] = np.where(manager.fresh_blocks.are_fresh(ids[found]), FRESH, CACHED)
         for column in np.flatnonzero(ids < 0).tolist():
             number = None if index.evicted is None else index.evicted.number_of(hashes[column], group_id)
             if number is not None and index.evicted is not None:
-                levels[column] = EVICTED if index.evicted.was_reused(number) else INVALIDATED
+                levels[column] = reused if index.evicted.was_reused(number) else INVALIDATED
                 evicted_as[column] = number
         unknown = np.flatnonzero(levels == UNKNOWN).tolist()
         for others in self._hashes_under_others if unknown else ():

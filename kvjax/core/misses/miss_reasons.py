@@ -6,82 +6,29 @@ Flow:    KVCacheManager.get_computed_blocks -> [MissReasons] -> LookupReport, co
     manager = KVCacheManager(config, max_model_len, block_size, miss_reasons=reasons)
     manager.get_computed_blocks(request)
     reasons.last  # LookupReport(num_hit_tokens=512, num_missed_tokens={EVICTED: 256, NEVER_SEEN: 240}, ...)
-
-Behind the hit the tokens of a prompt fall to these reasons, in this order; hit and reasons together are all of it:
-
-    not_yet_computed   the hit would reach here in the next step (`same_step_hits=False`, Mamba)
-    evicted            likewise if no block had been reused for other contents
-    invalidated        likewise if none had been dropped by `invalidate`, `evict_blocks` or `reset_prefix_cache` either
-    other_salt         likewise if salt, adapter and weight version made no difference either
-    never_seen         no cache had these blocks, or they were evicted longer ago than is remembered
-    dropped_block      nothing can be hit here: EAGLE computes the last block of a hit again
-    last_token         nothing can be hit here: the last token of a prompt is always computed, and with it its block
-    below_granularity  nothing can be hit here: hits are whole blocks, of several sizes their common multiple
-    lookup_off         no token was looked up: caching is off, no kind has a cache, the request asks for none, or names
-                       no input to the encoder
-
-A hit is one that all groups accept, so these are lengths of hits, not states of single blocks: a token counts as
-evicted where the hit that reaches it lacks nothing but evicted blocks. Apart from that, `limited_by`
-names the groups that alone accept less than another group does. With `sub_block_hits` all this is told of
-whole blocks still; a hit that reaches into one takes its tokens from the first reasons.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable
 
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.misses.lookup_states import ELSEWHERE, EVICTED, FRESH, INVALIDATED, LookupStates
+from kvjax.core.misses.lookup_report import LookupReport, MissReason
+from kvjax.core.misses.lookup_states import (
+    CHECKPOINT_EVICTED,
+    ELSEWHERE,
+    EVICTED,
+    FRESH,
+    INVALIDATED,
+    LookupStates,
+)
 from kvjax.core.misses.seen_origins import SeenOrigins
 from kvjax.core.requests.request import Request
-from kvjax.core.watch.evicted_blocks import EvictedBlock, EvictedBlocks
+from kvjax.core.watch.computed_blocks import ComputedBlocks
+from kvjax.core.watch.evicted_blocks import EvictedBlocks
 from kvjax.core.watch.recent_lookups import RecentLookups
-
-
-class MissReason(StrEnum):
-    """Why a token was not found, in the order behind the hit."""
-
-    NOT_YET_COMPUTED = "not_yet_computed"
-    EVICTED = "evicted"
-    INVALIDATED = "invalidated"
-    OTHER_SALT = "other_salt"
-    NEVER_SEEN = "never_seen"
-    DROPPED_BLOCK = "dropped_block"
-    LAST_TOKEN = "last_token"
-    BELOW_GRANULARITY = "below_granularity"
-    LOOKUP_OFF = "lookup_off"
-
-
-@dataclass(frozen=True)
-class LookupReport:
-    """One lookup."""
-
-    request_id: str
-    num_tokens: int  # of the request
-    num_hit_tokens: int
-    num_missed_tokens: Mapping[MissReason, int]  # those that apply, in the order behind the hit
-    group_hit_tokens: Mapping[int, int] = field(default_factory=dict)  # by group with a cache: what it alone accepts
-    evicted: EvictedBlock | None = None  # of the evicted and invalidated blocks that a longer hit lacks, the first gone
-
-    @property
-    def reason(self) -> MissReason:
-        """Why the token behind the hit was not found."""
-        return next(iter(self.num_missed_tokens))
-
-    @property
-    def limited_by(self) -> tuple[int, ...]:
-        """Groups that alone accept fewer tokens than another one; none where all lack the same."""
-        return tuple(self.num_tokens_short)
-
-    @property
-    def num_tokens_short(self) -> dict[int, int]:
-        """By group that limits the hit: how many tokens less than the best group it accepts."""
-        most = max(self.group_hit_tokens.values(), default=0)
-        return {group_id: most - tokens for group_id, tokens in self.group_hit_tokens.items() if tokens < most}
 
 
 class MissReasons:
@@ -141,6 +88,8 @@ class MissReasons:
         self._groups = groups
         for pool in groups.pools:
             pool.prefix_index.evicted = EvictedBlocks(self.max_evicted_blocks, self._clock)
+        if groups.cacheable and not any(manager.hits_are_prefix_closed for manager in groups.cacheable):
+            groups.cacheable[0].computed_blocks = ComputedBlocks(self.max_evicted_blocks)
 
     def explain_off(self, request: Request) -> None:
         """Reports a request that was not looked up."""
@@ -157,7 +106,7 @@ class MissReasons:
         # where salts name the encoder's input, another salt is another input
         others = [] if groups.reads_encoder else self._seen.meet(request)
         states = LookupStates(groups, request, others)
-        had = states.longest(INVALIDATED)
+        had, kept = states.longest(INVALIDATED), states.longest(EVICTED)
         self._add(
             LookupReport(
                 request.request_id,
@@ -166,6 +115,7 @@ class MissReasons:
                 _missed_tokens(states, request.num_tokens, num_hit_tokens),
                 states.longest_by_group(),
                 states.oldest_eviction(had) if had > num_hit_tokens else None,
+                states.blocks_short(kept) if kept > num_hit_tokens else {},
             )
         )
 
@@ -190,9 +140,11 @@ def _missed_tokens(states: LookupStates, num_tokens: int, num_hit_tokens: int) -
     """Tokens by reason: each reaches from where the one before ends to its own end."""
     ends = {
         MissReason.NOT_YET_COMPUTED: states.longest(FRESH),
+        MissReason.CHECKPOINT_EVICTED: states.longest(CHECKPOINT_EVICTED),
         MissReason.EVICTED: states.longest(EVICTED),
         MissReason.INVALIDATED: states.longest(INVALIDATED),
-        MissReason.OTHER_SALT: states.longest(ELSEWHERE),
+        MissReason.NO_CHECKPOINT: states.longest_computed(INVALIDATED),
+        MissReason.OTHER_SALT: states.longest_computed(ELSEWHERE),
         MissReason.NEVER_SEEN: states.max_length,
         MissReason.DROPPED_BLOCK: states.max_length_without_drops,
         MissReason.LAST_TOKEN: states.max_length_without_last_token,

@@ -182,6 +182,7 @@ class NaiveManager:
         self.cached: dict[str, list[int]] = {}  # request -> per group how many were registered
         self.fresh: list[set[int]] = [set() for _ in pool_sizes]
         self.stopped: set[str] = set()  # running requests that register no more
+        self.computed: list[list[tuple]] = [[] for _ in groups]  # keys of blocks that requests came by, kept or not
         self.hits_end_anywhere = False  # inside blocks too: then every block is of use
         self._kept: dict[tuple[int, int, int], bool] = {}  # (group, column, tokens between checkpoints)
         # a hit rests on something cached: on its last blocks, if no group needs a block at every length
@@ -432,8 +433,9 @@ class NaiveManager:
             table = self.tables[request.request_id][i]
             full = min(num_tokens, len(request.tokens)) // group.block_size
             for column in range(self.cached[request.request_id][i], full):
+                key = request.key((column + 1) * group.block_size)
+                self.computed[i].append(key)
                 if table[column] and self.keeps(request.request_id, group, column):
-                    key = request.key((column + 1) * group.block_size)
                     self.pools[group.pool].register(table[column], i, key)
                     if group.mamba is not None or not self.same_step_hits:
                         self.fresh[group.pool].add(table[column])

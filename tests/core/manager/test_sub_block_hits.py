@@ -15,7 +15,8 @@ from kvjax.configs import load_model_config
 from kvjax.core import BlockHasher, KVCacheManager, LoRARequest, MLAAttentionSpec, MultiModalFeature, Request
 from kvjax.core.kinds import sub_block_index
 from kvjax.core.kinds.sub_block_index import SubBlockIndex
-from kvjax.core.misses.miss_reasons import MissReason, MissReasons
+from kvjax.core.misses.lookup_report import MissReason
+from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec
 from kvjax.errors import InvariantError
 from kvjax.planning import plan_kv_cache

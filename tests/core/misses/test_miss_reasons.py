@@ -6,15 +6,24 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvjax.core import EvictedBlock, KVCacheBlocks, KVCacheManager, LookupReport, MissReason, MissReasons, Request
 from kvjax.core import MultiModalFeature as Item
-from kvjax.core.misses.lookup_states import CACHED, ELSEWHERE, EVICTED, FRESH, INVALIDATED, UNKNOWN
+from kvjax.core.misses.lookup_states import (
+    CACHED,
+    CHECKPOINT_EVICTED,
+    ELSEWHERE,
+    EVICTED,
+    FRESH,
+    INVALIDATED,
+    UNKNOWN,
+)
 from kvjax.core.misses.seen_origins import MAX_ORIGINS
 from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.record.call_replay import replay_calls
-from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, Pair, Setup
+from tests.core.manager.manager_lockstep import FULL, HYBRID, SETUPS, WINDOW, Pair, Setup
 from tests.core.manager.naive_manager import NaiveRequest
 from tests.core.manager.test_invalidation import HASHER, RandomInvalidation, compute, request
 
@@ -80,8 +89,14 @@ class RandomMisses(RandomInvalidation):
             found = [n for n in lengths if all(block[0] <= level for i in groups for block in lacks[i, n])]
             return max(found, default=0)
 
+        computed = {length: self.computed(mine, length, origins) for length in lengths}
+
+        def longest_computed(level: int) -> int:
+            return max([length for length in lengths if computed[length] <= level] + [longest(level)])
+
         assert longest(CACHED) == hit
-        ends = [longest(level) for level in (FRESH, EVICTED, INVALIDATED, ELSEWHERE)] + [*bounds, num_tokens]
+        ends = [longest(level) for level in (FRESH, CHECKPOINT_EVICTED, EVICTED, INVALIDATED)]
+        ends += [longest_computed(INVALIDATED), longest_computed(ELSEWHERE), *bounds, num_tokens]
         missed = {}
         for reason, start, end in zip(R, [hit, *ends], ends, strict=False):
             if end > start:
@@ -90,12 +105,19 @@ class RandomMisses(RandomInvalidation):
         if (had := longest(INVALIDATED)) > longest(FRESH):
             gone = [block[1] for i in self.cacheable for block in lacks[i, had] if block[1] is not None]
             evicted = max(gone, key=lambda block: (block.seconds_since, block.num_evicted_since))
+        short = {}
+        if (kept := longest(EVICTED)) > longest(FRESH):
+            for i in self.cacheable:
+                for _, one in lacks[i, kept]:
+                    if one is not None:
+                        pool_id = self.naive.groups[i].pool
+                        short[pool_id] = max(short.get(pool_id, 0), one.num_evicted_since + 1)
         if has_origins and mine.inserts:
             known = self.origins.setdefault(first, [])
             known[:] = [*(one for one in known if one != (mine.salt, mine.origin)), (mine.salt, mine.origin)]
             del known[:-MAX_ORIGINS]
         groups = {i: longest(CACHED, [i]) for i in self.cacheable}
-        return LookupReport(name, num_tokens, hit, missed, groups, evicted)
+        return LookupReport(name, num_tokens, hit, missed, groups, evicted, short)
 
     def lengths(self, num_tokens: int) -> tuple[list[int], list[int]]:
         """Lengths that a hit can have; the longest, and the longest without EAGLE, and with the last token."""
@@ -114,6 +136,29 @@ class RandomMisses(RandomInvalidation):
             columns.append(length // group.block_size)
         return [(column + 1) * group.block_size for column in columns]
 
+    def computed(self, mine: NaiveRequest, length: int, origins: list[tuple]) -> int:
+        """The level of the tokens that a hit has, and of those behind it that EAGLE asks for.
+
+        By the groups that keep every token; where there is none, whoever came by.
+        """
+        groups = self.naive.groups
+        drops = [groups[i].block_size for i in self.cacheable if self.naive._drops(groups[i]) and not groups[i].mamba]
+        end = length + max(drops, default=0)
+        whole = [i for i in self.cacheable if not groups[i].is_local]
+        if whole:
+            ends = [(i, stop) for i in whole for stop in range(groups[i].block_size, end + 1, groups[i].block_size)]
+            level = max(self.block(mine, i, stop, origins)[0] for i, stop in ends)
+            if self.max_evicted > 1_000:  # all is remembered
+                came_by = all(mine.key(stop) in self.naive.computed[i] for i, stop in ends)
+                assert came_by == (level <= INVALIDATED)
+            return level
+        first = next(i for i in self.naive.order if i in self.cacheable)
+        known = list(dict.fromkeys(reversed(self.naive.computed[first])))[: self.max_evicted]
+        tokens = tuple(mine.tokens[: end // groups[first].block_size * groups[first].block_size])
+        if (mine.salt, mine.origin, tokens) in known:
+            return CACHED
+        return ELSEWHERE if any((*other, tokens) in known for other in origins) else UNKNOWN
+
     def block(self, mine: NaiveRequest, i: int, end: int, origins: list[tuple]) -> tuple[int, EvictedBlock | None]:
         pool_id = self.naive.groups[i].pool
         pool = self.naive.pools[pool_id]
@@ -122,7 +167,8 @@ class RandomMisses(RandomInvalidation):
         for since, (name, was_reused) in enumerate(reversed(pool.forgotten[-self.max_evicted :])):
             if name == (i, mine.key(end)):
                 seconds = (self.now_ns - self.forgotten_at[pool_id][len(pool.forgotten) - 1 - since]) / 1e9
-                return (EVICTED if was_reused else INVALIDATED), EvictedBlock(was_reused, since, seconds)
+                reused = CHECKPOINT_EVICTED if self.naive.groups[i].is_local else EVICTED
+                return (reused if was_reused else INVALIDATED), EvictedBlock(was_reused, since, seconds)
         others = [one for one in origins if one != (mine.salt, mine.origin)]
         if any((i, (*other, tuple(mine.tokens[:end]))) in pool.holders for other in others):
             return ELSEWHERE, None
@@ -146,7 +192,7 @@ def test_every_report_is_what_a_search_by_brute_force_says(name: str) -> None:
 
 def test_random_calls_meet_every_reason() -> None:
     met: set[MissReason] = set()
-    for name in ("hybrid_next_step_hits", "full_eagle", "full_cross"):
+    for name in ("hybrid_next_step_hits", "full_eagle", "full_cross", "hybrid_retained"):
         calls = RandomMisses(SETUPS[name], 2, 1_000)
         for _ in range(300):
             calls.call()
@@ -205,6 +251,47 @@ def test_reasons_one_by_one() -> None:
     assert missed(manager, cache_salt="c", num_tokens=5) == {R.INVALIDATED: 4} | rest
     assert missed(manager, skip_reading_prefix_cache=True) == {R.LOOKUP_OFF: 9}
     assert (reasons.num_lookups, reasons.num_admitted) == (12, 2)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_so_many_blocks_more_would_have_kept_what_was_evicted(seed: int) -> None:
+    """Where the block goes first that was not used for the longest time, unhashed ones before all."""
+    rng = np.random.default_rng(seed)
+    trunk = rng.integers(0, 2, 40).tolist()
+    prompts = [trunk[: rng.integers(0, 30)] + rng.integers(0, 2, rng.integers(1, 9)).tolist() for _ in range(40)]
+
+    def reports(num_blocks: int) -> list[LookupReport]:
+        reasons = MissReasons()
+        setup = replace(FULL, uncached_first=True, max_model_len=40)
+        manager = setup.manager([num_blocks], miss_reasons=reasons)
+        for number, tokens in enumerate(prompts):
+            new = Request(str(number), tokens, block_hasher=HASHER)
+            compute(manager, new)
+            manager.free(new)
+        return list(reasons.reports)
+
+    short = [(place, report) for place, report in enumerate(reports(24)) if report.num_blocks_short]
+    assert short
+    for place, report in short:
+        kept = reports(24 + report.num_blocks_short[0])[place]
+        assert kept.num_hit_tokens >= report.num_hit_tokens + report.num_missed_tokens[R.EVICTED]
+
+
+@pytest.mark.parametrize(("setup", "reason"), [(HYBRID, R.EVICTED), (WINDOW, R.CHECKPOINT_EVICTED)])
+def test_checkpoints_are_evicted_or_never_made(setup: Setup, reason: MissReason) -> None:
+    """A prompt of 13 tokens leaves a checkpoint at 12, and none before; of the hybrid the tokens are evicted too."""
+    manager, _ = manager_of(replace(setup, retention=0), 1 + 7 * len(setup.groups))
+    owner, rest = request("owner", num_tokens=13), {R.BELOW_GRANULARITY: 1}
+    compute(manager, owner)
+    assert missed(manager, num_tokens=9) == {R.NO_CHECKPOINT: 8} | rest
+    assert missed(manager, num_tokens=15) == {R.NEVER_SEEN: 2} | rest
+    manager.free(owner)
+    compute(manager, Request("taker", [99] * 14, block_hasher=HASHER))
+    assert missed(manager, num_tokens=15) == {reason: 12, R.NEVER_SEEN: 2} | rest
+
+
+def test_every_reason_has_a_remedy() -> None:
+    assert all(reason.remedy for reason in R)
 
 
 def test_a_hit_that_needs_blocks_gone_for_several_reasons_counts_for_the_last_of_them() -> None:
