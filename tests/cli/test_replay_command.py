@@ -112,7 +112,7 @@ def test_bounds_beside_what_was_got(trace: str, tmp_path: Path, capsys: pytest.C
         "free_exchange_unforgetting": 1_536,
         "clairvoyant_unforgetting": 1_536,
     }
-    run(capsys, *arguments, "--memory", "60MB", "--host-memory", "60GiB")
+    run(capsys, *arguments, "--memory", "120MB", "--host-memory", "60GiB")
     assert json.loads(path.read_text())["bounds"]["clairvoyant"] == 1_536
 
 
