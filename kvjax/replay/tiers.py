@@ -27,10 +27,10 @@ from kvjax.tiers.units import UnitSizes
 
 @dataclass(frozen=True)
 class ReplayTierConfig:
-    """Sizes and speeds of what lies beyond the pools. A size is given in blocks of every pool, or in bytes."""
+    """Sizes and speeds of what lies beyond the pools. The host's is in bytes, or as those of so many blocks."""
 
     host_bytes: int = 0
-    host_blocks: int | None = None  # of each pool, in place of `host_bytes`
+    host_blocks: int | None = None  # bytes of so many of each pool, in place of `host_bytes`
     disk_bytes: int = 0
     shares_disk: bool = False  # several replicas have one disk, of `disk_bytes` and one bandwidth
     write_through: bool = False
@@ -75,10 +75,10 @@ class ReplayTiers:
     ) -> None:
         """Empty tiers; `disk`: one that others have too, in place of one of its own."""
         sizes = UnitSizes.of(kv_cache_config)
-        units = sizes.units_in(config.host_bytes)
+        host_bytes = config.host_bytes
         if config.host_blocks is not None:
-            units = (config.host_blocks,) * len(kv_cache_config.pools)
-        self.host = HostStore(units, sizes, has_bytes=False)
+            host_bytes = config.host_blocks * sum(map(sum, sizes.arrays_of_pool))
+        self.host = HostStore(host_bytes, sizes, has_bytes=False)
         if disk is None and config.disk_bytes:
             disk = ReplayDisk(config, kv_cache_config, takes_time=takes_time)
         units_on_disk = None if disk is None else disk.units

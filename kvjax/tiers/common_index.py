@@ -45,10 +45,10 @@ class CommonIndex:
         for name in names:
             self._put(name)
 
-    def use(self, keys: Iterable[UnitKey]) -> None:
-        """Units have been written, or read."""
+    def use(self, keys: Iterable[UnitKey], *, on_probation: bool = False) -> None:
+        """Units have been written, or read; new ones on probation are forgotten first."""
         for key in keys:
-            self._put(short_name(key))
+            self._put(short_name(key), is_last=not on_probation)
 
     def forget(self, keys: Iterable[UnitKey]) -> None:
         """Units could not be read."""
@@ -61,11 +61,12 @@ class CommonIndex:
             del self._names[name]
             self._num_bytes -= self._size(name)
 
-    def _put(self, name: int) -> None:
-        if name not in self._names:
+    def _put(self, name: int, *, is_last: bool = True) -> None:
+        if is_new := name not in self._names:
             self._names[name] = None
             self._num_bytes += self._size(name)
-        self._names.move_to_end(name)
+        if is_new or is_last:
+            self._names.move_to_end(name, is_last)
         while self._num_bytes > self._most_bytes:
             oldest, _ = self._names.popitem(last=False)
             self._num_bytes -= self._size(oldest)

@@ -46,7 +46,9 @@ class CommonPace:
         """As `Pace.has_ended`."""
         return self._reports.turn - turn >= STORE_TURNS
 
-    def end_store(self, keys: Sequence[UnitKey], slots: np.ndarray, is_good: np.ndarray) -> np.ndarray:
+    def end_store(
+        self, keys: Sequence[UnitKey], slots: np.ndarray, is_good: np.ndarray, *, on_probation: bool = False
+    ) -> np.ndarray:
         """As `Pace.end_store`: all that have a slot or a disk. What failed here is never read from its slot."""
         bad = {keys[i] for i in np.flatnonzero(~is_good).tolist()}
         self._spoiled -= set(keys)
@@ -54,7 +56,7 @@ class CommonPace:
         self.lose(list(bad))
         if self._index is None:
             return slots >= 0
-        self._index.use(keys)
+        self._index.use(keys, on_probation=on_probation)
         return np.ones(len(keys), bool)
 
     def watch(self, values: Future[Columns], disk_keys: Sequence[UnitKey]) -> int:

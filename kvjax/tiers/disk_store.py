@@ -40,6 +40,7 @@ MAGIC = b"kvjaxU1\n"
 HEADER = struct.Struct("<8sIQ16s")  # magic, bytes of the key, bytes of the unit, checksum
 COUNTER = struct.Struct("<q")
 KEPT_SHARE = 0.95  # of `max_bytes`, after units were deleted
+PROBATION_AGE = 4  # a file's time is divided by it: the oldest first, and all before those of today's units
 
 
 class DiskStore:
@@ -79,8 +80,11 @@ class DiskStore:
         """Whether the unit was there when the store was looked through, or has been written here since."""
         return name_of(key) in self._index
 
-    def put(self, key: UnitKey, data: np.ndarray) -> bool:  # uint8[n]
-        """Writes a unit unless it is there; False: there is no room, or the disk fails, and nothing is there."""
+    def put(self, key: UnitKey, data: np.ndarray, *, on_probation: bool = False) -> bool:  # uint8[n]
+        """Writes a unit unless it is there; False: there is no room, or the disk fails, and nothing is there.
+
+        One on probation counts as older than any other until it is read.
+        """
         name = name_of(key)
         if name in self._index:
             return True
@@ -96,6 +100,8 @@ class DiskStore:
             with open(temporary, "wb", buffering=0) as file:
                 for part in (header + encoded, data):
                     write_all(file.fileno(), part)
+                if on_probation:
+                    os.utime(file.fileno(), ns=(0, time.time_ns() // PROBATION_AGE))
             target = self._path(name)
             target.parent.mkdir(exist_ok=True)
             if target.exists():  # another process was faster

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -61,18 +61,14 @@ class Home:
             pool_of_group=any_sizes.pool_of_group,
             arrays_of_pool=tuple(() for _ in any_sizes.arrays_of_pool),
             num_arrays_of_group=(0,) * len(any_sizes.pool_of_group),
-            blocks_of_pool=any_sizes.blocks_of_pool,
             bytes_of_group=self.bytes_of_group,
         )
         own = self.sizes.get(process, nothing)
-        return UnitSizes(
-            own.pool_of_group, own.arrays_of_pool, own.num_arrays_of_group, own.blocks_of_pool, self.bytes_of_group
-        )
+        return replace(own, bytes_of_group=self.bytes_of_group)
 
-    def units_in(self, num_bytes: int, homes_of: Counter[int]) -> tuple[int, ...]:
-        """Units of each pool for which all processes have room in so many bytes of host, divided over their homes."""
-        by_process = [sizes.units_in(num_bytes // homes_of[process]) for process, sizes in self.sizes.items()]
-        return tuple(map(min, zip(*by_process, strict=True)))
+    def share_of(self, num_bytes: int, homes_of: Counter[int]) -> int:
+        """Of so many bytes of each process those that all of them have for this home, which they divide evenly."""
+        return num_bytes // max(homes_of[process] for process in self.processes)
 
 
 def homes_of(kv_cache_config: KVCacheConfig, placement: Placement) -> list[Home]:

@@ -1,10 +1,22 @@
-"""Units in host memory: which slot holds which, and which slot is used next.
+"""Units in host memory: which slot holds which, and whose bytes are used next.
 
 Flow:    TierWorker, pages that arrived -> [HostStore] -> slots; TierScheduler.holds -> [HostStore]
 
-The slots of a pool are a `BlockPool` of their own: a slot is held while it is written or read, else free, and a free
-slot with a hash is found until an eviction policy gives it to another unit. With "lru" slots without a hash are used
-first.
+All pools share the bytes: there is one order over the units of all kinds, and a kind has what its units are worth. A
+slot is a row of its pool's memory (`HostRows`). While bytes are missing for new units, others lose theirs:
+
+    on probation    of which nobody knows that a hit will use them; the first to come goes first
+    lasting         all others, in the order of an eviction policy
+
+Units on probation take no bytes of lasting ones. One that is read is lasting from then on.
+
+A `BlockPool` is the index. Its blocks are the slots of all pools, one pool after another: those that hold a lasting
+unit and are neither written nor read are free there.
+
+Invariants (`check_invariants`):
+
+    H1  the bytes of all used slots and the free ones are `max_bytes`
+    H2  the index has one reference of every slot that is not used or on probation, and those of holds
 """
 
 from __future__ import annotations
@@ -15,6 +27,8 @@ import numpy as np
 
 from kvjax.core import BlockHash
 from kvjax.core.pool.block_pool import BlockPool
+from kvjax.errors import InvariantError
+from kvjax.tiers.host_rows import HostRows
 from kvjax.tiers.units import UnitKey, UnitSizes
 
 
@@ -25,116 +39,179 @@ class HostStore:
 
     def __init__(
         self,
-        num_units: Sequence[int],  # per pool; 0: none of its blocks are kept
+        max_bytes: int,
         sizes: UnitSizes,
         eviction_policy: str = "lru",
         *,
         has_bytes: bool = True,  # False: only which unit would be where
     ) -> None:
-        self.num_units = tuple(num_units)
+        """An empty store. The index takes some 100 bytes for each unit of the smallest kinds that there is room for."""
+        self.max_bytes = max_bytes
         self._sizes = sizes
         self._policy = eviction_policy
-        self._pools = [self._make_pool(pool_id) for pool_id in range(len(num_units))]
-        # Per pool and array uint8[slots, bytes of a page]; slot 0 is the null block. Committed where it is written.
-        self.buffers = tuple(
-            tuple(np.empty((count + 1, size), np.uint8) for size in arrays) if has_bytes and count else ()
-            for count, arrays in zip(num_units, sizes.arrays_of_pool, strict=True)
+        self._has_bytes = has_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all units and all holds. Nobody may be writing or reading."""
+        sizes = self._sizes
+        counts = [sizes.units_in(self.max_bytes, pool_id) for pool_id in range(len(sizes.arrays_of_pool))]
+        self._rows = tuple(
+            HostRows(count, arrays, has_bytes=self._has_bytes)
+            for count, arrays in zip(counts, sizes.arrays_of_pool, strict=True)
         )
+        # Per pool and array uint8[slots, bytes of a page]. Committed where it is written.
+        self.buffers = tuple(rows.arrays for rows in self._rows)
+        self._offsets = np.cumsum([0, *counts[:-1]])  # slot s of a pool is the index's block offset + s, s >= 1
+        self._index = BlockPool(
+            max(sum(counts), 1) + 1, group_ids=range(len(sizes.pool_of_group)), eviction_policy=self._policy
+        )
+        self._index.take_for_good(self._index.num_free_blocks)
+        self._bytes_of = np.zeros(self._index.num_blocks, np.int64)  # 0: the slot is not used
+        self._free_bytes = self.max_bytes
+        self._probation: dict[int, None] = {}  # blocks of the index that nobody holds, first come first
 
     @property
     def num_stored(self) -> int:
         """Units that can be found."""
-        return sum(pool.num_hashed_blocks for pool in self._pools if pool is not None)
+        return self._index.num_hashed_blocks
 
     @property
     def num_held(self) -> int:
         """Slots that are being written or read."""
-        return sum(pool.num_usable_blocks - pool.num_free_blocks for pool in self._pools if pool is not None)
+        return sum(rows.num_used for rows in self._rows) - self._index.num_free_blocks - len(self._probation)
 
     def find(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # int32[n]
         """The slot of each unit, -1 where there is none."""
-        pool = self._pool_of(group_id)
-        if pool is None or not pool.num_hashed_blocks:
+        if not self._index.num_hashed_blocks:
             return np.full(len(block_hashes), -1, np.int32)
-        return pool.find_each(block_hashes, group_id)
+        ids = self._index.find_each(block_hashes, group_id)
+        return np.where(ids < 0, -1, ids - self._offset(group_id)).astype(np.int32)
 
-    def take(self, group_id: int, count: int) -> np.ndarray:  # int32[<= count]
+    def takes(self, group_id: int, *, on_probation: bool) -> bool:
+        """Whether there is room for a unit of the group, or could be."""
+        return not on_probation or bool(self._probation) or self._sizes.unit_bytes(group_id) <= self._free_bytes
+
+    def take(self, group_id: int, count: int, *, on_probation: bool = False) -> np.ndarray:  # int32[<= count]
         """Holds slots for new units, as many as there are; other units lose theirs."""
-        pool = self._pool_of(group_id)
-        return np.zeros(0, np.int32) if pool is None else pool.get_new_blocks(min(count, pool.num_free_blocks))
+        size, rows = self._sizes.unit_bytes(group_id), self._rows[self._sizes.pool_of_group[group_id]]
+        if not rows.num_rows or size > self.max_bytes:
+            return np.zeros(0, np.int32)
+        self._make_room(count * size, on_probation)
+        slots = rows.take(min(count, self._free_bytes // size))
+        self._bytes_of[slots + self._offset(group_id)] = size
+        self._free_bytes -= slots.size * size
+        self._give_back_memory()
+        return slots
 
-    def put(self, group_id: int, slots: np.ndarray, block_hashes: Sequence[BlockHash]) -> None:
+    def put(
+        self, group_id: int, slots: np.ndarray, block_hashes: Sequence[BlockHash], *, on_probation: bool = False
+    ) -> None:
         """Held slots have been written: their units can be found, and are evicted last, in this order."""
-        pool = self._pools[self._sizes.pool_of_group[group_id]]
-        assert pool is not None  # it gave the slots
-        pool.register_many(slots, block_hashes, group_id)
-        pool.free_blocks(slots)
+        ids = self._ids(group_id, slots)
+        self._index.register_many(ids, block_hashes, group_id)
+        if on_probation:
+            self._probation.update(dict.fromkeys(ids.tolist()))
+        else:
+            self._index.free_blocks(ids)
 
     def hold(self, group_id: int, slots: np.ndarray) -> None:
         """Keeps units where they are while they are read."""
-        pool = self._pool_of(group_id)
-        if pool is not None:
-            pool.touch(slots)
+        ids = self._ids(group_id, slots)
+        others = [block_id for block_id in ids.tolist() if block_id not in self._probation]
+        for block_id in ids.tolist():
+            self._probation.pop(block_id, None)  # the reader has its reference from now on
+        self._index.touch(others)
+
+    def use(self, group_id: int, slots: np.ndarray) -> None:
+        """Units have been used elsewhere: they are lasting, and evicted last."""
+        self.hold(group_id, slots)
+        self.let_go(group_id, slots)
 
     def let_go(self, group_id: int, slots: np.ndarray, *, forget: bool = False) -> None:
-        """Ends a hold; with `forget` units that nobody else holds are given up."""
-        pool = self._pool_of(group_id)
-        if pool is None or not slots.size:
-            return
-        if forget:
-            pool.evict_blocks(slots[pool.ref_count[slots] == 1])
-        pool.free_blocks(slots[::-1])
+        """Ends a hold; slots without a unit are free then, and with `forget` those that nobody else holds."""
+        ids = self._ids(group_id, slots)
+        ends = self._index.ref_count[ids] == 1
+        if not forget:
+            ends &= ~self._index.is_hashed[ids]
+        self._give(ids[ends])
+        self._index.free_blocks(ids[~ends][::-1])
 
     def let_go_others(self, held: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Ends all holds but those of (group, slots): of whoever cannot end them any more."""
-        kept = [np.zeros(count + 1, np.int64) for count in self.num_units]
+        kept = np.zeros(self._index.num_blocks, np.int64)
+        kept[list(self._probation)] = 1
         for group_id, slots in held:
-            np.add.at(kept[self._sizes.pool_of_group[group_id]], slots, 1)
-        for pool, counts in zip(self._pools, kept, strict=True):
-            if pool is not None:
-                pool.free_blocks(np.repeat(np.arange(pool.num_blocks), pool.ref_count - counts))
-
-    def clear(self) -> None:
-        """Forgets all units and all holds. Nobody may be writing or reading."""
-        self._pools = [self._make_pool(pool_id) for pool_id in range(len(self.num_units))]
+            np.add.at(kept, self._ids(group_id, np.array(slots, np.int32)), 1)
+        kept[(self._bytes_of == 0) | (~self._index.is_hashed & (kept == 0))] += 1  # those that are free in the end
+        self._index.free_blocks(np.repeat(np.arange(kept.size), np.maximum(self._index.ref_count - kept, 0)))
+        self._give(np.flatnonzero((self._bytes_of > 0) & ~self._index.is_hashed & (self._index.ref_count == 1)))
 
     def keys(self) -> list[UnitKey]:
         """All units that can be found, those evicted first first, held ones behind."""
-        found = []
-        for pool in self._pools:
-            if pool is None:
-                continue
-            free = pool.eviction_policy.order()
-            held = np.flatnonzero(pool.ref_count)
-            for slot in [*free.tolist(), *held.tolist()]:
-                block_hash = pool.block_hash_of(slot)
-                if block_hash is not None:
-                    found.append(UnitKey(pool.group_of(slot), block_hash))
-        return found
+        order = [*self._probation, *self._index.eviction_policy.order().tolist()]
+        held = self._index.is_hashed.copy()
+        held[order] = False
+        contents = self._index.prefix_index.contents_of(np.array([*order, *np.flatnonzero(held)], np.int64))
+        return [UnitKey(group_id, block_hash) for block_hash, group_id in zip(*contents, strict=True)]
 
     def check_invariants(self) -> None:
-        """Checks the laws of each pool's slots.
+        """Checks the index, H1 and H2.
 
         Raises:
             InvariantError: one does not hold.
         """
-        for pool in self._pools:
-            if pool is not None:
-                pool.check_invariants()
+        self._index.check_invariants()
+        used = int(self._bytes_of.sum())
+        if used + self._free_bytes != self.max_bytes or self._free_bytes < 0:
+            raise InvariantError(f"H1: {used} bytes used and {self._free_bytes} free of {self.max_bytes}")
+        is_kept = self._bytes_of == 0
+        is_kept[list(self._probation)] = True
+        wrong = np.flatnonzero(is_kept & (self._index.ref_count != 1))[1:]  # not the null block
+        if wrong.size or not self._index.is_hashed[list(self._probation)].all():
+            raise InvariantError(f"H2: slots {wrong} are held and not used, or one on probation has no unit")
 
-    def _pool_of(self, group_id: int) -> BlockPool | None:
-        return self._pools[self._sizes.pool_of_group[group_id]]
+    def _offset(self, group_id: int) -> int:
+        return self._offsets.item(self._sizes.pool_of_group[group_id])
 
-    def _make_pool(self, pool_id: int) -> BlockPool | None:
-        groups = [group_id for group_id, of in enumerate(self._sizes.pool_of_group) if of == pool_id]
-        if not self.num_units[pool_id] or not groups:
-            return None
-        return BlockPool(
-            self.num_units[pool_id] + 1,
-            group_ids=groups,
-            eviction_policy=self._policy,
-            free_order="uncached_first" if self._policy == "lru" else "append",
-        )
+    def _ids(self, group_id: int, slots: np.ndarray) -> np.ndarray:  # int64[n]
+        return slots.astype(np.int64) + self._offset(group_id)
+
+    def _make_room(self, num_bytes: int, on_probation: bool) -> None:
+        """Evicts units until so many bytes are free, as far as there are any that may go."""
+        largest = max(self._sizes.bytes_of_group)
+        while (missing := num_bytes - self._free_bytes) > 0:
+            ids = self._next(-(-missing // largest), on_probation)  # no fewer are enough
+            if not ids.size:
+                return
+            self._give(ids)
+
+    def _next(self, count: int, on_probation: bool) -> np.ndarray:  # int64[<= count]
+        """The blocks of the units that go next, taken out of the order; of those on probation alone, or of all."""
+        ids = [block_id for block_id, _ in zip(self._probation, range(count), strict=False)]
+        for block_id in ids:
+            del self._probation[block_id]
+        if on_probation or len(ids) == count:
+            return np.array(ids, np.int64)
+        others = self._index.get_new_blocks(min(count - len(ids), self._index.num_free_blocks))
+        return np.concatenate([np.array(ids, np.int64), others])
+
+    def _give(self, ids: np.ndarray) -> None:
+        """Blocks with one reference, which stays, lose their units; their slots are not used any more."""
+        if not ids.size:
+            return
+        self._index.evict_blocks(ids)
+        self._free_bytes += int(self._bytes_of[ids].sum())
+        self._bytes_of[ids] = 0
+        pools = np.searchsorted(self._offsets, ids, side="left") - 1
+        for pool_id in np.unique(pools).tolist():
+            self._rows[pool_id].give((ids[pools == pool_id] - self._offsets[pool_id]).tolist())
+
+    def _give_back_memory(self) -> None:
+        """Of rows that nobody uses, where it is more than the bytes that are free."""
+        for rows in self._rows:
+            if sum(each.warm_bytes for each in self._rows) > self._free_bytes:
+                rows.cool()
 
 
 __all__ = ["HostStore"]

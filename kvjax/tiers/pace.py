@@ -41,7 +41,9 @@ class Pace(Protocol):
     def has_ended(self, turn: int, *, is_done: bool) -> bool:
         """Whether a write to the host's slots that began in `turn` counts as over; it is waited for then."""
 
-    def end_store(self, keys: Sequence[UnitKey], slots: np.ndarray, is_good: np.ndarray) -> np.ndarray:  # bool[n]
+    def end_store(
+        self, keys: Sequence[UnitKey], slots: np.ndarray, is_good: np.ndarray, *, on_probation: bool = False
+    ) -> np.ndarray:  # bool[n]
         """Which units count as stored, of those of one write."""
 
     def watch(self, values: Future[Columns], disk_keys: Sequence[UnitKey]) -> int:
@@ -75,7 +77,9 @@ class OwnPace:
         """As `Pace.has_ended`."""
         return is_done
 
-    def end_store(self, keys: Sequence[UnitKey], slots: np.ndarray, is_good: np.ndarray) -> np.ndarray:
+    def end_store(
+        self, keys: Sequence[UnitKey], slots: np.ndarray, is_good: np.ndarray, *, on_probation: bool = False
+    ) -> np.ndarray:
         """As `Pace.end_store`."""
         return is_good
 

@@ -83,7 +83,7 @@ class ProcessTiers:
             share = TierShare(
                 ranks=home.ranks,
                 sizes=home.sizes_in(board.index),
-                num_units=home.units_in(config.host_bytes, counts),
+                host_bytes=home.share_of(config.host_bytes, counts),
                 disk=None if disk is None else disk.own,
                 index=index,
                 parts=OwnParts(),

@@ -50,15 +50,16 @@ class SimulatedDisk:
         """Whether the unit is there."""
         return key in self._units
 
-    def use(self, key: UnitKey) -> None:
-        """The unit is read, or written."""
+    def use(self, key: UnitKey, *, on_probation: bool = False) -> None:
+        """The unit is read, or written; a new one on probation is deleted first."""
         if key not in self._units:
             size = self._sizes.unit_bytes(key.group_id)
             self._units[key] = size
             self._num_bytes += size
+            self._units.move_to_end(key, last=not on_probation)
             while self._num_bytes > self._most_bytes:
                 self._num_bytes -= self._units.popitem(last=False)[1]
-        else:
+        elif not on_probation:
             self._units.move_to_end(key)
 
 
@@ -163,12 +164,13 @@ class SimulatedWorker:
 
     def _store(self, store: StoreUnits) -> StoredUnits:
         slots = np.full(len(store.block_hashes), -1, np.int32)
-        taken = self._host.take(store.group_id, slots.size)
+        taken = self._host.take(store.group_id, slots.size, on_probation=store.on_probation)
         slots[: taken.size] = taken
         if self._disk is not None:
             for block_hash in store.block_hashes:
-                self._disk.use(UnitKey(store.group_id, block_hash))
-        return StoredUnits(store.group_id, store.block_hashes, slots, (slots >= 0) | (self._disk is not None))
+                self._disk.use(UnitKey(store.group_id, block_hash), on_probation=store.on_probation)
+        is_good = (slots >= 0) | (self._disk is not None)
+        return StoredUnits(store.group_id, store.block_hashes, slots, is_good, store.on_probation)
 
 
 __all__ = ["Channel", "SimulatedDisk", "SimulatedWorker"]

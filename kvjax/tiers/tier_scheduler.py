@@ -33,6 +33,8 @@ from typing import Protocol
 import numpy as np
 
 from kvjax.core import BlockHash, KVCacheBlocks, KVCacheManager, Request
+from kvjax.core.kinds.probation import take_off_probation
+from kvjax.core.pool.block_pool import BlockPool
 from kvjax.errors import InvariantError
 from kvjax.tiers.connector import ConnectorOutput, LoadResults
 from kvjax.tiers.host_store import HostStore
@@ -56,6 +58,7 @@ class _Load:
     started_s: float
     num_tokens: int
     held: dict[int, list[int]] = field(default_factory=dict)  # group -> slots of the host
+    destinations: dict[int, np.ndarray] = field(default_factory=dict)  # group -> int32[n] blocks of the pool
     waits_for: dict[UnitKey, int] = field(default_factory=dict)  # units in transit -> their destination
     num_issued: int = 0  # units that the worker has been told of, or will be with the next metadata
     num_written: int = 0
@@ -93,6 +96,7 @@ class TierScheduler:
 
     def _start(self) -> None:
         self._evicted: dict[UnitKey, int] = {}  # block of the pool, since the last metadata
+        self._on_probation: set[UnitKey] = set()  # of these
         self._registered: dict[UnitKey, int] = {}  # likewise; computed by the step that the next metadata belongs to
         self._to_store: dict[UnitKey, int] = {}  # registered before, to be stored with the next metadata
         self._transit.keys.clear()
@@ -102,6 +106,7 @@ class TierScheduler:
         self._copies: list[CopyUnits] = []
         self._cancelled: list[int] = []
         self._not_again: dict[str, Request] = {}  # requests whose load failed
+        self._loaded: list[_Load] = []  # since the last metadata
 
     # -- what the manager says and asks -----------------------------------------------------------------------------
 
@@ -109,12 +114,15 @@ class TierScheduler:
         self, pool_id: int, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: np.ndarray
     ) -> None:
         """`CacheTier.before_reuse`: the blocks are read before the next step."""
-        for block_id, block_hash, group_id in zip(block_ids.tolist(), block_hashes, group_ids.tolist(), strict=True):
+        flags = self._are_on_probation(pool_id, block_ids).tolist()
+        units = zip(block_ids.tolist(), block_hashes, group_ids.tolist(), flags, strict=True)
+        for block_id, block_hash, group_id, flag in units:
             key = UnitKey(group_id, block_hash)
             if self._registered.get(key) == block_id:
                 del self._registered[key]  # its page is not computed yet, and never will be
             else:
                 self._evicted[key] = block_id
+                (self._on_probation.add if flag else self._on_probation.discard)(key)
 
     def after_register(
         self, pool_id: int, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_id: int
@@ -171,10 +179,12 @@ class TierScheduler:
             if not block_hashes:
                 continue
             destinations = np.array(tables[group_id][first : first + len(block_hashes)], np.int32)
+            load.destinations[group_id] = destinations
             self._find_units(load_id, load, group_id, block_hashes, block_ids, destinations)
 
     def build_connector_meta(self) -> TierMeta:
         """Stores of what was evicted or registered, and loads whose units are all there."""
+        self._keep_loaded()
         stores = self._take_stores()
         if not (stores or self._ready or self._copies or self._cancelled):
             return NOTHING
@@ -215,6 +225,7 @@ class TierScheduler:
                 del self._load_of[request_id]
                 if is_whole and not is_bad:
                     loaded.append(request_id)
+                    self._loaded.append(load)
                     self.stats.num_loaded_tokens += load.num_tokens
                     self._end_load(load_id, forget=not self._write_through)
                     continue
@@ -276,27 +287,41 @@ class TierScheduler:
     def _take_stores(self) -> tuple[StoreUnits, ...]:
         kept = {key: block_id for key, block_id in self._to_store.items() if self._is_registered(key, block_id)}
         wanted = {**kept, **self._evicted} if kept else self._evicted
-        self._to_store, self._evicted = {}, {}
+        on_probation = self._on_probation
+        for key, block_id in kept.items():
+            if self._are_on_probation(self._pool_of_group[key.group_id], block_id):
+                on_probation.add(key)
+        self._to_store, self._evicted, self._on_probation = {}, {}, set()
         self._settle_registered()
-        by_group: dict[int, list[tuple[BlockHash, int]]] = {}
+        by_kind: dict[tuple[int, bool], list[tuple[BlockHash, int]]] = {}
         for key, block_id in wanted.items():
             if key not in self._transit.keys:
-                by_group.setdefault(key.group_id, []).append((key.block_hash, block_id))
+                by_kind.setdefault((key.group_id, key in on_probation), []).append((key.block_hash, block_id))
         stores = []
-        for group_id, units in by_group.items():
-            slots = self._host.find([block_hash for block_hash, _ in units], group_id).tolist()
-            new = [unit for unit, slot in zip(units, slots, strict=True) if slot < 0]
-            if new:
+        for (group_id, flag), units in by_kind.items():
+            slots = self._host.find([block_hash for block_hash, _ in units], group_id)
+            new = [unit for unit, slot in zip(units, slots.tolist(), strict=True) if slot < 0]
+            if not flag and len(new) < len(units):
+                self._host.use(group_id, slots[slots >= 0])
+            if new and (self._disk is not None or self._host.takes(group_id, on_probation=flag)):
                 hashes, ids = zip(*new, strict=True)
-                stores.append(StoreUnits(group_id, hashes, np.array(ids, np.int32), self._rank))
+                stores.append(StoreUnits(group_id, hashes, np.array(ids, np.int32), self._rank, flag))
                 self._transit.keys |= {UnitKey(group_id, block_hash): None for block_hash in hashes}
         return tuple(stores)
 
+    def _are_on_probation(self, pool_id: int, block_ids: np.ndarray | int) -> np.ndarray:  # bool[...]
+        """Which blocks of a pool no checkpoint needs, and no hit has used."""
+        link = None if self._manager is None else self._manager.block_pools[pool_id].tier_link
+        return np.zeros_like(block_ids, bool) if link is None else link.on_probation[block_ids]
+
     def _is_registered(self, key: UnitKey, block_id: int) -> bool:
         """Whether the block is still registered, and not forgotten since, as where a planned step was taken back."""
-        assert self._manager is not None  # it registered the block
-        pool = self._manager.block_pools[self._pool_of_group[key.group_id]]
+        pool = self._pool_of(key.group_id)
         return pool.block_hash_of(block_id) == key.block_hash and pool.group_of(block_id) == key.group_id
+
+    def _pool_of(self, group_id: int) -> BlockPool:
+        assert self._manager is not None  # who asks has its blocks
+        return self._manager.block_pools[self._pool_of_group[group_id]]
 
     def _end_store(self, store: StoredUnits) -> None:
         """The worker has brought units to the host, or could not."""
@@ -306,10 +331,12 @@ class TierScheduler:
         has_slot = store.slots >= 0
         good = np.flatnonzero(store.is_good & has_slot)
         if good.size:
-            self._host.put(store.group_id, store.slots[good], [store.block_hashes[i] for i in good.tolist()])
+            hashes = [store.block_hashes[i] for i in good.tolist()]
+            self._host.put(store.group_id, store.slots[good], hashes, on_probation=store.on_probation)
         self._host.let_go(store.group_id, store.slots[~store.is_good & has_slot])
         self.stats.num_stored += good.size
-        self.stats.num_store_failures += int(np.count_nonzero(~store.is_good))
+        if not store.on_probation:  # for those there may be no room
+            self.stats.num_store_failures += int(np.count_nonzero(~store.is_good))
         self._transit.issue_waiting(keys)
 
     # -- loads ------------------------------------------------------------------------------------------------------
@@ -373,6 +400,14 @@ class TierScheduler:
         """The worker is at the load no more."""
         for group_id, slots in self._loads.pop(load_id).held.items():
             self._host.let_go(group_id, np.array(slots, np.int32), forget=forget)
+
+    def _keep_loaded(self) -> None:
+        """A hit has used what was loaded: where it is registered by now, it is not on probation."""
+        for load in self._loaded:
+            for group_id, ids in load.destinations.items():
+                pool = self._pool_of(group_id)
+                take_off_probation(pool, ids[pool.is_hashed[ids]].astype(np.int64))
+        self._loaded.clear()
 
     def _unsent(self) -> set[int]:
         """Loads of which the worker has not been told yet."""

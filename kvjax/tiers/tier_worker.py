@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvjax.core import BlockHash
 from kvjax.device import KVPages
 from kvjax.device.aligned import RecycledMemory
 from kvjax.device.page_ops import PAGE_COUNTS, SKIP, gather_pages_padded, pad_ids, scatter_pages_padded
@@ -52,8 +51,7 @@ class _Arriving(NamedTuple):
     """Pages on their way from the device."""
 
     turn: int
-    group_id: int
-    block_hashes: tuple[BlockHash, ...]
+    units: StoreUnits
     arrays: tuple[jax.Array, ...]  # [padded count, ...]
     num_bytes: int
 
@@ -62,8 +60,7 @@ class _Writing(NamedTuple):
     """Pages that a thread brings to the host's slots."""
 
     turn: int
-    group_id: int
-    block_hashes: tuple[BlockHash, ...]
+    units: StoreUnits
     slots: np.ndarray  # int32[n]
     is_good: Future[np.ndarray]  # bool[n]
     num_bytes: int
@@ -220,11 +217,11 @@ class TierWorker:
         pool_id = self._sizes.pool_of_group[store.group_id]
         num_arrays = self._sizes.num_arrays_of_group[store.group_id]
         for part in self._pieces(store.block_ids.size, store.group_id):
-            ids = store.block_ids[part]
-            gathered = self._parts.gather(pages, pool_id, store.rank, ids)[:num_arrays]
+            units = store._replace(block_hashes=store.block_hashes[part], block_ids=store.block_ids[part])
+            gathered = self._parts.gather(pages, pool_id, store.rank, units.block_ids)[:num_arrays]
             arrays = self._to_host(gathered)
-            num_bytes = self._sizes.unit_bytes(store.group_id) * ids.size
-            self._arriving.append(_Arriving(self._turn, store.group_id, store.block_hashes[part], arrays, num_bytes))
+            num_bytes = self._sizes.unit_bytes(store.group_id) * units.block_ids.size
+            self._arriving.append(_Arriving(self._turn, units, arrays, num_bytes))
             self._bytes_in_flight += num_bytes
             while self._bytes_in_flight > self._most_bytes and (self._arriving or self._writing):
                 self._end_oldest()
@@ -258,46 +255,45 @@ class TierWorker:
 
     def _write(self, arriving: _Arriving, submit: Callable[..., Future[np.ndarray]] | None = None) -> None:
         """Has a thread, or `submit`, write pages that are there, or will be, into slots of the host."""
-        _, group_id, block_hashes, arrays, num_bytes = arriving
-        taken = self._host.take(group_id, len(block_hashes))
-        slots = np.full(len(block_hashes), -1, np.int32)
+        _, units, arrays, num_bytes = arriving
+        slots = np.full(units.block_ids.size, -1, np.int32)
+        taken = self._host.take(units.group_id, slots.size, on_probation=units.on_probation)
         slots[: taken.size] = np.sort(taken)  # any slot serves; neighbours are copied to at once
         submit = self._threads.submit if submit is None else submit
-        is_good = submit(self._write_units, group_id, block_hashes, arrays, slots)
-        self._writing.append(_Writing(self._turn, group_id, block_hashes, slots, is_good, num_bytes))
+        is_good = submit(self._write_units, units, arrays, slots)
+        self._writing.append(_Writing(self._turn, units, slots, is_good, num_bytes))
 
     @reads_back
-    def _write_units(
-        self, group_id: int, block_hashes: Sequence[BlockHash], arrays: Sequence[jax.Array], slots: np.ndarray
-    ) -> np.ndarray:  # bool[n]
+    def _write_units(self, units: StoreUnits, arrays: Sequence[jax.Array], slots: np.ndarray) -> np.ndarray:  # bool[n]
         """By a thread: units into slots of the host, and on to the disk; which of them are somewhere."""
         if not arrays:  # this process has no part of them
             return np.ones(slots.size, bool)
         pages = [_as_bytes(np.asarray(array))[: slots.size] for array in arrays]
         on_host = slots >= 0
         all_on_host = bool(on_host.all())
-        buffers = self._host.buffers[self._sizes.pool_of_group[group_id]]
+        buffers = self._host.buffers[self._sizes.pool_of_group[units.group_id]]
         rows = _rows(slots[on_host])
         for buffer, page in zip(buffers, pages, strict=False):
             buffer[rows] = page if all_on_host else page[on_host]
         if self._disk is None:
             return on_host
-        keys = [UnitKey(group_id, block_hash) for block_hash in block_hashes]
         if all_on_host:
             num_bytes = sum(page.nbytes for page in pages)
             if sum(count for future, count in list(self._to_disk) if not future.done()) > self._most_bytes:
                 self.stats.num_disk_skips += slots.size
-                self._pace.lose(keys)
+                self._pace.lose(_keys_of(units, on_host))
             else:
-                self._to_disk.append((self._disk_threads.submit(self._write_to_disk, keys, pages), num_bytes))
+                self._to_disk.append((self._disk_threads.submit(self._write_to_disk, units, pages), num_bytes))
             return on_host
-        return on_host | self._write_to_disk(keys, pages)
+        return on_host | self._write_to_disk(units, pages)
 
-    def _write_to_disk(self, keys: Sequence[UnitKey], pages: Sequence[np.ndarray]) -> np.ndarray:  # bool[n]
+    def _write_to_disk(self, units: StoreUnits, pages: Sequence[np.ndarray]) -> np.ndarray:  # bool[n]
         assert self._disk is not None
         self._disk.refresh(max_age_s=1.0)
-        put = [self._disk.put(key, np.concatenate([page[i] for page in pages])) for i, key in enumerate(keys)]
-        is_there = np.array(put, bool)
+        is_there, keys = np.zeros(units.block_ids.size, bool), _keys_of(units)
+        for i, key in enumerate(keys):
+            data = np.concatenate([page[i] for page in pages])
+            is_there[i] = self._disk.put(key, data, on_probation=units.on_probation)
         self._pace.lose([keys[i] for i in np.flatnonzero(~is_there).tolist()])
         return is_there
 
@@ -307,9 +303,9 @@ class TierWorker:
             is_good = writing.is_good.result()
         except Exception:  # the step that computed the pages failed, or there is no memory
             is_good = np.zeros(writing.slots.size, bool)
-        keys = [UnitKey(writing.group_id, block_hash) for block_hash in writing.block_hashes]
-        is_good = self._pace.end_store(keys, writing.slots, is_good)
-        return StoredUnits(writing.group_id, writing.block_hashes, writing.slots, is_good)
+        units = writing.units
+        is_good = self._pace.end_store(_keys_of(units), writing.slots, is_good, on_probation=units.on_probation)
+        return StoredUnits(units.group_id, units.block_hashes, writing.slots, is_good, units.on_probation)
 
     # -- up ---------------------------------------------------------------------------------------------------------
 
@@ -334,16 +330,14 @@ class TierWorker:
         num_arrays = self._sizes.num_arrays_of_group[units.group_id]
         pool_id = self._sizes.pool_of_group[units.group_id]
         is_on_host = units.slots >= 0
-        num_units = units.slots.size
+        num_units, chosen = units.slots.size, slice(None) if is_on_host.all() else is_on_host
         self._pace.check_readable(_keys_of(units, is_on_host))
         staged = []
         for i, size in enumerate(self._sizes.arrays_of_pool[pool_id]):
             staged.append(self._memory.empty((count, size)))
             staged[i][num_units if i < num_arrays else 0 :] = 0
-            if i < num_arrays and is_on_host.all():
-                np.take(self._host.buffers[pool_id][i], units.slots, axis=0, out=staged[i][:num_units], mode="clip")
-            elif i < num_arrays and is_on_host.any():
-                staged[i][:num_units][is_on_host] = self._host.buffers[pool_id][i][units.slots[is_on_host]]
+            if i < num_arrays and is_on_host.any():
+                staged[i][:num_units][chosen] = self._host.buffers[pool_id][i][units.slots[chosen]]
         if num_arrays and not is_on_host.all():
             self._read_from_disk(units, np.flatnonzero(~is_on_host), staged[:num_arrays])
         return self._parts.put(staged, count, shapes, shardings, units.rank)
@@ -379,9 +373,10 @@ class TierWorker:
         return pages
 
 
-def _keys_of(units: LoadUnits, chosen: np.ndarray) -> list[UnitKey]:  # bool[n]
-    """The units that are chosen."""
-    return [UnitKey(units.group_id, units.block_hashes[i]) for i in np.flatnonzero(chosen).tolist()]
+def _keys_of(units: StoreUnits | LoadUnits, chosen: np.ndarray | None = None) -> list[UnitKey]:  # bool[n]
+    """The units that are chosen; None: all."""
+    keys = [UnitKey(units.group_id, block_hash) for block_hash in units.block_hashes]
+    return keys if chosen is None else [keys[i] for i in np.flatnonzero(chosen).tolist()]
 
 
 def _run_here(function: Callable[..., np.ndarray], *args: Any) -> Future[np.ndarray]:

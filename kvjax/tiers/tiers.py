@@ -44,7 +44,7 @@ class TierShare:
 
     ranks: tuple[int, ...]  # data ranks that share both tiers
     sizes: UnitSizes
-    num_units: tuple[int, ...]  # of the host, per pool
+    host_bytes: int
     disk: DiskStore | None
     index: DiskIndex | None  # what is looked up of the disk
     parts: PageParts
@@ -76,7 +76,7 @@ class TierShare:
         return cls(
             ranks=tuple(range(num_ranks)),
             sizes=sizes,
-            num_units=sizes.units_in(config.host_bytes),
+            host_bytes=config.host_bytes,
             disk=disk,
             index=disk,
             parts=WholePages(),
@@ -100,7 +100,7 @@ class Tiers:
         """Empty host memory, and the disk as it is."""
         self.ranks = share.ranks
         self.stats, self.disk, sizes = share.stats, share.disk, share.sizes
-        self.host = HostStore(share.num_units, sizes, config.eviction_policy)
+        self.host = HostStore(share.host_bytes, sizes, config.eviction_policy)
         transit = UnitsInTransit()
         self._by_rank = {
             rank: TierScheduler(

@@ -34,6 +34,7 @@ class StoreUnits(NamedTuple):
     block_hashes: tuple[BlockHash, ...]
     block_ids: np.ndarray  # int32 of each, in the pool
     rank: int = 0  # data rank whose pool it is
+    on_probation: bool = False  # as `kvjax.core.kinds.probation` says
 
 
 class CopyUnits(NamedTuple):
@@ -64,6 +65,7 @@ class StoredUnits(NamedTuple):
     block_hashes: tuple[BlockHash, ...]
     slots: np.ndarray  # int32 of each, held; -1: the host has no room
     is_good: np.ndarray  # bool of each: its bytes are where they should be
+    on_probation: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,6 @@ class UnitSizes:
     pool_of_group: tuple[int, ...]
     arrays_of_pool: tuple[tuple[int, ...], ...]  # bytes of a page in each array, columns in order
     num_arrays_of_group: tuple[int, ...]  # the first of its pool's
-    blocks_of_pool: tuple[int, ...]
     bytes_of_group: tuple[int, ...]  # of one unit
 
     @classmethod
@@ -128,7 +129,6 @@ class UnitSizes:
             pool_of_group=tuple(group.pool_id for group in config.kv_cache_groups),
             arrays_of_pool=tuple(tuple(chain(*chain(*columns))) for columns in arrays),
             num_arrays_of_group=tuple(map(len, own)),
-            blocks_of_pool=tuple(pool.num_blocks for pool in config.pools),
             bytes_of_group=tuple(map(sum, own)),
         )
 
@@ -136,10 +136,11 @@ class UnitSizes:
         """Bytes of one unit of a group."""
         return self.bytes_of_group[group_id]
 
-    def units_in(self, num_bytes: int) -> tuple[int, ...]:
-        """Units of each pool that so many bytes hold, in the proportions of the pools."""
-        total = sum(count * sum(arrays) for count, arrays in zip(self.blocks_of_pool, self.arrays_of_pool, strict=True))
-        return tuple(num_bytes * count // total if total else 0 for count in self.blocks_of_pool)
+    def units_in(self, num_bytes: int, pool_id: int) -> int:
+        """Most units of one pool that so many bytes hold; 0 where the pool has no arrays."""
+        groups = [group_id for group_id, of in enumerate(self.pool_of_group) if of == pool_id]
+        smallest = min(map(self.unit_bytes, groups), default=0)
+        return num_bytes // smallest if smallest else 0
 
 
 __all__ = [

@@ -36,7 +36,7 @@ class FakeTiers:
 
     def __init__(self, config: KVCacheConfig, seed: int, max_steps: int, failure_rate: float = 0.0) -> None:
         sizes = UnitSizes.of(config)
-        self.host = HostStore([512] * len(config.pools), sizes, has_bytes=False)
+        self.host = HostStore(1 << 30, sizes, has_bytes=False)
         self.scheduler = TierScheduler(self.host, None, sizes.pool_of_group, clock=lambda: 0.0)
         self.num_cancelled = 0
         self.hold = False  # whether nothing arrives

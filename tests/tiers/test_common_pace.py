@@ -181,6 +181,17 @@ def test_the_index_forgets_what_was_used_longest_ago() -> None:
     assert len(index) == 8
 
 
+def test_the_index_forgets_what_is_on_probation_first() -> None:
+    index = CommonIndex(10_000, (744,))  # 1,000 with a header; of 10,000 it counts 9,000
+    keys = [key_of(i) for i in range(11)]
+    index.use(keys[:2])
+    index.use(keys[2:9], on_probation=True)
+    index.use(keys[0:1], on_probation=True)
+    index.use(keys[8:9])
+    index.use(keys[9:])
+    assert [i for i, key in enumerate(keys) if not index.has(key)] == [6, 7]
+
+
 def test_a_disk_is_opened_with_the_units_that_all_have() -> None:
     keys = [key_of(i, group_id=i % 2) for i in range(6)]
     numbers = [number_of(name_of(key)) for key in keys]

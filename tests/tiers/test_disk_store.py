@@ -149,6 +149,19 @@ def test_units_used_longest_ago_make_room(tmp_path: Path) -> None:
     assert not store.put(key_of(50), np.zeros(size, np.uint8))
 
 
+def test_units_on_probation_make_room_until_they_are_read(tmp_path: Path) -> None:
+    """The oldest first; whatever is lasting stays while there is one, and so does one that was read."""
+    store = make_store(tmp_path, 41_800)  # ten units and their headers
+    for number in range(4):
+        store.put(key_of(number), unit_of(number))
+    for number in range(4, 8):
+        store.put(key_of(number), unit_of(number), on_probation=True)
+    read(store, 4)
+    for number in range(8, 12):
+        store.put(key_of(number), unit_of(number))
+    assert [number for number in range(12) if not store.has(key_of(number))] == [5, 6]
+
+
 def _write_for_ever(folder: Path, started: object) -> None:
     store = make_store(folder)
     number = 1_000

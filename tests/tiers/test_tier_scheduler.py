@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from tests.core.manager.naive_manager import NaiveGroup
@@ -13,33 +16,44 @@ SETUPS = {
     "pools": (NaiveGroup(2), NaiveGroup(4, window=7, pool=1)),
 }
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "lru": {"eviction_policy": "lru", "retention_interval": None},
+    "probation": {"eviction_policy": "probation", "retention_interval": "auto"},
+}
 
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("write_through", [False, True])
 @pytest.mark.parametrize("name", SETUPS)
-def test_requests_attend_their_own_kv_alone(name: str, write_through: bool) -> None:
+def test_requests_attend_their_own_kv_alone(name: str, write_through: bool, policy: str) -> None:
     num_loaded = 0
-    for seed in range(2):
-        world = TieredWorld(SETUPS[name], seed, num_units=600, write_through=write_through)
+    for seed in range(3):
+        world = TieredWorld(SETUPS[name], seed, host_bytes=1_200, write_through=write_through, **POLICIES[policy])
         for _ in range(60):
             world.step()
             world.check_invariants()
         num_loaded += world.num_loaded
         assert world.num_failed == 0
         world.drain()
-    assert num_loaded > 10
+    assert num_loaded > 5
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("write_through", [False, True])
 @pytest.mark.parametrize("name", SETUPS)
-def test_faults_cost_computation_alone(name: str, write_through: bool) -> None:
+def test_faults_cost_computation_alone(name: str, write_through: bool, policy: str) -> None:
     """Loads that fail midway or hang, damaged and lost stores, lost reports, aborts: no wrong page, no leak."""
-    world = TieredWorld(SETUPS[name], 7, write_through=write_through, fault_rate=0.1)
-    for _ in range(120):
-        world.step()
-        world.check_invariants()
-    assert all(world.faults[fault] for fault in FAULTS)
-    assert world.num_failed > 2
-    world.drain()
+    faults, num_failed = Counter[str](), 0
+    for seed in (7, 9):
+        world = TieredWorld(SETUPS[name], seed, write_through=write_through, fault_rate=0.1, **POLICIES[policy])
+        for _ in range(120):
+            world.step()
+            world.check_invariants()
+        faults += world.faults
+        num_failed += world.num_failed
+        world.drain()
+    assert all(faults[fault] for fault in FAULTS)
+    assert num_failed > 2
 
 
 @pytest.mark.parametrize("write_through", [False, True])
@@ -47,7 +61,7 @@ def test_faults_cost_computation_alone(name: str, write_through: bool) -> None:
 def test_what_a_dropped_step_did_not_compute_is_never_stored(name: str, write_through: bool) -> None:
     num_loaded = 0
     for seed in range(3):
-        world = TieredWorld(SETUPS[name], seed, num_units=600, write_through=write_through, drops=True)
+        world = TieredWorld(SETUPS[name], seed, host_bytes=1_200, write_through=write_through, drops=True)
         for _ in range(60):
             world.step()
             world.check_invariants()
@@ -60,7 +74,7 @@ def test_what_a_dropped_step_did_not_compute_is_never_stored(name: str, write_th
 @pytest.mark.parametrize("write_through", [False, True])
 def test_data_ranks_load_what_another_computed_and_nothing_else(write_through: bool, fault_rate: float) -> None:
     """One host and one disk; a request finds units that its own rank has never computed."""
-    first = TieredWorld(SETUPS["pools"], 5, num_units=600, write_through=write_through, fault_rate=fault_rate)
+    first = TieredWorld(SETUPS["pools"], 5, host_bytes=1_200, write_through=write_through, fault_rate=fault_rate)
     second = TieredWorld(SETUPS["pools"], 5, first=first, write_through=write_through, fault_rate=fault_rate)
     for _ in range(100):
         first.step()
@@ -71,7 +85,7 @@ def test_data_ranks_load_what_another_computed_and_nothing_else(write_through: b
 
 
 def test_no_room_on_the_host_is_no_error() -> None:
-    world = TieredWorld(SETUPS["hybrid"], 3, num_units=3, fault_rate=0.02)
+    world = TieredWorld(SETUPS["hybrid"], 3, host_bytes=5, fault_rate=0.02)
     for _ in range(60):
         world.step()
         world.check_invariants()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,7 @@ class ToyWorker:
     def store(self, store: StoreUnits, contents: Sequence[Content]) -> StoredUnits:
         world, pool_id = self.world, self.world.sizes.pool_of_group[store.group_id]
         slots = np.full(len(contents), -1, np.int32)
-        taken = world.host.take(store.group_id, len(contents))
+        taken = world.host.take(store.group_id, len(contents), on_probation=store.on_probation)
         slots[: taken.size] = taken
         is_good = np.array([not world.plant("store") for _ in contents], bool)
         for slot, content, good, block_hash in zip(
@@ -148,7 +148,7 @@ class ToyWorker:
                 key = UnitKey(store.group_id, block_hash)
                 world.disk.units[key] = content
                 world.disk.index.add(key)
-        return StoredUnits(store.group_id, store.block_hashes, slots, is_good & (slots >= 0))
+        return StoredUnits(store.group_id, store.block_hashes, slots, is_good & (slots >= 0), store.on_probation)
 
 
 class TieredWorld:
@@ -160,7 +160,7 @@ class TieredWorld:
         seed: int,
         *,
         num_blocks: int = 60,
-        num_units: int = 80,
+        host_bytes: int = 160,
         fault_rate: float = 0.0,
         disk_share: float = 0.5,
         write_through: bool = False,
@@ -172,11 +172,12 @@ class TieredWorld:
         self.first, self.groups, self.drops = first, groups, drops
         num_pools = 1 + max(group.pool for group in groups)
         config = config_of(list(groups), [num_blocks] * num_pools)
-        self.sizes = UnitSizes.of(config)
+        sizes = tuple(1 + 2 * (group_id % 2) for group_id in range(len(groups)))  # units of one and of three bytes
+        self.sizes = replace(UnitSizes.of(config), bytes_of_group=sizes)
         self.disk_share, self.fault_rate = disk_share, fault_rate
         if first is self:
             self.rng = np.random.default_rng(seed)
-            self.host = HostStore([num_units] * num_pools, self.sizes, has_bytes=False)
+            self.host = HostStore(host_bytes, self.sizes, has_bytes=False)
             self.disk, self.transit = ToyDisk(), UnitsInTransit()
             self.worker = ToyWorker(self)
             self.faults: Counter[str] = Counter()

@@ -28,7 +28,17 @@ class KeptRows(Protocol):
 
 def put_on_probation(pool: BlockPool, block_ids: np.ndarray) -> None:
     """Tells the policy of int32[...] registered blocks, null ones passed over."""
-    pool.eviction_policy.note_probation(block_ids[block_ids != 0].astype(np.int64))
+    ids = block_ids[block_ids != 0].astype(np.int64)
+    pool.eviction_policy.note_probation(ids)
+    if pool.tier_link is not None:
+        pool.tier_link.on_probation[ids] = True
+
+
+def take_off_probation(pool: BlockPool, block_ids: np.ndarray) -> None:
+    """Tells the policy of int64[n] registered blocks."""
+    pool.eviction_policy.note_lasting(block_ids)
+    if pool.tier_link is not None:
+        pool.tier_link.on_probation[block_ids] = False
 
 
 def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHash], first: int, end: int) -> None:
@@ -41,7 +51,7 @@ def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHas
     released = [pool.find_each(block_hashes[first:held_from], group_id) for group_id in manager.group_ids]
     ids = np.concatenate([np.stack(released), manager.block_tables[:, row, held_from:end]], axis=1)
     if (ids > 0).all() and pool.is_hashed[ids].all():
-        pool.eviction_policy.note_lasting(ids.ravel().astype(np.int64))
+        take_off_probation(pool, ids.ravel().astype(np.int64))
 
 
-__all__ = ["keep_checkpoint", "put_on_probation"]
+__all__ = ["keep_checkpoint", "put_on_probation", "take_off_probation"]

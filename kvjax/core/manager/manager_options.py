@@ -172,7 +172,7 @@ class ManagerOptions:
                 event_log=event_log,
                 track_origins=self.track_origins,
                 zero_new_pages=self.zero_new_pages,
-                tier_link=None if self.tier is None else TierLink(self.tier, pool_id),
+                tier_link=None if self.tier is None else TierLink(self.tier, pool_id, pool.num_blocks),
             )
             for pool_id, pool in enumerate(kv_cache_config.pools)
         )

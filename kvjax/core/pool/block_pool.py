@@ -9,16 +9,14 @@ A block is in exactly one state, and a free or held one may also be hashed (a pr
     held   ref_count >= 1, not with the policy -> free by free_blocks, when its last reference goes
     null   block 0: never handed out, freed, hashed or evicted; calls that contain it skip it
 
-An `EvictionPolicy` holds the free blocks and decides which is evicted next. "lru", the default, puts every freed block
-at the tail of a queue. With the free order "uncached_first", blocks without a hash go to its head: nothing is lost by
-reusing them. Callers free blocks in eviction order, a request's last block first.
+An `EvictionPolicy` holds the free blocks and decides which is evicted next. Callers free blocks in eviction order, a
+request's last block first.
 
 Invariants (`check_invariants`; the tests run it after every test):
 
     P1  a block other than null is with the policy iff its ref_count is 0; no ref_count is negative
     P2  the null block is never with the policy, never hashed, and its ref_count stays 0
-    P3  of `PrefixIndex`, and the policy's own, such as Q1 and Q2 of `FreeKVCacheBlockQueue`; E1 and E2 of `PageEdits`;
-        O1 of `OutsideRefs`
+    P3  of `PrefixIndex`, those of the policy, E1 and E2 of `PageEdits`, O1 of `OutsideRefs`
     P4  `num_cached_free_blocks` are the blocks that are free and hashed
 """
 
@@ -214,6 +212,8 @@ class BlockPool:
         self.ref_count[distinct] = counts + repeats
         if self.eviction_policy.is_told_of_use:
             self.eviction_policy.note_hit(distinct)
+        if self.tier_link is not None:
+            self.tier_link.on_probation[distinct] = False
         if self._residency is not None:
             self._residency.on_blocks_accessed(ids)
 

@@ -51,11 +51,16 @@ class CacheTier(Protocol):
 
 
 class TierLink:
-    """One pool's way to the tier. No part of a saved state: a restored manager has the tier that it is given."""
+    """One pool's way to the tier. No part of a saved state: a restored manager has the tier that it is given.
 
-    def __init__(self, tier: CacheTier, pool_id: int) -> None:
+    `on_probation` is bool[num_blocks]: registered blocks, held, free or about to be reused, that no checkpoint needs
+    and no hit has used (`kvjax.core.kinds.probation`).
+    """
+
+    def __init__(self, tier: CacheTier, pool_id: int, num_blocks: int) -> None:
         self._tier = tier
         self._pool_id = pool_id
+        self.on_probation = np.zeros(num_blocks, np.bool_)
 
     def before_reuse(self, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: np.ndarray) -> None:
         """`CacheTier.before_reuse` of blocks of this pool."""
@@ -68,6 +73,7 @@ class TierLink:
         group_ids: Sequence[int],
     ) -> None:
         """`CacheTier.after_register` of blocks of this pool, with the same hashes in each group."""
+        self.on_probation[block_ids] = False
         for of_group, group_id in zip(block_ids, group_ids, strict=True):
             self._tier.after_register(self._pool_id, of_group.copy(), block_hashes, group_id)
 
