@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvjax.core.kinds.retention import AUTO
 from kvjax.text import parse_bytes
 
 Value = TypeVar("Value")
@@ -21,9 +22,11 @@ def non_negative_int(text: str) -> int:
     return _checked(text, lambda: int(text.replace(",", "_")), lambda value: value >= 0, "an integer >= 0")
 
 
-def interval(text: str) -> int | str:
-    """`auto`, or an integer >= 0."""
-    return text if text == "auto" else non_negative_int(text)
+def interval(text: str) -> int | str | None:
+    """`auto`, an integer >= 0, or `all`: None."""
+    if text == "all":
+        return None
+    return text if text == AUTO else non_negative_int(text)
 
 
 def positive_float(text: str) -> float:

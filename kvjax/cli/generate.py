@@ -29,6 +29,7 @@ from kvjax.cli.output_files import has_matplotlib, output_file, require_matplotl
 from kvjax.cli.pool_size import ample_blocks
 from kvjax.cli.progress import progress
 from kvjax.cli.prompt_inputs import read_inputs
+from kvjax.cli.rules import add_rules_argument, release_of
 from kvjax.cli.sampling_arguments import add_sampling_arguments, read_sampling
 from kvjax.cli.speculation_arguments import add_speculation_arguments, read_speculation
 from kvjax.cli.start_up import add_start_arguments, start_jax
@@ -99,8 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sub-block-hits", action="store_true", help="let a prefix hit end inside a block, whose page is then copied"
     )
     how.add_argument(
-        "--policy", choices=EVICTION_POLICIES, default="lru", help="which free block to use next (default: lru)"
+        "--policy",
+        choices=EVICTION_POLICIES,
+        default=argparse.SUPPRESS,
+        help=f"which free block to use next (default: {EngineConfig.eviction_policy})",
     )
+    add_rules_argument(how, ["policy"])
     how.add_argument(
         "--async", dest="async_scheduling", action="store_true", help="start a step before reading the last"
     )
@@ -212,7 +217,8 @@ def _engine_config(
         max_num_batched_tokens=max(args.max_num_batched_tokens, args.max_num_seqs),
         enable_prefix_caching=not args.no_prefix_caching,
         sub_block_hits=args.sub_block_hits,
-        eviction_policy=args.policy,
+        eviction_policy=getattr(args, "policy", EngineConfig.eviction_policy),
+        release=release_of(args, ["policy"]),
         miss_reasons=args.miss_reasons,
         seed=args.seed,
         async_scheduling=args.async_scheduling,
@@ -256,7 +262,8 @@ def _about(engine: LLMEngine, args: argparse.Namespace, num_requests: int) -> It
     yield f"Model   {name}: {model.architecture}, {layers}, vocabulary {model.vocab_size:,}"
     caching = "on" if config.enable_prefix_caching else "off"
     caching += ", also inside blocks" if config.sub_block_hits else ""
-    caching += f", {config.eviction_policy} eviction" if config.eviction_policy != "lru" else ""
+    caching += f", {config.eviction_policy} eviction" if config.eviction_policy != EngineConfig.eviction_policy else ""
+    caching += f", rules of vLLM {config.release}" if config.release is not None else ""
     for pool in engine.plan.pools:
         sizes = sorted({engine.plan.groups[i].spec.block_size for i in pool.group_ids})
         yield (

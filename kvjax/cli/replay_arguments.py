@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from kvjax.cli.arguments import byte_size, interval, non_negative_float, positive_float, positive_int
+from kvjax.cli.rules import add_rules_argument, release_of
 from kvjax.configs import known_models, load_model_config
 from kvjax.core.eviction import FREE_ORDERS
 from kvjax.core.hashing.block_hash import ALGORITHMS
@@ -32,6 +33,12 @@ from kvjax.replay.trace import cut_tails
 DEFAULT_MODEL = "llama-3-8b"
 DEFAULT_MEMORY_BYTES = 52 * 2**30  # what an H100 has left beside the weights of the default model
 DEFAULT_NUM_REQUESTS = 2_000
+# Options that say what is cached and evicted, and their fields of `ReplayConfig`, which have the defaults.
+CACHING_RULES = {
+    "policy": "eviction_policy",
+    "retention_interval": "retention_interval",
+    "free_order": "free_order",
+}
 
 
 def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
@@ -119,17 +126,25 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--policy",
         choices=REPLAY_POLICIES,
-        default="lru",
-        help="which free block to reuse next; belady looks ahead in the trace, a bound for --serial (default: lru)",
+        default=argparse.SUPPRESS,
+        help="which free block to reuse next; belady looks ahead in the trace, a bound for --serial "
+        f"(default: {ReplayConfig.eviction_policy})",
     )
     group.add_argument(
         "--retention-interval",
         type=interval,
+        default=argparse.SUPPRESS,
         metavar="N",
         help="keep windows, chunks and recurrent states where requests end or part, and every N tokens (0: nowhere "
-        "else; auto: 512 or more; default: everywhere)",
+        f"else; auto: 512 or more; all: everywhere; default: {ReplayConfig.retention_interval or 'all'})",
     )
-    group.add_argument("--free-order", choices=FREE_ORDERS, default="append", help="of lru (default: append)")
+    group.add_argument(
+        "--free-order",
+        choices=FREE_ORDERS,
+        default=argparse.SUPPRESS,
+        help=f"whether lru reuses blocks without a hash first, or in turn (default: {ReplayConfig.free_order})",
+    )
+    add_rules_argument(group, CACHING_RULES)
 
 
 def add_tier_arguments(group: argparse._ArgumentGroup) -> None:
@@ -244,7 +259,7 @@ def config_of(args: argparse.Namespace) -> ReplayConfig:
     """The cache and its speed, of one replica.
 
     Raises:
-        ConfigError: a bad model.
+        ConfigError: a bad model, or --rules with an option that they decide.
     """
     memory = DEFAULT_MEMORY_BYTES if args.memory is None and args.num_blocks is None else args.memory
     return ReplayConfig(
@@ -253,9 +268,8 @@ def config_of(args: argparse.Namespace) -> ReplayConfig:
         memory_bytes=memory,
         request_len=args.request_len,
         hash_algorithm=args.hash_algorithm,
-        free_order=args.free_order,
-        eviction_policy=args.policy,
-        retention_interval=args.retention_interval,
+        release=release_of(args, CACHING_RULES),
+        **{field: getattr(args, name) for name, field in CACHING_RULES.items() if name in args},
         platform=args.platform,
         tensor_parallel=args.tensor_parallel,
         hybrid=not args.no_hybrid,

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvjax.core.eviction import EVICTION_POLICIES
+from kvjax.core.manager.manager_options import ManagerOptions
+from kvjax.core.manager.release_rules import RELEASES
 from kvjax.engine.speculation import SpeculativeConfig
 from kvjax.tiers.config import TierConfig
 
@@ -26,7 +29,8 @@ class EngineConfig:
     `max_logprobs` is the most best tokens whose log-probabilities a request may ask for; with 0 steps are compiled
     without them. `num_step_stats` steps are remembered. Without `hybrid` windowed layers keep every token, in the full
     layers' table: simpler, and more memory for the same tokens. With `sub_block_hits` a prefix hit may end inside a
-    block, whose page is then copied. `eviction_policy` says which free block is used next: "lru", "slru" or "cost".
+    block, whose page is then copied. `eviction_policy` says which free block is used next: of `EVICTION_POLICIES`.
+    With `release` of vLLM its exact rules say that and what is cached.
     With `miss_reasons` the manager explains every lookup, and requests know why their prompts were not found; that
     takes some 200 us a lookup. With `zero_new_pages` a page is zeroed before a request first uses it, so that nothing
     that another left there can be read.
@@ -58,6 +62,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     sub_block_hits: bool = False
     eviction_policy: str = "lru"
+    release: str | None = None
     miss_reasons: bool = False
     zero_new_pages: bool = False
     max_embedding_rows: int = 4096
@@ -89,6 +94,11 @@ class EngineConfig:
     def max_in_flight_tokens(self) -> int:
         """Most tokens that steps in flight add."""
         return self.max_num_batched_tokens * self.max_steps_in_flight
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Arguments of `KVCacheManager` that say what is cached and evicted."""
+        return {"eviction_policy": self.eviction_policy} if self.release is None else ManagerOptions.vllm(self.release)
 
     def __post_init__(self) -> None:
         sizes = (
@@ -127,6 +137,8 @@ class EngineConfig:
             raise ValueError(
                 f"expected eviction_policy of {', '.join(EVICTION_POLICIES)}, got {self.eviction_policy!r}"
             )
+        if self.release is not None and self.release not in RELEASES:
+            raise ValueError(f"expected release of {', '.join(RELEASES)} or None, got {self.release!r}")
         if self.max_logprobs < 0:
             raise ValueError(f"expected max_logprobs >= 0, got {self.max_logprobs}")
         if not 0.0 <= self.watermark < 1.0:

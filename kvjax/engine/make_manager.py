@@ -21,7 +21,7 @@ def make_manager(config: EngineConfig, plan: KVCachePlan, connector: RankConnect
         enable_caching=config.enable_prefix_caching,
         same_step_hits=not config.sub_block_hits,
         sub_block_hits=config.sub_block_hits,
-        eviction_policy=config.eviction_policy,
+        **config.rules,
         miss_reasons=MissReasons() if config.miss_reasons else None,
         zero_new_pages=config.zero_new_pages,
         log_stats=True,

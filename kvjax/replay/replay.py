@@ -13,10 +13,12 @@ from functools import partial
 from math import gcd, lcm
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.hashing.block_hash import BlockHasher
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
+from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.spec import KVCacheSpec
@@ -55,6 +57,7 @@ class ReplayConfig:
     free_order: str = "append"
     eviction_policy: str = "lru"  # of REPLAY_POLICIES
     retention_interval: int | str | None = None  # tokens between checkpoints of windows, chunks and states; None: all
+    release: str | None = None  # of vLLM, whose exact rules stand in place of the three above
     serial: bool = False
     platform: str = "gpu"
     tensor_parallel: int = 1
@@ -75,6 +78,14 @@ class ReplayConfig:
     def hash_block_size(self) -> int:
         """Tokens a hash: the blocks of every layer are multiples."""
         return gcd(*(spec.block_size for spec in self.specs.values()))
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """Arguments of `KVCacheManager` that say what is cached and evicted; `eviction_policy` may be "belady"."""
+        if self.release is not None:
+            return ManagerOptions.vllm(self.release)
+        names = ("eviction_policy", "free_order", "retention_interval")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -103,13 +114,17 @@ def run_replay(
 
     Raises:
         ValueError: the trace is empty, or the config has neither or both of blocks and memory, bad values, or Belady's
-            rule in batches where requests wait for answers.
+            rule beside a release's, or in batches where requests wait for answers.
         NotImplementedError: a record of Belady's rule.
         MemoryBudgetError: the memory does not hold the cache of the longest request, or the blocks not one token.
         OSError: the record cannot be written.
     """
     if config.eviction_policy not in REPLAY_POLICIES:
         raise ValueError(f"expected eviction_policy of {', '.join(REPLAY_POLICIES)}, got {config.eviction_policy!r}")
+    if config.release is not None and config.eviction_policy == "belady":
+        raise ValueError(
+            f"expected release=None with eviction_policy='belady', got {config.release!r}: rules decide it"
+        )
     if record_to is not None and config.eviction_policy == "belady":
         raise NotImplementedError(
             f"expected eviction_policy of {', '.join(EVICTION_POLICIES)} to record calls, got 'belady': it decides by "
@@ -123,6 +138,9 @@ def run_replay(
     clock = VirtualClock()
     look_ahead = _look_ahead(trace, config, plan)
     collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
+    rules = config.rules
+    if look_ahead is not None:
+        rules["eviction_policy"] = partial(BeladyPolicy, look_ahead=look_ahead)
     reasons = MissReasons(config.max_evicted_blocks, clock=clock.now_ns) if config.explain_misses else None
     tiers = None
     if config.tiers is not None:
@@ -133,9 +151,7 @@ def run_replay(
         config.hash_block_size,
         metrics_collector=collector,
         max_in_flight_tokens=plan.max_in_flight_tokens,
-        free_order=config.free_order,
-        retention_interval=config.retention_interval,
-        eviction_policy=config.eviction_policy if look_ahead is None else partial(BeladyPolicy, look_ahead=look_ahead),
+        **rules,
         miss_reasons=reasons,
         tier=None if tiers is None else tiers.scheduler,
     )

@@ -73,9 +73,7 @@ class Replica:
             config.hash_block_size,
             enable_kv_cache_events=True,
             max_in_flight_tokens=of.plan.max_in_flight_tokens,
-            free_order=config.free_order,
-            retention_interval=config.retention_interval,
-            eviction_policy=config.eviction_policy,
+            **config.rules,
             tier=None if tiers is None else tiers.scheduler,
         )
         if tiers is not None:

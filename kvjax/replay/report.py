@@ -28,9 +28,8 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "memory_bytes": result.plan.used_bytes,
         "max_model_len": result.plan.max_model_len,
         "hash_algorithm": config.hash_algorithm,
-        "free_order": config.free_order,
-        "eviction_policy": config.eviction_policy,
-        "retention_interval": config.retention_interval,
+        "release": config.release,
+        **{name: config.rules[name] for name in ("free_order", "eviction_policy", "retention_interval")},
         "interrupted": not result.is_complete,
         "trace_requests": result.num_requests,
         "done_requests": result.num_done,
@@ -83,20 +82,21 @@ def result_text(result: ReplayResult) -> str:
 
 
 def _what(result: ReplayResult) -> str:
-    recorder, config = result.recorder, result.config
+    recorder, config, rules = result.recorder, result.config, result.config.rules
     blocks = " + ".join(f"{pool.num_blocks - 1:,}" for pool in result.plan.pools)
     mode = "one at a time" if config.serial else "continuous batching in virtual time"
     lines = [
         f"{count_of(recorder.requests, 'request')}, {mode}; {recorder.prompt_tokens:,} prompt tokens"
         + ("" if config.serial else f", {recorder.output_tokens:,} output tokens"),
         f"cache: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
-        f"{config.hash_algorithm}, {config.eviction_policy} eviction, free order {config.free_order}",
+        f"{config.hash_algorithm}, {rules['eviction_policy']} eviction, free order {rules['free_order']}",
     ]
     if not result.is_complete:
         all_requests = count_of(result.num_requests, "request")
         lines.insert(0, f"interrupted after {result.num_done:,} of {all_requests}; until then:")
-    if config.retention_interval is not None:
-        tokens = config.retention_interval
+    if config.release is not None:
+        lines.append(f"caching and eviction by the rules of vLLM {config.release}")
+    if (tokens := rules["retention_interval"]) is not None:
         every = f", and every {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
         lines.append(f"windows, chunks and states are kept where requests end or part{every}")
     if not config.serial:

@@ -125,6 +125,8 @@ def test_hits_inside_blocks_misses_and_the_policy(capsys: pytest.CaptureFixture[
     out, data = capsys.readouterr().out, json.loads(report.read_text())
     assert "prefix caching on, also inside blocks, slru eviction" in out
     assert (data["config"]["eviction_policy"], data["config"]["sub_block_hits"]) == ("slru", True)
+    assert main(["generate", *SMALL, *arguments, "--rules", "vllm-0.33.0"]) == 2
+    assert "expected --rules vllm-0.33.0 or --policy, got both" in capsys.readouterr().err
     first, second = data["requests"]
     assert second["num_cached_tokens"] == second["num_prompt_tokens"] - 1 > 16
     assert second["num_cached_tokens"] % 16

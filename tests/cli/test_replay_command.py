@@ -360,3 +360,32 @@ def test_options_that_do_not_fit_together_are_refused(
 ) -> None:
     assert main(["replay", trace, "--serial", "--num-blocks", "500", *map(str, options)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["replay", "route"])
+@pytest.mark.parametrize("option", ["--policy lru", "--retention-interval all", "--free-order append"])
+def test_rules_decide_what_is_cached_and_evicted(
+    command: str, option: str, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, trace, "--num-blocks", "1000", "--rules", "vllm-0.16.0", *option.split()]
+    assert main(arguments) == 2
+    expected = f"expected --rules vllm-0.16.0 or {option.split()[0]}, got both: rules decide that too"
+    assert expected in capsys.readouterr().err
+
+
+def test_rules_of_a_release_are_those_of_the_manager(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The release's name, and what it says; the same figures as with options that say the same one by one."""
+    path = tmp_path / "out.json"
+    shared = (trace, "--serial", "--model", "gpt-oss-120b", "--memory", "1GB", "--json", path)
+    out = run(capsys, *shared, "--rules", "vllm-0.16.0")
+    by_rules = json.loads(path.read_text())
+    assert "caching and eviction by the rules of vLLM 0.16.0" in out
+    assert "lru eviction, free order append" in out
+    assert by_rules["release"] == "0.16.0"
+    run(capsys, *shared, "--policy", "lru", "--free-order", "append", "--retention-interval", "all")
+    by_options = json.loads(path.read_text())
+    assert by_options["release"] is None
+    same = ["free_order", "eviction_policy", "retention_interval", "hit_tokens", "registered_blocks"]
+    assert [by_rules[name] for name in same] == [by_options[name] for name in same]

@@ -10,6 +10,7 @@ import pytest
 
 from kvjax.core import MissReason
 from kvjax.core.eviction import LRUPolicy
+from kvjax.core.manager.release_rules import RELEASES
 from kvjax.device import count_compilations
 from kvjax.engine import EngineConfig, FinishReason, LLMEngine, SamplingParams
 from kvjax.errors import MemoryBudgetError, UnknownRequestError
@@ -244,6 +245,13 @@ def test_every_eviction_policy_gives_the_same_tokens(policy: str) -> None:
     assert type(engine.manager.block_pools[0].eviction_policy) is not LRUPolicy
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_rules_of_every_release_give_the_same_tokens(release: str) -> None:
+    engine = make_engine(NAME, release=release, num_blocks=FEW_BLOCKS[NAME], max_num_batched_tokens=16)
+    assert_greedy_is_golden(engine, NAME)
+    assert type(engine.manager.block_pools[0].eviction_policy) is LRUPolicy
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
@@ -320,6 +328,7 @@ def test_an_engine_compiles_its_steps_with_its_options() -> None:
         ({"num_blocks": None}, "got None and None"),
         ({"watermark": 1.0}, r"watermark in \[0, 1\), got 1.0"),
         ({"seed": -1}, "seed in"),
+        ({"release": "0.24.0"}, r"expected release of 0\.16\.0, .*, 0\.33\.0 or None, got '0\.24\.0'"),
         ({"eviction_policy": "fifo"}, "expected eviction_policy of probation, lru, slru, cost, got 'fifo'"),
     ],
 )

@@ -132,6 +132,12 @@ def test_it_is_not_recorded(tmp_path: Path) -> None:
     assert not (tmp_path / "calls").exists()
 
 
+def test_it_takes_no_rules_of_a_release() -> None:
+    config = ReplayConfig(specs(64), num_blocks=100, serial=True, eviction_policy="belady", release="0.33.0")
+    with pytest.raises(ValueError, match=r"expected release=None with eviction_policy='belady', got '0\.33\.0'"):
+        run_replay(random_trace(0, 5), config)
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="expected eviction_policy of probation, lru, slru, cost, belady, got 'fifo'"):
         hit_tokens(random_trace(0, 5), "fifo", 100)
