@@ -24,6 +24,7 @@ from kvjax.cli.replay_arguments import (
     trace_of,
 )
 from kvjax.cli.replay_calls import make_calls
+from kvjax.cli.replay_compare import add_compare_arguments, run_compare, wants_comparison
 from kvjax.cli.replay_replicas import add_replica_arguments, run_replicas, wants_replicas
 from kvjax.errors import ConfigError
 from kvjax.replay import ReplayConfig, result_json, result_text, run_replay, write_trace
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_arguments(parser.add_argument_group("cache"))
     add_tier_arguments(parser.add_argument_group("tiers beyond the cache"))
     add_replica_arguments(parser.add_argument_group("several replicas"))
+    add_compare_arguments(parser.add_argument_group("many models and memory sizes"))
     batching = parser.add_argument_group("continuous batching in virtual time")
     batching.add_argument(
         "--serial", action="store_true", help="instead: look up, allocate and free one request at a time"
@@ -88,13 +90,15 @@ def run(args: argparse.Namespace) -> int:
         if args.trace is not None or args.generate is not None:
             raise ConfigError("expected --calls without a TRACE or --generate, got both: a record has its own requests")
         return make_calls(args.calls, with_progress=not args.no_progress)
-    over_replicas = wants_replicas(args)
+    over_replicas, compares = wants_replicas(args), wants_comparison(args)
     trace, read_as = trace_of(args)
     source = _source(args, read_as)
     if args.write is not None:
         write_trace(trace, args.write)
         print(f"wrote {len(trace):,} requests, {sum(r.input_length for r in trace):,} prompt tokens, to {args.write}")
         return 0
+    if compares:
+        return run_compare(args, trace)
     if over_replicas:
         return run_replicas(args, trace, source)
     if args.plot is not None:

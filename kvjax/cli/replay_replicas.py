@@ -34,7 +34,7 @@ from kvjax.routing import ROUTERS
 DEFAULT_ROUTER = "prefix"
 NEEDS_REPLICAS = ("router", "shared_disk")
 NEEDS_SPLIT = ("transfer_gb_per_s", "transfer_latency_us")
-OF_ONE_REPLICA = ("serial", "plot", "record", "miss_reasons", "bound")
+OF_ONE_REPLICA = ("serial", "plot", "record", "miss_reasons", "bound", "compare_defaults")
 
 
 def add_replica_arguments(group: argparse._ArgumentGroup) -> None:
@@ -82,12 +82,12 @@ def wants_replicas(args: argparse.Namespace) -> bool:
         raise ConfigError(f"expected --prefill-replicas P and --decode-replicas D, got {given} alone")
     if is_split and args.replicas is not None:
         raise ConfigError("expected --replicas N, or --prefill-replicas P and --decode-replicas D, got both")
-    if not is_split and (given := _given(args, NEEDS_SPLIT)):
+    if not is_split and (given := first_given(args, NEEDS_SPLIT)):
         raise ConfigError(f"expected --prefill-replicas P and --decode-replicas D with {given}, got neither")
     wants = is_split or args.replicas is not None
-    if not wants and (given := _given(args, NEEDS_REPLICAS)):
+    if not wants and (given := first_given(args, NEEDS_REPLICAS)):
         raise ConfigError(f"expected --replicas N, or --prefill-replicas P and --decode-replicas D, with {given}")
-    if wants and (given := _given(args, OF_ONE_REPLICA)):
+    if wants and (given := first_given(args, OF_ONE_REPLICA)):
         raise ConfigError(f"expected {given} for one replica, got it with several; leave one out")
     return wants
 
@@ -157,7 +157,7 @@ def _run_split(
     return split_text(apart, mixed), split_json(apart, mixed)
 
 
-def _given(args: argparse.Namespace, names: Sequence[str]) -> str:
+def first_given(args: argparse.Namespace, names: Sequence[str]) -> str:
     """The first option of these that is given, as it is written; empty: none."""
-    given = (name for name in names if getattr(args, name) is not None and getattr(args, name) is not False)
+    given = (name for name in names if getattr(args, name, None) not in (None, False))
     return next((f"--{name.replace('_', '-')}" for name in given), "")
