@@ -225,13 +225,13 @@ def trace_of(args: argparse.Namespace) -> tuple[Sequence[TraceRequest], str | No
         for name in vars(AS_IT_SAYS):
             if getattr(args, name) is not None:
                 raise ConfigError(f"expected --{name.replace('_', '-')} with a TRACE, got --generate")
-        return generate_workload(args.generate, args.num_requests or DEFAULT_NUM_REQUESTS, args.seed), None
-    told: list[str] = []
-    trace = read_trace(args.trace, args.num_requests, reading_of(args), told.append)
-    print(*told)
-    if args.whole_blocks:
-        trace = cut_tails(trace)
-    return trace, told[0]
+        trace, read_as = generate_workload(args.generate, args.num_requests or DEFAULT_NUM_REQUESTS, args.seed), None
+    else:
+        told: list[str] = []
+        trace = read_trace(args.trace, args.num_requests, reading_of(args), told.append)
+        print(*told)
+        read_as = told[0]
+    return cut_tails(trace) if args.whole_blocks else trace, read_as
 
 
 def tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:

@@ -389,3 +389,17 @@ def test_rules_of_a_release_are_those_of_the_manager(
     assert by_options["release"] is None
     same = ["free_order", "eviction_policy", "retention_interval", "hit_tokens", "registered_blocks"]
     assert [by_rules[name] for name in same] == [by_options[name] for name in same]
+
+
+@pytest.mark.parametrize("generated", [True, False])
+def test_whole_blocks_cut_traces_and_workloads(
+    generated: bool, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To whole hash blocks and one token."""
+    source = ("--generate", "chat", "--num-requests", 20) if generated else (trace,)
+    run(capsys, *source, "--write", tmp_path / "as_it_is.jsonl")
+    run(capsys, *source, "--whole-blocks", "--write", tmp_path / "cut.jsonl")
+    lengths = [
+        [request.input_length for request in read_trace(tmp_path / f"{name}.jsonl")] for name in ("as_it_is", "cut")
+    ]
+    assert lengths[1] == [length // 512 * 512 + 1 for length in lengths[0]]

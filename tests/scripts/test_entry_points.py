@@ -19,6 +19,7 @@ NEEDS = {
     "mutate_core.py": "cosmic_ray",
     "train_demo.py": "optax",
     "vllm_bench.py": "vllm",
+    "vllm_replay.py": "vllm",
 }
 PROGRAM = """
 import contextlib, io, json, os, runpy, sys
