@@ -119,6 +119,7 @@ class Replay:
             if self.manager.allocate_slots(request, step, *given) is None:
                 self.manager.free(request)
                 return None
+            self.manager.block_pool.free_blocks(self.manager.take_kv_cache_block_copies()[1])
             given, done = (), done + step
             request.num_computed_tokens = done
         self.manager.free(request)
