@@ -159,5 +159,5 @@ def _run_split(
 
 def first_given(args: argparse.Namespace, names: Sequence[str]) -> str:
     """The first option of these that is given, as it is written; empty: none."""
-    given = (name for name in names if getattr(args, name, None) not in (None, False))
+    given = (name for name in names if getattr(args, name, None) is not None and getattr(args, name) is not False)
     return next((f"--{name.replace('_', '-')}" for name in given), "")
