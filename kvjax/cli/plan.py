@@ -15,6 +15,7 @@ from kvjax.configs import Deployment, known_deployments, known_models, load_depl
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
 from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
+from kvjax.planning.load import USUAL_TOKENS
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
 
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--request-len",
         type=positive_int,
         metavar="N",
-        help="usual request, for which several pools are balanced (default: the longest)",
+        help="balance several pools so that most requests of so many tokens run at once (default: for checkpoints "
+        f"every {USUAL_TOKENS:,} tokens)",
     )
     parser.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: the model's)")
     parser.add_argument("--dtype", help="of the cache, such as bfloat16 or float8_e4m3fn (default: the model's)")

@@ -112,7 +112,7 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
         "--request-len",
         type=positive_int,
         metavar="N",
-        help="usual request, for which several pools are balanced (default: the longest)",
+        help="balance several pools so that most requests of so many tokens run at once (default: for the trace)",
     )
     group.add_argument("--dtype", help="of the cache (default: the model's)")
     group.add_argument(

@@ -16,7 +16,7 @@ from typing import Any
 from kvjax.core.spec import KVCacheSpec
 from kvjax.engine.config import EngineConfig
 from kvjax.models.config import ModelConfig
-from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
+from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
 from kvjax.planning.sizing import requests_that_fit, size_pools
 
 
@@ -41,6 +41,7 @@ def plan_caches(
     own: dict[str, Any] = {
         "max_model_len": config.max_model_len,
         "max_in_flight_tokens": config.max_in_flight_tokens,
+        "load": _load(config),
         "platform": platform,
         "parallel": parallel,
         "hybrid": config.hybrid,
@@ -73,6 +74,13 @@ def with_drafts(specs: Mapping[str, KVCacheSpec], num_drafts: int) -> dict[str, 
     """The specs of layers that keep a recurrent state for each of `num_drafts` drafts, others as they are."""
     states: dict[str, Any] = {"num_speculative_blocks": num_drafts}
     return {name: spec if spec.state_pages is None else replace(spec, **states) for name, spec in specs.items()}
+
+
+def _load(config: EngineConfig) -> Load:
+    """What pools are balanced for: without a prefix cache, for requests that run and leave nothing."""
+    if not config.enable_prefix_caching:
+        return Load(config.max_model_len, max_running=None)
+    return Load(config.tokens_per_checkpoint, config.max_num_seqs)
 
 
 def _needs(specs: Mapping[str, KVCacheSpec], limits: Mapping[str, Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.manager.release_rules import RELEASES
 from kvjax.engine.speculation import SpeculativeConfig
+from kvjax.planning.load import USUAL_TOKENS
 from kvjax.tiers.config import TierConfig
 
 
@@ -21,7 +22,8 @@ class EngineConfig:
     """What an engine may use and how it schedules.
 
     A page on a device holds `block_size` tokens, and a block as many on each of the context ranks that share it. The
-    cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`. `watermark` is
+    cache has `num_blocks` block ids, the null block included, or as many as fit into `memory_bytes`; several pools then
+    share these so as to keep a checkpoint for every `tokens_per_checkpoint` tokens (see `Load`). `watermark` is
     the share of a pool that admissions leave free for requests that already run; it never holds up the first request of
     an idle step. `async_scheduling` starts a step before the tokens of the one before it are read, so the host works
     while the device does. The price: a step's delay, and a step in vain for each request that ends by a stop token.
@@ -67,6 +69,7 @@ class EngineConfig:
     zero_new_pages: bool = False
     max_embedding_rows: int = 4096
     watermark: float = 0.01
+    tokens_per_checkpoint: int = USUAL_TOKENS
     dtype: str | None = None
     hybrid: bool = True
     seed: int = 0
@@ -108,6 +111,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_buckets",
             "steps_between_checks",
+            "tokens_per_checkpoint",
         )
         for name in (*sizes, "max_embedding_rows"):
             if getattr(self, name) < 1:

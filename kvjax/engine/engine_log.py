@@ -84,7 +84,7 @@ def log_start(plan: KVCachePlan, config: EngineConfig) -> None:
         blocks,
         plan.used_bytes / 2**20,
         plan.concurrency,
-        plan.request_len,
+        plan.max_model_len,
         config.max_num_seqs,
         config.max_num_batched_tokens,
     )

@@ -5,6 +5,7 @@ No jax: the planner runs where no accelerator is.
 """
 
 from kvjax.planning.grouping import LayerGroup, group_layers
+from kvjax.planning.load import Load
 from kvjax.planning.parallel import Parallelism, RankShare
 from kvjax.planning.plan import KVCachePlan, plan_kv_cache
 from kvjax.planning.shape import CacheShape
@@ -16,6 +17,7 @@ __all__ = [
     "GroupPlanSummary",
     "KVCachePlan",
     "LayerGroup",
+    "Load",
     "Parallelism",
     "PoolPlan",
     "RankShare",

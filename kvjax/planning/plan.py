@@ -18,16 +18,17 @@ and 56 GiB are read as 56,000 MB; 56,000 / 5.12 = 10,937.5. Really a block is 2.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvjax.core.spec import KVCacheConfig, KVCacheGroupSpec, KVCachePoolSpec, KVCacheSpec
 from kvjax.errors import MemoryBudgetError
 from kvjax.planning.grouping import LayerGroup
+from kvjax.planning.load import Load
 from kvjax.planning.parallel import Parallelism
 from kvjax.planning.shape import CacheShape, GroupShape
 from kvjax.planning.sizing import PoolNeed, check_sizes, requests_that_fit, size_pools
 from kvjax.planning.spec_rules import replicated
-from kvjax.planning.summary import GroupPlanSummary, PoolPlan, group_summaries, pool_plans
+from kvjax.planning.summary import GroupPlanSummary, KeptCache, PoolPlan, group_summaries, pool_plans
 
 DEFAULT_MAX_IN_FLIGHT_TOKENS = 8_192
 MAX_SLOTS = 2**31  # slot mappings are int32
@@ -46,7 +47,7 @@ class KVCachePlan:
     groups: tuple[GroupPlanSummary, ...]
     shape: CacheShape
     max_model_len: int
-    request_len: int  # of the requests that the pools are sized for
+    load: Load  # that the pools are balanced for
     max_in_flight_tokens: int
     hybrid: bool
     memory_bytes: int | None  # the budget of one device; None where `num_blocks` was given
@@ -93,6 +94,28 @@ class KVCachePlan:
         return requests_that_fit(needs, [pool.num_blocks for pool in self.pools])
 
     @property
+    def kept(self) -> KeptCache:
+        """What the pools keep while nothing runs, of requests as in `load`."""
+        needs = self.shape.needs_of(self.load, self.max_model_len, self.max_in_flight_tokens)
+        return KeptCache.of(needs, [pool.num_blocks for pool in self.pools], self.load.tokens_per_checkpoint)
+
+    def balanced_for(self, load: Load) -> KVCachePlan:
+        """The plan of the same memory for another load.
+
+        Raises:
+            ValueError: the numbers of blocks were given.
+        """
+        if self.memory_bytes is None:
+            raise ValueError("expected a plan of memory_bytes to balance, got one of num_blocks")
+        sizes = size_pools(self.shape.needs_of(load, self.max_model_len, self.max_in_flight_tokens), self.memory_bytes)
+        return replace(
+            self,
+            load=load,
+            config=_config(self.shape, sizes, dict(self.config.shared_layers)),
+            pools=pool_plans(self.shape, sizes, self.max_model_len, self.max_in_flight_tokens),
+        )
+
+    @property
     def resident_tokens(self) -> int:
         """Tokens that requests of `max_model_len` can keep in the cache together."""
         return int(self.concurrency * self.max_model_len)
@@ -111,6 +134,7 @@ def plan_kv_cache(
     num_blocks: int | Sequence[int] | None = None,
     max_in_flight_tokens: int = DEFAULT_MAX_IN_FLIGHT_TOKENS,
     request_len: int | None = None,
+    load: Load | None = None,
     platform: str | None = None,
     tensor_parallel: int | None = None,
     parallel: Parallelism | None = None,
@@ -125,7 +149,8 @@ def plan_kv_cache(
         memory_bytes: the budget of one device.
         num_blocks: of every pool, or each pool's own in a sequence; the null block counts.
         max_in_flight_tokens: the most tokens that steps in flight add.
-        request_len: usual length of a request, for which several pools are balanced; None: `max_model_len`.
+        request_len: several pools are balanced so that as many requests of so many tokens as possible run at once.
+        load: several pools are balanced for it instead; None of both: for `Load()`, of at most `max_model_len` tokens.
         platform: "cpu", "gpu" or "tpu", whose padding counts; None: "cpu", no padding.
         tensor_parallel: devices that share the KV heads, where that is all parallelism there is.
         parallel: all of it, instead.
@@ -136,18 +161,18 @@ def plan_kv_cache(
     Raises:
         MemoryBudgetError: the budget or the blocks do not hold one request of `max_model_len` tokens; has the missing
             bytes or blocks and the longest request that fits.
-        ValueError: an argument is out of range, both or none of budget and blocks are given, both ways of
-            parallelism, heads or tokens do not split over the devices, or ids overflow int32.
+        ValueError: an argument is out of range, both or none of budget and blocks are given, both of length and load,
+            both ways of parallelism, heads or tokens do not split over the devices, or ids overflow int32.
         NotImplementedError: a kind does not work with context parallelism.
     """
-    request_len = max_model_len if request_len is None else request_len
-    _check_arguments(max_model_len, request_len, memory_bytes, num_blocks, max_in_flight_tokens)
+    _check_arguments(max_model_len, memory_bytes, num_blocks, max_in_flight_tokens)
+    load = _load(request_len, load, max_model_len)
     if parallel is None:
         parallel = Parallelism(tensor=1 if tensor_parallel is None else tensor_parallel)
     elif tensor_parallel is not None:
         raise ValueError(f"expected tensor_parallel or parallel, got both: {tensor_parallel} and {parallel}")
     shape = CacheShape.of(specs, platform=platform or "cpu", parallel=parallel, hybrid=hybrid)
-    needs = shape.needs(request_len, max_model_len, max_in_flight_tokens)
+    needs = shape.needs_of(load, max_model_len, max_in_flight_tokens)
     if memory_bytes is not None:
         sizes = _sizes_of_budget(shape, needs, memory_bytes, max_model_len, max_in_flight_tokens)
     else:
@@ -161,7 +186,7 @@ def plan_kv_cache(
         groups=group_summaries(shape, max_model_len),
         shape=shape,
         max_model_len=max_model_len,
-        request_len=request_len,
+        load=load,
         max_in_flight_tokens=max_in_flight_tokens,
         hybrid=hybrid,
         memory_bytes=memory_bytes,
@@ -170,7 +195,6 @@ def plan_kv_cache(
 
 def _check_arguments(
     max_model_len: int,
-    request_len: int,
     memory_bytes: int | None,
     num_blocks: int | Sequence[int] | None,
     max_in_flight_tokens: int,
@@ -186,8 +210,18 @@ def _check_arguments(
     for name, value in positive.items():
         if value < 1:
             raise ValueError(f"expected {name} >= 1, got {value}")
+
+
+def _load(request_len: int | None, load: Load | None, max_model_len: int) -> Load:
+    """What the arguments say; of at most `max_model_len` tokens."""
+    if request_len is None:
+        load = Load() if load is None else load
+        return replace(load, tokens_per_checkpoint=min(load.tokens_per_checkpoint, max_model_len))
+    if load is not None:
+        raise ValueError(f"expected request_len or load, got both: {request_len} and {load}")
     if not 1 <= request_len <= max_model_len:
         raise ValueError(f"expected request_len in [1, {max_model_len}] (max_model_len), got {request_len}")
+    return Load(request_len, max_running=None)
 
 
 def _sizes_of_budget(

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.core.spec import KVCacheSpec
+from kvjax.planning.load import Load
 from kvjax.planning.plan import KVCachePlan
 from kvjax.planning.shape import LayerPages
 from kvjax.planning.summary import SCALAR_MEMORY_BYTES, GroupPlanSummary, PoolPlan
-from kvjax.text import align_table, format_bytes
+from kvjax.text import align_table, count_of, format_bytes
 
 WORDS_WIDTH = 100
 
@@ -208,11 +209,49 @@ def _fit_words(plan: KVCachePlan) -> str:
         f"block tables of one such request are {format_bytes(plan.table_bytes_per_request)} on the device."
     )
     if len(plan.pools) > 1:
-        words += (
-            f" The pools are balanced for requests of {plan.request_len:,} tokens: where most are shorter, the pools "
-            "that do not grow with their length run out first."
-        )
+        words += f" {_balance_words(plan)}"
     return words
+
+
+def _balance_words(plan: KVCachePlan) -> str:
+    """For what load several pools are sized, what they then keep, and what the other choice would keep."""
+    words = f"The pools are balanced for {load_words(plan.load)}: {_kept_words(plan, plan)}."
+    other = other_balance(plan)
+    if other is not None:
+        words += f" Balanced for {load_words(other.load)}, {_kept_words(other, plan)}."
+    return words
+
+
+def other_balance(plan: KVCachePlan) -> KVCachePlan | None:
+    """The plan for longest requests that all run, or for the usual load if this one is for those; None: no choice."""
+    if plan.memory_bytes is None or len(plan.pools) == 1:
+        return None
+    running = Load(plan.max_model_len, max_running=None)
+    return plan.balanced_for(running if plan.load.max_running else Load())
+
+
+def load_words(load: Load) -> str:
+    """The load in words, for a text in which "balanced for" stands before it."""
+    if load.max_running is None:
+        return f"requests of {load.tokens_per_checkpoint:,} tokens that all run"
+    return (
+        f"a checkpoint (states, ends of windows) for every {load.tokens_per_checkpoint:,} tokens, with at most "
+        f"{count_of(load.max_running, 'request')} running"
+    )
+
+
+def _kept_words(plan: KVCachePlan, asked: KVCachePlan) -> str:
+    """What an idle cache keeps."""
+    kept = plan.kept
+    return (
+        f"an idle cache keeps {kept.tokens:,} tokens and {kept.checkpoints:,} checkpoints, and "
+        f"{format_requests(plan.requests_of(asked.load.tokens_per_checkpoint))} requests of "
+        f"{asked.load.tokens_per_checkpoint:,} tokens fit at once"
+    )
+
+
+def _balance_json(plan: KVCachePlan) -> dict[str, Any]:
+    return {"load": vars(plan.load), "kept": vars(plan.kept), "num_blocks": [pool.num_blocks for pool in plan.pools]}
 
 
 def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
@@ -227,7 +266,7 @@ def plan_json(plan: KVCachePlan, lengths: Sequence[int]) -> dict[str, Any]:
         "num_devices": plan.parallel.num_devices,
         "hybrid": plan.hybrid,
         "max_model_len": plan.max_model_len,
-        "request_len": plan.request_len,
+        "balances": [_balance_json(one) for one in (plan, other_balance(plan)) if one is not None],
         "max_in_flight_tokens": plan.max_in_flight_tokens,
         "memory_bytes": plan.memory_bytes,
         "used_bytes": plan.used_bytes,

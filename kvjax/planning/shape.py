@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.spec import KVCacheSpec, cdiv
 from kvjax.planning.grouping import LayerGroup, group_layers
+from kvjax.planning.load import Load
 from kvjax.planning.parallel import Parallelism
 from kvjax.planning.sizing import PoolNeed, least_bytes
 from kvjax.planning.spec_rules import per_device, share_of_page, table_columns
@@ -107,32 +109,45 @@ class CacheShape:
         return TABLE_ENTRY_BYTES * table_columns(spec, num_tokens, self.parallel.context)
 
     def needs(self, request_len: int, max_model_len: int, in_flight_tokens: int) -> list[PoolNeed]:
-        """Per pool what requests of `request_len` tokens need, and one of `max_model_len`."""
+        """Per pool what requests of `request_len` tokens need that all run, and one of `max_model_len`."""
+        return self.needs_of(Load(request_len, max_running=None), max_model_len, in_flight_tokens)
+
+    def needs_of(self, load: Load, max_model_len: int, in_flight_tokens: int) -> list[PoolNeed]:
+        """Per pool what requests of `load` need, and one of `max_model_len` tokens."""
         return [
-            self._pool_need(self.pool_groups(pool_id), request_len, max_model_len, in_flight_tokens)
+            self._pool_need(self.pool_groups(pool_id), load, max_model_len, in_flight_tokens)
             for pool_id in range(self.num_pools)
         ]
 
     def _pool_need(
-        self, groups: Sequence[GroupShape], request_len: int, max_model_len: int, in_flight_tokens: int
+        self, groups: Sequence[GroupShape], load: Load, max_model_len: int, in_flight_tokens: int
     ) -> PoolNeed:
         """A resident request holds its blocks with nothing in flight; tokens in flight add the difference to the bound
         with them, once per deployment, since steps share the token budget.
         """
         specs = [shape.group.spec for shape in groups]
-        resident = sum(self.request_blocks(spec, request_len) for spec in specs)
-        with_in_flight = sum(self.request_blocks(spec, request_len, in_flight_tokens) for spec in specs)
+        longest = [self.request_blocks(spec, max_model_len, in_flight_tokens) for spec in specs]
         reserved = sum(spec.num_reserved_blocks for spec in specs)
         return PoolNeed(
             bytes_per_block=max(shape.bytes_per_block for shape in groups),
-            request_blocks=resident,
-            in_flight_blocks=with_in_flight - resident,
+            request_blocks=sum(self.request_blocks(spec, load.tokens_per_checkpoint) for spec in specs),
+            in_flight_blocks=sum(longest) - sum(self.request_blocks(spec, max_model_len) for spec in specs),
             reserved_blocks=reserved,
-            least_blocks=1
-            + reserved
-            + sum(self.request_blocks(spec, max_model_len, in_flight_tokens) for spec in specs),
+            least_blocks=1 + reserved + sum(longest),
+            kept_blocks=sum(self._kept_blocks(spec, load.tokens_per_checkpoint) for spec in specs),
+            max_running=load.max_running,
             grows_with_length=any(_grows_with_length(spec) for spec in specs),
         )
+
+    def _kept_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
+        """Blocks of one group that stay for later requests when one of `num_tokens` tokens ends.
+
+        A kind that forgets keeps a state, or what the next token sees: all but the block that it is written to.
+        """
+        held = self.request_blocks(spec, num_tokens)
+        if _grows_with_length(spec) or not manager_class_of(spec).is_prefix_cacheable:
+            return held
+        return 1 if spec.state_pages is not None else max(held - 1, 1)
 
     def longest_request(self, memory_bytes: int, limit: int, in_flight_tokens: int) -> int:
         """Largest `max_model_len` of at most `limit` with which one request fits; 0 if none does."""

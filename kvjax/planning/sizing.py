@@ -2,13 +2,14 @@
 
 Flow:    PoolNeed per pool, budget in bytes -> [size_pools] -> blocks per pool
 
-A pool p of `bytes_p` per block needs, for c resident requests of the usual length,
+A pool p of `bytes_p` per block needs, for the last c requests of a load of which at most r run,
 
-    n_p(c) = max(1 (null) + reserved_p + in_flight_p + ceil(c * request_p), least_p)
+    n_p(c) = max(1 (null) + reserved_p + in_flight_p + ceil(min(c, r) * request_p + max(c - r, 0) * kept_p), least_p)
 
-blocks, where `least_p` holds one request of the longest length. The planner takes the largest real c with
-sum(bytes_p * n_p(c)) <= budget, so that no pool runs dry before the others, and gives what is left to the pools that
-grow with a request's length. With one pool this is simply budget // bytes_p blocks.
+blocks: `request_p` for one that runs, `kept_p` for one that left its cache behind, and `least_p` holds one request of
+the longest length. The planner takes the largest real c with sum(bytes_p * n_p(c)) <= budget, so that no pool runs dry
+before the others, and gives what is left to the pools that grow with a request's length. With one pool this is simply
+budget // bytes_p blocks.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class PoolNeed:
     """What one pool costs and must hold. Blocks are counted over all groups of the pool."""
 
     bytes_per_block: int  # on one device, padding included
-    request_blocks: int  # blocks that one resident request of the usual length holds
+    request_blocks: int  # blocks that one running request of the load holds
     in_flight_blocks: int  # further blocks for tokens in flight, once per deployment
     reserved_blocks: int = 0  # never handed to requests; the null block is not among them
     least_blocks: int = 0  # for one request of the longest length, everything counted
+    kept_blocks: int = 0  # blocks that a request of the load leaves for later ones
+    max_running: int | None = None  # requests that run at once; None: all
     grows_with_length: bool = True  # whether longer requests hold more blocks
 
     @property
@@ -39,8 +42,14 @@ class PoolNeed:
         return 1 + self.reserved_blocks + self.in_flight_blocks
 
     def num_blocks(self, requests: Fraction) -> int:
-        """Blocks for `requests` resident requests, the null block included."""
-        return max(self.fixed_blocks + math.ceil(requests * self.request_blocks), self.least_blocks)
+        """Blocks for the last `requests` requests of the load, the null block included."""
+        running = requests if self.max_running is None else min(requests, Fraction(self.max_running))
+        held = running * self.request_blocks + (requests - running) * self.kept_blocks
+        return max(self.fixed_blocks + math.ceil(held), self.least_blocks)
+
+    def kept_in(self, num_blocks: int) -> Fraction:
+        """Requests of the load whose caches so many blocks keep while none runs, the null block included."""
+        return Fraction(max(num_blocks - self.fixed_blocks, 0), self.kept_blocks)
 
 
 def size_pools(needs: Sequence[PoolNeed], budget_bytes: int) -> list[int]:
@@ -69,7 +78,7 @@ def check_sizes(needs: Sequence[PoolNeed], sizes: Sequence[int]) -> None:
         MemoryBudgetError: a pool does not; says how many blocks are missing.
     """
     for pool_id, (need, size) in enumerate(zip(needs, sizes, strict=True)):
-        least = need.num_blocks(Fraction(1))
+        least = need.least_blocks
         if least > size:
             raise MemoryBudgetError(
                 f"the cache of one request of the planned length needs {least:,} blocks of pool {pool_id} (one is the "
@@ -79,8 +88,13 @@ def check_sizes(needs: Sequence[PoolNeed], sizes: Sequence[int]) -> None:
 
 
 def least_bytes(needs: Sequence[PoolNeed]) -> int:
-    """Bytes with which one request fits."""
-    return _total_bytes(needs, Fraction(1))
+    """Bytes with which one request of the longest length fits."""
+    return bytes_for(needs, Fraction(0))
+
+
+def bytes_for(needs: Sequence[PoolNeed], requests: Fraction) -> int:
+    """Bytes of all pools for the last `requests` requests of the load."""
+    return sum(need.bytes_per_block * need.num_blocks(requests) for need in needs)
 
 
 def requests_that_fit(needs: Sequence[PoolNeed], sizes: Sequence[int]) -> float:
@@ -88,19 +102,15 @@ def requests_that_fit(needs: Sequence[PoolNeed], sizes: Sequence[int]) -> float:
     return min(max(size - need.fixed_blocks, 0) / need.request_blocks for need, size in zip(needs, sizes, strict=True))
 
 
-def _total_bytes(needs: Sequence[PoolNeed], requests: Fraction) -> int:
-    return sum(need.bytes_per_block * need.num_blocks(requests) for need in needs)
-
-
 def _largest_requests(needs: Sequence[PoolNeed], budget_bytes: int) -> Fraction:
-    """Every n_p steps at multiples of 1 / request_p only, so the answer is a multiple of 1 / lcm: bisect on those."""
-    unit = math.lcm(*(need.request_blocks for need in needs))
-    low, high = unit, 2 * unit  # low fits: the caller checked one request
-    while _total_bytes(needs, Fraction(high, unit)) <= budget_bytes:
+    """Every n_p steps at multiples of 1 / request_p or 1 / kept_p only, so bisect on those of 1 / lcm."""
+    unit = math.lcm(*(blocks for need in needs for blocks in (need.request_blocks, need.kept_blocks) if blocks))
+    low, high = 0, unit  # low fits: the caller checked the longest request
+    while bytes_for(needs, Fraction(high, unit)) <= budget_bytes:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if _total_bytes(needs, Fraction(middle, unit)) <= budget_bytes:
+        if bytes_for(needs, Fraction(middle, unit)) <= budget_bytes:
             low = middle
         else:
             high = middle

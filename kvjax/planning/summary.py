@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvjax.core.spec import KVCacheSpec
 from kvjax.planning.shape import CacheShape, LayerPages
+from kvjax.planning.sizing import PoolNeed
 
 # Of a TPU core; a kernel's launch needs a few KiB of it beside the block table.
 SCALAR_MEMORY_BYTES = 2**20
@@ -69,6 +70,22 @@ class PoolPlan:
     def free_blocks(self) -> int:
         """Blocks for resident requests."""
         return max(self.num_blocks - 1 - self.in_flight_blocks - self.reserved_blocks, 0)
+
+
+@dataclass(frozen=True)
+class KeptCache:
+    """What an idle cache keeps for later requests."""
+
+    tokens: int
+    checkpoints: int
+
+    @classmethod
+    def of(cls, needs: Sequence[PoolNeed], sizes: Sequence[int], tokens_per_checkpoint: int) -> KeptCache:
+        """Tokens in the pools that grow with a request, checkpoints in the others; without others one a request."""
+        rooms = [need.kept_in(size) for need, size in zip(needs, sizes, strict=True)]
+        growing = [room for room, need in zip(rooms, needs, strict=True) if need.grows_with_length]
+        others = [room for room, need in zip(rooms, needs, strict=True) if not need.grows_with_length]
+        return cls(int(min(growing, default=0) * tokens_per_checkpoint), int(min(others or growing)))
 
 
 def group_summaries(shape: CacheShape, max_model_len: int) -> tuple[GroupPlanSummary, ...]:

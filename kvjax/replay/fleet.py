@@ -103,7 +103,7 @@ def deployment_of(
         )
     longest = longest_request(trace, config)
     hasher = BlockHasher(config.hash_block_size, config.hash_algorithm, seed=SEED_TEXT)
-    return Deployment(config, plan_cache(longest, config), longest, PromptMaker(trace, hasher), on_end)
+    return Deployment(config, plan_cache(trace, config), longest, PromptMaker(trace, hasher), on_end)
 
 
 __all__ = ["FleetResult", "deployment_of", "run_fleet"]

@@ -39,6 +39,7 @@ from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.tiers import ReplayTierConfig, ReplayTiers
 from kvjax.replay.timeline import Timeline
 from kvjax.replay.trace import TraceRequest
+from kvjax.replay.working_set import load_of
 from kvjax.tiers.stats import TierStats
 
 REPLAY_POLICIES = (*EVICTION_POLICIES, "belady")
@@ -52,7 +53,7 @@ class ReplayConfig:
     specs: dict[str, KVCacheSpec]
     num_blocks: int | None = None
     memory_bytes: int | None = None
-    request_len: int | None = None  # usual one, for which several pools are balanced; None: the longest of the trace
+    request_len: int | None = None  # several pools are balanced for such requests; None: for the trace
     hash_algorithm: str = "sha256_cbor"
     free_order: str = "append"
     eviction_policy: str = "lru"  # of REPLAY_POLICIES
@@ -134,7 +135,7 @@ def run_replay(
         raise ValueError("expected a trace of at least one request, got none")
     start = perf_counter()
     longest = longest_request(trace, config)
-    plan = plan_cache(longest, config)
+    plan = plan_cache(trace, config)
     clock = VirtualClock()
     look_ahead = _look_ahead(trace, config, plan)
     collector = KVCacheMetricsCollector(config.residency_sample_rate, clock=clock.now_ns)
@@ -216,25 +217,38 @@ def longest_request(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
     return max(request.input_length + outputs * request.output_length for request in trace)
 
 
-def plan_cache(longest: int, config: ReplayConfig) -> KVCachePlan:
-    """A cache for requests of `longest` tokens; or, where blocks are given, of as many of these as the blocks hold.
+def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePlan:
+    """A cache for the requests of `trace`; or, where blocks are given, for as long ones as the blocks hold.
 
     What is longer is refused in the replay.
     """
+    longest = longest_request(trace, config)
     in_flight = longest if config.serial else config.batching.max_num_batched_tokens
-    num_blocks, max_model_len = None, longest
+    parallel = Parallelism(tensor=config.tensor_parallel)
+    shape = CacheShape.of(config.specs, platform=config.platform, parallel=parallel, hybrid=config.hybrid)
+    num_blocks, load = None, None
     if config.num_blocks is not None:
         num_blocks = config.num_blocks + 1
-        parallel = Parallelism(tensor=config.tensor_parallel)
-        shape = CacheShape.of(config.specs, platform=config.platform, parallel=parallel, hybrid=config.hybrid)
-        max_model_len = max(shape.longest_request_in([num_blocks] * shape.num_pools, longest, in_flight), 1)
+        longest = max(shape.longest_request_in([num_blocks] * shape.num_pools, longest, in_flight), 1)
+    elif config.memory_bytes is not None and config.request_len is None and shape.num_pools > 1:
+        load = load_of(
+            trace,
+            shape,
+            config.memory_bytes,
+            alignment=config.block_size,
+            max_model_len=longest,
+            max_in_flight_tokens=in_flight,
+            max_running=1 if config.serial else config.batching.max_num_seqs,
+            has_answers=not config.serial,
+        )
     return plan_kv_cache(
         config.specs,
-        max_model_len=max_model_len,
+        max_model_len=longest,
         memory_bytes=config.memory_bytes,
         num_blocks=num_blocks,
         max_in_flight_tokens=in_flight,
-        request_len=None if config.request_len is None else min(config.request_len, max_model_len),
+        request_len=None if config.request_len is None else min(config.request_len, longest),
+        load=load,
         platform=config.platform,
         tensor_parallel=config.tensor_parallel,
         hybrid=config.hybrid,

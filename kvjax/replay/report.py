@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.core.misses.lookup_report import MissReason
+from kvjax.planning.report import load_words
 from kvjax.replay.misses import miss_table
 from kvjax.replay.replay import ReplayResult
 from kvjax.text import align_table, count_of, format_bytes
@@ -26,6 +27,7 @@ def result_json(result: ReplayResult) -> dict[str, Any]:
         "block_size": config.block_size,
         "num_blocks": [pool.num_blocks - 1 for pool in result.plan.pools],
         "memory_bytes": result.plan.used_bytes,
+        "load": vars(result.plan.load),
         "max_model_len": result.plan.max_model_len,
         "hash_algorithm": config.hash_algorithm,
         "release": config.release,
@@ -99,6 +101,8 @@ def _what(result: ReplayResult) -> str:
     if (tokens := rules["retention_interval"]) is not None:
         every = f", and every {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
         lines.append(f"windows, chunks and states are kept where requests end or part{every}")
+    if len(result.plan.pools) > 1 and config.memory_bytes is not None:
+        lines.append(f"pools are balanced for {load_words(result.plan.load)}")
     if not config.serial:
         lines.append(f"speed model: {config.speed.describe()}")
     if recorder.refused:

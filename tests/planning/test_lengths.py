@@ -79,7 +79,7 @@ def test_pools_are_balanced_for_the_usual_request() -> None:
     """
     specs = layers((4, full()), (40, window(num_kv_heads=1)))
     arguments = {"memory_bytes": 8 * GIB, "max_model_len": 131_072, "max_in_flight_tokens": 2_048}
-    longest, usual = plan_kv_cache(specs, **arguments), plan_kv_cache(specs, request_len=2_048, **arguments)
+    longest, usual = (plan_kv_cache(specs, request_len=length, **arguments) for length in (131_072, 2_048))
     assert longest.requests_of(2_048) < 5 < 80 < usual.requests_of(2_048)
     assert 1 <= usual.concurrency < longest.concurrency
     assert usual.used_bytes <= usual.memory_bytes
@@ -104,7 +104,7 @@ def test_one_longest_request_always_fits(spare_bytes: int, max_model_len: int, s
     )
     assert plan.concurrency >= 1
     assert plan.unused_bytes >= 0
-    assert plan.requests_of(plan.request_len) >= plan.concurrency
+    assert plan.requests_of(plan.load.tokens_per_checkpoint) >= plan.concurrency
 
 
 @pytest.mark.parametrize("length", [0, 65])

@@ -72,7 +72,8 @@ def test_several_pools_share_the_budget_so_that_none_runs_dry_first(
     memory_bytes: int, num_full: int, num_window: int, heads: int, max_model_len: int
 ) -> None:
     specs = layers((num_full, full()), (num_window, window(num_kv_heads=heads)))
-    plan = plan_kv_cache(specs, memory_bytes=memory_bytes, max_model_len=max_model_len, max_in_flight_tokens=512)
+    lengths = {"max_model_len": max_model_len, "request_len": max_model_len, "max_in_flight_tokens": 512}
+    plan = plan_kv_cache(specs, memory_bytes=memory_bytes, **lengths)
     growing, bounded = plan.pools
     assert plan.used_bytes <= memory_bytes
     assert plan.unused_bytes < growing.bytes_per_block

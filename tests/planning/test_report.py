@@ -55,7 +55,31 @@ def test_words_name_sinks_ranks_and_the_usual_request() -> None:
     assert "Each of 3 replicas has requests and a cache of its own: together" in words
     assert "balanced" not in words
     words = one_line(plan_words(plan_kv_cache(layers((2, sinks), (4, window(num_kv_heads=1))), **arguments)))
-    assert "The pools are balanced for requests of 1,024 tokens:" in words
+    assert "The pools are balanced for requests of 1,024 tokens that all run: an idle cache keeps" in words
+
+
+def test_words_and_json_give_what_the_other_balance_would_keep() -> None:
+    """The default beside longest requests that all run, and these beside the default."""
+    specs, arguments = layers((2, full()), (4, window(num_kv_heads=1))), {"memory_bytes": GIB, "max_model_len": 65_536}
+    usual, longest = plan_kv_cache(specs, **arguments), plan_kv_cache(specs, request_len=65_536, **arguments)
+    kept = [f"keeps {plan.kept.tokens:,} tokens and {plan.kept.checkpoints:,} checkpoints" for plan in (usual, longest)]
+    loads = [
+        "balanced for a checkpoint (states, ends of windows) for every 8,192 tokens, with at most 256 requests running",
+        "balanced for requests of 65,536 tokens that all run",
+    ]
+    for plan, order in ((usual, 1), (longest, -1)):
+        words = one_line(plan_words(plan)).lower()
+        places = [
+            words.index(f"{load}{sign} an idle cache {room}")
+            for load, room, sign in zip(loads, kept, ":,"[::order], strict=True)
+        ]
+        assert places[::order] == sorted(places)
+        balances = plan_json(plan, [1_024])["balances"][::order]
+        assert [one["num_blocks"] for one in balances] == [
+            [pool.num_blocks for pool in one.pools] for one in (usual, longest)
+        ]
+    assert usual.kept.checkpoints > 4 * longest.kept.checkpoints
+    assert "balances" in plan_json(plan_kv_cache(specs, num_blocks=9_000, max_model_len=1_024), [1_024])
 
 
 def test_tables_have_a_line_for_each_kind_of_page() -> None:

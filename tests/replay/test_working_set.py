@@ -1,0 +1,98 @@
+"""Laws of the load of a trace: working sets by their definition, and pools that hit as much as the best of many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax.core import FullAttentionSpec, MambaSpec
+from kvjax.planning import KVCachePlan, plan_kv_cache
+from kvjax.replay import ReplayConfig, TraceRequest, generate_workload, run_replay
+from kvjax.replay import replay as replay_module
+from kvjax.replay.replay import plan_cache
+from kvjax.replay.working_set import WorkingSet
+
+# 2 KiB a token, and 2 MiB a state: as much as 1,024 tokens.
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
+STATE = MambaSpec(block_size=512, shapes=((256, 512),), dtypes=("float32",), mamba_cache_mode="align")
+SPECS = {f"full.{i}": FullAttentionSpec(block_size=256, **HEADS) for i in range(4)} | {
+    f"state.{i}": STATE for i in range(4)
+}
+SHARES = np.geomspace(0.02, 0.95, 20)
+
+
+@given(uses=st.lists(st.sets(st.integers(0, 5), max_size=4), min_size=1, max_size=12), data=st.data())
+def test_sizes_are_means_over_all_spans(uses: list[set[int]], data: st.DataObject) -> None:
+    """By definition: the distinct things of n requests, on average over every span that touches the trace's requests.
+
+    Spans begin and end outside too, where nothing is used; their sum over the number of requests is the mean of an
+    endless trace of which this is a part. Equal as long as there are fewer than all things.
+    """
+    sets, count = WorkingSet(), len(uses)
+    for request, things in enumerate(uses):
+        for thing in things:
+            sets.use(thing, request)
+    sizes = sets.sizes(count)
+    n = data.draw(st.integers(1, count))
+    spans = [set().union(*uses[max(end - n, 0) : end]) for end in range(1, count + n)]
+    expected = min(sum(map(len, spans)) / count, len(set().union(*uses)))
+    assert sizes[n] == pytest.approx(expected)
+    assert sizes[0] == 0
+
+
+def hit_tokens(trace: Sequence[TraceRequest], config: ReplayConfig) -> int:
+    return run_replay(trace, config).recorder.hit_tokens
+
+
+def best_of_shares(trace: Sequence[TraceRequest], config: ReplayConfig, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Most tokens hit where states have a fixed share of the bytes, of twenty shares."""
+    usual = plan_cache(trace, config)
+    states = next(i for i, pool in enumerate(usual.pools) if pool.num_columns == 4 and pool.in_flight_blocks == 0)
+    best = 0
+    for share in SHARES:
+        costs = [pool.bytes_per_block for pool in usual.pools]
+        parts = [share if i == states else 1 - share for i in range(2)]
+        sizes = [int(part * config.memory_bytes) // cost for part, cost in zip(parts, costs, strict=True)]
+
+        def given(trace: Sequence[TraceRequest], config: ReplayConfig, sizes: list[int] = sizes) -> KVCachePlan:
+            return plan_kv_cache(
+                config.specs,
+                max_model_len=usual.max_model_len,
+                num_blocks=sizes,
+                max_in_flight_tokens=usual.max_in_flight_tokens,
+            )
+
+        with monkeypatch.context() as patched:
+            patched.setattr(replay_module, "plan_cache", given)
+            try:
+                best = max(best, hit_tokens(trace, config))
+            except ValueError:
+                continue  # too small for the longest request
+    return best
+
+
+@pytest.mark.parametrize(("kind", "gibibytes"), [("chat", 0.15), ("agents", 0.25), ("documents", 0.4)])
+def test_the_load_of_a_trace_hits_as_much_as_the_best_of_twenty_splits(
+    kind: str, gibibytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least 95 % of it; a split for longest requests hits less."""
+    trace = generate_workload(kind, 150, 3)
+    config = ReplayConfig(
+        SPECS,
+        memory_bytes=int(gibibytes * 2**30),
+        serial=True,
+        platform="cpu",
+        hash_algorithm="xxhash_cbor",
+        eviction_policy="probation",
+        retention_interval="auto",
+    )
+    hits = hit_tokens(trace, config)
+    assert hits >= 0.95 * best_of_shares(trace, config, monkeypatch) > 0
+    longest = max(request.input_length for request in trace)
+    assert hits > hit_tokens(trace, replace(config, request_len=longest))
