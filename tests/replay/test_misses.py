@@ -91,6 +91,7 @@ def test_groups_that_limit_are_counted() -> None:
     config = ReplayConfig(
         {"full": SPEC, "window": WINDOW},
         memory_bytes=6 * 2**20,
+        request_len=max(request.input_length for request in trace),
         serial=True,
         explain_misses=True,
     )
