@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from kvjax.core.manager.release_rules import RELEASES
 from kvjax.replay.bounds import find_bounds
-from kvjax.replay.replay import ReplayConfig, longest_request, plan_cache, run_replay
+from kvjax.replay.replay import ReplayConfig, plan_cache, run_replay
 from kvjax.replay.trace import TraceRequest
 
 SERIAL, BATCHES, VLLM_RULES = "serial", "batches", "vLLM's rules"
@@ -55,7 +55,7 @@ def bound_hits(trace: Sequence[TraceRequest], config: ReplayConfig) -> dict[str,
         MemoryBudgetError: the memory does not hold the cache of the longest request.
     """
     config = RUNS[SERIAL](config)
-    plan = plan_cache(longest_request(trace, config), config)
+    plan = plan_cache(trace, config)
     bounds = find_bounds(trace, plan, config.hash_block_size)
     return {
         FREE_EXCHANGE: bounds.free_exchange,
