@@ -83,11 +83,7 @@ class Cells:
 
     def __init__(self, cells: Sequence[tuple[str, int]], settings: dict[str, Any], path: Path | None) -> None:
         self.path, self._settings = path, settings
-        known: dict[tuple[str, int], Cell] = {}
-        if path is not None and path.exists() and path.stat().st_size:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data.get("settings") == settings:
-                known = {(cell["model"], cell["memory_bytes"]): Cell(**cell) for cell in data["cells"]}
+        known = {} if path is None else _known_cells(path, settings)
         self.cells = [known.get(cell) or Cell(*cell) for cell in cells]
 
     def note(self, cell: Cell, hit_tokens: dict[str, int]) -> None:
@@ -133,6 +129,17 @@ def run_compare(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> int:
 
 def _sizes(text: str) -> list[int]:
     return [byte_size(part) for part in text.split(",")]
+
+
+def _known_cells(path: Path, settings: dict[str, Any]) -> dict[tuple[str, int], Cell]:
+    """By model and size, those of a file of the same settings; none of any other file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(data, dict) or data.get("settings") != settings:
+        return {}
+    return {(cell["model"], cell["memory_bytes"]): Cell(**cell) for cell in data["cells"]}
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

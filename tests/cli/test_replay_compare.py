@@ -86,6 +86,16 @@ def test_what_the_file_has_is_not_run_again(trace: str, tmp_path: Path, capsys: 
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("text", ["", "no JSON", "[]", "{}"])
+def test_another_file_is_written_over(
+    text: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    assert len(compare(trace, path, "--serial")) == 4
+    capsys.readouterr()
+
+
 def test_an_interrupt_keeps_what_is_done(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
