@@ -8,16 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import fields, replace
+from math import lcm
 
 from kvjax.cli.arguments import byte_size, int_list, positive_int
 from kvjax.cli.output_files import output_file
+from kvjax.cli.replay_arguments import add_reading_arguments, reading_of
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
-from kvjax.planning.load import USUAL_TOKENS
+from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
+from kvjax.planning.load import USUAL_RUNNING, USUAL_TOKENS
 from kvjax.planning.plan import DEFAULT_MAX_IN_FLIGHT_TOKENS
 from kvjax.planning.report import default_lengths, plan_json, plan_table, plan_words
+from kvjax.replay import read_trace
+from kvjax.replay.trace import cut_tails
+from kvjax.replay.working_set import load_of
 
 AUTO = "auto"
 
@@ -56,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="balance several pools so that most requests of so many tokens run at once (default: for checkpoints "
         f"every {USUAL_TOKENS:,} tokens)",
     )
+    parser.add_argument(
+        "--trace", metavar="TRACE", help="balance several pools for these requests, as kvjax replay does"
+    )
+    add_reading_arguments(parser)
+    parser.add_argument(
+        "--max-num-seqs", type=positive_int, metavar="N", help=f"requests that run at once (default: {USUAL_RUNNING})"
+    )
     parser.add_argument("--block-size", type=positive_int, metavar="N", help="tokens a block (default: the model's)")
     parser.add_argument("--dtype", help="of the cache, such as bfloat16 or float8_e4m3fn (default: the model's)")
     parser.add_argument("--platform", choices=["cpu", "gpu", "tpu"], help="whose padding to count (default: gpu)")
@@ -91,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan; 0.
 
     Raises:
-        ConfigError: no model, or a bad model or deployment.
+        ConfigError: no model, a bad model or deployment, or a trace where nothing is to be balanced for it.
+        TraceError: a trace of an unknown form, or a bad line of it.
         MemoryBudgetError: the memory holds not even one request of the planned length.
         OSError: the JSON cannot be written.
     """
@@ -101,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_model_config(deployment.model)
     if deployment.max_model_len == 0:
         deployment = replace(deployment, max_model_len=_longest(model, deployment))
-    plan = _plan(model, deployment)
+    plan = _plan(model, deployment, _trace_load(args, model, deployment))
     lengths = args.lengths or default_lengths(plan.max_model_len)
     parts = [_headline(deployment, model, plan), plan_table(plan, lengths), plan_words(plan)]
     if plan.max_model_len > model.max_model_len:
@@ -142,17 +155,43 @@ def _longest(model: ModelConfig, deployment: Deployment) -> int:
     """The largest `max_model_len` that the memory holds, at most the model's; 1 if none does, for the error of it."""
     if deployment.memory_bytes is None:
         raise ConfigError("expected --memory with --max-model-len auto, got none")
-    shape = CacheShape.of(
+    in_flight = deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS
+    return _shape(model, deployment).longest_request(deployment.memory_bytes, model.max_model_len, in_flight) or 1
+
+
+def _shape(model: ModelConfig, deployment: Deployment) -> CacheShape:
+    return CacheShape.of(
         model.kv_cache_specs(deployment.block_size, deployment.dtype),
         platform=deployment.platform or "gpu",
         parallel=_parallel(deployment),
         hybrid=deployment.hybrid is not False,
     )
-    in_flight = deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS
-    return shape.longest_request(deployment.memory_bytes, model.max_model_len, in_flight) or 1
 
 
-def _plan(model: ModelConfig, deployment: Deployment) -> KVCachePlan:
+def _trace_load(args: argparse.Namespace, model: ModelConfig, deployment: Deployment) -> Load | None:
+    """What the pools are to be balanced for by the trace; None: there is none."""
+    if args.trace is None:
+        return None
+    if deployment.memory_bytes is None or deployment.request_len is not None:
+        raise ConfigError("expected --trace with --memory and without --request-len: it says how to share the memory")
+    trace = read_trace(args.trace, None, reading_of(args), print)
+    if args.whole_blocks:
+        trace = cut_tails(trace)
+    return load_of(
+        trace,
+        _shape(model, deployment),
+        deployment.memory_bytes,
+        alignment=lcm(*(spec.block_size for spec in model.kv_cache_specs(deployment.block_size).values())),
+        max_model_len=deployment.max_model_len or model.max_model_len,
+        max_in_flight_tokens=deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS,
+        max_running=deployment.max_num_seqs or USUAL_RUNNING,
+        has_answers=True,
+    )
+
+
+def _plan(model: ModelConfig, deployment: Deployment, load: Load | None) -> KVCachePlan:
+    if load is None and deployment.request_len is None:
+        load = Load(max_running=deployment.max_num_seqs or USUAL_RUNNING)
     if deployment.memory_bytes is None and deployment.num_blocks is None:
         raise ConfigError("expected --memory or --num-blocks, got none")
     return plan_kv_cache(
@@ -162,6 +201,7 @@ def _plan(model: ModelConfig, deployment: Deployment) -> KVCachePlan:
         num_blocks=deployment.num_blocks,
         max_in_flight_tokens=deployment.max_in_flight_tokens or DEFAULT_MAX_IN_FLIGHT_TOKENS,
         request_len=deployment.request_len,
+        load=load,
         platform=deployment.platform or "gpu",
         parallel=_parallel(deployment),
         hybrid=deployment.hybrid is not False,

@@ -7,7 +7,8 @@ Source:  working sets and their mean size by the times between uses: P. Denning,
 A thing that was used at request i and again at request j is among those of the last n requests for min(j - i, n) of
 them. So the mean number of distinct things that n requests used is the sum of these over all uses, divided by the
 number of requests. Things are runs of prompt tokens, and checkpoints: where prompts and answers end, and where a prompt
-parts from earlier ones. If the memory holds all of a trace, the rest of it is for more checkpoints on the way.
+parts from earlier ones. If the memory holds all of a trace, the rest of it is for more checkpoints on the way, and a
+little for tokens: pools that are full to the last block evict what a running request then misses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kvjax.planning import CacheShape, Load
 from kvjax.planning.sizing import bytes_for
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.trace import TRACE_BLOCK_SIZE, TraceRequest
+
+MOST_SPARE = 1.05  # of the tokens of a trace, in a pool that holds them all
 
 
 class WorkingSet:
@@ -75,7 +78,8 @@ def load_of(
         """The load and its checkpoints when the last so many requests are kept; beyond all, more checkpoints."""
         n = min(requests, num_requests)
         kept = min(max(checkpoints[n] * requests / n, 1.0), most)
-        return Load(max(round(tokens[n] / kept), 1), max_running), Fraction(kept)
+        wanted = tokens[n] * min(requests / n, MOST_SPARE)
+        return Load(max(round(wanted / kept), 1), max_running), Fraction(kept)
 
     def fits(requests: int) -> bool:
         load, kept = after(requests)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvjax.cli.main import main
-from kvjax.configs import known_models
+from kvjax.configs import known_models, load_model_config
+from kvjax.replay import BatchingConfig, ReplayConfig, generate_workload, run_replay, write_trace
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -111,6 +112,23 @@ def test_a_usual_length_balances_the_pools(tmp_path: Path) -> None:
     assert usual["requests_that_fit"]["8192"] > 10 * longest["requests_that_fit"]["8192"]
 
 
+def test_a_trace_balances_the_pools(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As `kvjax replay` plans for it in batches, of the same longest request; short chats want more states."""
+    loads = []
+    for kind in ("chat", "documents"):
+        trace, file = generate_workload(kind, 40, 0), tmp_path / f"{kind}.jsonl"
+        write_trace(trace, file)
+        specs = load_model_config("jamba-1.5-mini").kv_cache_specs()
+        longest = max(request.input_length + request.output_length for request in trace)
+        argv = ("jamba-1.5-mini", "--memory", "1GiB", "--trace", str(file), "--max-model-len", str(longest))
+        load = planned(tmp_path, *argv, "--max-num-seqs", "3")["balances"][0]["load"]
+        config = ReplayConfig(specs, memory_bytes=2**30, batching=BatchingConfig(max_num_seqs=3))
+        assert load == vars(run_replay(trace, config).plan.load)
+        loads.append(load["tokens_per_checkpoint"])
+    assert 2 * loads[0] < loads[1]
+    assert "request lines (Mooncake" in capsys.readouterr().out
+
+
 def test_configs_are_found_from_any_directory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +142,7 @@ def test_configs_are_found_from_any_directory(
         ((), "expected a MODEL or a deployment that names one; shipped: deepseek-v3"),
         (("gpt-5",), "expected a model's name (deepseek-v3, deepseek-v4-flash, deepseek-v4-pro"),
         (("qwen3-8b",), "expected --memory or --num-blocks, got none"),
+        (("qwen3-8b", "--num-blocks", "9", "--trace", "x"), "expected --trace with --memory and without --request-len"),
         (
             ("qwen3-8b", "--num-blocks", "9", "--max-model-len", "auto"),
             "expected --memory with --max-model-len auto, got none",
