@@ -29,6 +29,7 @@ from kvjax.replay import ReplayConfig, TraceRequest, write_trace
 from kvjax.replay.compare import BATCHES, BOUNDS, FREE_EXCHANGE, RUNS, SERIAL, bound_hits, replay_hits
 from kvjax.text import align_table
 
+SHARES = ((SERIAL, FREE_EXCHANGE), (BATCHES, SERIAL))
 STDERR = 2  # descriptor
 DEFAULT_SIZES = "100GB,200GB,400GB"
 TAKEN = (*CACHING_RULES, "rules", "memory", "num_blocks", "plot", "record", "miss_reasons", "bound", "host_memory")
@@ -195,7 +196,7 @@ def _run_beside(table: Cells, trace: Sequence[TraceRequest], command: str) -> No
 
 
 def _table_text(cells: Sequence[Cell], prompt_tokens: int) -> str:
-    """Percent of all prompt tokens, by cell and column; the last column is the share of the free exchange."""
+    """Percent of all prompt tokens, by cell and column; then what share of another column it is."""
     found = dict.fromkeys(column for cell in cells for column in cell.hit_tokens)
     own = [column for column in (*RUNS, *BOUNDS) if column in found]
     columns = own + [column for column in found if column not in own]
@@ -204,7 +205,7 @@ def _table_text(cells: Sequence[Cell], prompt_tokens: int) -> str:
     ]
     parts = [
         f"percent of {prompt_tokens:,} prompt tokens that were hit",
-        align_table(["model", "memory", *columns, f"{SERIAL} / {FREE_EXCHANGE}"], rows, left={0}),
+        align_table(["model", "memory", *columns, *(" / ".join(pair) for pair in SHARES)], rows, left={0}),
         *(f"{cell.model}, {cell.memory_bytes:,} bytes: {cell.error}" for cell in cells if cell.error is not None),
     ]
     return "\n".join(parts)
@@ -214,8 +215,8 @@ def _percents(cell: Cell, columns: Sequence[str], prompt_tokens: int) -> Iterato
     hits = cell.hit_tokens
     for column in columns:
         yield f"{100 * hits[column] / prompt_tokens:.2f}" if column in hits else "-"
-    has_both = SERIAL in hits and hits.get(FREE_EXCHANGE)
-    yield f"{100 * hits[SERIAL] / hits[FREE_EXCHANGE]:.1f} %" if has_both else "-"
+    for part, whole in SHARES:
+        yield f"{hits[part] / hits[whole]:.1%}" if part in hits and hits.get(whole) else "-"
 
 
 __all__ = ["add_compare_arguments", "run_compare", "wants_comparison"]
