@@ -12,6 +12,7 @@ from kvjax.replay.prefilled_kv import TransferConfig
 from kvjax.replay.readers import TraceReading, read_trace
 from kvjax.replay.replay import REPLAY_POLICIES, ReplayConfig, ReplayResult, run_replay
 from kvjax.replay.report import result_json, result_text
+from kvjax.replay.served import ServedTrace
 from kvjax.replay.speed_model import SpeedModel
 from kvjax.replay.split import SplitConfig, SplitResult, run_split
 from kvjax.replay.split_report import split_json, split_text
@@ -28,6 +29,7 @@ __all__ = [
     "ReplayConfig",
     "ReplayResult",
     "ReplayTierConfig",
+    "ServedTrace",
     "SpeedModel",
     "SplitConfig",
     "SplitResult",

@@ -10,7 +10,7 @@ from kvjax.engine import EngineConfig, SpeculativeConfig
 from kvjax.engine.cache_plans import plan_caches
 from kvjax.errors import MemoryBudgetError
 from kvjax.models.config import ModelConfig
-from kvjax.planning import KVCachePlan
+from kvjax.planning import KVCachePlan, Load
 from kvjax.planning.sizing import requests_that_fit
 from tests.models.golden_models import model_folder
 
@@ -62,3 +62,18 @@ def test_recurrent_layers_have_a_state_for_each_draft() -> None:
     plan, _ = plans("jamba", "llama", num_blocks=200)
     pages = [group.kv_cache_spec.state_pages for group in plan.config.kv_cache_groups]
     assert {one.num_drafts for one in pages if one is not None} == {3}
+
+
+def test_pools_keep_what_the_settings_say() -> None:
+    """A checkpoint for every so many tokens, beside those of what runs; without a prefix cache all is for what runs."""
+    model = ModelConfig.from_folder(model_folder("jamba"))
+    base = {"block_size": 8, "max_model_len": 512, "memory_bytes": 8 << 20, "max_num_seqs": 2}
+
+    def load_of(**settings: Any) -> Load:
+        return plan_caches(model, EngineConfig(**base | settings), platform="cpu")[0].load
+
+    assert load_of() == Load(512, 2)
+    assert load_of(tokens_per_checkpoint=64) == Load(64, 2)
+    assert load_of(enable_prefix_caching=False) == Load(512, None)
+    with pytest.raises(ValueError, match="expected tokens_per_checkpoint >= 1, got 0"):
+        EngineConfig(num_blocks=9, tokens_per_checkpoint=0)
