@@ -23,10 +23,11 @@ class TierConfig:
     when its pool needs the block (write-back), and what is loaded leaves the host. Write-back holds more, write-through
     has what a pool held when that is given up.
 
-    `eviction_policy` is the host's: "lru", "slru" or "cost". `num_threads` copy bytes and as many read and write files.
-    At most `max_bytes_in_flight` are on their way to the host, and as many on their way to disk: beyond that steps
-    wait for the host, and the disk is passed over. None: 256 MiB, or 8 on a CPU, whose device memory is the host's. A
-    load that takes longer than `load_timeout_s` is given up: its tokens are computed.
+    `host_bytes` are of all kinds together: nothing is split. `eviction_policy` is the host's, for units that are not on
+    probation: "lru" (the default, by last use wherever that was), "slru" or "cost". `num_threads` copy bytes and as
+    many read and write files. At most `max_bytes_in_flight` are on their way to the host, and as many on their way to
+    disk: beyond that steps wait for the host, and the disk is passed over. None: 256 MiB, or 8 on a CPU, whose device
+    memory is the host's. A load that takes longer than `load_timeout_s` is given up: its tokens are computed.
 
     Raises:
         ValueError: a value is outside its range, a folder comes without `disk_bytes`, or the name is empty.

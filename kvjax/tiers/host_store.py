@@ -6,7 +6,7 @@ All pools share the bytes: there is one order over the units of all kinds, and a
 slot is a row of its pool's memory (`HostRows`). While bytes are missing for new units, others lose theirs:
 
     on probation    of which nobody knows that a hit will use them; the first to come goes first
-    lasting         all others, in the order of an eviction policy
+    lasting         all others, in the order of an eviction policy; "lru": of their last use in pool or host
 
 Units on probation take no bytes of lasting ones. One that is read is lasting from then on.
 
@@ -29,7 +29,8 @@ from kvjax.core import BlockHash
 from kvjax.core.pool.block_pool import BlockPool
 from kvjax.errors import InvariantError
 from kvjax.tiers.host_rows import HostRows
-from kvjax.tiers.units import UnitKey, UnitSizes
+from kvjax.tiers.last_used_policy import LastUsedPolicy
+from kvjax.tiers.units import UnitKey, UnitSizes, UnitWorth
 
 
 class HostStore:
@@ -50,6 +51,7 @@ class HostStore:
         self._sizes = sizes
         self._policy = eviction_policy
         self._has_bytes = has_bytes
+        self.clock = 0  # grows with every request that is looked up
         self.clear()
 
     def clear(self) -> None:
@@ -63,10 +65,14 @@ class HostStore:
         # Per pool and array uint8[slots, bytes of a page]. Committed where it is written.
         self.buffers = tuple(rows.arrays for rows in self._rows)
         self._offsets = np.cumsum([0, *counts[:-1]])  # slot s of a pool is the index's block offset + s, s >= 1
-        self._index = BlockPool(
-            max(sum(counts), 1) + 1, group_ids=range(len(sizes.pool_of_group)), eviction_policy=self._policy
-        )
+        policy = LastUsedPolicy if self._policy == "lru" else self._policy
+        groups = range(len(sizes.pool_of_group))
+        self._index = BlockPool(max(sum(counts), 1) + 1, group_ids=groups, eviction_policy=policy)
         self._index.take_for_good(self._index.num_free_blocks)
+        own = self._index.eviction_policy
+        self._last_used = (
+            own.last_used if isinstance(own, LastUsedPolicy) else np.zeros(self._index.num_blocks, np.int64)
+        )
         self._bytes_of = np.zeros(self._index.num_blocks, np.int64)  # 0: the slot is not used
         self._free_bytes = self.max_bytes
         self._probation: dict[int, None] = {}  # blocks of the index that nobody holds, first come first
@@ -105,15 +111,15 @@ class HostStore:
         return slots
 
     def put(
-        self, group_id: int, slots: np.ndarray, block_hashes: Sequence[BlockHash], *, on_probation: bool = False
+        self, group_id: int, slots: np.ndarray, block_hashes: Sequence[BlockHash], worths: Sequence[UnitWorth]
     ) -> None:
-        """Held slots have been written: their units can be found, and are evicted last, in this order."""
+        """Held slots have been written: their units can be found, and are evicted by what they are worth."""
         ids = self._ids(group_id, slots)
         self._index.register_many(ids, block_hashes, group_id)
-        if on_probation:
-            self._probation.update(dict.fromkeys(ids.tolist()))
-        else:
-            self._index.free_blocks(ids)
+        self._last_used[ids] = [worth.last_used for worth in worths]
+        on_probation = np.array([worth.on_probation for worth in worths], bool)
+        self._probation.update(dict.fromkeys(ids[on_probation].tolist()))
+        self._index.free_blocks(ids[~on_probation])
 
     def hold(self, group_id: int, slots: np.ndarray) -> None:
         """Keeps units where they are while they are read."""
@@ -122,6 +128,7 @@ class HostStore:
         for block_id in ids.tolist():
             self._probation.pop(block_id, None)  # the reader has its reference from now on
         self._index.touch(others)
+        self._last_used[ids] = self.clock
 
     def use(self, group_id: int, slots: np.ndarray) -> None:
         """Units have been used elsewhere: they are lasting, and evicted last."""

@@ -169,8 +169,7 @@ class SimulatedWorker:
         if self._disk is not None:
             for block_hash in store.block_hashes:
                 self._disk.use(UnitKey(store.group_id, block_hash), on_probation=store.on_probation)
-        is_good = (slots >= 0) | (self._disk is not None)
-        return StoredUnits(store.group_id, store.block_hashes, slots, is_good, store.on_probation)
+        return StoredUnits(store.group_id, store.block_hashes, slots, (slots >= 0) | (self._disk is not None))
 
 
 __all__ = ["Channel", "SimulatedDisk", "SimulatedWorker"]

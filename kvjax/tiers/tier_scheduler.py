@@ -35,12 +35,13 @@ import numpy as np
 from kvjax.core import BlockHash, KVCacheBlocks, KVCacheManager, Request
 from kvjax.core.kinds.probation import take_off_probation
 from kvjax.core.pool.block_pool import BlockPool
+from kvjax.core.pool.cache_tier import TierLink
 from kvjax.errors import InvariantError
 from kvjax.tiers.connector import ConnectorOutput, LoadResults
 from kvjax.tiers.host_store import HostStore
 from kvjax.tiers.stats import TierStats
 from kvjax.tiers.transit import UnitsInTransit
-from kvjax.tiers.units import NOTHING, CopyUnits, LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey
+from kvjax.tiers.units import NOTHING, CopyUnits, LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitWorth
 
 
 class DiskIndex(Protocol):
@@ -96,7 +97,7 @@ class TierScheduler:
 
     def _start(self) -> None:
         self._evicted: dict[UnitKey, int] = {}  # block of the pool, since the last metadata
-        self._on_probation: set[UnitKey] = set()  # of these
+        self._worth: dict[UnitKey, UnitWorth] = {}  # of these
         self._registered: dict[UnitKey, int] = {}  # likewise; computed by the step that the next metadata belongs to
         self._to_store: dict[UnitKey, int] = {}  # registered before, to be stored with the next metadata
         self._transit.keys.clear()
@@ -114,15 +115,16 @@ class TierScheduler:
         self, pool_id: int, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: np.ndarray
     ) -> None:
         """`CacheTier.before_reuse`: the blocks are read before the next step."""
-        flags = self._are_on_probation(pool_id, block_ids).tolist()
-        units = zip(block_ids.tolist(), block_hashes, group_ids.tolist(), flags, strict=True)
-        for block_id, block_hash, group_id, flag in units:
+        link = self._link_of(pool_id)
+        worths = map(UnitWorth, link.on_probation[block_ids].tolist(), link.last_used[block_ids].tolist())
+        units = zip(block_ids.tolist(), block_hashes, group_ids.tolist(), worths, strict=True)
+        for block_id, block_hash, group_id, worth in units:
             key = UnitKey(group_id, block_hash)
             if self._registered.get(key) == block_id:
                 del self._registered[key]  # its page is not computed yet, and never will be
             else:
                 self._evicted[key] = block_id
-                (self._on_probation.add if flag else self._on_probation.discard)(key)
+                self._worth[key] = worth
 
     def after_register(
         self, pool_id: int, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_id: int
@@ -157,6 +159,9 @@ class TierScheduler:
         self, request: Request, blocks: KVCacheBlocks, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """What the lookup says that the tiers hold; None while one of its blocks is being computed."""
+        self._host.clock += 1
+        for pool_id in range(1 + max(self._pool_of_group)):
+            self._link_of(pool_id).clock = self._host.clock
         elsewhere = blocks.elsewhere
         if elsewhere is None or request.request_id in self._not_again:
             return 0, False
@@ -287,16 +292,13 @@ class TierScheduler:
     def _take_stores(self) -> tuple[StoreUnits, ...]:
         kept = {key: block_id for key, block_id in self._to_store.items() if self._is_registered(key, block_id)}
         wanted = {**kept, **self._evicted} if kept else self._evicted
-        on_probation = self._on_probation
-        for key, block_id in kept.items():
-            if self._are_on_probation(self._pool_of_group[key.group_id], block_id):
-                on_probation.add(key)
-        self._to_store, self._evicted, self._on_probation = {}, {}, set()
+        worths = {key: self._worth_of(key, block_id) for key, block_id in kept.items()} | self._worth
+        self._to_store, self._evicted, self._worth = {}, {}, {}
         self._settle_registered()
         by_kind: dict[tuple[int, bool], list[tuple[BlockHash, int]]] = {}
         for key, block_id in wanted.items():
             if key not in self._transit.keys:
-                by_kind.setdefault((key.group_id, key in on_probation), []).append((key.block_hash, block_id))
+                by_kind.setdefault((key.group_id, worths[key].on_probation), []).append((key.block_hash, block_id))
         stores = []
         for (group_id, flag), units in by_kind.items():
             slots = self._host.find([block_hash for block_hash, _ in units], group_id)
@@ -306,13 +308,19 @@ class TierScheduler:
             if new and (self._disk is not None or self._host.takes(group_id, on_probation=flag)):
                 hashes, ids = zip(*new, strict=True)
                 stores.append(StoreUnits(group_id, hashes, np.array(ids, np.int32), self._rank, flag))
-                self._transit.keys |= {UnitKey(group_id, block_hash): None for block_hash in hashes}
+                keys = [UnitKey(group_id, block_hash) for block_hash in hashes]
+                self._transit.keys |= {key: worths[key] for key in keys}
         return tuple(stores)
 
-    def _are_on_probation(self, pool_id: int, block_ids: np.ndarray | int) -> np.ndarray:  # bool[...]
-        """Which blocks of a pool no checkpoint needs, and no hit has used."""
-        link = None if self._manager is None else self._manager.block_pools[pool_id].tier_link
-        return np.zeros_like(block_ids, bool) if link is None else link.on_probation[block_ids]
+    def _worth_of(self, key: UnitKey, block_id: int) -> UnitWorth:
+        link = self._link_of(self._pool_of_group[key.group_id])
+        return UnitWorth(link.on_probation.item(block_id), link.last_used.item(block_id))
+
+    def _link_of(self, pool_id: int) -> TierLink:
+        assert self._manager is not None  # it asks, or registered blocks
+        link = self._manager.block_pools[pool_id].tier_link
+        assert link is not None  # the manager was made with this tier
+        return link
 
     def _is_registered(self, key: UnitKey, block_id: int) -> bool:
         """Whether the block is still registered, and not forgotten since, as where a planned step was taken back."""
@@ -326,17 +334,16 @@ class TierScheduler:
     def _end_store(self, store: StoredUnits) -> None:
         """The worker has brought units to the host, or could not."""
         keys = [UnitKey(store.group_id, block_hash) for block_hash in store.block_hashes]
-        for key in keys:
-            self._transit.keys.pop(key, None)
+        worths = [self._transit.keys.pop(key, UnitWorth()) for key in keys]
         has_slot = store.slots >= 0
         good = np.flatnonzero(store.is_good & has_slot)
         if good.size:
             hashes = [store.block_hashes[i] for i in good.tolist()]
-            self._host.put(store.group_id, store.slots[good], hashes, on_probation=store.on_probation)
+            self._host.put(store.group_id, store.slots[good], hashes, [worths[i] for i in good.tolist()])
         self._host.let_go(store.group_id, store.slots[~store.is_good & has_slot])
         self.stats.num_stored += good.size
-        if not store.on_probation:  # for those there may be no room
-            self.stats.num_store_failures += int(np.count_nonzero(~store.is_good))
+        is_refused = ~has_slot & [worth.on_probation for worth in worths]  # there is no room for them
+        self.stats.num_store_failures += int(np.count_nonzero(~store.is_good & ~is_refused))
         self._transit.issue_waiting(keys)
 
     # -- loads ------------------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ class TierWorker:
             is_good = np.zeros(writing.slots.size, bool)
         units = writing.units
         is_good = self._pace.end_store(_keys_of(units), writing.slots, is_good, on_probation=units.on_probation)
-        return StoredUnits(units.group_id, units.block_hashes, writing.slots, is_good, units.on_probation)
+        return StoredUnits(units.group_id, units.block_hashes, writing.slots, is_good)
 
     # -- up ---------------------------------------------------------------------------------------------------------
 

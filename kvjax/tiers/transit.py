@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvjax.tiers.units import UnitKey
+from kvjax.tiers.units import UnitKey, UnitWorth
 
 
 class Waiting(Protocol):
@@ -30,7 +30,7 @@ class UnitsInTransit:
     """Read from a pool, not yet on the host. Belongs to the scheduler's thread."""
 
     def __init__(self) -> None:
-        self.keys: dict[UnitKey, None] = {}
+        self.keys: dict[UnitKey, UnitWorth] = {}
         self.schedulers: list[Waiting] = []
         self._num_loads = 0
 

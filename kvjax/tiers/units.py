@@ -27,6 +27,13 @@ class UnitKey(NamedTuple):
     block_hash: BlockHash
 
 
+class UnitWorth(NamedTuple):
+    """What decides how long a unit is kept."""
+
+    on_probation: bool = False  # as `kvjax.core.kinds.probation` says
+    last_used: int = 0  # by the host's clock
+
+
 class StoreUnits(NamedTuple):
     """Pages of one group to be read before the next step."""
 
@@ -34,7 +41,7 @@ class StoreUnits(NamedTuple):
     block_hashes: tuple[BlockHash, ...]
     block_ids: np.ndarray  # int32 of each, in the pool
     rank: int = 0  # data rank whose pool it is
-    on_probation: bool = False  # as `kvjax.core.kinds.probation` says
+    on_probation: bool = False  # all of them are
 
 
 class CopyUnits(NamedTuple):
@@ -65,7 +72,6 @@ class StoredUnits(NamedTuple):
     block_hashes: tuple[BlockHash, ...]
     slots: np.ndarray  # int32 of each, held; -1: the host has no room
     is_good: np.ndarray  # bool of each: its bytes are where they should be
-    on_probation: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,8 +35,8 @@ class FakeTiers:
     """Scheduler's and worker's side of a host with room for everything."""
 
     def __init__(self, config: KVCacheConfig, seed: int, max_steps: int, failure_rate: float = 0.0) -> None:
-        sizes = UnitSizes.of(config)
-        self.host = HostStore(1 << 30, sizes, has_bytes=False)
+        sizes = replace(UnitSizes.of(config), bytes_of_group=(1,) * len(config.kv_cache_groups))
+        self.host = HostStore(512 * len(config.pools), sizes, has_bytes=False)
         self.scheduler = TierScheduler(self.host, None, sizes.pool_of_group, clock=lambda: 0.0)
         self.num_cancelled = 0
         self.hold = False  # whether nothing arrives

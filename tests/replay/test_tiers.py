@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from kvjax.core.kinds.full_attention import FullAttentionSpec
+from kvjax.core.kinds.mamba import MambaSpec
+from kvjax.core.kinds.sliding_window import SlidingWindowSpec
 from kvjax.core.spec import KVCacheSpec
 from kvjax.replay import (
     BatchingConfig,
@@ -28,6 +30,8 @@ from kvjax.replay.recorder import Recorder
 from tests.replay.random_traces import random_trace
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
+
+PROBATION: dict[str, Any] = {"eviction_policy": "probation", "retention_interval": "auto"}
 
 
 def full(block_size: int) -> dict[str, KVCacheSpec]:
@@ -51,6 +55,35 @@ def test_pool_and_host_hit_what_one_pool_of_both_sizes_hits(kind: str) -> None:
     trace = generate_workload(kind, 120, 0)
     longest = max(-(-request.input_length // 512) for request in trace)
     assert_hits_of_one_pool(trace, longest + 2, 9 * (longest + 2))
+
+
+@pytest.mark.parametrize("kind", ["chat", "agents", "documents"])
+def test_windows_in_pool_and_host_hit_what_they_hit_in_one_pool(kind: str) -> None:
+    """Probation included. Within two percent: while units are loaded, pool and host both have their bytes."""
+    trace = generate_workload(kind, 120, 0)
+    window = SlidingWindowSpec(block_size=512, num_kv_heads=1, head_size=128, dtype="bfloat16", sliding_window=1024)
+    specs = {f"layers.{i}": window if i % 3 else full(512)["layers.0"] for i in range(6)}
+    size = 3 * max(-(-request.input_length // 512) for request in trace) + 4
+    config: dict[str, Any] = {"specs": specs, "serial": True, **PROBATION}
+    large = run_replay(trace, ReplayConfig(num_blocks=4 * size, **config)).recorder.hit_tokens
+    tiers = ReplayTierConfig(host_blocks=3 * size)
+    small = run_replay(trace, ReplayConfig(num_blocks=size, tiers=tiers, **config)).recorder.hit_tokens
+    alone = run_replay(trace, ReplayConfig(num_blocks=size, **config)).recorder.hit_tokens
+    assert small == pytest.approx(large, rel=0.02)
+    assert large > 1.2 * alone
+
+
+def test_tokens_and_states_have_of_the_host_what_they_need() -> None:
+    """Eight prompts, and again: 8 of 8 hit in bytes for just their blocks and two states each.
+
+    In proportion to the pools, with as many states as blocks, it was 0 of 8 (SGLang 39436).
+    """
+    state = MambaSpec(block_size=16, shapes=((256, 256),), dtypes=("float32",), mamba_cache_mode="align")
+    specs: dict[str, KVCacheSpec] = {"states": state, **full(16)}
+    trace = [TraceRequest(1_000 * i, 1_024, 1, (2 * (i % 8), 2 * (i % 8) + 1)) for i in range(16)]
+    tiers = ReplayTierConfig(host_bytes=8 * (64 * specs["layers.0"].page_size_bytes + 2 * state.page_size_bytes))
+    config = ReplayConfig(specs, num_blocks=70, serial=True, tiers=tiers, **PROBATION)
+    assert [hit for _, hit in run_replay(trace, config).recorder.hits] == [0] * 8 + [1_008] * 8
 
 
 @pytest.mark.skipif(not MOONCAKE.exists(), reason="the trace is not here")

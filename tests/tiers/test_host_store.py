@@ -12,7 +12,7 @@ import pytest
 from kvjax.core import BlockHash
 from kvjax.tiers.host_rows import HostRows
 from kvjax.tiers.host_store import HostStore
-from kvjax.tiers.units import UnitKey, UnitSizes
+from kvjax.tiers.units import UnitKey, UnitSizes, UnitWorth
 
 STATM = Path("/proc/self/statm")
 PAGE = 4096
@@ -32,13 +32,18 @@ def hash_of(number: int) -> BlockHash:
 
 @dataclass
 class NaiveHost:
-    """The definition: one unit after another goes, those on probation first, until there is room."""
+    """The definition: one unit after another goes until there is room.
+
+    Those on probation go first, in the order in which they came, then those whose last use is longest ago.
+    """
 
     max_bytes: int
     sizes: UnitSizes
     used: dict[UnitKey, int] = field(default_factory=dict)  # holds of each unit
     probation: list[UnitKey] = field(default_factory=list)
     lasting: list[UnitKey] = field(default_factory=list)
+    last_used: dict[UnitKey, int] = field(default_factory=dict)
+    clock: int = 0
     written: list[int] = field(default_factory=list)  # groups of slots without a unit
 
     def free_bytes(self) -> int:
@@ -55,15 +60,24 @@ class NaiveHost:
         self.written += [group_id] * taken
         return taken
 
-    def put(self, keys: list[UnitKey], on_probation: bool) -> None:
-        for key in keys:
+    def put(self, keys: list[UnitKey], worths: list[UnitWorth]) -> None:
+        for key, worth in zip(keys, worths, strict=True):
             self.written.remove(key.group_id)
-            self.used[key] = 0
-        (self.probation if on_probation else self.lasting).extend(keys)
+            self.used[key], self.last_used[key] = 0, worth.last_used
+            if worth.on_probation:
+                self.probation.append(key)
+            else:
+                self.keep(key)
+
+    def keep(self, key: UnitKey) -> None:
+        """Behind all that were used before it, or as late and came first."""
+        self.lasting.append(key)
+        self.lasting.sort(key=lambda one: self.last_used[one])  # stable
 
     def hold(self, keys: list[UnitKey]) -> None:
         for key in keys:
             self.used[key] += 1
+            self.last_used[key] = self.clock
             for order in (self.probation, self.lasting):
                 if key in order:
                     order.remove(key)
@@ -72,7 +86,7 @@ class NaiveHost:
         for key in reversed(keys):
             self.used[key] -= 1
             if not self.used[key] and not forget:
-                self.lasting.append(key)
+                self.keep(key)
         for key in keys:
             if forget and not self.used[key]:
                 del self.used[key]
@@ -102,8 +116,10 @@ class Both:
             return
         keys = [UnitKey(group_id, hash_of(self.num_made + i)) for i in range(slots.size)]
         self.num_made += slots.size
-        self.host.put(group_id, slots, [key.block_hash for key in keys], on_probation=flag)
-        self.naive.put(keys, flag)
+        last_used = self.rng.integers(0, self.host.clock + 1, slots.size).tolist()
+        worths = [UnitWorth(flag, one) for one in last_used]
+        self.host.put(group_id, slots, [key.block_hash for key in keys], worths)
+        self.naive.put(keys, worths)
 
     def hold(self) -> None:
         group_id = int(self.rng.integers(4))
@@ -127,7 +143,9 @@ class Both:
         over = [key for _, keys, _ in gone for key in keys]
         still = [key for _, keys, _ in self.held for key in keys]
         order = self.host.keys()  # of those that end at once any serves
-        self.naive.lasting += [key for key in order if key in over and key not in still]
+        for key in order:
+            if key in over and key not in still:
+                self.naive.keep(key)
         self.naive.used |= {key: still.count(key) for key in over}
 
     def check(self) -> None:
@@ -147,6 +165,7 @@ def run(seed: int, num_calls: int) -> None:
     both = Both(seed)
     calls = (both.store, both.store, both.hold, both.let_go, both.lose_holds)
     for _ in range(num_calls):
+        both.host.clock = both.naive.clock = both.naive.clock + int(both.rng.integers(2))
         calls[int(both.rng.choice(5, p=(0.3, 0.2, 0.25, 0.24, 0.01)))]()
         both.check()
 
@@ -171,7 +190,7 @@ def test_kinds_share_the_bytes_by_what_comes() -> None:
     for prompt in range(8):
         for group_id, count in ((0, 16), (1, 1)):
             hashes = [hash_of(100 * prompt + i) for i in range(count)]
-            host.put(group_id, host.take(group_id, count), hashes)
+            host.put(group_id, host.take(group_id, count), hashes, [UnitWorth()] * count)
     for prompt in range(8):
         assert (host.find([hash_of(100 * prompt + i) for i in range(16)], 0) >= 0).all()
         assert (host.find([hash_of(100 * prompt)], 1) >= 0).all()
@@ -186,7 +205,7 @@ def test_without_room_for_one_unit_nothing_is_kept() -> None:
 
 def test_clear_forgets_units_and_holds() -> None:
     host = HostStore(100, sizes_of((10, 20)))
-    host.put(0, host.take(0, 4), [hash_of(i) for i in range(4)])
+    host.put(0, host.take(0, 4), [hash_of(i) for i in range(4)], [UnitWorth()] * 4)
     host.take(1, 2)
     host.clear()
     assert (host.num_stored, host.num_held, host.keys()) == (0, 0, [])
@@ -208,9 +227,10 @@ def test_memory_moves_from_kind_to_kind() -> None:
         slots = host.take(group_id, max_bytes)
         assert slots.size == max_bytes // (small, large)[group_id]
         host.buffers[group_id][0][slots] = np.arange(slots.size, dtype=np.uint8)[:, None]
-        host.put(group_id, slots, [hash_of(turn << 20 | i) for i in range(slots.size)])
+        hashes = [hash_of(turn << 20 | i) for i in range(slots.size)]
+        host.put(group_id, slots, hashes, [UnitWorth()] * slots.size)
         host.check_invariants()
-        values = host.buffers[group_id][0][host.find([hash_of(turn << 20 | i) for i in range(slots.size)], group_id)]
+        values = host.buffers[group_id][0][host.find(hashes, group_id)]
         assert (values == np.arange(slots.size, dtype=np.uint8)[:, None]).all()
         del values
         assert resident_bytes() - before < 1.25 * max_bytes

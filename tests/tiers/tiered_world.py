@@ -148,7 +148,7 @@ class ToyWorker:
                 key = UnitKey(store.group_id, block_hash)
                 world.disk.units[key] = content
                 world.disk.index.add(key)
-        return StoredUnits(store.group_id, store.block_hashes, slots, is_good & (slots >= 0), store.on_probation)
+        return StoredUnits(store.group_id, store.block_hashes, slots, is_good & (slots >= 0))
 
 
 class TieredWorld:

@@ -213,7 +213,7 @@ class BlockPool:
         if self.eviction_policy.is_told_of_use:
             self.eviction_policy.note_hit(distinct)
         if self.tier_link is not None:
-            self.tier_link.on_probation[distinct] = False
+            self.tier_link.note_use(distinct)
         if self._residency is not None:
             self._residency.on_blocks_accessed(ids)
 
@@ -278,6 +278,8 @@ class BlockPool:
     def _count_freed(self, ids: np.ndarray) -> None:
         if self.prefix_index.num_hashed:
             self.num_cached_free_blocks += count_true(self.is_hashed[ids])
+        if self.tier_link is not None:
+            self.tier_link.last_used[ids] = self.tier_link.clock
 
     def free_block(self, block_id: int) -> None:
         """`free_blocks` of one block, without the cost of arrays; same errors."""
@@ -464,8 +466,7 @@ class BlockPool:
         self.page_edits.check_invariants()
         self.outside_refs.check_invariants()
         null = self.NULL_BLOCK_ID
-        is_free = np.zeros(self.num_blocks, np.bool_)
-        is_free[self.eviction_policy.order()] = True
+        is_free = np.isin(np.arange(self.num_blocks), self.eviction_policy.order())
         if is_free[null] or self.is_hashed[null] or self.ref_count[null] != 0:
             raise InvariantError(f"P2: the null block is queued, hashed or counted ({self.ref_count[null]} references)")
         if np.count_nonzero(is_free) != self.num_free_blocks:
@@ -483,13 +484,12 @@ class BlockPool:
     def describe(self) -> str:
         """A few lines for a person."""
         held = self.num_usable_blocks - self.num_free_blocks
-        shared = int(np.count_nonzero(self.ref_count > 1))
         following = self.eviction_policy.order()[:8].tolist()
         return (
             f"pool of {self.num_blocks} blocks (null block included), groups {tuple(self.hash_maps)}, "
             f"{type(self.eviction_policy).__name__}, free order {self.free_order}, "
             f"prefix caching {'on' if self.enable_caching else 'off'}\n"
-            f"  held    {held} ({self.get_usage():.1%}), {shared} of them shared\n"
+            f"  held    {held} ({self.get_usage():.1%}), {np.count_nonzero(self.ref_count > 1)} of them shared\n"
             f"  free    {self.num_free_blocks}, {self.num_cached_free_blocks} of them cached; next {following}\n"
             f"  hashed  {self.num_hashed_blocks}, {sum(map(len, self.hash_maps.values()))} distinct hashes"
         )

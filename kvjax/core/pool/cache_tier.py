@@ -53,14 +53,18 @@ class CacheTier(Protocol):
 class TierLink:
     """One pool's way to the tier. No part of a saved state: a restored manager has the tier that it is given.
 
-    `on_probation` is bool[num_blocks]: registered blocks, held, free or about to be reused, that no checkpoint needs
-    and no hit has used (`kvjax.core.kinds.probation`).
+    Of blocks that are registered, held, free or about to be reused, it remembers
+
+        on_probation    bool[num_blocks]: no checkpoint needs them and no hit has used them (core/kinds/probation.py)
+        last_used       int64[num_blocks]: `clock`, which the tier moves on, when they were registered, hit or freed
     """
 
     def __init__(self, tier: CacheTier, pool_id: int, num_blocks: int) -> None:
         self._tier = tier
         self._pool_id = pool_id
         self.on_probation = np.zeros(num_blocks, np.bool_)
+        self.last_used = np.zeros(num_blocks, np.int64)
+        self.clock = 0
 
     def before_reuse(self, block_ids: np.ndarray, block_hashes: Sequence[BlockHash], group_ids: np.ndarray) -> None:
         """`CacheTier.before_reuse` of blocks of this pool."""
@@ -73,9 +77,14 @@ class TierLink:
         group_ids: Sequence[int],
     ) -> None:
         """`CacheTier.after_register` of blocks of this pool, with the same hashes in each group."""
-        self.on_probation[block_ids] = False
+        self.note_use(block_ids)
         for of_group, group_id in zip(block_ids, group_ids, strict=True):
             self._tier.after_register(self._pool_id, of_group.copy(), block_hashes, group_id)
+
+    def note_use(self, block_ids: np.ndarray) -> None:
+        """Blocks are registered, or hit."""
+        self.on_probation[block_ids] = False
+        self.last_used[block_ids] = self.clock
 
     def holds(self, block_hashes: Sequence[BlockHash], group_id: int) -> np.ndarray:  # bool[n]
         """`CacheTier.holds`."""
