@@ -32,6 +32,7 @@ class Deployment:
     dtype: str | None = None
     max_model_len: int | None = None
     request_len: int | None = None
+    tokens_per_checkpoint: int | None = None
     max_num_seqs: int | None = None
     max_in_flight_tokens: int | None = None
     platform: str | None = None

@@ -12,7 +12,7 @@ from math import lcm
 
 from kvjax.cli.arguments import byte_size, int_list, positive_int
 from kvjax.cli.output_files import output_file
-from kvjax.cli.replay_arguments import add_reading_arguments, reading_of
+from kvjax.cli.replay_arguments import add_load_arguments, add_reading_arguments, reading_of
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
@@ -54,13 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longest request (default: the model's); auto: the longest of at most that which fits in --memory",
     )
-    parser.add_argument(
-        "--request-len",
-        type=positive_int,
-        metavar="N",
-        help="balance several pools so that most requests of so many tokens run at once (default: for checkpoints "
-        f"every {USUAL_TOKENS:,} tokens)",
-    )
+    add_load_arguments(parser, f"{USUAL_TOKENS:,}")
     parser.add_argument(
         "--trace", metavar="TRACE", help="balance several pools for these requests, as kvjax replay does"
     )
@@ -127,13 +121,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _deployment(args: argparse.Namespace) -> Deployment:
-    """The named deployment with the given arguments over it; a budget and a block count replace each other."""
+    """The named deployment with the given arguments over it; one way to size or to balance replaces the other."""
     given = {
         field.name: getattr(args, field.name) for field in fields(Deployment) if getattr(args, field.name) is not None
     }
     base = Deployment() if args.deployment is None else load_deployment(args.deployment)
     if "memory_bytes" in given or "num_blocks" in given:
         base = replace(base, memory_bytes=None, num_blocks=None)
+    if "request_len" in given or "tokens_per_checkpoint" in given:
+        base = replace(base, request_len=None, tokens_per_checkpoint=None)
     return replace(base, **given)
 
 
@@ -172,8 +168,11 @@ def _trace_load(args: argparse.Namespace, model: ModelConfig, deployment: Deploy
     """What the pools are to be balanced for by the trace; None: there is none."""
     if args.trace is None:
         return None
-    if deployment.memory_bytes is None or deployment.request_len is not None:
-        raise ConfigError("expected --trace with --memory and without --request-len: it says how to share the memory")
+    if deployment.memory_bytes is None or deployment.request_len or deployment.tokens_per_checkpoint:
+        raise ConfigError(
+            "expected --trace with --memory, without --tokens-per-checkpoint and --request-len: it says how to share "
+            "the memory"
+        )
     trace = read_trace(args.trace, None, reading_of(args), print)
     if args.whole_blocks:
         trace = cut_tails(trace)
@@ -191,7 +190,7 @@ def _trace_load(args: argparse.Namespace, model: ModelConfig, deployment: Deploy
 
 def _plan(model: ModelConfig, deployment: Deployment, load: Load | None) -> KVCachePlan:
     if load is None and deployment.request_len is None:
-        load = Load(max_running=deployment.max_num_seqs or USUAL_RUNNING)
+        load = Load(deployment.tokens_per_checkpoint or USUAL_TOKENS, deployment.max_num_seqs or USUAL_RUNNING)
     if deployment.memory_bytes is None and deployment.num_blocks is None:
         raise ConfigError("expected --memory or --num-blocks, got none")
     return plan_kv_cache(

@@ -14,6 +14,7 @@ from kvjax.configs import known_models, load_model_config
 from kvjax.core.eviction import FREE_ORDERS
 from kvjax.core.hashing.block_hash import ALGORITHMS
 from kvjax.errors import ConfigError
+from kvjax.planning import Load
 from kvjax.replay import (
     REPLAY_POLICIES,
     WORKLOADS,
@@ -108,12 +109,7 @@ def add_cache_arguments(group: argparse._ArgumentGroup) -> None:
     size = group.add_mutually_exclusive_group()
     size.add_argument("--memory", type=byte_size, metavar="BYTES", help="of one device (default: 52GiB)")
     size.add_argument("--num-blocks", type=positive_int, metavar="N", help="usable blocks, the null block not counted")
-    group.add_argument(
-        "--request-len",
-        type=positive_int,
-        metavar="N",
-        help="balance several pools so that most requests of so many tokens run at once (default: for the trace)",
-    )
+    add_load_arguments(group, "what the trace says")
     group.add_argument("--dtype", help="of the cache (default: the model's)")
     group.add_argument(
         "--platform", choices=["cpu", "gpu", "tpu"], default="gpu", help="whose padding to count (default: gpu)"
@@ -234,6 +230,27 @@ def trace_of(args: argparse.Namespace) -> tuple[Sequence[TraceRequest], str | No
     return cut_tails(trace) if args.whole_blocks else trace, read_as
 
 
+def add_load_arguments(group: argparse._ActionsContainer, default: str) -> None:
+    """What several pools are to be balanced for, for `load_of_arguments`; `default` says what without them."""
+    load = group.add_mutually_exclusive_group()
+    load.add_argument(
+        "--tokens-per-checkpoint",
+        type=positive_int,
+        metavar="N",
+        help=f"balance several pools to keep a state, or the end of a window, for every N tokens (default: {default})",
+    )
+    load.add_argument(
+        "--request-len", type=positive_int, metavar="N", help="balance them to run most requests of N tokens at once"
+    )
+
+
+def load_of_arguments(args: argparse.Namespace) -> Load | None:
+    """What they are to be balanced for; None: not said."""
+    if args.request_len is not None:
+        return Load(args.request_len, max_running=None)
+    return None if args.tokens_per_checkpoint is None else Load(args.tokens_per_checkpoint)
+
+
 def tiers_of(args: argparse.Namespace) -> ReplayTierConfig | None:
     """What lies beyond the cache; None: nothing.
 
@@ -266,7 +283,7 @@ def config_of(args: argparse.Namespace) -> ReplayConfig:
         specs=load_model_config(args.model).kv_cache_specs(args.block_size, args.dtype),
         num_blocks=args.num_blocks,
         memory_bytes=memory,
-        request_len=args.request_len,
+        load=load_of_arguments(args),
         hash_algorithm=args.hash_algorithm,
         release=release_of(args, CACHING_RULES),
         **{field: getattr(args, name) for name, field in CACHING_RULES.items() if name in args},

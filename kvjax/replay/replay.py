@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd, lcm
 from pathlib import Path
@@ -23,7 +23,7 @@ from kvjax.core.misses.miss_reasons import MissReasons
 from kvjax.core.record.call_recorder import CallRecorder
 from kvjax.core.spec import KVCacheSpec
 from kvjax.core.watch.residency_metrics import KVCacheEvictionEvent, KVCacheMetricsCollector
-from kvjax.planning import CacheShape, KVCachePlan, Parallelism, plan_kv_cache
+from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
 from kvjax.replay.arrivals import Arrivals
 from kvjax.replay.batching import BatchedReplay, BatchingConfig
 from kvjax.replay.belady import BeladyPolicy, LookAhead
@@ -53,7 +53,7 @@ class ReplayConfig:
     specs: dict[str, KVCacheSpec]
     num_blocks: int | None = None
     memory_bytes: int | None = None
-    request_len: int | None = None  # several pools are balanced for such requests; None: for the trace
+    load: Load | None = None  # that several pools are balanced for, beside what runs; None: that of the trace
     hash_algorithm: str = "sha256_cbor"
     free_order: str = "append"
     eviction_policy: str = "lru"  # of REPLAY_POLICIES
@@ -226,11 +226,12 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
     in_flight = longest if config.serial else config.batching.max_num_batched_tokens
     parallel = Parallelism(tensor=config.tensor_parallel)
     shape = CacheShape.of(config.specs, platform=config.platform, parallel=parallel, hybrid=config.hybrid)
-    num_blocks, load = None, None
+    max_running = 1 if config.serial else config.batching.max_num_seqs
+    num_blocks, load = None, config.load
     if config.num_blocks is not None:
         num_blocks = config.num_blocks + 1
         longest = max(shape.longest_request_in([num_blocks] * shape.num_pools, longest, in_flight), 1)
-    elif config.memory_bytes is not None and config.request_len is None and shape.num_pools > 1:
+    elif config.memory_bytes is not None and load is None and shape.num_pools > 1:
         load = load_of(
             trace,
             shape,
@@ -238,16 +239,17 @@ def plan_cache(trace: Sequence[TraceRequest], config: ReplayConfig) -> KVCachePl
             alignment=config.block_size,
             max_model_len=longest,
             max_in_flight_tokens=in_flight,
-            max_running=1 if config.serial else config.batching.max_num_seqs,
+            max_running=max_running,
             has_answers=not config.serial,
         )
+    elif load is not None and load.max_running is not None:
+        load = replace(load, max_running=max_running)
     return plan_kv_cache(
         config.specs,
         max_model_len=longest,
         memory_bytes=config.memory_bytes,
         num_blocks=num_blocks,
         max_in_flight_tokens=in_flight,
-        request_len=None if config.request_len is None else min(config.request_len, longest),
         load=load,
         platform=config.platform,
         tensor_parallel=config.tensor_parallel,

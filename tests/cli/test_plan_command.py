@@ -112,6 +112,19 @@ def test_a_usual_length_balances_the_pools(tmp_path: Path) -> None:
     assert usual["requests_that_fit"]["8192"] > 10 * longest["requests_that_fit"]["8192"]
 
 
+def test_a_deployment_s_balance_is_replaced(tmp_path: Path) -> None:
+    """Either way to say it takes the place of the other."""
+    file = tmp_path / "some.toml"
+    for ours, theirs, load in (
+        ("request_len = 64", ("--tokens-per-checkpoint", "4096"), (4_096, 256)),
+        ("tokens_per_checkpoint = 64", ("--request-len", "4096"), (4_096, None)),
+        ("tokens_per_checkpoint = 64", ("--max-num-seqs", "7"), (64, 7)),
+    ):
+        file.write_text(f'model = "jamba-1.5-mini"\nmemory = "20GiB"\n{ours}\n')
+        balances = planned(tmp_path, "--deployment", str(file), *theirs)["balances"]
+        assert tuple(balances[0]["load"].values()) == load
+
+
 def test_a_trace_balances_the_pools(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """As `kvjax replay` plans for it in batches, of the same longest request; short chats want more states."""
     loads = []
@@ -142,7 +155,7 @@ def test_configs_are_found_from_any_directory(
         ((), "expected a MODEL or a deployment that names one; shipped: deepseek-v3"),
         (("gpt-5",), "expected a model's name (deepseek-v3, deepseek-v4-flash, deepseek-v4-pro"),
         (("qwen3-8b",), "expected --memory or --num-blocks, got none"),
-        (("qwen3-8b", "--num-blocks", "9", "--trace", "x"), "expected --trace with --memory and without --request-len"),
+        (("qwen3-8b", "--num-blocks", "9", "--trace", "x"), "expected --trace with --memory, without --tokens"),
         (
             ("qwen3-8b", "--num-blocks", "9", "--max-model-len", "auto"),
             "expected --memory with --max-model-len auto, got none",

@@ -132,6 +132,28 @@ def test_batched_json_and_plot(trace: str, tmp_path: Path, capsys: pytest.Captur
     assert plot_path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("option", "load", "words"),
+    [
+        (("--tokens-per-checkpoint", 99), (99, 1), "for a checkpoint (states, ends of windows) for every 99 tokens"),
+        (("--request-len", 99), (99, None), "for requests of 99 tokens that all run"),
+    ],
+)
+def test_pools_are_balanced_as_told(
+    option: tuple[object, ...],
+    load: tuple[int, int | None],
+    words: str,
+    trace: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One request runs at a time."""
+    file = tmp_path / "result.json"
+    text = run(capsys, trace, "--serial", "--model", "jamba-1.5-mini", "--memory", "8GiB", *option, "--json", file)
+    assert f"pools are balanced {words}" in text
+    assert tuple(json.loads(file.read_text())["load"].values()) == load
+
+
 @pytest.mark.parametrize("mode", ["--serial", "--no-progress"])
 def test_an_interrupted_replay_is_that_of_the_requests_before(
     mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

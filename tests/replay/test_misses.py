@@ -12,6 +12,7 @@ from kvjax.core import (
     MissReason,
     SlidingWindowSpec,
 )
+from kvjax.planning import Load
 from kvjax.replay import ReplayConfig, ReplayResult, SpeedModel, generate_workload, result_json, result_text, run_replay
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float32")
@@ -91,7 +92,7 @@ def test_groups_that_limit_are_counted() -> None:
     config = ReplayConfig(
         {"full": SPEC, "window": WINDOW},
         memory_bytes=6 * 2**20,
-        request_len=max(request.input_length for request in trace),
+        load=Load(max(request.input_length for request in trace), max_running=None),
         serial=True,
         explain_misses=True,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvjax.configs import load_model_config
+from kvjax.planning import Load
 from kvjax.replay import ReplayConfig, generate_workload, result_json, run_replay
 
 INTERVAL = 800  # tokens between the states that a prompt leaves; ten blocks of Jamba's
@@ -18,7 +19,7 @@ def test_hits_are_within_the_retention_interval_of_the_best(serial: bool) -> Non
     config = ReplayConfig(
         specs,
         memory_bytes=400 * 10**9,
-        request_len=2_000,
+        load=Load(2_000, max_running=None),
         retention_interval=INTERVAL,
         hash_algorithm="xxhash_cbor",
         serial=serial,
