@@ -103,7 +103,7 @@ class Deployment:
 
 DEPLOYMENTS = {
     "full": Deployment(((full(2), 0),)),
-    "full, uncached first": Deployment(((full(4), 0),), {"free_order": "uncached_first"}),
+    "full, uncached first": Deployment(((full(4), 0),), {"eviction_policy": "lru"}),
     "full, no caching": Deployment(((full(2), 0),), {"enable_caching": False}),
     "full, reserved": Deployment(((full(2), 0),), {"reserve": True}),
     "window": Deployment(((window(2, 7), 0),)),
@@ -111,11 +111,11 @@ DEPLOYMENTS = {
         ((full(2), 0), (window(2, 7), 0), (window(2, 7), 0)), {"track_origins": True, "zero_new_pages": True}
     ),
     "2 full + 2 windows, uncached first": Deployment(
-        ((full(2), 0), (window(2, 5), 0), (full(2), 0), (window(2, 5), 0)), {"free_order": "uncached_first"}
+        ((full(2), 0), (window(2, 5), 0), (full(2), 0), (window(2, 5), 0)), {"eviction_policy": "lru"}
     ),
     "full + window, two sizes, EAGLE": Deployment(((full(4), 0), (window(6, 9), 0)), {"use_eagle": True}),
     "full + windows, two pools, reserved": Deployment(
-        ((full(2), 0), (window(2, 3), 1), (window(4, 9), 1)), {"reserve": True, "free_order": "uncached_first"}
+        ((full(2), 0), (window(2, 3), 1), (window(4, 9), 1)), {"reserve": True, "eviction_policy": "lru"}
     ),
     "chunked": Deployment(((chunked(4, 6), 0),)),
     "full + chunked": Deployment(((full(2), 0), (chunked(2, 8), 0), (chunked(4, 8), 0))),
@@ -125,18 +125,18 @@ DEPLOYMENTS = {
     "full + sinks + MLA on four ranks": Deployment(
         ((full(2), 0), (sink(2, 16), 0), (latent(4), 1)), {"dcp_world_size": 2, "pcp_world_size": 2}
     ),
-    "MLA": Deployment(((latent(2), 0),), {"free_order": "uncached_first"}),
+    "MLA": Deployment(((latent(2), 0),), {"eviction_policy": "lru"}),
     "MLA of several ratios + windows": Deployment(
         ((latent(8, 4), 0), (latent(8, 8), 1), (latent_window(4, 8), 0), (latent_window(2, 3), 1)), {"reserve": True}
     ),
     "Mamba": Deployment(((recurrent(4), 0),)),
     "full + Mamba, drafts, reserved": Deployment(((full(2), 0), (recurrent(4, drafts=2), 0)), {"reserve": True}),
     "full + Mamba, uncached first": Deployment(
-        ((full(2), 0), (recurrent(4, drafts=1), 0), (recurrent(4, drafts=1), 0)), {"free_order": "uncached_first"}
+        ((full(2), 0), (recurrent(4, drafts=1), 0), (recurrent(4, drafts=1), 0)), {"eviction_policy": "lru"}
     ),
     "full + windows, checkpoints, uncached first": Deployment(
         ((full(2), 0), (window(2, 5), 0), (window(2, 5), 0)),
-        {"retention_interval": 8, "free_order": "uncached_first", "zero_new_pages": True},
+        {"retention_interval": 8, "eviction_policy": "lru", "zero_new_pages": True},
     ),
     "full + window + Mamba, two pools, EAGLE": Deployment(
         ((full(2), 0), (window(4, 5), 1), (recurrent(2), 0), (recurrent(2), 0)), {"use_eagle": True}
@@ -169,7 +169,7 @@ DEPLOYMENTS = {
     ),
     "MLA of several ratios, hits inside blocks": Deployment(
         ((latent(8, 2), 0), (latent(8, 4), 0), (latent_window(4, 9), 1)),
-        {"same_step_hits": False, "sub_block_hits": True, "track_origins": True, "free_order": "uncached_first"},
+        {"same_step_hits": False, "sub_block_hits": True, "track_origins": True, "eviction_policy": "lru"},
     ),
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvjax.core.eviction import EVICTION_POLICIES
+from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.manager.release_rules import RELEASES
 from kvjax.engine.speculation import SpeculativeConfig
@@ -63,7 +63,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     sub_block_hits: bool = False
-    eviction_policy: str = "lru"
+    eviction_policy: str = DEFAULT_POLICY
     release: str | None = None
     miss_reasons: bool = False
     zero_new_pages: bool = False

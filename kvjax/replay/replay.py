@@ -15,8 +15,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from kvjax.core.eviction import EVICTION_POLICIES
+from kvjax.core.eviction import DEFAULT_POLICY, EVICTION_POLICIES
 from kvjax.core.hashing.block_hash import BlockHasher
+from kvjax.core.kinds.retention import AUTO
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.misses.miss_reasons import MissReasons
@@ -55,9 +56,9 @@ class ReplayConfig:
     memory_bytes: int | None = None
     load: Load | None = None  # that several pools are balanced for, beside what runs; None: that of the trace
     hash_algorithm: str = "sha256_cbor"
-    free_order: str = "append"
-    eviction_policy: str = "lru"  # of REPLAY_POLICIES
-    retention_interval: int | str | None = None  # tokens between checkpoints of windows, chunks and states; None: all
+    free_order: str = "uncached_first"
+    eviction_policy: str = DEFAULT_POLICY  # of REPLAY_POLICIES
+    retention_interval: int | str | None = AUTO  # tokens between checkpoints of windows, chunks and states; None: all
     release: str | None = None  # of vLLM, whose exact rules stand in place of the three above
     serial: bool = False
     platform: str = "gpu"

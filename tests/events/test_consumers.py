@@ -74,7 +74,7 @@ def num_hit_tokens(manager: KVCacheManager, work: Workload, tokens: list[int]) -
 def test_the_indexes_equal_the_managers_own(name: str, seed: int) -> None:
     radix, dual = RadixIndex(), DualKeyIndex("model", HASH_BLOCK_SIZE)
     works = {
-        pod: Workload(make_manager(SETUPS[name], 24 + 12 * i, free_order=order), seed * 2 + i)
+        pod: Workload(make_manager(SETUPS[name], 24 + 12 * i, eviction_policy="lru", free_order=order), seed * 2 + i)
         for i, (pod, order) in enumerate([("pod-0", "append"), ("pod-1", "uncached_first")])
     }
     num_evicted = num_hits = 0

@@ -203,6 +203,9 @@ class CacheManager:
                 self._hasher.block_size,
                 enable_caching=self.enable_caching,
                 use_eagle=self.use_eagle,
+                eviction_policy="lru",
+                free_order="append",
+                retention_interval=None,
             )
             made.append(_Shard(ids, core))
         return made

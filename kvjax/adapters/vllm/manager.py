@@ -24,7 +24,6 @@ from kvjax.adapters.vllm.residency import forward_residency
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.manager.kv_cache_manager import KVCacheManager as CoreManager
 from kvjax.core.manager.manager_options import ManagerOptions
-from kvjax.core.manager.shared_prefix import find_shared_prefix
 from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
 from kvjax.core.spec import cdiv
@@ -60,7 +59,7 @@ class KVCacheManager:
         self._rules = release.rules
         options = _core_arguments(given, release) | dict(self.core_options)
         if options["eviction_policy"] != "lru":
-            options["free_order"] = "append"  # the order is the policy's own
+            options["free_order"] = "uncached_first"  # as all policies but "lru" do
         check_retention(config, given)
         self._core = core = CoreManager(**options)
         self._requests = KnownRequests(release, core.request_table, bool(given["enable_kv_cache_events"]))
@@ -119,7 +118,7 @@ class KVCacheManager:
             return blocks, num_tokens
         shared = blocks.num_shared_tokens
         if self.coordinator.has_states and not shared and longest > 0 and self.prefix_cache_lookup_enabled(request):
-            shared = find_shared_prefix(self._core.groups, request.block_hashes, longest)
+            shared = self._core.coordinator.find_longest_cache_hit(request.block_hashes, longest).num_shared_tokens
         return blocks, num_tokens, shared if shared > num_tokens else 0
 
     def get_computed_blocks_for_connector(

@@ -9,6 +9,7 @@ from kvjax.core.eviction.lru import LRUPolicy
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.probation_lru import ProbationLRUPolicy
 from kvjax.core.eviction.registry import (
+    DEFAULT_POLICY,
     EVICTION_POLICIES,
     FREE_ORDERS,
     EvictionPolicyFactory,
@@ -18,6 +19,7 @@ from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
 from kvjax.core.eviction.step_flow import StepFlow
 
 __all__ = [
+    "DEFAULT_POLICY",
     "EVICTION_POLICIES",
     "FREE_ORDERS",
     "CostAwarePolicy",

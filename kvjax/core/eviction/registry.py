@@ -16,11 +16,12 @@ from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
 
 FREE_ORDERS = ("append", "uncached_first")
 EVICTION_POLICIES = ("probation", "lru", "slru", "cost")
+DEFAULT_POLICY = "probation"
 EvictionPolicyFactory = Callable[[HashedBlocks], EvictionPolicy]
 
 
 def make_eviction_policy(
-    policy: str | EvictionPolicyFactory, index: HashedBlocks, free_order: str = "append"
+    policy: str | EvictionPolicyFactory, index: HashedBlocks, free_order: str = "uncached_first"
 ) -> EvictionPolicy:
     """The policy of the pool whose hashes `index` knows.
 
@@ -31,9 +32,10 @@ def make_eviction_policy(
         raise ValueError(f"expected free_order of {', '.join(FREE_ORDERS)}, got {free_order!r}")
     if policy == "lru":
         return LRUPolicy(index, uncached_first=free_order == "uncached_first")
-    if free_order != "append":
+    if free_order == "append":
         raise ValueError(
-            f"expected free_order='append' with eviction_policy={policy!r}, got {free_order!r}: only 'lru' has a choice"
+            f"expected eviction_policy='lru' with free_order='append', got {policy!r}: others reuse blocks without a "
+            "hash first"
         )
     if policy == "probation":
         return ProbationLRUPolicy(index)

@@ -118,7 +118,8 @@ class CheckpointColumns:
         retention, need = self._retention, self.need
         if retention is None:
             return None
-        if np.logical_and.reduce(columns >= retention.longest[rows] // need.block_size + need.num_after):
+        ends = np.maximum(retention.longest[rows] // need.block_size + need.num_after, need.num_first)
+        if np.logical_and.reduce(columns >= ends):
             return None
         return need.includes(columns, retention.lengths[rows])
 

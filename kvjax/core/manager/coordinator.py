@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,13 @@ from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 
-Hit = tuple[tuple[np.ndarray, ...], int]  # per group int32[k] ids, and the hit's tokens
+
+class Hit(NamedTuple):
+    """What a lookup finds."""
+
+    block_ids: tuple[np.ndarray, ...]  # per group int32[k]
+    num_tokens: int
+    num_shared_tokens: int  # what the groups that keep everything have cached, or the first one if none does
 
 
 class KVCacheCoordinator(abc.ABC):
@@ -45,7 +52,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """Nothing."""
-        return self.no_ids, 0
+        return Hit(self.no_ids, 0, 0)
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
@@ -59,7 +66,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         lookup = PrefixLookup(hashes, max_length, manager.block_size, drops, self.needs_last_block)
         hit = manager.find_longest_cache_hit(lookup)
         length = hit.shape[1] * manager.block_size
-        return (self.groups.by_group([hit]), length) if length else (self.no_ids, 0)
+        return Hit(self.groups.by_group([hit]) if length else self.no_ids, length, length)
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
@@ -95,19 +102,21 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         for index in scans:
             if index not in others:
                 length = ask(index)
+        shared = length if len(others) < len(scans) else None
         agreed = turn = 0
         while agreed < len(others):
             shorter = ask(others[turn % len(others)])
             agreed = agreed + 1 if shorter == length else 1
             length = shorter
             turn += 1
+            shared = length if shared is None else shared
         if not length:
-            return self.no_ids, 0
+            return Hit(self.no_ids, 0, shared or 0)
         hits = [
             scans[index].ids()[:, : length // manager.block_size] if index in scans else manager.no_blocks
             for index, manager in enumerate(self.managers)
         ]
-        return self.groups.by_group(hits), length
+        return Hit(self.groups.by_group(hits), length, shared or 0)
 
 
 def get_kv_cache_coordinator(groups: GroupManagers) -> KVCacheCoordinator:

@@ -26,8 +26,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvjax.core.eviction import EvictionPolicyFactory
+from kvjax.core.eviction import DEFAULT_POLICY, EvictionPolicyFactory
 from kvjax.core.kinds.group_managers import GroupManagers
+from kvjax.core.kinds.retention import AUTO
 from kvjax.core.manager.block_needs import BlockNeeds
 from kvjax.core.manager.block_registrar import BlockRegistrar
 from kvjax.core.manager.coordinator import get_kv_cache_coordinator
@@ -78,11 +79,11 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
         *,
         max_num_reqs: int | None = None,
         max_in_flight_tokens: int | None = None,
-        free_order: str = "append",
-        eviction_policy: str | EvictionPolicyFactory = "lru",
+        free_order: str = "uncached_first",
+        eviction_policy: str | EvictionPolicyFactory = DEFAULT_POLICY,
         same_step_hits: bool = True,
         coarse_hash_mode: str = "concat",
-        retention_interval: int | str | None = None,
+        retention_interval: int | str | None = AUTO,
         retention_ends: str = "all",
         defer_fresh_hits: bool = False,
         reserve: bool = False,
@@ -477,7 +478,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
                 requests have reserved. Nothing is changed.
         """
         longest = self.max_model_len if longest_request is None else as_count("longest_request", longest_request, 1)
-        hits, num_tokens = self._hits.find_to_pin(request)
+        hits, num_tokens, _ = self._hits.find_to_pin(request)
         return self.pins.add(hits, num_tokens, longest) if num_tokens else None
 
     def unpin(self, prefix: PinnedPrefix) -> None:

@@ -52,7 +52,7 @@ class ManagerOptions:
     # Most tokens that steps in flight add to one request (the admission cap of windows); None: no better bound than
     # `max_model_len`.
     max_in_flight_tokens: int | None
-    # "append" or "uncached_first" (blocks without a hash are reused first), of the policy "lru" alone.
+    # "uncached_first" (blocks without a hash are reused first), or, with the policy "lru" alone, "append".
     free_order: str
     # Which free block to reuse next: "probation", "lru", "slru", "cost", or a callable that makes a pool's
     # `EvictionPolicy` from its `HashedBlocks`.

@@ -12,7 +12,6 @@ from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator
 from kvjax.core.manager.elsewhere_hits import find_elsewhere
 from kvjax.core.manager.manager_options import ManagerOptions
-from kvjax.core.manager.shared_prefix import find_shared_prefix
 from kvjax.core.manager.sub_block_hits import SubBlockHits
 from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
 from kvjax.core.requests.hasher_check import HasherCheck
@@ -56,20 +55,19 @@ class PrefixHits:
         if self._groups.reads_encoder and not self._names_input(request):
             return self._not_looked_up(request)
         if self._sub_block_hits is not None:
-            hits, num_tokens = self._sub_block_hits.find(request, request.num_tokens - 1)
+            hits, num_tokens, shared = self._sub_block_hits.find(request, request.num_tokens - 1)
         else:
-            hits, num_tokens = self._coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+            hits, num_tokens, shared = self._coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
         if self._stats is not None:
             self._waiting.note(request.request_id, (request.num_tokens, num_tokens))
         if self._miss_reasons is not None:
             self._miss_reasons.explain(request, num_tokens)
-        shared = 0
-        if self._groups.retention is not None:
-            shared = find_shared_prefix(self._groups, request.block_hashes, request.num_tokens - 1)
+        shared = shared if shared > num_tokens and self._groups.retention is not None else 0
         elsewhere = find_elsewhere(self._groups, request, num_tokens) if self._groups.has_tier else None
         if not num_tokens and not shared and elsewhere is None:
             return self._groups.no_blocks, 0
-        shared = shared if shared > num_tokens else 0
         found = FoundHit(request.block_hashes, num_tokens, self._groups.num_losses)
         for ids in hits:  # which an admission takes at their word
             ids.flags.writeable = False
@@ -83,9 +81,9 @@ class PrefixHits:
         """
         self._hasher_check.check(request)
         if self._groups.reads_encoder and not self._names_input(request):
-            return self._groups.no_ids, 0
+            return Hit(self._groups.no_ids, 0, 0)
         hashes = request.block_hashes
-        hits, length = self._coordinator.find_longest_cache_hit(hashes, request.num_tokens)
+        hits, length, shared = self._coordinator.find_longest_cache_hit(hashes, request.num_tokens)
         blocks = list(hits)
         for manager, drops in self._groups.cacheable_lookups if length else ():
             if drops:
@@ -94,7 +92,7 @@ class PrefixHits:
                 for group_id in manager.group_ids:
                     block = manager.block_pool.find_run(dropped, group_id)
                     blocks[group_id] = np.concatenate([hits[group_id], block])
-        return tuple(blocks), length
+        return Hit(tuple(blocks), length, shared)
 
     def note_admission(self, request: Request) -> None:
         """Counts the latest lookup of a request that has got its first slots."""

@@ -62,7 +62,7 @@ class BlockPool:
         group_ids: Sequence[int] = (0,),
         enable_kv_cache_events: bool = False,
         metrics_collector: KVCacheMetricsCollector | None = None,
-        free_order: str = "append",
+        free_order: str = "uncached_first",
         eviction_policy: str | EvictionPolicyFactory = "lru",
         event_log: KVEventLog | None = None,  # shared with other pools; None: the pool has its own
         track_origins: bool = False,  # remember salt, adapter and weight version of hashed blocks: 4 bytes a block

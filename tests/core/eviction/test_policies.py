@@ -339,7 +339,7 @@ def test_a_policy_of_ones_own_needs_the_abstract_methods_only() -> None:
             "expected eviction_policy of probation, lru, slru, cost, or a callable .*, got None",
         ),
         ({"eviction_policy": lambda index: index}, "or a callable that makes an EvictionPolicy from HashedBlocks"),
-        ({"eviction_policy": "slru", "free_order": "uncached_first"}, "expected free_order='append' with .*'slru'"),
+        ({"eviction_policy": "slru", "free_order": "append"}, "expected eviction_policy='lru' with .*, got 'slru'"),
         ({"free_order": "lifo"}, "expected free_order of append, uncached_first, got 'lifo'"),
         (
             {"eviction_policy": partial(SegmentedLRUPolicy, protected_share=1.5)},

@@ -25,6 +25,7 @@ from kvjax.core.kinds.prefix_lookup import PrefixLookup
 from kvjax.core.kinds.single_type_manager import NEVER
 from tests.core.kinds.contract_world import MAX_MODEL_LEN, World
 from tests.core.kinds.examples import EXAMPLES
+from tests.plain_lru import PLAIN_LRU
 
 NEVER_CACHED = ("cross", "mamba_none", "buffer", "mla_window_replayed")
 CACHEABLE = {name: spec for name, spec in EXAMPLES.items() if name not in NEVER_CACHED}
@@ -176,7 +177,7 @@ def test_exactly_what_no_token_sees_any_more_goes_back(spec: KVCacheSpec) -> Non
 @every_kind
 def test_a_free_gives_everything_back_the_last_block_first(spec: KVCacheSpec) -> None:
     for seed in range(4):
-        world = World(spec, seed, 2)
+        world = World(spec, seed, 2, options=dict(PLAIN_LRU))
         world.live(30)
         while world.running:
             request = world.running[0]

@@ -282,7 +282,7 @@ def test_limited_steps_are_allowed_and_finish() -> None:
 
 
 def test_a_budget_below_a_block_waits() -> None:
-    manager = make_manager(state())
+    manager = make_manager(state(), retention_interval=None)
     request = Request("r", range(20), block_hasher=HASHER)
     assert [manager.limit_step(request, n) for n in (3, 4, 7, 19, 20)] == [0, 4, 4, 16, 20]
     assert manager.limit_step(request, 7, num_new_computed_tokens=8) == 4

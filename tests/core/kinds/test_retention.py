@@ -206,7 +206,7 @@ def test_a_step_with_drafts_ends_at_a_checkpoint_while_two_tokens_are_left() -> 
 
 def test_by_vllms_rules_chunks_keep_everything() -> None:
     setup = Setup((NaiveGroup(2), NaiveGroup(2, chunk=8)), max_model_len=MAX_MODEL_LEN)
-    rules = ({}, {"retention_interval": 0, "retention_ends": "vllm-0.33"})
+    rules = ({"retention_interval": None}, {"retention_interval": 0, "retention_ends": "vllm-0.33"})
     managers = [KVCacheManager(config_of(list(setup.groups), [2_000]), MAX_MODEL_LEN, 2, **rule) for rule in rules]
     for manager in managers:
         compute(manager, "r", list(range(50)))

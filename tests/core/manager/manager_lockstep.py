@@ -97,7 +97,8 @@ class Setup:
                 new = min(new, -computed % group.block_size)
         return new
 
-    def manager(self, pool_sizes: list[int], **options: Any) -> KVCacheManager:
+    def manager(self, pool_sizes: list[int], *, eviction_policy: Any = "lru", **options: Any) -> KVCacheManager:
+        appends = eviction_policy == "lru" and not self.uncached_first
         return KVCacheManager(
             config_of(list(self.groups), self.with_sinks(pool_sizes), self.dcp * self.pcp),
             self.max_model_len,
@@ -106,7 +107,8 @@ class Setup:
             use_eagle=self.eagle,
             max_num_reqs=1,
             max_in_flight_tokens=self.max_in_flight,
-            free_order="uncached_first" if self.uncached_first else "append",
+            eviction_policy=eviction_policy,
+            free_order="append" if appends else "uncached_first",
             same_step_hits=self.same_step_hits,
             coarse_hash_mode=self.coarse_hash_mode,
             dcp_world_size=self.dcp,

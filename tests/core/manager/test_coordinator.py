@@ -141,7 +141,7 @@ def test_scans_that_go_on_answer_as_lookups_from_the_start(seed: int) -> None:
             for kind in groups.managers:
                 lookup = PrefixLookup(hashes, length, groups.alignment, False, groups.needs_last_block)
                 length = kind.find_longest_cache_hit(lookup).shape[1] * kind.block_size
-        hits, found = manager.coordinator.find_longest_cache_hit(hashes, max_length)
+        hits, found, _ = manager.coordinator.find_longest_cache_hit(hashes, max_length)
         assert found == length
         for kind in groups.managers:
             lookup = PrefixLookup(hashes, length, groups.alignment, False, groups.needs_last_block)

@@ -18,7 +18,7 @@ def hashes(count: int, start: int = 0) -> list[bytes]:
 
 def filled_pool(num_blocks: int = 9, **options) -> BlockPool:
     """Blocks 1 to 4 hashed and free, 5 and 6 free, 7 and 8 held; 7 is hashed."""
-    pool = BlockPool(num_blocks, **options)
+    pool = BlockPool(num_blocks, free_order="append", **options)
     ids = pool.get_new_blocks(8)
     pool.register_many(ids[[0, 1, 2, 3, 6]], hashes(5), 0)
     pool.free_blocks(ids[:6])

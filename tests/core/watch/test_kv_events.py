@@ -33,7 +33,7 @@ def make_request(num_tokens: int = 5 * SIZE, first_token: int = 0, **options) ->
 
 
 def make_pool(num_blocks: int = 8, **options) -> BlockPool:
-    return BlockPool(num_blocks, hash_block_size=SIZE, enable_kv_cache_events=True, **options)
+    return BlockPool(num_blocks, hash_block_size=SIZE, enable_kv_cache_events=True, free_order="append", **options)
 
 
 def test_a_run_is_told_with_its_parent_and_tokens() -> None:

@@ -113,7 +113,7 @@ def histories(seed: int) -> list[tuple[str, list[int]]]:
     rng = random.Random(seed)
     held: list[int] = []
     calls: list[tuple[str, list[int]]] = []
-    pool = BlockPool(40)
+    pool = BlockPool(40, free_order="append")
     for _ in range(80):
         count = rng.randint(0, min(12, pool.num_free_blocks))
         held += (got := pool.get_new_blocks(count).tolist())
@@ -134,7 +134,7 @@ def histories(seed: int) -> list[tuple[str, list[int]]]:
 def test_bulk_and_single_calls_draw_the_same(seed: int, rate: float) -> None:
     clock = Clock()
     collectors = [KVCacheMetricsCollector(rate, seed, clock) for _ in range(2)]
-    bulk, single = (BlockPool(40, metrics_collector=collector) for collector in collectors)
+    bulk, single = (BlockPool(40, metrics_collector=collector, free_order="append") for collector in collectors)
     num_events = 0
     for step, (call, ids) in enumerate(histories(seed)):
         clock.now = step * SECOND

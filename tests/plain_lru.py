@@ -1,0 +1,11 @@
+"""Options of a manager that evicts in the order of releases and registers every block, as vLLM 0.16 does.
+
+Tests that state where a block stands in that order take them; what holds for every policy is tested with defaults.
+"""
+
+from types import MappingProxyType
+from typing import Any
+
+PLAIN_LRU: MappingProxyType[str, Any] = MappingProxyType(
+    {"eviction_policy": "lru", "free_order": "append", "retention_interval": None}
+)
