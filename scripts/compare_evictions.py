@@ -29,7 +29,7 @@ PARITY_TOKENS = 30_500  # of that model; see kvjax/core/eviction/cost_aware.py
 COLORS = {"probation": "#b7791f", "lru": "#2b6cb0", "slru": "#2f855a", "cost": "#c05621", "belady": "#4a5568"}
 RETAINED_MODELS = ("gemma-3-27b", "qwen3-next-80b-a3b")
 INTERVALS = (None, 8_192, 0)
-ORDERS = (("lru", "append"), ("lru", "uncached_first"), ("slru", "append"))  # of retention: policy, free order
+ORDERS = (("lru", "append"), ("lru", "uncached_first"), ("slru", "uncached_first"))  # of retention: policy, free order
 
 
 def work_of(num_tokens: int) -> float:
@@ -44,7 +44,7 @@ class Case:
     model: str
     num_blocks: int
     policy: str
-    free_order: str = "append"
+    free_order: str = "uncached_first"
     interval: int | None = None
     block_size: int = BLOCK_SIZE
 

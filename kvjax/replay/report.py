@@ -91,7 +91,7 @@ def _what(result: ReplayResult) -> str:
         f"{count_of(recorder.requests, 'request')}, {mode}; {recorder.prompt_tokens:,} prompt tokens"
         + ("" if config.serial else f", {recorder.output_tokens:,} output tokens"),
         f"cache: {blocks} blocks of {config.block_size} tokens, {format_bytes(result.plan.used_bytes)}; "
-        f"{config.hash_algorithm}, {rules['eviction_policy']} eviction, free order {rules['free_order']}",
+        f"{config.hash_algorithm}, {rules['eviction_policy']} eviction{_appends(rules)}",
     ]
     if not result.is_complete:
         all_requests = count_of(result.num_requests, "request")
@@ -108,6 +108,10 @@ def _what(result: ReplayResult) -> str:
     if recorder.refused:
         lines.append(f"refused, since larger than the cache: {count_of(recorder.refused, 'request')}")
     return "\n".join(lines)
+
+
+def _appends(rules: Mapping[str, Any]) -> str:
+    return ", unhashed blocks in turn" if rules["free_order"] == "append" else ""
 
 
 def _hits(values: Mapping[str, Any]) -> str:

@@ -111,7 +111,7 @@ def test_a_request_that_was_loaded_runs_at_once_whoever_else_has_vectors() -> No
     assert engine.tiers is not None
     engine.tiers.hold = True
     vectors = RequestInputs(embeds=np.zeros((3, 2), np.float32), places=np.array([60, 61, 62]))
-    engine.add("loaded", [*prompt, 1, 2, 3], 4, inputs=vectors)
+    engine.add("loaded", [*prompt, 1, 2, 3], 8, inputs=vectors)
     engine.step()
     engine.add("later", list(range(300, 363)), 4, inputs=vectors)
     for _ in range(3):
