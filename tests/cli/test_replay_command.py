@@ -345,7 +345,7 @@ def test_windows_and_states_are_cached_where_hits_end(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = []
-    for options in (("--retention-interval", "all"), ("--retention-interval", 0)):
+    for options in (("--retention-interval", "all", "--policy", "lru"), ("--retention-interval", 0, "--policy", "lru")):
         path = tmp_path / "out.json"
         out = run(capsys, trace, "--serial", "--model", "gpt-oss-120b", *options, "--json", path)
         found.append(json.loads(path.read_text()))
@@ -404,7 +404,7 @@ def test_rules_of_a_release_are_those_of_the_manager(
     out = run(capsys, *shared, "--rules", "vllm-0.16.0")
     by_rules = json.loads(path.read_text())
     assert "caching and eviction by the rules of vLLM 0.16.0" in out
-    assert "lru eviction, free order append" in out
+    assert "lru eviction, unhashed blocks in turn" in out
     assert by_rules["release"] == "0.16.0"
     run(capsys, *shared, "--policy", "lru", "--free-order", "append", "--retention-interval", "all")
     by_options = json.loads(path.read_text())
