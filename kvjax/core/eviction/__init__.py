@@ -7,7 +7,7 @@ from kvjax.core.eviction.cost_aware import CostAwarePolicy
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.lru import LRUPolicy
 from kvjax.core.eviction.policy import EvictionPolicy
-from kvjax.core.eviction.probation_lru import ProbationLRUPolicy
+from kvjax.core.eviction.probation_policy import LearnedPolicy, ProbationLRUPolicy
 from kvjax.core.eviction.registry import (
     DEFAULT_POLICY,
     EVICTION_POLICIES,
@@ -27,6 +27,7 @@ __all__ = [
     "EvictionPolicyFactory",
     "HashedBlocks",
     "LRUPolicy",
+    "LearnedPolicy",
     "ProbationLRUPolicy",
     "SegmentedLRUPolicy",
     "StepFlow",

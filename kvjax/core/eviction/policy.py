@@ -21,6 +21,7 @@ import numpy as np
 
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.step_flow import StepFlow
+from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import OutOfBlocksError
 
 
@@ -101,6 +102,14 @@ class EvictionPolicy(abc.ABC):
 
     def note_step_planned(self) -> None:
         """What follows is another step, or a request was freed."""
+        return
+
+    def note_admission(self) -> None:
+        """A request is admitted: its hits, if there are any, come next."""
+        return
+
+    def note_evicted(self, ids: np.ndarray, hashes: list[BlockHash]) -> None:
+        """Blocks that `take` returned lost these hashes: int64[n] and n of them."""
         return
 
     def note_hit(self, ids: np.ndarray) -> None:

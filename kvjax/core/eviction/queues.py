@@ -1,6 +1,6 @@
 """Free blocks in several queues, taken from one after another: what policies of segments share.
 
-Flow:    SegmentedLRUPolicy, ProbationLRUPolicy -> [make_queues, take_in_turn, remove_from] -> FreeKVCacheBlockQueue
+Flow:    SegmentedLRUPolicy, ProbationPolicy -> [make_queues, take_in_turn, remove_from] -> FreeKVCacheBlockQueue
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.eviction.lasting_blocks import LastingBlocks
 
 
 def make_queues(num_queues: int, num_blocks: int) -> list[FreeKVCacheBlockQueue]:
@@ -21,7 +22,7 @@ def make_queues(num_queues: int, num_blocks: int) -> list[FreeKVCacheBlockQueue]
     return queues
 
 
-def take_in_turn(queues: Sequence[FreeKVCacheBlockQueue], num_blocks: int) -> list[np.ndarray]:
+def take_in_turn(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], num_blocks: int) -> list[np.ndarray]:
     """`num_blocks` blocks, or all if there are fewer, from the heads of the queues: int64[k] of each queue passed."""
     parts = []
     for queue in queues:
@@ -32,7 +33,7 @@ def take_in_turn(queues: Sequence[FreeKVCacheBlockQueue], num_blocks: int) -> li
     return parts
 
 
-def remove_from(queues: Sequence[FreeKVCacheBlockQueue], ids: np.ndarray) -> None:
+def remove_from(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], ids: np.ndarray) -> None:
     """Removes int64[n] blocks, each from the queue that has it."""
     for queue in queues:
         queue.remove_n(ids[queue.contains_n(ids)])

@@ -1,6 +1,6 @@
 """Policies by name.
 
-Flow:    "lru" | "slru" | "cost" | a user's factory -> [make_eviction_policy] -> EvictionPolicy of one pool
+Flow:    a name of `EVICTION_POLICIES` | a user's factory -> [make_eviction_policy] -> EvictionPolicy of one pool
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from kvjax.core.eviction.cost_aware import CostAwarePolicy
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
 from kvjax.core.eviction.lru import LRUPolicy
 from kvjax.core.eviction.policy import EvictionPolicy
-from kvjax.core.eviction.probation_lru import ProbationLRUPolicy
+from kvjax.core.eviction.probation_policy import LearnedPolicy, ProbationLRUPolicy
 from kvjax.core.eviction.segmented_lru import SegmentedLRUPolicy
 
 FREE_ORDERS = ("append", "uncached_first")
-EVICTION_POLICIES = ("probation", "lru", "slru", "cost")
+EVICTION_POLICIES = ("probation", "learned", "lru", "slru", "cost")
 DEFAULT_POLICY = "probation"
 EvictionPolicyFactory = Callable[[HashedBlocks], EvictionPolicy]
 
@@ -39,6 +39,8 @@ def make_eviction_policy(
         )
     if policy == "probation":
         return ProbationLRUPolicy(index)
+    if policy == "learned":
+        return LearnedPolicy(index)
     if policy == "slru":
         return SegmentedLRUPolicy(index)
     if policy == "cost":

@@ -259,6 +259,8 @@ class SlotAllocator:
         )
         row = self._table.add(request)
         self._rows.reserve_rows()
+        for pool in self._groups.pools:
+            pool.eviction_policy.note_admission()
         if self._reservations is not None:
             self._reservations.add(row, reserved_slots, reserved_blocks)
         if self._groups.retention is not None:

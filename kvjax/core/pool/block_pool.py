@@ -164,7 +164,7 @@ class BlockPool:
         if self.num_cached_free_blocks and any_true(self.is_hashed[ids]):
             hashed = self.prefix_index.hashed_of(ids)
             self.num_cached_free_blocks -= len(hashed)
-            self._forget_hashes(hashed)
+            self.eviction_policy.note_evicted(hashed, self._forget_hashes(hashed))
         self.ref_count[ids] = 1
         if self.page_edits.watches:
             self.page_edits.on_new_blocks(ids.tolist())
@@ -184,7 +184,7 @@ class BlockPool:
         block_id = self.eviction_policy.take_one()
         if self.num_cached_free_blocks and self.is_hashed.item(block_id):
             self.num_cached_free_blocks -= 1
-            self._forget_hashes(np.array([block_id]))
+            self.eviction_policy.note_evicted(ids := np.array([block_id]), self._forget_hashes(ids))
         self.ref_count[block_id] = 1
         if self.page_edits.watches:
             self.page_edits.on_new_blocks((block_id,))
@@ -425,16 +425,16 @@ class BlockPool:
         if len(distinct) != len(ids):
             raise BlockStateError(f"block {distinct[np.argmax(repeats)]} is given {np.max(repeats)} times")
 
-    def _forget_hashes(self, ids: np.ndarray, was_reused: bool = True) -> None:
-        """Removes hashed, distinct blocks from the index."""
+    def _forget_hashes(self, ids: np.ndarray, was_reused: bool = True) -> list[BlockHash]:
+        """Removes hashed, distinct blocks from the index; the hashes that they had."""
         if not len(ids):
-            return
+            return []
         if was_reused and self.tier_link is not None:
             self.tier_link.before_reuse(ids, *self.prefix_index.contents_of(ids))
         hashes, groups = self.prefix_index.forget(ids, was_reused)
         if self.enable_kv_cache_events:
-            pairs = zip(hashes, groups.tolist(), strict=True)
-            self.event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in pairs)
+            self.event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in zip(hashes, groups.tolist(), strict=True))
+        return hashes
 
     # -- arguments --------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,19 @@ class PrefixIndex:
         """The group that a hashed block is registered in."""
         return self._group_of.item(block_id)
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether blocks are registered in more than one group."""
+        return len(self.hash_maps) > 1
+
+    def hashes_of(self, ids: np.ndarray) -> list[BlockHash]:
+        """Hashes of hashed blocks."""
+        return self._hash_of[ids].tolist()
+
+    def groups_of(self, ids: np.ndarray) -> np.ndarray:  # int32[n]
+        """Groups of hashed blocks."""
+        return self._group_of[ids]
+
     def is_found(self, block_id: int) -> bool:
         """Whether a lookup of a hashed block's hash finds this block, and not another of the same hash."""
         return self.hash_maps[self.group_of(block_id)].get_one_block(self._hash_of[block_id]) == block_id
@@ -60,16 +73,16 @@ class PrefixIndex:
 
     def contents_of(self, ids: np.ndarray) -> tuple[list[BlockHash], np.ndarray]:
         """Hashes of hashed blocks, and their groups, int32[n]."""
-        return self._hash_of[ids].tolist(), self._group_of[ids]
+        return self.hashes_of(ids), self.groups_of(ids)
 
     def first_other(self, ids: np.ndarray, block_hashes: list[BlockHash], group_id: int) -> int | None:
         """Place of the first block that is not registered under its hash in the group; None: all are."""
-        if self._hash_of[ids].tolist() == block_hashes:
-            if len(self.hash_maps) == 1:
+        if self.hashes_of(ids) == block_hashes:
+            if not self.has_groups:
                 return None
             others = np.flatnonzero(self._group_of[ids] != group_id)
             return None if not others.size else others.item(0)
-        pairs = zip(self._hash_of[ids].tolist(), block_hashes, strict=True)
+        pairs = zip(self.hashes_of(ids), block_hashes, strict=True)
         return next(place for place, (own, given) in enumerate(pairs) if own != given)
 
     def register(self, ids: np.ndarray, hashes: np.ndarray, group_ids: Sequence[int]) -> None:
@@ -78,7 +91,7 @@ class PrefixIndex:
         for group_id, of_group in zip(group_ids, ids, strict=True):
             self.hash_maps[group_id].insert_n(listed, of_group)
         self._hash_of[ids] = hashes
-        if len(self.hash_maps) > 1:
+        if self.has_groups:
             self._group_of[ids] = np.array(group_ids)[:, None]
         self.is_hashed[ids] = True
         self.num_hashed += ids.size
@@ -88,7 +101,7 @@ class PrefixIndex:
     def register_few(self, block_ids: Sequence[int], block_hashes: Sequence[BlockHash], group_id: int) -> None:
         """`register` of a few blocks of one group, the null block passed over, without the cost of arrays."""
         insert, hash_of, is_hashed = self.hash_maps[group_id].insert, self._hash_of, self.is_hashed
-        has_groups = len(self.hash_maps) > 1
+        has_groups = self.has_groups
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if block_id:
                 insert(block_hash, block_id)
@@ -107,7 +120,7 @@ class PrefixIndex:
             Their hashes and their groups, int32[n].
         """
         hashes, groups = self.contents_of(ids)
-        present = set(groups.tolist()) if len(self.hash_maps) > 1 else self.hash_maps.keys()
+        present = set(groups.tolist()) if self.has_groups else self.hash_maps.keys()
         for group_id in present:
             if len(present) == 1:
                 self.hash_maps[group_id].pop_n(hashes, ids)

@@ -1,6 +1,6 @@
 """The eviction policies one block at a time, over lists: what those of the package must agree with.
 
-`hashed` is the set of hashed blocks; whoever drives the model keeps it.
+`hashed` is the set of hashed blocks, `hash_of` has their hashes; whoever drives the model keeps them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 class NaivePolicy:
     num_blocks: int
     hashed: set[int] = field(default_factory=set)
+    hash_of: dict[int, bytes] = field(default_factory=dict)  # of hashed blocks, and stale ones
     blank: list[int] = field(default_factory=list)  # free and unhashed, oldest first
 
     def __post_init__(self) -> None:
@@ -53,6 +54,17 @@ class NaivePolicy:
 
     def step_planned(self) -> None:
         pass
+
+    def admitted(self) -> None:
+        pass
+
+    def hits(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.hit(block)
+
+    def kept(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.kept_for_good(block)
 
 
 class NaiveProbationLRU(NaivePolicy):

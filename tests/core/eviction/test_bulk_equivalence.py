@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockPool, CostAwarePolicy, SegmentedLRUPolicy
-from kvjax.core.eviction import StepFlow
+from kvjax.core.eviction import LearnedPolicy, StepFlow
 from kvjax.core.manager.step_planner import StepPlanner
 from tests.core.eviction.test_policies import POLICIES as LIVES
 from tests.core.eviction.test_policies import MostRecentlyUsed
@@ -20,6 +20,7 @@ from tests.core.manager.test_step_planner import check_step
 
 POLICIES: dict[str, Any] = {
     "probation": "probation",
+    "learned": partial(LearnedPolicy, max_ghosts=6, learn_every=3),
     "slru": "slru",
     "slru_half": partial(SegmentedLRUPolicy, protected_share=0.5),
     "cost": "cost",

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from kvjax.core import BlockPool, CostAwarePolicy, EvictionPolicy, KVCacheManager, LRUPolicy, SegmentedLRUPolicy
-from kvjax.core.eviction import ProbationLRUPolicy, StepFlow, make_eviction_policy
+from kvjax.core.eviction import LearnedPolicy, ProbationLRUPolicy, StepFlow, make_eviction_policy
 from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
+from tests.core.eviction.naive_learned import NaiveLearned
 from tests.core.eviction.naive_policies import (
     NaiveCostAware,
     NaiveLRU,
@@ -24,10 +25,16 @@ from tests.core.eviction.naive_policies import (
 from tests.core.manager.manager_lockstep import FULL
 
 BLOCK_SIZE = 4
+OFTEN: dict[str, Any] = {"max_ghosts": 6, "learn_every": 3}
 Models = tuple[Callable[[PrefixIndex], EvictionPolicy], Callable[[int], NaivePolicy]]
 POLICIES: dict[str, Models] = {
     "lru": (LRUPolicy, NaiveLRU),
     "probation": (ProbationLRUPolicy, NaiveProbationLRU),
+    "learned": (LearnedPolicy, NaiveLearned),
+    "learned_often": (
+        partial(LearnedPolicy, max_ghosts=6, learn_every=3),
+        partial(NaiveLearned, max_ghosts=6, learn_every=3),
+    ),
     "slru": (SegmentedLRUPolicy, lambda n: NaiveSegmentedLRU(n, (n - 1) // 5)),
     "slru_all": (partial(SegmentedLRUPolicy, protected_share=1.0), lambda n: NaiveSegmentedLRU(n, n - 1)),
     "slru_half": (partial(SegmentedLRUPolicy, protected_share=0.5), lambda n: NaiveSegmentedLRU(n, (n - 1) // 2)),
@@ -97,13 +104,12 @@ class Life:
             if not self.refs[block]:
                 self.naive.remove(block)
             self.refs[block] += 1
-            self.naive.hit(block)
+        self.naive.hits(blocks)
 
     def register(self) -> None:
         blocks = self.some([block for block in self.held() if block not in self.naive.hashed])
         columns = self.rng.integers(0, 9, len(blocks))
-        hashes = [(self.num_hashes + i).to_bytes(8, "big") for i in range(len(blocks))]
-        self.num_hashes += len(blocks)
+        hashes = self.hashes(len(blocks))
         if self.rng.random() < 0.5:
             self.pool.register_many(np.array(blocks, np.int32), hashes, 0, columns)
         else:
@@ -111,7 +117,26 @@ class Life:
                 self.pool.register_few([block], [block_hash], column, 0)
         for block, column in zip(blocks, columns.tolist(), strict=True):
             self.naive.hashed.add(block)
+            self.naive.hash_of[block] = hashes[blocks.index(block)]
             self.naive.registered(block, column * BLOCK_SIZE, BLOCK_SIZE)
+
+    def hashes(self, count: int) -> list[bytes]:
+        """New ones, or some that were evicted, in order."""
+        cached = {self.naive.hash_of[block] for block in self.naive.hashed}
+        gone = [h for h in map(self.to_bytes, range(self.num_hashes)) if h not in cached]
+        if self.rng.random() < 0.5 and len(gone) >= count:
+            first = int(self.rng.integers(len(gone) - count + 1))
+            return gone[first : first + count]
+        self.num_hashes += count
+        return list(map(self.to_bytes, range(self.num_hashes - count, self.num_hashes)))
+
+    @staticmethod
+    def to_bytes(number: int) -> bytes:
+        return number.to_bytes(8, "big")
+
+    def admit(self) -> None:
+        self.pool.eviction_policy.note_admission()
+        self.naive.admitted()
 
     def put_on_probation(self) -> None:
         blocks = self.some([block for block in self.held() if block in self.naive.hashed])
@@ -122,8 +147,7 @@ class Life:
     def keep(self) -> None:
         blocks = self.some(sorted(self.naive.hashed))
         self.pool.eviction_policy.note_lasting(np.array(blocks, np.int64))
-        for block in blocks:
-            self.naive.kept_for_good(block)
+        self.naive.kept(blocks)
 
     def plan_step(self) -> None:
         self.pool.eviction_policy.note_step_planned()
@@ -159,7 +183,7 @@ class Life:
 
     def go(self, num_calls: int) -> None:
         calls = [self.take, self.release, self.release, self.release_one, self.touch, self.register, self.register]
-        calls += [self.put_on_probation, self.keep, self.plan_step]
+        calls += [self.put_on_probation, self.keep, self.plan_step, self.admit]
         for _ in range(num_calls):
             if self.rng.random() < 0.05:
                 (self.evict if self.rng.random() < 0.7 else self.reset)()
@@ -332,14 +356,22 @@ def test_a_policy_of_ones_own_needs_the_abstract_methods_only() -> None:
     [
         (
             {"eviction_policy": "fifo"},
-            "expected eviction_policy of probation, lru, slru, cost, or a callable .*, got 'fifo'",
+            "expected eviction_policy of probation, learned, lru, slru, cost, or a callable .*, got 'fifo'",
         ),
         (
             {"eviction_policy": None},
-            "expected eviction_policy of probation, lru, slru, cost, or a callable .*, got None",
+            "expected eviction_policy of probation, learned, lru, slru, cost, or a callable .*, got None",
         ),
         ({"eviction_policy": lambda index: index}, "or a callable that makes an EvictionPolicy from HashedBlocks"),
         ({"eviction_policy": "slru", "free_order": "append"}, "expected eviction_policy='lru' with .*, got 'slru'"),
+        (
+            {"eviction_policy": partial(LearnedPolicy, max_ghosts=0)},
+            "expected max_ghosts >= 1, got 0",
+        ),
+        (
+            {"eviction_policy": partial(LearnedPolicy, learn_every=0)},
+            "expected learn_every >= 1, got 0",
+        ),
         ({"free_order": "lifo"}, "expected free_order of append, uncached_first, got 'lifo'"),
         (
             {"eviction_policy": partial(SegmentedLRUPolicy, protected_share=1.5)},

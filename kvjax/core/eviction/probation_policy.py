@@ -1,10 +1,10 @@
-"""LRU with probation: nothing of use goes while there is anything that nobody asked for.
+"""Probation: nothing of use goes while there is anything that nobody asked for.
 
-Queues, taken in this order; within each the block that was released longest ago goes first:
+Queues, taken in this order; but for the lasting ones the block that was released longest ago goes first:
 
     blank       no hash: nothing is lost
     probation   kept in case somebody parts there (`note_probation`), and not hit yet
-    lasting     all other hashed blocks
+    lasting     all other hashed blocks, in an order of their own (`LastingBlocks`): LRU, or as was learned
     young       released since the last step was planned, in the same three parts
 
     release -> young -(a step is planned, a request freed, or the others are empty)-> blank | probation | lasting
@@ -21,29 +21,35 @@ Invariants (`check_invariants`):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
+from kvjax.core.eviction.lasting_blocks import LastingBlocks, LRUOrder
+from kvjax.core.eviction.learned_order import LearnedOrder
+from kvjax.core.eviction.learned_table import LearnedClass
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.queues import make_queues, remove_from, take_in_turn
 from kvjax.core.eviction.step_flow import StepFlow
+from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
 
 
-class ProbationLRUPolicy(EvictionPolicy):
-    """Four `FreeKVCacheBlockQueue`s. A block passes two of them from its release until it is taken."""
+class ProbationPolicy(EvictionPolicy):
+    """Three `FreeKVCacheBlockQueue`s and `LastingBlocks`. A block passes two of them until it is taken."""
 
     is_told_of_use: ClassVar[bool] = True
     knows_probation: ClassVar[bool] = True
     is_told_of_registrations: ClassVar[bool] = False
 
-    def __init__(self, index: HashedBlocks) -> None:
+    def __init__(self, index: HashedBlocks, lasting: LastingBlocks) -> None:
         super().__init__(index)
-        self._queues = make_queues(4, self.num_blocks)
-        self._blank, self._probation, self._lasting, self._young = self._queues
-        self._old = self._queues[:3]
+        self._blank, self._probation, self._young = make_queues(3, self.num_blocks)
+        self._lasting = lasting
+        self._old: tuple[FreeKVCacheBlockQueue | LastingBlocks, ...] = (self._blank, self._probation, lasting)
+        self._queues = (*self._old, self._young)
         self._on_probation = np.zeros(self.num_blocks, np.bool_)
 
     @property
@@ -68,7 +74,7 @@ class ProbationLRUPolicy(EvictionPolicy):
         parts = take_in_turn(self._old, num_blocks)
         missing = num_blocks - sum(part.size for part in parts)
         if missing:
-            self.note_step_planned()
+            self._join()
             parts += take_in_turn(self._old, missing)
         ids = np.concatenate(parts)
         self._on_probation[ids] = False
@@ -91,6 +97,11 @@ class ProbationLRUPolicy(EvictionPolicy):
         return self._young.append_absent(ids)
 
     def note_step_planned(self) -> None:
+        """The young ones join the others."""
+        self._lasting.note_step_planned()
+        self._join()
+
+    def _join(self) -> None:
         """The young ones join the other queues in the order of their release."""
         if self._young.num_free_blocks:
             parts = self._parts(self._young.take(self._young.num_free_blocks))
@@ -108,9 +119,11 @@ class ProbationLRUPolicy(EvictionPolicy):
 
     def order(self) -> np.ndarray:  # int32[num_free]
         """The queues one after another, of the young ones part by part."""
-        old = [queue.get_all_free_blocks() for queue in self._old]
-        young = self._young.get_all_free_blocks().astype(np.int64)
-        return np.concatenate([*old, *self._parts(young)]).astype(np.int32)
+        blank, probation, lasting = self._parts(self._young.get_all_free_blocks().astype(np.int64))
+        order = self._lasting.order_before(lasting)
+        num_old = self._lasting.num_free_blocks
+        old = (self._blank.get_all_free_blocks(), self._probation.get_all_free_blocks(), order[:num_old])
+        return np.concatenate((*old, blank, probation, order[num_old:])).astype(np.int32)
 
     def bulk_equivalent(self, flow: StepFlow) -> int:
         """Rows that older blocks suffice for: what a step releases is young."""
@@ -120,9 +133,18 @@ class ProbationLRUPolicy(EvictionPolicy):
         """Where they go when they are released."""
         self._on_probation[ids] = True
 
+    def note_admission(self) -> None:
+        """The lasting ones' clock goes on."""
+        self._lasting.note_admission()
+
     def note_hit(self, ids: np.ndarray) -> None:
         """They are on probation no more."""
         self._on_probation[ids] = False
+        self._lasting.note_use(ids)
+
+    def note_evicted(self, ids: np.ndarray, hashes: list[BlockHash]) -> None:
+        """The lasting ones' order remembers them."""
+        self._lasting.note_eviction(ids, hashes)
 
     def note_lasting(self, ids: np.ndarray) -> None:
         """Free ones leave the queue of probation for the tail of the lasting."""
@@ -136,19 +158,22 @@ class ProbationLRUPolicy(EvictionPolicy):
         self._on_probation[ids] = False
         free = ids[self._probation.contains_n(ids) | self._lasting.contains_n(ids)]
         self.remove(free)
+        self._lasting.note_forgotten(ids)
         self._blank.append_distinct(free)
 
-    def state(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Lengths of the queues, the blocks on probation, and the young ones in order."""
+    def state(self) -> tuple[Any, ...]:
+        """Lengths of the queues, the blocks on probation, the young ones in order, and the lasting ones' state."""
         lengths = tuple(queue.num_free_blocks for queue in self._queues)
         on_probation = tuple(np.flatnonzero(self._on_probation).tolist())
-        return lengths, on_probation, tuple(self._young.get_all_free_blocks().tolist())
+        young = tuple(self._young.get_all_free_blocks().tolist())
+        return lengths, on_probation, young, self._lasting.state()
 
     def check_invariants(self) -> None:
         """Checks L1 and L2, and the queues."""
         for queue in self._queues:
             queue.check_invariants()
-        blank, probation, lasting = (queue.get_all_free_blocks() for queue in self._old)
+        blank, probation = self._blank.get_all_free_blocks(), self._probation.get_all_free_blocks()
+        lasting = self._lasting.contains_n(np.arange(self.num_blocks))
         is_hashed, on_probation = self.index.is_hashed, self._on_probation
         if is_hashed[blank].any() or not (is_hashed[probation].all() and is_hashed[lasting].all()):
             raise InvariantError("L1: a blank block is hashed, or one of probation or lasting is not")
@@ -156,3 +181,34 @@ class ProbationLRUPolicy(EvictionPolicy):
             raise InvariantError("L1: a lasting block is on probation, or one of probation is not")
         if (on_probation & ~is_hashed).any():
             raise InvariantError("L2: an unhashed block is on probation")
+
+
+class ProbationLRUPolicy(ProbationPolicy):
+    """Lasting blocks by LRU."""
+
+    def __init__(self, index: HashedBlocks) -> None:
+        super().__init__(index, LRUOrder(index.is_hashed.size))
+
+
+class LearnedPolicy(ProbationPolicy):
+    """Lasting blocks by what keeping them is worth, learned from hits, also of what is gone: `RunKeeper`."""
+
+    def __init__(self, index: HashedBlocks, max_ghosts: int = 20_000, learn_every: int = 200) -> None:
+        """
+        Args:
+            index: of the pool.
+            max_ghosts: evicted blocks that are remembered; 80 bytes each.
+            learn_every: requests after which the order follows what happened since; about 0.3 ms each time.
+
+        Raises:
+            ValueError: one of them is below 1.
+        """
+        for name, value in (("max_ghosts", max_ghosts), ("learn_every", learn_every)):
+            if value < 1:
+                raise ValueError(f"expected {name} >= 1, got {value}")
+        self._order = LearnedOrder(index, max_ghosts, learn_every)
+        super().__init__(index, self._order)
+
+    def learned(self) -> tuple[LearnedClass, ...]:
+        """What is known of each class of runs."""
+        return self._order.keeper.table.classes()

@@ -1,0 +1,91 @@
+"""Free blocks that are worth keeping: what `ProbationPolicy` asks of the order in which they go.
+
+Flow:    ProbationPolicy -> [LastingBlocks] -> block ids
+
+Ids are int64 arrays of distinct hashed blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
+from kvjax.core.hashing.block_hash import BlockHash
+
+
+class LastingBlocks(Protocol):
+    """The blocks, and an order over them. Owned by one policy."""
+
+    num_free_blocks: int
+
+    def append_distinct(self, ids: np.ndarray) -> None:
+        """Adds blocks that became free, each request's last one first."""
+
+    def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
+        """Removes the next ones of the order; there are as many."""
+
+    def contains_n(self, ids: np.ndarray) -> np.ndarray:  # bool[n]
+        """Which blocks are here."""
+
+    def remove_n(self, ids: np.ndarray) -> None:
+        """Removes blocks that are here."""
+
+    def order_before(self, more: np.ndarray) -> np.ndarray:  # int64[n]
+        """The blocks in order, and then those (int64[k]) that would be appended when none is left, in theirs."""
+
+    def note_admission(self) -> None:
+        """A request is admitted."""
+
+    def note_use(self, ids: np.ndarray) -> None:
+        """Blocks that are held were hit, in the order of their prefixes."""
+
+    def note_eviction(self, ids: np.ndarray, hashes: list[BlockHash]) -> None:
+        """Blocks of these hashes were evicted."""
+
+    def note_forgotten(self, ids: np.ndarray) -> None:
+        """Blocks lost their hashes, free or held; free ones have been removed."""
+
+    def note_step_planned(self) -> None:
+        """What follows is another step."""
+
+    def state(self) -> Any:
+        """Comparable: what beside the order decides what happens next."""
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError if a law is broken. O(num_blocks)."""
+
+
+class LRUOrder(FreeKVCacheBlockQueue):
+    """`LastingBlocks` of which the one that was released longest ago goes first: an empty queue."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.take(num_blocks)
+
+    def order_before(self, more: np.ndarray) -> np.ndarray:  # int64[n]
+        """The queue, and what would be appended."""
+        return np.concatenate((self.get_all_free_blocks(), more))
+
+    def note_admission(self) -> None:
+        """Changes nothing."""
+
+    def note_use(self, ids: np.ndarray) -> None:
+        """Changes nothing."""
+
+    def note_eviction(self, ids: np.ndarray, hashes: list[BlockHash]) -> None:
+        """Changes nothing."""
+
+    def note_forgotten(self, ids: np.ndarray) -> None:
+        """Changes nothing."""
+
+    def note_step_planned(self) -> None:
+        """Changes nothing."""
+
+    def state(self) -> tuple[()]:
+        """Nothing beside the order."""
+        return ()
+
+
+__all__ = ["LRUOrder", "LastingBlocks"]

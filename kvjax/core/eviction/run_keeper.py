@@ -1,0 +1,229 @@
+"""What happens to cached blocks, kept by runs: who was hit again, who waits, who was evicted, and who goes next.
+
+Flow:    LearnedOrder -> [RunKeeper.note_use, note_release, note_eviction] -> Runs, Ghosts, LearnedTable -> [worst_first]
+
+A *run* is what was last used together and has one past: neighbours in a prefix, in one group. It is the unit of
+learning, however many blocks it has: a hit is one event of each run that it takes blocks of.
+
+    free for the first time    -> a run that was never hit
+    hit, all of its blocks     -> the same run, hit once more
+    hit, some of its blocks    -> these become a run of their own, hit once more; the others stay as they were
+    evicted                    -> its blocks are ghosts, for which it goes on waiting
+    a ghost is computed again  -> as if it had been hit when it is free again
+
+A run waits from the moment at which it became free. A hit of one that waits is a use at that age; a loss is one that is
+forgotten. What somebody holds neither waits nor is used.
+
+Runs of each class stand in a list by the time at which they became free. Only the first of each list may go: of these
+the one that is worth least, and of equal ones the oldest. A run outlives those that stand on it in a prefix: it is set
+aside while they are cached.
+
+Invariants (`check_invariants`):
+
+    R1  `num_cached` and `num_gone` of `Runs` are what blocks and ghosts say; U1 and U2 of `Runs`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvjax.core.eviction.ghosts import Ghosts
+from kvjax.core.eviction.hashed_blocks import HashedBlocks
+from kvjax.core.eviction.learned_table import NUM_CLASSES, LearnedTable, class_of
+from kvjax.core.eviction.runs import Runs
+from kvjax.core.hashing.block_hash import BlockHash
+from kvjax.errors import InvariantError
+
+NOTHING = (math.inf, 0, 0)  # of a class without runs
+
+
+class RunKeeper:
+    """The runs of one pool. Some 5 us a request and 2 us an evicted run; no block costs work in Python."""
+
+    def __init__(self, index: HashedBlocks, max_ghosts: int, learn_every: int) -> None:
+        self._index = index
+        self._learn_every = learn_every  # requests
+        self.run_of = np.zeros(index.is_hashed.size, np.int64)  # of each cached block; 0: none yet
+        self.runs = Runs(NUM_CLASSES + 1)
+        self.ghosts = Ghosts(max_ghosts)
+        self.table = LearnedTable()
+
+    # What happened.
+
+    def note_use(self, ids: np.ndarray, now: int) -> None:
+        """Hashed blocks, in the order of their prefixes, were hit at a clock."""
+        runs = self.runs
+        for group, part in self._by_group(ids):
+            for run, blocks in _stretches(self.run_of[part], part):
+                if run and runs.waits.item(run):
+                    self.table.note_use(runs.of_class.item(run), now - runs.free_since.item(run))
+                if run and blocks.size == runs.num_cached.item(run) + runs.num_gone.item(run):
+                    runs.num_hits[run] = num_hits = runs.num_hits.item(run) + 1
+                    runs.of_class[run] = class_of(num_hits)
+                    runs.waits[run] = False
+                    runs.leave(run)
+                else:
+                    self._split(group, run, blocks)
+
+    def _split(self, group: int, run: int, blocks: np.ndarray) -> None:
+        """Makes blocks of a run, 0: of none, one of their own that was hit once more."""
+        made = self._make(group, self.runs.num_hits.item(run) + 1, blocks)
+        if run:
+            self.runs.replace(run, made)
+            self._remove_blocks(run, blocks.size)
+
+    def _make(self, group: int, num_hits: int, blocks: np.ndarray) -> int:
+        self.run_of[blocks] = made = self.runs.make(group, class_of(num_hits), num_hits, blocks.size)
+        return made
+
+    def _remove_blocks(self, run: int, num_cached: int = 0, num_gone: int = 0) -> None:
+        runs = self.runs
+        runs.num_cached[run] = cached = runs.num_cached.item(run) - num_cached
+        runs.num_gone[run] = gone = runs.num_gone.item(run) - num_gone
+        if not cached:
+            runs.leave(run)
+            runs.put_on(run, 0)
+            if not gone:
+                runs.drop(run)
+
+    def note_release(self, ids: np.ndarray, now: int) -> None:
+        """Hashed blocks became free at a clock, each request's last one first."""
+        for group, part in self._by_group(ids):
+            child = 0
+            for run, blocks in _stretches(self.run_of[part], part):
+                for made, of_run in ((run, blocks),) if run else self._make_released(group, blocks, now):
+                    self.runs.wait(made, of_run, now)
+                    if child and child != made:
+                        self.runs.put_on(child, made)
+                    child = made
+
+    def _make_released(self, group: int, blocks: np.ndarray, now: int) -> list[tuple[int, np.ndarray]]:
+        """Runs of blocks of a prefix that were in none, and their blocks, the last run first."""
+        if not self.ghosts.remembers(group, self._index.hash_of(blocks.item(-1))):
+            return [(self._make(group, 0, blocks), blocks)]
+        hashes = self._index.hashes_of(blocks[::-1])
+        found: list[tuple[int, np.ndarray]] = []
+        left = blocks.size
+        while left:
+            num_hits, count = self._bring_back(group, hashes, blocks.size - left, now)
+            of_run = blocks[left - count : left]
+            found.insert(0, (self._make(group, num_hits, of_run), of_run))
+            left -= count
+        return found
+
+    def _bring_back(self, group: int, hashes: list[BlockHash], start: int, now: int) -> tuple[int, int]:
+        """Hits so far of the blocks from `start` on, and how many have as many: of a ghost, or all the rest."""
+        runs = self.runs
+        run, count, rest = self.ghosts.claim(group, hashes, start)
+        if not run:
+            return 0, len(hashes) - start
+        self.table.note_use(runs.of_class.item(run), now - runs.free_since.item(run))
+        num_hits = runs.num_hits.item(run) + 1
+        if rest:
+            self._remember(run, rest, now)
+        self._remove_blocks(run, num_gone=count + len(rest))
+        return num_hits, count
+
+    def note_eviction(self, of_runs: np.ndarray, hashes: list[BlockHash], now: int) -> None:
+        """Blocks that were of int64[n] runs were evicted, the last one of each run first, in the time up to a clock."""
+        place = 0
+        for run, part in _stretches(of_runs, of_runs):
+            if run:
+                self._remember(run, hashes[place : place + part.size][::-1], now)
+                self._remove_blocks(run, num_cached=part.size)
+            place += part.size
+
+    def _remember(self, run: int, hashes: list[BlockHash], now: int) -> None:
+        runs = self.runs
+        runs.num_gone[run] += len(hashes)
+        for lost, count in self.ghosts.add(runs.group.item(run), run, hashes):
+            if not runs.num_cached.item(lost) and runs.num_gone.item(lost) == count:
+                self.table.note_loss(runs.of_class.item(lost), now - runs.free_since.item(lost))
+            self._remove_blocks(lost, num_gone=count)
+
+    def note_forgotten(self, ids: np.ndarray) -> None:
+        """Blocks are cached no more, and no ghosts."""
+        for run, blocks in _stretches(self.run_of[ids], ids):
+            if run:
+                self._remove_blocks(run, num_cached=blocks.size)
+        self.run_of[ids] = 0
+
+    def _by_group(self, ids: np.ndarray) -> Iterable[tuple[int, np.ndarray]]:
+        """Stretches of blocks of one group each."""
+        return _stretches(self._index.groups_of(ids), ids) if self._index.has_groups else ((0, ids),)
+
+    # What goes next.
+
+    def is_due(self, now: int) -> bool:
+        """Whether it is time to `learn`."""
+        return now - self.table.rebuilt_at >= self._learn_every
+
+    def learn(self, now: int) -> None:
+        """Lets the table learn what happened."""
+        waiting = self.runs.waits.nonzero()[0]
+        self.table.rebuild(now, self.runs.of_class[waiting], now - self.runs.free_since[waiting])
+
+    def worst_first(self, now: int) -> Iterator[np.ndarray]:
+        """The blocks of one run after another (int64[n], the last one first), which stands in no list any more.
+
+        Some blocks may be of another run by now.
+        """
+        runs = self.runs
+        values = [self._value_of_first(of_class, now) for of_class in range(NUM_CLASSES)]
+        while True:
+            worth, _, of_class = min(values)
+            run = runs.first(1 + of_class if worth < math.inf else runs.num_lists)
+            if not run:
+                return
+            if runs.children.item(run) and worth < math.inf:
+                runs.set_aside(run)
+            else:
+                parent = runs.parent.item(run)
+                runs.leave(run)
+                runs.put_on(run, 0)
+                yield runs.blocks[run][self.run_of[runs.blocks[run]] == run]
+                parent_class = runs.of_class.item(parent)
+                values[parent_class] = self._value_of_first(parent_class, now)
+            values[of_class] = self._value_of_first(of_class, now)
+
+    def _value_of_first(self, of_class: int, now: int) -> tuple[float, int, int]:
+        """What the first run of a class is worth, when it became free, its class."""
+        run = self.runs.first(1 + of_class)
+        if not run:
+            return NOTHING
+        since = self.runs.free_since.item(run)
+        return self.table.worth_of(of_class, now - since), since, of_class
+
+    # For people and tests.
+
+    def state(self) -> tuple[Any, ...]:
+        """Runs of blocks and what is known of runs, ghosts, what was learned."""
+        return tuple(self.run_of.tolist()), self.runs.state(), self.ghosts.state(), self.table.state()
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError if R1, U1 or U2 is broken. O(blocks + runs)."""
+        self.runs.check_invariants()
+        self.ghosts.check_invariants()
+        num_cached = np.bincount(self.run_of[self.run_of > 0], minlength=self.runs.num_cached.size)
+        gone = self.ghosts.blocks_by_run()
+        if not np.array_equal(num_cached, self.runs.num_cached):
+            raise InvariantError("R1: the cached blocks of a run are counted wrongly")
+        if gone != {run: self.runs.num_gone.item(run) for run in self.runs.num_gone.nonzero()[0].tolist()}:
+            raise InvariantError("R1: the ghosts of a run are counted wrongly")
+
+
+def _stretches(values: np.ndarray, ids: np.ndarray) -> Sequence[tuple[int, np.ndarray]]:
+    """Each value that n equal neighbours of `values` have, and their n `ids`."""
+    cuts = (values[1:] != values[:-1]).nonzero()[0]
+    if not cuts.size:
+        return ((values.item(0), ids),) if ids.size else ()
+    edges = [0, *(cuts + 1).tolist(), ids.size]
+    return [(values.item(start), ids[start:end]) for start, end in pairwise(edges)]
+
+
+__all__ = ["RunKeeper"]
