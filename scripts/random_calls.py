@@ -155,6 +155,11 @@ DEPLOYMENTS = {
         ((full(2), 0), (window(2, 5), 0), (chunked(2, 8), 0), (recurrent(4, drafts=1), 1)),
         {"retention_interval": "auto", "eviction_policy": "probation", "enable_kv_cache_events": True},
     ),
+    "full + window + Mamba, as was learned": Deployment(
+        ((full(2), 0), (window(2, 5), 0), (recurrent(4, drafts=1), 1)),
+        {"retention_interval": "auto", "eviction_policy": "learned", "track_origins": True},
+    ),
+    "full, as was learned": Deployment(((full(2), 0),), {"eviction_policy": "learned", "same_step_hits": False}),
     "full + Mamba without caching": Deployment(((full(2), 0), (recurrent(4, "none", drafts=1), 0))),
     "full + window, hits from the next step": Deployment(
         ((full(2), 0), (window(2, 5), 0)), {"same_step_hits": False, "enable_kv_cache_events": True}

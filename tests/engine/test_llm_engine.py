@@ -329,7 +329,7 @@ def test_an_engine_compiles_its_steps_with_its_options() -> None:
         ({"watermark": 1.0}, r"watermark in \[0, 1\), got 1.0"),
         ({"seed": -1}, "seed in"),
         ({"release": "0.24.0"}, r"expected release of 0\.16\.0, .*, 0\.33\.0 or None, got '0\.24\.0'"),
-        ({"eviction_policy": "fifo"}, "expected eviction_policy of probation, lru, slru, cost, got 'fifo'"),
+        ({"eviction_policy": "fifo"}, "expected eviction_policy of probation, learned, lru, slru, cost, got 'fifo'"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, object], message: str) -> None:

@@ -1,6 +1,6 @@
 """What happens to cached blocks, kept by runs: who was hit again, who waits, who was evicted, and who goes next.
 
-Flow:    LearnedOrder -> [RunKeeper.note_use, note_release, note_eviction] -> Runs, Ghosts, LearnedTable -> [worst_first]
+Flow:    LearnedOrder -> [RunKeeper.note_use, note_release, note_eviction, learn] -> [worst_first] -> victims
 
 A *run* is what was last used together and has one past: neighbours in a prefix, in one group. It is the unit of
 learning, however many blocks it has: a hit is one event of each run that it takes blocks of.

@@ -2,8 +2,8 @@
 
 Flow:    RunKeeper -> [Runs] -> the oldest run of each class
 
-A run's number is its place in every array; 0 is none. Numbers 1 to `num_lists` are the heads of lists, rings through two
-arrays, so that a run leaves from the middle of one at no cost. A run in no list is a ring by itself.
+A run's number is its place in every array; 0 is none. Numbers 1 to `num_lists` are the heads of lists, rings through
+two arrays, so that a run leaves from the middle of one at no cost. A run in no list is a ring by itself.
 
     waiting, in the list of its class -(first there, has children)-> set aside, in the last list
                      ^-------------(the last child goes: to the head)--------'

@@ -1,4 +1,4 @@
-"""The learned order from its definition: runs are objects, every event is counted one by one, worth is computed in full."""
+"""The learned order from its definition: runs are objects, events are counted one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from tests.core.eviction.naive_policies import NaiveProbationLRU
 BINS = 30
 NEW = -1.0  # the weight of what was not learned yet
 EDGES = [0.0, *(4 * 2 ** (i / 2) for i in range(BINS - 1))]
-WIDTHS = [*(b - a for a, b in zip(EDGES, EDGES[1:], strict=False)), 3 * EDGES[-1]]
+WIDTHS = [*(b - a for a, b in pairwise(EDGES)), 3 * EDGES[-1]]
 MIDDLES = [
     math.sqrt(2.0 * 4.0),
-    *(math.sqrt(a * b) for a, b in zip(EDGES[1:], EDGES[2:], strict=False)),
+    *(math.sqrt(a * b) for a, b in pairwise(EDGES[1:])),
     1.2 * EDGES[-1],
 ]
 
