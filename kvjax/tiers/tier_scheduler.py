@@ -41,7 +41,17 @@ from kvjax.tiers.connector import ConnectorOutput, LoadResults
 from kvjax.tiers.host_store import HostStore
 from kvjax.tiers.stats import TierStats
 from kvjax.tiers.transit import UnitsInTransit
-from kvjax.tiers.units import NOTHING, CopyUnits, LoadUnits, StoredUnits, StoreUnits, TierMeta, UnitKey, UnitWorth
+from kvjax.tiers.units import (
+    LASTING,
+    NOTHING,
+    CopyUnits,
+    LoadUnits,
+    StoredUnits,
+    StoreUnits,
+    TierMeta,
+    UnitKey,
+    UnitWorth,
+)
 
 
 class DiskIndex(Protocol):
@@ -295,21 +305,20 @@ class TierScheduler:
         worths = {key: self._worth_of(key, block_id) for key, block_id in kept.items()} | self._worth
         self._to_store, self._evicted, self._worth = {}, {}, {}
         self._settle_registered()
-        by_kind: dict[tuple[int, bool], list[tuple[BlockHash, int]]] = {}
-        for key, block_id in wanted.items():
+        by_kind: dict[tuple[int, bool], list[UnitKey]] = {}
+        for key in wanted:
             if key not in self._transit.keys:
-                by_kind.setdefault((key.group_id, worths[key].on_probation), []).append((key.block_hash, block_id))
+                by_kind.setdefault((key.group_id, worths[key].on_probation), []).append(key)
         stores = []
-        for (group_id, flag), units in by_kind.items():
-            slots = self._host.find([block_hash for block_hash, _ in units], group_id)
-            new = [unit for unit, slot in zip(units, slots.tolist(), strict=True) if slot < 0]
-            if not flag and len(new) < len(units):
+        for (group_id, flag), keys in by_kind.items():
+            slots = self._host.find([key.block_hash for key in keys], group_id)
+            new = [key for key, slot in zip(keys, slots.tolist(), strict=True) if slot < 0]
+            if not flag and len(new) < len(keys):
                 self._host.use(group_id, slots[slots >= 0])
             if new and (self._disk is not None or self._host.takes(group_id, on_probation=flag)):
-                hashes, ids = zip(*new, strict=True)
-                stores.append(StoreUnits(group_id, hashes, np.array(ids, np.int32), self._rank, flag))
-                keys = [UnitKey(group_id, block_hash) for block_hash in hashes]
-                self._transit.keys |= {key: worths[key] for key in keys}
+                hashes, ids = tuple([key.block_hash for key in new]), np.array([wanted[key] for key in new], np.int32)
+                stores.append(StoreUnits(group_id, hashes, ids, self._rank, flag))
+                self._transit.keys.update((key, worths[key]) for key in new)
         return tuple(stores)
 
     def _worth_of(self, key: UnitKey, block_id: int) -> UnitWorth:
@@ -334,7 +343,7 @@ class TierScheduler:
     def _end_store(self, store: StoredUnits) -> None:
         """The worker has brought units to the host, or could not."""
         keys = [UnitKey(store.group_id, block_hash) for block_hash in store.block_hashes]
-        worths = [self._transit.keys.pop(key, UnitWorth()) for key in keys]
+        worths = [self._transit.keys.pop(key, LASTING) for key in keys]
         has_slot = store.slots >= 0
         good = np.flatnonzero(store.is_good & has_slot)
         if good.size:

@@ -330,14 +330,14 @@ class TierWorker:
         num_arrays = self._sizes.num_arrays_of_group[units.group_id]
         pool_id = self._sizes.pool_of_group[units.group_id]
         is_on_host = units.slots >= 0
-        num_units, chosen = units.slots.size, slice(None) if is_on_host.all() else is_on_host
+        num_units, places = units.slots.size, np.flatnonzero(is_on_host).tolist()
         self._pace.check_readable(_keys_of(units, is_on_host))
         staged = []
         for i, size in enumerate(self._sizes.arrays_of_pool[pool_id]):
             staged.append(self._memory.empty((count, size)))
             staged[i][num_units if i < num_arrays else 0 :] = 0
-            if i < num_arrays and is_on_host.any():
-                staged[i][:num_units][chosen] = self._host.buffers[pool_id][i][units.slots[chosen]]
+            for place in places if i < num_arrays else ():  # one by one: an index of many copies twice
+                staged[i][place] = self._host.buffers[pool_id][i][units.slots.item(place)]
         if num_arrays and not is_on_host.all():
             self._read_from_disk(units, np.flatnonzero(~is_on_host), staged[:num_arrays])
         return self._parts.put(staged, count, shapes, shardings, units.rank)

@@ -34,6 +34,9 @@ class UnitWorth(NamedTuple):
     last_used: int = 0  # by the host's clock
 
 
+LASTING = UnitWorth()
+
+
 class StoreUnits(NamedTuple):
     """Pages of one group to be read before the next step."""
 
@@ -150,6 +153,7 @@ class UnitSizes:
 
 
 __all__ = [
+    "LASTING",
     "NOTHING",
     "CopyUnits",
     "LoadUnits",
@@ -158,4 +162,5 @@ __all__ = [
     "TierMeta",
     "UnitKey",
     "UnitSizes",
+    "UnitWorth",
 ]
