@@ -46,6 +46,10 @@ class DivergenceError(KVCacheError, RuntimeError):
     """Processes that run one engine have planned different steps; the message says from which step on."""
 
 
+class NeverHitsWarning(UserWarning):
+    """Prefix caching is on, and no prompt can ever hit as the cache is set up; the message says why."""
+
+
 class InvariantError(KVCacheError, AssertionError):
     """A `check_invariants` found a law broken: a bug of this library, never of its caller."""
 

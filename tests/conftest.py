@@ -52,6 +52,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 KEPT_CASES: dict[str, int] = json.loads((Path(__file__).parent / "quick_cases.json").read_text())
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Small caches may never hit; only tests of the warning look at it."""
+    config.addinivalue_line("filterwarnings", "ignore::kvjax.errors.NeverHitsWarning")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the cases that are left out as sweeps. A case that is named alone runs."""

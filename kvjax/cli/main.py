@@ -4,7 +4,7 @@ Flow:    sys.argv -> [main] -> kvjax.cli.<command>.run(args) -> exit status
 
 A command module has `add_arguments(parser)` and `run(args) -> int | None`. Exit status: 0 done, 1 the command says that
 something failed, 2 bad arguments or input (one line on stderr; a traceback with --debug), 130 interrupted: long work
-reports what is done by then (`kvjax.cli.interrupts`).
+reports what is done by then (`kvjax.cli.interrupts`). A warning is a line on stderr too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from kvjax import __version__
@@ -49,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """The named command's exit status, its errors shown."""
+    """The named command's exit status, its errors and warnings shown."""
     try:
-        status = importlib.import_module(f"kvjax.cli.{args.command}").run(args) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: print(f"kvjax: warning: {message}", file=sys.stderr)  # type: ignore[assignment]
+            status = importlib.import_module(f"kvjax.cli.{args.command}").run(args) or 0
         sys.stdout.flush()  # here, where a closed pipe or a full disk is expected
         return status
     except BrokenPipeError:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import fields, replace
-from math import lcm
+from math import gcd, lcm
 
 from kvjax.cli.arguments import byte_size, int_list, positive_int
 from kvjax.cli.output_files import output_file
 from kvjax.cli.replay_arguments import add_load_arguments, add_reading_arguments, reading_of
 from kvjax.configs import Deployment, known_deployments, known_models, load_deployment, load_model_config
+from kvjax.core import KVCacheManager
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
 from kvjax.planning import CacheShape, KVCachePlan, Load, Parallelism, plan_kv_cache
@@ -114,10 +115,23 @@ def run(args: argparse.Namespace) -> int:
     if plan.max_model_len > model.max_model_len:
         parts[-1] += f"\nNote: the model's own config says at most {model.max_model_len:,} tokens."
     print("\n\n".join(parts))
+    _make_manager(plan)
     if args.json is not None:
         values = {"model": deployment.model, **plan_json(plan, lengths)}
         args.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _make_manager(plan: KVCachePlan) -> KVCacheManager:
+    """Of the planned cache, with the defaults: it warns where no prompt can ever hit."""
+    return KVCacheManager(
+        plan.config,
+        plan.max_model_len,
+        gcd(*(group.spec.block_size for group in plan.groups)),
+        dcp_world_size=plan.parallel.decode_context,
+        pcp_world_size=plan.parallel.prefill_context,
+        max_in_flight_tokens=plan.max_in_flight_tokens,
+    )
 
 
 def _deployment(args: argparse.Namespace) -> Deployment:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from kvjax.core.requests.request import Request
 from kvjax.core.spec import KVCacheConfig
 from kvjax.core.watch.kv_events import MEDIUM_DEVICE
 from kvjax.core.watch.repeats import take_repeat
+from kvjax.errors import NeverHitsWarning
 
 KEY_BYTES = 8
 KEY_MASK = (1 << 8 * KEY_BYTES) - 1
@@ -45,14 +47,16 @@ class ToldCache:
         **options: Any,
     ) -> None:
         """A cache that has nothing, of a manager with these arguments; the same errors."""
-        self._manager = KVCacheManager(
-            _without_blocks(kv_cache_config),
-            max_model_len,
-            hash_block_size,
-            coarse_hash_mode="last" if tier is None else "concat",
-            tier=tier,
-            **options,
-        )
+        with warnings.catch_warnings():  # its own blocks never hit, and need not
+            warnings.simplefilter("ignore", NeverHitsWarning)
+            self._manager = KVCacheManager(
+                _without_blocks(kv_cache_config),
+                max_model_len,
+                hash_block_size,
+                coarse_hash_mode="last" if tier is None else "concat",
+                tier=tier,
+                **options,
+            )
         self._key_of: Callable[[Any], BlockHash] = key_of if tier is None else _whole
         groups = range(len(kv_cache_config.kv_cache_groups))
         self._block_sizes = [self._manager.groups.place_of_group(group_id)[0].block_size for group_id in groups]

@@ -42,6 +42,15 @@ def test_worked_example_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 120 for line in out.splitlines())
 
 
+@pytest.mark.filterwarnings("always::kvjax.errors.NeverHitsWarning")
+def test_a_cache_that_can_never_hit_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks of 544 tokens, requests of 500."""
+    assert main(["plan", "qwen3-next-80b-a3b", "--memory", "80GB", "--max-model-len", "500"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("kvjax: warning: prefix caching is on, and no prompt can ever hit: hits are multiples of 544")
+    assert err.count("\n") == 1
+
+
 def test_worked_example_in_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The file comes beside the text, which is as without it."""
     argv = ("llama-3-70b", "--memory", str(56 * 2**30), "--max-model-len", "131072")

@@ -99,6 +99,11 @@ class CheckpointColumns:
         """Whether every block is registered for good."""
         return self._keeps_every_block and not self.has_probation
 
+    def keeps(self, length: int, lengths: np.ndarray) -> bool:
+        """Whether all that a hit of `length` tokens needs is registered, of a row with checkpoints int64[1, k]."""
+        columns = np.arange(*self.need.columns_of(length))
+        return bool((self._by_interval[columns] | self.need.includes(columns, lengths)).all())
+
     def find_kept(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
         """bool[n] which blocks are registered; None: all."""
         if self.has_probation and self._keeps_every_block:

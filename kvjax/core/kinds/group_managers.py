@@ -68,7 +68,10 @@ class GroupManagers:
         # Where no group needs a block at every length, a hit rests on its last one: something of it is cached.
         self.needs_last_block = not any(manager.hits_need_blocks() for manager in self.cacheable)
         self.sub_block_indices = tuple(m.sub_blocks for m in self.managers if m.sub_blocks is not None)
-        self.state_steps = StateSteps(tuple(m.state_blocks for m in self.managers if m.state_blocks is not None))
+        dropped = [manager.block_size * drops for manager, drops in self.cacheable_lookups]
+        self.num_dropped_tokens = max(dropped, default=0)  # at the end of a hit, by EAGLE
+        kinds = tuple(m.state_blocks for m in self.managers if m.state_blocks is not None)
+        self.state_steps = StateSteps(kinds, self.num_dropped_tokens)
         self.pool_of_group = tuple(pools[group.pool_id] for group in kv_cache_config.kv_cache_groups)
         self.no_ids = (NO_BLOCK_IDS,) * self.num_groups
         self.no_blocks = KVCacheBlocks(self.no_ids, self.pool_of_group)
@@ -131,9 +134,7 @@ class GroupManagers:
             raise ValueError(f"expected enable_caching=True with retention_interval, got {interval} without caching")
         if self.settings.sub_block_hits:
             raise NotImplementedError(f"retention_interval={interval} does not work with sub_block_hits=True")
-        pairs = list(zip(self.managers, self.drops_last_block, strict=True))
-        dropped = [manager.block_size * drops for manager, drops in pairs if manager.is_prefix_cacheable]
-        return Retention(interval, self.alignment, max(dropped, default=0), self.settings.retention_ends)
+        return Retention(interval, self.alignment, self.num_dropped_tokens, self.settings.retention_ends)
 
     def _default_interval(self) -> int | None:
         """Where a kind forgets and hits are of whole blocks; None elsewhere."""

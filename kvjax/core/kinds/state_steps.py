@@ -27,8 +27,10 @@ class StateBlocks(NamedTuple):
 class StateSteps:
     """The rules of all recurrent groups of one manager; none if there are none."""
 
-    def __init__(self, kinds: tuple[StateBlocks, ...]) -> None:
+    def __init__(self, kinds: tuple[StateBlocks, ...], dropped_tokens: int = 0) -> None:
+        """`dropped_tokens`: what EAGLE drops from a hit."""
         self._kinds = kinds
+        self._dropped_tokens = dropped_tokens
         self.block_size = lcm(*(kind.block_size for kind in kinds))  # tokens of whole blocks of every kind; 1: no kinds
 
     def __bool__(self) -> bool:
@@ -53,12 +55,13 @@ class StateSteps:
     def limit(self, num_computed: int, num_new: int, num_tokens: int) -> int:
         """Of `num_new` tokens after `num_computed` of a request of `num_tokens`, those that one step should take.
 
-        Steps of a prompt end where a block of every recurrent group ends, those after the last such place apart; 0 if
-        the tokens do not reach one: wait for a larger budget. Steps of decoding stay as they are.
+        Steps of a prompt end where a block of every recurrent group ends, up to the last such place that the same
+        prompt can hit; 0 if the tokens do not reach one: wait for a larger budget. Steps of decoding stay as they are.
         """
         if not self._kinds or num_computed >= num_tokens - 1:
             return num_new
-        after, last = num_computed + num_new, num_tokens // self.block_size * self.block_size
+        after, last = num_computed + num_new, max(num_tokens - self._dropped_tokens, 0)
+        last -= last % self.block_size
         if num_computed < last:
             after = min(after // self.block_size * self.block_size, last)
         for size, _ in self._kinds:

@@ -12,6 +12,7 @@ from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator
 from kvjax.core.manager.elsewhere_hits import find_elsewhere
 from kvjax.core.manager.manager_options import ManagerOptions
+from kvjax.core.manager.never_hits import warn_if_never_hit
 from kvjax.core.manager.sub_block_hits import SubBlockHits
 from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
 from kvjax.core.requests.hasher_check import HasherCheck
@@ -31,6 +32,7 @@ class PrefixHits:
         hasher_check: HasherCheck,
         options: ManagerOptions,
     ) -> None:
+        warn_if_never_hit(groups)
         self._groups = groups
         self._looks_up = groups.settings.enable_caching
         self._coordinator = coordinator

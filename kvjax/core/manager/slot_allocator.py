@@ -21,6 +21,7 @@ from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.reservations import Reservations
 from kvjax.core.manager.row_blocks import RowBlocks
+from kvjax.core.manager.step_limit import limit_step
 from kvjax.core.manager.sub_block_hits import PartialBlocks, SubBlockHits
 from kvjax.core.manager.token_counts import MOST_TOKENS, as_count
 from kvjax.core.pool.kv_cache_blocks import FoundHit, KVCacheBlocks
@@ -150,15 +151,13 @@ class SlotAllocator:
         """`KVCacheManager.limit_step`."""
         new = as_count("num_new_tokens", new)
         computed = request.num_computed_tokens + as_count("num_new_computed_tokens", new_computed)
-        state_steps, retention = self._groups.state_steps, self._groups.retention
-        num_new = state_steps.limit(computed, new, request.num_tokens)
-        if retention is None or not state_steps or computed >= request.num_tokens - 1:
-            return num_new
-        if request.row >= 0:
+        lengths: tuple[int, ...] = ()
+        retention = self._groups.retention
+        if retention is not None and request.row >= 0:
             lengths = retention.lengths_of(request.row)
-        else:
+        elif retention is not None:
             lengths = retention.lengths_for(request.num_tokens, 0 if hit is None else hit.num_shared_tokens)
-        return retention.step_end(computed, computed + num_new, lengths) - computed
+        return limit_step(self._groups, computed, new, request.num_tokens, lengths)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """`KVCacheManager.cache_blocks`."""

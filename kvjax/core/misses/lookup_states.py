@@ -75,6 +75,14 @@ class _GroupStates:
         return None if evicted is None or oldest == NO_NUMBER else evicted.describe(oldest)
 
 
+def longest_hit(groups: GroupManagers, num_tokens: int) -> int:
+    """Most tokens that a request of `num_tokens` can hit, whatever is cached."""
+    reach = num_tokens - 1 + groups.may_drop_end
+    most = min(reach - drops * manager.block_size for manager, drops in groups.cacheable_lookups)
+    most = max(min(most, num_tokens - 1), 0)
+    return most - most % groups.alignment
+
+
 class LookupStates:
     """One prompt's blocks at this moment."""
 
@@ -86,11 +94,8 @@ class LookupStates:
         self._pools = groups.pools
         cacheable = groups.cacheable_lookups
         self._alignment = groups.alignment
-        whole = request.num_tokens - 1
-        reach = whole + groups.may_drop_end
-        most = min(reach - drops * manager.block_size for manager, drops in cacheable)
-        self.max_length = self._aligned(min(most, whole))
-        self.max_length_without_drops = self._aligned(whole)
+        self.max_length = longest_hit(groups, request.num_tokens)
+        self.max_length_without_drops = self._aligned(request.num_tokens - 1)
         self.max_length_without_last_token = self._aligned(request.num_tokens)
         self._lengths = np.arange(self._alignment, self.max_length + 1, self._alignment)
         behind = [manager.block_size * (drops and manager.needs_dropped_block) for manager, drops in cacheable]

@@ -1,0 +1,24 @@
+"""How many tokens of a request one step should take, so that recurrent states exist where they are cached.
+
+Flow:    SlotAllocator, never_hits -> [limit_step] -> StateSteps, Retention -> tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvjax.core.kinds.group_managers import GroupManagers
+
+
+def limit_step(
+    groups: GroupManagers, num_computed: int, num_new: int, num_tokens: int, checkpoints: Iterable[int]
+) -> int:
+    """Of `num_new` tokens after `num_computed` of a request of `num_tokens`, which has checkpoints of its own."""
+    state_steps, retention = groups.state_steps, groups.retention
+    num_new = state_steps.limit(num_computed, num_new, num_tokens)
+    if retention is None or not state_steps or num_computed >= num_tokens - 1:
+        return num_new
+    return retention.step_end(num_computed, num_computed + num_new, checkpoints) - num_computed
+
+
+__all__ = ["limit_step"]
