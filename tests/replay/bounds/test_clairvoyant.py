@@ -13,7 +13,7 @@ from kvjax.replay import ReplayConfig, run_replay
 from kvjax.replay.bounds import CacheCosts, PromptTree, clairvoyant, free_exchange
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.trace import TraceRequest
-from tests.replay.bounds.naive_bytes import COSTS
+from tests.replay.bounds.naive_bytes import COSTS, state
 from tests.replay.random_traces import random_trace
 
 
@@ -42,6 +42,48 @@ def test_no_choice_of_tokens_hits_more(num_tokens: int) -> None:
         trace = random_trace(seed, 6, max_blocks=3, hash_block_size=2)
         found = clairvoyant(PromptTree.of(trace), CacheCosts(7), 7 * num_tokens)
         assert found == most_hit_tokens(trace, num_tokens)
+
+
+NEVER = (-1, -1)
+
+
+def beladys_hits(trace: list[TraceRequest], num_tokens: int) -> int:
+    """Belady's rule for tokens, a token being its prefix: what is used again last goes first, of equals the deeper.
+
+    The last token of a prompt is computed, so what comes next as that is of no use until then.
+    """
+    prompts = [
+        [(hash_id, place) for hash_id in request.hash_ids for place in range(request.hash_block_size)]
+        for request in trace
+    ]
+    prompts = [prompt[: request.input_length] for prompt, request in zip(prompts, trace, strict=True)]
+    kept: set[tuple[int, int]] = set()
+    hit_tokens = 0
+    for number, prompt in enumerate(prompts):
+        hit_tokens += [*(token in kept for token in prompt[:-1]), False].index(False)
+        next_use: dict[tuple[int, int], tuple[int, int]] = {}  # token -> prompt, depth
+        for later, other in enumerate(prompts[number + 1 :]):
+            for depth, token in enumerate(other):
+                next_use.setdefault(token, (later, depth) if depth + 1 < len(other) else NEVER)
+        useful = [token for token in kept | set(prompt) if next_use.get(token, NEVER) != NEVER]
+        kept = set(sorted(useful, key=next_use.__getitem__)[:num_tokens])
+    return hit_tokens
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_full_attention_is_beladys_rule_for_tokens(seed: int) -> None:
+    trace = random_trace(seed, 40, hash_block_size=8)
+    for num_tokens in (5, 20, 45, 80, 150):
+        found = clairvoyant(PromptTree.of(trace), CacheCosts(3), 3 * num_tokens)
+        assert found == beladys_hits(trace, num_tokens)
+
+
+def test_a_prefix_without_its_checkpoint_is_no_hit() -> None:
+    """Of 9 tokens that could be hit 5 fit beside a state, but no prompt ends there."""
+    tree = PromptTree.of([TraceRequest(0, 10, 0, (0,), hash_block_size=10)] * 2)
+    costs = CacheCosts(1, (state(100),))
+    assert clairvoyant(tree, costs, 105) == 0
+    assert clairvoyant(tree, costs, 109) == 9
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)

@@ -11,7 +11,7 @@ from kvjax.replay.bounds.pieces import CHECKPOINT_TOKENS, ROOT
 from tests.replay.random_traces import random_trace
 
 
-@pytest.mark.parametrize("hash_block_size", [3, 64, 512, 1_000])
+@pytest.mark.parametrize("hash_block_size", [3, 64, 511, 512, 1_000])
 @pytest.mark.parametrize("seed", range(4))
 def test_two_prompts_share_the_pieces_that_hold_equal_prefixes(seed: int, hash_block_size: int) -> None:
     """Up to the end of any piece of one, the other has it if its tokens up to there are equal, and only then."""
@@ -25,7 +25,7 @@ def test_two_prompts_share_the_pieces_that_hold_equal_prefixes(seed: int, hash_b
                 assert (piece in other_path) == (other.size >= end and np.array_equal(prompt[:end], other[:end]))
 
 
-@pytest.mark.parametrize("hash_block_size", [3, 64, 512, 1_000])
+@pytest.mark.parametrize("hash_block_size", [3, 64, 511, 512, 1_000])
 def test_pieces_end_where_prompts_end_a_token_before_and_at_checkpoints(hash_block_size: int) -> None:
     trace = random_trace(1, 40, hash_block_size=hash_block_size)
     tree = PromptTree.of(trace)
