@@ -21,7 +21,7 @@ import kvjax
 from kvjax.cli.arguments import byte_size
 from kvjax.cli.interrupts import INTERRUPTED, interruptible
 from kvjax.cli.progress import progress
-from kvjax.cli.replay_arguments import CACHING_RULES, config_of
+from kvjax.cli.replay_arguments import config_of
 from kvjax.cli.replay_replicas import first_given
 from kvjax.configs import load_model_config
 from kvjax.errors import ConfigError, MemoryBudgetError
@@ -32,7 +32,7 @@ from kvjax.text import align_table
 SHARES = ((SERIAL, FREE_EXCHANGE), (BATCHES, SERIAL))
 STDERR = 2  # descriptor
 DEFAULT_SIZES = "100GB,200GB,400GB"
-TAKEN = (*CACHING_RULES, "rules", "memory", "num_blocks", "plot", "record", "miss_reasons", "bound", "host_memory")
+TAKEN = ("memory", "num_blocks", "plot", "record", "miss_reasons", "bound", "host_memory")
 NEEDS_COMPARISON = ("memory_sizes", "beside")
 NO_SETTINGS = ("compare_defaults", *NEEDS_COMPARISON, "serial", "json", "no_progress", "debug", "command", "model")
 
@@ -42,7 +42,8 @@ def add_compare_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--compare-defaults",
         metavar="MODEL,MODEL",
-        help="instead: a table of what defaults hit for each, one at a time and (without --serial) in batches",
+        help="instead: a table of what defaults (but for other options that are given) hit for each model, one prompt "
+        "at a time and, without --serial, in batches",
     )
     group.add_argument(
         "--memory-sizes", type=_sizes, metavar="BYTES,BYTES", help=f"of one device (default: {DEFAULT_SIZES})"

@@ -70,6 +70,13 @@ def test_the_table_is_in_percent_of_all_prompt_tokens(
         assert row[9:] == [f"{hits['serial'] / hits['free exchange']:.1%}", f"{hits['batches'] / hits['serial']:.1%}"]
 
 
+def test_options_that_are_given_count(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = compare(trace, tmp_path / "table.json", "--serial", "--rules", "vllm-0.33.0")
+    assert all(hits["serial"] == hits["vLLM's rules"] for hits in cells.values())
+    assert cells != compare(trace, tmp_path / "table.json", "--serial")
+    capsys.readouterr()
+
+
 def test_what_the_file_has_is_not_run_again(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Unless settings differ, here the requests that are read."""
     path = tmp_path / "table.json"
@@ -150,8 +157,8 @@ json.dump({"rows": rows}, open(path, "w"))
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--compare-defaults a --policy lru", "expected --policy without --compare-defaults, got both"),
-        ("--compare-defaults a --rules vllm-0.33.0", "expected --rules without --compare-defaults"),
+        ("--compare-defaults a --num-blocks 9", "expected --num-blocks without --compare-defaults, got both"),
+        ("--compare-defaults a --host-memory 1GB", "expected --host-memory without --compare-defaults, got both"),
         ("--compare-defaults a --memory 1GB", "expected --memory without --compare-defaults"),
         ("--compare-defaults a --plot x.png", "expected --plot without --compare-defaults"),
         ("--compare-defaults a --bound", "expected --bound without --compare-defaults"),
