@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvjax.core.kinds.registry import manager_class_of
 from kvjax.core.spec import KVCacheSpec, cdiv
@@ -134,20 +135,22 @@ class CacheShape:
             in_flight_blocks=sum(longest) - sum(self.request_blocks(spec, max_model_len) for spec in specs),
             reserved_blocks=reserved,
             least_blocks=1 + reserved + sum(longest),
-            kept_blocks=sum(self._kept_blocks(spec, load.tokens_per_checkpoint) for spec in specs),
+            kept_blocks=sum((self._kept_blocks(spec, load.tokens_per_checkpoint) for spec in specs), Fraction(0)),
             max_running=load.max_running,
             grows_with_length=any(_grows_with_length(spec) for spec in specs),
         )
 
-    def _kept_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
+    def _kept_blocks(self, spec: KVCacheSpec, num_tokens: int) -> Fraction:
         """Blocks of one group that stay for later requests when one of `num_tokens` tokens ends.
 
         A kind that forgets keeps a state, or what the next token sees: all but the block that it is written to.
         """
+        if _grows_with_length(spec):
+            return Fraction(num_tokens, spec.block_size * self.parallel.context)
         held = self.request_blocks(spec, num_tokens)
-        if _grows_with_length(spec) or not manager_class_of(spec).is_prefix_cacheable:
-            return held
-        return 1 if spec.state_pages is not None else max(held - 1, 1)
+        if not manager_class_of(spec).is_prefix_cacheable:
+            return Fraction(held)
+        return Fraction(1 if spec.state_pages is not None else max(held - 1, 1))
 
     def longest_request(self, memory_bytes: int, limit: int, in_flight_tokens: int) -> int:
         """Largest `max_model_len` of at most `limit` with which one request fits; 0 if none does."""

@@ -32,7 +32,7 @@ class PoolNeed:
     in_flight_blocks: int  # further blocks for tokens in flight, once per deployment
     reserved_blocks: int = 0  # never handed to requests; the null block is not among them
     least_blocks: int = 0  # for one request of the longest length, everything counted
-    kept_blocks: int = 0  # blocks that a request of the load leaves for later ones
+    kept_blocks: Fraction | int = 0  # blocks that a request of the load leaves for later ones
     max_running: int | None = None  # requests that run at once; None: all
     grows_with_length: bool = True  # whether longer requests hold more blocks
 
@@ -49,7 +49,7 @@ class PoolNeed:
 
     def kept_in(self, num_blocks: int) -> Fraction:
         """Requests of the load whose caches so many blocks keep while none runs, the null block included."""
-        return Fraction(max(num_blocks - self.fixed_blocks, 0), self.kept_blocks)
+        return max(num_blocks - self.fixed_blocks, 0) / Fraction(self.kept_blocks)
 
 
 def size_pools(needs: Sequence[PoolNeed], budget_bytes: int) -> list[int]:
@@ -104,7 +104,8 @@ def requests_that_fit(needs: Sequence[PoolNeed], sizes: Sequence[int]) -> float:
 
 def _largest_requests(needs: Sequence[PoolNeed], budget_bytes: int) -> Fraction:
     """Every n_p steps at multiples of 1 / request_p or 1 / kept_p only, so bisect on those of 1 / lcm."""
-    unit = math.lcm(*(blocks for need in needs for blocks in (need.request_blocks, need.kept_blocks) if blocks))
+    steps = [Fraction(blocks).numerator for need in needs for blocks in (need.request_blocks, need.kept_blocks)]
+    unit = math.lcm(*filter(None, steps))
     low, high = 0, unit  # low fits: the caller checked the longest request
     while bytes_for(needs, Fraction(high, unit)) <= budget_bytes:
         low, high = high, 2 * high
