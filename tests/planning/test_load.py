@@ -70,7 +70,7 @@ def test_pools_hold_the_most_requests_that_the_budget_pays(
 @pytest.mark.parametrize("tokens", [100, 130, 512, 2_048])
 def test_a_load_keeps_as_many_tokens_a_checkpoint_as_it_says(tokens: int) -> None:
     """Whether or not it is a number of whole blocks."""
-    kept = plan_of(Load(tokens, max_running=1)).kept
+    kept = plan_of(Load(tokens, max_running=1), memory_bytes=16 * GIB).kept
     assert kept.tokens / kept.checkpoints == pytest.approx(tokens, rel=0.02)
 
 
