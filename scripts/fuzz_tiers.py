@@ -5,7 +5,7 @@ Usage:   python scripts/fuzz_tiers.py --faults 10000
 
 After each step every page that a request attends is compared with what it should hold, and the laws of manager, host
 and loads are checked; at the end no block and no slot is held. Half of the worlds have two data ranks over one host and
-one disk.
+one disk, half have blocks on probation; the host is tiny, short or ample.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.tiers.test_tier_scheduler import SETUPS
+from tests.tiers.test_tier_scheduler import POLICIES, SETUPS
 from tests.tiers.tiered_world import TieredWorld
 
 STEPS = 100  # of one world
@@ -38,7 +38,9 @@ def main() -> int:
     while sum(totals.values()) < args.faults:
         for name, groups in SETUPS.items():
             write_through, num_ranks = seed % 2 == 1, 1 + seed // 2 % 2
-            options: dict[str, Any] = {"write_through": write_through, "fault_rate": 0.15}
+            policy = list(POLICIES)[seed // 4 % len(POLICIES)]
+            rules = {"write_through": write_through, "host_bytes": (5, 160, 1_200)[seed % 3], **POLICIES[policy]}
+            options: dict[str, Any] = {"fault_rate": 0.15, **rules}
             world = TieredWorld(groups, seed, **options)
             for _ in range(1, num_ranks):
                 TieredWorld(groups, seed, first=world, **options)
@@ -48,7 +50,7 @@ def main() -> int:
                     world.check_invariants()
                 world.drain()
             except AssertionError as error:
-                print(f"seed {seed}, {name}, write_through={write_through}, {num_ranks} ranks: {error}")
+                print(f"seed {seed}, {name}, {rules}, {num_ranks} ranks: {error}")
                 return 1
             totals.update(world.faults)
             counts.update(worlds=1)

@@ -38,6 +38,21 @@ def test_requests_attend_their_own_kv_alone(name: str, write_through: bool, poli
     assert num_loaded > 5
 
 
+@pytest.mark.parametrize("write_through", [False, True])
+@pytest.mark.parametrize("name", ["hybrid", "pools"])
+def test_a_tier_knows_what_blocks_are_worth(name: str, write_through: bool) -> None:
+    num_on_probation = num_loaded = 0
+    for seed in range(3):
+        world = TieredWorld(SETUPS[name], seed, write_through=write_through, **POLICIES["probation"])
+        for _ in range(60):
+            world.step()
+            world.check_worth()
+            num_on_probation += sum(worth.on_probation for worth in world.transit.keys.values())
+        num_loaded += world.num_loaded
+    assert num_on_probation > 5
+    assert num_loaded > 2
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("write_through", [False, True])
 @pytest.mark.parametrize("name", SETUPS)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.core import KVCacheManager, Request
+from kvjax.core.eviction.probation_policy import ProbationPolicy
 from kvjax.tiers.connector import ConnectorOutput, LoadResults
 from kvjax.tiers.host_store import HostStore
 from kvjax.tiers.rank_schedulers import RankTierSchedulers
@@ -203,6 +204,9 @@ class TieredWorld:
         self.running: list[Request] = []
         self.loading: dict[str, Request] = {}
         self.newest: list[str] = []  # requests whose load began in this step
+        self.to_load: dict[str, list[tuple[int, list[int]]]] = {}  # by request, of each group: pool, blocks
+        self.loaded: list[tuple[int, list[int]]] = []  # likewise, in this step
+        self.looked_up: dict[str, int] = {}  # the host's clock
         self.computed: set[Content] = set()
         self.num_made = self.num_loaded = self.num_failed = 0
         self.num_foreign = 0  # pages that were loaded and never computed here
@@ -271,11 +275,12 @@ class TieredWorld:
 
     def start_some(self, results: LoadResults) -> None:
         """What is loaded runs, what is not is computed, and another request comes."""
-        self.newest = []
+        self.newest, self.loaded = [], []
         for request_id in filter(self.loading.__contains__, results.loaded):
             request = self.loading.pop(request_id)
             self.manager.cache_blocks(request, request.num_computed_tokens)
             self.num_loaded += 1
+            self.loaded += self.to_load[request_id]
             self.num_foreign += sum(content not in self.computed for _, _, content in self.own_pages(request))
             self.run(request)
         for request_id in filter(self.loading.__contains__, results.failed):
@@ -297,6 +302,7 @@ class TieredWorld:
         """Loads or runs a request, if it fits."""
         hit, num_hit = self.manager.get_computed_blocks(request)
         external, _ = self.tiers.get_num_new_matched_tokens(request, hit, num_hit)
+        self.looked_up[request.request_id] = self.host.clock
         if external is None:
             return
         new = 0 if external else request.num_tokens - num_hit
@@ -310,6 +316,12 @@ class TieredWorld:
             self.tiers.update_state_after_alloc(request, hit, external)
             self.loading[request.request_id] = request
             self.newest.append(request.request_id)
+            assert hit.elsewhere is not None
+            tables = self.manager.get_block_ids(request.request_id)
+            self.to_load[request.request_id] = [
+                (self.groups[group_id].pool, tables[group_id][first : first + len(block_hashes)])
+                for group_id, (first, block_hashes, _) in enumerate(hit.elsewhere.blocks)
+            ]
         else:
             request.num_computed_tokens = num_hit
             self.running.append(request)
@@ -337,6 +349,24 @@ class TieredWorld:
         """Every page that the request holds is its own: nothing else is attended."""
         for place, column, content in self.own_pages(request):
             assert self.pages[place] == content, f"{request.request_id} reads other KV in column {column}"
+
+    def check_worth(self) -> None:
+        """A link tells of blocks what their policy knows, no load is on probation, and what runs is in use."""
+        for pool in self.manager.block_pools:
+            link, policy = pool.tier_link, pool.eviction_policy
+            assert link is not None
+            assert isinstance(policy, ProbationPolicy)
+            on_probation = np.zeros(pool.num_blocks, bool)
+            on_probation[list(policy.state()[1])] = True
+            assert (link.on_probation == on_probation)[pool.is_hashed].all()
+        for pool_id, ids in self.loaded:
+            pool = self.manager.block_pools[pool_id]
+            assert not pool.tier_link.on_probation[[i for i in ids if pool.is_hashed[i]]].any()
+        for request in self.running:
+            for (pool_id, block_id), _, _ in self.own_pages(request):
+                pool = self.manager.block_pools[pool_id]
+                is_new = not pool.is_hashed[block_id]
+                assert is_new or pool.tier_link.last_used[block_id] >= self.looked_up[request.request_id]
 
     def own_pages(self, request: Request) -> list[tuple[tuple[int, int], int, Content]]:
         """(pool, block), column and right content of every page that the request holds."""
