@@ -24,6 +24,7 @@ from kvjax.core.eviction.run_keeper import RunKeeper
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
 
+AHEAD = 32  # of the blocks here one of so many may be a victim before it is needed: decisions should not be old
 MAX_PENDING = 32  # calls that are written down, before they are worked off though no victim is needed
 
 
@@ -110,7 +111,7 @@ class LearnedOrder:
             self._evicted, self._evicted_hashes = [], []
         if is_due:
             self.keeper.learn(self._now)
-        wanted, self._num_taken = min(self._num_taken, self.num_free_blocks), 0
+        wanted, self._num_taken = min(self._num_taken, self.num_free_blocks // AHEAD), 0
         if self._victims.num_free_blocks < wanted:
             self._name_victims(wanted)
 
@@ -146,10 +147,10 @@ class LearnedOrder:
             raise InvariantError(
                 f"D1: {self.num_free_blocks} blocks are counted, {here.size} are here, or a victim is not"
             )
-        if sorted(self.order_before(here[:0]).tolist()) != here.tolist():
-            raise InvariantError("D1: a block is in no run that waits")
         if not self._evicted:
             self.keeper.check_invariants()
+        if sorted(self.order_before(here[:0]).tolist()) != here.tolist():
+            raise InvariantError("D1: a block is in no run that waits")
 
 
 __all__ = ["LearnedOrder"]

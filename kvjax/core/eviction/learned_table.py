@@ -57,6 +57,11 @@ class LearnedClass:
     waited_requests: float  # faded, without the runs that still wait
     worth_by_age: tuple[tuple[int, float], ...]  # requests, hits a request
 
+    def describe(self) -> str:
+        """One line for a person."""
+        worth = ", ".join(f"{1_000 * worth:.3g} after {age:,}" for age, worth in self.worth_by_age)
+        return f"{self.name:16}  {self.uses:,.0f} times hit again; keeping brings in 1,000 requests {worth} hits"
+
 
 class LearnedTable:
     """Counts by class and bin, and the worth that was made of them last."""

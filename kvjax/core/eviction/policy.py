@@ -92,6 +92,10 @@ class EvictionPolicy(abc.ABC):
         """Held blocks got hashes: each caches `block_size` tokens from the token number `starts` (int64[n]) on."""
         return
 
+    def note_checkpoints(self) -> None:
+        """Some group of the cache forgets: its hits need checkpoints. Said before anything is registered."""
+        return
+
     def note_probation(self, ids: np.ndarray) -> None:
         """Registered blocks that a checkpoint keeps which nobody asked for yet: until a hit they are worth least."""
         return
@@ -123,6 +127,10 @@ class EvictionPolicy(abc.ABC):
     def state(self) -> Any:
         """Comparable: what beside the order decides what happens next."""
         return ()
+
+    def describe(self) -> str:
+        """Lines for a person, each behind a line feed, on what the policy found out."""
+        return ""
 
     def check_invariants(self) -> None:
         """Raises InvariantError if a law of the policy's own is broken. O(num_blocks)."""

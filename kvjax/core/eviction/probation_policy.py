@@ -47,10 +47,14 @@ class ProbationPolicy(EvictionPolicy):
     def __init__(self, index: HashedBlocks, lasting: LastingBlocks) -> None:
         super().__init__(index)
         self._blank, self._probation, self._young = make_queues(3, self.num_blocks)
+        self._set_lasting(lasting)
+        self._on_probation = np.zeros(self.num_blocks, np.bool_)
+
+    def _set_lasting(self, lasting: LastingBlocks) -> None:
+        """Chooses the order of lasting blocks while there are none."""
         self._lasting = lasting
         self._old: tuple[FreeKVCacheBlockQueue | LastingBlocks, ...] = (self._blank, self._probation, lasting)
         self._queues = (*self._old, self._young)
-        self._on_probation = np.zeros(self.num_blocks, np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -115,7 +119,7 @@ class ProbationPolicy(EvictionPolicy):
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of their queues."""
-        remove_from(self._queues, ids)
+        remove_from(self._queues[::-1], ids)
 
     def order(self) -> np.ndarray:  # int32[num_free]
         """The queues one after another, of the young ones part by part."""
@@ -191,7 +195,11 @@ class ProbationLRUPolicy(ProbationPolicy):
 
 
 class LearnedPolicy(ProbationPolicy):
-    """Lasting blocks by what keeping them is worth, learned from hits, also of what is gone: `RunKeeper`."""
+    """Lasting blocks by what keeping them is worth, learned from hits, also of what is gone: `RunKeeper`.
+
+    Where a group of the cache forgets they go by LRU. A checkpoint is worth its tokens and these their checkpoint, which
+    is not learned yet; what is used together stays together under LRU.
+    """
 
     def __init__(self, index: HashedBlocks, max_ghosts: int = 20_000, learn_every: int = 200) -> None:
         """
@@ -206,9 +214,18 @@ class LearnedPolicy(ProbationPolicy):
         for name, value in (("max_ghosts", max_ghosts), ("learn_every", learn_every)):
             if value < 1:
                 raise ValueError(f"expected {name} >= 1, got {value}")
-        self._order = LearnedOrder(index, max_ghosts, learn_every)
-        super().__init__(index, self._order)
+        self._learned: LearnedOrder | None = LearnedOrder(index, max_ghosts, learn_every)
+        super().__init__(index, self._learned)
+
+    def note_checkpoints(self) -> None:
+        """Lasting blocks go by LRU."""
+        self._learned = None
+        self._set_lasting(LRUOrder(self.num_blocks))
 
     def learned(self) -> tuple[LearnedClass, ...]:
-        """What is known of each class of runs."""
-        return self._order.keeper.table.classes()
+        """What is known of each class of runs; nothing under LRU."""
+        return () if self._learned is None else self._learned.keeper.table.classes()
+
+    def describe(self) -> str:
+        """A line for each class."""
+        return "".join(f"\n  {each.describe()}" for each in self.learned())

@@ -34,9 +34,17 @@ def take_in_turn(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], num_bl
 
 
 def remove_from(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], ids: np.ndarray) -> None:
-    """Removes int64[n] blocks, each from the queue that has it."""
+    """Removes int64[n] blocks, each from the queue that has it; quickest where the first queues have all."""
     for queue in queues:
-        queue.remove_n(ids[queue.contains_n(ids)])
+        if queue.num_free_blocks and ids.size:
+            is_here = queue.contains_n(ids)
+            num_here = np.count_nonzero(is_here)
+            if num_here == ids.size:
+                queue.remove_n(ids)
+                return
+            if num_here:
+                queue.remove_n(ids[is_here])
+                ids = ids[~is_here]
 
 
 __all__ = ["make_queues", "remove_from", "take_in_turn"]

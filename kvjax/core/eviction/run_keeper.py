@@ -62,8 +62,8 @@ class RunKeeper:
             for run, blocks in _stretches(self.run_of[part], part):
                 if run and runs.waits.item(run):
                     self.table.note_use(runs.of_class.item(run), now - runs.free_since.item(run))
-                if run and blocks.size == runs.num_cached.item(run) + runs.num_gone.item(run):
-                    runs.num_hits[run] = num_hits = runs.num_hits.item(run) + 1
+                if run and blocks.size == runs.num_cached[run] + runs.num_gone[run]:
+                    runs.num_hits[run] = num_hits = runs.num_hits[run] + 1
                     runs.of_class[run] = class_of(num_hits)
                     runs.waits[run] = False
                     runs.leave(run)
@@ -72,7 +72,7 @@ class RunKeeper:
 
     def _split(self, group: int, run: int, blocks: np.ndarray) -> None:
         """Makes blocks of a run, 0: of none, one of their own that was hit once more."""
-        made = self._make(group, self.runs.num_hits.item(run) + 1, blocks)
+        made = self._make(group, self.runs.num_hits[run] + 1, blocks)
         if run:
             self.runs.replace(run, made)
             self._remove_blocks(run, blocks.size)
@@ -83,8 +83,8 @@ class RunKeeper:
 
     def _remove_blocks(self, run: int, num_cached: int = 0, num_gone: int = 0) -> None:
         runs = self.runs
-        runs.num_cached[run] = cached = runs.num_cached.item(run) - num_cached
-        runs.num_gone[run] = gone = runs.num_gone.item(run) - num_gone
+        runs.num_cached[run] = cached = runs.num_cached[run] - num_cached
+        runs.num_gone[run] = gone = runs.num_gone[run] - num_gone
         if not cached:
             runs.leave(run)
             runs.put_on(run, 0)
@@ -123,7 +123,7 @@ class RunKeeper:
         if not run:
             return 0, len(hashes) - start
         self.table.note_use(runs.of_class.item(run), now - runs.free_since.item(run))
-        num_hits = runs.num_hits.item(run) + 1
+        num_hits = runs.num_hits[run] + 1
         if rest:
             self._remember(run, rest, now)
         self._remove_blocks(run, num_gone=count + len(rest))
@@ -141,8 +141,8 @@ class RunKeeper:
     def _remember(self, run: int, hashes: list[BlockHash], now: int) -> None:
         runs = self.runs
         runs.num_gone[run] += len(hashes)
-        for lost, count in self.ghosts.add(runs.group.item(run), run, hashes):
-            if not runs.num_cached.item(lost) and runs.num_gone.item(lost) == count:
+        for lost, count in self.ghosts.add(runs.group[run], run, hashes):
+            if not runs.num_cached[lost] and runs.num_gone[lost] == count:
                 self.table.note_loss(runs.of_class.item(lost), now - runs.free_since.item(lost))
             self._remove_blocks(lost, num_gone=count)
 
@@ -180,10 +180,10 @@ class RunKeeper:
             run = runs.first(1 + of_class if worth < math.inf else runs.num_lists)
             if not run:
                 return
-            if runs.children.item(run) and worth < math.inf:
+            if runs.children[run] and worth < math.inf:
                 runs.set_aside(run)
             else:
-                parent = runs.parent.item(run)
+                parent = runs.parent[run]
                 runs.leave(run)
                 runs.put_on(run, 0)
                 yield runs.blocks[run][self.run_of[runs.blocks[run]] == run]
@@ -209,11 +209,10 @@ class RunKeeper:
         """Raises InvariantError if R1, U1 or U2 is broken. O(blocks + runs)."""
         self.runs.check_invariants()
         self.ghosts.check_invariants()
-        num_cached = np.bincount(self.run_of[self.run_of > 0], minlength=self.runs.num_cached.size)
-        gone = self.ghosts.blocks_by_run()
-        if not np.array_equal(num_cached, self.runs.num_cached):
+        num_cached = np.bincount(self.run_of[self.run_of > 0], minlength=len(self.runs.num_cached))
+        if num_cached.tolist() != self.runs.num_cached:
             raise InvariantError("R1: the cached blocks of a run are counted wrongly")
-        if gone != {run: self.runs.num_gone.item(run) for run in self.runs.num_gone.nonzero()[0].tolist()}:
+        if self.ghosts.blocks_by_run() != {run: count for run, count in enumerate(self.runs.num_gone) if count}:
             raise InvariantError("R1: the ghosts of a run are counted wrongly")
 
 

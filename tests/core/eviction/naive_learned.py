@@ -258,7 +258,7 @@ class NaiveLearned(NaiveProbationLRU):
         self.evicted = []
         if self.now - self.learned_at >= self.learn_every:
             self.learn()
-        wanted, self.num_taken = min(self.num_taken, len(self.lasting)), 0
+        wanted, self.num_taken = min(self.num_taken, len(self.lasting) // 32), 0
         self.name_victims(wanted)
         self.join()
 

@@ -195,8 +195,16 @@ class Life:
 @pytest.mark.parametrize("num_blocks", [2, 3, 5, 9, 17, 40])
 @pytest.mark.parametrize("name", POLICIES)
 def test_agrees_with_its_naive_model(name: str, num_blocks: int) -> None:
-    for seed in range(6):
+    for seed in range(2 if "learned" in name else 6):
         Life(POLICIES[name], num_blocks, seed).go(150)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", [name for name in POLICIES if "learned" in name])
+def test_what_is_learned_agrees_with_its_naive_model_sweep(name: str) -> None:
+    for seed in range(100, 400):
+        Life(POLICIES[name], 2 + seed % 50, seed).go(200)
 
 
 def cycle(life: Life, count: int) -> None:

@@ -1,0 +1,126 @@
+"""What the learned policy is for: prefixes that come back outlive a flood, and parents outlive children."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.core import BlockHasher, BlockPool, KVCacheManager, Request
+from kvjax.core.eviction import LearnedPolicy
+from kvjax.errors import InvariantError
+from tests.core.manager.manager_lockstep import FULL, SETUPS
+
+HASHER = BlockHasher(2, seed="learned")
+OFTEN = partial(LearnedPolicy, learn_every=10)
+
+
+def serve(manager: KVCacheManager, tokens: np.ndarray, name: str) -> int:
+    """Hit tokens of a request that is looked up, computed and freed."""
+    request = Request(name, tokens.astype(np.int32), block_hasher=HASHER)
+    manager.new_step_starts()
+    blocks, hit = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, tokens.size - hit, hit, blocks) is not None
+    manager.free(request)
+    return hit
+
+
+def full_manager(policy: Any, num_blocks: int = 80) -> KVCacheManager:
+    return FULL.manager([num_blocks], eviction_policy=policy)
+
+
+def flood(manager: KVCacheManager, num_requests: int, seed: int = 0) -> int:
+    """Hits of ten prompts that come back every 20 requests, among prompts that never do, of 20 tokens each."""
+    rng = np.random.default_rng(seed)
+    returning = rng.integers(0, 99, (4, 20))
+    hits = 0
+    for i in range(num_requests):
+        prompt = returning[i // 5 % 4] if i % 5 == 0 else rng.integers(100, 10_000, 20)
+        hits += serve(manager, prompt, f"r{i}")
+    return hits
+
+
+def test_what_comes_back_outlives_what_does_not() -> None:
+    """Between two uses of a prompt 19 others pass, and seven fit: LRU never hits, and who learns does."""
+    assert flood(full_manager("lru"), 400) == 0
+    hits = flood(full_manager(OFTEN), 400)
+    assert hits > 0.5 * 18 * 80
+    assert hits == flood(full_manager(OFTEN), 400)
+
+
+def test_a_prefix_outlives_what_stands_on_it() -> None:
+    """However little its class is worth: nobody can hit blocks whose prefix is gone."""
+    manager = full_manager(OFTEN, 60)
+    rng = np.random.default_rng(1)
+    for i in range(300):
+        length = int(rng.integers(4, 21))
+        serve(manager, np.arange(20)[:length] + 100 * int(rng.integers(12)), f"r{i}")
+        hashes = [HASHER.hash_tokens(np.arange(20, dtype=np.int32) + 100 * k) for k in range(12)]
+        for chain in hashes:
+            cached = manager.block_pool.find_each(chain, 0) >= 0
+            assert not (cached[1:] & ~cached[:-1]).any()
+
+
+@pytest.mark.parametrize("num_calls", [5, 250])
+def test_a_restored_manager_goes_on_as_the_saved_one(num_calls: int) -> None:
+    saved = full_manager("learned")
+    flood(saved, num_calls)
+    restored = KVCacheManager.restore(saved.save_state())
+    assert flood(restored, 250, seed=2) == flood(saved, 250, seed=2)
+    assert restored.block_pool.snapshot() == saved.block_pool.snapshot()
+
+
+def test_it_tells_what_it_learned() -> None:
+    """A prompt's last block is computed again each time it comes back, so only what was hit is hit more often."""
+    manager = full_manager(OFTEN)
+    flood(manager, 400)
+    by_name = {each.name: each for each in manager.block_pool.eviction_policy.learned()}  # type: ignore[attr-defined]
+    assert by_name["hit more often"].uses > by_name["hit twice"].uses > 0
+    worth = {name: dict(each.worth_by_age)[16] for name, each in by_name.items()}
+    assert worth["hit more often"] > worth["never hit"]
+    assert "never hit" in manager.block_pool.describe()
+    assert "keeping brings in 1,000 requests" in manager.block_pool.describe()
+
+
+@pytest.mark.parametrize("name", ["window", "hybrid", "full_mamba", "hybrid_pools"])
+def test_where_a_group_forgets_lasting_blocks_go_by_lru(name: str) -> None:
+    """The same calls leave the same order as under probation."""
+    sizes = [40] * SETUPS[name].num_pools
+    learned, probation = (SETUPS[name].manager(sizes, eviction_policy=policy) for policy in ("learned", "probation"))
+    for i in range(120):
+        rng = np.random.default_rng(i % 7)
+        tokens = rng.integers(0, 9, 4 + i % 9)
+        assert serve(learned, tokens, f"r{i}") == serve(probation, tokens, f"r{i}")
+        for ours, theirs in zip(learned.block_pools, probation.block_pools, strict=True):
+            assert ours.snapshot().free_order == theirs.snapshot().free_order
+    assert learned.block_pool.eviction_policy.learned() == ()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "law"),
+    [
+        (lambda order: setattr(order, "num_free_blocks", 1), "D1: 1 blocks are counted"),
+        (lambda order: order.keeper.runs.num_cached.__setitem__(9, 50), "R1: the cached blocks of a run"),
+        (lambda order: order.keeper.runs.num_gone.__setitem__(9, 50), "R1: the ghosts of a run|D1"),
+        (lambda order: order.keeper.runs.after.__setitem__(1, 2), "U1: the neighbours of run"),
+        (lambda order: order.keeper.runs.waits.fill(False), "U1: run .* is in a list and does not wait"),
+        (lambda order: order.keeper.runs.is_aside.__setitem__(1, True), "U1: run 1 is set aside and has no children"),
+        (lambda order: order.keeper.runs.children.__setitem__(2, 5), "U2: the children of a run"),
+        (lambda order: order.keeper.runs._unused.append(8), "U2: run 8 has no blocks and is in use, or has some"),
+        (lambda order: setattr(order.keeper.ghosts, "num_blocks", 1), "1 remembered blocks are counted"),
+        (lambda order: order.keeper.ghosts._order.clear(), "a remembered piece has no place in the order"),
+    ],
+)
+def test_the_checker_sees_what_is_broken(corrupt: Any, law: str) -> None:
+    manager = full_manager(OFTEN)
+    flood(manager, 100)
+    pool: BlockPool = copy.deepcopy(manager.block_pool)
+    order = pool.eviction_policy._learned  # type: ignore[attr-defined]
+    order._work_off()
+    order.check_invariants()
+    corrupt(order)
+    with pytest.raises(InvariantError, match=law):
+        order.check_invariants()
