@@ -197,8 +197,8 @@ class ProbationLRUPolicy(ProbationPolicy):
 class LearnedPolicy(ProbationPolicy):
     """Lasting blocks by what keeping them is worth, learned from hits, also of what is gone: `RunKeeper`.
 
-    Where a group of the cache forgets they go by LRU. A checkpoint is worth its tokens and these their checkpoint, which
-    is not learned yet; what is used together stays together under LRU.
+    Where a group of the cache forgets they go by LRU: a checkpoint is worth nothing without its tokens, nor these
+    without it, and what is used together stays together under LRU.
     """
 
     def __init__(self, index: HashedBlocks, max_ghosts: int = 20_000, learn_every: int = 200) -> None:

@@ -484,15 +484,14 @@ class BlockPool:
     def describe(self) -> str:
         """A few lines for a person."""
         held = self.num_usable_blocks - self.num_free_blocks
-        order = self.eviction_policy.order()
+        following = self.eviction_policy.order()[:8].tolist()
         return (
             f"pool of {self.num_blocks} blocks (null block included), groups {tuple(self.hash_maps)}, "
-            f"{type(self.eviction_policy).__name__}, free order {self.free_order}, "
-            f"prefix caching {'on' if self.enable_caching else 'off'}\n"
+            f"{type(self.eviction_policy).__name__}, free order {self.free_order}, prefix caching "
+            f"{'on' if self.enable_caching else 'off'}{self.eviction_policy.describe()}\n"
             f"  held    {held} ({self.get_usage():.1%}), {np.count_nonzero(self.ref_count > 1)} of them shared\n"
-            f"  free    {self.num_free_blocks}, {self.num_cached_free_blocks} of them cached; next {order[:8].tolist()}\n"
+            f"  free    {self.num_free_blocks}, {self.num_cached_free_blocks} of them cached; next {following}\n"
             f"  hashed  {self.num_hashed_blocks}, {sum(map(len, self.hash_maps.values()))} distinct hashes"
-            f"{self.eviction_policy.describe()}"
         )
 
 

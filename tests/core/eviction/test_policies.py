@@ -53,6 +53,7 @@ class Life:
         self.naive = models[1](num_blocks)
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.num_hashes = 0
+        self.asked_for: set[int] = set()  # blocks that were hit since they were taken
 
     def some(self, blocks: list[int], most: int = 6) -> list[int]:
         count = int(self.rng.integers(0, min(len(blocks), most) + 1))
@@ -74,6 +75,7 @@ class Life:
         for block in theirs:
             self.refs[block] = 1
             self.naive.hashed.discard(block)
+            self.asked_for.discard(block)
 
     def release(self) -> None:
         blocks = self.some(self.held())
@@ -105,6 +107,7 @@ class Life:
                 self.naive.remove(block)
             self.refs[block] += 1
         self.naive.hits(blocks)
+        self.asked_for.update(blocks)
 
     def register(self) -> None:
         blocks = self.some([block for block in self.held() if block not in self.naive.hashed])
@@ -139,7 +142,7 @@ class Life:
         self.naive.admitted()
 
     def put_on_probation(self) -> None:
-        blocks = self.some([block for block in self.held() if block in self.naive.hashed])
+        blocks = self.some([block for block in self.held() if block in self.naive.hashed - self.asked_for])
         self.pool.eviction_policy.note_probation(np.array(blocks, np.int64))
         for block in blocks:
             self.naive.put_on_probation(block)
