@@ -144,7 +144,7 @@ def _misses(result: ReplayResult, misses: Mapping[str, Any]) -> str:
             [pool_id, *(f"{value:,.0f}" for value in values.values())]
             for pool_id, values in misses["blocks_short"].items()
         ]
-        parts.append(align_table(["pool that lacks blocks", "mean", "median", "90 %", "99 %", "most"], rows, left={0}))
+        parts.append(align_table(["more blocks of pool", "mean", "median", "90 %", "99 %", "most"], rows, left={0}))
     if misses["tokens_short"]:
         groups = result.plan.config.kv_cache_groups
         rows = [

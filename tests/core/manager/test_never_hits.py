@@ -25,6 +25,7 @@ from kvjax.core import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
 from kvjax.errors import NeverHitsWarning
 
@@ -104,7 +105,7 @@ def random_deployment(seed: int) -> Deployment:
     options = {
         "max_model_len": int(rng.integers(2, 60)),
         "use_eagle": use_eagle,
-        "eviction_policy": str(rng.choice(["lru", "probation", "slru", "cost"])),
+        "eviction_policy": str(rng.choice(EVICTION_POLICIES)),
         "retention_interval": [None, None, 0, alignment, 3 * alignment, "auto"][rng.integers(6)],
         "retention_ends": str(rng.choice(["all", "vllm-0.32", "vllm-0.33"])),
         "same_step_hits": bool(rng.random() < 0.5),
