@@ -8,8 +8,8 @@ other, and the best split of the bytes keeps tokens and checkpoints in the propo
 
     tokens per checkpoint = tokens in the cache that the last n requests used / checkpoints that they used
 
-where n is as large as the memory holds. What that is depends on the traffic (docs/capacity.md): less than 1,000 in short
-chats, 4,000 to 15,000 with agents, documents and conversations, twice as many in long sessions of coding agents.
+where n is as large as the memory holds. What that is depends on the traffic (docs/capacity.md): less than 1,000 in
+short chats, 4,000 to 15,000 with agents, documents and conversations, twice as many in sessions of coding agents.
 """
 
 from __future__ import annotations
