@@ -21,13 +21,29 @@ from typing import Any
 from kvjax.cli.arguments import int_list, positive_int
 from kvjax.cli.replay_arguments import add_reading_arguments, reading_of
 from kvjax.configs import load_model_config
-from kvjax.replay import REPLAY_POLICIES, ReplayConfig, TraceRequest, read_trace, run_replay
+from kvjax.replay import (
+    REPLAY_POLICIES,
+    WORKLOADS,
+    ReplayConfig,
+    TraceRequest,
+    generate_workload,
+    read_trace,
+    run_replay,
+)
 
 BLOCK_SIZE = 512
 FULL_MODEL = "llama-3-8b"
 PARITY_TOKENS = 30_500  # of that model; see kvjax/core/eviction/cost_aware.py
-COLORS = {"probation": "#b7791f", "lru": "#2b6cb0", "slru": "#2f855a", "cost": "#c05621", "belady": "#4a5568"}
+COLORS = {
+    "probation": "#b7791f",
+    "learned": "#6b46c1",
+    "lru": "#2b6cb0",
+    "slru": "#2f855a",
+    "cost": "#c05621",
+    "belady": "#4a5568",
+}
 RETAINED_MODELS = ("gemma-3-27b", "qwen3-next-80b-a3b")
+SHARES = (0.01, 0.025, 0.06, 0.16, 0.4)  # of a trace's distinct blocks
 INTERVALS = (None, 8_192, 0)
 ORDERS = (("lru", "append"), ("lru", "uncached_first"), ("slru", "uncached_first"))  # of retention: policy, free order
 
@@ -47,6 +63,7 @@ class Case:
     free_order: str = "uncached_first"
     interval: int | None = None
     block_size: int = BLOCK_SIZE
+    serial: bool = True
 
     @property
     def key(self) -> str:
@@ -64,7 +81,7 @@ class Case:
                 free_order=self.free_order,
                 eviction_policy=self.policy,
                 retention_interval=self.interval,
-                serial=True,
+                serial=self.serial,
             ),
         ).recorder
         return {
@@ -83,17 +100,17 @@ class Results:
 
     def __init__(self, path: Path, trace: Sequence[TraceRequest], read_as: str, block_size: int) -> None:
         self._path = path
-        self._trace = trace
+        self.trace = trace
         self.read_as, self.block_size = read_as, block_size
         self._known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def of(self, case: Case) -> dict[str, Any]:
         """The case's, run if it is not there yet."""
         case = replace(case, block_size=self.block_size)
-        key = f"{self.read_as}; {len(self._trace)} of them; {case.key}"
+        key = f"{self.read_as}; {len(self.trace)} of them; {case.key}"
         if key not in self._known:
             print(f"running {key}", file=sys.stderr)
-            self._known[key] = case.run(self._trace)
+            self._known[key] = case.run(self.trace)
             self._path.write_text(json.dumps(self._known, indent=2) + "\n", encoding="utf-8")
         return self._known[key]
 
@@ -127,6 +144,23 @@ def retention_table(results: Results, models: Iterable[str], num_blocks: int) ->
             found = [results.of(Case(model, num_blocks, *order, interval)) for order in ORDERS]
             rates = [f"{100 * one['hit_tokens'] / one['prompt_tokens']:.2f} %" for one in found]
             rows.append([model, every, f"{found[-1]['registered_blocks']:,}", *rates])
+    return rows
+
+
+def gains_table(results: Results) -> list[list[str]]:
+    """What `learned` hits more than `probation`, percent, at shares of the distinct blocks: serial, and in batches."""
+    num_distinct = len({block for request in results.trace for block in request.hash_ids})
+    rows = []
+    for serial in (True, False):
+        row = ["serial" if serial else "in batches"]
+        for share in SHARES:
+            size = max(int(share * num_distinct), 1)
+            base, learned = (
+                results.of(Case(FULL_MODEL, size, policy, serial=serial)) for policy in ("probation", "learned")
+            )
+            gain = 100 * (learned["hit_tokens"] / base["hit_tokens"] - 1) if base["hit_tokens"] else 0.0
+            row.append(f"{100 * base['hit_tokens'] / base['prompt_tokens']:.2f} % {gain:+.1f}")
+        rows.append(row)
     return rows
 
 
@@ -165,7 +199,7 @@ def plot(path: Path, results: Results, sizes: list[int], rates: dict[str, list[f
 def main(arguments: list[str] | None = None) -> int:
     """Prints both tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", help="a trace of any form of docs/guide/traces.md")
+    parser.add_argument("trace", help="of any form of docs/guide/traces.md, or a generated workload")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="results, kept after every run")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="PNG of the first table")
     parser.add_argument("--num-requests", type=positive_int, metavar="N", help="how many to read (default: all)")
@@ -180,12 +214,20 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--block-size", type=positive_int, default=BLOCK_SIZE, metavar="N", help="tokens of a block")
     parser.add_argument("--retention-blocks", type=positive_int, default=20_000, metavar="N", help="of its pools")
+    parser.add_argument("--gains", action="store_true", help="print only what `learned` gains over `probation`")
     add_reading_arguments(parser)
     options = parser.parse_args(arguments)
     told: list[str] = []
-    trace = read_trace(options.trace, options.num_requests, reading_of(options), told.append)
+    if options.trace in WORKLOADS:
+        trace = generate_workload(options.trace, options.num_requests or 6_000)
+        told.append(f"{options.trace}: generated")
+    else:
+        trace = read_trace(options.trace, options.num_requests, reading_of(options), told.append)
     print(*told, file=sys.stderr)
     results = Results(options.json, trace, told[0], options.block_size)
+    if options.gains:
+        print(markdown(["full attention", *(f"{100 * share:g} %" for share in SHARES)], gains_table(results)))
+        return 0
     rows, rates = policy_table(results, options.sizes)
     print(markdown(["blocks", *REPLAY_POLICIES], rows))
     infinite = rates["infinite"][-1]

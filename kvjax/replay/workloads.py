@@ -7,6 +7,8 @@ Flow:    kind, number of requests, seed -> [generate_workload] -> TraceRequest l
     agents     tool loops: a long common prompt with tool descriptions, then many short steps in quick succession, each
                with the last tool's output appended
     documents  questions about shared documents, of which some are asked about far more often than others
+    scan       chat, and between the conversations long texts that nobody asks about again
+    flood      chat, and now and then ten a second short prompts that never come again
 
 Sessions begin at random moments (a Poisson process); lengths are log-normal. Equal arguments give equal workloads.
 """
@@ -115,10 +117,28 @@ def _documents(source: _Source, session_gap_s: float) -> Iterator[list[TraceRequ
         yield [text.request(time_s, source.length(200, most=2_000))]
 
 
+def _scan(source: _Source, session_gap_s: float) -> Iterator[list[TraceRequest]]:
+    for session in _chat(source, session_gap_s):
+        yield session
+        if source.rng.random() < 0.4:
+            text = source.text(source.length(16_000))
+            yield [text.request(session[0].timestamp_ms / 1e3, source.length(200, most=2_000))]
+
+
+def _flood(source: _Source, session_gap_s: float) -> Iterator[list[TraceRequest]]:
+    for number, session in enumerate(_chat(source, session_gap_s)):
+        yield session
+        if number % 400 == 200:
+            start_s = session[0].timestamp_ms / 1e3
+            yield [source.text(source.length(3_000)).request(start_s + i / 10, 50) for i in range(500)]
+
+
 _KINDS: dict[str, tuple[Callable[[_Source, float], Iterator[list[TraceRequest]]], float]] = {
     "chat": (_chat, 1.0),
     "agents": (_agents, 4.0),
     "documents": (_documents, 0.4),
+    "scan": (_scan, 1.0),
+    "flood": (_flood, 1.0),
 }
 WORKLOADS = tuple(_KINDS)
 

@@ -29,7 +29,9 @@ def test_a_shorter_workload_is_the_beginning_of_a_longer_one(kind: str) -> None:
     assert generate_workload(kind, 50, seed=3) == generate_workload(kind, 200, seed=3)[:50]
 
 
-@pytest.mark.parametrize(("kind", "least"), [("chat", 0.6), ("agents", 0.85), ("documents", 0.5)])
+@pytest.mark.parametrize(
+    ("kind", "least"), [("chat", 0.6), ("agents", 0.85), ("documents", 0.5), ("scan", 0.1), ("flood", 0.2)]
+)
 def test_prefixes_repeat(kind: str, least: float) -> None:
     workload = generate_workload(kind, 1_000)
     cache = InfiniteCache(16)
@@ -47,7 +49,7 @@ def test_equal_ids_are_equal_prefixes() -> None:
 
 
 def test_unknown_kinds_no_requests_and_negative_seeds_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected a workload of chat, agents, documents, got 'chats'"):
+    with pytest.raises(ValueError, match="expected a workload of chat, agents, documents, scan, flood, got 'chats'"):
         generate_workload("chats", 10)
     with pytest.raises(ValueError, match="expected num_requests >= 1, got 0"):
         generate_workload("chat", 0)

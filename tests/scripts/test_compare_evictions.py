@@ -59,3 +59,16 @@ def test_results_of_another_trace_are_not_taken(tmp_path: Path, capsys: pytest.C
         assert compare_evictions.main([*arguments, "--models", "llama-3-8b", "--block-size", "64"]) == 0
         found.append(capsys.readouterr().out)
     assert found[0] != found[1]
+
+
+def test_gains_are_told_in_order_and_in_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five sizes, two policies, each way: twenty runs."""
+    arguments = ["chat", "--num-requests", "60", "--json", str(tmp_path / "found.json"), "--gains"]
+    assert compare_evictions.main(arguments) == 0
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["full attention", "1 %", "2.5 %", "6 %", "16 %", "40 %"]
+    assert [row[0] for row in rows[2:]] == ["serial", "in batches"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == 20
+    for row in rows[2:]:
+        assert all(cell.count(" % ") == 1 for cell in row[1:])
