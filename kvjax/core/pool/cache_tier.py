@@ -56,7 +56,7 @@ class TierLink:
     Of blocks that are registered, held, free or about to be reused, it remembers
 
         on_probation    bool[num_blocks]: no checkpoint needs them and no hit has used them (core/kinds/probation.py)
-        last_used       int64[num_blocks]: `clock`, which the tier moves on, when they were registered, hit or freed with many
+        last_used       int64[num_blocks]: `clock`, which the tier moves on, when they were registered, hit or freed
     """
 
     def __init__(self, tier: CacheTier, pool_id: int, num_blocks: int) -> None:
