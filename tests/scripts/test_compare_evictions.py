@@ -63,7 +63,7 @@ def test_results_of_another_trace_are_not_taken(tmp_path: Path, capsys: pytest.C
 
 def test_gains_are_told_in_order_and_in_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Five sizes, two policies, each way: twenty runs."""
-    arguments = ["chat", "--num-requests", "60", "--json", str(tmp_path / "found.json"), "--gains"]
+    arguments = ["chat", "--num-requests", "400", "--json", str(tmp_path / "found.json"), "--gains"]
     assert compare_evictions.main(arguments) == 0
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["full attention", "1 %", "2.5 %", "6 %", "16 %", "40 %"]
