@@ -6,7 +6,7 @@ A prompt of n tokens is computed in steps as `limit_step` and `max_in_flight_tok
 again. It hits L tokens if a lookup may answer L, all that a hit of L needs is registered, states exist at L, and the
 pools hold the steps. If any length hits, one of a few does:
 
-    n    the shortest that may hit a few times the alignment, or an interval; the longest
+    n    the shortest that may hit the alignment, twice the alignment, or an interval; the longest
     L    the alignment, the interval, the request's own checkpoints, the ends of its steps
 """
 
@@ -22,8 +22,6 @@ from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.step_limit import limit_step
 from kvjax.core.misses.lookup_states import longest_hit
 from kvjax.errors import NeverHitsWarning
-
-MOST_TIMES = 8  # the alignment, of hits that are tried
 
 
 def warn_if_never_hit(groups: GroupManagers) -> None:
@@ -71,7 +69,7 @@ def why_never(groups: GroupManagers) -> str | None:
 def _candidates(groups: GroupManagers, num_behind: int) -> list[int]:
     """Lengths of prompts to try, the shortest first; they exceed what they may hit by `num_behind` tokens."""
     interval = 0 if groups.retention is None else groups.retention.interval
-    hits = (interval, *(times * groups.alignment for times in range(1, MOST_TIMES + 1)))
+    hits = (interval, groups.alignment, 2 * groups.alignment)
     longest = groups.settings.max_model_len
     return sorted({longest, *(hit + num_behind for hit in hits if 0 < hit <= longest - num_behind)})
 

@@ -29,6 +29,7 @@ from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
 from kvjax.errors import NeverHitsWarning
 
+RARE = (863, 1901, 3100, 6571, 6718, 7822, 8904)  # seeds: a shared prefix, a longer prompt that fits alone, ...
 HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
 
 
@@ -136,7 +137,7 @@ def check_law(seed: int) -> str:
 
 
 def test_a_warning_comes_iff_a_prompt_repeated_alone_never_hits() -> None:
-    met = [check_law(seed) for seed in range(120)]
+    met = [check_law(seed) for seed in (*range(100), *RARE)]
     assert min(met.count("hits"), met.count("never")) > 30
 
 
