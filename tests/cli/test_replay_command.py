@@ -259,7 +259,10 @@ def test_what_is_evicted_and_refused_is_told(tmp_path: Path, capsys: pytest.Capt
     ("argv", "message"),
     [
         ((), "expected a TRACE or --generate {chat,agents,documents,scan,flood}, got none"),
-        (("TRACE", "--generate", "chat"), "expected a TRACE or --generate {chat,agents,documents,scan,flood}, got both"),
+        (
+            ("TRACE", "--generate", "chat"),
+            "expected a TRACE or --generate {chat,agents,documents,scan,flood}, got both",
+        ),
         (("none.jsonl",), "No such file or directory: 'none.jsonl'"),
         (("TRACE", "--memory", "1MiB"), "bytes short; give more memory"),
         (("TRACE", "--model", "gpt"), "expected a model's name"),
