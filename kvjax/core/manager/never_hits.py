@@ -120,7 +120,7 @@ def _why_too_large(groups: GroupManagers, num_tokens: int, hit: int) -> str | No
         for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
             if manager in groups.cacheable:
                 first, released = [manager.get_num_skipped_tokens(n) // manager.block_size for n in (hit, start)]
-                first = min(first, hit // manager.block_size - groups.needs_last_block)
+                first = max(min(first, hit // manager.block_size - groups.needs_last_block), manager.num_kept_columns)
                 kept[pool_id] += manager.num_groups * max(min(released, hit // manager.block_size) - first, 0)
         of_step = sums(needs.of_new(end, groups.no_ids, start, capped=False), kept)
         for pool_id, (need, pool) in enumerate(zip(of_step, groups.pools, strict=True)):
