@@ -151,10 +151,10 @@ class ProbationPolicy(EvictionPolicy):
         self._lasting.note_eviction(ids, hashes)
 
     def note_lasting(self, ids: np.ndarray) -> None:
-        """Free ones leave the queue of probation for the tail of the lasting."""
+        """Free ones that are not young go to the tail of the lasting."""
         self._on_probation[ids] = False
-        free = ids[self._probation.contains_n(ids)]
-        self._probation.remove_n(free)
+        free = ids[self._probation.contains_n(ids) | self._lasting.contains_n(ids)]
+        remove_from(self._old, free)
         self._lasting.append_distinct(free)
 
     def note_forgotten(self, ids: np.ndarray) -> None:

@@ -42,7 +42,7 @@ def take_off_probation(pool: BlockPool, block_ids: np.ndarray) -> None:
 
 
 def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHash], first: int, end: int) -> None:
-    """Takes the blocks in a row's columns from `first` to `end` off probation, if all of them are cached.
+    """Takes the blocks in a row's columns from `first` to `end` off probation, used now, if all of them are cached.
 
     `block_hashes` are the request's at the manager's block size.
     """

@@ -202,17 +202,24 @@ class RowBlocks:
             columns = np.minimum(-(-left_out // manager.block_size), manager.num_blocks[rows])
             manager.num_cached_blocks[rows] = np.maximum(manager.num_cached_blocks[rows], columns)
 
-    def keep_end(self, request: Request, row: int) -> None:
-        """Keeps a checkpoint where the row's registered tokens end: its answer, if it is done, or where it goes on."""
+    def keep_ends(self, request: Request, row: int) -> None:
+        """Keeps a checkpoint where the row's registered tokens end: its answer, if it is done, or where it goes on.
+
+        What the row's other checkpoints need and it released before counts as used now, as its last blocks are.
+        """
         managers, retention = self._groups.on_probation, self._groups.retention
         if not managers or retention is None:
             return
         num_registered = min(m.num_cached_blocks.item(row) * m.block_size for m in self._groups.cacheable)
-        length = retention.end_of(self.cacheable_tokens(request, row, num_registered))
-        if length and length not in retention.lengths_of(row):
-            for manager, need in managers:
-                hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
-                keep_checkpoint(manager, row, hashes, *need.columns_of(length))
+        num_cached = self.cacheable_tokens(request, row, num_registered)
+        end = retention.end_of(num_cached)
+        lengths = {length for length in (*retention.lengths_of(row), end) if 0 < length <= num_cached}
+        for manager, need in managers:
+            hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
+            for length in sorted(lengths):
+                first, behind = need.columns_of(length)
+                if length == end or first < manager.first_live.item(row):
+                    keep_checkpoint(manager, row, hashes, first, behind)
 
     def free(self, row: int) -> None:
         """Releases all blocks of the row."""
