@@ -38,6 +38,9 @@ class LastingBlocks(Protocol):
     def note_admission(self) -> None:
         """A request is admitted."""
 
+    def note_kept(self, ids: np.ndarray) -> None:
+        """Blocks that are here are needed where a request just ended."""
+
     def note_use(self, ids: np.ndarray) -> None:
         """Blocks that are held were hit, in the order of their prefixes."""
 
@@ -70,6 +73,11 @@ class LRUOrder(FreeKVCacheBlockQueue):
 
     def note_admission(self) -> None:
         """Changes nothing."""
+
+    def note_kept(self, ids: np.ndarray) -> None:
+        """They go to the tail."""
+        self.remove_n(ids)
+        self.append_distinct(ids)
 
     def note_use(self, ids: np.ndarray) -> None:
         """Changes nothing."""

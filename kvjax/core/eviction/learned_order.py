@@ -85,6 +85,9 @@ class LearnedOrder:
         """The clock goes on."""
         self._now += 1
 
+    def note_kept(self, ids: np.ndarray) -> None:
+        """Changes nothing: that is no hit."""
+
     def note_use(self, ids: np.ndarray) -> None:
         """Blocks that are held were hit, in the order of their prefixes; those without a hash are passed over."""
         hashed = self._index.is_hashed[ids]

@@ -151,10 +151,11 @@ class ProbationPolicy(EvictionPolicy):
         self._lasting.note_eviction(ids, hashes)
 
     def note_lasting(self, ids: np.ndarray) -> None:
-        """Free ones that are not young go to the tail of the lasting."""
+        """Free ones leave the queue of probation for the lasting, where they count as used now."""
         self._on_probation[ids] = False
-        free = ids[self._probation.contains_n(ids) | self._lasting.contains_n(ids)]
-        remove_from(self._old, free)
+        self._lasting.note_kept(ids[self._lasting.contains_n(ids)])
+        free = ids[self._probation.contains_n(ids)]
+        self._probation.remove_n(free)
         self._lasting.append_distinct(free)
 
     def note_forgotten(self, ids: np.ndarray) -> None:

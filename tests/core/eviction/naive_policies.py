@@ -49,9 +49,6 @@ class NaivePolicy:
     def put_on_probation(self, block: int) -> None:
         pass
 
-    def kept_for_good(self, block: int) -> None:
-        pass
-
     def step_planned(self) -> None:
         pass
 
@@ -63,8 +60,7 @@ class NaivePolicy:
             self.hit(block)
 
     def kept(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.kept_for_good(block)
+        pass
 
 
 class NaiveProbationLRU(NaivePolicy):
@@ -111,10 +107,12 @@ class NaiveProbationLRU(NaivePolicy):
     def put_on_probation(self, block: int) -> None:
         self.on_probation.add(block)
 
-    def kept_for_good(self, block: int) -> None:
-        self.on_probation.discard(block)
-        if block in self.probation:
-            self.probation.remove(block)
+    def kept(self, blocks: list[int]) -> None:
+        """Those that lasted already go to the tail, then those that were on probation."""
+        self.on_probation.difference_update(blocks)
+        lasted = [block for block in blocks if block in self.lasting]
+        for block in lasted + [block for block in blocks if block in self.probation]:
+            self.remove(block)
             self.lasting.append(block)
 
     def forgotten(self, block: int) -> None:

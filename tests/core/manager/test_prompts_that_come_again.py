@@ -109,12 +109,12 @@ def test_what_a_running_request_let_go_lasts_as_long_as_its_end() -> None:
     request.num_computed_tokens = 1_000
     for token in range(160):
         if token % 8 == 0:
-            serve(manager, f"other {token}", random_tokens(50 + token, 64))
+            serve(manager, f"other {token}", random_tokens(50 + token, 128))
         request.append_output_token_ids([token])
         manager.new_step_starts()
         assert manager.allocate_slots(request, 1) is not None
         request.num_computed_tokens += 1
     manager.free(request)
-    for i in range(12):
-        serve(manager, f"later {i}", random_tokens(900 + i, 80))
+    for i in range(8):
+        serve(manager, f"later {i}", random_tokens(900 + i, 128))
     assert serve(manager, "again", prompt) == 992
