@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.core import FullAttentionSpec, MambaSpec
+from kvjax.errors import MemoryBudgetError
 from kvjax.planning import Load
 from kvjax.replay import ReplayConfig, TraceRequest, generate_workload, run_replay
 from kvjax.replay.working_set import WorkingSet
@@ -69,3 +70,10 @@ def test_the_load_of_a_trace_hits_as_much_as_the_best_of_twenty_splits(kind: str
     assert hits >= 0.95 * best_of_splits(trace, config) > 0
     longest = max(request.input_length for request in trace)
     assert hits > hit_tokens(trace, replace(config, load=Load(longest, max_running=None)))
+
+
+def test_memory_that_holds_no_request_is_named() -> None:
+    """The trace's load changes nothing of that."""
+    config = ReplayConfig(SPECS, memory_bytes=2**20, serial=True, platform="cpu")
+    with pytest.raises(MemoryBudgetError, match="bytes short"):
+        run_replay(generate_workload("chat", 3, 0), config)
