@@ -124,3 +124,18 @@ def test_the_checker_sees_what_is_broken(corrupt: Any, law: str) -> None:
     corrupt(order)
     with pytest.raises(InvariantError, match=law):
         order.check_invariants()
+
+
+def test_a_run_that_is_held_is_not_used_again() -> None:
+    """Two requests hit three blocks, the second while the first holds them: nobody waited for that."""
+    pool = BlockPool(8, eviction_policy=partial(LearnedPolicy, learn_every=1))
+    policy: Any = pool.eviction_policy
+    blocks = pool.get_new_blocks(3)
+    pool.register_many(blocks, [b"0", b"1", b"2"], 0, np.arange(3))
+    pool.free_blocks(blocks[::-1])
+    policy.note_step_planned()
+    pool.touch(blocks)
+    pool.touch(blocks)
+    policy.note_admission()
+    policy.note_step_planned()
+    assert [each.uses for each in policy.learned()] == [1, 0, 0, 0, 0]
