@@ -117,11 +117,12 @@ def _why_too_large(groups: GroupManagers, num_tokens: int, hit: int) -> str | No
     needs = BlockNeeds(groups)
     for start, end in pairwise([0, *_step_ends(groups, num_tokens)]):
         kept = [0] * len(groups.pools)
-        for manager, pool_id in zip(groups.managers, groups.pool_ids, strict=True):
-            if manager in groups.cacheable:
-                first, released = [manager.get_num_skipped_tokens(n) // manager.block_size for n in (hit, start)]
-                first = max(min(first, hit // manager.block_size - groups.needs_last_block), manager.num_kept_columns)
-                kept[pool_id] += manager.num_groups * max(min(released, hit // manager.block_size) - first, 0)
+        for manager, drops in groups.cacheable_lookups:
+            first, released = [manager.get_num_skipped_tokens(n) // manager.block_size for n in (hit, start)]
+            column = hit // manager.block_size
+            first = max(min(first, column - groups.needs_last_block), manager.num_kept_columns)
+            num_kept = max(min(released, column + (drops and manager.needs_dropped_block)) - first, 0)
+            kept[groups.pools.index(manager.block_pool)] += manager.num_groups * num_kept
         of_step = sums(needs.of_new(end, groups.no_ids, start, capped=False), kept)
         for pool_id, (need, pool) in enumerate(zip(of_step, groups.pools, strict=True)):
             if need > pool.num_free_blocks:

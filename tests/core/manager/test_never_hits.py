@@ -29,7 +29,7 @@ from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.unshared import ReplayedWindowMLASpec, RequestBufferSpec
 from kvjax.errors import NeverHitsWarning
 
-RARE = (863, 1901, 3100, 6571, 6718, 7822, 8904)  # seeds: a shared prefix, a longer prompt that fits alone, ...
+RARE = (863, 1901, 3100, 6571, 6718, 7822, 8237, 8904)  # seeds: a shared prefix, a longer prompt that fits alone, ...
 HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
 
 
