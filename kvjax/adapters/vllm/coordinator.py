@@ -142,8 +142,8 @@ class Coordinator:
         self, block_hashes: list[Any], max_cache_hit_length: int
     ) -> tuple[tuple[Sequence[Any], ...], int]:
         """Per group the blocks of the longest hit of at most that many tokens, and its tokens."""
-        hit = self._core.coordinator.find_longest_cache_hit(block_hashes, max_cache_hit_length)
-        return self._core.groups.blocks(hit.block_ids).blocks, hit.num_tokens
+        ids, num_tokens, _ = self._core.coordinator.find_longest_cache_hit(block_hashes, max_cache_hit_length)
+        return self._core.groups.blocks(ids).blocks, num_tokens
 
     def find_longest_cache_hit_per_group(
         self, block_hashes: list[Any], max_cache_hit_length: int

@@ -118,7 +118,7 @@ class KVCacheManager:
             return blocks, num_tokens
         shared = blocks.num_shared_tokens
         if self.coordinator.has_states and not shared and longest > 0 and self.prefix_cache_lookup_enabled(request):
-            shared = self._core.coordinator.find_longest_cache_hit(request.block_hashes, longest).num_shared_tokens
+            _, _, shared = self._core.coordinator.find_longest_cache_hit(request.block_hashes, longest)
         return blocks, num_tokens, shared if shared > num_tokens else 0
 
     def get_computed_blocks_for_connector(

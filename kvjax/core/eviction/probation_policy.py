@@ -16,6 +16,7 @@ Invariants (`check_invariants`):
 
     L1  blank blocks are unhashed, those of probation and lasting are hashed, on probation or not as their queue says
     L2  only hashed blocks are on probation
+    L3  as many blocks are counted as free as the queues have
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvjax.core.eviction.learned_table import LearnedClass
 from kvjax.core.eviction.policy import EvictionPolicy
 from kvjax.core.eviction.queues import make_queues, remove_from, take_in_turn
 from kvjax.core.eviction.step_flow import StepFlow
+from kvjax.core.eviction.young_blocks import YoungBlocks
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
 
@@ -46,24 +48,27 @@ class ProbationPolicy(EvictionPolicy):
 
     def __init__(self, index: HashedBlocks, lasting: LastingBlocks) -> None:
         super().__init__(index)
-        self._blank, self._probation, self._young = make_queues(3, self.num_blocks)
+        self._blank, self._probation = make_queues(2, self.num_blocks)
+        self._young = YoungBlocks(self.num_blocks)
         self._set_lasting(lasting)
+        self._num_free = self.num_blocks - 1
         self._on_probation = np.zeros(self.num_blocks, np.bool_)
+        self._knew_probation = False  # whether any block was ever on probation
 
     def _set_lasting(self, lasting: LastingBlocks) -> None:
         """Chooses the order of lasting blocks while there are none."""
         self._lasting = lasting
         self._old: tuple[FreeKVCacheBlockQueue | LastingBlocks, ...] = (self._blank, self._probation, lasting)
-        self._queues = (*self._old, self._young)
+        self._queues: tuple[FreeKVCacheBlockQueue | LastingBlocks | YoungBlocks, ...] = (*self._old, self._young)
 
     @property
     def num_free(self) -> int:
         """Blocks of the four queues."""
-        return self._num_old + self._young.num_free_blocks
+        return self._num_free
 
     @property
     def _num_old(self) -> int:
-        return sum([queue.num_free_blocks for queue in self._old])
+        return self._num_free - self._young.num_free_blocks
 
     @property
     def joins_releases(self) -> bool:
@@ -72,9 +77,11 @@ class ProbationPolicy(EvictionPolicy):
 
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """From the heads of the queues, one after another."""
-        if num_blocks <= self._blank.num_free_blocks:
+        if 0 <= num_blocks <= self._blank.num_free_blocks:
+            self._num_free -= num_blocks
             return self._blank.take(num_blocks)
         self.check_available(num_blocks)
+        self._num_free -= num_blocks
         parts = take_in_turn(self._old, num_blocks)
         missing = num_blocks - sum(part.size for part in parts)
         if missing:
@@ -86,19 +93,20 @@ class ProbationPolicy(EvictionPolicy):
 
     def take_one(self) -> int:
         """`take` of one block."""
-        return self._blank.popleft() if self._blank.num_free_blocks else int(self.take(1)[0])
+        if not self._blank.num_free_blocks:
+            return int(self.take(1)[0])
+        self._num_free -= 1
+        return self._blank.popleft()
 
     def release(self, ids: np.ndarray) -> None:
         """To the tail of the young ones."""
         self._young.append_distinct(ids)
+        self._num_free += ids.size
 
     def release_few(self, ids: Sequence[int]) -> None:
         """`release` of a few blocks."""
-        self._young.append_few(ids)
-
-    def try_release(self, ids: np.ndarray) -> bool:
-        """The queue sees a repeated block while it writes."""
-        return self._young.append_absent(ids)
+        self._young.append_distinct(np.array(ids, np.int64))
+        self._num_free += len(ids)
 
     def note_step_planned(self) -> None:
         """The young ones join the others."""
@@ -108,22 +116,28 @@ class ProbationPolicy(EvictionPolicy):
     def _join(self) -> None:
         """The young ones join the other queues in the order of their release."""
         if self._young.num_free_blocks:
-            parts = self._parts(self._young.take(self._young.num_free_blocks))
+            parts = self._parts(self._young.take_all())
             for queue, ids in zip(self._old, parts, strict=True):
-                queue.append_distinct(ids)
+                if ids.size:
+                    queue.append_distinct(ids)
 
     def _parts(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Those of int64[n] blocks that are blank, on probation, lasting."""
-        hashed, on_probation = self.index.is_hashed[ids], self._on_probation[ids]
+        hashed = self.index.is_hashed[ids]
+        if not self._knew_probation:
+            none = ids[:0]
+            return (none, none, ids) if np.count_nonzero(hashed) == ids.size else (ids[~hashed], none, ids[hashed])
+        on_probation = self._on_probation[ids]
         return ids[~hashed], ids[on_probation], ids[hashed & ~on_probation]
 
     def remove(self, ids: np.ndarray) -> None:
         """From the middle of their queues."""
+        self._num_free -= ids.size
         remove_from(self._queues[::-1], ids)
 
     def order(self) -> np.ndarray:  # int32[num_free]
         """The queues one after another, of the young ones part by part."""
-        blank, probation, lasting = self._parts(self._young.get_all_free_blocks().astype(np.int64))
+        blank, probation, lasting = self._parts(self._young.get_all_free_blocks())
         order = self._lasting.order_before(lasting)
         num_old = self._lasting.num_free_blocks
         old = (self._blank.get_all_free_blocks(), self._probation.get_all_free_blocks(), order[:num_old])
@@ -136,6 +150,7 @@ class ProbationPolicy(EvictionPolicy):
     def note_probation(self, ids: np.ndarray) -> None:
         """Where they go when they are released."""
         self._on_probation[ids] = True
+        self._knew_probation = True
 
     def note_admission(self) -> None:
         """The lasting ones' clock goes on."""
@@ -162,7 +177,7 @@ class ProbationPolicy(EvictionPolicy):
         """Free ones join the blank queue; young ones will."""
         self._on_probation[ids] = False
         free = ids[self._probation.contains_n(ids) | self._lasting.contains_n(ids)]
-        self.remove(free)
+        remove_from(self._queues, free)
         self._lasting.note_forgotten(ids)
         self._blank.append_distinct(free)
 
@@ -174,9 +189,12 @@ class ProbationPolicy(EvictionPolicy):
         return lengths, on_probation, young, self._lasting.state()
 
     def check_invariants(self) -> None:
-        """Checks L1 and L2, and the queues."""
+        """Checks L1 to L3, and the queues."""
         for queue in self._queues:
             queue.check_invariants()
+        num_queued = sum(queue.num_free_blocks for queue in self._queues)
+        if num_queued != self._num_free:
+            raise InvariantError(f"L3: {self._num_free} blocks are counted as free, {num_queued} are queued")
         blank, probation = self._blank.get_all_free_blocks(), self._probation.get_all_free_blocks()
         lasting = self._lasting.contains_n(np.arange(self.num_blocks))
         is_hashed, on_probation = self.index.is_hashed, self._on_probation

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.core.eviction.free_queue import FreeKVCacheBlockQueue
 from kvjax.core.eviction.lasting_blocks import LastingBlocks
+from kvjax.core.eviction.young_blocks import YoungBlocks
 
 
 def make_queues(num_queues: int, num_blocks: int) -> list[FreeKVCacheBlockQueue]:
@@ -33,7 +34,7 @@ def take_in_turn(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], num_bl
     return parts
 
 
-def remove_from(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], ids: np.ndarray) -> None:
+def remove_from(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks | YoungBlocks], ids: np.ndarray) -> None:
     """Removes int64[n] blocks, each from the queue that has it; quickest where the first queues have all."""
     for queue in queues:
         if queue.num_free_blocks and ids.size:

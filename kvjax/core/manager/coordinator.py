@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,13 +15,8 @@ from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.prefix_lookup import HitScan, PrefixLookup
 
-
-class Hit(NamedTuple):
-    """What a lookup finds."""
-
-    block_ids: tuple[np.ndarray, ...]  # per group int32[k]
-    num_tokens: int
-    num_shared_tokens: int  # what the groups that keep everything have cached, or the first one if none does
+# Per group int32[k] ids; the hit's tokens; those that the groups which keep everything have cached, or else the first.
+Hit = tuple[tuple[np.ndarray, ...], int, int]
 
 
 class KVCacheCoordinator(abc.ABC):
@@ -52,7 +46,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
 
     def find_longest_cache_hit(self, block_hashes: Sequence[BlockHash], max_length: int) -> Hit:
         """Nothing."""
-        return Hit(self.no_ids, 0, 0)
+        return self.no_ids, 0, 0
 
 
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
@@ -66,7 +60,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         lookup = PrefixLookup(hashes, max_length, manager.block_size, drops, self.needs_last_block)
         hit = manager.find_longest_cache_hit(lookup)
         length = hit.shape[1] * manager.block_size
-        return Hit(self.groups.by_group([hit]) if length else self.no_ids, length, length)
+        return (self.groups.by_group([hit]), length, length) if length else (self.no_ids, 0, 0)
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
@@ -111,12 +105,12 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             turn += 1
             shared = length if shared is None else shared
         if not length:
-            return Hit(self.no_ids, 0, shared or 0)
+            return self.no_ids, 0, shared or 0
         hits = [
             scans[index].ids()[:, : length // manager.block_size] if index in scans else manager.no_blocks
             for index, manager in enumerate(self.managers)
         ]
-        return Hit(self.groups.by_group(hits), length, shared or 0)
+        return self.groups.by_group(hits), length, shared or 0
 
 
 def get_kv_cache_coordinator(groups: GroupManagers) -> KVCacheCoordinator:

@@ -83,7 +83,7 @@ class PrefixHits:
         """
         self._hasher_check.check(request)
         if self._groups.reads_encoder and not self._names_input(request):
-            return Hit(self._groups.no_ids, 0, 0)
+            return self._groups.no_ids, 0, 0
         hashes = request.block_hashes
         hits, length, shared = self._coordinator.find_longest_cache_hit(hashes, request.num_tokens)
         blocks = list(hits)
@@ -94,7 +94,7 @@ class PrefixHits:
                 for group_id in manager.group_ids:
                     block = manager.block_pool.find_run(dropped, group_id)
                     blocks[group_id] = np.concatenate([hits[group_id], block])
-        return Hit(tuple(blocks), length, shared)
+        return tuple(blocks), length, shared
 
     def note_admission(self, request: Request) -> None:
         """Counts the latest lookup of a request that has got its first slots."""

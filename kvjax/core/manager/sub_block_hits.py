@@ -68,7 +68,7 @@ class SubBlockHits:
             scans[i].ids()[:, : -(-length // manager.block_size)] if i in scans else manager.no_blocks
             for i, manager in enumerate(self._groups.managers)
         ]
-        return Hit(self._groups.by_group(hits), length, length)
+        return self._groups.by_group(hits), length, length
 
     def _start_scan(self, manager: SingleTypeKVCacheManager, request: Request, max_length: int) -> HitScan:
         size = manager.block_size
