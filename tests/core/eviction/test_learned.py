@@ -13,6 +13,7 @@ from kvjax.core import BlockHasher, BlockPool, KVCacheManager, Request
 from kvjax.core.eviction import LearnedPolicy
 from kvjax.errors import InvariantError
 from tests.core.manager.manager_lockstep import FULL, SETUPS
+from tests.core.manager.prefill import compute_prompt
 
 HASHER = BlockHasher(2, seed="learned")
 OFTEN = partial(LearnedPolicy, learn_every=10)
@@ -22,8 +23,7 @@ def serve(manager: KVCacheManager, tokens: np.ndarray, name: str) -> int:
     """Hit tokens of a request that is looked up, computed and freed."""
     request = Request(name, tokens.astype(np.int32), block_hasher=HASHER)
     manager.new_step_starts()
-    blocks, hit = manager.get_computed_blocks(request)
-    assert manager.allocate_slots(request, tokens.size - hit, hit, blocks) is not None
+    hit = compute_prompt(manager, request, tokens.size)
     manager.free(request)
     return hit
 

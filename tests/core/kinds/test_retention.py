@@ -14,6 +14,7 @@ from kvjax.core.kinds.checkpoint_columns import CheckpointColumns, CheckpointNee
 from kvjax.core.kinds.retention import Retention
 from tests.core.manager.manager_lockstep import FULL, Setup, config_of
 from tests.core.manager.naive_manager import NaiveGroup
+from tests.core.manager.prefill import compute_prompt
 
 HASHER = BlockHasher(2, "xxhash_cbor", seed="0")
 MAX_MODEL_LEN = 96
@@ -48,15 +49,7 @@ def compute(manager: KVCacheManager, name: str, tokens: list[int], budget: int =
     """Computes a prompt in steps of at most `budget` tokens and frees it; the hit."""
     new = request(name, tokens)
     manager.new_step_starts()
-    blocks, hit = manager.get_computed_blocks(new)
-    step = manager.limit_step(new, min(len(tokens) - hit, budget), hit, blocks)
-    assert manager.allocate_slots(new, step, hit, blocks) is not None
-    new.num_computed_tokens = hit + step
-    while left := len(tokens) - new.num_computed_tokens:
-        manager.new_step_starts()
-        step = manager.limit_step(new, min(left, budget))
-        assert manager.allocate_slots(new, step) is not None
-        new.num_computed_tokens += step
+    hit = compute_prompt(manager, new, budget)
     manager.check_invariants()
     manager.free(new)
     manager.new_step_starts()

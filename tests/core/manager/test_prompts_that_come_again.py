@@ -19,6 +19,7 @@ from kvjax.core import (
     Request,
     SlidingWindowSpec,
 )
+from tests.core.manager.prefill import compute_prompt
 
 SIZE, STEP = 16, 8_192
 HEADS = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
@@ -41,15 +42,7 @@ def make_manager(kind: str, num_blocks: int) -> KVCacheManager:
 def serve(manager: KVCacheManager, name: str, tokens: np.ndarray) -> int:
     """Computes a prompt in steps of at most `STEP` tokens and frees it; the tokens of its hit."""
     request = Request(name, tokens, block_hasher=HASHER)
-    blocks, hit = manager.get_computed_blocks(request)
-    num_new = manager.limit_step(request, min(request.num_tokens - hit, STEP), hit, blocks)
-    assert manager.allocate_slots(request, num_new, hit, blocks) is not None
-    request.num_computed_tokens = hit + num_new
-    while left := request.num_tokens - request.num_computed_tokens:
-        manager.new_step_starts()
-        num_new = manager.limit_step(request, min(left, STEP))
-        assert manager.allocate_slots(request, num_new) is not None
-        request.num_computed_tokens += num_new
+    hit = compute_prompt(manager, request, STEP)
     manager.new_step_starts()
     manager.free(request)
     return hit
