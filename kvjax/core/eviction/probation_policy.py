@@ -40,7 +40,7 @@ from kvjax.errors import InvariantError
 
 
 class ProbationPolicy(EvictionPolicy):
-    """Three `FreeKVCacheBlockQueue`s and `LastingBlocks`. A block passes two of them until it is taken."""
+    """Two `FreeKVCacheBlockQueue`s and `LastingBlocks`, and before them `YoungBlocks`."""
 
     is_told_of_use: ClassVar[bool] = True
     knows_probation: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class ProbationPolicy(EvictionPolicy):
 
     @property
     def num_free(self) -> int:
-        """Blocks of the four queues."""
+        """Blocks of all queues."""
         return self._num_free
 
     @property
@@ -177,7 +177,7 @@ class ProbationPolicy(EvictionPolicy):
         """Free ones join the blank queue; young ones will."""
         self._on_probation[ids] = False
         free = ids[self._probation.contains_n(ids) | self._lasting.contains_n(ids)]
-        remove_from(self._queues, free)
+        remove_from(self._old, free)
         self._lasting.note_forgotten(ids)
         self._blank.append_distinct(free)
 

@@ -84,11 +84,11 @@ class GroupManagers:
         self._check_kinds()
         self.retention = self._make_retention()
         self._register_what_hits_need()
-        checkpoints = [(manager, manager.checkpoints) for manager in self.cacheable]
-        # What has blocks on probation, and what a hit needs of it.
         if self.frees_skipped_blocks:
             for pool in pools:
                 pool.eviction_policy.note_checkpoints()
+        checkpoints = [(manager, manager.checkpoints) for manager in self.cacheable]
+        # What has blocks on probation, and what a hit needs of it.
         self.on_probation = tuple((m, columns.need) for m, columns in checkpoints if columns and columns.has_probation)
 
     def _make_managers(

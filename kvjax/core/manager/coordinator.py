@@ -96,21 +96,22 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         for index in scans:
             if index not in others:
                 length = ask(index)
-        shared = length if len(others) < len(scans) else None
+        if len(others) == len(scans):
+            length = ask(others[0])
+        shared = length
         agreed = turn = 0
         while agreed < len(others):
             shorter = ask(others[turn % len(others)])
             agreed = agreed + 1 if shorter == length else 1
             length = shorter
             turn += 1
-            shared = length if shared is None else shared
         if not length:
-            return self.no_ids, 0, shared or 0
+            return self.no_ids, 0, shared
         hits = [
             scans[index].ids()[:, : length // manager.block_size] if index in scans else manager.no_blocks
             for index, manager in enumerate(self.managers)
         ]
-        return self.groups.by_group(hits), length, shared or 0
+        return self.groups.by_group(hits), length, shared
 
 
 def get_kv_cache_coordinator(groups: GroupManagers) -> KVCacheCoordinator:

@@ -478,7 +478,7 @@ class KVCacheManager(ManagerReader, PrefixCacheControl, SavableManager):
                 requests have reserved. Nothing is changed.
         """
         longest = self.max_model_len if longest_request is None else as_count("longest_request", longest_request, 1)
-        hits, num_tokens, _ = self._hits.find_to_pin(request)
+        hits, num_tokens = self._hits.find_to_pin(request)
         return self.pins.add(hits, num_tokens, longest) if num_tokens else None
 
     def unpin(self, prefix: PinnedPrefix) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvjax.core.kinds.group_managers import GroupManagers
-from kvjax.core.manager.coordinator import Hit, KVCacheCoordinator
+from kvjax.core.manager.coordinator import KVCacheCoordinator
 from kvjax.core.manager.elsewhere_hits import find_elsewhere
 from kvjax.core.manager.manager_options import ManagerOptions
 from kvjax.core.manager.never_hits import warn_if_never_hit
@@ -75,7 +75,7 @@ class PrefixHits:
             ids.flags.writeable = False
         return KVCacheBlocks(hits, self._groups.pool_of_group, shared, found, elsewhere), num_tokens
 
-    def find_to_pin(self, request: Request) -> Hit:
+    def find_to_pin(self, request: Request) -> tuple[tuple[np.ndarray, ...], int]:
         """The hit that a longer request with these tokens would get, with the blocks that EAGLE drops from it.
 
         Raises:
@@ -83,9 +83,9 @@ class PrefixHits:
         """
         self._hasher_check.check(request)
         if self._groups.reads_encoder and not self._names_input(request):
-            return self._groups.no_ids, 0, 0
+            return self._groups.no_ids, 0
         hashes = request.block_hashes
-        hits, length, shared = self._coordinator.find_longest_cache_hit(hashes, request.num_tokens)
+        hits, length, _ = self._coordinator.find_longest_cache_hit(hashes, request.num_tokens)
         blocks = list(hits)
         for manager, drops in self._groups.cacheable_lookups if length else ():
             if drops:
@@ -94,7 +94,7 @@ class PrefixHits:
                 for group_id in manager.group_ids:
                     block = manager.block_pool.find_run(dropped, group_id)
                     blocks[group_id] = np.concatenate([hits[group_id], block])
-        return tuple(blocks), length, shared
+        return tuple(blocks), length
 
     def note_admission(self, request: Request) -> None:
         """Counts the latest lookup of a request that has got its first slots."""

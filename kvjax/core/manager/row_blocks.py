@@ -212,13 +212,13 @@ class RowBlocks:
             return
         num_registered = min(m.num_cached_blocks.item(row) * m.block_size for m in self._groups.cacheable)
         num_cached = self.cacheable_tokens(request, row, num_registered)
-        end = retention.end_of(num_cached)
-        lengths = {length for length in (*retention.lengths_of(row), end) if 0 < length <= num_cached}
+        own = retention.lengths_of(row)
+        lengths = {length for length in (*own, retention.end_of(num_cached)) if 0 < length <= num_cached}
         for manager, need in managers:
             hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
             for length in sorted(lengths):
                 first, behind = need.columns_of(length)
-                if length == end or first < manager.first_live.item(row):
+                if length not in own or first < manager.first_live.item(row):
                     keep_checkpoint(manager, row, hashes, first, behind)
 
     def free(self, row: int) -> None:

@@ -75,9 +75,8 @@ class CheckpointBytes:
     used: float = 0.0
     # Per cache and piece, how many checkpoints need the piece from each token on, up to its end.
     _starts: list[dict[int, dict[int, int]]] = field(init=False)
-    _skipped: list[list[int]] = field(
-        init=False
-    )  # per cache and piece: tokens that a hit up to the piece does not need
+    # Per cache and piece: tokens that a hit up to the piece does not need.
+    _skipped: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         ends = np.array(self.tree.ends, np.int64)
