@@ -100,17 +100,24 @@ def yardstick_us() -> float:
 
 
 def check_asynchronous() -> None:
-    """Raises RuntimeError where a call of a compiled program computes on the caller's thread."""
+    """Raises RuntimeError where calls of a compiled program compute on the caller's thread.
+
+    On a busy machine a caller that waits may help with one call, so the one of five in which it helped least counts.
+    """
     size = 1024
     square = jax.jit(lambda x: (x @ x) @ (x @ x))
     x = jax.block_until_ready(square(np.eye(size, dtype=np.float32)))
-    start, thread_start = time.perf_counter(), time.thread_time()
-    jax.block_until_ready(square(x))
-    wall_s, thread_s = time.perf_counter() - start, time.thread_time() - thread_start
-    if thread_s > 0.2 * wall_s:
+
+    def share_of_caller() -> float:
+        start, thread_start = time.perf_counter(), time.thread_time()
+        jax.block_until_ready(square(x))
+        return (time.thread_time() - thread_start) / (time.perf_counter() - start)
+
+    share = min(share_of_caller() for _ in range(5))
+    if share > 0.2:
         raise RuntimeError(
-            f"expected jax to compute on other threads, but of {wall_s * 1e3:.1f} ms of a program its caller's thread "
-            f"worked {thread_s * 1e3:.1f} ms; leave jax_cpu_enable_async_dispatch on"
+            f"expected jax to compute on other threads, but the caller's thread worked for {share:.0%} of a program; "
+            "leave jax_cpu_enable_async_dispatch on"
         )
 
 
