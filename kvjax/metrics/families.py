@@ -21,6 +21,8 @@ POOL_LABELS = ("pool",)
 BLOCK_LABELS = ("pool", "state")
 REASON_LABELS = ("reason",)
 GROUP_LABELS = ("group",)
+CLASS_LABELS = ("pool", "class")
+WORTH_LABELS = (*CLASS_LABELS, "age")
 CONFIG_LABELS = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
 
 
@@ -51,7 +53,7 @@ class MetricFamilies:
                 the registry has a metric of a name.
             MissingExtraError: prometheus_client is not installed.
         """
-        own = {*BLOCK_LABELS, *REASON_LABELS, *GROUP_LABELS, *CONFIG_LABELS}
+        own = {*BLOCK_LABELS, *REASON_LABELS, *GROUP_LABELS, *WORTH_LABELS, *CONFIG_LABELS}
         if taken := own.intersection(label_names):
             raise ValueError(f"expected labels other than the metrics' own, got {', '.join(sorted(taken))}")
         if len(set(label_names)) < len(label_names):
@@ -74,6 +76,9 @@ class MetricFamilies:
         self.missed = made(counter, "prefix_cache_missed_tokens", "Tokens not found, by reason.", REASON_LABELS)
         self.short = made(counter, "prefix_cache_short_tokens", "Less than the best group's hit.", GROUP_LABELS)
         self.evicted_ago = made(histogram, "prefix_cache_evicted_ago_seconds", "Eviction to the lookup that missed it.")
+        self.uses = made(gauge, "kv_cache_learned_uses", "Hits that the policy counts by class, faded.", CLASS_LABELS)
+        self.waited = made(gauge, "kv_cache_learned_waited_requests", "Requests waited for them, faded.", CLASS_LABELS)
+        self.worth = made(gauge, "kv_cache_learned_worth", "Hits a request that keeping brings.", WORTH_LABELS)
         self.preemptions = made(counter, "num_preemptions", "Requests that lost their blocks to others.")
         self.config = made(gauge, "cache_config_info", "Settings of the KV cache, as labels.", CONFIG_LABELS)
         self.lifetime = made(histogram, "kv_block_lifetime_seconds", "Allocation to eviction, sampled blocks.")

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kvjax.core.eviction.learned_table import LearnedClass
 from kvjax.core.manager.kv_cache_manager import KVCacheManager
 from kvjax.core.misses.lookup_report import MissReason
 from kvjax.core.misses.miss_reasons import MissReasons
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 class KVCacheMetrics:
     """The series of one manager, or of those of all data ranks together.
 
-    `observe` belongs to the managers' thread; about 20 us each, whatever the pools' sizes.
+    `observe` belongs to the managers' thread; about 20 us each, twice that where the policy learns, whatever the pools'
+    sizes.
     """
 
     def __init__(
@@ -78,6 +80,10 @@ class KVCacheMetrics:
         self._hits = series(families.hits)
         self._preemptions = series(families.preemptions)
         self._pools = [_PoolSeries(series, families, pool_id) for pool_id in range(len(manager.block_pools))]
+        self._learned = [
+            _LearnedSeries(series, families, pool_id, pool.eviction_policy.learned())
+            for pool_id, pool in enumerate(manager.block_pools)
+        ]
         if residency is not None:
             self._lifetime = series(families.lifetime)
             self._idle = series(families.idle)
@@ -107,6 +113,8 @@ class KVCacheMetrics:
         self._usage.set(max(manager.usage for manager in self._managers))
         for pool_id, series in enumerate(self._pools):
             series.observe([manager.block_pools[pool_id] for manager in self._managers])
+        for learned in self._learned:
+            learned.observe([manager.block_pools[learned.pool_id] for manager in self._managers])
         self._observe_lookups(prefix_cache_stats)
         self._observe_residency()
         for misses in self._misses:
@@ -150,6 +158,31 @@ class _PoolSeries:
         self._free.set(num_free - num_cached)
         self._evicted.inc(num_evicted - self._num_evicted)
         self._num_evicted = num_evicted
+
+
+class _LearnedSeries:
+    """What the policy of one pool found out, if it learns."""
+
+    def __init__(self, series: Any, families: MetricFamilies, pool_id: int, classes: tuple[LearnedClass, ...]) -> None:
+        self.pool_id = pool_id
+        names = [{"pool": str(pool_id), "class": each.name} for each in classes]
+        ages = [age for age, _ in classes[0].worth_by_age] if classes else []
+        self._uses = [series(families.uses, **name) for name in names]
+        self._waited = [series(families.waited, **name) for name in names]
+        self._worth = [[series(families.worth, **name, age=str(age)) for age in ages] for name in names]
+        self._seen: list[tuple[LearnedClass, ...]] = []
+
+    def observe(self, pools: Sequence[BlockPool]) -> None:
+        """Over the ranks, uses and waiting are sums, the worth is the mean."""
+        found = [pool.eviction_policy.learned() for pool in pools]
+        if found == self._seen:
+            return
+        self._seen = found
+        for i, of_ranks in enumerate(zip(*found, strict=True)):
+            self._uses[i].set(sum(each.uses for each in of_ranks))
+            self._waited[i].set(sum(each.waited_requests for each in of_ranks))
+            for j, series in enumerate(self._worth[i]):
+                series.set(sum(each.worth_by_age[j][1] for each in of_ranks) / len(of_ranks))
 
 
 class _MissSeries:

@@ -12,6 +12,9 @@ Source:  vLLM 0.33 v1/metrics/loggers.py; those that vLLM lacks are marked (own)
     prefix_cache_missed_tokens   own  counter    reason                           those not found, see MissReason
     prefix_cache_short_tokens    own  counter    group                            tokens less than the best group's hit
     prefix_cache_evicted_ago_seconds own histogram                                eviction to the lookup that missed it
+    kv_cache_learned_uses        own  gauge      pool, class                      hits that the policy counts, faded
+    kv_cache_learned_waited_requests own gauge   pool, class                      requests waited for them, faded
+    kv_cache_learned_worth       own  gauge      pool, class, age (requests)      hits a request that keeping brings
     num_preemptions                   counter                                     as told by the caller
     kv_block_lifetime_seconds         histogram                                   allocation to eviction, sampled
     kv_block_idle_before_evict_seconds histogram                                  last access to eviction, sampled
@@ -51,6 +54,9 @@ KEYS = (
     "prefix_cache_missed_tokens",
     "prefix_cache_short_tokens",
     "prefix_cache_evicted_ago_seconds",
+    "kv_cache_learned_uses",
+    "kv_cache_learned_waited_requests",
+    "kv_cache_learned_worth",
     "num_preemptions",
     "kv_block_lifetime_seconds",
     "kv_block_idle_before_evict_seconds",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import prometheus_client
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvjax.core import BlockRemoved, KVCacheManager, KVCacheMetricsCollector, MissReason, MissReasons
+from kvjax.core.eviction import LearnedPolicy
 from kvjax.errors import MissingExtraError
 from kvjax.metrics import KVCacheMetrics, MetricFamilies
 from tests.events.workload import FULL, TWO_POOLS, Workload, make_manager
@@ -158,6 +160,35 @@ def test_missed_tokens_follow_the_reasons(groups: Any) -> None:
         assert short == reasons.num_tokens_short[group_id]
     assert value(metrics.registry, "prefix_cache_evicted_ago_seconds_count", **LABELS) == len(ago) > 0
     assert value(metrics.registry, "prefix_cache_evicted_ago_seconds_sum", **LABELS) == sum(ago)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_policy_learned_is_told_by_class_and_age(num_ranks: int) -> None:
+    """Of ranks the counts are summed, and the worth is their mean."""
+    policy = partial(LearnedPolicy, learn_every=5)
+    ranks = [Workload(make_manager(FULL, 40, eviction_policy=policy), seed) for seed in range(num_ranks)]
+    first, *others = [rank.manager for rank in ranks]
+    metrics = KVCacheMetrics(first, LABELS, other_ranks=others)
+    for _ in range(150):
+        for rank in ranks:
+            rank.step()
+        metrics.observe()
+    learned = [rank.manager.block_pool.eviction_policy.learned() for rank in ranks]
+    for of_ranks in zip(*learned, strict=True):
+        labels = {"pool": "0", "class": of_ranks[0].name, **LABELS}
+        assert value(metrics.registry, "kv_cache_learned_uses", **labels) == sum(each.uses for each in of_ranks)
+        waited = value(metrics.registry, "kv_cache_learned_waited_requests", **labels)
+        assert waited == sum(each.waited_requests for each in of_ranks)
+        for (age, _), *_ in zip(*(each.worth_by_age for each in of_ranks), strict=True):
+            worth = [dict(each.worth_by_age)[age] for each in of_ranks]
+            told = value(metrics.registry, "kv_cache_learned_worth", age=str(age), **labels)
+            assert told == pytest.approx(sum(worth) / num_ranks)
+    assert all(of_rank[0].uses > 0 for of_rank in learned)
+
+
+def test_a_policy_that_learns_nothing_has_no_series_of_it() -> None:
+    metrics = KVCacheMetrics(make_manager(TWO_POOLS, 20, eviction_policy="learned"))
+    assert not any("learned" in name for name, _ in scrape(metrics.registry))
 
 
 def test_settings_are_labels() -> None:

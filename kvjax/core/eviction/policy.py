@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvjax.core.eviction.hashed_blocks import HashedBlocks
+from kvjax.core.eviction.learned_table import LearnedClass
 from kvjax.core.eviction.step_flow import StepFlow
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import OutOfBlocksError
@@ -126,6 +127,10 @@ class EvictionPolicy(abc.ABC):
 
     def state(self) -> Any:
         """Comparable: what beside the order decides what happens next."""
+        return ()
+
+    def learned(self) -> tuple[LearnedClass, ...]:
+        """What the policy found out of each class of blocks, always the same classes; none where it learns nothing."""
         return ()
 
     def describe(self) -> str:

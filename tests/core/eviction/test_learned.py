@@ -69,6 +69,7 @@ def test_a_restored_manager_goes_on_as_the_saved_one(num_calls: int) -> None:
     saved = full_manager("learned")
     flood(saved, num_calls)
     restored = KVCacheManager.restore(saved.save_state())
+    assert restored.block_pool.eviction_policy.learned() == saved.block_pool.eviction_policy.learned()
     assert flood(restored, 250, seed=2) == flood(saved, 250, seed=2)
     assert restored.block_pool.snapshot() == saved.block_pool.snapshot()
 
@@ -77,7 +78,7 @@ def test_it_tells_what_it_learned() -> None:
     """A prompt's last block is computed again each time it comes back, so only what was hit is hit more often."""
     manager = full_manager(OFTEN)
     flood(manager, 400)
-    by_name = {each.name: each for each in manager.block_pool.eviction_policy.learned()}  # type: ignore[attr-defined]
+    by_name = {each.name: each for each in manager.block_pool.eviction_policy.learned()}
     assert by_name["hit more often"].uses > by_name["hit twice"].uses > 0
     worth = {name: dict(each.worth_by_age)[16] for name, each in by_name.items()}
     assert worth["hit more often"] > worth["never hit"]
@@ -96,7 +97,7 @@ def test_where_a_group_forgets_lasting_blocks_go_by_lru(name: str) -> None:
         assert serve(learned, tokens, f"r{i}") == serve(probation, tokens, f"r{i}")
         for ours, theirs in zip(learned.block_pools, probation.block_pools, strict=True):
             assert ours.snapshot().free_order == theirs.snapshot().free_order
-    assert learned.block_pool.eviction_policy.learned() == ()  # type: ignore[attr-defined]
+    assert learned.block_pool.eviction_policy.learned() == ()
 
 
 @pytest.mark.parametrize(
