@@ -1,13 +1,14 @@
-"""Makes random single-operator changes of kvjax/core, one at a time, and says which of them no test notices.
+"""Makes random single-operator changes of kvjax, one at a time, and says which of them no test notices.
 
-    scripts/mutate_core.py --count 300 --seed 0 --results /tmp/mutants.jsonl
+    scripts/mutate_core.py --count 300 --seed 0 --results /tmp/mutants.jsonl          of kvjax/core, by tests/core
+    scripts/mutate_core.py --of kvjax/tiers --tests tests/tiers --results /tmp/tiers.jsonl
     scripts/mutate_core.py --results /tmp/mutants.jsonl --only pool/       one room's part of the sample
     scripts/mutate_core.py --results /tmp/mutants.jsonl --again            what was not killed before, once more
 
 Flow:    seed -> sites.sample -> [mutate_core] -> tests of the changed line, in a fork -> results, report
 
 Needs `pip install -e .[test,mutation]` and Python 3.12. A change is made in memory: no file of the tree is written. The
-first call runs all of tests/core once, to record which test runs which line; the record lies next to the results. What
+first call runs all of the tests once, to record which test runs which line; the record lies next to the results. What
 is sampled and what is left out: scripts/mutation/sites.py. What the survivors were: docs/mutants.md.
 """
 
@@ -30,12 +31,14 @@ from mutation.sites import Change, sample
 from mutation.test_lines import TestLines, source_hashes
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER, TESTS = "kvjax/core", "tests/core"
+PACKAGE = "kvjax"
 CANNOT_PATCH = "cannot patch"
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--of", nargs="+", default=["kvjax/core"], help="modules and folders (default: %(default)s)")
+    parser.add_argument("--tests", nargs="+", default=["tests/core"], help="likewise (default: %(default)s)")
     parser.add_argument("--count", type=int, default=300, help="changes in the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="parts of paths: of the sample, the changes of these modules")
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     results = Results(options.results, commit, options.seed)
-    changes = sample(ROOT, FOLDER, options.seed, options.count)
+    changes = sample(ROOT, options.of, options.seed, options.count)
     if options.only:
         changes = [change for change in changes if any(part in change.path for part in options.only)]
     todo = [change for change in changes if not results.is_settled(change, options.again)]
@@ -74,25 +77,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return body
 
     def work(collected: Collected) -> None:
-        _record(collected, lines_path, options.jobs)
+        _record(collected, options.tests, lines_path, options.jobs)
         patched = [change for change in todo if not collected.lines.runs_at_import(change)]
         in_forks(options.jobs, run_share(patched, collected.run))
 
     if todo:  # in a fork, so that this process has imported neither kvjax nor the tests
-        plugin = Collected(ROOT, FOLDER, TestLines.read(lines_path), options.limit, work)
-        in_forks(1, lambda share: collect([TESTS], plugin))
+        plugin = Collected(ROOT, PACKAGE, TestLines.read(lines_path), options.limit, work)
+        in_forks(1, lambda share: collect(options.tests, plugin))
         results.read()
         lines = TestLines.read(lines_path)
         left = [change for change in todo if lines.runs_at_import(change) or results.outcome(change) == CANNOT_PATCH]
-        in_forks(options.jobs, run_share(left, lambda change: run_import(change, ROOT, FOLDER, lines, options.limit)))
+        in_forks(options.jobs, run_share(left, lambda change: run_import(change, ROOT, PACKAGE, lines, options.limit)))
         results.read()
     results.report(changes, time.monotonic() - began)
     return 0
 
 
-def _record(collected: Collected, path: Path, jobs: int) -> None:
+def _record(collected: Collected, tests: Sequence[str], path: Path, jobs: int) -> None:
     """Brings the record of lines up to date and writes it."""
-    hashes = source_hashes(ROOT, FOLDER, TESTS)
+    hashes = source_hashes(ROOT, PACKAGE, *tests)
     lines = collected.lines
     stale = lines.stale(collected.node_ids, hashes)
     print(f"recording the lines that {len(stale)} of {len(collected.node_ids)} tests run", flush=True)

@@ -1,4 +1,4 @@
-"""All single-operator changes of a folder of modules, and a random sample of them.
+"""All single-operator changes of modules, and a random sample of them.
 
 Flow:    modules -> operators -> [sites] -> sample(seed, count) -> the server that runs tests
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,10 +55,16 @@ class Change:
         return code
 
 
-def sample(root: Path, folder: str, seed: int, count: int) -> list[Change]:
-    """The first `count` changes of `folder` by hash order, in that order."""
+def modules_in(root: Path, places: Sequence[str]) -> list[Path]:
+    """The modules that `places` are, or that lie in these folders."""
+    paths = [path for place in places for path in (root / place, *(root / place).rglob("*.py"))]
+    return sorted(path for path in paths if path.suffix == ".py")
+
+
+def sample(root: Path, places: Sequence[str], seed: int, count: int) -> list[Change]:
+    """The first `count` changes of the modules in `places` by hash order, in that order."""
     sites: dict[str, list[Change]] = defaultdict(list)
-    for path in sorted((root / folder).rglob("*.py")):
+    for path in modules_in(root, places):
         for site, change in _changes_of(root, path, seed):
             sites[site].append(change)
     chosen: list[Change] = []

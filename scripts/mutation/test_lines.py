@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from mutation.sites import Change
+from mutation.sites import Change, modules_in
 
 
 @dataclass
@@ -93,8 +93,8 @@ class TestLines:
         return change.at_import or any(mask >> line & 1 for line in change.lines)
 
 
-def source_hashes(root: Path, *folders: str) -> dict[str, str]:
-    paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+def source_hashes(root: Path, *places: str) -> dict[str, str]:
+    paths = modules_in(root, places)
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}
 
 

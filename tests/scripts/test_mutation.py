@@ -54,7 +54,7 @@ def plain(*values, key, **rest):
 def changes_of(folder: Path, source: str, seed: int = 0, count: int = 1000) -> list[Change]:
     (folder / "core").mkdir(exist_ok=True)
     (folder / "core" / "module.py").write_text(source)
-    return sample(folder, "core", seed, count)
+    return sample(folder, ["core"], seed, count)
 
 
 def test_what_no_test_should_hold_is_left_out(tmp_path: Path) -> None:
