@@ -357,9 +357,12 @@ class KVCacheManager:
 
     def take_new_block_ids(self) -> list[int]:
         """Pages to zero before the next step, since the last call."""
-        new = [page for pages in self._core.take_pages_to_zero() for page in pages.tolist()]
-        pages, self._to_zero = [*self._to_zero, *new], []
+        self._collect_new_pages()
+        pages, self._to_zero = self._to_zero, []
         return pages
+
+    def _collect_new_pages(self) -> None:
+        self._to_zero += [page for pages in self._core.take_pages_to_zero() for page in pages.tolist()]
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
         """Has the pages of a request's tokens from `start_token` on, which is where blocks start, zeroed."""
@@ -373,6 +376,7 @@ class KVCacheManager:
     ) -> None:
         """Has pages of computed tokens behind the hit zeroed: vLLM loads them after that, but in the groups kept."""
         found, held = (hit or self.empty_kv_cache_blocks).block_ids, self.get_block_ids(request_id)
+        self._collect_new_pages()  # a group that is not cached has its loaded pages among them
         for group_id, ids in enumerate(held):
             end = cdiv(num_computed_tokens, self.coordinator.single_type_managers[group_id].block_size)
             loaded = [page for page in ids[found[group_id].size : end] if page]

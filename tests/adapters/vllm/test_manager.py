@@ -492,6 +492,20 @@ def test_pages_that_a_load_writes_are_zeroed_but_in_the_groups_that_vllm_names(n
     assert manager.take_new_block_ids() == []
 
 
+def test_a_load_into_a_window_that_is_not_cached_is_not_zeroed_where_vllm_names_it(newest: Any) -> None:
+    """The window's pages behind the loaded tokens are no load's, so they are zeroed."""
+    window = spec_of(newest, "SlidingWindowMLASpec", sliding_window=8, bounded_replay=True)
+    config = config_of(newest, spec_of(newest, "FullAttentionSpec"), window)
+    config.needs_kv_cache_zeroing = True
+    manager = KVCacheManager(config, max_model_len=64, hash_block_size=BLOCK, scheduler_block_size=BLOCK)
+    load = {"num_external_computed_tokens": 8, "delay_cache_blocks": True}
+    assert (
+        manager.allocate_slots(request_of("a", list(range(20))), 4, **load, skip_zeroing_group_ids=(0, 1)) is not None
+    )
+    behind = [ids[8 // BLOCK :] for ids in manager.get_block_ids("a")]
+    assert sorted(manager.take_new_block_ids()) == sorted(page for ids in behind for page in ids)
+
+
 def test_a_pool_registers_blocks_that_were_taken_from_it(vllm: Any) -> None:
     manager = manager_of(vllm, enable_kv_cache_events=True)
     request = request_of("a", list(range(12)))
