@@ -4,17 +4,18 @@ Flow:    CostAwarePolicy, BeladyPolicy -> [PriorityOrder.push] -> [pop]
 
 A heap would cost a Python call a block. Here a sorted front of a few hundred blocks is kept, all others only in arrays:
 
-    front   every block with priority <= bound when it was built, sorted; blocks that left it since are passed over
+    front   the first blocks when it was built, sorted; bound is the last one's priority. Some have left since
     late    blocks that came since then with a priority < bound; sorted in when blocks are popped next
     rest    all others; when the front runs out the next is cut from them by a partition, O(num_blocks)
 
-Where nothing is popped for long, late would grow with every push, also by blocks that have left. So once it holds more
-entries than the front, both become one front, which is cut to its usual size with a lower bound: what is above it
-belongs to the rest.
+Of equal blocks at the bound only as many are in the front as it has room for. A pop costs time for the whole front, and
+most blocks may be equal. Where nothing is popped for long, late would grow with every push, also by blocks that have
+left. So once it holds more entries than the front, both become one front, which is cut to its usual size: what is
+behind belongs to the rest.
 
 Invariants (`check_invariants`):
 
-    O1  `num_queued` blocks have a ticket; those below the bound are in the front or late, under that ticket
+    O1  `num_queued` blocks have a ticket; front and late are the first of them, and all below the bound
     O2  late holds `num_late` entries, at most as many as the front or a new front does
 """
 
@@ -30,7 +31,10 @@ ABSENT = -1
 
 
 class PriorityOrder:
-    """Distinct blocks out of [0, num_blocks), none at first. Ids are int64 arrays; some 50 ns a block, amortised."""
+    """Distinct blocks out of [0, num_blocks), none at first. Ids are int64 arrays.
+
+    A push costs some 50 ns a block, a pop some 20 us, and of 200,000 blocks 1 to 5 us for each that is popped.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_queued = 0
@@ -95,12 +99,11 @@ class PriorityOrder:
         return front
 
     def _lower_bound(self) -> None:
-        """Makes front and late one front of about its usual size, equal priorities together: O(log) a late block."""
+        """Makes front and late one front of its usual size at most: O(log) a late block."""
         front = self._take_near()
         if front.shape[1] > self._front_size:
-            priorities = self._priority[front[0]]
-            self._bound = priorities[self._front_size - 1]
-            front = front[:, : np.searchsorted(priorities, self._bound, side="right")].copy()
+            front = front[:, : self._front_size].copy()
+            self._bound = self._priority[front[0, -1]]
         self._front = front
 
     def _live(self, entries: np.ndarray) -> np.ndarray:
@@ -111,13 +114,15 @@ class PriorityOrder:
         return entries[:, np.lexsort((entries[1], self._priority[entries[0]]))]
 
     def _cut_front(self, size: int) -> np.ndarray:
-        """The first `size` blocks or more, in order; sets the bound."""
+        """The first `size` blocks, or all, in order; sets the bound."""
         ids = np.flatnonzero(self._ticket != ABSENT)
         self._bound = np.inf
         if ids.size > size:
-            priorities = self._priority[ids]
-            self._bound = np.partition(priorities, size - 1)[size - 1]
-            ids = ids[priorities <= self._bound]
+            keys = np.empty(ids.size, np.complex128)  # in order of priority, then ticket; equal keys would be slow
+            keys.real, keys.imag = self._priority[ids], self._ticket[ids]
+            places = np.argpartition(keys, size - 1)
+            self._bound = keys[places[size - 1]].real
+            ids = ids[places[:size]]
         return self._sorted(np.stack((ids, self._ticket[ids])))
 
     def check_invariants(self) -> None:
@@ -130,8 +135,9 @@ class PriorityOrder:
         if ids.size != self.num_queued:
             raise InvariantError(f"O1: {self.num_queued} blocks counted, {ids.size} have a ticket")
         near = self._live(np.concatenate([self._front, *self._late], axis=1))[0]
-        below = ids[self._priority[ids] < self._bound]
-        if np.unique(near).size != near.size or not np.isin(below, near).all():
+        order = self.order()
+        is_first = np.array_equal(np.sort(near), np.sort(order[: near.size]))
+        if not is_first or (self._priority[order[near.size :]] < self._bound).any():
             raise InvariantError("O1: a block below the bound is not in the front or late, or is there twice")
         num_late = sum(entries.shape[1] for entries in self._late)
         if num_late != self._num_late or num_late > max(self._front_size, self._front.shape[1]):

@@ -103,6 +103,17 @@ def test_many_pushes_below_the_bound_cost_about_one_sort() -> None:
     assert order.pop(10).tolist() == list(range(49_990, 50_000))
 
 
+def test_a_front_is_no_longer_where_all_blocks_are_equal() -> None:
+    """A pop looks at the whole front."""
+    order = PriorityOrder(10_000)
+    order.push(np.arange(10_000), np.ones(10_000))
+    assert order.pop(10).tolist() == list(range(10))
+    assert order._front.shape[1] == order._front_size - 10
+    order.push(np.arange(10), np.zeros(10))
+    assert order.pop(order._front_size + 5).tolist() == list(range(order._front_size + 5))
+    order.check_invariants()
+
+
 def test_the_checker_sees_a_block_that_the_front_lost() -> None:
     order = PriorityOrder(8)
     order.push(np.arange(8), np.arange(8.0))
