@@ -253,6 +253,8 @@ class BlockPool:
                 freed.append(block_id)
                 self.num_cached_free_blocks += self.is_hashed.item(block_id)
         self.eviction_policy.release_few(freed)
+        if self.tier_link is not None:
+            self.tier_link.last_used[freed] = self.tier_link.clock
 
     def free_groups(self, ids: np.ndarray) -> None:  # int64[groups, n]
         """`free_held` of one group after the other: of blocks that go to the head, the last group's come first."""
@@ -435,8 +437,6 @@ class BlockPool:
         if self.enable_kv_cache_events:
             self.event_log.extend(BlockRemoved((h,), group_idx=g) for h, g in zip(hashes, groups.tolist(), strict=True))
         return hashes
-
-    # -- arguments --------------------------------------------------------------------------------------------------
 
     def _check_group(self, group_id: int) -> None:
         if group_id not in self.hash_maps:
