@@ -5,6 +5,8 @@ Usage:   DIR/python scripts/vllm_replay.py TRACE --models A,B --memory BYTES,BYT
 Flow:    trace, kvjax's specs of a model -> vLLM's specs and groups -> [vLLM's manager] -> hit tokens, a JSON file
 Source:  vLLM 0.33.0 v1/core/kv_cache_planning.py, sched/scheduler.py; platforms/interface.py (_align_hybrid_block_size)
 
+`--kvjax POLICY` has kvjax's manager in the place of vLLM's, as `kvjax.adapters.vllm.install(policy=POLICY)` puts it.
+
 The calls are those of vLLM's scheduler and of `kvjax replay --serial`. A prompt is looked up, allocated whole (with
 recurrent states in the steps that vLLM's scheduler makes of it) and freed. Blocks are 16 tokens; with recurrent states
 as many as give attention pages of a state's size, and states are padded to these pages.
@@ -28,10 +30,11 @@ import torch
 import vllm
 from vllm.config import CacheConfig
 from vllm.v1 import kv_cache_interface
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core import kv_cache_manager
 from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvjax.adapters.vllm import install
 from kvjax.configs import load_model_config
 from kvjax.core.spec import KVCacheSpec
 
@@ -86,7 +89,7 @@ class Replay:
         )
         sizes = [group.kv_cache_spec.block_size for group in groups]
         self.block_size, self.hash_block_size = math.lcm(*sizes), prefix_match_unit or math.gcd(*sizes)
-        self.manager = KVCacheManager(config, max_model_len, self.block_size, self.hash_block_size)
+        self.manager = kv_cache_manager.KVCacheManager(config, max_model_len, self.block_size, self.hash_block_size)
         self.scheduler = self._stand_in() if config.has_mamba_layers else None
 
     def _stand_in(self) -> Any:
@@ -142,8 +145,9 @@ def replay(model: str, memory_bytes: int, lines: list[dict[str, Any]], unit: int
     hits = [run.serve(f"{i}", line) for i, line in enumerate(lines)]
     served = [(hit, line["input_length"]) for hit, line in zip(hits, lines, strict=True) if hit is not None]
     variant = "" if unit is None else f", unit {unit}"
+    under = "kvjax under " if type(run.manager).__module__.startswith("kvjax") else ""
     return {
-        "name": f"vLLM {vllm.__version__}{variant}",
+        "name": f"{under}vLLM {vllm.__version__}{variant}",
         "model": model,
         "memory_bytes": memory_bytes,
         "prefix_match_unit": unit,
@@ -162,13 +166,18 @@ def main() -> None:
     parser.add_argument("--models", required=True, help="names of kvjax, separated by commas")
     parser.add_argument("--memory", required=True, help="bytes, separated by commas")
     parser.add_argument("--json", type=Path, required=True, help="write the rows there")
+    parser.add_argument(
+        "--kvjax", metavar="POLICY", help="with kvjax's manager: stack or kvjax (no hits inside blocks)"
+    )
     options = parser.parse_args()
+    if options.kvjax is not None:
+        install(policy=options.kvjax)
     lines = [json.loads(line) for line in options.trace.read_text().splitlines()]
     rows: list[dict[str, Any]] = []
     for model in options.models.split(","):
         has_states = any(spec.state_pages is not None for spec in load_model_config(model).kv_cache_specs().values())
         for memory_bytes in map(int, options.memory.split(",")):
-            for unit in (None, 16) if has_states else (None,):
+            for unit in (None, 16) if has_states and options.kvjax is None else (None,):
                 try:
                     rows.append(replay(model, memory_bytes, lines, unit))
                 except ValueError as error:

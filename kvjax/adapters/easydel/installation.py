@@ -11,25 +11,32 @@ from typing import Any
 
 from kvjax.adapters.easydel.manager import CacheManager
 from kvjax.adapters.easydel.metadata import EASYDEL
+from kvjax.adapters.policy import policy_options
 from kvjax.adapters.stack import require_stack
 
 _SCHEDULER = "easydel.inference.esurge.scheduler.scheduler"
 _replaced: list[tuple[Any, Any]] = []
 
 
-def install() -> None:
-    """Has the scheduler make kvjax's manager; a second call does nothing.
+def install(*, policy: str | None = None) -> None:
+    """Has the scheduler make kvjax's manager. Again: with another policy.
+
+    Args:
+        policy: "stack" caches and evicts as EasyDeL does, "kvjax" by kvjax's defaults; None: as the environment
+            variable KVJAX_POLICY says, or else "stack".
 
     Raises:
         MissingStackError: EasyDeL cannot be imported.
         UnknownStackError: its manager is none of the recorded versions'. Nothing is changed.
+        ValueError: the policy is another one. Nothing is changed.
     """
-    if not _replaced:
-        EASYDEL.load("CachePages")
-        theirs = EASYDEL.load("CacheManager")
-        module: Any = require_stack(_SCHEDULER, EASYDEL.package, EASYDEL.versions)
-        _replaced.append((module, theirs))
-        module.CacheManager = CacheManager
+    options = policy_options(policy)
+    EASYDEL.load("CachePages")
+    theirs = EASYDEL.load("CacheManager")
+    module: Any = require_stack(_SCHEDULER, EASYDEL.package, EASYDEL.versions)
+    uninstall()
+    _replaced.append((module, theirs))
+    module.CacheManager = type("CacheManager", (CacheManager,), {"core_options": options}) if options else CacheManager
 
 
 def uninstall() -> None:

@@ -14,9 +14,10 @@ coordinator does that in `rollback_new_computed_pages`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from types import MappingProxyType
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -28,6 +29,10 @@ from kvjax.core.pool.kv_cache_blocks import KVCacheBlocks
 from kvjax.core.requests.request import Request
 from kvjax.errors import UnknownStackError
 
+# What EasyDeL caches and evicts: everything, and what was freed first.
+RULES: Mapping[str, Any] = MappingProxyType(
+    {"eviction_policy": "lru", "free_order": "append", "retention_interval": None}
+)
 REQUEST_ATTRIBUTES = ("all_token_ids", "num_computed_tokens", "num_tokens", "request_id", "sampling_params")
 
 
@@ -44,8 +49,12 @@ class _Shard:
 class CacheManager:
     """What EasyDeL's scheduler calls. Used from one thread; costs are those of `kvjax.core.KVCacheManager`.
 
+    `core_options` are options of `kvjax.core.KVCacheManager` instead of EasyDeL's rules, which `install` sets.
+
     Raises, when made: as `translate_groups`.
     """
+
+    core_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -64,6 +73,7 @@ class CacheManager:
         self._shards = self._make_shards(1)
         self._is_divided = False  # whether a call has said into how many shards
         self._looked_up: dict[str, Request] = {}  # of requests that wait
+        self._num_shared: dict[str, int] = {}  # of them: `KVCacheBlocks.num_shared_tokens`, where there are any
         self._known_class: type | None = None  # of the request that was checked last
         self.page_pool = PagePool(self)
 
@@ -96,6 +106,9 @@ class CacheManager:
         asked = self._shards if dp_shard_hint is None else [self._shards[dp_shard_hint % len(self._shards)]]
         hits = [(shard, *shard.core.get_computed_blocks(made)) for shard in asked]
         shard, blocks, num_tokens = max(hits, key=lambda hit: hit[2])
+        self._num_shared.pop(request.request_id, None)
+        if blocks.num_shared_tokens:
+            self._num_shared[request.request_id] = blocks.num_shared_tokens
         return shard.ids.pages(blocks), num_tokens
 
     def allocate_slots(
@@ -121,6 +134,7 @@ class CacheManager:
         computed = request.num_computed_tokens
         if shard is not None:
             self._sync(shard, request)
+            shard.core.new_step_starts()  # nobody tells of steps; one request after another is planned
             blocks = shard.core.allocate_slots(
                 shard.running[request.request_id],
                 min(num_new_tokens, self.max_model_len - computed),
@@ -133,7 +147,7 @@ class CacheManager:
             made,
             min(num_new_tokens, self.max_model_len - computed - num_new_computed_tokens),
             num_new_computed_tokens,
-            self._as_hit(shard, new_computed_pages),
+            self._as_hit(shard, new_computed_pages, self._num_shared.get(request.request_id, 0)),
             num_lookahead_tokens,
             computed,
             delay_cache_pages,
@@ -141,6 +155,7 @@ class CacheManager:
         if blocks is None:
             return None
         shard.running[request.request_id] = made
+        self._num_shared.pop(request.request_id, None)
         return shard.ids.pages(blocks)
 
     def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
@@ -155,11 +170,12 @@ class CacheManager:
         shard = self._shard_of(request.request_id)
         if shard is not None:
             shard.core.free(shard.running.pop(request.request_id))
-        self._looked_up.pop(request.request_id, None)
+        self.free_page_hashes(request)
 
     def free_page_hashes(self, request: Any) -> None:
         """Forgets the hashes of a request's tokens."""
         self._looked_up.pop(request.request_id, None)
+        self._num_shared.pop(request.request_id, None)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hashes; False, and no change, while a page is held."""
@@ -203,9 +219,7 @@ class CacheManager:
                 self._hasher.block_size,
                 enable_caching=self.enable_caching,
                 use_eagle=self.use_eagle,
-                eviction_policy="lru",
-                free_order="append",
-                retention_interval=None,
+                **{**RULES, **self.core_options},
             )
             made.append(_Shard(ids, core))
         return made
@@ -233,11 +247,13 @@ class CacheManager:
             return self._shards[hint % len(self._shards)]
         return max(self._shards, key=lambda shard: shard.core.block_pool.get_num_free_blocks())
 
-    def _as_hit(self, shard: _Shard, pages: CachePages | None) -> KVCacheBlocks | None:
-        """The hit as the core's value."""
-        if pages is None or not any(pages.pages):
+    def _as_hit(self, shard: _Shard, pages: CachePages | None, num_shared: int) -> KVCacheBlocks | None:
+        """The hit as the core's value, of a request that shares so many tokens with what some groups have cached."""
+        if not num_shared and (pages is None or not any(pages.pages)):
             return None
-        return shard.core.create_kv_cache_blocks(shard.ids.block_ids(pages.get_page_ids()))
+        found = self.create_empty_page_list() if pages is None else pages
+        hit = shard.core.create_kv_cache_blocks(shard.ids.block_ids(found.get_page_ids()))
+        return KVCacheBlocks(hit.block_ids, hit.pools, num_shared)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

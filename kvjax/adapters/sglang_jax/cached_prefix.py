@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
 
-from kvjax.adapters.sglang_jax.slot_allocator import SlotAllocator
+from kvjax.adapters.sglang_jax.slot_allocator import SlotAllocator, take_in_order
 from kvjax.adapters.sglang_jax.window_allocator import WindowSlotAllocator
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.hashing.extra_keys import ExtraKeys, LoRARequest
@@ -35,6 +35,7 @@ class CachedPrefix:
     hashes: Sequence[BlockHash] = ()
     pages: np.ndarray = field(default_factory=_no_pages)  # int32[n]
     window_pages: np.ndarray = field(default_factory=_no_pages)  # int32[w], 0 where there is none
+    num_shared: int = 0  # pages of full attention when it was found, where windows under probation had less
     state_hash: BlockHash | None = None  # of the last page, where a lock keeps the recurrent state after it
 
     @property
@@ -92,6 +93,10 @@ class RankPages(abc.ABC):
         """
 
     @abc.abstractmethod
+    def keep(self, prefix: CachedPrefix) -> None:
+        """A prompt or an answer ends there: under "probation" what a hit of it needs outlives what others need."""
+
+    @abc.abstractmethod
     def evict(self, num_pages: int, num_window_pages: int) -> tuple[int, int]:
         """Frees at least that many of the least recently used pages, or what there is; how many were freed."""
 
@@ -133,6 +138,9 @@ class FullPages(RankPages):
         path, _ = cache_pages(self._pool, prefix.pages, own, hashes, tokens)
         return CachedPrefix(self._rank, hashes, path)
 
+    def keep(self, prefix: CachedPrefix) -> None:
+        """A page is worth as much as any other."""
+
     def evict(self, num_pages: int, num_window_pages: int) -> tuple[int, int]:
         """Window pages there are none."""
         return len(evict_pages(self._pool, num_pages)), 0
@@ -147,7 +155,8 @@ class WindowedPages(RankPages):
     """Pages of full attention and window pages: a hit needs those of the last `sliding_window` tokens.
 
     A cached page without its window page is what the stack calls a tombstone. It has one again when a request computes
-    its tokens anew.
+    its tokens anew. Window pages are on probation until a hit used them, unless a prompt or an answer ends there, or a
+    prompt parts there from what full attention has cached.
     """
 
     def __init__(self, allocator: WindowSlotAllocator, rank: int, sliding_window: int) -> None:
@@ -170,6 +179,8 @@ class WindowedPages(RankPages):
         last_missing = np.maximum.accumulate(np.where(has_window, 0, columns)) if len(pages) else columns
         good = np.flatnonzero(last_missing <= np.maximum(columns - self._num_needed, 0))
         prefix = self._named(pages[: int(good[-1]) + 1 if good.size else 0], hashes)
+        if self._windows.eviction_policy.knows_probation and len(prefix.pages) < len(pages):
+            prefix = replace(prefix, num_shared=len(pages))
         refresh(self._full, prefix.pages)
         refresh(self._windows, prefix.window_pages)
         return prefix
@@ -201,10 +212,20 @@ class WindowedPages(RankPages):
         self._allocator.remap(places[moves], own_windows[moves], self._rank)
         new_windows = np.where(has_other, 0, own_windows)
         self._windows.cache_full_blocks(tokens, new_windows, hashes, len(prefix.pages), 1)
-        made = self._named(path, hashes)
-        self._windows.touch(made.window_pages)
+        self._windows.eviction_policy.note_probation(new_windows[new_windows > 0].astype(np.int64))
+        made = replace(self._named(path, hashes), num_shared=prefix.num_shared)
+        if len(prefix.pages) < prefix.num_shared <= len(path):
+            self.keep(self._named(path[: prefix.num_shared], hashes))
+        is_held = self._windows.ref_count[made.window_pages] > 0
+        self._windows.touch(made.window_pages[~is_held])
+        self._windows.ref_count[made.window_pages[is_held]] += 1  # no hit: what was on probation stays there
         self._windows.free_blocks(np.concatenate([prefix.window_pages, own_windows])[::-1])
         return made
+
+    def keep(self, prefix: CachedPrefix) -> None:
+        """Its window pages are on probation no more, nor one before them, which the same prompt needs again."""
+        windows = self._allocator.window_pages(prefix.pages[-self._num_needed - 1 :], self._rank)
+        self._windows.eviction_policy.note_lasting(windows[windows > 0].astype(np.int64))
 
     def evict(self, num_pages: int, num_window_pages: int) -> tuple[int, int]:
         """A page that is evicted takes its window page along."""
@@ -253,9 +274,9 @@ def cache_pages(
 
 
 def evict_pages(pool: BlockPool, num_pages: int) -> np.ndarray:  # int32[k]
-    """The `num_pages` least recently used cached pages, or all of them, after they were made free ones."""
+    """The first `num_pages` cached pages in eviction order, or all of them, after they were made free ones."""
     count = max(0, min(num_pages, pool.num_cached_free_blocks))
     num_free = pool.num_free_blocks - pool.num_cached_free_blocks
-    taken = pool.get_new_blocks(num_free + count) if count else _no_pages()
+    taken = take_in_order(pool, num_free + count) if count else _no_pages()
     pool.free_blocks(taken)
     return taken[num_free:]

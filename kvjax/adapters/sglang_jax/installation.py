@@ -12,8 +12,10 @@ of that base is initialised, and only its walks of the tree are left.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from kvjax.adapters.policy import policy_options
 from kvjax.adapters.sglang_jax.metadata import SGLANG_JAX
 from kvjax.adapters.sglang_jax.prefix_cache import PrefixCache
 from kvjax.adapters.sglang_jax.slot_allocator import SlotAllocator
@@ -25,13 +27,13 @@ _REGISTRY = "sgl_jax.srt.mem_cache.registry"
 _replaced: list[tuple[Any, str, Any]] = []
 
 
-def as_stack_class(ours: type, name: str) -> Any:
-    """kvjax's class that is the stack's class called `name` too; raises as `Stack.load`."""
-    return type(f"Kvjax{name}", (ours, SGLANG_JAX.load(name)), {})
+def as_stack_class(ours: type, name: str, **attributes: str) -> Any:
+    """kvjax's class, with those of its attributes changed, that is the stack's called `name` too; as `Stack.load`."""
+    return type(f"Kvjax{name}", (ours, SGLANG_JAX.load(name)), attributes)
 
 
-def prefix_cache_of(context: Any) -> Any:
-    """The cache for a `TreeCacheBuildContext` whose allocator is kvjax's.
+def prefix_cache_of(context: Any, **attributes: str) -> Any:
+    """The cache for a `TreeCacheBuildContext` whose allocator is kvjax's; its class with those attributes.
 
     Raises:
         NotImplementedError: EAGLE or a host tier are asked for, or the radix cache is disabled.
@@ -49,7 +51,7 @@ def prefix_cache_of(context: Any) -> Any:
                 f"expected a model and settings that kvjax's cache serves, got {name}; uninstall()"
             )
     base = "SWARadixCache" if context.is_hybrid_swa else "BasePrefixCache"
-    return as_stack_class(PrefixCache, base)(
+    return as_stack_class(PrefixCache, base, **attributes)(
         params.req_to_token_pool,
         params.token_to_kv_pool_allocator,
         params.page_size,
@@ -62,15 +64,20 @@ def prefix_cache_of(context: Any) -> Any:
     )
 
 
-def install() -> None:
-    """Puts kvjax's classes where the stack makes its own; a second call does nothing.
+def install(*, policy: str | None = None) -> None:
+    """Puts kvjax's classes where the stack makes its own. Again: with another policy.
+
+    Args:
+        policy: "stack" evicts what was used longest ago, "kvjax" first the window pages and recurrent states at which
+            no prompt and no answer ended; None: as the environment variable KVJAX_POLICY says, or else "stack".
 
     Raises:
         MissingStackError: sglang-jax cannot be imported.
-        UnknownStackError: its classes are none of the recorded versions'. Nothing is changed.
+        UnknownStackError: its classes are none of the recorded versions'.
+        ValueError: the policy is another one. Nothing is changed.
     """
-    if _replaced:
-        return
+    attributes = {name: value for name, value in policy_options(policy).items() if name == "eviction_policy"}
+    uninstall()
     paged = as_stack_class(SlotAllocator, "BaseTokenToKVPoolAllocator")
     for name in (
         "TokenToKVPoolAllocator",
@@ -79,7 +86,7 @@ def install() -> None:
         "default_radix_cache_factory",
     ):
         SGLANG_JAX.load(name)
-    windows = as_stack_class(WindowSlotAllocator, "SWATokenToKVPoolAllocator")
+    windows = as_stack_class(WindowSlotAllocator, "SWATokenToKVPoolAllocator", **attributes)
     allocators = require_stack(_ALLOCATORS, SGLANG_JAX.package, SGLANG_JAX.versions)
     registry = require_stack(_REGISTRY, SGLANG_JAX.package, SGLANG_JAX.versions)
 
@@ -90,7 +97,7 @@ def install() -> None:
         (allocators, "TokenToKVPoolAllocator", of_single_tokens),
         (allocators, "PagedTokenToKVPoolAllocator", paged),
         (allocators, "SWATokenToKVPoolAllocator", windows),
-        (registry, "default_radix_cache_factory", prefix_cache_of),
+        (registry, "default_radix_cache_factory", partial(prefix_cache_of, **attributes)),
     ):
         _replaced.append((module, name, getattr(module, name)))
         setattr(module, name, ours)

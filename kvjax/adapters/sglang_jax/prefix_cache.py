@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -59,6 +59,9 @@ REQUEST_ATTRIBUTES = (
 class PrefixCache:
     """The surface of `BasePrefixCache`; with a window that of `SWARadixCache` too, but for its walks of the tree.
 
+    With the `eviction_policy` "probation" states at which no request ended go first; of window pages their allocator
+    says it.
+
     Not thread-safe. A match costs about 1 us a page to hash, once for a prompt that waits (`HashChains`), and 0.1 us a
     page to look up; a lock 10 ns a page.
 
@@ -68,6 +71,8 @@ class PrefixCache:
         NotImplementedError: EAGLE's keys of token pairs are asked for.
         ValueError: page sizes differ, or a window has no allocator of windows.
     """
+
+    eviction_policy: ClassVar[str] = "lru"
 
     def __init__(
         self,
@@ -109,7 +114,8 @@ class PrefixCache:
         if is_hybrid_recurrent and sliding_window_size is not None:
             raise NotImplementedError("expected full attention beside recurrent layers, got sliding windows")
         ranks = range(len(self._ranks)) if is_hybrid_recurrent else ()
-        self._states = [StateCheckpoints(req_to_token_pool, rank) for rank in ranks]
+        has_probation = self.eviction_policy == "probation"
+        self._states = [StateCheckpoints(req_to_token_pool, rank, has_probation=has_probation) for rank in ranks]
         for rank in self._ranks:
             for pool in rank.pools():
                 pool.enable_kv_cache_events = enable_kv_cache_events
@@ -125,7 +131,7 @@ class PrefixCache:
             found = self._ranks[rank].find(self._chains.of(key.token_ids, key.extra_key))
             if self._states and not params.full_only:
                 found = self._with_state(found, params)
-            if not len(found.pages):
+            if not len(found.pages) and not found.num_shared:
                 found = self.root_node
         return self._match_result(
             device_indices=self.token_to_kv_pool_allocator.slots_of(found.pages),
@@ -176,6 +182,11 @@ class PrefixCache:
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         """Caches the full pages of the tokens `req.fill_ids`, and locks them; its row and prefix name them then."""
         self._check_request(req)
+        self._cache_so_far(req)
+        if len(req.fill_ids) >= len(req.origin_input_ids):
+            self._keep(req.last_node or self.root_node)
+
+    def _cache_so_far(self, req: Any) -> None:
         slots = self._slots_of(req, len(req.fill_ids))
         num_cached = self._num_cached(req, len(slots), is_finished=False)
         if self.disable or not num_cached:
@@ -212,6 +223,7 @@ class PrefixCache:
             made = self._cached(req, tokens, slots[: self._num_cached(req, length, is_finished=True)], held)
             if self._states:
                 self._take_last_state(req, made)
+            self._keep(made)
             free(slots[len(made.pages) * self.page_size :], rank)
             held = made
         else:
@@ -219,6 +231,12 @@ class PrefixCache:
         if self._states and self.enable_recurrent_extra_buffer:
             self.req_to_token_pool.free_recurrent_cache(req)
         self._unlock(held)
+
+    def _keep(self, prefix: CachedPrefix) -> None:
+        """A prompt or an answer ends there."""
+        self._ranks[prefix.dp_rank].keep(prefix)
+        if self._states and prefix.hashes:
+            self._states[prefix.dp_rank].keep(prefix.hashes[-1])
 
     def evict_req_swa(self, req: Any, pre_len: int, dp_rank: int = 0) -> None:
         """Frees the request's own window pages that no token from `pre_len` on sees, and one page more is kept."""

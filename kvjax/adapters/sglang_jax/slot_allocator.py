@@ -9,8 +9,9 @@ Slot `s` lies in page `s // page_size`; page 0 is the null block, whose slots pa
     owned     a request has it: `alloc*` gave it, `free` takes it back
     cached    `PrefixCache` has it, with one reference for each lock; evictable without one
 
-Pages without a hash come first in the pool's free order, so an allocation that `available_size` covers evicts nothing;
-one that it does not cover gets None, as in the stack, whose scheduler evicts first.
+Pages without a hash come first in the pool's free order, whatever its eviction policy, so an allocation that
+`available_size` covers evicts nothing; one that it does not cover gets None, as in the stack, whose scheduler evicts
+first.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class SlotAllocator:
         group_id: int = 0,
         info: GroupInfo | None = None,  # what KV events say; None: full attention
         event_logs: Sequence[KVEventLog] | None = None,  # one a rank, shared with the other group's allocator
+        eviction_policy: str = "lru",
     ) -> None:
         self.size, self.page_size, self.dp_size, self.debug_mode = size, page_size, dp_size, debug_mode
         self.size_per_rank = size // dp_size
@@ -53,6 +55,7 @@ class SlotAllocator:
             raise ValueError(f"expected a page of {page_size} tokens for each of {dp_size} ranks, got size {size}")
         self.group_id = group_id
         self._info = GroupInfo(page_size) if info is None else info
+        self._eviction_policy = eviction_policy
         self._kvcache = kvcache
         self.event_logs = [KVEventLog() for _ in range(dp_size)] if event_logs is None else list(event_logs)
         self.pools = [self._empty_pool(rank) for rank in range(dp_size)]
@@ -171,7 +174,7 @@ class SlotAllocator:
     def _take(self, num_pages: int, dp_rank: int) -> np.ndarray | None:
         if num_pages > self.num_free_pages(dp_rank):
             return None
-        return self.pools[dp_rank].get_new_blocks(num_pages)
+        return take_in_order(self.pools[dp_rank], num_pages)
 
     # -- freeing ------------------------------------------------------------------------------------------------------
 
@@ -237,8 +240,14 @@ class SlotAllocator:
             self.pages_per_rank + 1,
             hash_block_size=self.page_size,
             group_ids=(self.group_id,),
-            free_order="uncached_first",
+            eviction_policy=self._eviction_policy,
             event_log=self.event_logs[rank],
         )
         pool.register_group(self.group_id, self._info)
         return pool
+
+
+def take_in_order(pool: BlockPool, num_pages: int) -> np.ndarray:  # int32[num_pages]
+    """`get_new_blocks` of the pages that are next in order when those freed last count too."""
+    pool.eviction_policy.note_step_planned()
+    return pool.get_new_blocks(num_pages)

@@ -5,7 +5,8 @@ Source:  RecurrentComponent of sgl-project/sglang-jax, srt/mem_cache/unified_cac
 
 A request that ends gives the slot of its state, or with an extra buffer (`recurrent_ping_pong_track_buffer`) the one
 that has the state of the last page boundary; a request that goes on gives that one too and gets another for it. The
-stack keeps states at leaves only, here any prefix may have one.
+stack keeps states at leaves only, here any prefix may have one. With probation those at which no prompt and no answer
+ended go first, until a hit used them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from kvjax.errors import BlockStateError
 class StateCheckpoints:
     """Slots of one data-parallel rank by the hash of a prefix's last page, least recently used first."""
 
-    def __init__(self, slots: Any, rank: int) -> None:
+    def __init__(self, slots: Any, rank: int, *, has_probation: bool = False) -> None:
         self._slots, self._rank = slots, rank  # the stack's HybridReqToTokenPool
+        self._has_probation = has_probation
+        self._on_probation: set[BlockHash] = set()
         self._by_hash: OrderedDict[BlockHash, int] = OrderedDict()
         self._locks: Counter[BlockHash] = Counter()
 
@@ -43,6 +46,7 @@ class StateCheckpoints:
         for count in range(len(hashes), 0, -1):
             if hashes[count - 1] in self._by_hash:
                 self._by_hash.move_to_end(hashes[count - 1])
+                self._on_probation.discard(hashes[count - 1])
                 return count
         return 0
 
@@ -70,11 +74,19 @@ class StateCheckpoints:
         if block_hash in self._by_hash:
             return False
         self._by_hash[block_hash] = slot
+        if self._has_probation:
+            self._on_probation.add(block_hash)
         return True
 
+    def keep(self, block_hash: BlockHash) -> None:
+        """A prompt or an answer ends behind a prefix: its state, if there is one, is on probation no more."""
+        self._on_probation.discard(block_hash)
+
     def evict(self, count: int) -> int:
-        """Frees at most `count` slots without a lock, least recently used first; how many."""
-        return self._free([h for h in self._by_hash if h not in self._locks][: max(count, 0)])
+        """Frees at most `count` slots without a lock, on probation first, least recently used first; how many."""
+        evictable = [h for h in self._by_hash if h not in self._locks]
+        evictable.sort(key=lambda h: h not in self._on_probation)
+        return self._free(evictable[: max(count, 0)])
 
     def keep_cached(self, pool: BlockPool) -> int:
         """Frees the slots of prefixes whose pages are no longer cached; how many."""
@@ -84,6 +96,7 @@ class StateCheckpoints:
     def clear(self) -> None:
         """Forgets all; whoever clears the pool of slots frees them."""
         self._by_hash.clear()
+        self._on_probation.clear()
         self._locks.clear()
 
     def replacement(self) -> int | None:
@@ -94,6 +107,7 @@ class StateCheckpoints:
         return slot
 
     def _free(self, hashes: Sequence[BlockHash]) -> int:
+        self._on_probation.difference_update(hashes)
         for block_hash in hashes:
             self._slots.free_recurrent_slot(self._by_hash.pop(block_hash), self._rank)
         return len(hashes)

@@ -10,7 +10,7 @@ their pages, so a page has one window page or none; `free_swa` takes window page
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from kvjax.errors import BlockStateError
 @final
 class WindowSlotAllocator:
     """The surface of `SWATokenToKVPoolAllocator`. Not thread-safe. A call that raises has changed nothing."""
+
+    eviction_policy: ClassVar[str] = "lru"  # of window pages; with "probation" those that no request ended at go first
 
     def __init__(
         self,
@@ -39,7 +41,16 @@ class WindowSlotAllocator:
         full = SlotAllocator(size, page_size, pools[0], dp_size=dp_size)
         info = GroupInfo(page_size, "sliding_window", sliding_window)
         logs = full.event_logs
-        windows = SlotAllocator(size_swa, page_size, pools[1], dp_size=dp_size, group_id=1, info=info, event_logs=logs)
+        windows = SlotAllocator(
+            size_swa,
+            page_size,
+            pools[1],
+            dp_size=dp_size,
+            group_id=1,
+            info=info,
+            event_logs=logs,
+            eviction_policy=self.eviction_policy,
+        )
         self.size, self.page_size, self.dp_size = size, page_size, dp_size
         self.size_per_rank = full.size_per_rank
         self.full_attn_allocator, self.swa_attn_allocator = full, windows

@@ -148,6 +148,12 @@ class BlockPool:
         self._pool.touch(ids)
         self._pool.outside_refs.lend(ids)
 
+    def hold(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Adds a reference to each of a request's blocks, which is no hit; `free_blocks` drops it."""
+        ids = self._ids(blocks)
+        self._pool.ref_count[ids] += 1
+        self._pool.outside_refs.lend(ids)
+
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Drops a reference of a holder outside all requests from each block, in eviction order."""
         ids = self._ids(ordered_blocks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvjax.adapters.policy import policy_options
 from kvjax.adapters.vllm.description import vllm_module
 from kvjax.adapters.vllm.manager import KVCacheManager
 from kvjax.adapters.vllm.release import installed_release
@@ -19,10 +20,12 @@ MODULES = ("vllm.v1.core.kv_cache_manager", "vllm.v1.core.sched.scheduler")
 _replaced: list[tuple[Any, Any]] = []  # modules and their own class, while installed
 
 
-def install(**core_options: Any) -> type[KVCacheManager]:
+def install(*, policy: str | None = None, **core_options: Any) -> type[KVCacheManager]:
     """Makes vLLM's schedulers use kvjax; those that exist keep what they have. Again: with other options.
 
     Args:
+        policy: "stack" caches and evicts as the installed release does, "kvjax" by kvjax's defaults; None: as the
+            environment variable KVJAX_POLICY says, or else "stack".
         core_options: options of `kvjax.core.KVCacheManager` beside vLLM's, `eviction_policy="slru"` for example.
 
     Returns:
@@ -31,10 +34,12 @@ def install(**core_options: Any) -> type[KVCacheManager]:
     Raises:
         MissingStackError: vLLM is not installed.
         UnknownStackError: its version is unknown or differs from what was recorded. Nothing has changed.
+        ValueError: the policy is another one. Nothing has changed.
     """
     installed_release()
+    options = policy_options(policy) | core_options
     modules = [vllm_module(name) for name in MODULES]
-    cls = type("KVCacheManager", (KVCacheManager,), {"core_options": core_options}) if core_options else KVCacheManager
+    cls = type("KVCacheManager", (KVCacheManager,), {"core_options": options}) if options else KVCacheManager
     uninstall()
     for module in modules:
         _replaced.append((module, module.KVCacheManager))

@@ -277,7 +277,7 @@ class KVCacheManager:
             return []
         groups = self._core.get_blocks(request.request_id).blocks
         blocks = [block for group in groups for block in group if not block.is_null]
-        self.block_pool.touch(blocks)
+        self.block_pool.hold(blocks)
         if self._boundary_states is not None:
             self._boundary_states.forget(known)
         self._core.free(known)

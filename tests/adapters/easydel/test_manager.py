@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvjax.adapters.easydel import CacheManager, CachePages, install, uninstall
+from kvjax.adapters.policy import policy_options
 from kvjax.adapters.signatures import parameters_of, recorded
 from kvjax.errors import MissingStackError, UnknownStackError
 from scripts.stack_checks.easydel_manager import Engine, answers
@@ -209,7 +210,53 @@ def test_unknown_specs_and_requests_are_refused_by_name() -> None:
         new_manager().get_computed_pages(SimpleNamespace())
 
 
-def test_install_has_the_scheduler_make_kvjax_s_manager() -> None:
+class KvjaxPolicy(CacheManager):  # type: ignore[misc]
+    """What `install(policy="kvjax")` has the scheduler make."""
+
+    core_options = policy_options("kvjax")
+
+
+def turns(cls: type[CacheManager]) -> list[int]:
+    """Hits of four prompts in turns, whose pages of full attention and of last windows fit."""
+    manager = cls(56, [CacheGroupSpec(), CacheGroupSpec(SlidingWindowSpec(sliding_window=6))], 96)
+    hits = []
+    for turn in range(3):
+        for n in range(4):
+            request = Engine(f"{turn} {n}", [100 * n + i for i in range(41)], None)
+            pages, hit = manager.get_computed_pages(request)
+            hits.append(hit)
+            given: tuple[Any, ...] = (hit, pages)
+            while (done := request.num_computed_tokens or hit) < 41:
+                step = min(8, 41 - done)
+                assert manager.allocate_slots(request, step, *given) is not None
+                request.num_computed_tokens, given = done + step, ()
+            manager.free(request)
+            manager.managers[0].check_invariants()
+    return hits
+
+
+def test_kvjax_s_policy_keeps_windows_where_prompts_end() -> None:
+    """The stack's rules keep all windows, so that in turn each evicts what the next prompt needs."""
+    assert turns(CacheManager) == [0] * 12
+    assert turns(KvjaxPolicy) == [0] * 4 + [40] * 8
+
+
+def test_kvjax_s_policy_keeps_the_window_where_prompts_part() -> None:
+    """The second prompt finds full attention alone; where it parts is a checkpoint from then on."""
+    shared, hits = list(range(16)), []
+    manager = KvjaxPolicy(60, [CacheGroupSpec(), CacheGroupSpec(SlidingWindowSpec(sliding_window=6))], 96)
+    for n in range(3):
+        request = Engine(f"{n}", [*shared, *range(100 * n + 100, 100 * n + 125)], None)
+        hits.append(start(manager, request)[0])
+        manager.free(request)
+        pool = manager.managers[0].block_pool
+        _, on_probation, *_ = pool.eviction_policy.state()
+        pool.evict_blocks(on_probation)
+    assert hits == [0, 0, 16]
+
+
+def test_install_has_the_scheduler_make_kvjax_s_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVJAX_POLICY", raising=False)
     with pytest.raises(MissingStackError, match=r"needs easydel 0\.3\.0"):
         install()
     with stack_with("easydel") as made:
@@ -221,5 +268,15 @@ def test_install_has_the_scheduler_make_kvjax_s_manager() -> None:
         install()
         install()
         assert scheduler.CacheManager is CacheManager
+        install(policy="kvjax")
+        assert scheduler.CacheManager.core_options["eviction_policy"] == "probation"
+        with pytest.raises(ValueError, match=r"expected policy of 'stack' .*, got 'easydel'"):
+            install(policy="easydel")
+        assert issubclass(scheduler.CacheManager, CacheManager)
+        monkeypatch.setenv("KVJAX_POLICY", "kvjax")
+        install(policy="stack")
+        assert scheduler.CacheManager is CacheManager
+        install()
+        assert scheduler.CacheManager is not CacheManager
         uninstall()
         assert scheduler.CacheManager is made["CacheManager"]

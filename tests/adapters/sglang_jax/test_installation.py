@@ -44,6 +44,36 @@ def test_what_the_stack_makes_is_kvjax_s_and_the_stack_s() -> None:
         assert [vars(module) for module in modules] == own
 
 
+def test_the_policy_is_asked_for_and_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVJAX_POLICY", raising=False)
+
+    def policies() -> tuple[str, str]:
+        """Of window pages, and of states."""
+        windows = module.SWATokenToKVPoolAllocator(40, 24, kvcache=None, page_size=4, dp_size=1)
+        cache = registry.default_radix_cache_factory(context(made, windows, is_hybrid_swa=True))
+        policy = windows.swa_attn_allocator.pools[0].eviction_policy
+        return type(policy).__name__, cache.eviction_policy
+
+    with stack_with("sglang_jax") as made:
+        module: Any = sys.modules["sgl_jax.srt.mem_cache.allocator"]
+        registry: Any = sys.modules["sgl_jax.srt.mem_cache.registry"]
+        own = vars(module).copy()
+        install()
+        assert policies() == ("LRUPolicy", "lru")
+        install(policy="kvjax")
+        assert policies() == ("ProbationLRUPolicy", "probation")
+        with pytest.raises(ValueError, match=r"expected policy of 'stack' .*, got 'radix'"):
+            install(policy="radix")
+        assert policies() == ("ProbationLRUPolicy", "probation")
+        monkeypatch.setenv("KVJAX_POLICY", "kvjax")
+        install(policy="stack")
+        assert policies() == ("LRUPolicy", "lru")
+        install()
+        assert policies() == ("ProbationLRUPolicy", "probation")
+        uninstall()
+        assert vars(module) == own
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [

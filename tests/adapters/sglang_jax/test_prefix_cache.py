@@ -24,6 +24,21 @@ from tests.adapters.stand_ins import stack_with
 WINDOW = 10
 
 
+class KvjaxWindows(WindowSlotAllocator):  # type: ignore[misc]
+    """What `install(policy="kvjax")` has the stack make."""
+
+    eviction_policy = "probation"
+
+
+class KvjaxCache(PrefixCache):  # type: ignore[misc]
+    """What `install(policy="kvjax")` has the stack make."""
+
+    eviction_policy = "probation"
+
+
+CACHES = {"stack": (PrefixCache, WindowSlotAllocator), "kvjax": (KvjaxCache, KvjaxWindows)}
+
+
 @pytest.fixture(autouse=True)
 def classes() -> Iterator[dict[str, Any]]:
     """The recorded classes, and a key that has tokens."""
@@ -32,16 +47,23 @@ def classes() -> Iterator[dict[str, Any]]:
 
 
 def served_by(
-    classes: dict[str, Any], *, pages: int, page_size: int = 4, window_pages: int = 0, ranks: int = 1, **options: Any
+    classes: dict[str, Any],
+    *,
+    pages: int,
+    page_size: int = 4,
+    window_pages: int = 0,
+    ranks: int = 1,
+    policy: str = "stack",
+    **options: Any,
 ) -> ServedRequests:
     """A cache of that many pages a rank, and of that many window pages if any."""
+    cache_class, window_class = CACHES[policy]
     rows = Rows(6)
     size, size_swa = pages * page_size * ranks, window_pages * page_size * ranks
     if window_pages:
-        windows = WindowSlotAllocator(size, size_swa, page_size=page_size, dp_size=ranks)
-        return ServedRequests(
-            PrefixCache(rows, windows, page_size, sliding_window_size=WINDOW, **options), windows, rows, classes, WINDOW
-        )
+        windows = window_class(size, size_swa, page_size=page_size, dp_size=ranks)
+        cache = cache_class(rows, windows, page_size, sliding_window_size=WINDOW, **options)
+        return ServedRequests(cache, windows, rows, classes, WINDOW)
     allocator = SlotAllocator(size, page_size, dp_size=ranks)
     return ServedRequests(PrefixCache(rows, allocator, page_size, **options), allocator, rows, classes, None)
 
@@ -65,13 +87,14 @@ def test_hits_hold_their_prefix_and_no_slot_is_given_twice(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("pages", "window_pages", "page_size"), [(20, 14, 4), (60, 24, 4), (90, 60, 1)])
+@pytest.mark.parametrize("policy", CACHES)
 @pytest.mark.parametrize("seed", range(2))
 def test_hits_of_windows_hold_the_window_too(
-    seed: int, pages: int, window_pages: int, page_size: int, ranks: int, classes: dict[str, Any]
+    seed: int, policy: str, pages: int, window_pages: int, page_size: int, ranks: int, classes: dict[str, Any]
 ) -> None:
-    served = served_by(classes, pages=pages, window_pages=window_pages, page_size=page_size, ranks=ranks)
+    served = served_by(classes, pages=pages, window_pages=window_pages, page_size=page_size, ranks=ranks, policy=policy)
     size, size_swa = pages * page_size, window_pages * page_size
-    for move in random_moves(seed, 50, ranks):
+    for move in random_moves(seed, 60, ranks):
         play(served, move)
         served.check_sizes(size, size_swa, range(ranks))
         served.cache.sanity_check()
@@ -82,12 +105,54 @@ def test_hits_of_windows_hold_the_window_too(
     assert [served.allocator.swa_available_size(rank) for rank in range(ranks)] == [size_swa] * ranks
 
 
+def test_kvjax_s_policy_keeps_windows_where_prompts_end(classes: dict[str, Any]) -> None:
+    """Four prompts in turns, in chunks: the pages of all tokens fit, and of the windows those of the prompts' ends."""
+    hits = {}
+    for policy in CACHES:
+        served = served_by(classes, pages=70, window_pages=30, policy=policy)
+        for turn in range(3):
+            for n in range(4):
+                assert served.start([10 * n + i % 7 for i in range(40)], None, None, 3), (turn, n)
+                served.end(0)
+                served.cache.sanity_check()
+        hits[policy] = served.hits
+    assert hits == {"stack": [0] * 12, "kvjax": [0] * 4 + [36] * 8}
+
+
+def test_kvjax_s_policy_keeps_the_window_where_prompts_part(classes: dict[str, Any]) -> None:
+    """A prompt a turn has the shared beginning, whose windows the others push out until a second one parts."""
+    hits = {}
+    for policy in CACHES:
+        served = served_by(classes, pages=200, window_pages=26, policy=policy)
+        for turn in range(4):
+            for n, first in ((0, [1] * 24), (1, [2 + turn] * 24), (2, [12 + turn] * 24)):
+                assert served.start([*first, *[30 + 3 * turn + n] * 20], None, None, 2)
+                served.end(0)
+        hits[policy] = served.hits[::3]
+    assert hits == {"stack": [0, 0, 0, 0], "kvjax": [0, 0, 24, 24]}
+
+
+def test_kvjax_s_policy_keeps_what_the_same_prompt_of_whole_pages_needs(classes: dict[str, Any]) -> None:
+    """Its hit ends a page before its end, since its last token is computed."""
+    served = served_by(classes, pages=100, window_pages=20, policy="kvjax")
+    for first in (1, 2, 3, 1):
+        assert served.start([first] * 40, None, None, 1)
+        served.end(0)
+    assert served.hits == [0, 0, 0, 36]
+
+
 def served_with_states(
-    classes: dict[str, Any], *, pages: int, page_size: int, num_states: int, interval: int | None
+    classes: dict[str, Any],
+    *,
+    pages: int,
+    page_size: int,
+    num_states: int,
+    interval: int | None,
+    policy: str = "stack",
 ) -> ServedRequests:
     """A cache of a model with recurrent layers."""
     rows, allocator = StateRows(6, num_states, interval), SlotAllocator(pages * page_size, page_size)
-    cache = PrefixCache(
+    cache = CACHES[policy][0](
         rows,
         allocator,
         page_size,
@@ -102,12 +167,15 @@ def served_with_states(
     ("pages", "page_size", "num_states", "interval"),
     [(120, 1, 5, None), (300, 1, 20, None), (60, 4, 12, 8), (25, 4, 9, 4)],
 )
+@pytest.mark.parametrize("policy", CACHES)
 @pytest.mark.parametrize("seed", range(2))
 def test_hits_of_recurrent_layers_have_the_state_of_their_end(
-    seed: int, pages: int, page_size: int, num_states: int, interval: int | None, classes: dict[str, Any]
+    seed: int, policy: str, pages: int, page_size: int, num_states: int, interval: int | None, classes: dict[str, Any]
 ) -> None:
     """The law is in `ServedRequests`; at the end every slot of tokens and of states is free."""
-    served = served_with_states(classes, pages=pages, page_size=page_size, num_states=num_states, interval=interval)
+    served = served_with_states(
+        classes, pages=pages, page_size=page_size, num_states=num_states, interval=interval, policy=policy
+    )
     rows = served.rows
     assert isinstance(rows, StateRows)
     for move in random_moves(seed, 60, 1, turns=True):
@@ -120,6 +188,20 @@ def test_hits_of_recurrent_layers_have_the_state_of_their_end(
     served.end_all()
     assert served.allocator.available_size() == pages * page_size
     assert sorted(rows.free_states) == list(range(1, num_states + 1))
+
+
+def test_kvjax_s_policy_keeps_states_where_prompts_end(classes: dict[str, Any]) -> None:
+    """Four prompts in turns with a state at each boundary: slots for the states of their ends, not for all."""
+    hits = {}
+    for policy in CACHES:
+        served = served_with_states(classes, pages=60, page_size=4, num_states=9, interval=8, policy=policy)
+        for _ in range(3):
+            for n in range(4):
+                assert served.start([10 * n + i % 7 for i in range(41)], None, None, 1)
+                served.end(0)
+        hits[policy] = served.hits
+    assert hits["kvjax"] == [0] * 4 + [40] * 8
+    assert sum(hits["stack"]) < sum(hits["kvjax"])
 
 
 def test_a_hit_ends_where_a_state_is_kept(classes: dict[str, Any]) -> None:
