@@ -11,6 +11,8 @@ import pytest
 
 from kvjax.core import BlockHasher, BlockPool, KVCacheManager, Request
 from kvjax.core.eviction import LearnedPolicy
+from kvjax.core.eviction.ghosts import Ghosts
+from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
 from tests.core.manager.manager_lockstep import FULL, SETUPS
 from tests.core.manager.prefill import compute_prompt
@@ -140,3 +142,33 @@ def test_a_run_that_is_held_is_not_used_again() -> None:
     policy.note_admission()
     policy.note_step_planned()
     assert [each.uses for each in policy.learned()] == [1, 0, 0, 0, 0]
+
+
+def test_a_block_that_was_free_before_its_twin_was_evicted_is_no_ghost_come_back() -> None:
+    """Two blocks have the same tokens; one goes while the other waits, and nobody asked for them again."""
+    pool = BlockPool(5, eviction_policy=partial(LearnedPolicy, learn_every=1))
+    policy: Any = pool.eviction_policy
+    blocks = pool.get_new_blocks(3)
+    pool.register_many(blocks, [b"0", b"1", b"2"], 0, np.arange(3))
+    pool.free_blocks(blocks[::-1])
+    policy.note_step_planned()
+    _, twin = pool.get_new_blocks(2).tolist()  # the last of the three
+    pool.register_many([twin], [b"0"], 0, [0])
+    pool.free_block(twin)
+    policy.note_step_planned()
+    assert pool.get_new_blocks(2).tolist() == blocks[1::-1].tolist()
+    policy.note_step_planned()
+    policy.note_admission()
+    policy.note_step_planned()
+    assert [each.uses for each in policy.learned()] == [0, 0, 0, 0, 0]
+
+
+def test_what_is_remembered_of_claimed_ghosts_is_bounded() -> None:
+    """However often pieces are evicted and come back."""
+    ghosts = Ghosts(max_blocks=1_000)
+    for i in range(500):
+        ghosts.add(0, 1, [BlockHash(b"%d" % i)])
+        assert len(ghosts._order) <= max(64, 2 * len(ghosts))
+        if i % 10:
+            ghosts.claim(0, [BlockHash(b"%d" % i)], 0)
+    ghosts.check_invariants()

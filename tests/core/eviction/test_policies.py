@@ -14,7 +14,7 @@ from kvjax.core import BlockPool, CostAwarePolicy, EvictionPolicy, KVCacheManage
 from kvjax.core.eviction import LearnedPolicy, ProbationLRUPolicy, StepFlow, make_eviction_policy
 from kvjax.core.pool.prefix_index import PrefixIndex
 from kvjax.errors import BlockStateError, InvariantError, OutOfBlocksError
-from tests.core.eviction.naive_learned import NaiveLearned
+from tests.core.eviction.naive_learned import NaiveLearned, bin_of
 from tests.core.eviction.naive_policies import (
     NaiveCostAware,
     NaiveLRU,
@@ -124,12 +124,12 @@ class Life:
             self.naive.registered(block, column * BLOCK_SIZE, BLOCK_SIZE)
 
     def hashes(self, count: int) -> list[bytes]:
-        """New ones, or some that were evicted, in order."""
-        cached = {self.naive.hash_of[block] for block in self.naive.hashed}
-        gone = [h for h in map(self.to_bytes, range(self.num_hashes)) if h not in cached]
-        if self.rng.random() < 0.5 and len(gone) >= count:
-            first = int(self.rng.integers(len(gone) - count + 1))
-            return gone[first : first + count]
+        """New ones, some that were evicted, in order, or any that were ever used, of other blocks too."""
+        cached = {self.naive.hash_of[block] for block in self.naive.hashed} if self.rng.random() < 0.7 else set()
+        old = [h for h in map(self.to_bytes, range(self.num_hashes)) if h not in cached]
+        if self.rng.random() < 0.5 and len(old) >= count:
+            first = int(self.rng.integers(len(old) - count + 1))
+            return old[first : first + count]
         self.num_hashes += count
         return list(map(self.to_bytes, range(self.num_hashes - count, self.num_hashes)))
 
@@ -138,8 +138,9 @@ class Life:
         return number.to_bytes(8, "big")
 
     def admit(self) -> None:
-        self.pool.eviction_policy.note_admission()
-        self.naive.admitted()
+        for _ in range(self.rng.choice([1, 40, 3_000], p=[0.8, 0.15, 0.05])):
+            self.pool.eviction_policy.note_admission()
+            self.naive.admitted()
 
     def put_on_probation(self) -> None:
         blocks = self.some([block for block in self.held() if block in self.naive.hashed - self.asked_for])
@@ -177,12 +178,19 @@ class Life:
         assert self.pool.eviction_policy.order().tolist() == self.naive.order()
         assert self.pool.num_free_blocks == len(self.naive.order())
         self.check_that_blanks_go_first()
+        self.check_what_was_learned()
 
     def check_that_blanks_go_first(self) -> None:
         """Unhashed blocks precede all others under every policy but plain LRU, and those of a step that goes on."""
         if not isinstance(self.naive, NaiveLRU | NaiveProbationLRU):
             hashed = [block in self.naive.hashed for block in self.naive.order()]
             assert hashed == sorted(hashed)
+
+    def check_what_was_learned(self) -> None:
+        """The worth of each class of runs by age."""
+        for i, each in enumerate(self.pool.eviction_policy.learned()):
+            for age, worth in each.worth_by_age:
+                assert worth == pytest.approx(self.naive.worth[i][bin_of(age)], rel=1e-5)
 
     def go(self, num_calls: int) -> None:
         calls = [self.take, self.release, self.release, self.release_one, self.touch, self.register, self.register]
