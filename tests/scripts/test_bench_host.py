@@ -30,6 +30,11 @@ NAMES = {
     "free/32k",
     *(f"hash/{algorithm}/32k" for algorithm in ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")),
     *(f"pool/{call}/1000" for call in ("get", "free", "get_evicting")),
+    *(
+        f"evict/{part}/{policy}"
+        for part in ("inside_admission", "between_steps")
+        for policy in ("probation", "learned")
+    ),
 }
 
 
@@ -59,7 +64,7 @@ def test_every_case_has_a_name_of_its_own(driver: ModuleType) -> None:
     assert set(names) >= NAMES
 
 
-@pytest.mark.parametrize("name", sorted(name for name in NAMES if name.startswith(("pool/", "admit/"))))
+@pytest.mark.parametrize("name", sorted(name for name in NAMES if name.startswith(("pool/", "admit/", "evict/"))))
 def test_a_case_gives_samples_of_both_sides(driver: ModuleType, name: str) -> None:
     (case,) = (case for case in driver.all_cases() if case.name == name)
     assert all(sample > 0 for sample in (*case.run(), *case.baseline()))
