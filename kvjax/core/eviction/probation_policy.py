@@ -82,13 +82,12 @@ class ProbationPolicy(EvictionPolicy):
             return self._blank.take(num_blocks)
         self.check_available(num_blocks)
         self._num_free -= num_blocks
-        parts = take_in_turn(self._old, num_blocks)
-        missing = num_blocks - sum(part.size for part in parts)
-        if missing:
+        ids = take_in_turn(self._old, num_blocks)
+        if ids.size < num_blocks:
             self._join()
-            parts += take_in_turn(self._old, missing)
-        ids = np.concatenate(parts)
-        self._on_probation[ids] = False
+            ids = np.concatenate((ids, take_in_turn(self._old, num_blocks - ids.size)))
+        if self._knew_probation:
+            self._on_probation[ids] = False
         return ids
 
     def take_one(self) -> int:

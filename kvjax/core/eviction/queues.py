@@ -23,15 +23,19 @@ def make_queues(num_queues: int, num_blocks: int) -> list[FreeKVCacheBlockQueue]
     return queues
 
 
-def take_in_turn(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], num_blocks: int) -> list[np.ndarray]:
-    """`num_blocks` blocks, or all if there are fewer, from the heads of the queues: int64[k] of each queue passed."""
+def take_in_turn(
+    queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks], num_blocks: int
+) -> np.ndarray:  # int64[<= num_blocks]
+    """`num_blocks` blocks, or all if there are fewer, from the heads of the queues."""
     parts = []
     for queue in queues:
-        parts.append(queue.take(min(num_blocks, queue.num_free_blocks)))
-        num_blocks -= parts[-1].size
-        if not num_blocks:
-            break
-    return parts
+        count = min(num_blocks, queue.num_free_blocks)
+        if count:
+            parts.append(queue.take(count))
+            num_blocks -= count
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def remove_from(queues: Sequence[FreeKVCacheBlockQueue | LastingBlocks | YoungBlocks], ids: np.ndarray) -> None:

@@ -55,8 +55,7 @@ class SegmentedLRUPolicy(EvictionPolicy):
     def take(self, num_blocks: int) -> np.ndarray:  # int64[num_blocks]
         """From the heads of the queues, one after another."""
         self.check_available(num_blocks)
-        parts = take_in_turn(self._queues, num_blocks)
-        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ids = take_in_turn(self._queues, num_blocks)
         self._was_hit[ids] = False
         return ids
 
