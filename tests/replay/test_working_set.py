@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from kvjax.core import FullAttentionSpec, MambaSpec
 from kvjax.errors import MemoryBudgetError
-from kvjax.planning import Load
+from kvjax.planning import CacheShape, Load, Parallelism
+from kvjax.planning.sizing import bytes_for
 from kvjax.replay import ReplayConfig, TraceRequest, generate_workload, run_replay
-from kvjax.replay.working_set import WorkingSet
+from kvjax.replay.working_set import MOST_SPARE, WorkingSet, load_of
 
 # 2 KiB a token, and 2 MiB a state: as much as 1,024 tokens.
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
@@ -23,6 +25,14 @@ STATE = MambaSpec(block_size=512, shapes=((256, 512),), dtypes=("float32",), mam
 SPECS = {f"full.{i}": FullAttentionSpec(block_size=256, **HEADS) for i in range(4)} | {
     f"state.{i}": STATE for i in range(4)
 }
+
+SHAPE = CacheShape.of(SPECS, platform="cpu", parallel=Parallelism())
+LENGTHS: dict[str, int] = {"max_model_len": 8_192, "max_in_flight_tokens": 512}
+
+
+def load(trace: Sequence[TraceRequest], memory_bytes: int, alignment: int = 512, has_answers: bool = True) -> Load:
+    options = {"alignment": alignment, "max_running": 1, "has_answers": has_answers}
+    return load_of(trace, SHAPE, memory_bytes, **LENGTHS, **options)
 
 
 @given(uses=st.lists(st.sets(st.integers(0, 5), max_size=4), min_size=1, max_size=12), data=st.data())
@@ -77,3 +87,26 @@ def test_memory_that_holds_no_request_is_named() -> None:
     config = ReplayConfig(SPECS, memory_bytes=2**20, serial=True, platform="cpu")
     with pytest.raises(MemoryBudgetError, match="bytes short"):
         run_replay(generate_workload("chat", 3, 0), config)
+
+
+@pytest.mark.parametrize("num_kept", [3, 5, 8])
+def test_a_load_is_paid_to_the_last_byte(num_kept: int) -> None:
+    """Two prompts that share nothing: a memory with room for more than both has more checkpoints for their tokens."""
+    trace = [TraceRequest(0, 4_096, 0, tuple(range(i, i + 8))) for i in (0, 8)]
+    loads = [Load(round(MOST_SPARE * 2 * 4_096 / kept), 1) for kept in (num_kept - 1, num_kept)]
+    least = bytes_for(SHAPE.needs_of(loads[1], *LENGTHS.values()), Fraction(num_kept))
+    assert load(trace, least) == loads[1]
+    assert load(trace, least - 1) == (loads[0] if num_kept > 3 else Load(4_096, 1))
+
+
+def test_memory_without_end_keeps_every_checkpoint() -> None:
+    """More of them than blocks of tokens: a prompt of one and a half blocks, and many answers of half a block."""
+    trace = [TraceRequest(0, 1_536, 512, (0, 1, 2))] * 100
+    assert load(trace, 2**50, alignment=1_024).tokens_per_checkpoint <= MOST_SPARE * (1_536 + 100 * 512) / 101
+
+
+@pytest.mark.parametrize("mebibytes", [20, 50, 100, 1_000])
+def test_answers_that_are_not_cached_count_for_nothing(mebibytes: int) -> None:
+    trace = generate_workload("chat", 50, 3)
+    without = [replace(request, output_length=0) for request in trace]
+    assert load(trace, mebibytes << 20, has_answers=False) == load(without, mebibytes << 20)
