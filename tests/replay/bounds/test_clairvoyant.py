@@ -11,9 +11,11 @@ from kvjax.core.eviction import EVICTION_POLICIES
 from kvjax.core.kinds.full_attention import FullAttentionSpec
 from kvjax.replay import ReplayConfig, run_replay
 from kvjax.replay.bounds import CacheCosts, PromptTree, clairvoyant, free_exchange
+from kvjax.replay.bounds.clairvoyant import _Wishes
+from kvjax.replay.bounds.pieces import ROOT
 from kvjax.replay.infinite_cache import InfiniteCache
 from kvjax.replay.trace import TraceRequest
-from tests.replay.bounds.naive_bytes import COSTS, state
+from tests.replay.bounds.naive_bytes import COSTS, checkpoint_bytes, state, window
 from tests.replay.random_traces import random_trace
 
 
@@ -84,6 +86,26 @@ def test_a_prefix_without_its_checkpoint_is_no_hit() -> None:
     costs = CacheCosts(1, (state(100),))
     assert clairvoyant(tree, costs, 105) == 0
     assert clairvoyant(tree, costs, 109) == 9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_kept_fits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes by their definition: of the tokens that some prompt owns, and of a checkpoint for each of these prompts."""
+    tree = PromptTree.of(random_trace(seed, 60, hash_block_size=4))
+    costs, shrink = CacheCosts(1, (window(2, 3),)), _Wishes.shrink
+
+    def shrink_and_count(wishes: _Wishes, memory_bytes: float) -> None:
+        shrink(wishes, memory_bytes)
+        kept = wishes._of.values()
+        assert all(wish.owned and all(first < end for first, end in wish.owned) for wish in kept)
+        tokens = sum(end - first for wish in kept for first, end in wish.owned)
+        checkpoints = {wish.checkpoint for wish in kept} - {ROOT}
+        used = tokens + checkpoint_bytes(tree, costs, checkpoints)
+        assert used == wishes._used_bytes <= memory_bytes
+
+    monkeypatch.setattr(_Wishes, "shrink", shrink_and_count)
+    for memory_bytes in (5, 20, 60):
+        clairvoyant(tree, costs, memory_bytes)
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
