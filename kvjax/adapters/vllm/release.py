@@ -29,6 +29,7 @@ REQUEST_ATTRIBUTES = (
     "mm_features",
     "num_computed_tokens",
     "num_preemptions",
+    "num_prompt_tokens",
     "num_tokens",
     "prompt_embeds",
     "request_id",

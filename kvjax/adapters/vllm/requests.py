@@ -42,16 +42,18 @@ class KnownRequests:
         if type(request) is not self._known_class:
             self._release.check_request(request)
             self._known_class = type(request)
-        keys, tokens = {}, np.zeros(max(num_tokens, 1), np.int32)
+        keys, tokens, num_prompt = {}, np.zeros(max(num_tokens, 1), np.int32), request.num_prompt_tokens
         if self._tells_tokens and num_tokens:
             keys, tokens = self._extra_keys(request), np.array(request.all_token_ids[:num_tokens], np.int32)
         made = Request(
             request.request_id,
-            tokens,
+            tokens[:num_prompt],
             block_hashes=request.block_hashes,
             skip_reading_prefix_cache=bool(request.skip_reading_prefix_cache),
             **keys,
         )
+        if num_tokens > num_prompt:  # it was preempted
+            made.append_output_token_ids(tokens[num_prompt:])
         self._latest = request, made
         return made
 

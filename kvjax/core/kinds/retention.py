@@ -80,6 +80,10 @@ class Retention:
             lengths = (*ends, num_shared_tokens, num_shared_tokens - dropped if self._ends == "vllm-0.33" else 0)
         return tuple(max(length, 0) // size * size for length in lengths)
 
+    def num_own_tokens(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Tokens whose ends are checkpoints: all of a request; by vLLM's rules its prompt, after a preemption too."""
+        return num_prompt_tokens if self.is_vllms else num_tokens
+
     def end_of(self, num_tokens: int) -> int:
         """The longest hit of a longer request that begins with so many tokens."""
         return max(num_tokens - self._dropped_tokens, 0) // self.alignment * self.alignment

@@ -156,7 +156,8 @@ class SlotAllocator:
         if retention is not None and request.row >= 0:
             lengths = retention.lengths_of(request.row)
         elif retention is not None:
-            lengths = retention.lengths_for(request.num_tokens, 0 if hit is None else hit.num_shared_tokens)
+            own = retention.num_own_tokens(request.num_prompt_tokens, request.num_tokens)
+            lengths = retention.lengths_for(own, 0 if hit is None else hit.num_shared_tokens)
         return limit_step(self._groups, computed, new, request.num_tokens, lengths)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -262,8 +263,10 @@ class SlotAllocator:
             pool.eviction_policy.note_admission()
         if self._reservations is not None:
             self._reservations.add(row, reserved_slots, reserved_blocks)
-        if self._groups.retention is not None:
-            self._groups.retention.note_admission(row, request.num_tokens, hit.num_shared_tokens)
+        retention = self._groups.retention
+        if retention is not None:
+            own = retention.num_own_tokens(request.num_prompt_tokens, request.num_tokens)
+            retention.note_admission(row, own, hit.num_shared_tokens)
         self._rows.num_hit_tokens[row], self._rows.num_left_out[row] = counts.new_computed, 0
         if total_computed:
             self._rows.add_computed(row, hit.block_ids, total_computed, has_external=counts.external > 0)

@@ -33,6 +33,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_preemptions = 0
+        self.num_prompt_tokens = len(token_ids)
         self.shared_prefix_boundary = 0
         self.prompt_embeds = None
         self.skip_reading_prefix_cache = False

@@ -492,6 +492,18 @@ def test_pages_that_a_load_writes_are_zeroed_but_in_the_groups_that_vllm_names(n
     assert manager.take_new_block_ids() == []
 
 
+def test_a_preempted_request_keeps_the_window_at_the_end_of_its_prompt(newest: Any) -> None:
+    """With 5 of the window's 6 tokens before 20, which the same prompt can hit; the answer was 9 tokens by then."""
+    config = config_of(newest, spec_of(newest, "FullAttentionSpec"), spec_of(newest, "SlidingWindowSpec"))
+    config.prefix_cache_retention_interval = 0
+    manager = KVCacheManager(config, max_model_len=64, hash_block_size=BLOCK, scheduler_block_size=BLOCK)
+    request = request_of("a", list(range(30)))
+    request.num_prompt_tokens = 21
+    compute(manager, request, 30)
+    cached = [[block.block_hash is not None for block in blocks] for blocks in manager.get_blocks("a").blocks]
+    assert [[i for i, is_cached in enumerate(group) if is_cached] for group in cached] == [list(range(7)), [3, 4]]
+
+
 def test_a_load_into_a_window_that_is_not_cached_is_not_zeroed_where_vllm_names_it(newest: Any) -> None:
     """The window's pages behind the loaded tokens are no load's, so they are zeroed."""
     window = spec_of(newest, "SlidingWindowMLASpec", sliding_window=8, bounded_replay=True)

@@ -19,6 +19,10 @@ class NaiveRequest:
     encoder: int = 0
     origin: tuple = ()  # adapter and weight version, where a test has them
     inserts: bool = True
+    num_prompt: int = 0  # tokens, the rest are an answer; 0: all that it is made with
+
+    def __post_init__(self) -> None:
+        self.num_prompt = self.num_prompt or len(self.tokens)
 
     def key(self, num_tokens: int) -> tuple:
         return self.salt, self.origin, tuple(self.tokens[:num_tokens])
@@ -276,6 +280,7 @@ class NaiveManager:
         dropped, most = max(dropping, default=0), len(request.tokens)
         lengths = [most - dropped - 1, most - dropped, shared]
         if self.ends == "vllm-0.33":
+            most = request.num_prompt
             ends = [most - 1 - self.hit_step, most - self.hit_step] if dropped else [most - 1]
             lengths = [*ends, shared, shared - dropped]
         self.checkpoints[request.request_id] = {max(n, 0) // self.hit_step * self.hit_step for n in lengths} - {0}

@@ -21,11 +21,12 @@ def make_manager(**options: Any) -> KVCacheManager:
     return KVCacheManager(config_of(HYBRID, [100]), 64, 2, **options)
 
 
-def cached_columns(manager: KVCacheManager, num_tokens: int) -> list[list[int]]:
-    """Per group the blocks of a prompt that are hits once it was computed in one step."""
+def cached_columns(manager: KVCacheManager, num_tokens: int, num_answered: int = 0) -> list[list[int]]:
+    """Per group the blocks of a prompt and what was answered that are hits once all was computed in one step."""
     request = Request("r", range(num_tokens), block_hasher=HASHER)
-    assert manager.allocate_slots(request, num_tokens) is not None
-    request.num_computed_tokens = num_tokens
+    request.append_output_token_ids(range(num_answered))
+    assert manager.allocate_slots(request, request.num_tokens) is not None
+    request.num_computed_tokens = request.num_tokens
     hashes = list(request.block_hashes)
     manager.free(request)
     found = [manager.block_pool.find_each(hashes, group_id) for group_id in range(len(HYBRID))]
@@ -57,6 +58,13 @@ def test_what_0_33_added_for_eagle_0_32_does_not_keep() -> None:
     """The shared prefix less the block that EAGLE drops."""
     lengths = {ends: Retention(0, 4, 4, ends).lengths_for(30, 16) for ends in ("vllm-0.32", "vllm-0.33")}
     assert lengths == {"vllm-0.32": (24, 24, 16, 0), "vllm-0.33": (24, 24, 16, 12)}
+
+
+@pytest.mark.parametrize("release", ["0.32.0", "0.33.0"])
+def test_a_request_that_was_preempted_has_the_ends_of_its_prompt(release: str) -> None:
+    """The 16 tokens that it had answered are computed with the prompt, and end at no checkpoint."""
+    full, window, _ = cached_columns(make_manager(**ManagerOptions.vllm(release)), 21, num_answered=16)
+    assert (full, window) == (list(range(18)), [8, 9])
 
 
 def test_another_release_is_refused() -> None:
