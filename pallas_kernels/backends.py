@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
 BACKENDS = ("auto", "reference", "xla", "tpu", "gpu", "triton")
 _BY_NAME = ("tpu", "gpu", "triton")  # those that say what they cannot do
 _PATHS = MappingProxyType({"xla": "vectorised XLA runs", "triton": "a kernel in Triton runs"})
-_NONE: Mapping[str, str | None] = MappingProxyType({})
+Reason: TypeAlias = str | Callable[[], str | None] | None  # what a kernel cannot do; functions say it when asked
+_NONE: Mapping[str, Reason] = MappingProxyType({})
 
 
 class XlaPath(NamedTuple):
@@ -44,9 +45,7 @@ class XlaPath(NamedTuple):
         )
 
 
-def resolve_backend(
-    op: str, backend: str, kernels: Mapping[str, str | None] = _NONE, xla: XlaPath | None = None
-) -> str:
+def resolve_backend(op: str, backend: str, kernels: Mapping[str, Reason] = _NONE, xla: XlaPath | None = None) -> str:
     """The backend that runs `op` when the caller asks for `backend`.
 
     `kernels` names the platforms that have a kernel, each with what of this call it cannot do, in words, or None;
@@ -92,8 +91,9 @@ def fall_back(op: str, backend: str, reason: str, xla: XlaPath | None = None) ->
     return chosen
 
 
-def _reason(platform: str, kernels: Mapping[str, str | None]) -> str | None:
-    return kernels.get(platform, f"there is no {platform} kernel")
+def _reason(platform: str, kernels: Mapping[str, Reason]) -> str | None:
+    reason = kernels.get(platform, f"there is no {platform} kernel")
+    return reason() if callable(reason) else reason
 
 
 @functools.cache

@@ -9,17 +9,23 @@ Matrices go by themselves: a slice of a buffer would be copied before it is mult
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.device.placement import Placement, with_auto_axes
 from kvjax.device.weights_digest import leaves_digest
+from pallas_kernels.lazy import lazy
+
+if TYPE_CHECKING:
+    from flax import nnx
+else:
+    nnx = lazy("flax.nnx")
 
 SMALL_BYTES = 1 << 14  # vectors below it are packed
 
@@ -124,7 +130,7 @@ def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _split(model: Any) -> tuple[list[str], list[Any], Rebuild]:
     """Weights with their names, and what makes a model of others."""
-    if isinstance(model, nnx.Module):
+    if "flax.nnx" in sys.modules and isinstance(model, nnx.Module):
         graphdef, state = nnx.split(model)
         named, tree = jax.tree_util.tree_flatten_with_path(state)
         return *_apart(named), lambda arrays: nnx.merge(graphdef, jax.tree.unflatten(tree, arrays))

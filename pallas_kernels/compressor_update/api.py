@@ -12,15 +12,24 @@ Axis names: as ragged_paged_attention; R tokens of an entry, D dimension of an e
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from pallas_kernels.backends import XlaPath, resolve_backend
-from pallas_kernels.compressor_update import kernel_tpu, reference, triton_pool, validate
+from pallas_kernels.compressor_update import reference, validate
 from pallas_kernels.default_rules import by_default_rules
-from pallas_kernels.tpu.memory import with_room
-from pallas_kernels.triton.call import reason_without_triton
+from pallas_kernels.lazy import lazy
+
+if TYPE_CHECKING:
+    from pallas_kernels.compressor_update import kernel_tpu, triton_pool
+    from pallas_kernels.tpu import memory
+    from pallas_kernels.triton import call as triton
+else:
+    kernel_tpu = lazy("pallas_kernels.compressor_update.kernel_tpu")
+    triton_pool = lazy("pallas_kernels.compressor_update.triton_pool")
+    memory = lazy("pallas_kernels.tpu.memory")
+    triton = lazy("pallas_kernels.triton.call")
 
 
 class CompressorOutput(NamedTuple):
@@ -65,12 +74,16 @@ def compressor_update(
     page_size = validate.check(kv, scores, pages, step, slot_mapping, position_bias, overlap, page_size)
     room = max_new_entries(kv.shape[0], block_tables.shape[0], position_bias.shape[0])
     options: dict[str, Any] = {"overlap": overlap, "page_size": page_size, "room": room}
-    reason = kernel_tpu.reason_not_supported(kv, pages, position_bias, **options)
+    reasons = {
+        "tpu": lambda: kernel_tpu.reason_not_supported(kv, pages, position_bias, **options),
+        "triton": lambda: triton.reason_without_triton(),
+    }
     num_bytes = room * reference.entry_bytes(position_bias, overlap)
     path = XlaPath(3, num_bytes, "the states that its entries pool", triton_passes=1)
-    chosen = resolve_backend(validate.OP, backend, {"tpu": reason, "triton": reason_without_triton()}, path)
+    chosen = resolve_backend(validate.OP, backend, reasons, path)
     arguments = (kv, scores, tuple(pages), *step, slot_mapping, position_bias)
-    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.compressor_update, *arguments, **options)
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, kernel_tpu.compressor_update, *arguments, **options)
     if chosen == "tpu":
         return CompressorOutput(*kernel_tpu.compressor_update(*arguments, **options))
     if chosen == "triton":

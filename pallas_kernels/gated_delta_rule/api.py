@@ -22,17 +22,25 @@ numbers of a key, V numbers of a value.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
-from pallas_kernels.gated_delta_rule import gpu_rule, reference, tpu_rule, validate, xla_rule
+from pallas_kernels.gated_delta_rule import reference, validate, xla_rule
 from pallas_kernels.gated_delta_rule.arguments import Inputs
+from pallas_kernels.lazy import lazy
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
-from pallas_kernels.tpu.memory import with_room
+
+if TYPE_CHECKING:
+    from pallas_kernels.gated_delta_rule import gpu_rule, tpu_rule
+    from pallas_kernels.tpu import memory
+else:
+    gpu_rule = lazy("pallas_kernels.gated_delta_rule.gpu_rule")
+    tpu_rule = lazy("pallas_kernels.gated_delta_rule.tpu_rule")
+    memory = lazy("pallas_kernels.tpu.memory")
 
 
 class DeltaOutput(NamedTuple):
@@ -42,12 +50,7 @@ class DeltaOutput(NamedTuple):
     states: jax.Array
 
 
-_RULES = {
-    "reference": reference.gated_delta_rule,
-    "xla": xla_rule.gated_delta_rule,
-    "tpu": tpu_rule.gated_delta_rule,
-    "gpu": gpu_rule.gated_delta_rule,
-}
+_RULES = {"reference": reference, "xla": xla_rule, "tpu": tpu_rule, "gpu": gpu_rule}
 
 
 @by_default_rules
@@ -87,12 +90,13 @@ def gated_delta_rule(
     validate.check_inputs(q, k, v, g, beta, states)
     options = validate.check_options(q.shape[2], scale, use_qk_l2norm)
     reasons = {
-        "tpu": tpu_rule.reason_not_supported(v, k, g, states),
-        "gpu": gpu_rule.reason_not_supported(v, k, g, states),
+        "tpu": lambda: tpu_rule.reason_not_supported(v, k, g, states),
+        "gpu": lambda: gpu_rule.reason_not_supported(v, k, g, states),
     }
     chosen = resolve_backend(validate.OP, backend, reasons, xla_rule.path_over(states, state_read.shape[0]))
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.OP, v.shape[0], states.shape[0], step)
     arguments = (Inputs(q, k, v, g, beta), states, step.by_column())
-    chosen = with_room(validate.OP, backend, chosen, _RULES["tpu"], *arguments, options=options)
-    return DeltaOutput(*_RULES[chosen](*arguments, options=options))
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, tpu_rule.gated_delta_rule, *arguments, options=options)
+    return DeltaOutput(*_RULES[chosen].gated_delta_rule(*arguments, options=options))

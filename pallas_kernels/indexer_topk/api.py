@@ -8,25 +8,24 @@ Axis names: as ragged_paged_attention; Hi index heads (64 in DeepSeek V4), Di th
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
-from pallas_kernels.indexer_topk import kernel_tpu, reference, triton_scores, validate, xla_topk
+from pallas_kernels.indexer_topk import reference, validate, xla_topk
 from pallas_kernels.latent_entries import EntryFormat, Plain
-from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.lazy import lazy
 from pallas_kernels.xla.walks import path_over
 
-_RUNS: dict[str, Callable[..., jax.Array]] = {
-    "reference": reference.indexer_topk,
-    "tpu": kernel_tpu.indexer_topk,
-    "xla": xla_topk.indexer_topk,
-    "triton": functools.partial(xla_topk.indexer_topk, by_triton=True),
-}
+if TYPE_CHECKING:
+    from pallas_kernels.indexer_topk import kernel_tpu, triton_scores
+    from pallas_kernels.tpu import memory
+else:
+    kernel_tpu = lazy("pallas_kernels.indexer_topk.kernel_tpu")
+    triton_scores = lazy("pallas_kernels.indexer_topk.triton_scores")
+    memory = lazy("pallas_kernels.tpu.memory")
 
 
 @by_default_rules
@@ -59,10 +58,17 @@ def indexer_topk(
     latent = validate.check(q, weights, pages, step, topk, tokens_per_state, entries, page_size)
     options: dict[str, Any] = {"topk": int(topk), "tokens_per_state": int(tokens_per_state), "entries": entries}
     options["page_size"] = latent.page_size
-    reason = kernel_tpu.reason_not_supported(q, tuple(pages), block_tables, **options)
     path = path_over(block_tables, tuple(pages), "index keys")
-    reasons = {"tpu": reason, "triton": triton_scores.reason_not_supported(entries, latent.array)}
+    reasons = {
+        "tpu": lambda: kernel_tpu.reason_not_supported(q, tuple(pages), block_tables, **options),
+        "triton": lambda: triton_scores.reason_not_supported(entries, latent.array),
+    }
     chosen = resolve_backend(validate.OP, backend, reasons, path)
     arguments = (q, weights, tuple(pages), *step)
-    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.indexer_topk, *arguments, **options)
-    return _RUNS[chosen](*arguments, **options)
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, kernel_tpu.indexer_topk, *arguments, **options)
+    if chosen == "tpu":
+        return kernel_tpu.indexer_topk(*arguments, **options)
+    if chosen == "reference":
+        return reference.indexer_topk(*arguments, **options)
+    return xla_topk.indexer_topk(*arguments, **options, by_triton=chosen == "triton")

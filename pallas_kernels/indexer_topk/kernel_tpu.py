@@ -29,15 +29,15 @@ from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.entries import EntryReader, reason_of_entries
 from pallas_kernels.tpu.latent_blocks import Run, StateBlocks, StatePages, log2
 from pallas_kernels.tpu.mosaic import LANES, Ref, load_piece
-from pallas_kernels.tpu.token_blocks import (
+from pallas_kernels.tpu.token_blocks import TILE_QUERIES, Field, TokenBlocks, both_kinds
+from pallas_kernels.tpu.token_specs import (
     MOST_ROWS,
-    TILE_QUERIES,
-    Field,
-    TokenBlocks,
-    both_kinds,
     padded_heads,
+    row_specs,
     rows_of_heads,
     rows_of_tables,
+    table_spec,
+    token_spec,
 )
 
 BLOCK_ROWS = LANES  # rows of keys: the scores of a place fill a row
@@ -170,8 +170,8 @@ def _launch(
 ) -> jax.Array:
     """int32[T, 1, K] of the items' tokens; the rest is undefined."""
     cache, width = config.cache, cdiv(config.topk, LANES) * LANES
-    tables, rows = rows_of_tables(block_tables), items.specs(config.num_rows)
-    by_token = items.token_spec(config.queries, width)
+    tables, rows = rows_of_tables(block_tables), row_specs(items, config.num_rows)
+    by_token = token_spec(items, config.queries, width)
     results = call(
         lambda refs: _Step(config, items.room, refs).run(),
         _Refs,
@@ -179,8 +179,8 @@ def _launch(
         grid=items.num_items + 1,
         scalars={"items": items.table},
         inputs={
-            "table": Operand(tables, items.row_spec(tables.shape[2], 0)),
-            "next_table": Operand(tables, items.row_spec(tables.shape[2], 1)),
+            "table": Operand(tables, table_spec(items, tables.shape[2], 0)),
+            "next_table": Operand(tables, table_spec(items, tables.shape[2], 1)),
             "q": Operand(q, rows(q.shape[1])),
             "weights": Operand(weights, rows(LANES)),
             "pages": Operand(pages, IN_HBM),

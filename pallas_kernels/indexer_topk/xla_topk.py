@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.indexer_topk import triton_scores
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.layouts import cdiv
+from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch, QueryTile, few_queries, query_tiles
 from pallas_kernels.varying import vary_like
 from pallas_kernels.xla.walks import product_dtype
+
+if TYPE_CHECKING:
+    from pallas_kernels.indexer_topk import triton_scores
+else:
+    triton_scores = lazy("pallas_kernels.indexer_topk.triton_scores")
 
 _TILE_QUERIES = 64
 

@@ -5,12 +5,21 @@ Flow:    new K, V of a step + slot mapping -> [kv_write] -> pages, updated in pl
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
-from pallas_kernels.kv_write import kernel_tpu, reference, validate
-from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.kv_write import reference, validate
+from pallas_kernels.lazy import lazy
+
+if TYPE_CHECKING:
+    from pallas_kernels.kv_write import kernel_tpu
+    from pallas_kernels.tpu import memory
+else:
+    kernel_tpu = lazy("pallas_kernels.kv_write.kernel_tpu")
+    memory = lazy("pallas_kernels.tpu.memory")
 
 
 @by_default_rules
@@ -35,10 +44,11 @@ def kv_write(
     """
     validate.check(new_k, new_v, pages, slot_mapping, k_scale, v_scale)
     kernels = {
-        "tpu": kernel_tpu.reason_not_supported(pages, new_k.shape[0]),
+        "tpu": lambda: kernel_tpu.reason_not_supported(pages, new_k.shape[0]),
         "gpu": None if len(pages) == 2 else "GPU kernels write split K and V pages, got packed ones",  # XLA's scatter
     }
     chosen = resolve_backend(validate.OP, backend, kernels)
     arguments, scales = (new_k, new_v, tuple(pages), slot_mapping), {"k_scale": k_scale, "v_scale": v_scale}
-    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.kv_write, *arguments, **scales)
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, kernel_tpu.kv_write, *arguments, **scales)
     return (kernel_tpu.kv_write if chosen == "tpu" else reference.kv_write)(*arguments, **scales)

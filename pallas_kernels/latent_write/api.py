@@ -5,15 +5,22 @@ Flow:    new states of a step + slot mapping -> [latent_write] -> pages, updated
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.latent_entries import EntryFormat, Plain
-from pallas_kernels.latent_write import kernel_tpu, reference, validate
-from pallas_kernels.tpu.memory import with_room
+from pallas_kernels.latent_write import reference, validate
+from pallas_kernels.lazy import lazy
+
+if TYPE_CHECKING:
+    from pallas_kernels.latent_write import kernel_tpu
+    from pallas_kernels.tpu import memory
+else:
+    kernel_tpu = lazy("pallas_kernels.latent_write.kernel_tpu")
+    memory = lazy("pallas_kernels.tpu.memory")
 
 
 @by_default_rules
@@ -38,11 +45,12 @@ def latent_write(
     page_size = validate.check(states, pages, slot_mapping, scale, entries, page_size)
     packed = "GPU kernels write latent pages [pages, page_size, dim], got packed ones"
     kernels = {
-        "tpu": kernel_tpu.reason_not_supported(pages, states.shape[0]),
+        "tpu": lambda: kernel_tpu.reason_not_supported(pages, states.shape[0]),
         "gpu": None if pages[0].ndim == 3 else packed,  # XLA's scatter
     }
     chosen = resolve_backend(validate.OP, backend, kernels)
     arguments = (states, tuple(pages), slot_mapping, scale)
     options: dict[str, Any] = {"entries": entries, "page_size": page_size}
-    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.latent_write, *arguments, **options)
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, kernel_tpu.latent_write, *arguments, **options)
     return (kernel_tpu.latent_write if chosen == "tpu" else reference.latent_write)(*arguments, **options)

@@ -14,25 +14,34 @@ Axis names: as ragged_paged_attention; Dl latent dimension (512 in DeepSeek V3),
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.backends import resolve_backend
+from pallas_kernels.backends import Reason, resolve_backend
 from pallas_kernels.decode_step import DecodeStep, is_decode_step
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.latent_pages import LatentPages
 from pallas_kernels.latent_write import latent_write
+from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
-from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
+from pallas_kernels.mla_paged_attention import reference, validate, xla_attention
 from pallas_kernels.token_trees import NO_TREES
-from pallas_kernels.tpu.memory import with_room
-from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.walks import path_over
+
+if TYPE_CHECKING:
+    from pallas_kernels.mla_paged_attention import kernel_gpu, kernel_tpu
+    from pallas_kernels.tpu import memory
+    from pallas_kernels.triton import walks as triton
+else:
+    kernel_gpu = lazy("pallas_kernels.mla_paged_attention.kernel_gpu")
+    kernel_tpu = lazy("pallas_kernels.mla_paged_attention.kernel_tpu")
+    memory = lazy("pallas_kernels.tpu.memory")
+    triton = lazy("pallas_kernels.triton.walks")
 
 
 @by_default_rules
@@ -132,11 +141,11 @@ def mla_paged_attention(
         "page_size": latent.page_size,
     }
     arguments = (q_nope, q_pe, tuple(pages), *step)
-    kernel = kernel_tpu.mla_paged_attention
     of_plain = options | {"share": share, "tree_mask": tree_mask}
     is_decode = chosen in ("tpu", "reference") and is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
     of_tpu = of_plain | {"return_lse": return_lse, "is_decode": is_decode}
-    chosen = with_room(validate.OP, backend, chosen, kernel, *arguments, **of_tpu)
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, kernel_tpu.mla_paged_attention, *arguments, **of_tpu)
     if new_kv is not None and slot_mapping is not None:
         states = jnp.concatenate(new_kv, axis=-1)
         pages = latent_write(
@@ -161,11 +170,11 @@ def _reasons(
     mask: MaskRule,
     share: KeyShare | None = None,
     has_trees: bool = False,
-) -> dict[str, str | None]:
+) -> dict[str, Reason]:
     """Platforms with a kernel, each with what of a call it cannot do."""
     of_options = NO_TREES if has_trees else NO_SHARES if share is not None else None
     return {
-        "tpu": kernel_tpu.reason_not_supported(latent, mask, share),
-        "gpu": of_options or kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
-        "triton": triton.reason_not_supported((latent.array,)),
+        "tpu": lambda: kernel_tpu.reason_not_supported(latent, mask, share),
+        "gpu": of_options or (lambda: kernel_gpu.reason_not_supported(q_nope, q_pe, latent)),
+        "triton": lambda: triton.reason_not_supported((latent.array,)),
     }

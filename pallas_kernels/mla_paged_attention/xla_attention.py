@@ -9,18 +9,24 @@ after the product, since a cut before it would be one more copy.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.latent_pages import LatentPages, LatentTiles
+from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch
 from pallas_kernels.token_trees import trees_of_step
-from pallas_kernels.triton import walks as triton
 from pallas_kernels.xla.tiles import Limits, TileQueries
 from pallas_kernels.xla.walks import Step, attend_step, per_head, product_dtype
+
+if TYPE_CHECKING:
+    from pallas_kernels.triton import walks as triton
+else:
+    triton = lazy("pallas_kernels.triton.walks")
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "limits", "by_triton"))

@@ -8,11 +8,19 @@ Page ids are int32. As a target -1 is skipped (padding), and so is page 0, the n
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
-from pallas_kernels.page_ops import kernel_tpu, reference, validate
+from pallas_kernels.lazy import lazy
+from pallas_kernels.page_ops import reference, validate
+
+if TYPE_CHECKING:
+    from pallas_kernels.page_ops import kernel_tpu
+else:
+    kernel_tpu = lazy("pallas_kernels.page_ops.kernel_tpu")
 
 
 @by_default_rules
@@ -88,5 +96,8 @@ def scatter_pages(
 
 
 def _chosen(op: str, pages: jax.Array, page_ids: jax.Array, backend: str) -> str:
-    kernels = {"tpu": kernel_tpu.reason_not_supported(pages, page_ids.shape[0]), "gpu": None}  # gpu: XLA's scatter
+    kernels = {
+        "tpu": lambda: kernel_tpu.reason_not_supported(pages, page_ids.shape[0]),
+        "gpu": None,
+    }  # gpu: XLA's scatter
     return resolve_backend(op, backend, kernels)

@@ -9,24 +9,33 @@ Axis names: T query tokens (padded), S sequences (padded), P table columns, Hq a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.backends import resolve_backend
+from pallas_kernels.backends import Reason, resolve_backend
 from pallas_kernels.checks import page_tokens
 from pallas_kernels.decode_step import DecodeStep, is_decode_step
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.key_share import NO_SHARES, KeyShare
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.validate import check as check_write
+from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
-from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
-from pallas_kernels.tpu.memory import with_room
-from pallas_kernels.triton import walks as triton
+from pallas_kernels.ragged_paged_attention import reference, validate, xla_attention
 from pallas_kernels.xla.walks import path_over
+
+if TYPE_CHECKING:
+    from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu
+    from pallas_kernels.tpu import memory
+    from pallas_kernels.triton import walks as triton
+else:
+    kernel_gpu = lazy("pallas_kernels.ragged_paged_attention.kernel_gpu")
+    kernel_tpu = lazy("pallas_kernels.ragged_paged_attention.kernel_tpu")
+    memory = lazy("pallas_kernels.tpu.memory")
+    triton = lazy("pallas_kernels.triton.walks")
 
 
 @by_default_rules
@@ -154,10 +163,11 @@ def ragged_paged_attention(
     is_decode = chosen in ("tpu", "reference") and is_decode_step(validate.OP, schedule, q.shape[0], backend)
     of_tpu = of_plain | {"return_lse": return_lse, "new_kv": new_kv, "slot_mapping": slot_mapping}
     of_tpu["is_decode"] = is_decode
-    kernel = kernel_tpu.ragged_paged_attention
     if chosen == "tpu" and new_kv is not None and slot_mapping is not None:
         check_write(*new_kv, pages, slot_mapping, k_scale, v_scale)
-    chosen = with_room(validate.OP, backend, chosen, kernel, q, tuple(pages), *step, **of_tpu)
+    if chosen == "tpu":
+        kernel = kernel_tpu.ragged_paged_attention
+        chosen = memory.with_room(validate.OP, backend, kernel, q, tuple(pages), *step, **of_tpu)
     if new_kv is not None and slot_mapping is not None and chosen != "tpu":
         pages = kv_write(*new_kv, pages, slot_mapping, k_scale=k_scale, v_scale=v_scale, backend=backend)
     arguments = (q, tuple(pages), *step)
@@ -181,10 +191,10 @@ def _reasons(
     mask: MaskRule,
     num_kv_heads: int,
     share: KeyShare | None = None,
-) -> dict[str, str | None]:
+) -> dict[str, Reason]:
     """Platforms with a kernel, each with what of a call it cannot do."""
     return {
-        "tpu": kernel_tpu.reason_not_supported(pages, mask, num_kv_heads, share),
-        "gpu": (None if share is None else NO_SHARES) or kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
-        "triton": triton.reason_not_supported(pages, is_split=len(pages) == 2),
+        "tpu": lambda: kernel_tpu.reason_not_supported(pages, mask, num_kv_heads, share),
+        "gpu": NO_SHARES if share is not None else lambda: kernel_gpu.reason_not_supported(q, pages, num_kv_heads),
+        "triton": lambda: triton.reason_not_supported(pages, is_split=len(pages) == 2),
     }

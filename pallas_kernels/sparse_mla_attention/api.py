@@ -10,7 +10,7 @@ Axis names: as ragged_paged_attention; D latent dimension (512), Pc columns of t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,21 @@ import numpy as np
 
 from pallas_kernels import attention_checks
 from pallas_kernels.attention_output import AttentionOutput
-from pallas_kernels.backends import resolve_backend
+from pallas_kernels.backends import Reason, resolve_backend
 from pallas_kernels.default_rules import by_default_rules
 from pallas_kernels.latent_entries import EntryFormat, Plain
 from pallas_kernels.latent_write import latent_write
-from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu, reference, validate, xla_attention
+from pallas_kernels.lazy import lazy
+from pallas_kernels.sparse_mla_attention import reference, validate, xla_attention
 from pallas_kernels.sparse_mla_attention.schedule import SparseSchedule, plan
-from pallas_kernels.tpu.memory import with_room
+
+if TYPE_CHECKING:
+    from pallas_kernels.sparse_mla_attention import kernel_gpu, kernel_tpu
+    from pallas_kernels.tpu import memory
+else:
+    kernel_gpu = lazy("pallas_kernels.sparse_mla_attention.kernel_gpu")
+    kernel_tpu = lazy("pallas_kernels.sparse_mla_attention.kernel_tpu")
+    memory = lazy("pallas_kernels.tpu.memory")
 
 
 @by_default_rules
@@ -61,7 +69,10 @@ def plan_work(
         "tokens_per_state": tokens_per_state or 1,
         "entry_page_size": 1 if compressed is None else compressed.page_size,
     }
-    reasons = {"tpu": None, "gpu": kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries)}
+    reasons: dict[str, Reason] = {
+        "tpu": None,
+        "gpu": lambda: kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries),
+    }
     xla = xla_attention.path_over(
         q, tuple(pages), sliding_window, options["entry_page_size"], compressed_tables, num_picks
     )
@@ -129,9 +140,9 @@ def sparse_mla_attention(
         "entry_page_size": 1 if compressed is None else compressed.page_size,
     }
     arrays = (compressed_pages, compressed_tables, topk_indices)
-    reasons = {
-        "tpu": kernel_tpu.reason_not_supported(q, pages, schedule, *arrays, **options),
-        "gpu": kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries),
+    reasons: dict[str, Reason] = {
+        "tpu": lambda: kernel_tpu.reason_not_supported(q, pages, schedule, *arrays, **options),
+        "gpu": lambda: kernel_gpu.reason_not_supported(q, pages, compressed_pages, entries),
     }
     num_picks = None if topk_indices is None else topk_indices.shape[1]
     named = (sliding_window, options["entry_page_size"], compressed_tables, num_picks)
@@ -143,7 +154,8 @@ def sparse_mla_attention(
         "sliding_window": int(sliding_window),
         "return_lse": return_lse,
     }
-    chosen = with_room(validate.OP, backend, chosen, kernel_tpu.sparse_mla_attention, *arguments, **of_tpu)
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.OP, backend, kernel_tpu.sparse_mla_attention, *arguments, **of_tpu)
     if new_kv is not None and slot_mapping is not None:
         pages = latent_write(
             new_kv, tuple(pages), slot_mapping, entries=entries, page_size=latent.page_size, backend=backend

@@ -27,14 +27,8 @@ from pallas_kernels.tpu.latent_blocks import StatePages
 from pallas_kernels.tpu.limits import base2_sinks, lse_with_sinks
 from pallas_kernels.tpu.lse import by_head
 from pallas_kernels.tpu.mosaic import LANES
-from pallas_kernels.tpu.token_blocks import (
-    MOST_ROWS,
-    TILE_QUERIES,
-    padded_heads,
-    rows_from,
-    rows_of_heads,
-    rows_of_tables,
-)
+from pallas_kernels.tpu.token_blocks import TILE_QUERIES, rows_from
+from pallas_kernels.tpu.token_specs import MOST_ROWS, padded_heads, rows_of_heads, rows_of_tables
 
 MOST_TOKENS = 16384  # of a call: their items and places take scalar memory
 MOST_WINDOW_PAGES = 65536  # of all items, in scalar memory

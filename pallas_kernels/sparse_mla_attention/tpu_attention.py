@@ -22,7 +22,7 @@ from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, dot, spread
 from pallas_kernels.tpu.lse import heads_to_lanes
 from pallas_kernels.tpu.mosaic import LANES, Ref
 from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sums, weights
-from pallas_kernels.tpu.token_blocks import MOST_ROWS
+from pallas_kernels.tpu.token_specs import MOST_ROWS
 
 
 class PassState(NamedTuple):

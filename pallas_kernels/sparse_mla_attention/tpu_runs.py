@@ -27,6 +27,7 @@ from pallas_kernels.tpu.latent_blocks import Run, StateBlocks, log2
 from pallas_kernels.tpu.lse import lse_shape
 from pallas_kernels.tpu.mosaic import LANES, Ref, load_piece
 from pallas_kernels.tpu.token_blocks import Field
+from pallas_kernels.tpu.token_specs import row_specs, table_spec, token_spec
 
 _VMEM_LIMIT_BYTES = 48 << 20
 
@@ -62,9 +63,10 @@ def run_pass(
     sinks: jax.Array | None,  # float32[chunk, 128]
 ) -> dict[str, Any]:
     """`out` (and `lse`, else None), or `after` for the next pass, of the items' tokens; the rest is undefined."""
-    blocks = items.blocks.specs(config.num_rows)
+    blocks = row_specs(items.blocks, config.num_rows)
     table, next_table = (
-        None if tables is None else Operand(tables, items.blocks.row_spec(tables.shape[2], ahead)) for ahead in (0, 1)
+        None if tables is None else Operand(tables, table_spec(items.blocks, tables.shape[2], ahead))
+        for ahead in (0, 1)
     )
     lanes = PassState(acc=q.shape[1], weight=LANES, m=LANES)
     out = lse = after = None
@@ -72,7 +74,7 @@ def run_pass(
         out = Operand(jax.ShapeDtypeStruct(q.shape, q.dtype), blocks(q.shape[1]))
         if config.return_lse:
             shape = lse_shape(q.shape[0] // config.heads, config.heads)
-            lse = Operand(jax.ShapeDtypeStruct(shape, jnp.float32), items.blocks.token_spec(config.queries, LANES))
+            lse = Operand(jax.ShapeDtypeStruct(shape, jnp.float32), token_spec(items.blocks, config.queries, LANES))
     else:
         after = PassState(*(Operand(jax.ShapeDtypeStruct((q.shape[0], n), jnp.float32), blocks(n)) for n in lanes))
     return call(

@@ -15,19 +15,28 @@ Axis names: T new tokens (padded), S sequences (padded), L states kept of a sequ
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from pallas_kernels.backends import resolve_backend
 from pallas_kernels.default_rules import by_default_rules
-from pallas_kernels.ssm_update import gpu_conv, gpu_scan, reference, tpu_conv, tpu_scan, triton_scan, validate, xla_scan
+from pallas_kernels.lazy import lazy
+from pallas_kernels.ssm_update import reference, validate, xla_scan
 from pallas_kernels.ssm_update.arguments import Convolution, Scan
 from pallas_kernels.state_checks import check_step
 from pallas_kernels.state_step import StepArrays
-from pallas_kernels.tpu.memory import with_room
+
+if TYPE_CHECKING:
+    from pallas_kernels.ssm_update import gpu_conv, gpu_scan, tpu_conv, tpu_scan, triton_scan
+    from pallas_kernels.tpu import memory
+else:
+    gpu_conv = lazy("pallas_kernels.ssm_update.gpu_conv")
+    gpu_scan = lazy("pallas_kernels.ssm_update.gpu_scan")
+    tpu_conv = lazy("pallas_kernels.ssm_update.tpu_conv")
+    tpu_scan = lazy("pallas_kernels.ssm_update.tpu_scan")
+    triton_scan = lazy("pallas_kernels.ssm_update.triton_scan")
+    memory = lazy("pallas_kernels.tpu.memory")
 
 
 class SsmOutput(NamedTuple):
@@ -37,18 +46,8 @@ class SsmOutput(NamedTuple):
     states: jax.Array
 
 
-_CONVS = {
-    "reference": reference.causal_conv1d,
-    "tpu": tpu_conv.causal_conv1d,
-    "gpu": gpu_conv.causal_conv1d,
-}
-_SCANS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
-    "reference": reference.selective_scan,
-    "xla": xla_scan.selective_scan,
-    "tpu": tpu_scan.selective_scan,
-    "gpu": gpu_scan.selective_scan,
-    "triton": functools.partial(xla_scan.selective_scan, by_triton=triton_scan.Sizes()),
-}
+_CONVS = {"reference": reference, "tpu": tpu_conv, "gpu": gpu_conv}
+_SCANS = {"reference": reference, "xla": xla_scan, "tpu": tpu_scan, "gpu": gpu_scan, "triton": xla_scan}
 
 
 @by_default_rules
@@ -80,15 +79,16 @@ def causal_conv1d(
     """
     validate.check_conv(x, states, weight, bias, activation)
     reasons = {
-        "tpu": tpu_conv.reason_not_supported(x, states, weight),
-        "gpu": gpu_conv.reason_not_supported(x, states, weight),
+        "tpu": lambda: tpu_conv.reason_not_supported(x, states, weight),
+        "gpu": lambda: gpu_conv.reason_not_supported(x, states, weight),
     }
     chosen = resolve_backend(validate.CONV, backend, reasons)
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.CONV, x.shape[0], states.shape[0], step)
     arguments = (Convolution(x, weight, bias), states, step.by_column())
-    chosen = with_room(validate.CONV, backend, chosen, _CONVS["tpu"], *arguments, activation=activation)
-    return SsmOutput(*_CONVS[chosen](*arguments, activation=activation))
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.CONV, backend, tpu_conv.causal_conv1d, *arguments, activation=activation)
+    return SsmOutput(*_CONVS[chosen].causal_conv1d(*arguments, activation=activation))
 
 
 @by_default_rules
@@ -126,14 +126,17 @@ def selective_scan(
     """
     validate.check_scan(x, states, dt, a, b, c, d, dt_bias, dt_limit)
     reasons = {
-        "tpu": tpu_scan.reason_not_supported(x, states, b),
-        "gpu": gpu_scan.reason_not_supported(x, states),
-        "triton": triton_scan.reason_not_supported(x),
+        "tpu": lambda: tpu_scan.reason_not_supported(x, states, b),
+        "gpu": lambda: gpu_scan.reason_not_supported(x, states),
+        "triton": lambda: triton_scan.reason_not_supported(x),
     }
     chosen = resolve_backend(validate.SCAN, backend, reasons, xla_scan.path_over(states, state_read.shape[0]))
     step = StepArrays(query_start_loc, distribution, state_read, state_write, has_initial_state)
     check_step(validate.SCAN, x.shape[0], states.shape[0], step)
-    limits = (float(dt_limit[0]), float(dt_limit[1]))
+    options: dict[str, Any] = {"dt_limit": (float(dt_limit[0]), float(dt_limit[1]))}
     arguments = (Scan(x, dt, a, b, c, d, dt_bias), states, step.by_column())
-    chosen = with_room(validate.SCAN, backend, chosen, _SCANS["tpu"], *arguments, dt_limit=limits)
-    return SsmOutput(*_SCANS[chosen](*arguments, dt_limit=limits))
+    if chosen == "tpu":
+        chosen = memory.with_room(validate.SCAN, backend, tpu_scan.selective_scan, *arguments, **options)
+    if chosen == "triton":
+        options["by_triton"] = triton_scan.Sizes()
+    return SsmOutput(*_SCANS[chosen].selective_scan(*arguments, **options))

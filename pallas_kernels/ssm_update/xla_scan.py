@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,20 @@ from jax import lax
 
 from pallas_kernels.backends import XlaPath
 from pallas_kernels.layouts import cdiv
+from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch, QueryTile, query_tiles
 from pallas_kernels.ssm_update import reference
 from pallas_kernels.ssm_update.arguments import Scan
 from pallas_kernels.ssm_update.reference import scan_drafts, time_steps
 from pallas_kernels.ssm_update.running_sums import RunningSums
-from pallas_kernels.ssm_update.triton_scan import Sizes, scan_sequences
 from pallas_kernels.state_step import StateStep, StepArrays, with_states
 from pallas_kernels.varying import vary_like
+
+if TYPE_CHECKING:
+    from pallas_kernels.ssm_update import triton_scan
+else:
+    triton_scan = lazy("pallas_kernels.ssm_update.triton_scan")
 
 _TRIP_BYTES = 32 << 20  # of states, or of a tile's weights
 _TILE_TOKENS = 256
@@ -88,7 +93,7 @@ def selective_scan(
     dt_limit: tuple[float, float],
     tile_tokens: int = _TILE_TOKENS,
     trip_bytes: int = _TRIP_BYTES,
-    by_triton: Sizes | None = None,  # a kernel in Triton for sequences of several tokens
+    by_triton: triton_scan.Sizes | None = None,  # a kernel in Triton for sequences of several tokens
 ) -> tuple[jax.Array, jax.Array]:
     """(out, states) as `SsmOutput`."""
     x, dt, a, b, c, d, dt_bias = arguments
@@ -106,7 +111,7 @@ def selective_scan(
     with jax.named_scope("single"):
         out, states = _single_tokens(out, states, tokens, weights, step, trip_bytes)
     if x.shape[0] > 1 and by_triton is not None:
-        out, states = scan_sequences(*tokens, a, d, step, out, states, by_triton)
+        out, states = triton_scan.scan_sequences(*tokens, a, d, step, out, states, by_triton)
     elif x.shape[0] > 1:
         with jax.named_scope("tiles"):
             out, states = _tiles(out, states, tokens, weights, step, min(tile_tokens, x.shape[0]), trip_bytes)

@@ -32,16 +32,14 @@ class Launch(NamedTuple):
     vmem_limit_bytes: int  # that it asks for
 
 
-def with_room(op: str, backend: str, chosen: str, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """`chosen`, or for the TPU kernel of a call that does not fit, "reference" where `backend` is "auto".
+def with_room(op: str, backend: str, kernel: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """ "tpu", or for a call that does not fit, "reference" where `backend` is "auto".
 
     Raises:
         NotImplementedError: `backend` is "tpu" and a launch does not fit.
     """
-    if chosen != "tpu":
-        return chosen
     reason = reason_of_memory(kernel, *arguments, **options)
-    return chosen if reason is None else fall_back(op, backend, reason)
+    return "tpu" if reason is None else fall_back(op, backend, reason)
 
 
 def reason_of_memory(kernel: Callable[..., Any], *arguments: Any, **options: Any) -> str | None:

@@ -9,22 +9,16 @@ other, so that their results gather in the same block of the output.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.schedule import Batch
-from pallas_kernels.tpu.mosaic import LANES, Ref
 
 TILE_QUERIES = 8  # query tokens of a block where sequences have more than one
-MOST_ROWS = 128  # of a matrix product: rows of a block are those of its tokens' heads, heads innermost
-_LEAST_HEADS = 16  # two tiles of float32, one of bfloat16
 
 
 class Field(enum.IntEnum):
@@ -63,35 +57,10 @@ class TokenBlocks(NamedTuple):
         block = jnp.clip(fields[:, Field.BLOCK] - first_block, 0, num_blocks - 1)  # of what is no item, too
         return TokenBlocks(fields.at[:, Field.BLOCK].set(block).T.reshape(-1), end - begin), begin
 
-    def specs(self, num_rows: int) -> Callable[[int], pl.BlockSpec]:
-        """lanes -> spec of `num_rows` rows a block of tokens: those of the item before a step's own number."""
-        return lambda lanes: pl.BlockSpec((num_rows, lanes), lambda w, items, *_: (self._block(w, items), 0))
-
-    def token_spec(self, queries: int, lanes: int) -> pl.BlockSpec:
-        """`queries` tokens of [T, 1, lanes] a block: those of the item before a step's own number."""
-        return pl.BlockSpec((queries, 1, lanes), lambda w, items, *_: (self._block(w, items), 0, 0))
-
-    def _block(self, w: jax.Array, items: Ref) -> jax.Array:
-        return items[Field.BLOCK * self.room + jnp.maximum(w - 1, 0)]
-
-    def row_spec(self, size: int, ahead: int) -> pl.BlockSpec:
-        """A sequence's row of int32[S, 1, size] in scalar memory: of the item before (`ahead` 0) or the own (1)."""
-        room = self.room
-
-        def index(w: jax.Array, items: Ref, *_: Any) -> tuple[Any, int, int]:
-            return items[Field.SEQ * room + jnp.clip(w - 1 + ahead, 0, room - 1)], 0, 0
-
-        return pl.BlockSpec((1, 1, size), index, memory_space=pltpu.SMEM)
-
 
 def rows_from(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
     """Rows `first ... first + count` of x; 0 beyond its end."""
     return lax.dynamic_slice_in_dim(jnp.pad(x, [(0, count), *[(0, 0)] * (x.ndim - 1)]), first, count)
-
-
-def rows_of_tables(tables: jax.Array) -> jax.Array:
-    """int32[S, 1, n] of int32[S, P]: rows for scalar memory."""
-    return jnp.pad(tables, [(0, 0), (0, -tables.shape[1] % LANES)])[:, None]
 
 
 def both_kinds(batch: Batch, distribution: jax.Array, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks]:
@@ -125,14 +94,3 @@ def plan_blocks(batch: Batch, *, num_tokens: int, queries: int) -> TokenBlocks:
     }
     table = jnp.stack([jnp.where(live, fields[field], 0) for field in Field])
     return TokenBlocks(table.reshape(-1), item_ends[-1])
-
-
-def padded_heads(num_heads: int) -> int:
-    """A power of two that fills whole tiles."""
-    return max(_LEAST_HEADS, 1 << (num_heads - 1).bit_length())
-
-
-def rows_of_heads(x: jax.Array) -> jax.Array:
-    """[T * heads, lanes] of [T, heads, lanes], tokens padded to whole blocks, heads by `padded_heads`."""
-    padding = [(0, -x.shape[0] % TILE_QUERIES), (0, padded_heads(x.shape[1]) - x.shape[1]), (0, 0)]
-    return jnp.pad(x, padding).reshape(-1, x.shape[2])
