@@ -8,8 +8,7 @@
 Shapes: each of shapes.py on one of 1, 2, 4 and 8 tensor-parallel shards, once per set of heads and mask; page sizes,
 8-bit pages and head dimensions at one shape. Fails where a kernel spills more than `ALLOWED_SPILL_BYTES` has for it
 (nothing, for dense attention at the shapes of shapes.py), needs more shared memory than there is, donated pages are
-not updated in place, or a layer launches more than `MOST_LAUNCHES`; and where the path in vectorised XLA is above its
-bars (scripts/gpu_fallback.py), unless ops are named. Where: see scripts/gpu_compile.py.
+not updated in place, or a layer launches more than `MOST_LAUNCHES`. Where: see scripts/gpu_compile.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from pallas_kernels.mla_paged_attention.shapes import SHAPES as LATENT_SHAPES
 from pallas_kernels.ragged_paged_attention.shapes import SHAPES, AttentionShape
 from pallas_kernels.sparse_mla_attention.shapes import SHAPES as SPARSE_SHAPES
 from pallas_kernels.ssm_update.shapes import SHAPES as RECURRENT_SHAPES
-from scripts import gpu_fallback
 from scripts.gpu_compile import compile_op, problems, report
 
 SHARDS = (1, 2, 4, 8)
@@ -258,8 +256,6 @@ def main(argv: list[str] | None = None) -> int:
     if records := [record for result in asked for record in result.records]:
         print(report(records))
     wrong = [problem for result in asked for problem in result.problems]
-    if not options.op:
-        wrong += gpu_fallback.report(gpu_fallback.chosen(options.subset))[1]
     print("\n".join([f"{len(asked)} cases, {len(wrong)} problems", *wrong]))
     return int(bool(wrong))
 

@@ -1,6 +1,6 @@
 """The card to compile for, on a machine that has none: its description and what the compiler is told to dump.
 
-Source:  the fields of xla's GpuTargetConfig; sizes of the A100, H100 and H200 SXM from NVIDIA's data sheets
+Source:  the fields of xla's GpuTargetConfig; sizes of the H100 and H200 SXM from NVIDIA's data sheets
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Card:
-    """One card; of compute capability 9.0 unless it says another."""
+    """One card of compute capability 9.0."""
 
     name: str
     device_kind: str
@@ -19,7 +19,6 @@ class Card:
     bytes_per_s: int
     l2_bytes: int
     memory_bytes: int
-    capability: tuple[int, int] = (9, 0)
     shared_bytes: int = 233_472  # of a multiprocessor; a thread block may have 1 KiB less
     fpus: int = 128  # of a multiprocessor
     clock_ghz: float = 1.98
@@ -37,7 +36,7 @@ class Card:
               block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
               memory_bandwidth: {self.bytes_per_s} l2_cache_size: {self.l2_bytes}
               device_memory_size: {self.memory_bytes}
-              cuda_compute_capability {{ {self._capability} }}
+              cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
               registers_per_core_limit: 65536 registers_per_block_limit: 65536
             }}
             platform_name: "CUDA"
@@ -50,12 +49,6 @@ class Card:
         """A second, of float32."""
         return 2e9 * self.clock_ghz * self.fpus * self.num_sms
 
-    @property
-    def _capability(self) -> str:
-        major, minor = self.capability
-        features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-        return f"major: {major} minor: {minor}{features}"
-
 
 CARDS = {
     card.name: card
@@ -64,21 +57,6 @@ CARDS = {
         Card("h200", "NVIDIA H200", 132, 4_800_000_000_000, 62_914_560, 150_754_820_096),
     )
 }
-
-
-A100 = Card(  # without kernels of its own
-    "a100",
-    "NVIDIA A100-SXM4-40GB",
-    108,
-    1_555_000_000_000,
-    41_943_040,
-    42_400_000_000,
-    capability=(8, 0),
-    shared_bytes=167_936,
-    fpus=64,
-    clock_ghz=1.41,
-    matrix_flops=312e12,
-)
 
 
 def prepare_environment(dump: str) -> None:

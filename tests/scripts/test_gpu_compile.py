@@ -220,7 +220,6 @@ def answer(monkeypatch: pytest.MonkeyPatch, results: dict[str, list[dict[str, ob
         return results[settings[0]]
 
     monkeypatch.setattr(gpu_compile_all, "compile_op", compile_op)
-    monkeypatch.setattr(gpu_compile_all.gpu_fallback, "chosen", lambda subset: [])
     monkeypatch.setattr(gpu_compile_all, "cases", lambda subset: [("decode", "page=8"), ("decode", "page=9")])
     return asked
 
