@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 class KVCacheMetrics:
     """The series of one manager, or of those of all data ranks together.
 
-    `observe` belongs to the managers' thread; about 20 us each, twice that where the policy learns, whatever the pools'
-    sizes.
+    `observe` belongs to the managers' thread; about 20 us each, whatever the pools' sizes.
     """
 
     def __init__(

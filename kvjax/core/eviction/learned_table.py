@@ -73,6 +73,7 @@ class LearnedTable:
         self._lost: list[int] = []
         self.rebuilt_at = 0  # clock
         self.worth: list[list[float]] = []  # [classes][bins]
+        self.classes: tuple[LearnedClass, ...] = ()  # what is known of each
         self.rebuild(0, NO_RUNS, NO_RUNS)
 
     def note_use(self, of_class: int, age: int) -> None:
@@ -96,14 +97,14 @@ class LearnedTable:
         self._waited = self._waited * fade + _time_spent(ended[:, 0], ended[:, 1])
         self._used, self._lost, self.rebuilt_at = [], [], now
         self.worth = make_worth(self._uses, self._waited + _time_spent(classes, ages)).tolist()
+        self.classes = self._make_classes()
 
     def state(self) -> tuple[Any, ...]:
         """Counts and worth."""
         counted = tuple(self._uses.ravel().tolist()), tuple(self._waited.ravel().tolist())
         return (*counted, tuple(self._used), tuple(self._lost), self.rebuilt_at, tuple(map(tuple, self.worth)))
 
-    def classes(self) -> tuple[LearnedClass, ...]:
-        """What is known of each."""
+    def _make_classes(self) -> tuple[LearnedClass, ...]:
         ages = (16, 256, 4_096)
         return tuple(
             LearnedClass(

@@ -242,7 +242,7 @@ class LearnedPolicy(ProbationPolicy):
 
     def learned(self) -> tuple[LearnedClass, ...]:
         """What is known of each class of runs; nothing under LRU."""
-        return () if self._learned is None else self._learned.keeper.table.classes()
+        return () if self._learned is None else self._learned.keeper.table.classes
 
     def describe(self) -> str:
         """A line for each class."""
