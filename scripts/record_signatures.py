@@ -62,8 +62,6 @@ OBJECTS: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             "CachePages": ("easydel.inference.esurge.core.manager", "methods"),
         },
     ),
-    "maxtext": ("maxtext", {"Attention.forward_serve_vllm": ("maxtext.layers.attentions", "parameters")}),
-    "levanter": ("levanter", {"PageBatchInfo": ("levanter.inference.page_table", "fields")}),
 }
 
 

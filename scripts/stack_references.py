@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-STACKS = ("easydel", "levanter", "maxtext", "sglang_jax", "tpu_inference")
+STACKS = ("easydel", "sglang_jax", "tpu_inference")
 TOLERANCE = 1e-5
 
 

@@ -38,8 +38,6 @@ ALLOWED = {
     "kvjax.models.registry": (*HOST, *CONFIGS, "flax", "kvjax.models.layers.language_model"),
     "kvjax.adapters": (*HOST, "kvjax.adapters"),  # stacks are imported by name, on use
     "kvjax.adapters.tpu_inference": (*HOST, "jax", "kvjax.adapters"),
-    "kvjax.adapters.levanter": (*HOST, "jax", "kvjax.adapters"),
-    "kvjax.adapters.maxtext": ("jax", "pallas_kernels", "kvjax.adapters"),
     "kvjax.demo": ("kvjax.demo",),
     "kvjax.tiers": (*HOST, "xxhash", "kvjax.tiers"),
     "kvjax.tiers.tiers": (*HOST, "kvjax.device", "kvjax.tiers"),
@@ -65,7 +63,7 @@ ALLOWED = {
         "kvjax.planning",
         "kvjax.tiers",
     ),
-    "kvjax.routing": ("kvjax.core", "kvjax.routing"),
+    "kvjax.routing": ("kvjax.core", "kvjax.errors", "kvjax.routing"),
     "kvjax.replay": (
         *HOST,
         "kvjax.replay",
