@@ -19,7 +19,7 @@ from pathlib import Path
 
 OUT = Path(__file__).parent.parent / "tests" / "quick_cases.json"
 # By the beginning of a node id: cases that are cheap one by one and are the law: every pool size, every block of code.
-WHOLE = ("tests/core/", "tests/replay/", "tests/test_docs.py")
+WHOLE = ("tests/core/", "tests/replay/", "tests/test_architecture.py", "tests/test_docs.py")
 SHARES = {
     "tests/core/manager/test_fork.py::test_everyone_reads_back_its_own_tokens": 3,
     "tests/core/manager/test_step_planner.py::test_a_planned_step_equals_its_calls": 2,
