@@ -2,6 +2,7 @@
 
     python scripts/stack_caches.py sglang_jax PATH              PATH: a checkout's `python` folder
     python scripts/stack_caches.py easydel PATH --seeds 20      PATH: an unpacked wheel
+    python scripts/stack_caches.py sglang_jax PATH --trace FILE --num-requests 1500
 
 Flow:    random moves -> the stack's cache, kvjax's -> [stack_caches] -> a line a case
 
@@ -13,15 +14,21 @@ nothing is evicted, both hit the same tokens; else kvjax may hit more, since the
 counts the seeds in which the stack's own cache breaks a law: SWARadixCache frees the pages of a tombstone that it
 revives, though requests run on them. The exit status is 1 where hits differ without evictions; a law that kvjax breaks
 raises.
+
+With a trace (sglang-jax): percent of the prompts' tokens that the stack's own cache hits, and kvjax's under each
+policy, where windows get as many tokens for each of full attention as `swa_full_tokens_ratio` says.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,6 +38,7 @@ import numpy as np
 from scripts.stack_checks import easydel_manager, easydel_slices
 from scripts.stack_checks.served_requests import ServedRequests, StateRows, play, random_moves
 from scripts.stack_checks.sglang_caches import make_pair, make_state_pair
+from scripts.stack_checks.trace_prompts import PAGE, pool_sizes, serve_prompts
 
 WINDOW, NUM_MOVES = 12, 200
 # pages, page_size, window_pages, ranks
@@ -62,7 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("stack", choices=("easydel", "sglang_jax"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--trace", type=Path, help="JSON lines of input_length and hash_ids of 512 tokens (Mooncake)")
+    parser.add_argument("--num-requests", type=int, help="of the trace; all if left out")
     options = parser.parse_args(arguments)
+    if options.trace is not None:
+        lines = options.trace.read_text().splitlines()[: options.num_requests]
+        compare_on_trace(options.path, [json.loads(line) for line in lines])
+        return 0
     compare = compare_easydel if options.stack == "easydel" else compare_sglang_jax
     return int(compare(options.path, options.seeds))
 
@@ -121,6 +135,28 @@ def compare_sglang_jax(path: Path, num_seeds: int) -> bool:
         counts = f"{requests:8} {hits[0]:12,} {hits[1]:9,}"
         print(f"{case:26} {counts} {seconds[0]:10.2f} {seconds[1]:7.2f} {num_broken:7}")
     return differs
+
+
+def compare_on_trace(path: Path, lines: list[dict[str, Any]]) -> None:
+    """Prints a line a model, memory size and share of the windows."""
+    print(f"{'model':14} {'GB':>4} {'ratio':>6} {'theirs':>8} {'stack':>8} {'kvjax':>8}")
+    for model, gigabytes, share in itertools.product(("gemma-3-27b", "gpt-oss-120b"), (100, 400), (0.8, 0.1)):
+        pages, window_pages, window = pool_sizes(model, gigabytes * 10**9, share)
+        rates: list[str] = []
+        for policy in ("stack", "kvjax"):
+            pair = make_pair(
+                path,
+                pages=pages,
+                page_size=PAGE,
+                window_pages=window_pages,
+                window=window,
+                ranks=1,
+                policy=policy,
+            )
+            for served in pair[len(rates) > 0 :]:  # the stack's own once
+                hit, total = serve_prompts(served, lines)
+                rates.append(f"{hit / total:8.2%}")
+        print(f"{model:14} {gigabytes:4} {share:6} {' '.join(rates)}", flush=True)
 
 
 def _play_states(served: ServedRequests, seed: int, size: int) -> None:

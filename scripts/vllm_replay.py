@@ -7,9 +7,10 @@ Source:  vLLM 0.33.0 v1/core/kv_cache_planning.py, sched/scheduler.py; platforms
 
 `--kvjax POLICY` has kvjax's manager in the place of vLLM's, as `kvjax.adapters.vllm.install(policy=POLICY)` puts it.
 
-The calls are those of vLLM's scheduler and of `kvjax replay --serial`. A prompt is looked up, allocated whole (with
-recurrent states in the steps that vLLM's scheduler makes of it) and freed. Blocks are 16 tokens; with recurrent states
-as many as give attention pages of a state's size, and states are padded to these pages.
+The calls are those of vLLM's scheduler and of `kvjax replay --serial`. A prompt is looked up, allocated whole (or in
+steps of `--max-num-batched-tokens`; with recurrent states in those that vLLM's scheduler makes of it) and freed. Blocks
+are 16 tokens; with recurrent states as many as give attention pages of a state's size, and states are padded to these
+pages.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def specs_of(model: str) -> dict[str, Any]:
 class Replay:
     """A manager for one model and memory size, with vLLM's defaults but for `prefix_match_unit`."""
 
-    def __init__(self, model: str, memory_bytes: int, max_model_len: int, prefix_match_unit: int | None) -> None:
+    def __init__(
+        self, model: str, memory_bytes: int, max_model_len: int, prefix_match_unit: int | None, step_tokens: int
+    ) -> None:
         groups = _get_kv_cache_groups_uniform_page_size(specs_of(model))
         page_bytes = groups[0].kv_cache_spec.page_size_bytes
         self.num_blocks = memory_bytes // (page_bytes * max(len(group.layer_names) for group in groups))
@@ -90,16 +93,17 @@ class Replay:
         sizes = [group.kv_cache_spec.block_size for group in groups]
         self.block_size, self.hash_block_size = math.lcm(*sizes), prefix_match_unit or math.gcd(*sizes)
         self.manager = kv_cache_manager.KVCacheManager(config, max_model_len, self.block_size, self.hash_block_size)
+        self.step_tokens = step_tokens
         self.scheduler = self._stand_in() if config.has_mamba_layers else None
 
     def _stand_in(self) -> Any:
-        """What `Scheduler._mamba_block_aligned_split` reads of a scheduler without a budget."""
+        """What `Scheduler._mamba_block_aligned_split` reads of a scheduler."""
         return SimpleNamespace(
             cache_config=SimpleNamespace(block_size=self.block_size),
             scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
             block_size=self.block_size,
             hash_block_size=self.hash_block_size,
-            max_num_scheduled_tokens=1 << 30,
+            max_num_scheduled_tokens=self.step_tokens,
             use_eagle_block_drop=False,
             num_hash_lookahead_tokens=0,
             mamba_partial_cache_hit=self.manager.coordinator.enable_partial_hash_hits,
@@ -117,7 +121,7 @@ class Replay:
         given: tuple[Any, ...] = (hit, blocks)
         done = hit
         while done < num_tokens:
-            step = self._step(request, num_tokens - done, *given[:1])
+            step = self._step(request, min(num_tokens - done, self.step_tokens), *given[:1])
             self.manager.new_step_starts()
             if self.manager.allocate_slots(request, step, *given) is None:
                 self.manager.free(request)
@@ -139,9 +143,11 @@ class Replay:
             yield hash_ids[(end - 1) // TRACE_BLOCK].to_bytes(16, "big") + end.to_bytes(16, "big")
 
 
-def replay(model: str, memory_bytes: int, lines: list[dict[str, Any]], unit: int | None) -> dict[str, Any]:
+def replay(
+    model: str, memory_bytes: int, lines: list[dict[str, Any]], unit: int | None, step_tokens: int
+) -> dict[str, Any]:
     """A row of the result."""
-    run = Replay(model, memory_bytes, max(line["input_length"] for line in lines) + 1, unit)
+    run = Replay(model, memory_bytes, max(line["input_length"] for line in lines) + 1, unit, step_tokens)
     hits = [run.serve(f"{i}", line) for i, line in enumerate(lines)]
     served = [(hit, line["input_length"]) for hit, line in zip(hits, lines, strict=True) if hit is not None]
     variant = "" if unit is None else f", unit {unit}"
@@ -166,6 +172,7 @@ def main() -> None:
     parser.add_argument("--models", required=True, help="names of kvjax, separated by commas")
     parser.add_argument("--memory", required=True, help="bytes, separated by commas")
     parser.add_argument("--json", type=Path, required=True, help="write the rows there")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=1 << 30, help="of a step; left out: no limit")
     parser.add_argument(
         "--kvjax", metavar="POLICY", help="with kvjax's manager: stack or kvjax (no hits inside blocks)"
     )
@@ -179,7 +186,7 @@ def main() -> None:
         for memory_bytes in map(int, options.memory.split(",")):
             for unit in (None, 16) if has_states and options.kvjax is None else (None,):
                 try:
-                    rows.append(replay(model, memory_bytes, lines, unit))
+                    rows.append(replay(model, memory_bytes, lines, unit, options.max_num_batched_tokens))
                 except ValueError as error:
                     print(f"{model}: {error}", flush=True)
                 else:

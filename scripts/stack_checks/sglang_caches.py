@@ -27,7 +27,14 @@ NUM_ROWS = 6
 
 
 def make_pair(
-    root: Path, *, pages: int, page_size: int, window_pages: int, window: int, ranks: int
+    root: Path,
+    *,
+    pages: int,
+    page_size: int,
+    window_pages: int,
+    window: int,
+    ranks: int,
+    policy: str = "stack",
 ) -> tuple[ServedRequests, ServedRequests]:
     """The stack's cache and kvjax's, each over pools of that many pages a rank; `window_pages` 0: no windows."""
     base = module_of(root, f"{_CACHES}.base_prefix_cache", _STANDS_IN)
@@ -52,7 +59,7 @@ def make_pair(
         if window_pages
         else trees.RadixCache(rows, theirs, page_size)
     )
-    install()
+    install(policy=policy)
     own_rows, ours = Rows(NUM_ROWS), allocator()
     cache = _tree_cache(root, own_rows, ours, page_size, seen)
     uninstall()

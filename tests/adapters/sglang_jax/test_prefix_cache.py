@@ -19,6 +19,7 @@ from kvjax.adapters.signatures import parameters_of, recorded
 from kvjax.core import AllBlocksCleared, BlockHasher, BlockRemoved, BlockStored
 from kvjax.errors import BlockStateError, MissingStackError, UnknownStackError
 from scripts.stack_checks.served_requests import Key, Rows, ServedRequests, StateRows, play, random_moves
+from scripts.stack_checks.trace_prompts import pool_sizes, serve_prompts
 from tests.adapters.stand_ins import stack_with
 
 WINDOW = 10
@@ -139,6 +140,20 @@ def test_kvjax_s_policy_keeps_what_the_same_prompt_of_whole_pages_needs(classes:
         assert served.start([first] * 40, None, None, 1)
         served.end(0)
     assert served.hits == [0, 0, 0, 36]
+
+
+def test_prompts_of_a_trace_hit_whole_hash_ids(classes: dict[str, Any]) -> None:
+    served = served_by(classes, pages=200, window_pages=100)
+    lines = [{"input_length": 1600, "hash_ids": [1, 2, 3, last]} for last in (4, 5)]
+    assert serve_prompts(served, lines) == (3 * 512, 2 * 3 * 512)
+
+
+def test_pools_of_a_model_take_its_memory() -> None:
+    """Gemma 3 27B: 10 layers of full attention, 52 of windows of 1,024, 8,192 bytes a token each."""
+    pages, window_pages, window = pool_sizes("gemma-3-27b", 10**11, 0.5)
+    assert window == 1024 // 32
+    assert window_pages == pages // 2
+    assert pages == 10**11 // (8192 * (10 + 26)) // 128
 
 
 def served_with_states(
