@@ -10,12 +10,10 @@ import numbers
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import checks
 from pallas_kernels.mask import MaskRule
-from pallas_kernels.token_trees import MOST_TOKENS
 
 
 def check_mask(op: str, mask: MaskRule) -> None:
@@ -94,40 +92,3 @@ def check_batch(
         least = np.zeros_like(q_lens) if sees_all else q_lens
         if (lens < least).any() or (lens > max_len).any():
             raise ValueError(f"{op}: expected seq_lens from the query lengths {least} to {max_len}, got {lens}")
-
-
-def check_trees(
-    op: str,
-    tree_mask: Any,
-    num_tokens: int,
-    mask: MaskRule,
-    query_start_loc: jax.Array,
-    distribution: jax.Array,
-) -> None:
-    """Raises ValueError unless `tree_mask` is None, or says of each new token of some sequences which ones it sees."""
-    if tree_mask is None:
-        return
-    checks.check_array(op, "tree_mask", tree_mask, (num_tokens,), "[num_tokens]")
-    if jnp.result_type(tree_mask) != jnp.uint32:
-        raise ValueError(f"{op}: expected tree_mask of dtype uint32, got {jnp.result_type(tree_mask)}")
-    if not mask.causal:
-        raise ValueError(f"{op}: expected causal=True with tree_mask, whose tokens see earlier ones alone, got False")
-    known = checks.concrete(tree_mask, query_start_loc, distribution)
-    if known is None:
-        return
-    bits, starts, ends = known
-    for seq in range(int(ends[2])):
-        own = bits[starts[seq] : starts[seq + 1]]
-        if not own.any():
-            continue
-        if own.size > MOST_TOKENS:
-            raise ValueError(
-                f"{op}: expected at most {MOST_TOKENS} new tokens of a sequence with a tree, got {own.size} of {seq}"
-            )
-        highest = np.left_shift(np.uint32(1), np.arange(own.size, dtype=np.uint32))
-        wrong = np.flatnonzero((own < highest) | (own - highest >= highest))
-        if wrong.size:
-            raise ValueError(
-                f"{op}: expected tree_mask of new token n to have n as its highest bit, as each sees itself and no "
-                f"later one, got {own[wrong[0]]:#x} for token {wrong[0]} of sequence {seq}"
-            )

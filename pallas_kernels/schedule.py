@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.mask import MaskRule, PageRun
-from pallas_kernels.token_trees import TokenTrees
 
 
 class Batch(NamedTuple):
@@ -71,19 +70,15 @@ class QueryTile(NamedTuple):
         """Pages that the tile sees."""
         return PageRun(self.num_sink_pages, self.first_page, self.num_pages)
 
-    def reaches(self, mask: MaskRule, key_pos: jax.Array, trees: TokenTrees | None = None) -> jax.Array:
+    def reaches(self, mask: MaskRule, key_pos: jax.Array) -> jax.Array:
         """bool[..., keys]: whether any query sees the key at `key_pos` int32[..., keys], of tiles int32[...]."""
-        first = self.first_pos if trees is None else trees.first_position(self.token, self.first_pos)
-        return mask.visible(key_pos, *(x[..., None] for x in (first, self.last_pos, self.seq_len)))
+        return mask.visible(key_pos, *(x[..., None] for x in (self.first_pos, self.last_pos, self.seq_len)))
 
-    def sees(self, mask: MaskRule, key_pos: jax.Array, queries: int, trees: TokenTrees | None = None) -> jax.Array:
+    def sees(self, mask: MaskRule, key_pos: jax.Array, queries: int) -> jax.Array:
         """bool[..., queries, keys]: whether the `queries` first queries see it; those beyond the end see nothing."""
         place, key = jnp.arange(queries, dtype=jnp.int32)[:, None], key_pos[..., None, :]
         pos = self.first_pos[..., None, None] + place
-        if trees is None:
-            visible = mask.visible(key, pos, pos, self.seq_len[..., None, None])
-        else:
-            visible = trees.visible(mask, key, self.token[..., None, None] + place, pos)
+        visible = mask.visible(key, pos, pos, self.seq_len[..., None, None])
         return visible & (pos >= 0) & (pos <= self.last_pos[..., None, None])
 
 
@@ -133,11 +128,10 @@ def make_schedule(
     few: int = 1,  # most queries of a sequence of part 0, at most `queries`
     tile_pages: tuple[int, int],  # pages of a KV tile, in part 0 and in part 1
     page_size: int,
-    trees: TokenTrees | None = None,
 ) -> Schedule:
     """The schedule of one step and one kind of layer."""
     room = min(num_tokens, num_tokens // queries + batch.seq_lens.shape[0])
-    tiles, _ = query_tiles(batch, mask, room=room, queries=queries, page_size=page_size, trees=trees)
+    tiles, _ = query_tiles(batch, mask, room=room, queries=queries, page_size=page_size)
     kv_tiles = jnp.stack([-(-tiles.num_pages // pages) for pages in tile_pages])
     is_short = (batch.q_lens <= few)[tiles.seq]
     counts = jnp.where(is_short[None] == jnp.array([[True], [False]]), kv_tiles, 0)
@@ -147,7 +141,7 @@ def make_schedule(
 
 
 def query_tiles(
-    batch: Batch, mask: MaskRule, *, room: int, queries: int, page_size: int, trees: TokenTrees | None = None
+    batch: Batch, mask: MaskRule, *, room: int, queries: int, page_size: int
 ) -> tuple[QueryTile, jax.Array]:
     """(all query tiles of a step, in order of sequences and tokens, how many of the `room` there are).
 
@@ -161,8 +155,7 @@ def query_tiles(
     base = jnp.maximum(seq_len - q_len, 0) if mask.sees_all else seq_len - q_len
     first_pos = base + first
     last_pos = jnp.where(n < end, base + jnp.minimum(first + queries, q_len) - 1, -1)
-    first_seeing = first_pos if trees is None else trees.first_position(start + first, first_pos)
-    run = mask.page_run(first_seeing, last_pos, seq_len, page_size)
+    run = mask.page_run(first_pos, last_pos, seq_len, page_size)
     return QueryTile(seq, seq_len, start + first, first_pos, last_pos, *run), ends[-1]
 
 

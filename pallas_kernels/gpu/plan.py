@@ -23,7 +23,6 @@ from pallas_kernels.gpu.shares import share_out
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch
-from pallas_kernels.token_trees import TokenTrees
 
 MIN_GROUP_ROWS = 8  # rows of a tile in shared memory come in eights
 MIN_STAGES = 2
@@ -87,24 +86,14 @@ class Keys(NamedTuple):
 
     @classmethod
     def of_tiles(
-        cls,
-        mask: MaskRule,
-        first_pos: jax.Array,
-        last_pos: jax.Array,
-        seq_len: jax.Array,
-        page_size: int,
-        block: int,
-        own: jax.Array | None = None,  # of TokenTrees, where tokens from this slot on may be seen or not
+        cls, mask: MaskRule, first_pos: jax.Array, last_pos: jax.Array, seq_len: jax.Array, page_size: int, block: int
     ) -> Keys:
         """All keys of query tiles at `[first_pos, last_pos]`; none where `last_pos < 0`. Arrays of one shape."""
-        whole_pos = first_pos
-        if own is not None:
-            first_pos, whole_pos = jnp.minimum(first_pos, own), jnp.minimum(first_pos, own - 1)
         run = mask.page_run(first_pos, last_pos, seq_len, page_size)
         shift = run.first_page - run.num_sink_pages
         end = -(-run.num_pages * page_size // block)
         first_whole = jnp.maximum(mask.lower(last_pos) - shift * page_size, run.num_sink_pages * page_size)
-        slots_whole = mask.upper(whole_pos, seq_len) + 1 - shift * page_size
+        slots_whole = mask.upper(first_pos, seq_len) + 1 - shift * page_size
         whole = jnp.clip(-(-first_whole // block), 0, end)
         return cls(
             first=jnp.zeros_like(end),
@@ -210,12 +199,10 @@ def plan_decode(
     batch: Batch,  # of the sequences that decode: others have no queries in it
     config: GpuConfig,
     num_blocks: int,
-    trees: TokenTrees | None = None,
 ) -> DecodePlan:
     """The work list of the sequences that decode; those without a query have no work."""
     first, last = batch.positions(config.mask)
-    own = None if trees is None else trees.own.at[batch.starts].get(mode="clip")
-    return plan_pieces(first, last, batch.seq_lens, config, num_blocks, own)
+    return plan_pieces(first, last, batch.seq_lens, config, num_blocks)
 
 
 def plan_pieces(
@@ -224,11 +211,10 @@ def plan_pieces(
     seq_lens: jax.Array,  # int32[S] of its sequence
     config: GpuConfig,
     num_blocks: int,
-    own: jax.Array | None = None,  # int32[S] as in `Keys.of_tiles`
 ) -> DecodePlan:
     """The work list of query tiles of few queries, of which `Field.SEQ` is the number."""
     heads = config.num_kv_heads
-    keys = Keys.of_tiles(config.mask, first, last, seq_lens, config.page_size, config.block, own)
+    keys = Keys.of_tiles(config.mask, first, last, seq_lens, config.page_size, config.block)
     shares = share_out(keys.end, num_blocks, repeats=heads)
     unit = shares.unit
     of_seq = jnp.stack([*keys, first, seq_lens], axis=1)[unit // heads]

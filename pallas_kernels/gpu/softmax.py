@@ -23,8 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import mosaic
 from pallas_kernels.gpu.kv import KVRing
 from pallas_kernels.gpu.plan import GpuConfig, Keys
-from pallas_kernels.mask import MaskRule
-from pallas_kernels.token_trees import MOST_TOKENS, NO_TREE, TokenTrees
 
 LOG2_E = math.log2(math.e)
 LARGEST = np.finfo(np.float32).max
@@ -80,13 +78,6 @@ class RowBounds(NamedTuple):
 
     lower: jax.Array
     upper: jax.Array
-    tree: tuple[jax.Array, jax.Array] | None = None  # `own` and `bits` of TokenTrees of each row, int32[64]
-
-    @classmethod
-    def of_trees(cls, mask: MaskRule, fields: Any, slot: jax.Array) -> RowBounds:
-        """Of rows in slots int32[64] of their sequences, with int32[3, 64] fields of TokenTrees in global memory."""
-        own, bits, lower = (mosaic.load_per_row(fields.at[i]) for i in range(len(TokenTrees._fields)))
-        return cls(jnp.where(own < NO_TREE, lower, mask.lower(slot)), slot, (own, bits))
 
 
 def score_factor(sm_scale: float, soft_cap: float | None) -> float:
@@ -278,9 +269,4 @@ def _visible(config: GpuConfig, keys: Keys, slot: jax.Array, bounds: RowBounds) 
     mask, page_size = config.mask, config.page_size
     key = slot + jnp.where(slot < keys.sink_pages * page_size, 0, keys.shift * page_size)
     lower, upper = (x if x.ndim == 0 else mosaic.spread(x, slot.shape[1]) for x in (bounds.lower, bounds.upper))
-    visible = mask.within(key, lower, upper)
-    if bounds.tree is None:
-        return visible
-    own, bits = (mosaic.spread(x, slot.shape[1]) for x in bounds.tree)
-    is_named = (lax.shift_right_logical(bits, (key - own) & (MOST_TOKENS - 1)) & 1) == 1
-    return (visible & (key < own)) | (is_named & (key >= own) & (key <= upper))
+    return mask.within(key, lower, upper)

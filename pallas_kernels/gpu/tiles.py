@@ -25,7 +25,6 @@ from pallas_kernels.gpu.mosaic import ROWS
 from pallas_kernels.gpu.plan import MIN_GROUP_ROWS, GpuConfig, Keys
 from pallas_kernels.layouts import cdiv
 from pallas_kernels.schedule import Batch, query_tiles
-from pallas_kernels.token_trees import TokenTrees
 
 WARPGROUPS = 2  # that attend
 TILE_ROWS = WARPGROUPS * ROWS
@@ -76,9 +75,7 @@ class TileShape(NamedTuple):
         return found
 
 
-def plan_tiles(
-    batch: Batch, config: GpuConfig, shape: TileShape, num_tokens: int, trees: TokenTrees | None = None
-) -> jax.Array:
+def plan_tiles(batch: Batch, config: GpuConfig, shape: TileShape, num_tokens: int) -> jax.Array:
     """int32[tiles, fields] of the sequences with queries in `batch`; tiles beyond them have neither queries nor keys.
 
     Queries that see no key, such as those at positions below 0, are in tiles as others are.
@@ -87,9 +84,8 @@ def plan_tiles(
     """
     room = min(num_tokens, num_tokens // shape.tokens + batch.seq_lens.shape[0])
     tile, count = query_tiles(batch, config.mask, room=room, queries=shape.tokens, page_size=config.page_size)
-    own_slot = None if trees is None else trees.own.at[tile.token].get(mode="clip")
     places = (tile.first_pos, tile.last_pos, tile.seq_len)
-    keys = Keys.of_tiles(config.mask, *places, config.page_size, config.block, own_slot)
+    keys = Keys.of_tiles(config.mask, *places, config.page_size, config.block)
     token = jnp.clip(tile.token, 0, num_tokens - shape.tokens)
     skip = tile.token - token
     own = {
@@ -104,14 +100,6 @@ def plan_tiles(
     table = jnp.stack([*columns, *keys], axis=1)
     is_live = jnp.arange(room, dtype=jnp.int32) < count
     return jnp.where(is_live[:, None], table, 0).astype(jnp.int32)
-
-
-def tile_trees(trees: TokenTrees, tiles: jax.Array, shape: TileShape) -> jax.Array:
-    """int32[tiles, 2, 3, 64] fields of `TokenTrees` of the rows of each warpgroup, of tiles of `plan_tiles`."""
-    place = jnp.arange(TILE_ROWS, dtype=jnp.int32) % shape.tokens
-    token = tiles[:, TileField.TOKEN, None] + place
-    fields = jnp.stack([x.at[token].get(mode="clip") for x in trees], axis=1)
-    return fields.reshape(-1, len(trees), WARPGROUPS, ROWS).swapaxes(1, 2)
 
 
 def tile_shape(num_heads: int) -> TileShape:

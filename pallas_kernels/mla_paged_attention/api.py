@@ -30,7 +30,6 @@ from pallas_kernels.latent_write import latent_write
 from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.mla_paged_attention import reference, validate, xla_attention
-from pallas_kernels.token_trees import NO_TREES
 from pallas_kernels.xla.walks import path_over
 
 if TYPE_CHECKING:
@@ -105,13 +104,11 @@ def mla_paged_attention(
     page_size: int | None = None,  # states of a page; None: as many as there is room for, packing included
     context_rank: Any = 0,  # int or int32[]: whose tokens the pages hold, of `context_size` ranks that share them
     context_size: int = 1,
-    context_interleave: int = 1,  # successive tokens of a rank
-    tree_mask: jax.Array | None = None,  # uint32[T] bit n: sees the n-th new token of its sequence; 0: as causal
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention over latents of all query tokens: `out` is [T, Hq, Dl], to be multiplied by the value projection.
 
-    Who sees what, trees, padding, NaN in hidden slots, context parallelism and the order of `new_kv` are as of
+    Who sees what, padding, NaN in hidden slots, context parallelism and the order of `new_kv` are as of
     `ragged_paged_attention`.
 
     Raises:
@@ -123,15 +120,12 @@ def mla_paged_attention(
     attention_checks.check_scalars(validate.OP, sm_scale, soft_cap)
     latent = validate.check_latents(q_nope, q_pe, pages, page_size)
     validate.check_new_kv(q_nope, q_pe, new_kv, slot_mapping, latent)
-    share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, latent.page_size, sinks)
+    share = KeyShare.of_options(validate.OP, context_rank, context_size, sinks)
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q_nope.shape[0], latent.page_size * context_size, *step)
-    attention_checks.check_trees(validate.OP, tree_mask, q_nope.shape[0], mask, query_start_loc, distribution)
     validate.check_per_head(q_nope.shape[1], sinks, k_scale)
     xla = path_over(block_tables, tuple(pages))
-    chosen = resolve_backend(
-        validate.OP, backend, _reasons(q_nope, q_pe, latent, mask, share, tree_mask is not None), xla
-    )
+    chosen = resolve_backend(validate.OP, backend, _reasons(q_nope, q_pe, latent, mask, share), xla)
     options: dict[str, Any] = {
         "mask": mask,
         "sm_scale": float(sm_scale),
@@ -141,7 +135,7 @@ def mla_paged_attention(
         "page_size": latent.page_size,
     }
     arguments = (q_nope, q_pe, tuple(pages), *step)
-    of_plain = options | {"share": share, "tree_mask": tree_mask}
+    of_plain = options | {"share": share}
     is_decode = chosen in ("tpu", "reference") and is_decode_step(validate.OP, schedule, q_nope.shape[0], backend)
     of_tpu = of_plain | {"return_lse": return_lse, "is_decode": is_decode}
     if chosen == "tpu":
@@ -164,17 +158,11 @@ def mla_paged_attention(
 
 
 def _reasons(
-    q_nope: Any,
-    q_pe: Any,
-    latent: LatentPages,
-    mask: MaskRule,
-    share: KeyShare | None = None,
-    has_trees: bool = False,
+    q_nope: Any, q_pe: Any, latent: LatentPages, mask: MaskRule, share: KeyShare | None = None
 ) -> dict[str, Reason]:
     """Platforms with a kernel, each with what of a call it cannot do."""
-    of_options = NO_TREES if has_trees else NO_SHARES if share is not None else None
     return {
         "tpu": lambda: kernel_tpu.reason_not_supported(latent, mask, share),
-        "gpu": of_options or (lambda: kernel_gpu.reason_not_supported(q_nope, q_pe, latent)),
+        "gpu": NO_SHARES if share is not None else lambda: kernel_gpu.reason_not_supported(q_nope, q_pe, latent),
         "triton": lambda: triton.reason_not_supported((latent.array,)),
     }

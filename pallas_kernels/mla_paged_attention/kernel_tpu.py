@@ -33,9 +33,7 @@ from pallas_kernels.mla_paged_attention.tpu_attention import StepAttention
 from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, buffer_shape
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Unit, Walk, padded_heads, whole_lanes
 from pallas_kernels.mla_paged_attention.tpu_refs import Refs
-from pallas_kernels.token_trees import MOST_TOKENS, TokenTrees, trees_of_step
 from pallas_kernels.tpu.base2 import HIDDEN
-from pallas_kernels.tpu.block_mask import tree_scalars
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items, seen_slots
 from pallas_kernels.tpu.items import ItemTable
@@ -98,7 +96,6 @@ def mla_paged_attention(
     page_size: int,
     return_lse: bool,
     share: KeyShare | None = None,
-    tree_mask: jax.Array | None = None,  # uint32[T]
     is_decode: bool = False,  # token i is the query of sequence i
     tuning: Tuning = Tuning(),  # noqa: B008
     tables_in_hbm: bool | None = None,  # None: where they exceed scalar memory
@@ -112,11 +109,7 @@ def mla_paged_attention(
         distribution = distribution.at[0].set(distribution[2])
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
 
-    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
-
     def configured(queries: int) -> LatentConfig:
-        has_trees = trees is not None and queries > 1  # a lone new token sees what the mask rule says
-        span = max(queries, MOST_TOKENS) if has_trees else queries
         return LatentConfig(
             mask=mask,
             sm_scale=sm_scale,
@@ -131,7 +124,7 @@ def mla_paged_attention(
             **_sizes(
                 queries,
                 padded_heads(num_heads),
-                seen_slots(mask, span, num_columns, page_size, ranks),
+                seen_slots(mask, queries, num_columns, page_size, ranks),
                 page_size,
                 tuning,
             ),
@@ -140,13 +133,12 @@ def mla_paged_attention(
             return_lse=return_lse,
             table_stride=tables.stride,
             tables_in_hbm=tables.in_hbm,
-            context=None if share is None else (share.size, share.interleave),
-            has_trees=has_trees,
+            context_size=None if share is None else share.size,
         )
 
     def launch(config: LatentConfig, num_queries: int, items: tuple[jax.Array, jax.Array]) -> launches.Result:
         q = _query_rows(q_nope[:num_queries], q_pe[:num_queries], config)
-        out, lse = _launch(config, items, tables.entries, q, pages[0], sinks, k_scale, trees)
+        out, lse = _launch(config, items, tables.entries, q, pages[0], sinks, k_scale)
         out = _fit(out[:, :num_heads, :latent_dim], num_tokens)
         return out, None if lse is None else _fit(by_head(lse, num_heads), num_tokens)
 
@@ -157,7 +149,7 @@ def mla_paged_attention(
         out, lse = launches.of_launch(decoded, decoding)
     else:
         of_tiles = configured(tuning.queries or _tile_queries(padded_heads(num_heads), mask))
-        tile_items = plan_items(others, of_tiles, max(num_tokens, of_tiles.window), share, trees)
+        tile_items = plan_items(others, of_tiles, max(num_tokens, of_tiles.window), share)
         out, lse = launches.with_tiles(decoded, lambda: launch(of_tiles, num_tokens, tile_items), decoding, others)
     return out.astype(q_nope.dtype), lse_with_sinks(lse, sinks)
 
@@ -227,15 +219,12 @@ def _launch(
     pages: jax.Array,
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
-    trees: TokenTrees | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(out [T, heads, value_lanes], lse as `tpu.lse` has it) of the sequences with items in `work`, else undefined."""
     num_tokens, (items, num_items) = q.shape[0], work
     fields = items.reshape(num_fields(config), -1)
     num_steps = -(-jnp.sum(fields[Field.NUM_BLOCKS], dtype=jnp.int32) // config.units)
     scalars: dict[str, Any] = {"fields": items, "counts": jnp.stack([num_items, num_steps]).astype(jnp.int32)}
-    if trees is not None and config.has_trees:
-        scalars["trees"] = tree_scalars(trees, config.mask, config.queries)
     inputs = {"q": Operand(q, IN_HBM), "pages": Operand(pages, IN_HBM)}
     if config.tables_in_hbm:
         inputs["tables"] = Operand(tables, IN_HBM)

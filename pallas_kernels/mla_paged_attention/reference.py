@@ -17,7 +17,6 @@ from pallas_kernels.latent_pages import LatentPages, LatentTiles
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.ragged_paged_attention.reference import attend_pages, by_kv_head
 from pallas_kernels.schedule import Batch
-from pallas_kernels.token_trees import trees_of_step
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "sm_scale", "soft_cap", "page_size", "is_decode"))
@@ -37,7 +36,6 @@ def mla_paged_attention(
     k_scale: jax.Array | None,
     page_size: int,
     share: KeyShare | None = None,
-    tree_mask: jax.Array | None = None,  # uint32[T]
     is_decode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dl] in the dtype of `q_nope`, lse float32[T, Hq]) as `AttentionOutput` says."""
@@ -45,6 +43,5 @@ def mla_paged_attention(
     scale = jnp.asarray(1.0 if k_scale is None else k_scale, jnp.float32)
     cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1], share)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
-    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
-    out, lse = attend_pages(q * scale, cache, mask, batch, trees, soft_cap=soft_cap, sinks=sinks, is_decode=is_decode)
+    out, lse = attend_pages(q * scale, cache, mask, batch, soft_cap=soft_cap, sinks=sinks, is_decode=is_decode)
     return (out * scale)[:, 0].astype(q_nope.dtype), lse[:, 0]

@@ -23,10 +23,9 @@ from pallas_kernels.mla_paged_attention.tpu_latents import LatentBlocks, MaskOf
 from pallas_kernels.mla_paged_attention.tpu_plan import LatentConfig, Step, Walk
 from pallas_kernels.mla_paged_attention.tpu_refs import Refs
 from pallas_kernels.tpu.base2 import HIDDEN, NOTHING, base2_logits, dot, spread
-from pallas_kernels.tpu.block_mask import RowTrees, kept_slots, seen_slots
-from pallas_kernels.tpu.item_plan import Field
+from pallas_kernels.tpu.block_mask import kept_slots, seen_slots
 from pallas_kernels.tpu.lse import heads_to_lanes
-from pallas_kernels.tpu.mosaic import LANES, Ref, matrix_unit_lanes
+from pallas_kernels.tpu.mosaic import LANES, matrix_unit_lanes
 from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
 
 
@@ -131,21 +130,7 @@ class StepAttention:
         items = self.walk.items
         block = items.block(*unit)[0]
         first = work.part * config.part
-        part, trees = (config.rows, config.part), self.refs.trees
-        own_trees = None if trees is None else self._trees(work, trees)
-        return seen_slots(items, unit.item, block, token, first=first, part=part, trees=own_trees)
-
-    def _trees(self, work: _Work, trees: RowTrees) -> RowTrees:
-        """What the rows of a chunk see of their sequence's new tokens, where it has a tree."""
-        config, item = self.config, self.step.units[work.unit].item
-        first = self.walk.items.field(Field.TOKEN, item) + work.chunk * config.chunk
-
-        def of_rows(scalars: Ref) -> jax.Array:  # int32[rows, 1]
-            tokens = [jnp.full((config.heads, 1), scalars[first + n], jnp.int32) for n in range(config.chunk)]
-            return tokens[0] if config.chunk == 1 else jnp.concatenate(tokens)
-
-        lower = None if trees.lower is None else of_rows(trees.lower)
-        return RowTrees(of_rows(trees.bits), lower)
+        return seen_slots(items, unit.item, block, token, first=first, part=(config.rows, config.part))
 
     def _kept(self, work: _Work) -> MaskOf:
         """Whether anyone sees a key."""

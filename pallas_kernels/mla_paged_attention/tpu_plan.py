@@ -48,8 +48,7 @@ class LatentConfig:
     return_lse: bool
     table_stride: int
     tables_in_hbm: bool
-    has_trees: bool  # whether new tokens may be trees
-    context: tuple[int, int] | None  # ranks that share the tokens, and successive tokens of each
+    context_size: int | None  # ranks that share the tokens; None: the pages hold whole sequences
 
     @property
     def block_pages(self) -> int:

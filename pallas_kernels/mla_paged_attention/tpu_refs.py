@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pallas_kernels.tpu.block_mask import RowTrees
 from pallas_kernels.tpu.mosaic import Ref
 
 
@@ -29,7 +28,6 @@ class Refs(NamedTuple):
     acc: Ref  # float32[units, chunks, rows, value_lanes]
     out_tile: Ref  # [units, queries, heads, value_lanes]
     left: Ref  # DMA semaphore
-    trees: RowTrees | None = None  # SMEM int32[T and more] each
     sinks: Ref = None  # float32[rows, 128] in base 2; of this shape is the next one
     k_scale: Ref = None
     lse: Ref = None  # HBM float32[T, n, 128] as `tpu.lse` has it

@@ -19,7 +19,6 @@ from pallas_kernels.latent_pages import LatentPages, LatentTiles
 from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch
-from pallas_kernels.token_trees import trees_of_step
 from pallas_kernels.xla.tiles import Limits, TileQueries
 from pallas_kernels.xla.walks import Step, attend_step, per_head, product_dtype
 
@@ -46,7 +45,6 @@ def mla_paged_attention(
     k_scale: jax.Array | None,
     page_size: int,
     share: KeyShare | None = None,
-    tree_mask: jax.Array | None = None,  # uint32[T]
     limits: Limits = Limits(),  # noqa: B008
     by_triton: triton.Limits | None = None,  # kernels in Triton, not plain XLA
 ) -> tuple[jax.Array, jax.Array]:
@@ -55,8 +53,7 @@ def mla_paged_attention(
     cache = LatentTiles(LatentPages(pages[0], page_size, q.shape[-1]), block_tables, q_nope.shape[-1], share)
     scale = per_head(k_scale, 1)
     queries = TileQueries(q.astype(product_dtype(q.dtype, pages[0].dtype))[:, None], sm_scale * scale, soft_cap)
-    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
-    step = Step(queries, cache, mask, sinks, scale, q_nope.dtype, limits, trees)
+    step = Step(queries, cache, mask, sinks, scale, q_nope.dtype, limits)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     if by_triton is not None:
         array = pages[0]

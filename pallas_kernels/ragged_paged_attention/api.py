@@ -50,7 +50,6 @@ def plan(
     *,
     num_kv_heads: int | None = None,
     is_decode: bool = False,  # every sequence has at most T / S queries, known when the step is traced
-    tree_mask: Any = None,  # uint32[T] of layers that are given one
     backend: str = "auto",
 ) -> Any:
     """What the backend computes from a step's lengths alone: `schedule` of every layer with these shapes and this mask.
@@ -71,7 +70,6 @@ def plan(
     page_size = page_tokens(pages, num_kv_heads)
     attention_checks.check_batch(validate.OP, q.shape[0], page_size, *step, sees_all=mask.sees_all)
     attention_checks.check_decode(validate.OP, q.shape[0], query_start_loc, distribution, is_decode)
-    attention_checks.check_trees(validate.OP, tree_mask, q.shape[0], mask, query_start_loc, distribution)
     xla = path_over(block_tables, pages)
     chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads), xla)
     if chosen in ("tpu", "reference") and is_decode and q.shape[0] == seq_lens.shape[0]:
@@ -79,7 +77,7 @@ def plan(
     if chosen != "gpu":
         return None
     options: dict[str, Any] = {"mask": mask, "num_kv_heads": num_kv_heads, "is_decode": is_decode}
-    return kernel_gpu.plan(q, pages, *step[1:], **options, tree_mask=tree_mask)
+    return kernel_gpu.plan(q, pages, *step[1:], **options)
 
 
 @by_default_rules
@@ -107,8 +105,6 @@ def ragged_paged_attention(
     num_kv_heads: int | None = None,  # None: read off the pages; needed where packing pads the heads
     context_rank: Any = 0,  # int or int32[]: whose tokens the pages hold, of `context_size` ranks that share them
     context_size: int = 1,
-    context_interleave: int = 1,  # successive tokens of a rank
-    tree_mask: jax.Array | None = None,  # uint32[T] bit n: sees the n-th new token of its sequence; 0: as causal
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention outputs of all query tokens.
@@ -122,12 +118,6 @@ def ragged_paged_attention(
     (NaN too) changes nothing. Padding (tokens after `query_start_loc[distribution[2]]`, rows after `distribution[2]`)
     gives out 0 and LSE -inf. With `new_kv` every sequence sees the new KV of all others of the step. Inside a jitted
     step that donates the pages they are updated in place; pages that are not donated are copied once per call on CPU.
-
-    With `tree_mask`, drafts of a sequence may be a tree (`token_trees`). Its new tokens, at most 32, stand in slots
-    `seq_lens[s] - q_len[s]` and on, parents before children; the n-th one has bit n set and none above it. Of them a
-    query sees those whose bits are set, which are its path, and counts their positions by that: its own is
-    `pos = seq_lens[s] - q_len[s] + (bits set) - 1`, and windows, chunks and sink tokens go by positions. All tokens of
-    a sequence have bits, or none: then they see what causal ones see, however many they are.
 
     Under context parallelism (`key_share`) pages hold the tokens of one rank, and `slot_mapping` names places in them;
     lengths and positions stay those of whole sequences. The result is one part for `merge_states`, computed without
@@ -143,10 +133,9 @@ def ragged_paged_attention(
     validate.check_new_kv(q, new_kv, slot_mapping)
     num_kv_heads = validate.check_heads(q, pages, new_kv, num_kv_heads)
     page_size = page_tokens(pages, num_kv_heads)
-    share = KeyShare.of_options(validate.OP, context_rank, context_size, context_interleave, page_size, sinks)
+    share = KeyShare.of_options(validate.OP, context_rank, context_size, sinks)
     step = (block_tables, seq_lens, query_start_loc, distribution)
     attention_checks.check_batch(validate.OP, q.shape[0], page_size * context_size, *step, sees_all=mask.sees_all)
-    attention_checks.check_trees(validate.OP, tree_mask, q.shape[0], mask, query_start_loc, distribution)
     validate.check_per_head(q.shape[1], num_kv_heads, sinks, k_scale, v_scale)
     xla = path_over(block_tables, pages)
     chosen = resolve_backend(validate.OP, backend, _reasons(q, pages, mask, num_kv_heads, share), xla)
@@ -159,7 +148,7 @@ def ragged_paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    of_plain = options | {"share": share, "tree_mask": tree_mask}
+    of_plain = options | {"share": share}
     is_decode = chosen in ("tpu", "reference") and is_decode_step(validate.OP, schedule, q.shape[0], backend)
     of_tpu = of_plain | {"return_lse": return_lse, "new_kv": new_kv, "slot_mapping": slot_mapping}
     of_tpu["is_decode"] = is_decode
@@ -175,7 +164,7 @@ def ragged_paged_attention(
         out, lse, written = kernel(*arguments, **of_tpu)
         pages = pages if written is None else (written,)
     elif chosen == "gpu":
-        of_gpu = options | {"return_lse": return_lse, "tree_mask": tree_mask, "schedule": schedule}
+        of_gpu = options | {"return_lse": return_lse, "schedule": schedule}
         out, lse = kernel_gpu.ragged_paged_attention(*arguments, **of_gpu)
     elif chosen in ("xla", "triton"):
         of_plain["by_triton"] = triton.Limits() if chosen == "triton" else None

@@ -48,7 +48,6 @@ def decode_pieces(
     plan: DecodePlan,
     scales: jax.Array,  # float32[1 or Hkv] of the keys
     config: GpuConfig,
-    trees: jax.Array | None = None,  # int32[S, 3, 64] fields of TokenTrees by row; None: there are none
 ) -> tuple[jax.Array, jax.Array]:
     """(out float32[pieces, rows, padded Dv], natural-log LSE float32[pieces, rows]) of each piece.
 
@@ -80,7 +79,6 @@ def decode_pieces(
             "pieces": plan.pieces,
             "blocks": plan.blocks,
             "scales": scales,
-            "trees": trees,
         },
         outputs={
             "out": jax.ShapeDtypeStruct(out_shape, jnp.float32),
@@ -109,7 +107,6 @@ class _Refs(NamedTuple):
     pieces: Any  # int32[pieces, fields] of `DecodePlan`
     blocks: Any  # int32[C, 2] of `DecodePlan`
     scales: Any  # float32[1 or Hkv]
-    trees: Any | None  # int32[S, 3, 64]
     out: Any  # float32[pieces, rows, padded Dv]
     lse: Any  # float32[pieces, rows]
     q_tile: Any  # [stages, 64, D]
@@ -132,8 +129,6 @@ def _bounds(refs: _Refs, config: GpuConfig, piece: jax.Array, keys: Keys) -> Row
         return RowBounds(keys.lower, keys.upper)
     token = lax.div(mosaic.row_index(mosaic.ROWS), jnp.int32(config.group))
     pos = token + refs.pieces[piece, Field.POS]
-    if refs.trees is not None:
-        return RowBounds.of_trees(config.mask, refs.trees.at[refs.pieces[piece, Field.SEQ]], pos)
     upper = config.mask.upper(pos, refs.pieces[piece, Field.SEQ_LEN])
     return RowBounds(config.mask.lower(pos), upper if config.mask.causal else jnp.where(pos < 0, -1, upper))
 

@@ -91,7 +91,6 @@ def prefill_tiles(
     v_scale: jax.Array,  # float32[1 or Hkv]
     config: GpuConfig,
     split: Split,
-    trees: jax.Array | None = None,  # int32[tiles, 2, 3, 64] of tile_trees
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype of the tokens of tiles, natural-log LSE float32[tiles, parts, 128] of rows)."""
     num_tokens, num_q_heads, _ = q.shape
@@ -131,7 +130,6 @@ def prefill_tiles(
             "scales": scales,
             "sinks": sinks,
             "v_scale": v_scale,
-            "trees": trees,
         },
         outputs={
             "out": jax.ShapeDtypeStruct((num_tokens, num_q_heads, config.head_dim_v), q.dtype),
@@ -161,7 +159,6 @@ class _Refs(NamedTuple):
     scales: Any  # float32[1 or Hkv]
     sinks: Any  # float32[1 or Hq]
     v_scale: Any  # float32[1 or Hkv]
-    trees: Any | None  # int32[tiles, warpgroups, 3, 64]
     out: Any  # [T, Hq, Dv]
     lse: Any  # float32[tiles, parts, warpgroups, 64]
     q_tile: Any  # [warpgroups, 64, D]
@@ -283,9 +280,6 @@ def _attend_tile(
     def cut(i: jax.Array, state: RowState) -> RowState:
         token = lax.rem(mosaic.row_index(mosaic.ROWS) + warpgroup * mosaic.ROWS, jnp.int32(shape.tokens))
         pos = token + refs.tiles[tile.number, TileField.POS]
-        if refs.trees is not None:
-            trees = refs.trees.at[tile.number, warpgroup]
-            return attend_block(i, state, reader, RowBounds.of_trees(config.mask, trees, pos))
         bounds = RowBounds(config.mask.lower(pos), config.mask.upper(pos, refs.tiles[tile.number, TileField.SEQ_LEN]))
         return attend_block(i, state, reader, bounds)
 

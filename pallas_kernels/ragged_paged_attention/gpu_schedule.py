@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from pallas_kernels.gpu.mosaic import ROWS
 from pallas_kernels.gpu.plan import DecodePlan, GpuConfig, plan_decode
 from pallas_kernels.gpu.slots import slots_of_tokens, tokens_of_slots
-from pallas_kernels.gpu.tiles import TileShape, plan_tiles, tile_trees
+from pallas_kernels.gpu.tiles import TileShape, plan_tiles
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch, few_queries
-from pallas_kernels.token_trees import TokenTrees, trees_of_step
 
 
 class PlanSizes(NamedTuple):
@@ -41,19 +40,11 @@ class PlanSizes(NamedTuple):
     tile: TileShape
     tile_block: int  # slots of a KV block
     is_decode: bool  # every sequence of the step decodes
-    has_trees: bool = False
 
     @property
     def is_plain_decode(self) -> bool:
         """Whether tokens are sequences, in order."""
         return self.is_decode and self.queries == 1
-
-
-class RowTrees(NamedTuple):
-    """Fields of TokenTrees by row."""
-
-    decode: jax.Array | None  # int32[S, 3, 64]; None: sequences that decode have one query, and so no tree
-    tiles: jax.Array | None  # int32[tiles, 2, 3, 64]; None: every sequence decodes
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +56,6 @@ class GpuSchedule:
     tokens: jax.Array | None  # int32[S * queries] query token of each slot, -1: none; None: its number
     slots: jax.Array | None  # int32[T] slot of each token, -1: none; None: its number, or there are tiles
     tiles: jax.Array | None  # int32[tiles, fields] of `plan_tiles`; None: every sequence decodes
-    trees: RowTrees | None  # None: no sequence has a tree
     sizes: PlanSizes = field(metadata={"static": True})
 
     @classmethod
@@ -76,23 +66,20 @@ class GpuSchedule:
         distribution: jax.Array,  # int32[3]
         config: GpuConfig,
         sizes: PlanSizes,
-        tree_mask: jax.Array | None = None,  # uint32[T]
     ) -> GpuSchedule:
         """The schedule of a step."""
-        trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, config.mask)
         batch = Batch.of_step(seq_lens, query_start_loc, distribution)
         num_decode = distribution[2] if sizes.queries > 1 else distribution[0]
         decodes = (jnp.arange(sizes.num_seqs, dtype=jnp.int32) < num_decode) & (batch.q_lens <= sizes.queries)
         decoding = batch._replace(q_lens=jnp.where(decodes, batch.q_lens, 0))
         decode_config = replace(config, block=sizes.decode_block, queries=sizes.queries)
-        decode = plan_decode(decoding, decode_config, sizes.num_blocks, trees)
+        decode = plan_decode(decoding, decode_config, sizes.num_blocks)
         if sizes.is_plain_decode:
-            return cls(decode, None, None, None, None, sizes)
+            return cls(decode, None, None, None, sizes)
         tokens = tokens_of_slots(decoding, sizes.queries)
         if sizes.is_decode:
-            by_row = None if trees is None else RowTrees(_decode_trees(trees, tokens, decode_config), None)
             slots = slots_of_tokens(decoding, sizes.queries, sizes.num_tokens)
-            return cls(decode, tokens, slots, None, by_row, sizes)
+            return cls(decode, tokens, slots, None, sizes)
         end = query_start_loc[distribution[2]]
         others = Batch(
             jnp.append(seq_lens, 0),
@@ -101,22 +88,10 @@ class GpuSchedule:
         )
         tile_config = replace(config, block=sizes.tile_block)
         num_tokens = max(sizes.num_tokens, sizes.tile.tokens)
-        tiles, by_row = plan_tiles(others, tile_config, sizes.tile, num_tokens, trees), None
-        if trees is not None:
-            by_row = RowTrees(_decode_trees(trees, tokens, decode_config), tile_trees(trees, tiles, sizes.tile))
-        return cls(decode, tokens, None, tiles, by_row, sizes)
+        tiles = plan_tiles(others, tile_config, sizes.tile, num_tokens)
+        return cls(decode, tokens, None, tiles, sizes)
 
 
 def most_queries(num_tokens: int, num_seqs: int, group: int) -> int:
     """`PlanSizes.queries` of a step of these shapes: as `few_queries`, if the rows of all of them fit in a tile."""
     return few_queries(num_tokens, num_seqs, max(ROWS // group, 1))
-
-
-def _decode_trees(trees: TokenTrees, tokens: jax.Array, config: GpuConfig) -> jax.Array | None:
-    """int32[S, 3, 64] of the rows of sequences that decode, of int32[S * queries] `tokens`."""
-    if config.queries == 1:
-        return None
-    token = jnp.maximum(tokens, 0).reshape(-1, config.queries)
-    fields = jnp.stack([x.at[token].get(mode="clip") for x in trees], axis=1)
-    rows = jnp.repeat(fields, config.group, axis=2)
-    return jnp.pad(rows, [(0, 0), (0, 0), (0, ROWS - rows.shape[2])])

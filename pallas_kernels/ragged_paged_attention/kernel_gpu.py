@@ -34,7 +34,7 @@ from pallas_kernels.gpu.tiles import TileField, TileShape
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.planned_sizes import check_planned
 from pallas_kernels.ragged_paged_attention import gpu_decode, gpu_prefill
-from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule, PlanSizes, RowTrees, most_queries
+from pallas_kernels.ragged_paged_attention.gpu_schedule import GpuSchedule, PlanSizes, most_queries
 from pallas_kernels.ragged_paged_attention.tuning import OP, TunedShape, sizes_for
 
 
@@ -88,7 +88,6 @@ def plan(
     mask: MaskRule,
     num_kv_heads: int,
     is_decode: bool,  # every sequence has at most T / S queries
-    tree_mask: jax.Array | None = None,  # uint32[T]
     tuning: Tuning | None = None,
 ) -> GpuSchedule:
     """The schedule of a step for all layers with these shapes and this mask."""
@@ -96,8 +95,8 @@ def plan(
     config = _config(q, pages, mask, 1.0, None)
     sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])
     is_few = q.shape[0] <= sizes.queries * seq_lens.shape[0]  # else a tile has no room for so many
-    sizes = sizes._replace(is_decode=is_decode and is_few, has_trees=tree_mask is not None)
-    return GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes, tree_mask)
+    sizes = sizes._replace(is_decode=is_decode and is_few)
+    return GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
 
 
 def ragged_paged_attention(
@@ -116,7 +115,6 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     return_lse: bool,
-    tree_mask: jax.Array | None = None,  # uint32[T], that of the plan if there is one
     schedule: Any = None,  # of `plan`; None: it is made here
     tuning: Tuning | None = None,  # None: as tuned for the card, else by the shapes
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -127,9 +125,9 @@ def ragged_paged_attention(
     """
     tuning = tuning or tuned(q, pages, num_kv_heads, mask)
     config = _config(q, pages, mask, sm_scale, soft_cap)
-    sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])._replace(has_trees=tree_mask is not None)
+    sizes = _sizes(config, tuning, q.shape[0], seq_lens.shape[0])
     if schedule is None:
-        planned = GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes, tree_mask)
+        planned = GpuSchedule.of(seq_lens, query_start_loc, distribution, config, sizes)
     else:
         planned = check_planned(OP, schedule, GpuSchedule, sizes)
     layer = _Layer(
@@ -144,7 +142,7 @@ def ragged_paged_attention(
     own = q if planned.tokens is None else q[jnp.maximum(planned.tokens, 0)]
     if planned.tokens is None or planned.tiles is None:
         return _decode(layer, own, planned, q.dtype, into=None)
-    tiled, row_lse = _prefill(layer, q, planned.tiles, planned.trees)
+    tiled, row_lse = _prefill(layer, q, planned.tiles)
     out, lse = _decode(layer, own, planned, q.dtype, into=(planned.tokens, tiled))
     num_tokens = q.shape[0]
     if not return_lse:
@@ -230,15 +228,14 @@ def _decode(
     config = layer.ring_config(fixed, planned.sizes.decode_block, layer.tuning.decode_stages)
     config = replace(config, queries=planned.sizes.queries)
     rows = to_compute_dtype(q, config)
-    trees = None if planned.trees is None else planned.trees.decode
     step = (layer.block_tables, planned.decode)
-    pieces = gpu_decode.decode_pieces(rows, layer.pages, *step, layer.k_scale, config, trees)
+    pieces = gpu_decode.decode_pieces(rows, layer.pages, *step, layer.k_scale, config)
     arguments = (pieces, planned.decode.units, layer.sinks, layer.v_scale, config.head_dim_v, dtype)
     heads = (config.num_kv_heads, q.shape[1])
     return merge_pieces(*arguments, heads=heads, queries=config.queries, slots=planned.slots, into=into)
 
 
-def _prefill(layer: _Layer, q: jax.Array, tiles: jax.Array, trees: RowTrees | None) -> tuple[jax.Array, jax.Array]:
+def _prefill(layer: _Layer, q: jax.Array, tiles: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(out [T or the tokens of a tile, Hq, Dv], LSE of rows of tiles); of tokens of no tile undefined."""
     fixed = gpu_prefill.fixed_bytes(layer.config.head_dim, layer.config.head_dim_v)
     split = _split(layer.config, layer.tuning)
@@ -247,7 +244,7 @@ def _prefill(layer: _Layer, q: jax.Array, tiles: jax.Array, trees: RowTrees | No
     if q.shape[0] < least:
         q = jnp.pad(q, [(0, least - q.shape[0]), (0, 0), (0, 0)])
     arguments = (q, layer.pages, layer.block_tables, tiles, layer.k_scale, layer.sinks, layer.v_scale, config)
-    return gpu_prefill.prefill_tiles(*arguments, split, None if trees is None else trees.tiles)
+    return gpu_prefill.prefill_tiles(*arguments, split)
 
 
 def _lse_by_token(row_lse: jax.Array, tiles: jax.Array, shape: TileShape, num_tokens: int) -> jax.Array:

@@ -47,9 +47,7 @@ from pallas_kernels.ragged_paged_attention.tpu_softmax import BlockAttention, he
 from pallas_kernels.ragged_paged_attention.tpu_tiles import TileAttention
 from pallas_kernels.ragged_paged_attention.tpu_tuning import Tuning, tile_queries, tile_rows, tuned
 from pallas_kernels.schedule import Batch
-from pallas_kernels.token_trees import MOST_TOKENS, TokenTrees, trees_of_step
 from pallas_kernels.tpu.base2 import HIDDEN
-from pallas_kernels.tpu.block_mask import tree_scalars
 from pallas_kernels.tpu.call import IN_HBM, Operand, call
 from pallas_kernels.tpu.item_plan import Field, num_fields, plan_items
 from pallas_kernels.tpu.items import ItemTable
@@ -113,7 +111,6 @@ def ragged_paged_attention(
     v_scale: jax.Array | None,
     return_lse: bool,
     share: KeyShare | None = None,
-    tree_mask: jax.Array | None = None,  # uint32[T]
     new_kv: tuple[jax.Array, jax.Array] | None = None,  # [T, Hkv, D] each
     slot_mapping: jax.Array | None = None,  # int32[T]
     is_decode: bool = False,  # token i is the query of sequence i
@@ -128,7 +125,6 @@ def ragged_paged_attention(
     decoding, others = launches.split(seq_lens, query_start_loc, distribution, mask)
     tables = flat_tables(block_tables, tables_in_hbm, num_tokens)
     group = num_q_heads // num_kv_heads
-    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
     tuning = tuning or tuned(q, pages[0], num_kv_heads, mask, block_tables.shape[1])
     common = _Common(mask, sm_scale, soft_cap, num_kv_heads, group, sinks, k_scale, v_scale, return_lse, tables, share)
     write, written = None, None
@@ -141,25 +137,24 @@ def ragged_paged_attention(
         write = _Write(write_runs(slot_mapping, page_size), written_pages(slot_mapping, page_size), new_rows)
 
     def configured(queries: int, q: jax.Array) -> TpuConfig:
-        has_trees = trees is not None and queries > 1  # a lone new token sees what the mask rule says
-        return _config(common, pages[0], q, block_tables.shape[1], queries, tuning, has_trees)
+        return _config(common, pages[0], q, block_tables.shape[1], queries, tuning)
 
     num_decode = min(num_tokens, seq_lens.shape[0])
     config = configured(1, q[:num_decode])
     every_row = Batch.of_step(seq_lens, query_start_loc, jnp.repeat(distribution[0], 3))  # an item for each token
     work = plan_items(every_row, config, num_decode, share)
-    out, lse, fused = _launch(config, work, q[:num_decode], pages[0], common, write, None)
+    out, lse, fused = _launch(config, work, q[:num_decode], pages[0], common, write)
     written = written if fused is None else fused
     decoded = _fit(out, num_tokens), None if lse is None else _fit(lse, num_tokens)
 
     def both_launches() -> launches.Result:
         of_tiles = configured(tuning.queries or tile_queries(group, mask, tile_rows(num_tokens, num_kv_heads)), q)
-        work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries), share, trees)
+        work = plan_items(others, of_tiles, max(num_tokens, of_tiles.queries), share)
 
         def tile() -> launches.Result:
             padded = jnp.pad(q, [(0, max(0, of_tiles.queries - num_tokens)), (0, 0), (0, 0)])
             rows = pages[0] if written is None else written
-            out, lse, _ = _launch(of_tiles, work, padded, rows, common, None, trees)
+            out, lse, _ = _launch(of_tiles, work, padded, rows, common, None)
             return out[:num_tokens], None if lse is None else lse[:num_tokens]
 
         return launches.with_tiles(decoded, tile, decoding, others)
@@ -201,13 +196,7 @@ class _Common(NamedTuple):
 
 
 def _config(
-    common: _Common,
-    pages: jax.Array,
-    q: jax.Array,
-    num_columns: int,
-    queries: int,
-    tuning: Tuning,
-    has_trees: bool,
+    common: _Common, pages: jax.Array, q: jax.Array, num_columns: int, queries: int, tuning: Tuning
 ) -> TpuConfig:
     """Static sizes of one launch."""
     page_size, (rows, packing, lanes) = page_tokens([pages], common.num_kv_heads), pages.shape[2:]
@@ -219,8 +208,7 @@ def _config(
     )
     if block is None:
         ranks = 1 if common.share is None else common.share.size
-        span = max(queries, MOST_TOKENS) if has_trees else queries
-        block = block_slots(common.mask, span, num_columns, page_size, token_bytes, _PAIR_BYTES, ranks)
+        block = block_slots(common.mask, queries, num_columns, page_size, token_bytes, _PAIR_BYTES, ranks)
     if buffers is None:
         buffers = ring_buffers(block * token_bytes, _RING_BYTES)
     return TpuConfig(
@@ -248,8 +236,7 @@ def _config(
         max_unrolled=tuning.max_unrolled,
         buffers=buffers,
         step_items=min(_STEP_ITEMS, q.shape[0]) if queries == 1 else None,
-        context=None if common.share is None else (common.share.size, common.share.interleave),
-        has_trees=has_trees,
+        context_size=None if common.share is None else common.share.size,
     )
 
 
@@ -282,7 +269,6 @@ def _launch(
     pages: jax.Array,
     common: _Common,
     write: _Write | None,
-    trees: TokenTrees | None,
 ) -> _Result:
     """Results of the sequences with items in `work`; the rest is undefined."""
     num_tokens, is_decode = q.shape[0], config.queries == 1
@@ -295,8 +281,6 @@ def _launch(
         inputs["written"] = Operand(write.pages, pl.BlockSpec(write.pages.shape, lambda w, *_: (0, 0)))
         inputs["new_rows"] = Operand(write.rows, IN_HBM)
         scratch["rows_arrived"] = pltpu.SemaphoreType.DMA
-    if trees is not None:
-        scalars["trees"] = tree_scalars(trees, config.mask, config.queries)
     if config.tables_in_hbm:
         inputs = {"tables": Operand(common.tables.entries, IN_HBM), **inputs}
     else:
@@ -422,8 +406,6 @@ def _tile_item(ring: BlockRing, attention: TileAttention, tiles: _QueryTiles, nu
     config, item, tile = ring.config, attention.item, attention.tile
     tiles.fetch(item).wait()
     attention.load_queries()
-    if config.has_trees:
-        pl.when(ring.items.has_tree(item))(attention.load_trees)
     pl.when(item + 1 < num_items)(lambda: tiles.fetch(item + 1).start())
     attention.reset()
     _attend_blocks(ring, attention)

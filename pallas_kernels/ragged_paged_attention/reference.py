@@ -28,7 +28,6 @@ from pallas_kernels.paged_tiles import PagedTiles
 from pallas_kernels.ragged_paged_attention.page_rows import attend_pages_in_place, reads_in_place
 from pallas_kernels.ragged_paged_attention.tile_walk import TileReader, TileWalk
 from pallas_kernels.schedule import Batch, few_queries
-from pallas_kernels.token_trees import TokenTrees, trees_of_step
 from pallas_kernels.varying import vary_like
 
 _TILE_ROWS = 128
@@ -53,15 +52,13 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     share: KeyShare | None = None,
-    tree_mask: jax.Array | None = None,  # uint32[T]
     is_decode: bool = False,  # token i is the query of sequence i
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, Dv] in q's dtype, lse float32[T, Hq]) as `AttentionOutput` says."""
     cache = PagedTiles(pages, block_tables, num_kv_heads, q.shape[-1], share)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
-    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
     heads = by_kv_head(q, num_kv_heads) * sm_scale * _per_head(k_scale)
-    out, lse = attend_pages(heads, cache, mask, batch, trees, soft_cap=soft_cap, sinks=sinks, is_decode=is_decode)
+    out, lse = attend_pages(heads, cache, mask, batch, soft_cap=soft_cap, sinks=sinks, is_decode=is_decode)
     out = out * _per_head(v_scale)
     return out.reshape(*q.shape[:2], -1).astype(q.dtype), lse.reshape(q.shape[:2])
 
@@ -76,7 +73,6 @@ def attend_pages(
     cache: TileReader,
     mask: MaskRule,
     batch: Batch,
-    trees: TokenTrees | None,
     *,
     soft_cap: float | None,
     sinks: jax.Array | None,  # [Hq]
@@ -87,7 +83,7 @@ def attend_pages(
     queries = min(num_tokens, max(8, _TILE_ROWS // group))
     few = few_queries(num_tokens, batch.seq_lens.shape[0], queries)
     by_page = reads_in_place(cache, few * group)
-    walk = TileWalk.of_step(cache, mask, batch, trees, num_tokens=num_tokens, sizes=(few, queries), by_page=by_page)
+    walk = TileWalk.of_step(cache, mask, batch, num_tokens=num_tokens, sizes=(few, queries), by_page=by_page)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
 

@@ -24,7 +24,6 @@ from pallas_kernels.layouts import cdiv
 from pallas_kernels.mask import MaskRule, PageRun
 from pallas_kernels.paged_tiles import KVTile, PagedReader, column_tokens
 from pallas_kernels.schedule import Batch, QueryTile, Schedule, make_schedule
-from pallas_kernels.token_trees import TokenTrees, tile_span
 
 _TILE_KEYS = 64  # about so many keys of a KV tile: a longer one has more that no query sees
 
@@ -46,7 +45,6 @@ class TileWalk:
     sizes: tuple[int, int]  # queries of a tile, in part 0 and in part 1
     tile_pages: tuple[int, int]  # pages of a KV tile
     most_items: int  # work items that part 0 can have
-    trees: TokenTrees | None
 
     @classmethod
     def of_step(
@@ -54,7 +52,6 @@ class TileWalk:
         cache: TileReader,
         mask: MaskRule,
         batch: Batch,
-        trees: TokenTrees | None,
         *,
         num_tokens: int,
         sizes: tuple[int, int],
@@ -63,7 +60,7 @@ class TileWalk:
         """With query tiles of at most `sizes` tokens; `by_page`: KV tiles of part 0 are single pages."""
         num_seqs, num_columns = cache.block_tables.shape
         few, queries = sizes
-        most = [mask.max_pages(tile_span(size, trees), num_columns, column_tokens(cache)) for size in sizes]
+        most = [mask.max_pages(size, num_columns, column_tokens(cache)) for size in sizes]
         tiles = [cdiv(pages, max(1, _TILE_KEYS // cache.page_size)) for pages in most]
         if by_page:
             tiles[0] = most[0]
@@ -76,9 +73,8 @@ class TileWalk:
             few=few,
             tile_pages=tile_pages,
             page_size=column_tokens(cache),
-            trees=trees,
         )
-        return cls(cache, mask, schedule, (few, queries), tile_pages, num_seqs * tiles[0], trees)
+        return cls(cache, mask, schedule, (few, queries), tile_pages, num_seqs * tiles[0])
 
     def read(self, part: int, tile: QueryTile, kv_tile: jax.Array) -> tuple[KVTile, jax.Array]:
         """KV tile number `kv_tile` of a query tile, V zero where no query sees it, and who sees what.
@@ -87,6 +83,6 @@ class TileWalk:
         """
         size, tile_pages = self.sizes[part], self.tile_pages[part]
         kv = self.cache.read(tile.seq, tile.run, kv_tile * tile_pages, tile_pages)
-        seen = tile.reaches(self.mask, kv.key_pos, self.trees)
-        visible = tile.sees(self.mask, kv.key_pos, size, self.trees)
+        seen = tile.reaches(self.mask, kv.key_pos)
+        visible = tile.sees(self.mask, kv.key_pos, size)
         return kv._replace(v=jnp.where(seen[:, None, None], kv.v, 0.0)), visible

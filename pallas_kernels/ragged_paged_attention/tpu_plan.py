@@ -42,8 +42,7 @@ class TpuConfig:
     max_unrolled: int  # matrix products of a block that are unrolled
     buffers: int  # KV blocks in VMEM: one that is attended, the others under way
     step_items: int | None  # items of a step of the grid; None: it has one step, with all of them
-    has_trees: bool  # whether new tokens may be trees
-    context: tuple[int, int] | None  # ranks that share the tokens, and successive tokens of each
+    context_size: int | None  # ranks that share the tokens; None: the pages hold whole sequences
 
     @property
     def packing(self) -> int:

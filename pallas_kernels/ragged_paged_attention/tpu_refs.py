@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pallas_kernels.tpu.block_mask import RowTrees
 from pallas_kernels.tpu.mosaic import Ref
 
 
@@ -17,7 +16,6 @@ class TileRefs(NamedTuple):
     rows: Ref  # [rows, lanes] queries of a head
     columns: Ref  # [Hkv, depth, rows] queries, rows in lanes
     scores: Ref  # float32[buffers, part, rows]
-    trees: RowTrees | None  # int32[1, rows] each
     lse_rows: Ref  # float32[Hkv, rows, 128], None without LSE like `lse`
     q: Ref  # [queries, ...] as `tpu_rows.tile_queries` has them
     q_arrived: Ref  # DMA semaphore
@@ -42,7 +40,6 @@ class Refs(NamedTuple):
     l: Ref  # noqa: E741
     acc: Ref
     tile: TileRefs | None  # None: it decodes
-    trees: RowTrees | None = None  # SMEM int32[T and more] each
     runs: Ref = None  # SMEM int32[3 * T + 1] of `write_runs`; with the next three where the launch writes new KV
     written: Ref = None  # int32[n, 128] of `written_pages`
     new_rows: Ref = None  # HBM [T, rows, packing, lanes]

@@ -31,10 +31,8 @@ from pallas_kernels.ragged_paged_attention.tpu_pages import KVBlocks
 from pallas_kernels.ragged_paged_attention.tpu_plan import TpuConfig
 from pallas_kernels.ragged_paged_attention.tpu_refs import Refs, TileRefs
 from pallas_kernels.ragged_paged_attention.tpu_softmax import Part, Product, for_products
-from pallas_kernels.token_trees import MOST_TOKENS
 from pallas_kernels.tpu.base2 import HIDDEN, LOG2E, NOTHING, dot, spread
-from pallas_kernels.tpu.block_mask import BlockMask, RowTrees, has_lower, kept_slots, seen_slots
-from pallas_kernels.tpu.item_plan import Field
+from pallas_kernels.tpu.block_mask import BlockMask, kept_slots, seen_slots
 from pallas_kernels.tpu.lse import lse_shape
 from pallas_kernels.tpu.mosaic import LANES, SUBLANES
 from pallas_kernels.tpu.softmax import add_weights, inverse, largest, natural_lse, sink_m, sink_weight, sums, weights
@@ -67,7 +65,6 @@ def scratch_shapes(config: TpuConfig, q_rows: jax.Array) -> TileRefs:
         rows=pltpu.VMEM((rows, config.lanes), dtype),
         columns=pltpu.VMEM((products, depth, rows), dtype),
         scores=pltpu.VMEM((_scores_ahead(config) + 1, config.part, rows), jnp.float32),
-        trees=_tree_rows(config),
         lse_rows=lse_rows,
         q=tile,
         q_arrived=pltpu.SemaphoreType.DMA,
@@ -75,13 +72,6 @@ def scratch_shapes(config: TpuConfig, q_rows: jax.Array) -> TileRefs:
         lse=lse,
         left=pltpu.SemaphoreType.DMA,
     )
-
-
-def _tree_rows(config: TpuConfig) -> RowTrees | None:
-    if not config.has_trees:
-        return None
-    rows = pltpu.VMEM((1, config.padded_rows), jnp.int32)
-    return RowTrees(rows, rows if has_lower(config.mask) else None)
 
 
 @dataclass(frozen=True)
@@ -107,19 +97,6 @@ class TileAttention:
             high = x.astype(tile.columns.dtype)
             tile.columns[head, : config.lanes] = high
             tile.columns[head, config.lanes :] = (x - high.astype(jnp.float32)).astype(high.dtype)
-
-    def load_trees(self) -> None:
-        """What each row sees of its sequence's new tokens, in the row's lane, of an item whose sequence has a tree."""
-        items, refs = self.kv.items, self.refs
-        skip = items.field(Field.SKIP, self.item)
-        first, token = items.field(Field.TOKEN, self.item) + skip, self._tokens() - skip
-        for scalars, target in zip(refs.trees or (), self.tile.trees or (), strict=True):
-            if scalars is None:
-                continue
-            rows = jnp.zeros_like(token)
-            for n in range(min(self.config.queries, MOST_TOKENS)):
-                rows = jnp.where(token == n, scalars[first + n], rows)
-            target[...] = rows
 
     def reset(self) -> None:
         """State of rows that have seen nothing, or only their sink."""
@@ -223,10 +200,7 @@ class TileAttention:
     def _mask(self, block: jax.Array, part: Part) -> BlockMask:
         config, items, token = self.config, self.kv.items, self._tokens()
         shape = (part.size, config.padded_rows)
-        refs, trees = self.tile.trees, None
-        if refs is not None:
-            trees = RowTrees(refs.bits[...], None if refs.lower is None else refs.lower[...])
-        seen = seen_slots(items, self.item, block, token, first=part.first, part=shape, axis=0, trees=trees)
+        seen = seen_slots(items, self.item, block, token, first=part.first, part=shape, axis=0)
         if config.tokens_per_row > 1:
             return BlockMask(seen, self.kv.kept_bits(self.item, block, *part))
         slots = part.first + lax.broadcasted_iota(jnp.int32, (part.size, config.lanes), 0)

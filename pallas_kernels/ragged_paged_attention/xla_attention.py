@@ -15,7 +15,6 @@ from pallas_kernels.lazy import lazy
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.paged_tiles import PagedTiles
 from pallas_kernels.schedule import Batch
-from pallas_kernels.token_trees import trees_of_step
 from pallas_kernels.xla.tiles import Limits, TileQueries
 from pallas_kernels.xla.walks import Step, attend_step, per_head, product_dtype
 
@@ -42,7 +41,6 @@ def ragged_paged_attention(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     share: KeyShare | None = None,
-    tree_mask: jax.Array | None = None,  # uint32[T]
     limits: Limits = Limits(),  # noqa: B008
     by_triton: triton.Limits | None = None,  # kernels in Triton, not plain XLA
 ) -> tuple[jax.Array, jax.Array]:
@@ -53,8 +51,7 @@ def ragged_paged_attention(
     scale = sm_scale * per_head(k_scale, num_kv_heads)
     batch = Batch.of_step(seq_lens, query_start_loc, distribution)
     queries = TileQueries(heads, scale, soft_cap)
-    trees = trees_of_step(tree_mask, seq_lens, query_start_loc, distribution, mask)
-    step = Step(queries, cache, mask, sinks, per_head(v_scale, num_kv_heads), q.dtype, limits, trees)
+    step = Step(queries, cache, mask, sinks, per_head(v_scale, num_kv_heads), q.dtype, limits)
     if by_triton is not None:
         out, lse = triton.attend_step(step, batch, (pages[0], pages[1]), by_triton)
     else:

@@ -12,16 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mask import MaskRule
-from pallas_kernels.token_trees import MOST_TOKENS, TokenTrees
 from pallas_kernels.tpu.item_plan import Field, ItemSizes
 from pallas_kernels.tpu.items import ItemTable
-
-
-class RowTrees(NamedTuple):
-    """Of rows of queries whose sequence has a tree; int32 in the shape of the rows' tokens, or references to them."""
-
-    bits: Any  # as in TokenTrees
-    lower: Any | None  # likewise; None: there is neither window nor chunk
 
 
 class BlockMask(NamedTuple):
@@ -29,17 +21,6 @@ class BlockMask(NamedTuple):
 
     seen: jax.Array  # bool[rows, part] the row sees the key
     kept: jax.Array  # bool[part, lanes] some row of the item sees the key
-
-
-def tree_scalars(trees: TokenTrees, mask: MaskRule, queries: int) -> RowTrees:
-    """Of all tokens, int32[T and more] for scalar memory, with room for a tile behind the last token."""
-    room = (0, queries + MOST_TOKENS)
-    return RowTrees(jnp.pad(trees.bits, room), jnp.pad(trees.lower, room) if has_lower(mask) else None)
-
-
-def has_lower(mask: MaskRule) -> bool:
-    """Whether `RowTrees.lower` is there."""
-    return mask.sliding_window is not None or mask.attention_chunk_size is not None
 
 
 def block_mask(
@@ -68,15 +49,13 @@ def seen_slots(
     first: int,
     part: tuple[int, int],
     axis: int = 1,
-    trees: RowTrees | None = None,  # read where the item has a tree
 ) -> jax.Array:
     """`BlockMask.seen`; arguments as there. `axis`: of the slots; 0: `part` is (slots, rows), `token` [1, rows]."""
-    lower, upper = _row_bounds(items, item, token, None if trees is None else trees.lower)
+    lower, upper = _row_bounds(items, item, token)
     if token is not None and _rows_share_a_key(items.sizes):
         return _seen_with_sinks(items, item, block, lower, upper, first=first, num_slots=part[axis], axis=axis)
     across = first + lax.broadcasted_iota(jnp.int32, part, axis)
-    seen = _within(items, item, block, across, lower, upper)
-    return seen if trees is None else _of_trees(items, item, block, across, seen, upper, trees.bits)
+    return _within(items, item, block, across, lower, upper)
 
 
 def kept_slots(items: ItemTable, item: jax.Array, block: jax.Array, slot: jax.Array) -> jax.Array:
@@ -107,28 +86,11 @@ def _held(items: ItemTable, item: jax.Array, end: Any) -> Any:
     return end if share is None else share.count(end)
 
 
-def _of_trees(
-    items: ItemTable,
-    item: jax.Array,
-    block: jax.Array,
-    slot: jax.Array,  # int32[slots, rows] or the other way round
-    seen: jax.Array,  # bool by the mask rule
-    upper: jax.Array,
-    bits: jax.Array,
-) -> jax.Array:
-    """`seen`, and of the step's own tokens those that the rows' bits name."""
-    start, share, own = _start(items, item, block), items.share(item), items.field(Field.OWN, item)
-    key = slot + start
-    number = (key if share is None else share.position(key)) - own
-    is_named = (lax.shift_right_logical(*jnp.broadcast_arrays(bits, number & (MOST_TOKENS - 1))) & 1) == 1
-    return ((number < 0) & seen) | ((number >= 0) & is_named & (key <= upper))
-
-
 def _rows_share_a_key(sizes: ItemSizes) -> bool:
     """Whether the mask has sink tokens, and all rows of an item see the first key of its last row's window."""
     mask = sizes.mask
     is_window = mask.sliding_window is not None and mask.attention_chunk_size is None and mask.causal
-    is_whole = sizes.context is None and not sizes.has_trees
+    is_whole = sizes.context_size is None
     return bool(mask.num_sink_tokens) and is_window and is_whole and sizes.queries <= (mask.sliding_window or 0)
 
 
@@ -168,9 +130,7 @@ def _is_in_run(slot: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
     return (slot - first).astype(jnp.uint32) < jnp.maximum(end - first, 0).astype(jnp.uint32)
 
 
-def _row_bounds(
-    items: ItemTable, item: jax.Array, token: jax.Array | None, of_trees: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _row_bounds(items: ItemTable, item: jax.Array, token: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """(first, last) key of the pages that each row sees, sink tokens apart: scalars or int32[rows, 1] as `token`."""
     mask = items.sizes.mask
     lower, upper = items.field(Field.LOWER, item), items.field(Field.UPPER, item)
@@ -183,7 +143,5 @@ def _row_bounds(
     if mask.attention_chunk_size is not None:  # no longer than a chunk, a tile crosses at most one border
         border = items.field(Field.BORDER, item)
         row_lower = jnp.maximum(row_lower, jnp.where(pos >= border, border, border - mask.attention_chunk_size))
-    if of_trees is not None:
-        row_lower = jnp.where(items.has_tree(item), of_trees, row_lower)
     row_upper = jnp.minimum(_held(items, item, pos + 1) - 1, upper) if mask.causal else jnp.full_like(pos, upper)
     return _held(items, item, row_lower), row_upper

@@ -27,7 +27,6 @@ from jax import lax
 from pallas_kernels.key_share import KeyShare
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.schedule import Batch, query_tiles
-from pallas_kernels.token_trees import NO_TREE, TokenTrees
 
 
 class Field(enum.IntEnum):
@@ -49,9 +48,7 @@ class Field(enum.IntEnum):
     NUM_LEAD = 13
     STEP = 14  # blocks of all items before: they tell the buffer of its first block
     NEXT = 15  # the next item that has blocks
-    # Only where `num_fields` counts them.
-    RANK = 16  # of context parallelism
-    OWN = 17  # position of its sequence's first new token, where these are a tree; else NO_TREE
+    RANK = 16  # of context parallelism; only where `num_fields` counts it
 
 
 class ItemSizes(Protocol):
@@ -86,25 +83,17 @@ class ItemSizes(Protocol):
         """Whether the block tables exceed scalar memory."""
 
     @property
-    def context(self) -> tuple[int, int] | None:
-        """(size, interleave) of the `KeyShare`, where ranks share the tokens."""
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether new tokens may be trees."""
+    def context_size(self) -> int | None:
+        """Ranks that share the tokens, as `KeyShare` says; None: the pages hold whole sequences."""
 
 
 def num_fields(sizes: ItemSizes) -> int:
     """Fields that a table of items has."""
-    return len(Field) if sizes.context or sizes.has_trees else Field.RANK
+    return Field.RANK if sizes.context_size is None else len(Field)
 
 
 def plan_items(
-    batch: Batch,
-    config: ItemSizes,
-    num_tokens: int,
-    share: KeyShare | None = None,
-    trees: TokenTrees | None = None,
+    batch: Batch, config: ItemSizes, num_tokens: int, share: KeyShare | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """(table int32[fields * (room + 1)], number of items int32[]) of the sequences with queries in `batch`.
 
@@ -117,11 +106,7 @@ def plan_items(
     mask, queries, block = config.mask, config.queries, config.block
     room = min(num_tokens, num_tokens // queries + batch.seq_lens.shape[0])
     column_tokens = config.page_size * (1 if share is None else share.size)
-    tile, count = query_tiles(batch, mask, room=room, queries=queries, page_size=column_tokens, trees=trees)
-    own = jnp.full_like(tile.token, NO_TREE) if trees is None else trees.own.at[tile.token].get(mode="clip")
-    first_seeing, end_whole = tile.first_pos, mask.upper(tile.first_pos, tile.seq_len) + 1
-    if trees is not None:
-        first_seeing, end_whole = jnp.minimum(first_seeing, own), jnp.minimum(end_whole, own)
+    tile, count = query_tiles(batch, mask, room=room, queries=queries, page_size=column_tokens)
     live = tile.last_pos >= 0
     token = jnp.clip(tile.token, 0, num_tokens - queries)
     skip = tile.token - token
@@ -129,7 +114,7 @@ def plan_items(
     num_blocks = -(-tile.num_pages * config.page_size // block)
     cut = jnp.maximum(held(mask.lower(tile.last_pos)) - run_start, tile.num_sink_pages * config.page_size)
     num_lead = jnp.clip(-(-cut // block), 0, num_blocks)
-    whole = held(end_whole) - run_start
+    whole = held(mask.upper(tile.first_pos, tile.seq_len) + 1) - run_start
     num_full = jnp.clip(whole // block - num_lead, 0, num_blocks)
     chunk = mask.attention_chunk_size
     with_blocks = jnp.where(live & (num_blocks > 0), jnp.arange(room, dtype=jnp.int32), room)
@@ -139,7 +124,7 @@ def plan_items(
         Field.SKIP: skip,
         Field.NUM_QUERIES: tile.last_pos - tile.first_pos + 1,
         Field.POS: tile.first_pos - skip,
-        Field.LOWER: held(mask.lower(first_seeing)),
+        Field.LOWER: held(mask.lower(tile.first_pos)),
         Field.UPPER: held(mask.upper(tile.last_pos, tile.seq_len) + 1) - 1,
         Field.BORDER: jnp.zeros_like(token) if chunk is None else (tile.first_pos // chunk + 1) * chunk,
         Field.SINK_PAGES: tile.num_sink_pages,
@@ -151,9 +136,8 @@ def plan_items(
         Field.STEP: jnp.cumsum(num_blocks) - num_blocks,
         Field.NEXT: jnp.append(lax.cummin(with_blocks, reverse=True)[1:], room),
     }
-    if num_fields(config) > Field.RANK:
-        rank = 0 if share is None else share.rank
-        fields |= {Field.RANK: jnp.broadcast_to(jnp.asarray(rank, jnp.int32), (room,)), Field.OWN: own}
+    if share is not None:
+        fields[Field.RANK] = jnp.broadcast_to(jnp.asarray(share.rank, jnp.int32), (room,))
     table = jnp.stack([jnp.where(live | (field == Field.NEXT), x, 0) for field, x in fields.items()])
     end = jnp.zeros((len(fields), 1), jnp.int32).at[Field.NEXT].set(room)
     table = jnp.concatenate([table, end], axis=1)

@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.key_share import KeyShare
-from pallas_kernels.token_trees import NO_TREE
 from pallas_kernels.tpu.item_plan import Field, ItemSizes
 from pallas_kernels.tpu.mosaic import Copy, Ref
 
@@ -51,11 +50,8 @@ class ItemTable:
 
     def share(self, item: jax.Array) -> KeyShare | None:
         """Which tokens the pages hold, where ranks of context parallelism share them."""
-        return KeyShare(self.field(Field.RANK, item), *self.sizes.context) if self.sizes.context else None
-
-    def has_tree(self, item: jax.Array) -> jax.Array:
-        """Whether the new tokens of its sequence are a tree."""
-        return self.field(Field.OWN, item) < NO_TREE
+        size = self.sizes.context_size
+        return None if size is None else KeyShare(self.field(Field.RANK, item), size)
 
     def fetch_row(self, item: jax.Array, place: jax.Array | None = None) -> Copy:
         """The copy of an item's table row into scalar memory, to start or to wait for.

@@ -39,8 +39,7 @@ def reason_of_sizes(page_size: int, mask: MaskRule, share: KeyShare | None = Non
     if chunk is not None and chunk < SMALLEST_TILE:
         return f"TPU kernels take attention chunks of at least {SMALLEST_TILE} tokens, got {chunk}"
     if share is not None and not share.is_even:
-        sizes = f"{share.size} and {share.interleave}"
-        return f"TPU kernels take powers of two as context_size and context_interleave, got {sizes}"
+        return f"TPU kernels take a power of two as context_size, got {share.size}"
     return None
 
 

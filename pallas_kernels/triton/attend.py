@@ -28,7 +28,6 @@ from pallas_kernels.key_share import KeyShare
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.online_softmax import capped_sinks, finite
 from pallas_kernels.schedule import QueryTile
-from pallas_kernels.token_trees import TokenTrees
 from pallas_kernels.triton.call import LEAST, Part, call, load, numbers, power_from, powers, product, store
 from pallas_kernels.xla.lanes import Lanes
 
@@ -64,7 +63,6 @@ class Tokens(NamedTuple):
     v_scale: jax.Array  # float32[Hkv] of the results
     sinks: jax.Array | None  # [Hq]
     share: KeyShare | None
-    trees: TokenTrees | None
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,7 @@ class Rule:
     page_size: int
     dim_v: int
     values_are_keys: bool  # their first numbers
-    share: tuple[int, int] | None  # size, interleave
-    has_trees: bool
+    context_size: int | None  # of a `KeyShare`; None: the pages hold whole sequences
 
 
 class Refs(NamedTuple):
@@ -91,7 +88,6 @@ class Refs(NamedTuple):
     v_scale: Any
     sinks: Any  # float32[Hq]
     rank: Any  # int32[1]
-    trees: tuple[Any, ...]  # own, bits, lower: int32[T] each, or int32[1]
     tiles: Any  # int32[C, fields of QueryTile]
     starts: Any  # int32[C] first KV tile of each query tile
     ends: Any  # int32[C]
@@ -139,9 +135,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """`results` with those of the tiles' tokens."""
     dim_v = results[0].shape[-1]
-    share = tokens.share
-    of_share = None if share is None else (share.size, share.interleave)
-    rule = Rule(mask, soft_cap, page_size, dim_v, tokens.values is None, of_share, tokens.trees is not None)
+    context_size = None if tokens.share is None else tokens.share.size
+    rule = Rule(mask, soft_cap, page_size, dim_v, tokens.values is None, context_size)
     num_items = -(-tiles.num_pages * page_size // sizes.keys)
     num_tiles, num_lanes = tiles.seq.shape[0], sizes.num_lanes
     lanes = Lanes.of(num_items, num_lanes or num_tiles)
@@ -151,8 +146,8 @@ def attend(
     options: dict[str, Any] = {"num_warps": sizes.num_warps, "num_stages": sizes.num_stages}
 
     def body(kernel: Callable[..., None], num_rows: int, *refs: Any) -> None:
-        own = _refs(refs)
-        kernel(own, refs[_NUM_INPUTS:], Program.here(own, sizes, num_rows), rule, sizes)
+        own = Refs(*refs[: len(Refs._fields)])
+        kernel(own, refs[len(Refs._fields) :], Program.here(own, sizes, num_rows), rule, sizes)
 
     if num_lanes is None:
         out, lse = call(
@@ -193,18 +188,9 @@ def _arguments(tokens: Tokens) -> list[jax.Array]:
     num_heads = tokens.q.shape[1]
     sinks = jnp.full(num_heads, -jnp.inf) if tokens.sinks is None else capped_sinks(tokens.sinks)
     rank = jnp.asarray(0 if tokens.share is None else tokens.share.rank, jnp.int32).reshape(1)
-    trees = tokens.trees or (jnp.zeros(1, jnp.int32),) * 3
     values = tokens.keys if tokens.values is None else tokens.values
     scales = (tokens.scale.astype(jnp.float32), tokens.v_scale.astype(jnp.float32))
-    return [tokens.q, tokens.keys, values, tokens.block_tables, *scales, sinks, rank, *trees]
-
-
-_NUM_INPUTS = len(Refs._fields) + 2  # trees are three
-
-
-def _refs(refs: tuple[Any, ...]) -> Refs:
-    fields = (*refs[:8], tuple(refs[8:11]), *refs[11:_NUM_INPUTS])
-    return Refs(**dict(zip(Refs._fields, fields, strict=True)))
+    return [tokens.q, tokens.keys, values, tokens.block_tables, *scales, sinks, rank]
 
 
 def _tiles_of_lanes(lanes: Lanes) -> jax.Array:
@@ -302,20 +288,18 @@ def _attend(
     k_dims = v_dims + powers(rule.dim_v, dim - rule.dim_v) if rule.values_are_keys else powers(0, dim)
     place = (rows.token[:, None], rows.head[:, None])
     q = [_load_columns(refs.q, place, part, rows.is_real[:, None]) for part in k_dims]
-    tree = [load(ref, (rows.token,)) for ref in refs.trees] if rule.has_trees else None
     scale = refs.scale[head]
 
     def attend_keys(i: jax.Array, state: State) -> State:
         m, weight, totals = state
         page, slot, key_pos = _keys(refs, rule, own, i * sizes.keys, sizes.keys)
-        near = own.first_pos if tree is None else jnp.min(jnp.where(rows.is_real, tree[0], own.first_pos))
-        seen = rule.mask.visible(key_pos, jnp.minimum(near, own.first_pos), own.last_pos, own.seq_len)
+        seen = rule.mask.visible(key_pos, own.first_pos, own.last_pos, own.seq_len)
         where, seen = (page[:, None], slot[:, None], head), seen[:, None]
         k = [numbers(_load_columns(refs.keys, where, part, seen), dtype) for part in k_dims]
         s = sum(product(x, y.T) for x, y in zip(q, k, strict=True)) * scale
         if rule.soft_cap is not None:
             s = rule.soft_cap * _tanh(s / rule.soft_cap)
-        s = jnp.where(_visible(rule, own, rows, key_pos, tree), s, -jnp.inf)
+        s = jnp.where(_visible(rule, own, rows, key_pos), s, -jnp.inf)
         top = jnp.maximum(m, jnp.max(s, axis=1))
         p = jnp.exp(s - finite(top)[:, None])
         shrink, added = jnp.exp(m - finite(top)), jnp.sum(p, axis=1)
@@ -339,21 +323,15 @@ def _keys(refs: Refs, rule: Rule, own: QueryTile, first: jax.Array, num_keys: in
     named = number < own.num_pages
     page = load(refs.block_tables, (own.seq, jnp.where(named, column, 0)), named)
     pos = column * rule.page_size + slot
-    if rule.share is not None:
-        pos = KeyShare(refs.rank[0], *rule.share).position(pos)
+    if rule.context_size is not None:
+        pos = KeyShare(refs.rank[0], rule.context_size).position(pos)
     return page, slot, jnp.where(named, pos, _NO_KEY)
 
 
-def _visible(
-    rule: Rule, own: QueryTile, rows: Rows, key_pos: jax.Array, tree: list[jax.Array] | None
-) -> jax.Array:  # bool[rows, keys]
+def _visible(rule: Rule, own: QueryTile, rows: Rows, key_pos: jax.Array) -> jax.Array:  # bool[rows, keys]
     """Which keys a row sees."""
     key, pos = key_pos[None], rows.pos[:, None]
-    if tree is None:
-        visible = rule.mask.visible(key, pos, pos, own.seq_len)
-    else:
-        visible = TokenTrees.sees(rule.mask, key, pos, *(x[:, None] for x in tree))
-    return visible & rows.is_real[:, None]
+    return rule.mask.visible(key, pos, pos, own.seq_len) & rows.is_real[:, None]
 
 
 def _tanh(x: jax.Array) -> jax.Array:

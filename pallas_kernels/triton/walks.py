@@ -58,7 +58,7 @@ def attend_step(step: Step, batch: Batch, pages: tuple[jax.Array, jax.Array | No
     results = vary_like(results, step.queries.q, *batch, *cache.pages, cache.block_tables)
     q = step.queries.q.reshape(*by_token, -1)
     scales = (step.queries.scale, step.v_scale)
-    tokens = Tokens(q, *pages, cache.block_tables, *scales, step.sinks, cache.share, step.trees)
+    tokens = Tokens(q, *pages, cache.block_tables, *scales, step.sinks, cache.share)
     for walk in plan_walks(step, batch, limits):
         with jax.named_scope(walk.name):
             results = attend(tokens, walk.tiles, results, step.mask, step.queries.soft_cap, cache.page_size, walk.sizes)
@@ -80,9 +80,7 @@ def plan_walks(step: Step, batch: Batch, limits: Limits = Limits()) -> list[Walk
     walks = []
     for name, queries, room, is_own in kinds:
         own = batch._replace(q_lens=jnp.where(is_own, batch.q_lens, 0))
-        tiles, _ = query_tiles(
-            own, step.mask, room=room, queries=queries, page_size=column_tokens(step.cache), trees=step.trees
-        )
+        tiles, _ = query_tiles(own, step.mask, room=room, queries=queries, page_size=column_tokens(step.cache))
         heads = min(power_from(group), most_rows // queries)
         keys = min(limits.most_keys, _most_keys(dim, step.queries.q.dtype, step.cache.pages[0].dtype))
         width = num_kv_heads * cdiv(group, heads)

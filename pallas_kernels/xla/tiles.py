@@ -22,7 +22,6 @@ from pallas_kernels.mask import MaskRule, PageRun
 from pallas_kernels.online_softmax import SoftmaxState
 from pallas_kernels.paged_tiles import PagedReader, column_tokens, locate
 from pallas_kernels.schedule import QueryTile
-from pallas_kernels.token_trees import TokenTrees
 from pallas_kernels.varying import vary_like
 from pallas_kernels.xla.lanes import Lanes
 
@@ -74,10 +73,8 @@ class Sizes:
     num_tiles: int  # query tiles that are walked together
 
     @classmethod
-    def of(
-        cls, queries: TileQueries, size: int, cache: PageReader, mask: MaskRule, room: int, limits: Limits, span: int
-    ) -> Sizes:
-        """For tiles of `size` queries, which see what `span` successive tokens see; a step has at most `room`."""
+    def of(cls, queries: TileQueries, size: int, cache: PageReader, mask: MaskRule, room: int, limits: Limits) -> Sizes:
+        """For tiles of `size` queries, of which a step has at most `room`."""
         _, num_kv_heads, group, head_dim = queries.q.shape
         dim_v, itemsize = cache.head_dim_v, queries.q.dtype.itemsize
         rows = size * group
@@ -86,7 +83,7 @@ class Sizes:
         key_bytes = num_kv_heads * (itemsize * dims + rows * (4 + itemsize))
         keys = _STATE_PART * _STATE_PASSES * state_bytes // (_TILE_PASSES * key_bytes)
         keys = min(max(keys, limits.least_keys), limits.most_keys)
-        most = mask.max_pages(span, cache.block_tables.shape[1], column_tokens(cache))
+        most = mask.max_pages(size, cache.block_tables.shape[1], column_tokens(cache))
         kv_tiles = cdiv(most, max(1, keys // cache.page_size))
         tile_pages = cdiv(most, kv_tiles)
         item_bytes = tile_pages * cache.page_size * key_bytes
@@ -103,12 +100,7 @@ class Sizes:
 
 
 def attend_tiles(
-    queries: TileQueries,
-    cache: PageReader,
-    mask: MaskRule,
-    tiles: QueryTile,
-    sizes: Sizes,
-    trees: TokenTrees | None,
+    queries: TileQueries, cache: PageReader, mask: MaskRule, tiles: QueryTile, sizes: Sizes
 ) -> SoftmaxState:
     """States of [C, Hkv, queries * G] rows of int32[C] tiles, over all keys that they see."""
     num_kv_heads, group = queries.q.shape[1:3]
@@ -118,7 +110,7 @@ def attend_tiles(
         tile, kv_tile, piece = lanes.items(i)
         own = QueryTile(*(x[tile] for x in tiles))
         state = SoftmaxState(*(x.at[piece].get(mode="clip") for x in states))
-        new = _attend_items(state, queries, cache, mask, own, kv_tile, sizes, trees)
+        new = _attend_items(state, queries, cache, mask, own, kv_tile, sizes)
         return SoftmaxState(
             *(x.at[piece].set(y, mode="drop", unique_indices=True) for x, y in zip(states, new, strict=True))
         )
@@ -139,17 +131,16 @@ def _attend_items(
     tiles: QueryTile,  # int32[n] each
     kv_tile: jax.Array,  # int32[n]
     sizes: Sizes,
-    trees: TokenTrees | None,
 ) -> SoftmaxState:
     """`state` after one KV tile of each query tile."""
     place = jnp.arange(sizes.queries, dtype=jnp.int32)
     ids, key_pos = locate_all(cache, tiles, kv_tile * sizes.tile_pages, sizes.tile_pages)
-    k, v = _gathered(cache, ids, tiles.reaches(mask, key_pos, trees), queries.q.dtype)
+    k, v = _gathered(cache, ids, tiles.reaches(mask, key_pos), queries.q.dtype)
     rows = queries.of(tiles.token[:, None] + place)
     s = product("nhrd,nhkd->nhrk", rows, k) * queries.scale[:, None, None]
     if queries.soft_cap is not None:
         s = queries.soft_cap * jnp.tanh(s / queries.soft_cap)
-    visible = tiles.sees(mask, key_pos, sizes.queries, trees)
+    visible = tiles.sees(mask, key_pos, sizes.queries)
     by_query = s.reshape(*s.shape[:2], sizes.queries, -1, s.shape[-1])  # [n, Hkv, queries, G, keys]
     s = jnp.where(visible[:, None, :, None], by_query, -jnp.inf).reshape(s.shape)
 

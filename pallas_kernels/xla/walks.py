@@ -21,7 +21,6 @@ from pallas_kernels.layouts import cdiv
 from pallas_kernels.mask import MaskRule
 from pallas_kernels.paged_tiles import column_tokens
 from pallas_kernels.schedule import Batch, QueryTile, few_queries, query_tiles
-from pallas_kernels.token_trees import TokenTrees, tile_span
 from pallas_kernels.varying import vary_like
 from pallas_kernels.xla.tiles import Limits, PageReader, Sizes, TileQueries, attend_tiles
 
@@ -52,7 +51,6 @@ class Step(NamedTuple):
     v_scale: jax.Array  # float32[Hkv]
     dtype: jnp.dtype  # of the results
     limits: Limits
-    trees: TokenTrees | None = None
 
     def sinks_of_rows(self, num_queries: int) -> jax.Array | None:
         """float32[Hkv, num_queries * G], rows as those of a query tile."""
@@ -84,10 +82,9 @@ def plan_walks(step: Step, batch: Batch) -> list[Walk]:
     walks = []
     for name, size, is_own, room in parts:
         own = batch._replace(q_lens=jnp.where(is_own, batch.q_lens, 0))
-        span = tile_span(size, step.trees)
-        sizes = Sizes.of(step.queries, size, step.cache, step.mask, room, step.limits, span)
+        sizes = Sizes.of(step.queries, size, step.cache, step.mask, room, step.limits)
         room = cdiv(room, sizes.num_tiles) * sizes.num_tiles
-        tiles, count = query_tiles(own, step.mask, room=room, queries=size, page_size=page_size, trees=step.trees)
+        tiles, count = query_tiles(own, step.mask, room=room, queries=size, page_size=page_size)
         walks.append(Walk(name, tiles, count, sizes))
     return walks
 
@@ -120,7 +117,7 @@ def _attend_walk(results: Results, step: Step, walk: Walk) -> Results:
 def _attend_chunk(results: Results, step: Step, tiles: QueryTile, sizes: Sizes) -> Results:
     """`results` with those of the tiles' tokens."""
     num_tokens, num_kv_heads, group, _ = step.queries.q.shape
-    state = attend_tiles(step.queries, step.cache, step.mask, tiles, sizes, step.trees)
+    state = attend_tiles(step.queries, step.cache, step.mask, tiles, sizes)
     out, lse = online_softmax.finish(state, step.sinks_of_rows(sizes.queries))
     out = out * step.v_scale[:, None, None]
     place = jnp.arange(sizes.queries, dtype=jnp.int32)

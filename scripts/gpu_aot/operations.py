@@ -54,7 +54,6 @@ class AttentionCase:
     sink_tokens: int = 0
     soft_cap: float = 0.0
     causal: int = 1
-    trees: int = 0  # new tokens of a sequence may be trees
     block: int = 0  # 0: by the shape
     stages: int = 0
     warpgroups: int = 0  # of prefill
@@ -98,9 +97,7 @@ def attention(case: AttentionCase) -> Operation:
         prefill_blocks=case.blocks or None,
     )
 
-    trees = argument((case.tokens,), "uint32") if case.trees else None
-
-    def call(q: Any, pages: Any, new_kv: Any, slots: Any, trees: Any, *rest: Any) -> Any:
+    def call(q: Any, pages: Any, new_kv: Any, slots: Any, *rest: Any) -> Any:
         pages = kv_write(*new_kv, pages, slots, k_scale=rest[-2], v_scale=rest[-1], backend="gpu")
         result = kernel_gpu.ragged_paged_attention(
             q,
@@ -112,12 +109,11 @@ def attention(case: AttentionCase) -> Operation:
             soft_cap=case.soft_cap or None,
             **dict(zip(("sinks", "k_scale", "v_scale"), rest[4:], strict=True)),
             return_lse=True,
-            tree_mask=trees,
             tuning=tuning,
         )
         return *result, pages
 
-    return Operation(call, (q, pages, new_kv, slots, trees, *ints, *per_head), donated=(1,))
+    return Operation(call, (q, pages, new_kv, slots, *ints, *per_head), donated=(1,))
 
 
 def write(case: AttentionCase) -> Operation:

@@ -19,14 +19,13 @@ from pallas_kernels.mla_paged_attention import kernel_gpu as mla_gpu
 from pallas_kernels.mla_paged_attention import kernel_tpu as mla_tpu
 from pallas_kernels.mla_paged_attention import mla_paged_attention
 from pallas_kernels.ragged_paged_attention import kernel_gpu, kernel_tpu, ragged_paged_attention
-from scripts.kernel_fuzz.trials import PLAIN, Rows, checked, compiled_on, hard_rows, one_of
+from scripts.kernel_fuzz.trials import PLAIN, checked, compiled_on, hard_rows, one_of
 from tests.pallas_kernels import cases
 from tests.pallas_kernels.cases import assert_right
 from tests.pallas_kernels.latent_cases import LatentShape
 from tests.pallas_kernels.mla_paged_attention import mla_cases
 from tests.pallas_kernels.oracle import Options
 from tests.pallas_kernels.ragged_paged_attention.test_kernel_gpu import SMALL
-from tests.pallas_kernels.token_trees import random_trees
 
 _STEPS = 5  # of a compiled shape
 _SINKS = (2.0, -np.inf, 50.0, -3.0, np.inf, 3e38, -1e30, 1e4)
@@ -69,13 +68,12 @@ def random_options(rng: np.random.Generator, page_size: int, heads: int, dtype: 
     )
 
 
-def random_share(rng: np.random.Generator, page_size: int, platform: str) -> tuple[int, int, int] | None:
-    """(rank, ranks, successive tokens of each) of context parallelism, in one trial of four."""
+def random_share(rng: np.random.Generator, platform: str) -> tuple[int, int] | None:
+    """(rank, ranks) of context parallelism, in one trial of four."""
     if platform == "gpu" or rng.random() < 0.75:
         return None
     size = one_of(rng, [2, 4, 8] if platform == "tpu" else [2, 3, 5, 8])
-    interleave = one_of(rng, [n for n in range(1, page_size + 1) if page_size % n == 0])
-    return int(rng.integers(size)), size, interleave
+    return int(rng.integers(size)), size
 
 
 def static_of(options: Options) -> dict[str, Any]:
@@ -107,7 +105,7 @@ def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
     is_packed = platform == "tpu" or (platform in ("reference", "xla") and rng.random() < 0.5)
     layout = "tpu" if is_packed else "cpu"
     page_size = cases.whole_rows(page_size, kv_heads, kv_dtype, layout)
-    held_by = random_share(rng, page_size, platform)
+    held_by = random_share(rng, platform)
     column = page_size * (held_by[1] if held_by else 1)  # tokens of all ranks
     shape = cases.Shape(
         num_tokens=one_of(rng, [1, 2, 7, 9, 17, 33, 40]),
@@ -123,8 +121,7 @@ def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
     )
     options = random_options(rng, page_size, shape.num_q_heads, kv_dtype, one_of(rng, [None, (), (kv_heads,)]))
     options = _of_rank(options, held_by)
-    has_trees = options.causal and rng.random() < 0.3
-    run = _compiled_ragged(rng, platform, shape, options, has_trees)
+    run = _compiled_ragged(rng, platform, shape, options)
     exact = platform != "tpu" or "float32" in (q_dtype, kv_dtype)
 
     for _ in range(_STEPS):
@@ -133,33 +130,21 @@ def ragged(rng: np.random.Generator, platform: str) -> Iterator[str]:
 
         def check(rows: Any = rows, seed: int = seed, shared: int = shared) -> None:
             case = cases.make_case(seed, shape, rows, options, shared_columns=shared)
-            trees = _trees(seed, rows, shape.num_tokens) if has_trees else None
-            given = case.of_rank(*held_by) if held_by else case
-            result = run(*given.arrays, *([trees] if has_trees else []))
-            assert_right(result, case.expected(options, trees), q_dtype, "float32" if exact else "bfloat16 weights")
+            result = run(*(case.of_rank(*held_by) if held_by else case).arrays)
+            assert_right(result, case.expected(options), q_dtype, "float32" if exact else "bfloat16 weights")
 
         yield checked((shape, options, rows, shared), check)
 
 
-def _of_rank(options: Options, held_by: tuple[int, int, int] | None) -> Options:
+def _of_rank(options: Options, held_by: tuple[int, int] | None) -> Options:
     """Options of a rank's part, which has no sinks."""
     return Options(**{**vars(options), "held_by": held_by, "sinks": None}) if held_by else options
 
 
-def _rank_options(held_by: tuple[int, int, int] | None) -> dict[str, Any]:
+def _rank_options(held_by: tuple[int, int] | None) -> dict[str, Any]:
     """Those of an op."""
-    rank, size, interleave = held_by or (0, 1, 1)
-    return {"context_rank": rank, "context_size": size, "context_interleave": interleave}
-
-
-def _trees(seed: int, rows: Rows, num_tokens: int) -> np.ndarray:
-    """uint32[num_tokens]; a sequence of fewer tokens than queries has none."""
-    trees, start = random_trees(np.random.default_rng(seed), rows, num_tokens), 0
-    for q_len, seq_len in rows:
-        if seq_len < q_len:
-            trees[start : start + q_len] = 0
-        start += q_len
-    return trees
+    rank, size = held_by or (0, 1)
+    return {"context_rank": rank, "context_size": size}
 
 
 def _compiled(
@@ -168,18 +153,14 @@ def _compiled(
     call: Callable[..., Any],
     example: cases.Case | mla_cases.Case,
     options: Options,
-    has_trees: bool,
 ) -> Callable[..., Any]:
-    """`call` of a rank's arrays, and where new tokens may be trees of `tree_mask` after them."""
+    """`call` of a rank's arrays."""
     arrays = (example.of_rank(*options.held_by) if options.held_by else example).arrays
-    if not has_trees:
-        return compiled_on(platform, rng, call, *arrays)
-    trees = jnp.zeros(example.shape.num_tokens, jnp.uint32)
-    return compiled_on(platform, rng, lambda *given: call(*given[:-1], tree_mask=given[-1]), *arrays, trees)
+    return compiled_on(platform, rng, call, *arrays)
 
 
 def _compiled_ragged(
-    rng: np.random.Generator, platform: str, shape: cases.Shape, options: Options, has_trees: bool
+    rng: np.random.Generator, platform: str, shape: cases.Shape, options: Options
 ) -> Callable[..., Any]:
     v_scale = None if options.v_scale is None else jnp.asarray(options.v_scale, jnp.float32)
     static = static_of(options) | {"num_kv_heads": shape.num_kv_heads, "v_scale": v_scale}
@@ -200,8 +181,8 @@ def _compiled_ragged(
         options_of_mask = asdict(static.pop("mask"))
         static |= options_of_mask | _rank_options(options.held_by)
         op = partial(ragged_paged_attention, **static, return_lse=True, backend=platform)
-        call = lambda *arrays, **given: op(*arrays, **given)[:2]  # noqa: E731
-    return _compiled(rng, platform, call, cases.make_case(0, shape, []), options, has_trees)
+        call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
+    return _compiled(rng, platform, call, cases.make_case(0, shape, []), options)
 
 
 def mla(rng: np.random.Generator, platform: str) -> Iterator[str]:
@@ -211,7 +192,7 @@ def mla(rng: np.random.Generator, platform: str) -> Iterator[str]:
     dtype, longest = one_of(rng, dtypes), one_of(rng, [130, 300])
     dims = one_of(rng, [(128, 64), (256, 64)] if platform == "gpu" else [(24, 8), (192, 64), (256, 64)])
     layout = "cpu" if platform == "gpu" or (platform in PLAIN and rng.random() < 0.5) else "tpu"
-    held_by = random_share(rng, page_size, platform) if page_size % 4 == 0 else None
+    held_by = random_share(rng, platform) if page_size % 4 == 0 else None
     column = page_size * (held_by[1] if held_by else 1)  # tokens of all ranks
     shape = mla_cases.Shape(
         num_tokens=one_of(rng, [1, 2, 7, 9, 24, 33]),
@@ -228,24 +209,21 @@ def mla(rng: np.random.Generator, platform: str) -> Iterator[str]:
         options = Options(**{**vars(options), "sm_scale": 0.002})
     options = Options(**{**vars(options), "v_scale": options.k_scale})  # a latent is key and value
     options = _of_rank(options, held_by)
-    has_trees = platform != "gpu" and options.causal and rng.random() < 0.3
-    run = _compiled_mla(rng, platform, shape, options, has_trees)
+    run = _compiled_mla(rng, platform, shape, options)
     for _ in range(_STEPS):
         rows = hard_rows(rng, shape.num_tokens, shape.num_rows, page_size, shape.num_columns * column, True)
         seed, shared = int(rng.integers(1 << 30)), int(rng.integers(0, 3))
 
         def check(rows: Any = rows, seed: int = seed, shared: int = shared) -> None:
             case = mla_cases.make_case(seed, shape, rows, options, shared_columns=shared)
-            trees = _trees(seed, rows, shape.num_tokens) if has_trees else None
-            given = case.of_rank(*held_by) if held_by else case
-            result = run(*given.arrays, *([trees] if has_trees else []))
-            assert_right(result, case.expected(options, trees), shape.q_dtype, "float32")
+            result = run(*(case.of_rank(*held_by) if held_by else case).arrays)
+            assert_right(result, case.expected(options), shape.q_dtype, "float32")
 
         yield checked((shape, options, rows, shared), check)
 
 
 def _compiled_mla(
-    rng: np.random.Generator, platform: str, shape: mla_cases.Shape, options: Options, has_trees: bool
+    rng: np.random.Generator, platform: str, shape: mla_cases.Shape, options: Options
 ) -> Callable[..., Any]:
     ranks = options.held_by[1] if options.held_by else 1
     static = static_of(options) | {"page_size": shape.latent.page_size // ranks}
@@ -263,5 +241,5 @@ def _compiled_mla(
         options_of_mask = asdict(static.pop("mask"))
         static |= options_of_mask | _rank_options(options.held_by)
         op = partial(mla_paged_attention, **static, return_lse=True, backend=platform)
-        call = lambda *arrays, **given: op(*arrays, **given)[:2]  # noqa: E731
-    return _compiled(rng, platform, call, mla_cases.make_case(0, shape, [], options), options, has_trees)
+        call = lambda *arrays: op(*arrays)[:2]  # noqa: E731
+    return _compiled(rng, platform, call, mla_cases.make_case(0, shape, [], options), options)

@@ -66,9 +66,7 @@ class AttentionCase(LatentCase):
     scales: int = 0
     lse: int = 0
     hbm_tables: int = 0
-    trees: int = 0  # new tokens may be trees
     ranks: int = 1  # of context parallelism; the longest sequence lies on all of them
-    interleave: int = 1
     queries: int = 0  # 0: by the shapes; as are the next ones
     units: int = 0
     decode_block: int = 0
@@ -93,13 +91,10 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
         argument((case.heads,), "float32") if case.sinks else None,
         argument((), "float32") if case.scales else None,
     )
-    options = (
-        argument((case.tokens,), "uint32") if case.trees else None,
-        argument((), "int32") if case.ranks > 1 else None,
-    )
+    rank = argument((), "int32") if case.ranks > 1 else None
     sizes = (case.queries, case.units, case.decode_block, case.tile_block, case.decode_part, case.tile_part)
 
-    def call(q: Any, pages: Any, step: Any, per_head: Any, options: Any) -> Any:
+    def call(q: Any, pages: Any, step: Any, per_head: Any, rank: Any) -> Any:
         return attention_kernel.mla_paged_attention(
             *q,
             pages,
@@ -111,13 +106,12 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             k_scale=per_head[1],
             page_size=case.page,
             return_lse=bool(case.lse),
-            tree_mask=options[0],
-            share=None if options[1] is None else KeyShare(options[1], case.ranks, case.interleave),
+            share=None if rank is None else KeyShare(rank, case.ranks),
             tuning=attention_kernel.Tuning(*(size or None for size in sizes), case.chunk_rows, case.ahead),
             tables_in_hbm=True if case.hbm_tables else None,
         )
 
-    return call, (q, case.pages, step, per_head, options)
+    return call, (q, case.pages, step, per_head, rank)
 
 
 OPERATIONS = {"latent_write": (LatentCase, write), "mla_attention": (AttentionCase, attention)}

@@ -69,9 +69,7 @@ class AttentionCase(PagedCase):
     causal: int = 1
     hbm_tables: int = 0
     write: int = 0  # new KV is written first
-    trees: int = 0  # new tokens may be trees
     ranks: int = 1  # of context parallelism; the longest sequence lies on all of them
-    interleave: int = 1
     queries: int = 0  # 0: by the shapes
     decode_block: int = 0
     tile_block: int = 0
@@ -98,10 +96,9 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
     per_head = [argument((case.heads,), "float32")] * bool(case.sinks)
     per_head += [argument((case.kv_heads,), "float32")] * 2 * bool(case.scales)
     sizes = kernel_tpu.Tuning(case.queries or None, case.decode_block or None, case.tile_block or None)
-    trees = argument((case.tokens,), "uint32") if case.trees else None
     rank = argument((), "int32") if case.ranks > 1 else None
 
-    def call(q: Any, pages: Any, step: Any, new: Any, trees: Any, rank: Any, *per_head: Any) -> Any:
+    def call(q: Any, pages: Any, step: Any, new: Any, rank: Any, *per_head: Any) -> Any:
         given = list(per_head)
         return kernel_tpu.ragged_paged_attention(
             q,
@@ -115,15 +112,14 @@ def attention(case: AttentionCase) -> tuple[Callable[..., Any], tuple[Any, ...]]
             k_scale=given.pop(0) if case.scales else None,
             v_scale=given.pop(0) if case.scales else None,
             return_lse=bool(case.lse),
-            share=None if rank is None else KeyShare(rank, case.ranks, case.interleave),
-            tree_mask=trees,
+            share=None if rank is None else KeyShare(rank, case.ranks),
             new_kv=new[:2] or None,
             slot_mapping=new[2] if new else None,
             tuning=None if case.tuned else sizes,
             tables_in_hbm=True if case.hbm_tables else None,
         )
 
-    return call, (q, case.pages, ints, given, trees, rank, *per_head)
+    return call, (q, case.pages, ints, given, rank, *per_head)
 
 
 @dataclass(frozen=True)

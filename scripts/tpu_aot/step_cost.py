@@ -44,8 +44,7 @@ class LaunchSizes:
     block: int
     table_stride: int = 0
     tables_in_hbm: bool = False
-    context: tuple[int, int] | None = None
-    has_trees: bool = False
+    context_size: int | None = None
 
     @property
     def block_pages(self) -> int:

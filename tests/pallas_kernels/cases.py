@@ -76,9 +76,9 @@ class Case:
         rest = (self.block_tables, self.seq_lens, self.query_start_loc, self.distribution)
         return (jnp.asarray(self.q), pages, *(jnp.asarray(x) for x in rest))
 
-    def of_rank(self, rank: int, size: int, interleave: int) -> Case:
+    def of_rank(self, rank: int, size: int) -> Case:
         """What a rank of context parallelism has, by the words of the contract; a page here is a column there."""
-        own = [t for t in range(self.shape.page_size) if t // interleave % size == rank]
+        own = range(rank, self.shape.page_size, size)
 
         def of_own(pages: np.ndarray) -> np.ndarray:
             tokens = pages.reshape(pages.shape[0], self.shape.page_size, -1)[:, own]  # rows hold one token, or more
@@ -86,11 +86,11 @@ class Case:
 
         return dataclasses.replace(self, pages=tuple(of_own(pages) for pages in self.pages))
 
-    def expected(self, options: Options, tree_mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def expected(self, options: Options) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) of the oracle."""
         k, v = unpacked(self.pages, self.shape.num_kv_heads, self.shape.head_dim)
         meta = (self.block_tables, self.seq_lens, self.query_start_loc, int(self.distribution[2]))
-        return attention(self.q, k, v, *meta, options, tree_mask)
+        return attention(self.q, k, v, *meta, options)
 
 
 def random_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -22,7 +22,7 @@ class Options:
     sinks: np.ndarray | None = field(default=None, compare=False)
     k_scale: np.ndarray | float | None = field(default=None, compare=False)
     v_scale: np.ndarray | float | None = field(default=None, compare=False)
-    held_by: tuple[int, int, int] | None = None  # rank, ranks, successive tokens of each: only its tokens count
+    held_by: tuple[int, int] | None = None  # rank, ranks: only its tokens count
 
 
 def visible_keys(pos: int, seq_len: int, options: Options) -> list[int]:
@@ -53,15 +53,6 @@ def by_token(pages: np.ndarray, num_kv_heads: int) -> np.ndarray:
     return pages.reshape(pages.shape[0], pages.shape[1] * tokens, -1, pages.shape[-1])
 
 
-def visible_keys_of_path(path: list[int], own: int, options: Options) -> list[int]:
-    """Slots that the last token of a path sees: of the `own` old tokens, and of the new ones on the path.
-
-    As if the path were the sequence: position after position, each in the slot that holds it.
-    """
-    slots = [*range(own), *(own + n for n in path)]
-    return [slots[k] for k in visible_keys(len(slots) - 1, len(slots), options)]
-
-
 def unpacked(pages: tuple[np.ndarray, ...], num_kv_heads: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """K and V as float64[pages, page_size, Hkv, D] of either layout."""
     if len(pages) == 2:
@@ -82,7 +73,6 @@ def attention(
     query_start_loc: np.ndarray,
     num_seqs: int,
     options: Options,
-    tree_mask: np.ndarray | None = None,  # uint32[T]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out float64[T, Hq, Dv], lse float64[T, Hq])."""
     num_tokens, num_q_heads, _ = q.shape
@@ -96,12 +86,9 @@ def attention(
         start, end = int(query_start_loc[s]), int(query_start_loc[s + 1])
         for t in range(start, end):
             pos = int(seq_lens[s]) - (end - start) + (t - start)
-            rank, size, interleave = options.held_by or (0, 1, 1)
+            rank, size = options.held_by or (0, 1)
             seen = visible_keys(pos, int(seq_lens[s]), options)
-            if tree_mask is not None and tree_mask[t]:
-                path = [n for n in range(32) if int(tree_mask[t]) >> n & 1]
-                seen = visible_keys_of_path(path, int(seq_lens[s]) - (end - start), options)
-            keys = np.array([k for k in seen if k // interleave % size == rank], dtype=np.int64)
+            keys = np.array([k for k in seen if k % size == rank], dtype=np.int64)
             if keys.size == 0:
                 continue
             at = (block_tables[s, keys // page_size], keys % page_size)

@@ -51,17 +51,17 @@ class Case:
         rest = (self.block_tables, self.seq_lens, self.query_start_loc, self.distribution)
         return (q_nope, q_pe, (jnp.asarray(self.page),), *(jnp.asarray(x) for x in rest))
 
-    def of_rank(self, rank: int, size: int, interleave: int) -> Case:
+    def of_rank(self, rank: int, size: int) -> Case:
         """As `cases.Case.of_rank`; packed pages whose states fill their words."""
         page = self.page if self.page.ndim == 3 else self.page.reshape(len(self.page), -1, self.page.shape[3])
-        own = page[:, [t for t in range(page.shape[1]) if t // interleave % size == rank]]
+        own = page[:, rank::size]
         return dataclasses.replace(self, page=own.reshape(len(own), -1, *self.page.shape[2:]))
 
-    def expected(self, options: Options, tree_mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def expected(self, options: Options) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) of the oracle: one KV head whose values are the first numbers of its keys."""
         k = unpacked(self.page, self.shape.latent)[:, :, None]
         meta = (self.block_tables, self.seq_lens, self.query_start_loc, int(self.distribution[2]))
-        return attention(self.q, k, k[..., : -self.shape.rope_dim], *meta, options, tree_mask)
+        return attention(self.q, k, k[..., : -self.shape.rope_dim], *meta, options)
 
 
 def make_case(

@@ -21,7 +21,6 @@ from pallas_kernels.schedule import Batch
 from tests.pallas_kernels.cases import Shape, assert_right, make_case, nan_behind
 from tests.pallas_kernels.on_gpu import compile_on_gpu, gpu_device
 from tests.pallas_kernels.oracle import Options
-from tests.pallas_kernels.token_trees import random_trees
 
 Rows = list[tuple[int, int]]  # (queries, keys) of each sequence
 SMALL = kernel_gpu.Tuning(decode_block=64, decode_stages=2, num_blocks=3, prefill_block=64, prefill_stages=2)
@@ -51,8 +50,8 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def planned(shape: Shape, options: Options, *, is_decode: bool, has_trees: bool = False) -> Callable[..., Any]:
-    """(arrays of a case, `tree_mask` behind them where there are trees) -> (out, lse) of the op with a plan."""
+def planned(shape: Shape, options: Options, *, is_decode: bool) -> Callable[..., Any]:
+    """(arrays of a case) -> (out, lse) of the op with a plan."""
     mask = MaskRule(options.causal, options.sliding_window, options.attention_chunk_size, options.num_sink_tokens)
     static = {
         "sm_scale": options.sm_scale, "causal": options.causal, "sliding_window": options.sliding_window,
@@ -62,15 +61,13 @@ def planned(shape: Shape, options: Options, *, is_decode: bool, has_trees: bool 
     given = {name: getattr(options, name) for name in ("sinks", "k_scale", "v_scale")}
     arrays = {name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in given.items()}
 
-    def call(q: jax.Array, pages: Any, *given: jax.Array) -> Any:
-        step, trees = given[:4], given[4] if has_trees else None
+    def call(q: jax.Array, pages: Any, *step: jax.Array) -> Any:
         sizes: dict[str, Any] = {"num_kv_heads": shape.num_kv_heads, "is_decode": is_decode, "backend": "gpu"}
-        schedule = plan(q, pages, *step, mask, **sizes, tree_mask=trees)
-        result = ragged_paged_attention(q, pages, *step, **static, **arrays, tree_mask=trees, schedule=schedule)
+        schedule = plan(q, pages, *step, mask, **sizes)
+        result = ragged_paged_attention(q, pages, *step, **static, **arrays, schedule=schedule)
         return result.out, result.lse
 
-    trees = [jnp.zeros(shape.num_tokens, jnp.uint32)] if has_trees else []
-    return compile_on_gpu(call, *make_case(0, shape, []).arrays, *trees)
+    return compile_on_gpu(call, *make_case(0, shape, []).arrays)
 
 
 @pytest.fixture(autouse=True)
@@ -132,28 +129,6 @@ def test_as_many_queries_as_fill_a_tile() -> None:
     """64 rows are the query heads of a KV head times tokens; among long sequences only lone queries decode."""
     assert [most_queries(t, 64, 8) for t in (64, 128, 512, 576, 8192)] == [1, 2, 8, 1, 1]
     assert [most_queries(256, 64, group) for group in (1, 16, 32, 64)] == [4, 4, 2, 1]
-
-
-TREES: dict[str, tuple[int, Rows, dict[str, Any]]] = {
-    "few, window": (32, RAGGED, {"sliding_window": 5, "num_sink_tokens": 19}),
-    "among longer sequences": (60, [(1, 66), (17, 130), (3, 70), (36, 40)], {"attention_chunk_size": 30}),
-    "full": (32, [(8, 130), (2, 2), (7, 64)], {}),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "few, window" else pytest.param(name, marks=pytest.mark.sweep) for name in TREES]
-)
-def test_drafts_may_be_trees(name: str) -> None:
-    """Chains, stars, trees, forests and what is no path, each query by its own bits; planned with the step."""
-    num_tokens, rows, mask = TREES[name]
-    shape, options = replace(SHAPE, num_tokens=num_tokens), Options(**mask)
-    run = planned(shape, options, is_decode=num_tokens == 32, has_trees=True)
-    for seed in range(2):
-        case = make_case(seed, shape, rows, options)
-        trees = random_trees(np.random.default_rng(seed), rows, num_tokens)
-        result = run(*case.arrays, jnp.asarray(trees))
-        assert_right(result, case.expected(options, trees), shape.q_dtype)
 
 
 @pytest.mark.skipif(gpu_device() is not None, reason="races are seen by the interpreter only")

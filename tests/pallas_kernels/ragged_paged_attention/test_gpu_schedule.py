@@ -125,8 +125,6 @@ def test_a_plan_is_for_its_sizes() -> None:
         jax.eval_shape(functools.partial(call, sliding_window=71), q, pages, *step)
     with pytest.raises(ValueError, match=r"expected a schedule planned for .*num_tokens=16"):
         jax.eval_shape(functools.partial(call, sliding_window=70), q[:16], pages, *step)
-    with pytest.raises(ValueError, match=r"expected a schedule planned for .*has_trees=True"):
-        jax.eval_shape(functools.partial(call, sliding_window=70, tree_mask=jnp.zeros(24, jnp.uint32)), q, pages, *step)
     with pytest.raises(ValueError, match=r"expected schedule to be what plan\(\) returns, got tuple"):
         ragged_paged_attention(q, pages, *step, sm_scale=0.1, backend="gpu", schedule=())
 

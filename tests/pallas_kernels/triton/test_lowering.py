@@ -53,12 +53,12 @@ def lowered(function: Callable[..., Any], *arguments: Any) -> str:
 def test_attention(q_dtype: str, page_dtype: str, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     num_heads, num_kv_heads, dim, page = sizes
 
-    def attend(q: Any, page: Any, step: Any, sinks: Any, trees: Any) -> Any:
-        given = {} if "context_size" in options else {"sinks": sinks, "tree_mask": trees}
+    def attend(q: Any, page: Any, step: Any, sinks: Any) -> Any:
+        given = {} if "context_size" in options else {"sinks": sinks}
         return ragged_paged_attention(q, (page, page), *step, sm_scale=0.1, **options, **given, backend="triton").out
 
     q, pages = shape(q_dtype, NUM_TOKENS, num_heads, dim), shape(page_dtype, 40, page, num_kv_heads, dim)
-    module = lowered(attend, q, pages, step(), shape("float32", num_heads), shape("uint32", NUM_TOKENS))
+    module = lowered(attend, q, pages, step(), shape("float32", num_heads))
     assert "attend_lanes" in module
     assert "merge_pieces" in module
 
