@@ -17,7 +17,7 @@ from kvjax.errors import MemoryBudgetError
 from kvjax.planning import CacheShape, Load, Parallelism
 from kvjax.planning.sizing import bytes_for
 from kvjax.replay import ReplayConfig, TraceRequest, generate_workload, run_replay
-from kvjax.replay.working_set import MOST_SPARE, WorkingSet, load_of
+from kvjax.replay.working_set import MOST_SPARE, WorkingSet, _sizes, load_of
 
 # 2 KiB a token, and 2 MiB a state: as much as 1,024 tokens.
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
@@ -110,3 +110,9 @@ def test_answers_that_are_not_cached_count_for_nothing(mebibytes: int) -> None:
     trace = generate_workload("chat", 50, 3)
     without = [replace(request, output_length=0) for request in trace]
     assert load(trace, mebibytes << 20, has_answers=False) == load(without, mebibytes << 20)
+
+
+def test_prompts_that_part_in_their_last_block_have_a_checkpoint_each() -> None:
+    """Hash blocks of 8 tokens, hits of 3: all share the checkpoint at 6, and none that at 9."""
+    trace = [TraceRequest(0, 10, 0, (0, 1 + i), hash_block_size=8) for i in range(50)]
+    assert _sizes(trace, alignment=3, has_answers=False)[1][-1] == 51
