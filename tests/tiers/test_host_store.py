@@ -247,13 +247,15 @@ def test_memory_moves_from_kind_to_kind() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_are_somebodys_or_nobodys(seed: int) -> None:
-    """No row is given out twice, and none beyond the last."""
+    """No row is given out twice, and none beyond the last; what is written to a used row stays there."""
     rng, rows = np.random.default_rng(seed), HostRows(20, (3, 5), has_bytes=seed % 2 == 0)
     used: set[int] = set()
     for _ in range(200):
         taken = rows.take(int(rng.integers(0, 6))).tolist()
         assert not used.intersection(taken)
         used.update(taken)
+        for array in rows.arrays:
+            array[taken] = np.array(taken, np.uint8)[:, None]
         back = [row for row in used if rng.random() < 0.2]
         used.difference_update(back)
         rows.give(back)
@@ -261,5 +263,6 @@ def test_rows_are_somebodys_or_nobodys(seed: int) -> None:
             rows.cool()
             assert rows.warm_bytes == 0
         assert rows.num_used == len(used)
+        assert all((array[row] == row).all() for array in rows.arrays for row in used)
         assert used <= set(range(1, 21))
     assert rows.take(30).size == 20 - len(used)

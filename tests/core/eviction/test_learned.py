@@ -12,8 +12,10 @@ import pytest
 from kvjax.core import BlockHasher, BlockPool, KVCacheManager, Request
 from kvjax.core.eviction import LearnedPolicy
 from kvjax.core.eviction.ghosts import Ghosts
+from kvjax.core.eviction.learned_table import LearnedTable
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.errors import InvariantError
+from tests.core.eviction.naive_learned import NEW, NaiveLearned, NaiveRun, bin_of
 from tests.core.manager.manager_lockstep import FULL, SETUPS
 from tests.core.manager.prefill import compute_prompt
 
@@ -142,6 +144,27 @@ def test_a_run_that_is_held_is_not_used_again() -> None:
     policy.note_admission()
     policy.note_step_planned()
     assert [each.uses for each in policy.learned()] == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_worth_is_what_its_definition_says(seed: int) -> None:
+    """Uses and losses at all ages, twice, so that the first fade, and runs that still wait."""
+    rng, table, naive = np.random.default_rng(seed), LearnedTable(), NaiveLearned(2)
+    for now in (300_000, 330_000):
+        for _ in range(80):
+            of_class, age, was_used = int(rng.integers(5)), int(2 ** rng.uniform(0, 18)), bool(rng.random() < 0.5)
+            (table.note_use if was_used else table.note_loss)(of_class, age)
+            naive.ended.append((of_class, age, NEW))
+            naive.uses += [(of_class, age, NEW)] * was_used
+        classes, ages = rng.integers(0, 5, 20), (2 ** rng.uniform(0, 18, 20)).astype(int)
+        waiting = zip([(0, 1, 2, 3, 5)[i] for i in classes], ages.tolist(), strict=True)
+        naive.run_of = {i: NaiveRun(hits, since=now - age, waits=True) for i, (hits, age) in enumerate(waiting)}
+        naive.now = now
+        naive.learn()
+        table.rebuild(now, classes, ages)
+        for age in (*range(100), *(2 ** np.arange(7, 18)).tolist()):
+            found = [table.worth_of(of_class, age) for of_class in range(5)]
+            assert found == pytest.approx([naive.worth[of_class][bin_of(age)] for of_class in range(5)], rel=1e-5)
 
 
 def test_it_learns_every_so_many_requests() -> None:

@@ -138,7 +138,7 @@ class Life:
         return number.to_bytes(8, "big")
 
     def admit(self) -> None:
-        for _ in range(self.rng.choice([1, 40, 3_000], p=[0.8, 0.15, 0.05])):
+        for _ in range(self.rng.choice([1, 40, 30_000], p=[0.8, 0.15, 0.05])):
             self.pool.eviction_policy.note_admission()
             self.naive.admitted()
 
