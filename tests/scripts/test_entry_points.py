@@ -16,7 +16,7 @@ SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
 NEEDS = {
     "make_config_forms.py": "torch",
     "make_goldens.py": "torch",
-    "mutate_core.py": "cosmic_ray",
+    "mutate.py": "cosmic_ray",
     "train_demo.py": "optax",
     "vllm_bench.py": "vllm",
     "vllm_replay.py": "vllm",
