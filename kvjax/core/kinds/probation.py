@@ -1,11 +1,11 @@
-"""Which registered blocks are evicted before all others: those that no checkpoint needs, until a hit used them.
+"""Which registered blocks go before all others: those that no checkpoint needs, until a hit used them, and idle copies.
 
-Flow:    SingleTypeKVCacheManager, RowBlocks -> [put_on_probation, keep_checkpoint] -> EvictionPolicy of the pool
+Flow:    SingleTypeKVCacheManager, RowBlocks -> [put_on_probation, keep_checkpoint, ...] -> EvictionPolicy of the pool
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -54,4 +54,12 @@ def keep_checkpoint(manager: KeptRows, row: int, block_hashes: Sequence[BlockHas
         take_off_probation(pool, ids.ravel().astype(np.int64))
 
 
-__all__ = ["keep_checkpoint", "put_on_probation", "take_off_probation"]
+def forget_idle_copies(pool: BlockPool, block_hashes: Iterable[BlockHash], group_id: int) -> None:
+    """Of several blocks of a hash, forgets the free ones that were registered before the last."""
+    copies = pool.hash_maps[group_id].blocks_of_shared(block_hashes)
+    idle = [block_id for blocks in copies for block_id in blocks[:-1] if not pool.ref_count[block_id]]
+    if idle:
+        pool.evict_blocks(idle)
+
+
+__all__ = ["forget_idle_copies", "keep_checkpoint", "put_on_probation", "take_off_probation"]

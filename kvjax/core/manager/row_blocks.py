@@ -21,7 +21,7 @@ import numpy as np
 from kvjax.core.hashing.block_hash import BlockHash
 from kvjax.core.kinds.group_managers import GroupManagers
 from kvjax.core.kinds.kept_columns import take_missing
-from kvjax.core.kinds.probation import keep_checkpoint
+from kvjax.core.kinds.probation import forget_idle_copies, keep_checkpoint
 from kvjax.core.kinds.single_type_manager import NEVER
 from kvjax.core.manager.block_needs import BlockNeeds, sums
 from kvjax.core.manager.copy_on_write import CopyOnWrite
@@ -205,11 +205,13 @@ class RowBlocks:
     def keep_ends(self, request: Request, row: int) -> None:
         """Keeps a checkpoint where the row's registered tokens end: its answer, if it is done, or where it goes on.
 
-        What the row's other checkpoints need and it released before counts as used now, as its last blocks are.
+        What the row's other checkpoints need and it released before counts as used now, as its last blocks are. Idle
+        blocks of the contents that the row computed again, since a checkpoint behind them was gone, are forgotten.
         """
         managers, retention = self._groups.on_probation, self._groups.retention
         if not managers or retention is None:
             return
+        self._forget_copies(request, row)
         num_registered = min(m.num_cached_blocks.item(row) * m.block_size for m in self._groups.cacheable)
         num_cached = self.cacheable_tokens(request, row, num_registered)
         own = retention.lengths_of(row)
@@ -220,6 +222,13 @@ class RowBlocks:
                 first, behind = need.columns_of(length)
                 if length not in own or first < manager.first_live.item(row):
                     keep_checkpoint(manager, row, hashes, first, behind)
+
+    def _forget_copies(self, request: Request, row: int) -> None:
+        for manager in self._groups.cacheable:
+            hashes = self._groups.hashing.of_block_size(request.block_hashes, manager.block_size)
+            first, end = self.num_hit_tokens.item(row) // manager.block_size, manager.num_cached_blocks.item(row)
+            for group_id in manager.group_ids:
+                forget_idle_copies(manager.block_pool, hashes[first:end], group_id)
 
     def free(self, row: int) -> None:
         """Releases all blocks of the row."""

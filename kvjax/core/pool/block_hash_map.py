@@ -55,6 +55,11 @@ class BlockHashToBlockMap:
             return tuple(value)
         return () if value is None else (value,)
 
+    def blocks_of_shared(self, block_hashes: Iterable[bytes]) -> list[list[int]]:
+        """All blocks of each hash that has several, in the order they were registered."""
+        values = map(self._blocks.get, block_hashes) if self.num_shared else ()
+        return [list(value) for value in values if type(value) is dict]
+
     def get_many(self, block_hashes: Iterable[bytes]) -> np.ndarray:  # int32[n]
         """The first registered block of each hash, -1 where there is none."""
         values = list(map(self._blocks.get, block_hashes, repeat(-1)))

@@ -39,7 +39,7 @@ def test_a_hit_reaches_as_far_as_pool_and_tier_together(name: str, eagle: bool) 
     """The oracle tries every length, from what each kind's mask sees."""
     longer = 0
     for seed in range(3):
-        world = TieredWorld(SETUPS[name], 60, seed, most=20, use_eagle=eagle)
+        world = TieredWorld(SETUPS[name], 40, seed, most=20, use_eagle=eagle)
         for _ in range(60):
             world.step()
             world.manager.new_step_starts()

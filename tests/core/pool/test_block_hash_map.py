@@ -32,6 +32,14 @@ def test_the_first_registered_block_answers_and_none_is_merged() -> None:
     assert (index.get_one_block(b"a"), index.get_blocks(b"a"), len(index)) == (None, (), 0)
 
 
+def test_hashes_of_several_blocks_are_told_with_all_of_them() -> None:
+    index = BlockHashToBlockMap()
+    index.insert(b"one", 1)
+    assert index.blocks_of_shared([b"one", b"none"]) == []
+    index.insert_n([b"two", b"two"], ids(3, 2))
+    assert index.blocks_of_shared([b"one", b"two", b"none"]) == [[3, 2]]
+
+
 def test_popping_what_is_not_registered_changes_nothing() -> None:
     index = BlockHashToBlockMap()
     index.insert(b"one", 1)
